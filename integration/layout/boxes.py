@@ -1,0 +1,70 @@
+"""Half-open boxes of one tensor.
+
+A box is a range per dimension of one Hugging Face tensor, written ``((start, stop), …)``. All of a
+refit's geometry is arithmetic on boxes: what a rank holds, what a rank wants, and the intersections
+that travel. Plain tuples keep them hashable, comparable and cheap to send as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+from math import prod
+
+Box = tuple[tuple[int, int], ...]
+
+
+def box_of(shape: Sequence[int]) -> Box:
+    """The box that covers a whole tensor of ``shape``."""
+    return tuple((0, int(n)) for n in shape)
+
+
+def volume(box: Box) -> int:
+    """Number of elements in ``box``; 1 for the box of a scalar (no dimensions), 0 if any range is empty."""
+    return prod(max(0, stop - start) for start, stop in box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes of the same tensor, or None where they share no element.
+
+    Raises:
+        ValueError: the boxes have different numbers of dimensions, so they cannot be of one tensor.
+    """
+    if len(a) != len(b):
+        raise ValueError(f"boxes {a} and {b} have {len(a)} and {len(b)} dimensions; they are not of one tensor")
+    common = tuple((max(x0, y0), min(x1, y1)) for (x0, x1), (y0, y1) in zip(a, b, strict=True))
+    if any(start >= stop for start, stop in common):
+        return None
+    return common
+
+
+def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Indices of the first two boxes that share an element, or None if all are disjoint."""
+    order = sorted((i for i in range(len(boxes)) if volume(boxes[i])), key=lambda i: boxes[i])
+    for position, i in enumerate(order):
+        for j in order[position + 1 :]:
+            if boxes[i] and boxes[j][0][0] >= boxes[i][0][1]:
+                break  # sorted by the first dimension: nothing later can reach box i
+            if intersect(boxes[i], boxes[j]) is not None:
+                return i, j
+    return None
+
+
+def coverage_gap(target: Box, pieces: Iterable[Box]) -> Box | None:
+    """A part of ``target`` that no piece covers, or None if the pieces cover it whole.
+
+    The pieces may overlap and may reach beyond the target. Works on the grid that their edges
+    make, so its cost grows with the number of distinct edges and not with the tensor's size.
+    """
+    clipped = [c for c in (intersect(target, p) for p in pieces) if c is not None]
+    if volume(target) == 0 or target in clipped:
+        return None
+    edges = [
+        sorted({lo, hi} | {e for c in clipped for e in c[dim]}) for dim, (lo, hi) in enumerate(target)
+    ]
+    if not edges:
+        return None if clipped else target
+    for cell in product(*(list(zip(e, e[1:], strict=False)) for e in edges)):
+        if not any(intersect(cell, c) == cell for c in clipped):
+            return cell
+    return None
