@@ -1,0 +1,44 @@
+"""Configuration of the refit, as it stands under ``policy.refit`` of a recipe or trainer.
+
+A plain dataclass that OmegaConf reads as a structured schema: unknown keys and wrong types are errors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRANSPORTS = ("auto", "p2p", "golden")
+VERIFY_MODES = ("off", "sampled", "full")
+
+
+@dataclass
+class RefitConfig:
+    """How weights travel.
+
+    Attributes:
+        transport: ``p2p`` sends each shard straight to the shards that want it; ``golden`` broadcasts
+            every held fragment to everyone (slow, the oracle); ``auto`` chooses.
+        bucket_mb: staging memory in MiB, for each direction on each rank. A bucket holds whole
+            segments or parts of them; the packed misc path uses the same size.
+        timeout_s: seconds that any wait of a refit may take before it fails with the rank and stage.
+        verify: position-sensitive checksums of the landed bytes against the sent ones: ``off``,
+            ``sampled`` (one bucket per peer and refit, another one each time) or ``full``.
+    """
+
+    transport: str = "auto"
+    bucket_mb: int = 256
+    timeout_s: float = 300.0
+    verify: str = "sampled"
+
+    def violations(self, prefix: str = "policy.refit") -> list[str]:
+        """All that is wrong with the values, one sentence each, with the remedy; empty if nothing is."""
+        found = []
+        if self.transport not in TRANSPORTS:
+            found.append(f"{prefix}.transport: {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
+        if self.verify not in VERIFY_MODES:
+            found.append(f"{prefix}.verify: {self.verify!r} is not one of {', '.join(VERIFY_MODES)}")
+        if self.bucket_mb < 1:
+            found.append(f"{prefix}.bucket_mb: {self.bucket_mb} leaves no room for a segment; give at least 1")
+        if not self.timeout_s > 0:
+            found.append(f"{prefix}.timeout_s: {self.timeout_s} would fail every wait; give seconds above 0")
+        return found
