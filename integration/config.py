@@ -22,13 +22,15 @@ class RefitConfig:
             segments or parts of them; the packed misc path uses the same size.
         timeout_s: seconds that any wait of a refit may take before it fails with the rank and stage.
         verify: position-sensitive checksums of the landed bytes against the sent ones: ``off``,
-            ``sampled`` (one bucket per peer and refit, another one each time) or ``full``.
+            ``sampled`` (one message per pair of ranks and refit, another one each time) or ``full``.
+        port: TCP port of the rendezvous on trainer rank 0; 0 takes any free one.
     """
 
     transport: str = "auto"
     bucket_mb: int = 256
     timeout_s: float = 300.0
     verify: str = "sampled"
+    port: int = 0
 
     def violations(self, prefix: str = "policy.refit") -> list[str]:
         """All that is wrong with the values, one sentence each, with the remedy; empty if nothing is."""
@@ -38,7 +40,11 @@ class RefitConfig:
         if self.verify not in VERIFY_MODES:
             found.append(f"{prefix}.verify: {self.verify!r} is not one of {', '.join(VERIFY_MODES)}")
         if self.bucket_mb < 1:
-            found.append(f"{prefix}.bucket_mb: {self.bucket_mb} leaves no room for a segment; give at least 1")
+            found.append(
+                f"{prefix}.bucket_mb: {self.bucket_mb} leaves no room for a segment; give at least 1"
+            )
+        if not 0 <= self.port < 65536:
+            found.append(f"{prefix}.port: {self.port} is no TCP port; give 0 for any free one, or 1 to 65535")
         if not self.timeout_s > 0:
             found.append(f"{prefix}.timeout_s: {self.timeout_s} would fail every wait; give seconds above 0")
         return found

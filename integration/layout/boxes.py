@@ -8,7 +8,7 @@ that travel. Plain tuples keep them hashable, comparable and cheap to send as JS
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 Box = tuple[tuple[int, int], ...]
@@ -31,11 +31,51 @@ def intersect(a: Box, b: Box) -> Box | None:
         ValueError: the boxes have different numbers of dimensions, so they cannot be of one tensor.
     """
     if len(a) != len(b):
-        raise ValueError(f"boxes {a} and {b} have {len(a)} and {len(b)} dimensions; they are not of one tensor")
+        raise ValueError(
+            f"boxes {a} and {b} have {len(a)} and {len(b)} dimensions; they are not of one tensor"
+        )
     common = tuple((max(x0, y0), min(x1, y1)) for (x0, x1), (y0, y1) in zip(a, b, strict=True))
     if any(start >= stop for start, stop in common):
         return None
     return common
+
+
+def subtract(a: Box, b: Box) -> list[Box]:
+    """Disjoint boxes that together hold the elements of ``a`` that are not in ``b``."""
+    common = intersect(a, b)
+    if common is None:
+        return [a]
+    pieces: list[Box] = []
+    rest = list(a)
+    for dim, (start, stop) in enumerate(common):
+        lo, hi = rest[dim]
+        if lo < start:
+            pieces.append((*rest[:dim], (lo, start), *rest[dim + 1 :]))
+        if stop < hi:
+            pieces.append((*rest[:dim], (stop, hi), *rest[dim + 1 :]))
+        rest[dim] = (start, stop)
+    return pieces
+
+
+def split(box: Box, max_elements: int) -> list[Box]:
+    """Cut ``box`` into boxes of at most ``max_elements``, along the outermost dimensions that need it.
+
+    Raises:
+        ValueError: ``max_elements`` is below 1.
+    """
+    if max_elements < 1:
+        raise ValueError(f"cannot cut a box into pieces of {max_elements} elements; give at least 1")
+    total = volume(box)
+    if total <= max_elements:
+        return [box] if total else []
+    dim = next(d for d, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[dim]
+    rows = max(1, max_elements * (stop - start) // total)
+    pieces: list[Box] = []
+    for lo in range(start, stop, rows):
+        piece = (*box[:dim], (lo, min(lo + rows, stop)), *box[dim + 1 :])
+        pieces.extend(split(piece, max_elements))
+    return pieces
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
@@ -59,12 +99,10 @@ def coverage_gap(target: Box, pieces: Iterable[Box]) -> Box | None:
     clipped = [c for c in (intersect(target, p) for p in pieces) if c is not None]
     if volume(target) == 0 or target in clipped:
         return None
-    edges = [
-        sorted({lo, hi} | {e for c in clipped for e in c[dim]}) for dim, (lo, hi) in enumerate(target)
-    ]
+    edges = [sorted({lo, hi} | {e for c in clipped for e in c[dim]}) for dim, (lo, hi) in enumerate(target)]
     if not edges:
         return None if clipped else target
-    for cell in product(*(list(zip(e, e[1:], strict=False)) for e in edges)):
+    for cell in product(*(list(pairwise(e)) for e in edges)):
         if not any(intersect(cell, c) == cell for c in clipped):
             return cell
     return None

@@ -67,6 +67,4 @@ class Fragment:
 
 def local_slice(box: Box, part: Box) -> tuple[slice, ...]:
     """The index of ``part`` inside a tensor that holds exactly ``box``; both in full coordinates."""
-    return tuple(
-        slice(p0 - b0, p1 - b0) for (b0, _), (p0, p1) in zip(box, part, strict=True)
-    )
+    return tuple(slice(p0 - b0, p1 - b0) for (b0, _), (p0, p1) in zip(box, part, strict=True))

@@ -1,0 +1,74 @@
+"""What a trainer and an engine must offer to take part in a refit."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from .layout import Fragment
+from .manifest import TensorSpec
+from .routing import Holdings
+
+
+class WeightSource(Protocol):
+    """A trainer rank."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+
+    def specs(self) -> list[TensorSpec]:
+        """All weights in the order of the export; equal on all trainer ranks."""
+
+    def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
+        """What this rank holds, and the weights that must not go shard to shard with the reason."""
+
+    def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors of ``names``, in the order of :meth:`specs`; a collective of all trainer ranks."""
+
+    def storage_key(self) -> Hashable:
+        """A value that changes when a parameter's storage moves; views made before are then stale."""
+
+
+class WeightDestination(Protocol):
+    """A generation rank."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+
+    def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
+        """What this rank wants of ``specs``, and the weights it can take only through its loader, with reasons.
+
+        Raises:
+            RefitError: a parameter of the engine that no weight of ``specs`` fills.
+        """
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load full tensors through the engine's own loader; called once per refit if anything is misc."""
+
+    def finish(self, version: int) -> None:
+        """Post-load work once per refit: derived state, caches that depend on weights."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the parameters that this rank keeps after a refit (its shard of the model)."""
+
+    def storage_key(self) -> Hashable:
+        """As for a source."""
+
+
+def storage_key(tensors: Iterable[torch.Tensor]) -> Hashable:
+    """Addresses of ``tensors``' storages: the usual answer to ``storage_key()``."""
+    return tuple(t.data_ptr() for t in tensors)
+
+
+def holdings_of(rank: int, fragments: Sequence[Fragment], refused: dict[str, str]) -> Holdings:
+    """The plain data that describes a rank's fragments to its peers."""
+    holdings = Holdings(rank, refused=refused)
+    for fragment in fragments:
+        holdings.boxes.setdefault(fragment.name, []).append(fragment.box)
+        holdings.dtypes[fragment.name] = fragment.view.dtype
+    return holdings

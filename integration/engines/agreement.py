@@ -1,0 +1,77 @@
+"""How the ranks of an epoch come to know the same weights, before anything moves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from ..channel import Channel
+from ..endpoints import WeightDestination, WeightSource
+from ..errors import RefitMismatch
+from ..manifest import TensorSpec, first_difference
+from ..misc import PackedBroadcast
+from ..process_groups import Group, members
+
+
+def agree_on_specs(channel: Channel, endpoint: WeightSource | WeightDestination) -> list[TensorSpec]:
+    """The trainer's weights, as trainer rank 0 tells them to all.
+
+    Raises:
+        RefitMismatch: on a trainer rank whose export differs; names the first weight that does.
+    """
+    world = channel.world
+    if world.rank == 0:
+        ours = cast(WeightSource, endpoint).specs()
+        channel.publish("specs", [spec.to_json() for spec in ours])
+        return ours
+    theirs = [TensorSpec.from_json(row) for row in channel.read("specs", 0)]
+    if world.is_source:
+        difference = first_difference(endpoint.specs(), theirs)  # type: ignore[union-attr]
+        if difference:
+            raise RefitMismatch(
+                f"{world.describe(world.rank)} and trainer rank 0 export different weights: {difference}. "
+                "All trainer ranks must hold the same model.",
+                stage="handshake",
+                rank=world.rank,
+                parameter=difference.split()[0],
+            )
+    return theirs
+
+
+def agree_on_digest(channel: Channel, topic: str, digest: str) -> None:
+    """Check that all ranks computed the same digest.
+
+    Raises:
+        RefitMismatch: on every rank; names the ranks that differ from trainer rank 0.
+    """
+    digests = channel.vote(topic, digest)
+    others = [channel.world.describe(rank) for rank, d in enumerate(digests) if d != digests[0]]
+    if others:
+        raise RefitMismatch(
+            f"{', '.join(others)} computed another {topic} than trainer rank 0, so messages would be cut differently "
+            "on both ends. Do all ranks run the same rlrefit with the same policy.refit values?",
+            stage=topic,
+            rank=channel.world.rank,
+        )
+
+
+def specs_digest(specs: Sequence[TensorSpec], bucket_bytes: int) -> str:
+    """SHA-256 over what a packed broadcast carries, in order, and its bucket size."""
+    body = json.dumps([bucket_bytes, [spec.to_json() for spec in specs]], separators=(",", ":"))
+    return hashlib.sha256(body.encode()).hexdigest()
+
+
+def make_packed_broadcast(
+    channel: Channel, specs: Sequence[TensorSpec], bucket_bytes: int, device: torch.device
+) -> tuple[PackedBroadcast, Group | None]:
+    """The broadcast of ``specs`` from trainer rank 0, and its group (None on ranks outside of it)."""
+    world = channel.world
+    place = members([0, *world.destinations], world.rank)
+    group = None
+    if place is not None and specs:
+        group = Group(channel.store, "misc", *place, device=device, timeout_s=channel.timeout_s)
+    return PackedBroadcast(group, specs, bucket_bytes, world.rank), group

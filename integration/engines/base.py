@@ -1,0 +1,98 @@
+"""Checkpoint engines: how weights get from a trainer's ranks into an engine's, behind one interface."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..channel import Channel
+from ..config import RefitConfig
+from ..endpoints import WeightDestination, WeightSource
+from ..manifest import Manifest
+from ..records import StageClock
+from ..world import RefitWorld
+
+
+@dataclass(frozen=True)
+class SendResult:
+    """What one rank moved in one refit, in bytes."""
+
+    bytes_bulk: int
+    bytes_misc: int
+    bytes_verified: int
+
+
+class CheckpointEngine(ABC):
+    """Lifecycle: ``prepare`` → ``init_process_group`` → (``send_weights`` | ``receive_weights``)* → ``finalize``.
+
+    ``prepare`` and ``init_process_group`` run once per epoch, on all ranks at the same time.
+    """
+
+    name: str
+
+    def __init__(self, config: RefitConfig, world: RefitWorld, channel: Channel):
+        self.config = config
+        self.world = world
+        self.channel = channel
+
+    @abstractmethod
+    def prepare(self, endpoint: WeightSource | WeightDestination) -> Manifest:
+        """Learn what exists on all ranks and agree on it.
+
+        Raises:
+            RefitMismatch: ranks disagree; names the first weight that differs.
+            PlanError: bytes that nobody sends or two would write.
+        """
+
+    @abstractmethod
+    def init_process_group(self) -> None:
+        """Make communicators and buffers."""
+
+    @abstractmethod
+    def send_weights(self, version: int, clock: StageClock) -> SendResult:
+        """Trainer ranks: send all weights once."""
+
+    @abstractmethod
+    def receive_weights(self, version: int, clock: StageClock) -> SendResult:
+        """Generation ranks: receive all weights once, into live storage or the engine's loader."""
+
+    @abstractmethod
+    def finalize(self) -> None:
+        """Close communicators and free buffers; safe to call twice and after a failure."""
+
+    @property
+    @abstractmethod
+    def transport_name(self) -> str:
+        """What carries the bulk of the bytes, for records."""
+
+    @property
+    @abstractmethod
+    def staging_bytes(self) -> int:
+        """Bytes of buffers on this rank at their largest."""
+
+
+EngineFactory = Callable[[RefitConfig, RefitWorld, Channel], CheckpointEngine]
+_REGISTRY: dict[str, EngineFactory] = {}
+
+
+def register_engine(name: str, factory: EngineFactory) -> None:
+    """Make an engine known under ``name``.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _REGISTRY:
+        raise ValueError(f"a checkpoint engine {name!r} is registered already; choose another name")
+    _REGISTRY[name] = factory
+
+
+def make_engine(name: str, config: RefitConfig, world: RefitWorld, channel: Channel) -> CheckpointEngine:
+    """An engine by its registered name.
+
+    Raises:
+        ValueError: no engine has that name; lists those that exist.
+    """
+    if name not in _REGISTRY:
+        raise ValueError(f"there is no checkpoint engine {name!r}; there are {', '.join(sorted(_REGISTRY))}")
+    return _REGISTRY[name](config, world, channel)

@@ -1,0 +1,115 @@
+"""``nccl_xfer``: bulk weights shard to shard, everything else over the packed broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import cast
+
+from ..channel import Channel
+from ..config import RefitConfig
+from ..endpoints import WeightDestination, WeightSource, holdings_of
+from ..layout import Fragment
+from ..manifest import Manifest, TensorSpec
+from ..misc import PackedBroadcast
+from ..plan import Plan
+from ..process_groups import Group
+from ..records import StageClock
+from ..routing import Holdings, decide_routes
+from ..transport import Transport, choose, make_plan, make_transport
+from ..world import RefitWorld
+from .agreement import agree_on_digest, agree_on_specs, make_packed_broadcast
+from .base import CheckpointEngine, SendResult
+
+MIB = 1 << 20
+
+
+class NcclXferEngine(CheckpointEngine):
+    """Compiles both sides' fragments into a plan once per epoch and replays it every refit."""
+
+    name = "nccl_xfer"
+
+    def __init__(self, config: RefitConfig, world: RefitWorld, channel: Channel):
+        super().__init__(config, world, channel)
+        self._transport_name, self.transport_reason = choose(config.transport)
+        self._groups: list[Group] = []
+
+    def prepare(self, endpoint: WeightSource | WeightDestination) -> Manifest:
+        self._endpoint = endpoint
+        specs = agree_on_specs(self.channel, endpoint)
+        fragments, refused = self._fragments(endpoint, specs)
+        ours = holdings_of(self.world.rank, fragments, refused)
+        everyone = [Holdings.from_json(data) for data in self.channel.vote("holdings", ours.to_json())]
+        sources = [everyone[rank] for rank in self.world.sources]
+        destinations = [everyone[rank] for rank in self.world.destinations]
+        self.manifest: Manifest = decide_routes(specs, sources, destinations)
+        self.plan: Plan = make_plan(
+            self._transport_name, self.manifest, sources, destinations, self.config.bucket_mb * MIB
+        )
+        agree_on_digest(self.channel, "plan", self.manifest.digest() + self.plan.digest)
+        self._initial = fragments
+        return self.manifest
+
+    def init_process_group(self) -> None:
+        device = self._endpoint.device
+        data = Group(
+            self.channel.store, "bulk", self.world.rank, self.world.size, device, self.channel.timeout_s
+        )
+        self._groups.append(data)
+        self._transport: Transport = make_transport(
+            self._transport_name, data, self.world, self.plan, self.config.verify
+        )
+        self._bind(self._initial)
+        del self._initial
+        self._misc: PackedBroadcast
+        self._misc, group = make_packed_broadcast(
+            self.channel, self.manifest.specs("misc"), self.config.bucket_mb * MIB, device
+        )
+        if group is not None:
+            self._groups.append(group)
+
+    def send_weights(self, version: int, clock: StageClock) -> SendResult:
+        source = cast(WeightSource, self._endpoint)
+        self._rebind_if_moved()
+        bulk = self._transport.run(version, clock)
+        misc = self.manifest.specs("misc")
+        if misc:
+            self._misc.send(source.export([spec.name for spec in misc]), clock)
+        sends_misc = self._misc.nbytes if self.world.rank == 0 else 0
+        return SendResult(bulk.payload_bytes, sends_misc, bulk.verified_bytes)
+
+    def receive_weights(self, version: int, clock: StageClock) -> SendResult:
+        destination = cast(WeightDestination, self._endpoint)
+        self._rebind_if_moved()
+        bulk = self._transport.run(version, clock)
+        if self.manifest.specs("misc"):
+            destination.load_weights(self._misc.receive(clock))
+        return SendResult(bulk.payload_bytes, self._misc.nbytes, bulk.verified_bytes)
+
+    def finalize(self) -> None:
+        while self._groups:
+            self._groups.pop().close()
+
+    @property
+    def transport_name(self) -> str:
+        return self._transport_name
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._transport.staging_bytes + self._misc.staging_bytes
+
+    def _fragments(
+        self, endpoint: WeightSource | WeightDestination, specs: list[TensorSpec]
+    ) -> tuple[list[Fragment], dict[str, str]]:
+        if self.world.is_source:
+            return cast(WeightSource, endpoint).fragments()
+        return cast(WeightDestination, endpoint).fragments(specs)
+
+    def _bind(self, fragments: list[Fragment]) -> None:
+        self._transport.bind(fragments)
+        self._storage: Hashable = self._endpoint.storage_key()
+
+    def _rebind_if_moved(self) -> None:
+        """Follow parameters whose storage has moved (offload and reload): old views would read freed memory."""
+        if self._endpoint.storage_key() != self._storage:
+            fragments, _ = self._fragments(self._endpoint, self.manifest.specs())
+            self._bind(fragments)

@@ -1,0 +1,64 @@
+"""``packed_broadcast``: the conventional path. Every weight, gathered in full, goes to every engine rank."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from ..channel import Channel
+from ..config import RefitConfig
+from ..endpoints import WeightDestination, WeightSource
+from ..manifest import Manifest, ManifestEntry
+from ..misc import PackedBroadcast
+from ..process_groups import Group
+from ..records import StageClock
+from ..world import RefitWorld
+from .agreement import agree_on_digest, agree_on_specs, make_packed_broadcast, specs_digest
+from .base import CheckpointEngine, SendResult
+
+MIB = 1 << 20
+
+
+class PackedBroadcastEngine(CheckpointEngine):
+    """The trainer's full export, packed in buckets, into the engine's own ``load_weights``."""
+
+    name = "packed_broadcast"
+
+    def __init__(self, config: RefitConfig, world: RefitWorld, channel: Channel):
+        super().__init__(config, world, channel)
+        self._group: Group | None = None
+
+    def prepare(self, endpoint: WeightSource | WeightDestination) -> Manifest:
+        self._endpoint = endpoint
+        specs = agree_on_specs(self.channel, endpoint)
+        agree_on_digest(self.channel, "specs_digest", specs_digest(specs, self.config.bucket_mb))
+        reason = "policy.nccl_xfer_refit is false: the conventional path carries everything"
+        self.manifest = Manifest(tuple(ManifestEntry(spec, "misc", reason) for spec in specs))
+        return self.manifest
+
+    def init_process_group(self) -> None:
+        self._broadcast: PackedBroadcast
+        self._broadcast, self._group = make_packed_broadcast(
+            self.channel, self.manifest.specs(), self.config.bucket_mb * MIB, self._endpoint.device
+        )
+
+    def send_weights(self, version: int, clock: StageClock) -> SendResult:
+        source = cast(WeightSource, self._endpoint)
+        self._broadcast.send(source.export([spec.name for spec in self.manifest.specs()]), clock)
+        return SendResult(0, self._broadcast.nbytes if self.world.rank == 0 else 0, 0)
+
+    def receive_weights(self, version: int, clock: StageClock) -> SendResult:
+        cast(WeightDestination, self._endpoint).load_weights(self._broadcast.receive(clock))
+        return SendResult(0, self._broadcast.nbytes, 0)
+
+    def finalize(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    @property
+    def transport_name(self) -> str:
+        return "broadcast"
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._broadcast.staging_bytes

@@ -1,0 +1,127 @@
+"""The packed broadcast: full tensors in large messages from one trainer rank to every generation rank.
+
+It carries the misc route of a shard-to-shard refit, and all weights where that is switched off (the
+conventional path). Both sides lay the buckets out from the same ordered specs, so no metadata
+travels during a refit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .errors import RefitMismatch
+from .manifest import TensorSpec, dtype_name
+from .plan import ALIGNMENT
+from .process_groups import Group
+from .records import StageClock
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel in one message: ``(spec, byte offset)`` each, and the message's size in bytes."""
+
+    slots: tuple[tuple[TensorSpec, int], ...]
+    nbytes: int
+
+
+def lay_out(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
+    """Pack ``specs`` in order into buckets; a tensor larger than ``bucket_bytes`` gets a bucket of its own."""
+    buckets: list[Bucket] = []
+    slots: list[tuple[TensorSpec, int]] = []
+    cursor = 0
+    for spec in specs:
+        if slots and cursor + spec.nbytes > bucket_bytes:
+            buckets.append(Bucket(tuple(slots), cursor))
+            slots, cursor = [], 0
+        slots.append((spec, cursor))
+        cursor += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+    if slots:
+        buckets.append(Bucket(tuple(slots), cursor))
+    return buckets
+
+
+class PackedBroadcast:
+    """Sends or receives the same list of tensors every refit.
+
+    Args:
+        group: the sending trainer as group rank 0, and all generation ranks; None on the other trainer
+            ranks, which only take part in the export.
+        specs: what travels, in order; the order is part of the digest that both sides compare.
+        bucket_bytes: size of a message.
+        rank: refit-world rank, for errors.
+    """
+
+    def __init__(self, group: Group | None, specs: Sequence[TensorSpec], bucket_bytes: int, rank: int):
+        self._group = group
+        self._rank = rank
+        self._buckets = lay_out(specs, bucket_bytes)
+        self.nbytes = sum(spec.nbytes for spec in specs)
+        self.staging_bytes = max((b.nbytes for b in self._buckets), default=0)
+
+    def send(self, weights: Iterator[tuple[str, torch.Tensor]], clock: StageClock) -> None:
+        """Draw the tensors from a trainer's export and broadcast them; a drain on ranks without a group.
+
+        Raises:
+            RefitMismatch: the export yields another tensor than the specs say, or ends early, or goes on.
+        """
+        for bucket in self._buckets:
+            buffer = self._buffer(bucket) if self._group is not None else None
+            for spec, offset in bucket.slots:
+                with clock.stage("export"):
+                    name, tensor = next(weights, ("", None))
+                self._check(spec, name, tensor)
+                assert tensor is not None
+                if buffer is not None:
+                    with clock.stage("pack"):
+                        _slot(buffer, spec, offset).copy_(tensor)
+            if self._group is not None and buffer is not None:
+                with clock.stage("misc"):
+                    self._group.broadcast(buffer, 0, "misc")
+        with clock.stage("export"):
+            extra = next(weights, None)
+        if extra is not None:
+            raise RefitMismatch(
+                "the export yields this weight beyond those that both sides agreed on; the engine would not get it. "
+                "Prepare the refit again after the model has changed.",
+                stage="misc",
+                rank=self._rank,
+                parameter=extra[0],
+            )
+
+    def receive(self, clock: StageClock) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors as they arrive. Each bucket is memory of its own: a loader may keep what it gets."""
+        for bucket in self._buckets:
+            buffer = self._buffer(bucket)
+            assert self._group is not None, "only ranks with a group receive"
+            with clock.stage("misc"):
+                self._group.broadcast(buffer, 0, "misc")
+            for spec, offset in bucket.slots:
+                yield spec.name, _slot(buffer, spec, offset)
+
+    def _buffer(self, bucket: Bucket) -> torch.Tensor:
+        assert self._group is not None, "only ranks with a group hold buffers"
+        return torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._group.device)
+
+    def _check(self, spec: TensorSpec, name: str, tensor: torch.Tensor | None) -> None:
+        if tensor is not None and (name, tuple(tensor.shape), tensor.dtype) == tuple(spec):
+            return
+        got = "nothing more" if tensor is None else f"{name} {dtype_name(tensor.dtype)}{list(tensor.shape)}"
+        raise RefitMismatch(
+            f"the export yields {got} where {dtype_name(spec.dtype)}{list(spec.shape)} was agreed on; bytes would be "
+            "read as another weight. Prepare the refit again after the model has changed.",
+            stage="misc",
+            rank=self._rank,
+            parameter=spec.name,
+        )
+
+
+def _slot(buffer: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tensor:
+    return buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
+
+
+def drain(weights: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """Take all tensors and keep none; returns how many there were."""
+    return sum(1 for _ in weights)

@@ -1,0 +1,110 @@
+"""Process groups of the refit's own: made from its store, apart from the trainer's default group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from .errors import PeerLost, RefitError, RefitTimeout
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A contiguous buffer for, or from, one peer."""
+
+    peer: int
+    buffer: torch.Tensor
+
+
+class Group:
+    """Point-to-point messages and broadcasts among ``size`` ranks, NCCL on GPUs and gloo on CPUs.
+
+    Ranks are counted inside the group. The group belongs to the refit alone: nothing of
+    ``torch.distributed``'s default group is read or changed.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, size: int, device: torch.device, timeout_s: float):
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.timeout = timedelta(seconds=timeout_s)
+        prefixed = PrefixStore(name, store)
+        self._backend: Any  # torch's stubs leave out the methods of the backend classes
+        try:
+            if device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self.timeout
+                self._backend = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+            else:
+                self._backend = dist.ProcessGroupGloo(prefixed, rank, size, self.timeout)
+        except RuntimeError as error:
+            raise RefitError(
+                f"the refit's process group {name!r} of {size} ranks could not be made: {error}. Can all ranks reach "
+                "each other, and does the host name resolve to an address that the other hosts see?",
+                stage="process group",
+                rank=rank,
+            ) from error
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stage: str) -> None:
+        """Send and receive all parcels at once and wait for them.
+
+        Both sides must call it with parcels that match pairwise, in the same order for each pair.
+
+        Raises:
+            PeerLost: a peer's connection broke.
+            RefitTimeout: the exchange did not end in time.
+        """
+        if not sends and not receives:
+            return
+        try:
+            if self.device.type == "cuda":
+                # One NCCL group: separate calls could wait on each other in different orders.
+                self._backend._start_coalescing()
+                for parcel in sends:
+                    self._backend.send([parcel.buffer], parcel.peer, 0)
+                for parcel in receives:
+                    self._backend.recv([parcel.buffer], parcel.peer, 0)
+                works = [self._backend._end_coalescing()]
+            else:
+                works = [self._backend.recv([p.buffer], p.peer, 0) for p in receives]
+                works += [self._backend.send([p.buffer], p.peer, 0) for p in sends]
+            for work in works:
+                work.wait(self.timeout)
+        except RuntimeError as error:
+            peers = sorted({p.peer for p in (*sends, *receives)})
+            raise _classified(error, stage, self.rank, f"with refit ranks {peers}") from error
+
+    def broadcast(self, buffer: torch.Tensor, root: int, stage: str) -> None:
+        """Broadcast a contiguous buffer from the group's rank ``root``; errors as in :meth:`exchange`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.timeout = self.timeout
+        try:
+            self._backend.broadcast([buffer], options).wait(self.timeout)
+        except RuntimeError as error:
+            raise _classified(error, stage, self.rank, f"from group rank {root}") from error
+
+    def close(self) -> None:
+        """Close the connections; peers that still wait get an error instead of a hang."""
+        if self.device.type == "cuda":
+            self._backend.abort()
+        del self._backend
+
+
+def members(ranks: Iterable[int], rank: int) -> tuple[int, int] | None:
+    """(Index in the group, size) of ``rank`` in a group of ``ranks``, or None if it is no member."""
+    ordered = sorted(ranks)
+    return (ordered.index(rank), len(ordered)) if rank in ordered else None
+
+
+def _classified(error: RuntimeError, stage: str, rank: int, what: str) -> RefitError:
+    text = str(error)
+    if "imed out" in text or "imeout" in text:
+        return RefitTimeout(f"the exchange {what} did not end in time: {text}", stage=stage, rank=rank)
+    return PeerLost(f"the exchange {what} broke: {text}", stage=stage, rank=rank)

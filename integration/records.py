@@ -1,0 +1,119 @@
+"""One record per refit and rank, and what the driver makes of all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+STAGES = ("handshake", "export", "pack", "transfer", "unpack", "misc", "verify", "post_load", "commit")
+
+
+class StageClock:
+    """Adds up seconds by stage; on a GPU it waits for the device, so that a stage is not billed to the next."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a block under ``name``, one of ``STAGES``; the time of a block that raises is kept."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class RefitRecord:
+    """One rank's account of one refit.
+
+    Attributes:
+        version: version that the refit committed.
+        epoch: membership it ran in.
+        rank: rank in the refit world, trainers first.
+        role: ``trainer`` or ``generation``.
+        engine: checkpoint engine, e.g. ``nccl_xfer``.
+        transport: transport of the bulk path, or ``broadcast``.
+        bytes_bulk: bulk bytes that this rank sent (trainer) or kept (generation).
+        bytes_misc: misc bytes that this rank sent or received.
+        bytes_kept: bytes of the parameters that a generation rank keeps (its shard of the model); 0 on trainers.
+        bytes_verified: bytes whose checksums were compared.
+        seconds_total: wall time on this rank.
+        seconds: wall time by stage.
+        peak_extra_bytes: staging and misc buffers at their largest; on a GPU the allocator's peak
+            above the start of the refit if that is larger.
+    """
+
+    version: int
+    epoch: int
+    rank: int
+    role: str
+    engine: str
+    transport: str
+    bytes_bulk: int
+    bytes_misc: int
+    bytes_kept: int
+    bytes_verified: int
+    seconds_total: float
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_extra_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for JSON lines."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class RefitSummary:
+    """A refit over all ranks: times are maxima, bytes are sums over generation ranks.
+
+    ``kept_gb_per_s`` is the largest kept shard of a generation rank over the slowest rank's time, in
+    units of 1e9 bytes per second.
+    """
+
+    version: int
+    seconds: float
+    seconds_by_stage: dict[str, float]
+    bytes_bulk: int
+    bytes_misc: int
+    kept_gb_per_s: float
+    peak_extra_bytes: int
+    bytes_verified: int
+
+
+def summarize(records: Sequence[RefitRecord]) -> RefitSummary:
+    """Reduce the records of one refit.
+
+    Raises:
+        ValueError: the records are of different versions, so a rank missed a refit.
+    """
+    versions = {r.version for r in records}
+    if len(versions) != 1:
+        raise ValueError(
+            f"records of refit versions {sorted(versions)} can't be summed up: a rank missed a refit"
+        )
+    engines = [r for r in records if r.role == "generation"]
+    seconds = max(r.seconds_total for r in records)
+    return RefitSummary(
+        version=versions.pop(),
+        seconds=seconds,
+        seconds_by_stage={
+            stage: max(r.seconds.get(stage, 0.0) for r in records)
+            for stage in STAGES
+            if any(stage in r.seconds for r in records)
+        },
+        bytes_bulk=sum(r.bytes_bulk for r in engines),
+        bytes_misc=sum(r.bytes_misc for r in engines),
+        kept_gb_per_s=max((r.bytes_kept for r in engines), default=0) / seconds / 1e9,
+        peak_extra_bytes=max(r.peak_extra_bytes for r in records),
+        bytes_verified=sum(r.bytes_verified for r in engines),
+    )

@@ -1,0 +1,89 @@
+"""What a transport of the bulk path offers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import VerificationError
+from ..layout import Fragment
+from ..packing import PackedMessage
+from ..process_groups import Group
+from ..records import StageClock
+
+ROUNDS_ALL = "full"
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """Bulk bytes of one refit on one rank: ``payload`` sent or received, ``verified`` of them checked."""
+
+    payload_bytes: int
+    verified_bytes: int
+
+
+class Transport(ABC):
+    """Replays a plan between live parameters."""
+
+    name: str
+
+    def __init__(self, group: Group, rank: int, verify: str):
+        self.group = group
+        self.rank = rank
+        self.verify = verify
+
+    @abstractmethod
+    def bind(self, fragments: Sequence[Fragment]) -> None:
+        """Make all views and buffers for this rank's fragments; again whenever storages have moved."""
+
+    @abstractmethod
+    def run(self, version: int, clock: StageClock) -> TransferResult:
+        """Move all bulk bytes of one refit.
+
+        Raises:
+            PeerLost, RefitTimeout: from the wire.
+            VerificationError: landed bytes differ from the sent ones.
+        """
+
+    @property
+    @abstractmethod
+    def staging_bytes(self) -> int:
+        """Bytes of the buffers that live as long as the epoch."""
+
+    def _checked(self, round_index: int, rounds: int, version: int) -> bool:
+        """Whether the messages of a round are checked in this refit; sampled checks walk through the rounds."""
+        if self.verify == ROUNDS_ALL:
+            return True
+        return self.verify == "sampled" and round_index == version % rounds
+
+
+def seal(message: PackedMessage) -> None:
+    """Write the checksum of a gathered message into its slot."""
+    message.checksum_slot.copy_(message.checksum())
+
+
+def check_landed(message: PackedMessage, rank: int) -> int:
+    """Read the landed bytes back from the live parameters and compare with the sender's checksum.
+
+    Returns:
+        The bytes that were compared.
+
+    Raises:
+        VerificationError: they differ.
+    """
+    # Gathering into the received buffer keeps the sender's alignment gaps, so whole buffers compare.
+    message.gather()
+    if not torch.equal(message.checksum(), message.checksum_slot):
+        names = sorted({s.name for s in message.message.segments})
+        raise VerificationError(
+            f"what landed from refit rank {message.message.source} in round {message.message.round_index} is not what "
+            f"was sent; one of {len(names)} weights is damaged: {', '.join(names[:5])}{' …' if len(names) > 5 else ''}. "
+            "The engine stays dirty. Either the wire corrupts data or the trainer changed weights during the refit.",
+            stage="verify",
+            rank=rank,
+            parameter=names[0],
+        )
+    return message.message.payload_bytes

@@ -1,0 +1,57 @@
+"""The refit world: trainer ranks first, then generation ranks, numbered in one row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RefitWorld:
+    """Membership of one epoch, seen from one rank.
+
+    Attributes:
+        rank: this rank, counted over both sides, trainers first.
+        train_ranks: number of trainer ranks.
+        gen_ranks: number of generation ranks, over all replicas.
+        epoch: number of this membership; a plan belongs to one epoch.
+    """
+
+    rank: int
+    train_ranks: int
+    gen_ranks: int
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        if self.train_ranks < 1 or self.gen_ranks < 1:
+            raise ValueError(
+                f"a refit needs a rank on each side, but there are {self.train_ranks} trainer and "
+                f"{self.gen_ranks} generation ranks"
+            )
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} is not in the refit world of {self.size} ranks")
+
+    @property
+    def size(self) -> int:
+        """Ranks on both sides."""
+        return self.train_ranks + self.gen_ranks
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank is a trainer."""
+        return self.rank < self.train_ranks
+
+    @property
+    def sources(self) -> range:
+        """All trainer ranks."""
+        return range(self.train_ranks)
+
+    @property
+    def destinations(self) -> range:
+        """All generation ranks."""
+        return range(self.train_ranks, self.size)
+
+    def describe(self, rank: int) -> str:
+        """What a user calls ``rank``, e.g. ``generation rank 1 (refit rank 3)``."""
+        if rank < self.train_ranks:
+            return f"trainer rank {rank} (refit rank {rank})"
+        return f"generation rank {rank - self.train_ranks} (refit rank {rank})"
