@@ -31,6 +31,9 @@ class PackedBroadcastEngine(CheckpointEngine):
         self._endpoint = endpoint
         specs = agree_on_specs(self.channel, endpoint)
         agree_on_digest(self.channel, "specs_digest", specs_digest(specs, self.config.bucket_mb))
+        if not self.world.is_source:
+            # The engine checks here that the weights fill it, before anything is written.
+            cast(WeightDestination, endpoint).fragments(specs)
         reason = "policy.nccl_xfer_refit is false: the conventional path carries everything"
         self.manifest = Manifest(tuple(ManifestEntry(spec, "misc", reason) for spec in specs))
         return self.manifest

@@ -1,0 +1,115 @@
+"""What Bridge exports, learned on the meta device: names, shapes, dtypes, order; no memory, no weights moved.
+
+Bridge's real export runs with a meta tensor in the place of every parameter. Collectives on meta
+tensors are no-ops (torch's fake collectives); only Bridge's object collectives between pipeline
+stages are real, and they carry shapes, so all trainer ranks must enumerate together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...integration.manifest import TensorSpec
+
+
+class TaskCursor(list[Any]):
+    """A list of conversion tasks that knows which one a running export is at."""
+
+    current: int = -1
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, task in enumerate(super().__iter__()):
+            self.current = index
+            yield task
+
+
+@dataclasses.dataclass(frozen=True)
+class Enumeration:
+    """Bridge's export: ``specs`` in its order, and ``task_names[i]``: the weights that task ``i`` yields."""
+
+    specs: list[TensorSpec]
+    task_names: list[tuple[str, ...]]
+
+    def tasks_for(self, names: Iterable[str]) -> list[int]:
+        """Indices of the tasks that must run to export ``names``, in order."""
+        wanted = set(names)
+        return [i for i, yielded in enumerate(self.task_names) if wanted.intersection(yielded)]
+
+
+def enumerate_export(bridge: Any, model: list[Any], pp_group: dist.ProcessGroup) -> Enumeration:
+    """Run Bridge's export on meta tensors; a collective of all trainer ranks.
+
+    Args:
+        bridge: ``AutoBridge`` with its Hugging Face checkpoint.
+        model: Megatron model chunks of this rank.
+        pp_group: pipeline-parallel group, over which the shapes of remote parameters are shared.
+    """
+    # Registers no-op kernels for c10d collectives on meta tensors.
+    import torch.distributed._tools.fake_collectives  # noqa: F401
+
+    # Tasks of their own: Bridge's mappings cache who owns a tensor, and here everybody seems to.
+    tasks = TaskCursor(_on_meta(conversion_tasks(bridge, model), pp_group))
+    specs: list[TensorSpec] = []
+    yielded: list[list[str]] = [[] for _ in tasks]
+    for name, weight in bridge.export_hf_weights(
+        model, cpu=False, show_progress=False, conversion_tasks=tasks
+    ):
+        if weight.device.type != "meta":
+            raise RuntimeError(
+                f"Bridge exports {name} from a real tensor during the enumeration on the meta device, so its shape "
+                "can't be trusted; this version of Megatron-Bridge reads parameters outside of its conversion tasks"
+            )
+        specs.append(TensorSpec(name, tuple(weight.shape), weight.dtype))
+        yielded[tasks.current].append(name)
+    return Enumeration(specs, _with_group_members(tasks, yielded))
+
+
+def conversion_tasks(bridge: Any, model: list[Any]) -> list[Any]:
+    """Bridge's conversion tasks without the holes that it leaves for unmapped parameters."""
+    return [task for task in bridge.get_conversion_tasks(model) if task is not None]
+
+
+def _on_meta(tasks: list[Any], pp_group: dist.ProcessGroup) -> list[Any]:
+    ours = {
+        t.global_param_name: (t.param_weight.shape, t.param_weight.dtype)
+        for t in tasks
+        if t.param_weight is not None
+    }
+    stages: list[dict[str, Any] | None] = [None] * dist.get_world_size(pp_group)
+    dist.all_gather_object(stages, ours, group=pp_group)
+    known: dict[str, Any] = {}
+    for stage in stages:
+        known.update(stage or {})
+    # Also for remote parameters: Bridge would allocate a real tensor to receive them.
+    return [
+        dataclasses.replace(task, param_weight=_meta_like(task.param_weight, known[task.global_param_name]))
+        for task in tasks
+    ]
+
+
+def _meta_like(weight: torch.Tensor | None, spec: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
+    shape, dtype = spec
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+        if hasattr(weight, attribute):
+            setattr(meta, attribute, getattr(weight, attribute))
+    return meta
+
+
+def _with_group_members(tasks: list[Any], yielded: list[list[str]]) -> list[tuple[str, ...]]:
+    """Give every task of a grouped export the group's names: all of them must run for the group to come out."""
+    groups: dict[str, list[str]] = {}
+    for task, names in zip(list.__iter__(tasks), yielded, strict=True):
+        if getattr(task.mapping, "is_grouped_export", False):
+            groups.setdefault(task.mapping.group_key, []).extend(names)
+    return [
+        tuple(groups[task.mapping.group_key])
+        if getattr(task.mapping, "is_grouped_export", False)
+        else tuple(names)
+        for task, names in zip(list.__iter__(tasks), yielded, strict=True)
+    ]

@@ -1,0 +1,103 @@
+"""A Megatron rank as a weight source: fragments of its parameters, and Bridge's export for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ...integration.endpoints import storage_key
+from ...integration.layout import Fragment
+from ...integration.manifest import TensorSpec
+from .enumeration import Enumeration, conversion_tasks, enumerate_export
+from .rules import Refused, fragments_of_task
+
+
+class MegatronSource:
+    """Implements :class:`rlrefit.integration.endpoints.WeightSource` for a Megatron model under Bridge.
+
+    Args:
+        bridge: ``AutoBridge`` made from the Hugging Face checkpoint.
+        model: model chunks of this rank, as ``provide_distributed_model`` returns them.
+
+    Building it is a collective of all trainer ranks (names and shapes of other pipeline stages are
+    exchanged); nothing else is, but ``export``.
+    """
+
+    def __init__(self, bridge: Any, model: list[Any]):
+        from megatron.core import parallel_state
+
+        self._bridge = bridge
+        self._model = model
+        self._enumeration: Enumeration = enumerate_export(
+            bridge, model, parallel_state.get_pipeline_model_parallel_group()
+        )
+        self._tasks = conversion_tasks(bridge, model)
+        self._shapes = {spec.name: spec.shape for spec in self._enumeration.specs}
+
+    @property
+    def device(self) -> torch.device:
+        return (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
+
+    def specs(self) -> list[TensorSpec]:
+        return self._enumeration.specs
+
+    def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
+        held: list[Fragment] = []
+        refused: dict[str, str] = {}
+        for task, names in zip(self._tasks, self._enumeration.task_names, strict=True):
+            if task.param_weight is None:
+                continue
+            try:
+                fragments = fragments_of_task(task)
+                self._check(fragments, task)
+                held.extend(fragments)
+            except Refused as reason:
+                refused.update(dict.fromkeys(names, str(reason)))
+        return held, refused
+
+    def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        wanted = set(names)
+        tasks = [self._tasks[i] for i in self._enumeration.tasks_for(wanted)]
+        exported = self._bridge.export_hf_weights(
+            self._model, cpu=False, show_progress=False, conversion_tasks=tasks
+        )
+        for name, weight in exported:
+            if name in wanted:
+                yield name, weight.detach()
+
+    def storage_key(self) -> Hashable:
+        return storage_key(task.param_weight for task in self._tasks if task.param_weight is not None)
+
+    def _check(self, fragments: list[Fragment], task: Any) -> None:
+        """A rule and the export must speak of the same weights, or the rule is wrong for this model."""
+        for fragment in fragments:
+            exported = self._shapes.get(fragment.name)
+            if exported is None:
+                raise Refused(f"its rule names {fragment.name}, which Bridge does not export")
+            if exported != fragment.full_shape:
+                raise Refused(
+                    f"its rule gives shape {list(fragment.full_shape)}, Bridge exports {list(exported)}"
+                )
+        self._check_conversion_hook(fragments, task)
+
+    def _check_conversion_hook(self, fragments: list[Fragment], task: Any) -> None:
+        from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+
+        bridge = self._bridge._model_bridge
+        if (
+            type(bridge).maybe_modify_converted_hf_weight
+            is MegatronModelBridge.maybe_modify_converted_hf_weight
+        ):
+            return
+        # The hook is asked with tensors that it can only pass through or replace.
+        probes = {f.name: torch.empty(f.full_shape, dtype=f.view.dtype, device="meta") for f in fragments}
+        result = bridge.maybe_modify_converted_hf_weight(task, dict(probes), self._bridge.hf_pretrained.state)
+        for name, probe in probes.items():
+            if result.get(name) is not probe:
+                raise Refused(f"{type(bridge).__name__} changes the converted weight")

@@ -1,0 +1,157 @@
+"""What all trainer mixins share: the methods that a training loop calls, by their contract's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..integration.channel import Rendezvous, open_store
+from ..integration.config import RefitConfig
+from ..integration.endpoints import WeightSource
+from ..integration.records import RefitRecord
+from ..integration.session import RefitSession
+
+
+class SourceRefitMixin:
+    """Trainer side of a refit.
+
+    The order of calls, on every trainer rank:
+
+    1. ``prepare_nccl_xfer_refit_info()`` (or ``prepare_refit_info()`` for the conventional path)
+    2. ``open_refit_rendezvous(…)`` on trainer rank 0 alone; hand its result to all ranks of both sides
+    3. ``init_per_pp_refit_comm_group(rendezvous, rank)`` on all ranks of both sides at the same time
+    4. each step: ``nccl_xfer_refit(version)``, or ``broadcast_weights_for_collective(version)``
+    5. ``close_refit()``
+    """
+
+    refit_config: RefitConfig
+    _refit_source: WeightSource | None = None
+    _refit_session: RefitSession | None = None
+    _refit_store: Any = None
+
+    def _make_refit_source(self) -> WeightSource:
+        raise TypeError(
+            f"{type(self).__name__} inherits SourceRefitMixin itself; inherit the mixin of your trainer, "
+            "e.g. MegatronRefitMixin"
+        )
+
+    def prepare_refit_info(self) -> dict[str, list[Any]]:
+        """Learn names, shapes and dtypes of all weights. A collective of all trainer ranks.
+
+        Returns:
+            Hugging Face name to ``[shape, dtype name]``, in the order of the export.
+        """
+        if self._refit_source is None:
+            self._refit_source = self._make_refit_source()
+        return {
+            name: [shape, dtype] for name, shape, dtype in (s.to_json() for s in self._refit_source.specs())
+        }
+
+    def prepare_nccl_xfer_refit_info(self) -> dict[str, Any]:
+        """Learn names and shapes, and derive this rank's fragments. A collective of all trainer ranks.
+
+        Returns:
+            ``{"weights": number of weights, "fragments": number of local fragments,
+            "refused": {name: reason}}``; the route of each weight is settled with the engine when the
+            ranks meet, and stands in ``refit_manifest`` afterwards.
+        """
+        self.prepare_refit_info()
+        assert self._refit_source is not None
+        fragments, refused = self._refit_source.fragments()
+        return {"weights": len(self._refit_source.specs()), "fragments": len(fragments), "refused": refused}
+
+    def open_refit_rendezvous(
+        self, host: str, train_ranks: int, gen_ranks: int, epoch: int = 0
+    ) -> dict[str, Any]:
+        """Start the meeting point of an epoch on this rank; trainer rank 0 only.
+
+        Args:
+            host: address of this host as the other ranks reach it.
+            train_ranks: number of trainer ranks.
+            gen_ranks: number of generation ranks over all replicas.
+            epoch: number of the membership.
+
+        Raises:
+            RefitError: the configured port is taken.
+        """
+        self._refit_store = open_store(host, self.refit_config.port, self.refit_config.timeout_s)
+        return Rendezvous(host, self._refit_store.port, train_ranks, gen_ranks, epoch).to_json()
+
+    def init_per_pp_refit_comm_group(
+        self, rendezvous: dict[str, Any], rank: int, engine: str = "nccl_xfer"
+    ) -> dict[str, Any]:
+        """Meet the other ranks, agree on weights and plan, and make communicators.
+
+        One group serves all pipeline stages: the plan names a peer for every segment, so a stage
+        talks to the engine ranks that want its layers and to nobody else.
+
+        Args:
+            rendezvous: what ``open_refit_rendezvous`` returned on trainer rank 0.
+            rank: this rank in the refit world, trainers first.
+            engine: ``nccl_xfer``, or ``packed_broadcast`` for the conventional path.
+
+        Returns:
+            ``{"bulk": …, "misc": …, "unused": …}`` numbers of weights, and ``"misc_reasons"``.
+
+        Raises:
+            RefitMismatch, PlanError, RefitTimeout, PeerLost: nothing has been written then.
+        """
+        self.prepare_refit_info()
+        assert self._refit_source is not None
+        self._refit_session = RefitSession.open(
+            Rendezvous.from_json(rendezvous),
+            rank,
+            self._refit_source,
+            self.refit_config,
+            engine=engine,
+            store=self._refit_store if rank == 0 else None,
+        )
+        return describe_manifest(self._refit_session)
+
+    def nccl_xfer_refit(self, version: int) -> dict[str, Any]:
+        """Send all weights once, shard to shard, and commit ``version`` with the engine.
+
+        Returns:
+            This rank's :class:`RefitRecord` as plain data.
+
+        Raises:
+            RefitError: and its kinds; the engine is dirty if it was being written.
+        """
+        return self._refit("nccl_xfer", version).to_json()
+
+    def broadcast_weights_for_collective(self, version: int) -> dict[str, Any]:
+        """Send all weights once over the conventional packed broadcast; as :meth:`nccl_xfer_refit`."""
+        return self._refit("packed_broadcast", version).to_json()
+
+    def close_refit(self) -> None:
+        """End the epoch on this rank and free its communicators and buffers."""
+        if self._refit_session is not None:
+            self._refit_session.close()
+        self._refit_session = None
+        self._refit_store = None
+
+    def _refit(self, engine: str, version: int) -> RefitRecord:
+        return open_session(self._refit_session, engine).refit(version)
+
+
+def open_session(session: RefitSession | None, engine: str) -> RefitSession:
+    """The session, if it is open and carries ``engine``.
+
+    Raises:
+        RuntimeError: it is not; says which call is missing.
+    """
+    if session is None or session.engine.name != engine:
+        found = "no session is open" if session is None else f"the session carries {session.engine.name}"
+        raise RuntimeError(
+            f"a refit over {engine} was asked for, but {found}; call "
+            f"init_per_pp_refit_comm_group(rendezvous, rank, engine={engine!r}) on all ranks of both sides first"
+        )
+    return session
+
+
+def describe_manifest(session: RefitSession) -> dict[str, Any]:
+    """Routes of a session as plain data."""
+    manifest = session.manifest
+    return {
+        **{route: len(manifest.specs(route)) for route in ("bulk", "misc", "unused")},
+        "misc_reasons": {e.spec.name: e.reason for e in manifest if e.route == "misc"},
+    }

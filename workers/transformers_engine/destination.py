@@ -1,0 +1,65 @@
+"""A transformers model as a weight destination."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import torch
+
+from ...integration.endpoints import storage_key
+from ...integration.errors import RefitMismatch
+from ...integration.layout import Fragment
+from ...integration.layout.boxes import box_of
+from ...integration.layout.fragments import local_slice
+from ...integration.manifest import TensorSpec
+from .placement import TensorParallelPlacement
+
+
+class TransformersDestination:
+    """Implements :class:`rlrefit.integration.endpoints.WeightDestination` for a transformers model.
+
+    Its loader takes full tensors and copies this rank's parts: the same placement that the
+    shard-to-shard path writes through.
+    """
+
+    def __init__(self, model: torch.nn.Module, tp_rank: int, tp_size: int):
+        self._model = model
+        self._placement = TensorParallelPlacement(model, tp_rank, tp_size)
+        self._by_name: dict[str, list[Fragment]] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return next(self._model.parameters()).device
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self._model.parameters())
+
+    def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
+        placed = self._placement.place(specs)
+        self._by_name = {}
+        for fragment in placed:
+            self._by_name.setdefault(fragment.name, []).append(fragment)
+        return placed, {}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy full tensors into the local shards.
+
+        Raises:
+            RefitMismatch: a tensor of another shape than was agreed on.
+        """
+        for name, tensor in weights:
+            for fragment in self._by_name.get(name, ()):
+                if tuple(tensor.shape) != fragment.full_shape:
+                    raise RefitMismatch(
+                        f"{list(tensor.shape)} came where {list(fragment.full_shape)} was agreed on",
+                        stage="misc",
+                        parameter=name,
+                    )
+                fragment.view.copy_(tensor[local_slice(box_of(tensor.shape), fragment.box)])
+
+    def finish(self, version: int) -> None:
+        """Nothing is derived from the weights, and every call of ``generate`` makes its own KV cache."""
+
+    def storage_key(self) -> Hashable:
+        return storage_key(self._model.parameters())

@@ -1,0 +1,113 @@
+"""Rollouts with transformers: tensor-parallel by transformers' own plan, on GPUs or CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..destination_mixin import DestinationRefitMixin
+from .destination import TransformersDestination
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion.
+
+    Attributes:
+        token_ids: generated tokens, the end-of-sequence token included if it was reached.
+        logprobs: log-probability of each under the distribution it was sampled from (temperature
+            applied); under temperature 1 for greedy decoding. Same length.
+        finished: whether the end-of-sequence token was reached.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finished: bool
+
+
+class TransformersEngine(DestinationRefitMixin):
+    """One rank of a transformers generation engine.
+
+    Args:
+        model_path: Hugging Face checkpoint folder.
+        dtype: dtype of the weights.
+        tp_size: tensor-parallel ranks; above 1, ``torch.distributed`` is initialised with this many.
+    """
+
+    def __init__(self, model_path: str, dtype: torch.dtype, tp_size: int = 1):
+        from transformers import AutoModelForCausalLM
+
+        self._tp_size = tp_size
+        self._tp_rank = dist.get_rank() if tp_size > 1 else 0
+        device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
+        if tp_size > 1:
+            mesh = dist.device_mesh.init_device_mesh(device.type, (tp_size,))
+            model = AutoModelForCausalLM.from_pretrained(
+                model_path, dtype=dtype, tp_plan="auto", device_mesh=mesh
+            )
+        else:
+            model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(device)
+        self.model = model.eval().requires_grad_(False)
+
+    def _make_refit_destination(self) -> TransformersDestination:
+        return TransformersDestination(self.model, self._tp_rank, self._tp_size)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+        eos_token_id: int,
+        pad_token_id: int,
+    ) -> list[Completion]:
+        """Sample one completion for each prompt; temperature 0 decodes greedily.
+
+        All tensor-parallel ranks must call it with the same arguments: they draw the same tokens from
+        the same seed.
+
+        Raises:
+            EngineDirty: a refit began to write the weights and did not commit.
+        """
+        self.refit_state.require_clean()
+        width = max(len(p) for p in prompts)
+        device = self.model.device
+        input_ids = torch.full((len(prompts), width), pad_token_id, dtype=torch.int64)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, prompt in enumerate(prompts):
+            # Left padding: the last prompt token must stand next to the first generated one.
+            input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            attention_mask[row, width - len(prompt) :] = 1
+        torch.manual_seed(seed)
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        output = self.model.generate(
+            input_ids=input_ids.to(device),
+            attention_mask=attention_mask.to(device),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **(sampling if temperature > 0 else {"do_sample": False}),
+        )
+        tokens = output.sequences[:, width:].cpu()
+        logits = torch.stack(output.logits, dim=1).float() / (temperature if temperature > 0 else 1.0)
+        logprobs = torch.log_softmax(logits, dim=-1).cpu().gather(2, tokens.unsqueeze(-1)).squeeze(-1)
+        return [
+            _completion(t, p, eos_token_id) for t, p in zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        ]
+
+
+def _completion(tokens: list[int], logprobs: list[float], eos_token_id: int) -> Completion:
+    finished = eos_token_id in tokens
+    length = tokens.index(eos_token_id) + 1 if finished else len(tokens)
+    return Completion(tokens[:length], logprobs[:length], finished)
