@@ -1,0 +1,267 @@
+"""A live vLLM model as the destination of a refit."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+
+from ...integration.errors import PlanError, RefitError
+from ...integration.layout import Fragment
+from .derived import refresh_derived_state
+from .layouts import ModuleLayout, has_padding, module_layout
+from .reload import ScopedReload
+from .trace import LoaderTrace, Manifest, trace_loader
+from .twin import build_meta_twin
+
+logger = logging.getLogger(__name__)
+
+
+class VllmDestination:
+    """What one vLLM worker wants of each checkpoint tensor, and how it takes the rest.
+
+    Args:
+        model: the live model, as the worker's ``get_model()`` returns it.
+        vllm_config: the worker's configuration.
+        device: where the model's parameters live.
+        reset_caches: called at the end of every refit, for caches in the worker that depend on weights.
+            The prefix cache belongs to the scheduler: the driver resets it (``llm.reset_prefix_cache()``).
+
+    Attributes:
+        version: the version given to the last :meth:`finish`, or -1 before the first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        reset_caches: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        _check_supported(model, vllm_config)
+        self.version = -1
+        self._model = model
+        self._vllm_config = vllm_config
+        self._device = device
+        self._reset_caches = tuple(reset_caches)
+        self._parameters = dict(model.named_parameters())
+        self._misc: ScopedReload | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the live parameters are."""
+        return self._device
+
+    def fragments(self, manifest: Manifest) -> tuple[list[Fragment], dict[str, str]]:
+        """Trace the engine's loader on a meta twin and return what this rank wants.
+
+        Args:
+            manifest: checkpoint name, full shape and dtype of every tensor of a refit, of all routes.
+
+        Returns:
+            Fragments whose views alias the live parameters, in the manifest's order, and for every tensor
+            that has to come whole through :meth:`load_weights` the reason. A tensor that this rank does
+            not load (another pipeline stage, a remote expert, a tied head) is in neither.
+
+        Raises:
+            RefitMismatch: the engine's loader rejects a tensor.
+            PlanError: no tensor of the manifest reaches a part of a parameter, which would keep its old
+                weights; or the live model lacks a module of its own architecture.
+        """
+        twin = build_meta_twin(self._model, self._vllm_config)
+        loadable = dict(twin.named_parameters()) | dict(twin.named_buffers())
+        trace = trace_loader(twin.load_weights, loadable, manifest)
+        owners = _owners(twin)
+        layouts = self._layouts(twin, {module for modules in owners.values() for module in modules})
+        reasons = _spread_over_modules(trace, owners, layouts)
+        _check_complete(trace, owners, layouts, self._model, set(dict(twin.named_parameters())))
+        self._misc = self._misc_path(trace, owners, layouts, reasons)
+        found = [
+            landing.fragment(self._parameters[landing.parameter])
+            for name, landings in trace.landings.items()
+            if name not in reasons
+            for landing in landings
+        ]
+        logger.info(
+            "refit destination: %d fragments of %d tensors are written in place, %d tensors take the misc path",
+            len(found),
+            len({fragment.name for fragment in found}),
+            len(reasons),
+        )
+        return found, reasons
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The misc path: full checkpoint tensors through the engine's own loader.
+
+        May be called several times in one refit; the tensors may be reused after the call.
+
+        Raises:
+            RefitError: :meth:`fragments` was not called before, a tensor came twice, or the loader failed.
+        """
+        self._misc_or_raise().load(weights)
+
+    def finish(self, version: int) -> None:
+        """Post-load work, once per refit after all bytes have landed and all misc tensors were loaded.
+
+        Raises:
+            RefitError: a module that needs the engine's reload did not get all of its tensors.
+        """
+        self._misc_or_raise().finish()
+        with self._device, torch.no_grad():
+            refresh_derived_state(self._model, self._vllm_config.model_config.dtype)
+        for reset in self._reset_caches:
+            reset()
+        self.version = version
+
+    def abandon(self) -> None:
+        """After a refit that failed between its first write and :meth:`finish`: undo what is half loaded.
+
+        Modules under reload get their old kernel tensors back, so that the next refit starts clean. Bytes
+        that were written in place stay; the engine must not generate before a refit commits.
+        """
+        if self._misc is not None:
+            self._misc.abandon()
+
+    def _misc_or_raise(self) -> ScopedReload:
+        if self._misc is None:
+            raise RefitError(
+                "fragments(manifest) has to be called once before weights are loaded: it finds the modules "
+                "that need the engine's reload",
+                stage="misc",
+            )
+        return self._misc
+
+    def _layouts(self, twin: nn.Module, modules: set[str]) -> dict[str, ModuleLayout]:
+        live = dict(self._model.named_modules())
+        absent = sorted(modules - live.keys())
+        if absent:
+            raise PlanError(
+                f"the live model has no module {absent[0]} ({len(absent)} are absent), though its architecture "
+                "defines it: something wrapped or replaced it after loading (LoRA does). Refit needs the "
+                "model as vLLM loads it; start the engine without the feature that changes modules.",
+                stage="trace",
+                parameter=absent[0],
+            )
+        return {name: module_layout(name, live[name], twin.get_submodule(name)) for name in sorted(modules)}
+
+    def _misc_path(
+        self,
+        trace: LoaderTrace,
+        owners: dict[str, frozenset[str]],
+        layouts: dict[str, ModuleLayout],
+        reasons: dict[str, str],
+    ) -> ScopedReload:
+        required: dict[str, set[str]] = {}
+        for name in reasons:
+            for parameter in trace.touched[name]:
+                for module in owners[parameter]:
+                    if layouts[module].reload:
+                        required.setdefault(module, set()).add(name)
+        if trace.unknown:
+            # One of these may reach any module that cannot be loaded in place.
+            for module, layout in layouts.items():
+                if layout.reload:
+                    required.setdefault(module, set())
+        live = dict(self._model.named_modules())
+        return ScopedReload(
+            self._model,
+            self._vllm_config,
+            self._device,
+            {module: live[module] for module in required},
+            {module: frozenset(names) for module, names in required.items()},
+        )
+
+
+def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Refuse engines whose weights move or are wrapped behind the loader's back."""
+    if vllm_config.parallel_config.enable_eplb:
+        raise RefitError(
+            "enable_eplb moves experts between ranks while serving, so where the loader puts an expert is not "
+            "where it is used, and a refit would overwrite other experts; start vLLM without enable_eplb",
+            stage="trace",
+        )
+    if getattr(model, "_do_torchao_reload", False):
+        raise RefitError(
+            "torchao quantization reloads the whole model in every load_weights call, which cannot be combined "
+            "with a refit in parts; use FP8 or no quantization in the engine",
+            stage="trace",
+        )
+
+
+def _owners(twin: nn.Module) -> dict[str, frozenset[str]]:
+    """For each parameter or buffer name the modules that hold it; several where weights are tied."""
+    first_name: dict[int, str] = {}
+    for name, tensor in (*twin.named_parameters(), *twin.named_buffers()):
+        first_name.setdefault(id(tensor), name)
+    holders: dict[str, set[str]] = {}
+    for module_name, module in twin.named_modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            holders.setdefault(first_name[id(tensor)], set()).add(module_name)
+    return {name: frozenset(modules) for name, modules in holders.items()}
+
+
+def _spread_over_modules(
+    trace: LoaderTrace, owners: dict[str, frozenset[str]], layouts: dict[str, ModuleLayout]
+) -> dict[str, str]:
+    """Misc reasons, such that no module gets both direct writes and loaded tensors; in manifest order."""
+    modules_of = {
+        name: sorted({module for parameter in touched for module in owners[parameter]})
+        for name, touched in trace.touched.items()
+    }
+    reasons = dict(trace.misc_reasons)
+    for name, modules in modules_of.items():
+        blocking = next((layouts[module].reason for module in modules if not layouts[module].direct), None)
+        if blocking is not None:
+            reasons.setdefault(name, blocking)
+    names_in: dict[str, list[str]] = {}
+    for name, modules in modules_of.items():
+        for module in modules:
+            names_in.setdefault(module, []).append(name)
+    settled: set[str] = set()
+    pending = deque(reasons)
+    while pending:
+        culprit = pending.popleft()
+        for module in modules_of[culprit]:
+            if module in settled:
+                continue
+            settled.add(module)
+            for name in names_in[module]:
+                if name not in reasons:
+                    reasons[name] = (
+                        f"layer {module}: {culprit} takes the misc path ({reasons[culprit]}), and one module is "
+                        "never written by both"
+                    )
+                    pending.append(name)
+    return {name: reasons[name] for name in trace.touched if name in reasons}
+
+
+def _check_complete(
+    trace: LoaderTrace,
+    owners: dict[str, frozenset[str]],
+    layouts: dict[str, ModuleLayout],
+    model: nn.Module,
+    parameters: set[str],
+) -> None:
+    """Raise where the manifest leaves a part of a parameter with the weights of an earlier version."""
+    if trace.unknown:
+        return  # such a tensor may reach what looks unwritten
+    misc = {parameter for name in trace.misc_reasons for parameter in trace.touched[name]}
+    stale = [
+        (parameter, trace.unwritten[parameter])
+        for parameter in sorted(parameters - misc)
+        if trace.unwritten[parameter]
+        and all(layouts[m].direct and not has_padding(model.get_submodule(m)) for m in owners[parameter])
+    ]
+    if stale:
+        parameter, elements = stale[0]
+        raise PlanError(
+            f"no tensor of the manifest reaches {elements} elements of {parameter}, nor a part of "
+            f"{len(stale) - 1} other parameters; they would keep old weights and the engine would serve a "
+            "mixture. Give the trainer's whole manifest, in checkpoint names that the engine's loader knows.",
+            stage="trace",
+            parameter=parameter,
+        )

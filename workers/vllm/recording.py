@@ -1,0 +1,240 @@
+"""Recording tensors: stand-ins for checkpoint tensors that watch what a loader does with them.
+
+A recording tensor has a checkpoint tensor's shape and dtype and no storage. Views of it are followed;
+a ``copy_`` into a parameter is written down; any other operation condemns its tensor, with the reason,
+because only views and plain copies can be replayed as a transfer of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+aten = torch.ops.aten
+
+# Pure views: their results alias their input, element for element. Everything else is refused.
+VIEW_OPERATIONS = frozenset(
+    {
+        aten.alias.default,
+        aten.detach.default,
+        aten.permute.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unbind.int,
+        aten.unsqueeze.default,
+        aten.view.default,
+        aten._reshape_alias.default,
+    }
+)
+_CONSTANT_WRITES = frozenset({aten.fill_.Scalar, aten.zero_.default})
+
+
+class UntraceableOperation(Exception):
+    """The loader asked a recording tensor for its values, which it does not have."""
+
+
+@dataclass(frozen=True)
+class StridedRegion:
+    """Where a view lies in a tensor's storage, in elements from the tensor's first element."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Write:
+    """One write into a parameter, in the order in which the loader made them.
+
+    Attributes:
+        parameter: name of the parameter.
+        target: the part of the parameter that was written.
+        tensor: checkpoint tensor that was copied, or None for a constant fill.
+        source: the part of the checkpoint tensor (contiguous) that was copied, or None for a fill.
+    """
+
+    parameter: str
+    target: StridedRegion
+    tensor: str | None = None
+    source: StridedRegion | None = None
+
+
+class RecordingTensor(torch.Tensor):
+    """A checkpoint tensor without storage; only meaningful inside a :class:`Recorder`."""
+
+    inner: torch.Tensor
+    tensors: frozenset[str]
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, tensors: frozenset[str]) -> RecordingTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=inner.device,
+        )
+
+    def __init__(self, inner: torch.Tensor, tensors: frozenset[str]) -> None:
+        self.inner = inner
+        self.tensors = tensors
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise UntraceableOperation(f"{func} was called on a recording tensor after its trace had ended")
+
+
+class Recorder(TorchDispatchMode):
+    """Watches a loader: use as a context manager around the calls to it.
+
+    Args:
+        parameters: the tensors that the loader may write, by name; any device, usually meta.
+
+    Attributes:
+        writes: copies and constant fills, in order.
+        reasons: for each checkpoint tensor that cannot be replayed, why.
+        touched: names of the parameters that each checkpoint tensor was seen to reach.
+        unknown: tensors that also went where no parameter is, so their destination is not known whole.
+        rewritten: parameters that the loader also changed by computation, with the operation.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.writes: list[Write] = []
+        self.reasons: dict[str, str] = {}
+        self.touched: dict[str, set[str]] = {}
+        self.unknown: set[str] = set()
+        self.rewritten: dict[str, str] = {}
+        self._parameters = dict(parameters)
+        # Views and .data share their parameter's storage, on the meta device too.
+        self._by_storage = {
+            p.untyped_storage()._cdata: name for name, p in reversed(self._parameters.items()) if p.numel()
+        }
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> RecordingTensor:
+        """A recording tensor that stands for the whole checkpoint tensor ``name``."""
+        return RecordingTensor(torch.empty(shape, dtype=dtype, device="meta"), frozenset({name}))
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Note that ``name`` cannot be replayed; the first reason stays."""
+        self.reasons.setdefault(name, reason)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        recorded = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, RecordingTensor)]
+        if not recorded:
+            self._watch_plain(func, args, kwargs)
+            return func(*args, **kwargs)
+        if func is aten.copy_.default and not isinstance(args[0], RecordingTensor):
+            self._record_copy(args[0], args[1])
+            return args[0]
+        if func in VIEW_OPERATIONS:
+            out = func(*_unwrapped(args), **_unwrapped(kwargs))
+            return _wrapped(out, recorded[0].tensors)
+        return self._refuse_operation(func, args, kwargs, recorded)
+
+    def _record_copy(self, target: torch.Tensor, source: RecordingTensor) -> None:
+        if not target.numel():
+            return
+        parameter = self._parameter_of(target)
+        for name in source.tensors:
+            if parameter is None:
+                self.refuse(name, "the loader copies it into a temporary tensor")
+                self.unknown.add(name)
+            else:
+                self.touched.setdefault(name, set()).add(parameter)
+                if target.dtype != source.dtype:
+                    self.refuse(name, f"{parameter} is {target.dtype} and the tensor is {source.dtype}")
+        if parameter is None or any(name in self.reasons for name in source.tensors):
+            return
+        (name,) = source.tensors
+        inner = source.inner
+        lead = target.dim() - inner.dim()
+        if lead < 0 or any(s not in (1, t) for s, t in zip(inner.shape, target.shape[lead:], strict=True)):
+            raise ValueError(
+                f"{name}: a part of shape {tuple(inner.shape)} cannot be copied into {parameter}, "
+                f"whose place for it has shape {tuple(target.shape)}"
+            )
+        if any(n != 1 for n in target.shape[:lead]) or inner.shape != target.shape[lead:]:
+            self.refuse(name, f"the loader broadcasts it into {parameter}")
+            return
+        target = target[(0,) * lead]
+        self.writes.append(
+            Write(parameter, self._region(parameter, target), name, _region_of(inner, base_offset=0))
+        )
+
+    def _watch_plain(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Writes into parameters that involve no checkpoint tensor: constants, or values that were computed."""
+        for target in _written(func, args, kwargs):
+            parameter = self._parameter_of(target)
+            if parameter is None or not target.numel():
+                continue
+            if func in _CONSTANT_WRITES:
+                self.writes.append(Write(parameter, self._region(parameter, target)))
+            else:
+                self.rewritten.setdefault(parameter, str(func))
+
+    def _refuse_operation(self, func: Any, args: Any, kwargs: Any, recorded: list[RecordingTensor]) -> Any:
+        names = frozenset().union(*(r.tensors for r in recorded))
+        for name in names:
+            self.refuse(name, f"the loader applies {func} to it, which is no pure view")
+        for target in _written(func, args, kwargs):
+            parameter = self._parameter_of(target)
+            for name in names:
+                if parameter is None:
+                    self.unknown.add(name)
+                else:
+                    self.touched.setdefault(name, set()).add(parameter)
+        try:
+            out = func(*_unwrapped(args), **_unwrapped(kwargs))
+        except (RuntimeError, NotImplementedError) as error:
+            raise UntraceableOperation(f"{func} needs the values of {', '.join(sorted(names))}") from error
+        return _wrapped(out, names)
+
+    def _parameter_of(self, tensor: torch.Tensor) -> str | None:
+        return self._by_storage.get(tensor.untyped_storage()._cdata)
+
+    def _region(self, parameter: str, target: torch.Tensor) -> StridedRegion:
+        return _region_of(target, base_offset=self._parameters[parameter].storage_offset())
+
+
+def _region_of(tensor: torch.Tensor, *, base_offset: int) -> StridedRegion:
+    return StridedRegion(tensor.storage_offset() - base_offset, tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def _unwrapped(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.inner if isinstance(leaf, RecordingTensor) else leaf, tree)
+
+
+def _wrapped(tree: Any, tensors: frozenset[str]) -> Any:
+    return tree_map(
+        lambda leaf: RecordingTensor(leaf, tensors) if isinstance(leaf, torch.Tensor) else leaf, tree
+    )
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Plain tensors that ``func`` writes in place, by its schema."""
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        found += [
+            leaf
+            for leaf in tree_flatten(value)[0]
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, RecordingTensor)
+        ]
+    return found

@@ -1,0 +1,153 @@
+"""vLLM's layerwise reload, restricted to the modules that need it and checked for completeness.
+
+Modules whose weights were processed after loading cannot be written in place. vLLM restores such a module
+to its checkpoint layout, buffers its new weights, processes them and copies the result into the tensors
+that kernels and CUDA graphs hold. Its own entry points do that to the whole model and accept a fused
+module of which only a part came, whose other part is then uninitialised memory; here the scope is a list
+of modules and a missing part is an error before anything is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from ...integration.errors import RefitError
+
+
+class _ReloadScope(nn.Module):
+    """Stands for a model that consists of the given modules only, which are not registered as its children."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self._scope = tuple(modules)
+
+    def modules(self) -> Iterator[nn.Module]:
+        return iter(self._scope)
+
+
+class ScopedReload:
+    """Loads misc weights: in place where the module allows it, by layerwise reload where it does not.
+
+    Args:
+        model: the live model, whose ``load_weights`` takes full checkpoint tensors.
+        vllm_config: its configuration.
+        device: where restored modules are materialised.
+        modules: the modules that need the reload, by name.
+        required: for each of them the checkpoint tensors that must come in every refit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        modules: Mapping[str, nn.Module],
+        required: Mapping[str, frozenset[str]],
+    ) -> None:
+        self._model = model
+        self._vllm_config = vllm_config
+        self._device = device
+        self._required = dict(required)
+        self._buffered = frozenset().union(*self._required.values())
+        self._scope = _ReloadScope(modules.values())
+        self._modules = dict(modules)
+        self._arrived: set[str] = set()
+        self._active = False
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load full checkpoint tensors; may be called several times in one refit.
+
+        Tensors may be reused by the caller after the call: what vLLM buffers is copied.
+
+        Raises:
+            RefitError: a tensor came twice, or the engine's loader failed on one.
+        """
+        current = ""
+
+        def arriving() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal current
+            for name, tensor in weights:
+                current = name
+                if name in self._arrived:
+                    raise RefitError("the tensor came twice in one refit", stage="misc", parameter=name)
+                self._arrived.add(name)
+                yield name, tensor.clone() if name in self._buffered else tensor
+
+        try:
+            self._begin()
+            with self._context():
+                self._model.load_weights(arriving())
+        except Exception as error:
+            self.abandon()
+            if isinstance(error, RefitError):
+                raise
+            raise RefitError(
+                f"the engine's loader failed: {type(error).__name__}: {error}. Modules that were loaded "
+                "before it hold new weights: the engine must not generate before a refit commits.",
+                stage="misc",
+                parameter=current,
+            ) from error
+
+    def finish(self) -> None:
+        """Process what is still buffered and put the kernels' tensors back; once after all loads of a refit.
+
+        Raises:
+            RefitError: a module of the scope did not get all of its tensors. Its old weights are back.
+        """
+        missing = {
+            module: sorted(names - self._arrived)
+            for module, names in self._required.items()
+            if names - self._arrived
+        }
+        if missing:
+            self.abandon()
+            module, names = next(iter(missing.items()))
+            raise RefitError(
+                f"{len(missing)} modules that need the engine's layerwise reload are incomplete; {module} did "
+                f"not get {', '.join(names[:8])}{' …' if len(names) > 8 else ''}. Finishing would leave "
+                "uninitialised memory in it. Send every tensor of these modules by the misc route.",
+                stage="post_load",
+                parameter=names[0],
+            )
+        if self._active:
+            try:
+                with self._context():
+                    finalize_layerwise_reload(self._scope, self._vllm_config.model_config)
+            except Exception:
+                self.abandon()
+                raise
+        self._active = False
+        self._arrived.clear()
+
+    def abandon(self) -> None:
+        """Drop what is buffered and put the kernels' tensors back where they were; does nothing when idle."""
+        if self._active:
+            for module in self._modules.values():
+                info = get_layerwise_info(module)
+                info.loaded_weights.clear()
+                info.load_numel = 0
+            with self._context():
+                # Without loaded weights this only restores the kernels' tensors.
+                finalize_layerwise_reload(self._scope, self._vllm_config.model_config)
+        self._active = False
+        self._arrived.clear()
+
+    def _begin(self) -> None:
+        if self._active or not self._modules:
+            return
+        with self._context():
+            initialize_layerwise_reload(self._scope)
+        self._active = True
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """What vLLM has around a load: its current configuration, the worker's device, no autograd."""
+        with set_current_vllm_config(self._vllm_config), self._device, torch.no_grad():
+            yield

@@ -1,0 +1,95 @@
+"""A disposable twin of the engine's model without storage, on which the loader can be traced.
+
+The live model is no place to trace on: post-load processing has replaced parameters and dropped their
+weight loaders. The twin is built by vLLM's own ``initialize_model``, so its parameters are as they were
+before any processing, in the shapes of this rank's tensor, pipeline and expert parallel groups.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+from vllm.config import CompilationMode, VllmConfig
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+logger = logging.getLogger(__name__)
+
+
+class _IntegerTablesStayReal(TorchFunctionMode):
+    """Integer factories without a device build on the CPU, under an outer ``torch.device("meta")``.
+
+    Constructors and loaders read such tables (the expert map of an expert-parallel layer, by ``.item()``),
+    so they need values. Weights are floating point and stay on meta.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        dtype = kwargs.get("dtype")
+        if (
+            func in _device_constructors()
+            and kwargs.get("device") is None
+            and dtype is not None
+            and not dtype.is_floating_point
+        ):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+def build_meta_twin(model: nn.Module, vllm_config: VllmConfig) -> nn.Module:
+    """A second ``model`` for this rank with all weights on the meta device, before any post-load step.
+
+    ``model`` and ``vllm_config`` are left as they are: the twin registers its layers in a copy of the
+    compilation configuration, and what modules it shares with the live model (vLLM caches rotary
+    embeddings for the process) keep their reload metadata.
+    """
+    with (
+        _shared_state_kept(model),
+        set_default_torch_dtype(vllm_config.model_config.dtype),
+        torch.device("meta"),
+        _IntegerTablesStayReal(),
+    ):
+        return initialize_model(vllm_config=_twin_config(vllm_config)).eval()
+
+
+def _twin_config(vllm_config: VllmConfig) -> VllmConfig:
+    """A copy of the configuration whose registries are empty, so that layer names do not clash."""
+    twin = copy.copy(vllm_config)
+    compilation = copy.copy(vllm_config.compilation_config)
+    compilation.static_forward_context = {}
+    compilation.static_all_moe_layers = []
+    compilation.enabled_custom_ops = Counter()
+    compilation.disabled_custom_ops = Counter()
+    compilation.traced_files = set()
+    # The twin never runs, so nothing of it is to be compiled.
+    compilation.mode = CompilationMode.NONE
+    twin.compilation_config = compilation
+    return twin
+
+
+@contextmanager
+def _shared_state_kept(model: nn.Module) -> Iterator[None]:
+    """Undo what building the twin does to state of the process that the live model uses too."""
+    kept = [
+        (info, info.restore_metadata, info.restore_device)
+        for info in map(get_layerwise_info, model.modules())
+    ]
+    rotary = dict(rotary_embedding._ROPE_DICT)
+    try:
+        yield
+    finally:
+        for info, metadata, device in kept:
+            info.restore_metadata, info.restore_device = metadata, device
+        rotary_embedding._ROPE_DICT.clear()
+        rotary_embedding._ROPE_DICT.update(rotary)
