@@ -1,0 +1,37 @@
+# Each target works from nothing: it first brings .venv up to date, which a finished one makes a no-op.
+VENV ?= .venv
+BIN := $(VENV)/bin
+RECIPE ?= grpo_tiny
+# More key=value overrides of the recipe, or more arguments for pytest:
+#   make demo ARGS="algorithm.steps=5"     make test ARGS="tests/config -x"
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint typecheck format clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## make .venv with the locked requirements and rlrefit (3.3 GB to download the first time)
+	@requirements/setup.sh $(VENV)
+
+demo: setup ## train the tiny model with GRPO on the CPU (RECIPE=… for another, ARGS="key=value …")
+	$(BIN)/rlrefit train recipe=$(RECIPE) $(ARGS)
+
+test: setup ## run the tests (ARGS="…" goes to pytest)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup typecheck ## ruff, the format, and the types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: setup ## mypy --strict on integration/
+	$(BIN)/python -m mypy -p integration
+
+format: setup ## rewrite the code in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove caches and build outputs; .venv and runs/ stay
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
