@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from ..completion import Completion
 from ..destination_mixin import DestinationRefitMixin
 from .destination import TransformersDestination
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One sampled completion.
-
-    Attributes:
-        token_ids: generated tokens, the end-of-sequence token included if it was reached.
-        logprobs: log-probability of each under the distribution it was sampled from (temperature
-            applied); under temperature 1 for greedy decoding. Same length.
-        finished: whether the end-of-sequence token was reached.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finished: bool
 
 
 class TransformersEngine(DestinationRefitMixin):
@@ -107,7 +91,7 @@ class TransformersEngine(DestinationRefitMixin):
         ]
 
 
-def _completion(tokens: list[int], logprobs: list[float], eos_token_id: int) -> Completion:
+def _completion(tokens: list[int], logprobs: list[float], eos_token_id: int, version: int) -> Completion:
     finished = eos_token_id in tokens
     length = tokens.index(eos_token_id) + 1 if finished else len(tokens)
-    return Completion(tokens[:length], logprobs[:length], finished)
+    return Completion(tokens[:length], logprobs[:length], finished, version)

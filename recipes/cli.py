@@ -1,0 +1,77 @@
+"""``rlrefit``: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+# Exit codes: 1 a run that failed, 2 a configuration that can't run, 130 stopped by the user.
+FAILED, MISCONFIGURED, STOPPED = 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="rlrefit", description="Shard-to-shard weight refit for RL post-training.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser(
+        "train",
+        help="run a recipe",
+        description="Run a recipe: rlrefit train recipe=grpo_tiny [key=value …]. A recipe is the name of a bundled "
+        "one or the path of a YAML file; every other argument overrides a key of it.",
+    )
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="recipe=NAME, and keys to override")
+    parsed = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    return _train(parsed.overrides)
+
+
+def _train(overrides: Sequence[str]) -> int:
+    # Imported here: a wrong key should be answered before torch and Ray are loaded.
+    from .config import ConfigError, load_config
+
+    errors = Console(stderr=True)
+    recipes = [o.partition("=")[2] for o in overrides if o.startswith("recipe=")]
+    if len(recipes) != 1:
+        errors.print("rlrefit train needs one recipe=NAME, e.g. recipe=grpo_tiny", highlight=False)
+        return MISCONFIGURED
+    try:
+        config = load_config(recipes[0], [o for o in overrides if not o.startswith("recipe=")])
+    except ConfigError as error:
+        errors.print(escape(str(error)), highlight=False, soft_wrap=True)
+        return MISCONFIGURED
+    return _run(config, errors)
+
+
+def _run(config: object, errors: Console) -> int:
+    from ..integration.errors import RefitError
+    from .checkpoint import LayoutChanged
+    from .cluster import RunError
+    from .config import ConfigError
+    from .data.dataset import DataError
+    from .rewards import RewardError
+    from .train import Interrupted, train
+
+    def say(error: BaseException, code: int) -> int:
+        errors.print(escape(str(error)), highlight=False, soft_wrap=True)
+        return code
+
+    try:
+        train(config, Console())  # type: ignore[arg-type]
+    except ConfigError as error:
+        return say(error, MISCONFIGURED)
+    except Interrupted as stop:
+        return say(stop, STOPPED)
+    except KeyboardInterrupt as stop:
+        return say(stop, STOPPED)
+    except (RunError, DataError, RewardError, RefitError, LayoutChanged) as error:
+        return say(error, FAILED)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

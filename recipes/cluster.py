@@ -1,0 +1,179 @@
+"""The Ray cluster of a run: start or join it, groups of actors, and failures that name the rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from .config_schema import RayConfig
+
+logger = logging.getLogger(__name__)
+
+# Only tokens and log-probabilities go through Ray's object store; weights never do.
+_OBJECT_STORE_BYTES = 256 << 20
+
+
+class RunError(RuntimeError):
+    """A run that can't go on; the text says which rank or resource, why, and what to do."""
+
+
+@contextmanager
+def ray_cluster(config: RayConfig, ranks: int) -> Iterator[None]:
+    """Join the configured cluster, or start one on this machine for the time of the block.
+
+    Args:
+        config: address and reservation per rank.
+        ranks: trainer and generation ranks together; a local cluster offers that many slots, however
+            few cores there are, because the ranks of a small run take turns.
+
+    Raises:
+        RunError: the cluster can't be reached.
+    """
+    try:
+        if config.address is None:
+            slots = max(os.cpu_count() or 1, int(ranks * config.cpus_per_rank + 0.999))
+            ray.init(
+                num_cpus=slots,
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
+        else:
+            ray.init(address=config.address, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, ValueError, OSError) as error:
+        where = config.address or "on this machine"
+        raise RunError(
+            f"no Ray cluster {where}: {error}. Give ray.address of a running cluster, or null to start one here."
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+class ActorGroup:
+    """Actors of one kind, rank by rank, in a placement group of their own.
+
+    Args:
+        name: what users call the ranks, e.g. ``trainer``.
+        actor: the actor's class, undecorated.
+        count: number of actors.
+        gpus: GPUs of each; 0 on a machine without.
+        config: reservation per rank and time limits.
+        cpus: CPU cores of each; None takes ``config.cpus_per_rank``.
+    """
+
+    def __init__(
+        self, name: str, actor: type, count: int, gpus: int, config: RayConfig, cpus: float | None = None
+    ) -> None:
+        self.name = name
+        self._timeout_s = config.timeout_s
+        cpus = config.cpus_per_rank if cpus is None else cpus
+        bundle = {"CPU": cpus} | ({"GPU": float(gpus)} if gpus else {})
+        self._placement = placement_group([bundle] * count, strategy="PACK")
+        try:
+            ray.get(self._placement.ready(), timeout=config.timeout_s)
+        except GetTimeoutError:
+            offered = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
+            free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
+            raise RunError(
+                f"{count} {name} ranks with {bundle} each found no place within {config.timeout_s:.0f} s: the cluster "
+                f"offers {offered}, of which {free} are free. Stop what holds the rest, add nodes, or ask for fewer "
+                "ranks."
+            ) from None
+        remote = ray.remote(actor)
+        self.actors = [
+            remote.options(
+                num_cpus=cpus,
+                num_gpus=gpus,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=self._placement, placement_group_bundle_index=rank
+                ),
+            ).remote()
+            for rank in range(count)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> list[tuple[str, ray.ObjectRef]]:
+        """Call a method on all actors without waiting; pass the result to :func:`gather`."""
+        return [
+            (f"{self.name} rank {rank}", getattr(actor, method).remote(*args, **kwargs))
+            for rank, actor in enumerate(self.actors)
+        ]
+
+    def submit_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[str, ray.ObjectRef]]:
+        """Call a method with other arguments on each actor."""
+        return [
+            (f"{self.name} rank {rank}", getattr(actor, method).remote(*args))
+            for rank, (actor, args) in enumerate(zip(self.actors, arguments, strict=True))
+        ]
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method on all actors and wait for all results, in the order of ranks."""
+        return gather(self.submit(method, *args, **kwargs), self._timeout_s)
+
+    def shutdown(self) -> None:
+        """Stop the actors and give their places back."""
+        for actor in self.actors:
+            ray.kill(actor)
+        remove_placement_group(self._placement)
+
+
+def gather(calls: Sequence[tuple[str, ray.ObjectRef]], timeout_s: float) -> list[Any]:
+    """Wait for calls on several ranks; the first failure ends the wait, since the others may wait for that rank.
+
+    Raises:
+        RunError: a rank raised, died, or did not answer within ``timeout_s`` seconds; names it.
+    """
+    names = {ref: name for name, ref in calls}
+    pending = [ref for _, ref in calls]
+    deadline = time.monotonic() + timeout_s
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            late = ", ".join(names[ref] for ref in pending)
+            raise RunError(
+                f"{late} did not answer within {timeout_s:.0f} s; raise ray.timeout_s if the work is only slow"
+            )
+        for ref in done:
+            _raise_failure(names[ref], ref)
+    return [ray.get(ref) for _, ref in calls]
+
+
+def _raise_failure(name: str, ref: ray.ObjectRef) -> None:
+    try:
+        ray.get(ref)
+    except RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, BaseException) else error
+        raise RunError(f"{name} failed: {type(cause).__name__}: {cause}") from error
+    except RayActorError as error:
+        raise RunError(
+            f"{name} died: {str(error).strip().splitlines()[-1]} Look for an out-of-memory kill in the system log; "
+            "resume=true goes on from the last checkpoint."
+        ) from error
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def gpus_per_rank() -> int:
+    """1 where the cluster has GPUs, else 0."""
+    return 1 if ray.cluster_resources().get("GPU", 0) else 0

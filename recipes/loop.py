@@ -1,0 +1,192 @@
+"""The training loop: refit, validate, generate, train; one line of metrics a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..integration.records import RefitSummary
+from .algorithms.advantages import group_advantages
+from .algorithms.divergence import generation_kl
+from .batching import minibatches, policy_batch
+from .checkpoint import CheckpointStore
+from .config_schema import TrainConfig
+from .data.prompts import PromptDataset, PromptSampler
+from .experience import Experience, ExperienceCollector
+from .policy_batch import PolicyBatch
+from .refits import Refits
+from .run_files import MetricsFile
+from .trainer_group import TrainerGroup
+
+Metrics = dict[str, Any]
+
+
+class Stopwatch:
+    """Seconds by stage of one step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    @property
+    def total(self) -> float:
+        return time.perf_counter() - self._start
+
+
+class TrainingLoop:
+    """Drives trainer and engines through the steps of a run.
+
+    All values on a step's line belong to the weights that the step began with: version ``step - 1``
+    is what was refitted, validated and sampled from, and what the KL compares.
+
+    Args:
+        config: the recipe.
+        trainers: trainer ranks.
+        refits: moves the weights.
+        collector: generates and scores.
+        sampler: position in the training data, saved with checkpoints.
+        validation: held-out prompts.
+        checkpoints: where the run is saved; None if it never is.
+        metrics: the run's metrics file.
+        on_step: called with the line of each step.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        trainers: TrainerGroup,
+        refits: Refits,
+        collector: ExperienceCollector,
+        sampler: PromptSampler,
+        validation: PromptDataset,
+        checkpoints: CheckpointStore,
+        metrics: MetricsFile,
+        on_step: Callable[[Metrics], None],
+        pad_token_id: int,
+    ) -> None:
+        self._config = config
+        self._trainers = trainers
+        self._refits = refits
+        self._collector = collector
+        self._sampler = sampler
+        self._validation = validation
+        self._checkpoints = checkpoints
+        self._metrics = metrics
+        self._on_step = on_step
+        self._pad_token_id = pad_token_id
+        self._saved = -1
+
+    def run(self, first_step: int, stop: Callable[[], bool]) -> int:
+        """Run from ``first_step`` (counted from 1) to the end, or until ``stop`` says so between two steps.
+
+        Returns:
+            The last step that was completed; a run that was stopped has saved a checkpoint of it.
+        """
+        last = self._config.algorithm.steps
+        every = self._config.checkpoint.every
+        done = first_step - 1
+        for step in range(first_step, last + 1):
+            line = self._step(step)
+            done = step
+            if every and (step % every == 0 or step == last):
+                self._save(step)
+            self._metrics.append(line)
+            self._on_step(line)
+            if stop() and step < last:
+                if self._saved != step:
+                    self._save(step)
+                break
+        return done
+
+    def _step(self, step: int) -> Metrics:
+        watch = Stopwatch()
+        with watch.stage("refit"):
+            refit = self._refits.run(step - 1)
+        val_reward = None
+        if self._validates(step):
+            with watch.stage("validate"):
+                val_reward = self._collector.validate(self._validation, self._config.validation.samples)
+        with watch.stage("generate"):
+            experience = self._collector.collect(step)
+        with watch.stage("logprobs"):
+            batch = self._batch(experience)
+        assert batch.old_logprobs is not None
+        assert batch.rollout_logprobs is not None
+        kl = generation_kl(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
+        with watch.stage("train"):
+            trained = self._train(step, batch)
+        rewards = [r.reward for r in experience.rollouts]
+        lengths = [len(r.completion.token_ids) for r in experience.rollouts]
+        return {
+            "step": step,
+            "reward/mean": experience.mean_score,
+            "reward/batch_mean": sum(rewards) / len(rewards),
+            "val/reward": val_reward,
+            "generation_kl": kl,
+            "loss": trained.pop("loss"),
+            "completion/tokens_mean": sum(lengths) / len(lengths),
+            "completion/finished": sum(r.completion.finished for r in experience.rollouts) / len(lengths),
+            "sampling/rounds": experience.rounds,
+            "sampling/generated": experience.sampled,
+            "sampling/uniform_groups": experience.uniform_groups,
+            "weights/version": experience.rollouts[0].completion.version,
+            **{f"train/{name}": value for name, value in trained.items()},
+            "time/step": watch.total,
+            **{f"time/{name}": seconds for name, seconds in watch.seconds.items()},
+            **_refit_metrics(refit),
+        }
+
+    def _validates(self, step: int) -> bool:
+        every = self._config.validation.every
+        return bool(every) and ((step - 1) % every == 0 or step == self._config.algorithm.steps)
+
+    def _batch(self, experience: Experience) -> PolicyBatch:
+        batch = policy_batch(experience.rollouts, self._pad_token_id)
+        rewards = torch.tensor([r.reward for r in experience.rollouts])
+        algorithm = self._config.algorithm
+        advantages = group_advantages(rewards, algorithm.group_size, normalize_std=algorithm.normalize_std)
+        reference = self._trainers.compute_reference_logprobs(batch) if algorithm.kl_coef > 0 else None
+        return replace(
+            batch,
+            advantages=advantages,
+            old_logprobs=self._trainers.compute_logprobs(batch),
+            ref_logprobs=reference,
+        )
+
+    def _train(self, step: int, batch: PolicyBatch) -> dict[str, float]:
+        algorithm = self._config.algorithm
+        order = torch.Generator().manual_seed(self._config.seed + step)
+        parts = minibatches(batch, algorithm.minibatches, algorithm.group_size, order)
+        results = [self._trainers.train_step(part) for part in parts]
+        return {name: sum(r[name] for r in results) / len(results) for name in results[0]}
+
+    def _save(self, step: int) -> None:
+        with self._checkpoints.writing(step, {"sampler": self._sampler.state_dict()}) as folder:
+            self._trainers.save(folder)
+        self._saved = step
+
+
+def _refit_metrics(refit: RefitSummary | None) -> Metrics:
+    if refit is None:
+        return {}
+    return {
+        "refit/version": refit.version,
+        "refit/seconds": refit.seconds,
+        "refit/bytes_bulk": refit.bytes_bulk,
+        "refit/bytes_misc": refit.bytes_misc,
+        "refit/bytes_verified": refit.bytes_verified,
+        "refit/kept_gb_per_s": refit.kept_gb_per_s,
+        "refit/peak_extra_bytes": refit.peak_extra_bytes,
+        **{f"refit/time/{stage}": seconds for stage, seconds in refit.seconds_by_stage.items()},
+    }

@@ -1,0 +1,93 @@
+"""Rollout engines behind one small interface: generate completions, and take part in refits."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from ..workers.completion import Completion
+from .cluster import gather
+from .config_schema import TrainConfig
+
+Calls = list[tuple[str, ray.ObjectRef]]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample: ``temperature`` 0 is greedy; equal seeds and weights give equal completions."""
+
+    max_new_tokens: int
+    temperature: float
+    seed: int
+
+
+class RolloutGroup(ABC):
+    """All replicas of a generation engine.
+
+    Attributes:
+        gen_ranks: ranks of all replicas together, as the refit counts them.
+    """
+
+    gen_ranks: int
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._timeout_s = config.ray.timeout_s
+        self._replicas = config.generation.replicas
+
+    @abstractmethod
+    def wait_until_built(self) -> None:
+        """Wait for the engines, whose start began with the group."""
+
+    @abstractmethod
+    def submit_init_refit(self, rendezvous: dict[str, Any], first_rank: int, engine: str) -> Calls:
+        """Have all ranks meet the trainer; ``first_rank`` is the refit rank of the first of them."""
+
+    @abstractmethod
+    def submit_refit(self, engine: str, version: int) -> Calls:
+        """Have all ranks receive the weights; each call yields a list of records."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop the engines."""
+
+    @abstractmethod
+    def _submit_generate(self, replica: int, prompts: list[list[int]], sampling: Sampling) -> Calls:
+        """Have one replica generate; every call yields the same completions."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+        """One completion for each prompt, in order; the prompts are dealt out to the replicas.
+
+        Raises:
+            RunError: an engine fails, or the ranks of one engine do not agree on what they generated.
+        """
+        share = -(-len(prompts) // self._replicas)
+        parts = [[list(p) for p in prompts[i * share : (i + 1) * share]] for i in range(self._replicas)]
+        calls: list[Calls] = [
+            # Another seed for each replica, or equal prompts would get equal completions.
+            self._submit_generate(i, part, Sampling(sampling.max_new_tokens, sampling.temperature, sampling.seed + i))
+            for i, part in enumerate(parts)
+            if part
+        ]
+        results = gather([call for replica in calls for call in replica], self._timeout_s)
+        completions: list[Completion] = []
+        position = 0
+        for replica in calls:
+            answers = results[position : position + len(replica)]
+            position += len(replica)
+            self._require_agreement(replica, answers)
+            completions.extend(answers[0])
+        return completions
+
+    def _require_agreement(self, calls: Calls, answers: list[list[Completion]]) -> None:
+        from .cluster import RunError
+
+        for (name, _), answer in zip(calls[1:], answers[1:], strict=True):
+            if [c.token_ids for c in answer] != [c.token_ids for c in answers[0]]:
+                raise RunError(
+                    f"{name} sampled other tokens than {calls[0][0]} of the same tensor-parallel engine, so their "
+                    "weights or random states differ; the completions can't be trusted"
+                )

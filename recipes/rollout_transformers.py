@@ -1,0 +1,72 @@
+"""Rollouts by transformers: an actor for each tensor-parallel rank of each replica."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ..integration.config import RefitConfig
+from ..workers.completion import Completion
+from .cluster import ActorGroup, gather
+from .config_schema import TrainConfig
+from .rank import RankActor, join_worlds
+from .rollout import Calls, RolloutGroup, Sampling
+
+
+class TransformersActor(RankActor):
+    """One rank of a transformers engine."""
+
+    def build(self, model_path: str, dtype: str, tp_size: int, eos_token_id: int, pad_token_id: int) -> None:
+        from ..workers.transformers_engine.engine import TransformersEngine
+
+        self._engine = TransformersEngine(model_path, getattr(torch, dtype), tp_size)
+        self._special = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+
+    def init_refit(self, rendezvous: dict[str, Any], rank: int, config: RefitConfig, engine: str) -> dict[str, Any]:
+        return self._engine.init_per_pp_refit_comm_group(rendezvous, rank, asdict(config), engine)
+
+    def refit(self, engine: str, version: int) -> list[dict[str, Any]]:
+        if engine == "nccl_xfer":
+            return [self._engine.nccl_xfer_refit(version)]
+        return [self._engine.update_weights_from_collective(version)]
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        return self._engine.generate(prompts, **asdict(sampling), **self._special)
+
+
+class TransformersRollouts(RolloutGroup):
+    """Replicas of a tensor-parallel transformers model."""
+
+    def __init__(
+        self, config: TrainConfig, model_path: str, eos_token_id: int, pad_token_id: int, gpus: int
+    ) -> None:
+        super().__init__(config)
+        self._tp = config.generation.tensor_parallel
+        self._refit_config = config.policy.refit
+        self.gen_ranks = self._tp * self._replicas
+        self._group = ActorGroup("generation", TransformersActor, self.gen_ranks, gpus, config.ray)
+        join_worlds(self._group, self._tp, self._timeout_s, always=False)
+        self._building = self._group.submit(
+            "build", model_path, config.model.dtype, self._tp, eos_token_id, pad_token_id
+        )
+
+    def wait_until_built(self) -> None:
+        gather(self._building, self._timeout_s)
+
+    def submit_init_refit(self, rendezvous: dict[str, Any], first_rank: int, engine: str) -> Calls:
+        ranks = range(first_rank, first_rank + self.gen_ranks)
+        return self._group.submit_each("init_refit", [(rendezvous, r, self._refit_config, engine) for r in ranks])
+
+    def submit_refit(self, engine: str, version: int) -> Calls:
+        return self._group.submit("refit", engine, version)
+
+    def shutdown(self) -> None:
+        self._group.shutdown()
+
+    def _submit_generate(self, replica: int, prompts: list[list[int]], sampling: Sampling) -> Calls:
+        ranks = range(replica * self._tp, (replica + 1) * self._tp)
+        return [
+            (f"generation rank {rank}", self._group.actors[rank].generate.remote(prompts, sampling)) for rank in ranks
+        ]

@@ -1,0 +1,131 @@
+"""Rollouts by vLLM: an actor for each replica, whose ranks are vLLM's own workers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ..integration.config import RefitConfig
+from ..workers.completion import Completion
+from .cluster import ActorGroup, gather
+from .config_schema import TrainConfig, VllmConfig
+from .rollout import Calls, RolloutGroup, Sampling
+
+_EXTENSION = "rlrefit.workers.vllm.extension.VllmRefitExtension"
+# What vLLM on a CPU reads from the environment and nowhere else: KV cache in GiB, and no pinning of
+# threads to cores that the trainer's ranks use too.
+_CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+class VllmActor:
+    """One vLLM engine with all its tensor-parallel workers."""
+
+    def build(
+        self, model_path: str, dtype: str, tp_size: int, max_model_len: int, eos_token_id: int, config: VllmConfig
+    ) -> None:
+        if not torch.cuda.is_available():
+            os.environ.update(_CPU_ENVIRONMENT)
+        from vllm import LLM
+
+        self._eos = eos_token_id
+        self._llm = LLM(
+            model_path,
+            skip_tokenizer_init=True,
+            dtype=dtype,
+            tensor_parallel_size=tp_size,
+            distributed_executor_backend="mp",
+            max_model_len=config.max_model_len or max_model_len,
+            enforce_eager=config.enforce_eager,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            worker_extension_cls=_EXTENSION,
+            # The log-probabilities of what was sampled, temperature applied, as the trainer computes them.
+            logprobs_mode="processed_logprobs",
+        )
+
+    def init_refit(
+        self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str
+    ) -> list[dict[str, Any]]:
+        return self._llm.collective_rpc(
+            "init_per_pp_refit_comm_group", args=(rendezvous, first_rank, asdict(config), engine)
+        )
+
+    def refit(self, engine: str, version: int) -> list[dict[str, Any]]:
+        method = "nccl_xfer_refit" if engine == "nccl_xfer" else "update_weights_from_collective"
+        records = self._llm.collective_rpc(method, args=(version,))
+        # Cached prefixes hold keys and values of the old weights.
+        self._llm.reset_prefix_cache()
+        return records
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        from vllm import SamplingParams
+
+        version = self._llm.collective_rpc("refit_serving_version")[0]
+        parameters = [
+            SamplingParams(
+                max_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                # A seed of its own for each request: the result does not depend on how vLLM batches them.
+                seed=sampling.seed * 1_000_003 + index,
+                stop_token_ids=[self._eos],
+                logprobs=0,
+                detokenize=False,
+            )
+            for index in range(len(prompts))
+        ]
+        outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
+        return [self._completion(output.outputs[0], version) for output in outputs]
+
+    def close(self) -> None:
+        """Stop vLLM's own processes, which outlive a killed actor for a while."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _completion(self, output: Any, version: int) -> Completion:
+        tokens = list(output.token_ids)
+        logprobs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)]
+        return Completion(tokens, logprobs, bool(tokens) and tokens[-1] == self._eos, version)
+
+
+class VllmRollouts(RolloutGroup):
+    """Replicas of a vLLM engine."""
+
+    def __init__(self, config: TrainConfig, model_path: str, eos_token_id: int, gpus: int) -> None:
+        super().__init__(config)
+        generation = config.generation
+        self._tp = generation.tensor_parallel
+        self._refit_config = config.policy.refit
+        self.gen_ranks = self._tp * self._replicas
+        self._group = ActorGroup(
+            "generation engine",
+            VllmActor,
+            self._replicas,
+            gpus * self._tp,
+            config.ray,
+            cpus=config.ray.cpus_per_rank * self._tp,
+        )
+        length = config.data.max_prompt_tokens + generation.max_new_tokens
+        self._building = self._group.submit(
+            "build", model_path, config.model.dtype, self._tp, length, eos_token_id, generation.vllm
+        )
+
+    def wait_until_built(self) -> None:
+        gather(self._building, self._timeout_s)
+
+    def submit_init_refit(self, rendezvous: dict[str, Any], first_rank: int, engine: str) -> Calls:
+        return self._group.submit_each(
+            "init_refit",
+            [(rendezvous, first_rank + i * self._tp, self._refit_config, engine) for i in range(self._replicas)],
+        )
+
+    def submit_refit(self, engine: str, version: int) -> Calls:
+        return self._group.submit("refit", engine, version)
+
+    def shutdown(self) -> None:
+        gather(self._group.submit("close"), self._timeout_s)
+        self._group.shutdown()
+
+    def _submit_generate(self, replica: int, prompts: list[list[int]], sampling: Sampling) -> Calls:
+        actor = self._group.actors[replica]
+        return [(f"generation engine rank {replica}", actor.generate.remote(prompts, sampling))]

@@ -1,0 +1,62 @@
+"""Files of a run: metrics and records as JSON lines, and whole files that appear at once or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file aside and rename it, so that no reader and no crash meets half of it."""
+    aside = path.with_name(f".{path.name}.tmp")
+    with aside.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def append_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Append rows, each whole on a line of its own."""
+    with path.open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file; a last line that a crash has cut off is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    lines = path.read_text().split("\n")
+    for number, line in enumerate(lines):
+        if not line:
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number != len(lines) - 1:
+                raise ValueError(f"{path}:{number + 1} is not JSON; mend or delete the line") from None
+    return rows
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one line a step.
+
+    Args:
+        path: the file.
+        after_step: steps up to this one are kept, later ones dropped: a run that resumes from an
+            earlier checkpoint goes through them again.
+    """
+
+    def __init__(self, path: Path, after_step: int = 0) -> None:
+        self._path = path
+        self.rows = [row for row in read_json_lines(path) if row["step"] <= after_step]
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add the line of a step."""
+        self.rows.append(row)
+        append_json_lines(self._path, [row])

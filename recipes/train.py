@@ -1,0 +1,218 @@
+"""One training run, from a checked configuration to its report."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from .algorithms.losses import PolicyLossConfig
+from .checkpoint import CheckpointStore
+from .cluster import RunError, gpus_per_rank, ray_cluster
+from .config import ConfigError, model_violations
+from .config_schema import TrainConfig
+from .data.dataset import load_records
+from .data.prompts import PromptDataset, PromptSampler
+from .display import RunDisplay
+from .experience import ExperienceCollector
+from .loop import TrainingLoop
+from .refits import Refits
+from .report import write_report
+from .rewards import RewardScorer, load_reward
+from .rollout import RolloutGroup
+from .rollout_transformers import TransformersRollouts
+from .rollout_vllm import VllmRollouts
+from .run_files import MetricsFile, write_whole
+from .tiny.checkpoints import resolve_model_path
+from .trainer_group import TrainerGroup, policy_config
+
+logger = logging.getLogger(__name__)
+
+
+class Interrupted(Exception):
+    """The user stopped the run; it is saved, and ``resume=true`` goes on."""
+
+
+def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] = Refits) -> Path:
+    """Run a recipe to its end.
+
+    Args:
+        config: checked by ``load_config``.
+        console: where progress is shown.
+        refits: makes the object that moves the weights; another one may watch or withhold them.
+
+    Returns:
+        The run's folder, with ``metrics.jsonl``, ``refits.jsonl``, ``config.yaml`` and ``report.png``.
+
+    Raises:
+        ConfigError: the model does not fit the configuration.
+        DataError, RewardError: the data or the reward function are wrong; names the record.
+        RunError: a rank or resource failed; names it.
+        Interrupted: stopped by the user, after saving.
+    """
+    folder = Path(config.run_root) / config.name
+    model_path = resolve_model_path(config.model.path, Path(config.run_root) / "models")
+    inputs = _Inputs(config, model_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, _layout(config))
+    resumed = _resume(store, config.resume, console)
+    first_step = resumed.step + 1 if resumed else 1
+    if resumed:
+        inputs.sampler.load_state_dict(resumed.extra["sampler"])
+    _require_fresh(folder, config, resumed)
+    write_whole(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
+    metrics = MetricsFile(folder / "metrics.jsonl", after_step=first_step - 1)
+    with ExitStack() as stack:
+        console.print(_headline(config, model_path))
+        ranks = config.trainer.ranks + config.generation.tensor_parallel * config.generation.replicas
+        stack.enter_context(ray_cluster(config.ray, ranks))
+        gpus = gpus_per_rank()
+        trainers = TrainerGroup(config, policy_config(config, model_path, _loss(config)), gpus)
+        stack.callback(trainers.shutdown)
+        engines = _engines(config, model_path, inputs.tokenizer, gpus)
+        stack.callback(engines.shutdown)
+        trainers.wait_until_built()
+        engines.wait_until_built()
+        if resumed:
+            trainers.load(resumed.folder)
+        mover = refits(config, trainers, engines, folder / "refits.jsonl")
+        console.print(_routes(config, mover))
+        collector = ExperienceCollector(
+            engines,
+            inputs.train,
+            inputs.sampler,
+            inputs.scorer,
+            inputs.tokenizer,
+            config.algorithm,
+            config.generation,
+            config.seed,
+        )
+        display = stack.enter_context(RunDisplay(console, config.algorithm.steps, first_step))
+        loop = TrainingLoop(
+            config,
+            trainers,
+            mover,
+            collector,
+            inputs.sampler,
+            inputs.validation,
+            store,
+            metrics,
+            display.on_step,
+            inputs.tokenizer.pad_token_id,
+        )
+        with _stop_on_interrupt(console) as stop:
+            done = loop.run(first_step, stop)
+    if metrics.rows:
+        write_report(metrics.rows, folder / "report.png", f"{config.name}: {config.algorithm.name}, {config.model.path}")
+        console.print(display.table(metrics.rows, f"{config.name}: {len(metrics.rows)} steps"))
+        console.print(f"metrics {folder / 'metrics.jsonl'}, picture {folder / 'report.png'}", soft_wrap=True)
+    if done < config.algorithm.steps:
+        raise Interrupted(f"stopped after step {done}, which is saved; resume=true goes on from there")
+    return folder
+
+
+class _Inputs:
+    """What a run reads before it starts anything: tokenizer, prompts, reward."""
+
+    def __init__(self, config: TrainConfig, model_path: str) -> None:
+        from transformers import AutoConfig, AutoTokenizer
+
+        violations = model_violations(config, AutoConfig.from_pretrained(model_path))
+        if violations:
+            raise ConfigError(config.name, violations)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+        data = config.data
+        self.train, self.validation = (
+            PromptDataset(load_records(source, data.prompt_key, data.answer_key), self.tokenizer, data)
+            for source in (data.train, data.validation)
+        )
+        self.sampler = PromptSampler(config.seed, len(self.train))
+        self.scorer = RewardScorer(load_reward(config.reward.function, config.reward.kwargs))
+
+
+def _engines(config: TrainConfig, model_path: str, tokenizer: Any, gpus: int) -> RolloutGroup:
+    if config.generation.backend == "vllm":
+        return VllmRollouts(config, model_path, tokenizer.eos_token_id, gpus)
+    return TransformersRollouts(config, model_path, tokenizer.eos_token_id, tokenizer.pad_token_id, gpus)
+
+
+def _loss(config: TrainConfig) -> PolicyLossConfig:
+    algorithm = config.algorithm
+    return PolicyLossConfig(
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        aggregation=algorithm.aggregation,
+        kl_coef=algorithm.kl_coef,
+        tis_cap=algorithm.tis_cap,
+    )
+
+
+def _layout(config: TrainConfig) -> dict[str, Any]:
+    trainer = config.trainer
+    names = ("ranks", "tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_tensor_parallel")
+    return {name: getattr(trainer, name) for name in (*names, "context_parallel", "distributed_optimizer")}
+
+
+def _resume(store: CheckpointStore, wanted: bool, console: Console) -> Any:
+    if not wanted:
+        return None
+    found = store.latest_good()
+    for skipped in found.skipped:
+        console.print(f"[yellow]checkpoint {skipped.folder} is skipped: {skipped.reason}", soft_wrap=True)
+    if found.checkpoint is None:
+        console.print(f"no checkpoint to resume from in {store.root}; starting at step 1", soft_wrap=True)
+    else:
+        console.print(f"resuming after step {found.checkpoint.step} from {found.checkpoint.folder}", soft_wrap=True)
+    return found.checkpoint
+
+
+def _require_fresh(folder: Path, config: TrainConfig, resumed: Any) -> None:
+    """A run that starts over must not mix its checkpoints with those of an earlier one."""
+    checkpoints = folder / "checkpoints"
+    if resumed is None and not config.resume and any(checkpoints.glob("step_*")):
+        raise RunError(
+            f"{checkpoints} holds checkpoints of an earlier run of this name. Give resume=true to go on from them, "
+            "name=… for another run, or remove the folder."
+        )
+
+
+def _headline(config: TrainConfig, model_path: str) -> str:
+    trainer, generation = config.trainer, config.generation
+    return (
+        f"[bold]{config.name}[/]: {config.algorithm.name} on {model_path}; trainer {trainer.ranks} ranks "
+        f"(TP{trainer.tensor_parallel} PP{trainer.pipeline_parallel} EP{trainer.expert_parallel}), "
+        f"{generation.backend} {generation.replicas} × TP{generation.tensor_parallel}"
+    )
+
+
+def _routes(config: TrainConfig, refits: Refits) -> str:
+    routes = refits.routes
+    how = "shard to shard" if config.policy.nccl_xfer_refit else "packed broadcast of everything"
+    return f"refit: {how}; {routes['bulk']} weights bulk, {routes['misc']} misc, {routes['unused']} unused by the engine"
+
+
+@contextmanager
+def _stop_on_interrupt(console: Console) -> Iterator[Callable[[], bool]]:
+    """The first interrupt asks the loop to stop after the step; the second one ends it at once."""
+    asked = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        console.print("[yellow]stopping after this step, and saving it; interrupt again to stop at once")
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,142 @@
+"""The trainer's ranks as Ray actors: a Megatron policy that inherits the refit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from ..integration.config import RefitConfig
+from ..workers.megatron.mixin import MegatronRefitMixin
+from .cluster import ActorGroup, gather
+from .config_schema import TrainConfig
+from .policy import AdamConfig, MegatronPolicy, PolicyBatch, PolicyConfig
+from .rank import RankActor, join_worlds
+
+
+class RefittingPolicy(MegatronRefitMixin, MegatronPolicy):
+    """A policy whose weights travel: all that a trainer has to do is to inherit the mixin."""
+
+    def __init__(self, config: PolicyConfig, refit_config: RefitConfig) -> None:
+        super().__init__(config)
+        self.refit_config = refit_config
+
+
+class TrainerActor(RankActor):
+    """One trainer rank."""
+
+    def build(self, config: PolicyConfig, refit_config: RefitConfig) -> None:
+        """Build the model and load the checkpoint's weights."""
+        self._policy = RefittingPolicy(config, refit_config)
+
+    def compute_logprobs(self, batch: PolicyBatch) -> torch.Tensor:
+        return self._policy.compute_logprobs(batch)
+
+    def compute_reference_logprobs(self, batch: PolicyBatch) -> torch.Tensor:
+        return self._policy.compute_reference_logprobs(batch)
+
+    def train_step(self, batch: PolicyBatch) -> dict[str, float]:
+        return self._policy.train_step(batch)
+
+    def save(self, folder: str) -> None:
+        self._policy.save(folder)
+
+    def load(self, folder: str) -> None:
+        self._policy.load(folder)
+
+    def open_refit_rendezvous(self, train_ranks: int, gen_ranks: int) -> dict[str, Any]:
+        host = ray.util.get_node_ip_address()
+        return self._policy.open_refit_rendezvous(host, train_ranks, gen_ranks)
+
+    def init_refit(self, rendezvous: dict[str, Any], rank: int, engine: str) -> dict[str, Any]:
+        return self._policy.init_per_pp_refit_comm_group(rendezvous, rank, engine)
+
+    def refit(self, engine: str, version: int) -> dict[str, Any]:
+        if engine == "nccl_xfer":
+            return self._policy.nccl_xfer_refit(version)
+        return self._policy.broadcast_weights_for_collective(version)
+
+
+class TrainerGroup:
+    """All trainer ranks; batches go to every rank, which takes its data-parallel part."""
+
+    def __init__(self, config: TrainConfig, policy: PolicyConfig, gpus: int) -> None:
+        self._timeout_s = config.ray.timeout_s
+        self._group = ActorGroup("trainer", TrainerActor, config.trainer.ranks, gpus, config.ray)
+        join_worlds(self._group, config.trainer.ranks, self._timeout_s, always=True)
+        self._building = self._group.submit("build", policy, config.policy.refit)
+
+    def wait_until_built(self) -> None:
+        """Wait for the models, whose building began with the group."""
+        gather(self._building, self._timeout_s)
+
+    @property
+    def ranks(self) -> int:
+        return len(self._group)
+
+    def compute_logprobs(self, batch: PolicyBatch) -> torch.Tensor:
+        """``[N, S]`` float32 under the present weights."""
+        return self._group.call("compute_logprobs", batch)[0]
+
+    def compute_reference_logprobs(self, batch: PolicyBatch) -> torch.Tensor:
+        """The same under the reference policy."""
+        return self._group.call("compute_reference_logprobs", batch)[0]
+
+    def train_step(self, batch: PolicyBatch) -> dict[str, float]:
+        """One optimizer step; metrics of the whole batch."""
+        return self._group.call("train_step", batch)[0]
+
+    def save(self, folder: Path) -> None:
+        """Every rank writes its state into ``folder``, which all nodes must reach."""
+        self._group.call("save", str(folder))
+
+    def load(self, folder: Path) -> None:
+        self._group.call("load", str(folder))
+
+    def open_refit_rendezvous(self, gen_ranks: int) -> dict[str, Any]:
+        """Open the meeting point on rank 0."""
+        call = self._group.actors[0].open_refit_rendezvous.remote(self.ranks, gen_ranks)
+        return gather([("trainer rank 0", call)], self._timeout_s)[0]
+
+    def submit_init_refit(self, rendezvous: dict[str, Any], engine: str) -> list[tuple[str, ray.ObjectRef]]:
+        return self._group.submit_each("init_refit", [(rendezvous, rank, engine) for rank in range(self.ranks)])
+
+    def submit_refit(self, engine: str, version: int) -> list[tuple[str, ray.ObjectRef]]:
+        return self._group.submit("refit", engine, version)
+
+    def shutdown(self) -> None:
+        self._group.shutdown()
+
+
+def policy_config(config: TrainConfig, model_path: str, loss: Any) -> PolicyConfig:
+    """The policy's configuration from a recipe's."""
+    from ..workers.megatron.model import MegatronLayout
+
+    trainer, adam = config.trainer, config.trainer.optimizer
+    return PolicyConfig(
+        model_path=model_path,
+        layout=MegatronLayout(
+            tensor_parallel=trainer.tensor_parallel,
+            pipeline_parallel=trainer.pipeline_parallel,
+            expert_parallel=trainer.expert_parallel,
+            expert_tensor_parallel=trainer.expert_tensor_parallel,
+            context_parallel=trainer.context_parallel,
+        ),
+        loss=loss,
+        optimizer=AdamConfig(
+            lr=adam.lr,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            clip_grad=adam.grad_clip,
+            warmup_steps=adam.warmup_steps,
+        ),
+        micro_batch=trainer.micro_batch_size,
+        temperature=config.generation.temperature,
+        dtype=getattr(torch, config.model.dtype),
+        seed=config.seed,
+        distributed_optimizer=trainer.distributed_optimizer,
+    )
+
