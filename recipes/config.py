@@ -1,0 +1,95 @@
+"""Reading a recipe: ``load_config`` gives a checked configuration, or one error that lists all that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .config_checks import config_violations
+from .config_compose import bundled_recipes, compose_recipe
+from .config_errors import ConfigError, Violation
+from .config_schema import TrainConfig
+from .config_schema_check import check_tree
+from .config_surroundings import (
+    file_violations,
+    gpu_violations,
+    local_hf_config,
+    resolve_data_path,
+    shape_violations,
+)
+
+__all__ = [
+    "ConfigError",
+    "TrainConfig",
+    "Violation",
+    "bundled_recipes",
+    "load_config",
+    "model_violations",
+    "resolve_data_path",
+]
+
+
+def load_config(recipe: str, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Composes and checks a recipe.
+
+    Args:
+        recipe: name of a bundled recipe (:func:`bundled_recipes`), or path of a YAML file whose Hydra
+            ``defaults`` may name bundled ones.
+        overrides: ``key=value`` in Hydra's grammar.
+
+    Returns:
+        The configuration, checked against the schema, in itself, against the files it names, this machine's
+        GPUs, and the model where its configuration is local. A hub model's is checked by
+        :func:`model_violations` once it has been downloaded.
+
+    Raises:
+        ConfigError: its text lists every violation with its remedy and the file and line, or the override,
+            that it comes from.
+    """
+    composed = compose_recipe(recipe, overrides)
+    config, refused = check_tree(composed.tree)
+    # The default stands in for a refused value; what follows from it is not the user's doing.
+    refused_keys = {key for violation in [*composed.violations, *refused] for key in violation.keys}
+    checked = [
+        *config_violations(config),
+        *file_violations(config),
+        *_model_checks(config),
+        *gpu_violations(config, torch.cuda.device_count()),
+    ]
+    consistent = (violation for violation in checked if not refused_keys.intersection(violation.keys))
+    texts = [violation.text for violation in composed.violations]  # these name their place themselves
+    texts += _with_origins([*refused, *consistent], composed.origins)
+    if texts:
+        raise ConfigError(recipe, texts)
+    return config
+
+
+def model_violations(config: TrainConfig, hf_config: Any) -> list[str]:
+    """What the model's shape rules out, one sentence each; for a model that :func:`load_config` could not see.
+
+    Args:
+        config: a checked configuration.
+        hf_config: a transformers ``PretrainedConfig``, or its keys as a mapping.
+    """
+    keys = hf_config if isinstance(hf_config, Mapping) else hf_config.to_dict()
+    return [violation.text for violation in shape_violations(config, keys)]
+
+
+def _model_checks(config: TrainConfig) -> list[Violation]:
+    sizes = (value for name, value in vars(config.trainer).items() if name.endswith("_parallel"))
+    if min(*sizes, config.generation.tensor_parallel) < 1:
+        return []  # reported as such; a remainder by 0 has no meaning
+    try:
+        hf_config = local_hf_config(config.model.path)
+    except ValueError as error:
+        return [Violation(("model.path",), f"model.path: {error}")]
+    return shape_violations(config, hf_config) if hf_config is not None else []
+
+
+def _with_origins(violations: Iterable[Violation], origins: dict[str, str]) -> Iterable[str]:
+    """Adds where the concerned keys got their values, as far as that is not the schema's default."""
+    for violation in violations:
+        places = dict.fromkeys(origins[key] for key in violation.keys if key in origins)
+        yield f"{violation.text} [{'; '.join(places)}]" if places else violation.text

@@ -1,0 +1,221 @@
+"""What the values of a recipe must satisfy, alone and together; pure arithmetic on a configuration.
+
+Each check yields sentences that begin with the key to change and end with the remedy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any
+
+from .algorithms.losses import AGGREGATIONS
+from .config_errors import Violation
+from .config_schema import TrainConfig
+
+CHOICES = {
+    "model.dtype": ("bfloat16", "float32"),
+    "algorithm.name": ("grpo", "dapo"),
+    "algorithm.aggregation": AGGREGATIONS,
+    "trainer.backend": ("megatron",),
+    "generation.backend": ("transformers", "vllm"),
+}
+
+# Least value of each whole number, and what a smaller one would mean.
+LEAST = {
+    "seed": (0, "is no seed for numpy and torch"),
+    "data.max_prompt_tokens": (1, "drops every prompt"),
+    "algorithm.steps": (1, "trains nothing"),
+    "algorithm.prompts_per_step": (1, "leaves a step without rollouts"),
+    "algorithm.group_size": (2, "leaves a rollout nothing to be compared with, so every advantage is 0"),
+    "algorithm.minibatches": (1, "leaves a step without an optimizer step"),
+    "algorithm.max_sampling_rounds": (1, "never generates"),
+    "algorithm.overlong_buffer": (0, "is no length (0 turns the penalty off)"),
+    "trainer.ranks": (1, "leaves no trainer"),
+    "trainer.tensor_parallel": (1, "is no parallel size"),
+    "trainer.pipeline_parallel": (1, "is no parallel size"),
+    "trainer.expert_parallel": (1, "is no parallel size"),
+    "trainer.expert_tensor_parallel": (1, "is no parallel size"),
+    "trainer.context_parallel": (1, "is no parallel size"),
+    "trainer.micro_batch_size": (1, "leaves a forward pass without sequences"),
+    "trainer.optimizer.warmup_steps": (0, "is no number of steps (0 turns the warm-up off)"),
+    "generation.tensor_parallel": (1, "is no parallel size"),
+    "generation.replicas": (1, "leaves no engine"),
+    "generation.max_new_tokens": (1, "generates nothing"),
+    "validation.every": (0, "is no interval (0 turns validation off)"),
+    "validation.samples": (1, "validates nothing; set validation.every=0 to turn it off"),
+    "checkpoint.every": (0, "is no interval (0 turns checkpoints off)"),
+    "checkpoint.keep": (1, "deletes every checkpoint; set checkpoint.every=0 to write none"),
+}
+
+# (key, whether the value is possible, what is wrong and what is possible); null is possible where it is a type.
+RANGES = (
+    ("algorithm.clip_low", lambda v: 0 < v < 1, "puts the lower bound 1 - clip_low outside (0, 1); give a number above 0 and below 1"),
+    ("algorithm.clip_high", lambda v: v > 0, "puts the upper bound 1 + clip_high at or below 1; give a number above 0"),
+    ("algorithm.kl_coef", lambda v: v >= 0, "would reward divergence from the first weights; give 0 or more"),
+    ("algorithm.tis_cap", lambda v: v > 0, "would zero every importance weight; give a number above 0, or null for none"),
+    ("algorithm.overlong_penalty", lambda v: v >= 0, "would reward overlong completions; give 0 or more"),
+    ("trainer.optimizer.lr", lambda v: v > 0, "learns nothing; give a number above 0"),
+    ("trainer.optimizer.weight_decay", lambda v: v >= 0, "would make weights grow; give 0 or more"),
+    ("trainer.optimizer.beta1", lambda v: 0 <= v < 1, "is no decay of a moving average; give 0 or more and below 1"),
+    ("trainer.optimizer.beta2", lambda v: 0 <= v < 1, "is no decay of a moving average; give 0 or more and below 1"),
+    ("trainer.optimizer.eps", lambda v: v > 0, "divides by zero where gradients vanish; give a number above 0"),
+    ("trainer.optimizer.grad_clip", lambda v: v >= 0, "is no norm; give a number above 0, or 0 for no clipping"),
+    ("generation.temperature", lambda v: v > 0, "makes the rollouts of a group equal, so nothing is learned; give a number above 0"),
+    ("generation.vllm.gpu_memory_utilization", lambda v: 0 < v <= 1, "is no part of a GPU's memory; give a number above 0 and at most 1"),
+    ("generation.vllm.max_model_len", lambda v: v >= 1, "is no length; give at least 1, or null for what the recipe can produce"),
+    ("ray.cpus_per_rank", lambda v: v > 0, "lets Ray place any number of ranks on one core; give a number above 0"),
+    ("ray.timeout_s", lambda v: v > 0, "would fail every wait; give seconds above 0"),
+)  # fmt: skip
+
+
+def config_violations(config: TrainConfig) -> list[Violation]:
+    """All that is wrong with the values, without a look at files, model or machine."""
+    singles = [*_singles(config)]
+    bad = {key for violation in singles for key in violation.keys}
+    # A layout of 0 or a negative batch is one mistake: combinations that build on it would only repeat it.
+    pairs = [v for check in _COMBINATIONS for v in check(config, bad) if not bad.intersection(v.keys)]
+    return singles + pairs
+
+
+def value_at(config: TrainConfig, key: str) -> Any:
+    """The value of a dotted key."""
+    return reduce(getattr, key.split("."), config)
+
+
+def _singles(config: TrainConfig) -> Iterator[Violation]:
+    for key, choices in CHOICES.items():
+        value = value_at(config, key)
+        if value not in choices:
+            yield Violation((key,), f"{key}: {value!r} is not one of {', '.join(choices)}; choose one")
+    for key, (least, consequence) in LEAST.items():
+        value = value_at(config, key)
+        if value < least:
+            yield Violation((key,), f"{key}: {value} {consequence}; give at least {least}")
+    for key, possible, problem in RANGES:
+        value = value_at(config, key)
+        if value is not None and not possible(value):
+            yield Violation((key,), f"{key}: {value:g} {problem}")
+    for text in config.policy.refit.violations("policy.refit"):
+        yield Violation((text.split(":", 1)[0],), text)
+    if not config.name or "/" in config.name or config.name in (".", ".."):
+        yield Violation(
+            ("name",), f"name: {config.name!r} is no folder name under run_root; give one without '/'"
+        )
+    function = config.reward.function
+    if function != "arithmetic" and not _is_dotted_path(function):
+        remedy = "give arithmetic, package.module.function or package.module:function"
+        yield Violation(("reward.function",), f"reward.function: {function!r} names no function; {remedy}")
+
+
+def _is_dotted_path(text: str) -> bool:
+    parts = text.replace(":", ".", 1).split(".")
+    return len(parts) > 1 and all(part.isidentifier() for part in parts)
+
+
+def _layout(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    trainer = config.trainer
+    groups = {
+        "dense layers": ("tensor_parallel", "pipeline_parallel", "context_parallel"),
+        "experts": ("expert_tensor_parallel", "expert_parallel", "pipeline_parallel"),
+    }
+    for what, names in groups.items():
+        keys = ("trainer.ranks", *(f"trainer.{name}" for name in names))
+        if bad.intersection(keys):
+            continue
+        sizes = [getattr(trainer, name) for name in names]
+        world = math.prod(sizes)
+        if trainer.ranks % world:
+            product = " x ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
+            yield Violation(
+                keys,
+                f"trainer.ranks: {trainer.ranks} is no multiple of {world}, the ranks of one copy of the {what} "
+                f"({product}); give {-(-trainer.ranks // world) * world} ranks or smaller parallel sizes",
+            )
+
+
+def _batches(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    trainer, algorithm = config.trainer, config.algorithm
+    layout = ("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel")
+    keys = (
+        "algorithm.prompts_per_step",
+        "algorithm.group_size",
+        "algorithm.minibatches",
+        *(f"trainer.{name}" for name in layout),
+    )
+    dense = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel
+    if bad.intersection(keys) or trainer.ranks % dense:
+        return
+    data_parallel = trainer.ranks // dense
+    rollouts = algorithm.prompts_per_step * algorithm.group_size
+    parts = data_parallel * algorithm.minibatches
+    if rollouts % parts:
+        unit = parts // math.gcd(parts, algorithm.group_size)
+        yield Violation(
+            keys,
+            f"algorithm.prompts_per_step: {algorithm.prompts_per_step} prompts x group_size {algorithm.group_size} = "
+            f"{rollouts} rollouts cannot be split evenly into {algorithm.minibatches} minibatches on {data_parallel} "
+            f"data-parallel ranks; give {-(-algorithm.prompts_per_step // unit) * unit} prompts, or other minibatches",
+        )
+        return
+    share, micro = rollouts // parts, trainer.micro_batch_size
+    key = "trainer.micro_batch_size"
+    if key not in bad and share % micro:
+        fitting = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
+        yield Violation(
+            (key, *keys),
+            f"{key}: {micro} does not divide the {share} rollouts that a data-parallel rank has in one minibatch; "
+            f"give {fitting}",
+        )
+
+
+def _schedule(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    optimizer, steps = config.trainer.optimizer, config.algorithm.steps
+    if optimizer.warmup_steps > steps:
+        yield Violation(
+            ("trainer.optimizer.warmup_steps", "algorithm.steps"),
+            f"trainer.optimizer.warmup_steps: {optimizer.warmup_steps} is more than the {steps} steps of the run, "
+            f"which would never reach lr; give at most {steps}",
+        )
+
+
+def _dapo(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    algorithm, longest = config.algorithm, config.generation.max_new_tokens
+    uses = {"dynamic_sampling": algorithm.dynamic_sampling, "overlong_buffer": algorithm.overlong_buffer > 0}
+    for name, used in uses.items():
+        if used and algorithm.name == "grpo":
+            off = "false" if name == "dynamic_sampling" else "0"
+            yield Violation(
+                (f"algorithm.{name}", "algorithm.name"),
+                f"algorithm.{name}: belongs to DAPO and has no effect with algorithm.name=grpo; set "
+                f"algorithm.name=dapo or algorithm.{name}={off}",
+            )
+    if algorithm.overlong_buffer > longest:
+        yield Violation(
+            ("algorithm.overlong_buffer", "generation.max_new_tokens"),
+            f"algorithm.overlong_buffer: {algorithm.overlong_buffer} is longer than generation.max_new_tokens "
+            f"{longest}, so every completion would be punished for its length; give at most {longest}",
+        )
+    if algorithm.clip_high < algorithm.clip_low:
+        yield Violation(
+            ("algorithm.clip_high", "algorithm.clip_low"),
+            f"algorithm.clip_high: {algorithm.clip_high:g} is below clip_low {algorithm.clip_low:g}: the reverse of "
+            "clip-higher, it holds back likely tokens more than unlikely ones; give at least clip_low",
+        )
+
+
+def _generation(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    generation = config.generation
+    needed = config.data.max_prompt_tokens + generation.max_new_tokens
+    longest = generation.vllm.max_model_len
+    if generation.backend == "vllm" and longest is not None and longest < needed:
+        yield Violation(
+            ("generation.vllm.max_model_len", "data.max_prompt_tokens", "generation.max_new_tokens"),
+            f"generation.vllm.max_model_len: {longest} is less than data.max_prompt_tokens + "
+            f"generation.max_new_tokens = {needed}, so vLLM would refuse the longest prompts; give at least {needed}, "
+            "or null",
+        )
+
+
+_COMBINATIONS = (_layout, _batches, _schedule, _dapo, _generation)

@@ -1,0 +1,274 @@
+"""The schema of a recipe: plain dataclasses that OmegaConf reads as structured configuration.
+
+Values carry their defaults; what a combination of them must satisfy is in ``config_checks``. Token counts
+are tokens, times are seconds, intervals (``every``) are training steps with 0 for "never".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..integration.config import RefitConfig
+
+
+@dataclass
+class ModelConfig:
+    """The policy's architecture and first weights.
+
+    Attributes:
+        path: ``tiny:NAME`` for a bundled model that is built with random weights, a folder in Hugging Face
+            form, or a hub id.
+        dtype: ``bfloat16`` or ``float32``; the trainer's compute dtype, the dtype on the wire and the
+            engine's. The optimizer's master weights are float32 in either case.
+    """
+
+    path: str = "tiny:qwen3"
+    dtype: str = "bfloat16"
+
+
+@dataclass
+class DataConfig:
+    """Prompts and what their answers are judged by.
+
+    Attributes:
+        train: the training prompts: a JSON-lines or Parquet file, ``package:NAME`` for a file that ships
+            with rlrefit's recipes, or a hub data set.
+        validation: the same for the prompts that are held out.
+        prompt_key: column with the prompt: a string, or a list of chat messages.
+        answer_key: column that is handed to the reward function beside the completion.
+        max_prompt_tokens: longest prompt; a longer one is an error when the data are read.
+        chat_template: put string prompts through the tokenizer's chat template.
+    """
+
+    train: str = "package:tiny/train.jsonl"
+    validation: str = "package:tiny/validation.jsonl"
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    max_prompt_tokens: int = 16
+    chat_template: bool = False
+
+
+@dataclass
+class RewardConfig:
+    """How a completion is scored.
+
+    Attributes:
+        function: ``arithmetic`` (bundled) or the path of a callable, ``package.module.function`` or
+            ``package.module:function``.
+        kwargs: keyword arguments that the function gets on every call.
+    """
+
+    function: str = "arithmetic"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class AlgorithmConfig:
+    """GRPO (arXiv:2402.03300) or DAPO (arXiv:2503.14476).
+
+    Attributes:
+        name: ``grpo`` or ``dapo``.
+        steps: training steps; each generates, scores and learns from one batch of rollouts.
+        prompts_per_step: prompts of one batch.
+        group_size: rollouts per prompt; the group is the baseline of its members.
+        minibatches: optimizer steps per batch. With 1 the update is on-policy.
+        clip_low: lower clip of the probability ratio, 1 − clip_low.
+        clip_high: upper clip, 1 + clip_high. DAPO's "clip higher" sets it above ``clip_low``.
+        aggregation: ``sequence`` means each sequence's loss over its tokens and then over sequences (GRPO);
+            ``token`` means over all tokens of the batch (DAPO).
+        normalize_std: divide a group's centred rewards by their standard deviation.
+        kl_coef: weight of the KL penalty against the first weights; 0 leaves out the reference model.
+        tis_cap: cap of the importance weight between the trainer's and the engine's probability of a token
+            (truncated importance sampling); null leaves the weight out.
+        dynamic_sampling: DAPO: replace groups whose rewards are all equal by further prompts.
+        max_sampling_rounds: DAPO: rounds of generation that one step may take to fill its batch.
+        overlong_buffer: DAPO: length of the zone before ``generation.max_new_tokens`` in which the penalty
+            grows linearly; 0 turns overlong reward shaping off.
+        overlong_penalty: DAPO: the penalty at the end of that zone.
+    """
+
+    name: str = "grpo"
+    steps: int = 80
+    prompts_per_step: int = 32
+    group_size: int = 8
+    minibatches: int = 1
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    aggregation: str = "sequence"
+    normalize_std: bool = True
+    kl_coef: float = 0.0
+    tis_cap: float | None = 2.0
+    dynamic_sampling: bool = False
+    max_sampling_rounds: int = 10
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW as Megatron-core builds it, at a constant rate after a linear warm-up.
+
+    Attributes:
+        lr: learning rate.
+        weight_decay: decoupled weight decay.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: term of the denominator.
+        grad_clip: largest global norm of the gradient; 0 does not clip.
+        warmup_steps: training steps until the rate has reached ``lr``.
+    """
+
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    grad_clip: float = 1.0
+    warmup_steps: int = 0
+
+
+@dataclass
+class TrainerConfig:
+    """The training side and its layout.
+
+    Attributes:
+        backend: ``megatron``.
+        ranks: trainer processes, one GPU each where there are GPUs.
+        tensor_parallel: TP of attention and dense layers; above 1, sequence parallelism is on as well.
+        pipeline_parallel: PP.
+        expert_parallel: EP.
+        expert_tensor_parallel: TP of the experts. Megatron-core's own default is ``tensor_parallel``.
+        context_parallel: CP.
+        micro_batch_size: sequences of one forward and backward pass.
+        distributed_optimizer: shard the optimizer's state over data-parallel ranks.
+        optimizer: see :class:`OptimizerConfig`.
+    """
+
+    backend: str = "megatron"
+    ranks: int = 1
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    expert_tensor_parallel: int = 1
+    context_parallel: int = 1
+    micro_batch_size: int = 8
+    distributed_optimizer: bool = False
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
+class PolicyConfig:
+    """How the policy's weights reach the generation engines.
+
+    Attributes:
+        nccl_xfer_refit: shard to shard; false takes the conventional packed broadcast.
+        refit: see :class:`~rlrefit.integration.config.RefitConfig`.
+    """
+
+    nccl_xfer_refit: bool = True
+    refit: RefitConfig = field(default_factory=RefitConfig)
+
+
+@dataclass
+class VllmConfig:
+    """Read with ``generation.backend: vllm`` only; names and meanings are vLLM's.
+
+    Attributes:
+        max_model_len: longest prompt and completion together; null takes what the recipe can produce.
+        enforce_eager: run without compilation and CUDA graphs.
+        gpu_memory_utilization: part of a GPU's memory for weights and KV cache, above 0 and at most 1.
+    """
+
+    max_model_len: int | None = None
+    enforce_eager: bool = False
+    gpu_memory_utilization: float = 0.9
+
+
+@dataclass
+class GenerationConfig:
+    """The generation side and its layout.
+
+    Attributes:
+        backend: ``transformers`` or ``vllm``.
+        tensor_parallel: ranks of one engine.
+        replicas: engines, each with a full copy of the model.
+        max_new_tokens: longest completion.
+        temperature: of training rollouts, and of the trainer's log-probabilities with them; above 0.
+        vllm: see :class:`VllmConfig`.
+    """
+
+    backend: str = "transformers"
+    tensor_parallel: int = 1
+    replicas: int = 1
+    max_new_tokens: int = 4
+    temperature: float = 1.0
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+
+
+@dataclass
+class ValidationConfig:
+    """Greedy generation on the held-out prompts.
+
+    Attributes:
+        every: interval; 0 never validates.
+        samples: prompts of one validation, from the start of the file.
+    """
+
+    every: int = 10
+    samples: int = 64
+
+
+@dataclass
+class CheckpointConfig:
+    """Checkpoints of the trainer, which ``resume`` continues from.
+
+    Attributes:
+        every: interval; 0 never saves.
+        keep: newest checkpoints that stay on disk.
+    """
+
+    every: int = 0
+    keep: int = 2
+
+
+@dataclass
+class RayConfig:
+    """The Ray cluster.
+
+    Attributes:
+        address: of a running cluster (``auto``, ``ray://…``); null starts one on this machine for the run.
+        cpus_per_rank: CPU cores that each trainer and generation rank reserves.
+        timeout_s: seconds that placing or answering may take before the run fails with what it waited for.
+    """
+
+    address: str | None = None
+    cpus_per_rank: float = 1.0
+    timeout_s: float = 600.0
+
+
+@dataclass
+class TrainConfig:
+    """All that ``rlrefit train`` reads.
+
+    Attributes:
+        name: of the run; its files are in ``run_root/name``.
+        seed: of weights, data order and sampling.
+        resume: continue from the newest checkpoint of the run of this name, if there is one.
+        run_root: folder of all runs.
+    """
+
+    name: str = "train"
+    seed: int = 0
+    resume: bool = False
+    run_root: str = "runs"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    ray: RayConfig = field(default_factory=RayConfig)

@@ -1,0 +1,119 @@
+"""Holds a raw tree against the schema: unknown keys, wrong types, unresolved values, all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from .config_errors import Violation
+from .config_schema import TrainConfig
+
+_WANTED = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    int | None: "a whole number or null",
+    float | None: "a number or null",
+    str | None: "a string or null",
+}
+
+
+def check_tree(tree: Mapping[str, Any]) -> tuple[TrainConfig, list[Violation]]:
+    """Reads a raw tree into the schema.
+
+    Args:
+        tree: nested values; interpolations may be unresolved and may point at keys that only the schema has.
+
+    Returns:
+        The configuration, with the default in place of every value that was refused, and the violations.
+    """
+    filled: DictConfig = OmegaConf.structured(TrainConfig)
+    violations = [*_fill(tree, filled, TrainConfig, ""), *_resolve(filled)]
+    config = OmegaConf.to_object(filled)
+    assert isinstance(config, TrainConfig)
+    violations += [
+        Violation((path,), f"{path}: {value} is not finite; give a number")
+        for path, value in _leaves(config)
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
+    return config, violations
+
+
+def _fill(tree: Mapping[Any, Any], target: DictConfig, schema: type, prefix: str) -> Iterator[Violation]:
+    types = get_type_hints(schema)
+    for key, value in tree.items():
+        path = f"{prefix}.{key}" if prefix else str(key)
+        if key not in types:
+            yield Violation(
+                (path,), f"{path}: there is no such key; {_suggestion(str(key), path, prefix, types)}"
+            )
+        elif dataclasses.is_dataclass(types[key]):
+            if isinstance(value, Mapping):
+                yield from _fill(value, target[key], types[key], path)
+            else:
+                yield Violation((path,), f"{path}: {value!r} stands for a section; give its keys, {path}.KEY")
+        elif not _assigned(target, key, value, types[key]):
+            wanted = _WANTED.get(types[key], "a mapping with string keys")
+            yield Violation((path,), f"{path}: {value!r} is not {wanted}; give one")
+
+
+def _assigned(target: DictConfig, key: str, value: Any, wanted: Any) -> bool:
+    # OmegaConf takes any whole number for a bool, and a mapping merges with what was there.
+    if wanted is bool and type(value) is int and value not in (0, 1):
+        return False
+    try:
+        target[key] = value
+    except OmegaConfBaseException:
+        return False
+    return True
+
+
+def _resolve(filled: DictConfig) -> Iterator[Violation]:
+    """Replaces interpolations that fail, and values that are still to be given, by the default."""
+    for path, default in _leaves(TrainConfig()):
+        section, _, key = path.rpartition(".")
+        node = OmegaConf.select(filled, section) if section else filled
+        if OmegaConf.is_missing(node, key):
+            problem = "is ???, a value that is still to be given; give one"
+        else:
+            try:
+                value = node[key]
+                if OmegaConf.is_config(value):
+                    OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+                continue
+            except OmegaConfBaseException as error:
+                raw = OmegaConf.to_container(node, resolve=False)[key]
+                problem = f"{raw!r} does not resolve ({str(error).splitlines()[0]}); give a value"
+        node[key] = default
+        yield Violation((path,), f"{path}: {problem}")
+
+
+def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of all that is no section."""
+    for entry in dataclasses.fields(section):
+        value = getattr(section, entry.name)
+        path = f"{prefix}.{entry.name}" if prefix else entry.name
+        if dataclasses.is_dataclass(value):
+            yield from _leaves(value, path)
+        else:
+            yield path, value
+
+
+def _suggestion(key: str, path: str, prefix: str, siblings: Mapping[str, Any]) -> str:
+    """The nearest key beside it, else a key of this name or nearly this path elsewhere, else what there is."""
+    every = [name for name, _ in _leaves(TrainConfig())]
+    here = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
+    if here:
+        return f"did you mean {prefix}.{here[0]}?" if prefix else f"did you mean {here[0]}?"
+    elsewhere = [name for name in every if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    elsewhere = elsewhere or difflib.get_close_matches(path, every, n=1, cutoff=0.75)
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    return f"the keys of {prefix or 'a recipe'} are {', '.join(siblings)}"

@@ -1,0 +1,173 @@
+"""What a recipe must satisfy in view of the model, the files and the GPUs that are there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .config_errors import Violation
+from .config_schema import TrainConfig
+from .tiny.checkpoints import KINDS, PREFIX
+
+PACKAGE_SCHEME = "package:"
+_DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+# Hugging Face's names for the number of routed experts: Qwen and OLMoE; DeepSeek; Mixtral and gpt-oss.
+_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+def resolve_data_path(path: str) -> str:
+    """The file behind ``package:NAME``, which ships with rlrefit's recipes; any other path as it is.
+
+    Raises:
+        ValueError: ``NAME`` leads out of the package.
+    """
+    if not path.startswith(PACKAGE_SCHEME):
+        return path
+    root = Path(__file__).resolve().parent
+    file = (root / path.removeprefix(PACKAGE_SCHEME)).resolve()
+    if not file.is_relative_to(root):
+        raise ValueError(f"{path!r} leads out of rlrefit's recipes ({root}); give a plain path instead")
+    return str(file)
+
+
+def file_violations(config: TrainConfig) -> Iterator[Violation]:
+    """Data files and a model folder that are named as local ones but are not there.
+
+    A data set or model that is not written as a file (a hub name) is left to the hub.
+    """
+    for key, path in (("data.train", config.data.train), ("data.validation", config.data.validation)):
+        try:
+            file = Path(resolve_data_path(path)).expanduser()
+        except ValueError as error:
+            yield Violation((key,), f"{key}: {error}")
+            continue
+        local = path.startswith((PACKAGE_SCHEME, "/", ".", "~")) or file.suffix in _DATA_SUFFIXES
+        if local and not file.is_file():
+            yield Violation(
+                (key,), f"{key}: there is no file {file}; give an existing JSON-lines or Parquet file"
+            )
+    path = config.model.path
+    folder = Path(path).expanduser()
+    if path.startswith(PREFIX):
+        kind = path.removeprefix(PREFIX)
+        if kind not in KINDS:
+            names = ", ".join(PREFIX + name for name in KINDS)
+            yield Violation(("model.path",), f"model.path: {path!r} is no bundled model; give one of {names}")
+    elif (folder.is_dir() or path.startswith(("/", ".", "~"))) and not (folder / "config.json").is_file():
+        yield Violation(
+            ("model.path",),
+            f"model.path: there is no {folder / 'config.json'}; give a Hugging Face checkpoint folder",
+        )
+
+
+def local_hf_config(path: str) -> Mapping[str, Any] | None:
+    """The Hugging Face configuration of ``model.path`` where it can be had without a download, else None.
+
+    Raises:
+        ValueError: the folder's config.json is no JSON object.
+    """
+    if path.startswith(PREFIX):
+        return KINDS.get(path.removeprefix(PREFIX))
+    file = Path(path).expanduser() / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        loaded = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}); restore the file") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{file} holds no JSON object; restore the file")
+    return loaded
+
+
+def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[Violation]:
+    """What the model's shape rules out.
+
+    The trainer's rules are Megatron-core's: attention heads divide by TP, query groups are a multiple or a
+    divisor of it, the unpadded vocabulary and the MLP widths divide, layers divide by PP, experts by EP. vLLM
+    has the same rules for its TP, but pads the vocabulary; transformers cannot replicate KV heads.
+
+    Args:
+        config: the recipe; parallel sizes of at least 1.
+        hf_config: keys of config.json; a multimodal one's ``text_config`` is read.
+    """
+    text = hf_config.get("text_config") or hf_config
+    found: list[Violation] = []
+
+    def divides(key: str, size: int, name: str, what: str) -> None:
+        total = text.get(name)
+        if total is not None and total % size:
+            problem = f"{size} does not divide the model's {what} ({name} {total})"
+            found.append(Violation((key, "model.path"), f"{key}: {problem}; give a divisor of {total}"))
+
+    trainer = config.trainer
+    experts = next((text[key] for key in _EXPERT_KEYS if text.get(key)), None)
+    sizes = {
+        "trainer.tensor_parallel": trainer.tensor_parallel,
+        "generation.tensor_parallel": config.generation.tensor_parallel,
+    }
+    for key, size in sizes.items():
+        divides(key, size, "num_attention_heads", "attention heads")
+        if experts is None:
+            divides(key, size, "intermediate_size", "MLP width")
+        query_groups = text.get("num_key_value_heads")
+        if key == "generation.tensor_parallel" and config.generation.backend == "transformers":
+            divides(key, size, "num_key_value_heads", "KV heads, which transformers does not replicate")
+        elif query_groups and query_groups % size and size % query_groups:
+            found.append(
+                Violation(
+                    (key, "model.path"),
+                    f"{key}: {size} is neither a divisor nor a multiple of the model's query groups "
+                    f"(num_key_value_heads {query_groups}), so KV heads can be neither split nor replicated; give one",
+                )
+            )
+    divides("trainer.tensor_parallel", trainer.tensor_parallel, "vocab_size", "vocabulary")
+    divides("trainer.pipeline_parallel", trainer.pipeline_parallel, "num_hidden_layers", "layers")
+    if experts is not None:
+        name = next(key for key in _EXPERT_KEYS if text.get(key))
+        divides("trainer.expert_parallel", trainer.expert_parallel, name, "experts")
+        divides(
+            "trainer.expert_tensor_parallel",
+            trainer.expert_tensor_parallel,
+            "moe_intermediate_size",
+            "expert width",
+        )
+    else:
+        for name, size in (
+            ("expert_parallel", trainer.expert_parallel),
+            ("expert_tensor_parallel", trainer.expert_tensor_parallel),
+        ):
+            if size > 1:
+                key = f"trainer.{name}"
+                problem = f"{size}, but the model ({text.get('model_type', 'unknown type')}) has no experts"
+                found.append(Violation((key, "model.path"), f"{key}: {problem}; give 1"))
+    longest = config.data.max_prompt_tokens + config.generation.max_new_tokens
+    positions = text.get("max_position_embeddings")
+    if positions is not None and longest > positions:
+        found.append(
+            Violation(
+                ("generation.max_new_tokens", "data.max_prompt_tokens", "model.path"),
+                f"generation.max_new_tokens: prompts and completions reach {longest} tokens, more than the model's "
+                f"{positions} positions (max_position_embeddings); shorten either by {longest - positions}",
+            )
+        )
+    return found
+
+
+def gpu_violations(config: TrainConfig, gpus: int) -> Iterator[Violation]:
+    """Ranks that a Ray cluster on this machine could not place.
+
+    Args:
+        config: the recipe.
+        gpus: CUDA devices of this machine; without any, ranks run on CPUs and nothing is asked.
+    """
+    generation = config.generation.replicas * config.generation.tensor_parallel
+    needed = config.trainer.ranks + generation
+    if config.ray.address is None and 0 < gpus < needed:
+        yield Violation(
+            ("trainer.ranks", "generation.replicas", "generation.tensor_parallel", "ray.address"),
+            f"trainer.ranks: {config.trainer.ranks} trainer and {generation} generation ranks take a GPU each, "
+            f"{needed} in all, and this machine has {gpus}; use fewer ranks, or give ray.address of a larger cluster",
+        )
