@@ -19,8 +19,12 @@ from torch.distributed import DistNetworkError, DistStoreError
 from .errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
 from .world import RefitWorld
 
-# How long a single wait on the store lasts before the abort key is looked at again.
-_SLICE = timedelta(milliseconds=500)
+# Pauses between looks at the store, in seconds: short at first, since peers are mostly close behind.
+# (The store's own wait would block, and log a warning each time it runs out.)
+_FIRST_PAUSE, _LONGEST_PAUSE = 2e-4, 1e-2
+_ABORT_CHECK_EVERY = 0.25
+# Trainer rank 0 collects the votes and so knows who is missing: it must give up before those who wait for it.
+_COLLECTOR_GRACE = 2.0
 _ABORT = "abort"
 
 
@@ -145,7 +149,7 @@ class Channel:
                 self.store.delete_key(key)
             self._last_result = result
             return votes
-        self._wait(result, stage=topic, late=self.world.describe(0))
+        self._wait(result, stage=topic, late=self.world.describe(0), grace=_COLLECTOR_GRACE)
         votes = _unpack(self.store.get(result))
         if not isinstance(votes, list) or len(votes) != self.world.size:
             raise RefitMismatch(
@@ -169,25 +173,32 @@ class Channel:
                 rank=self.world.rank,
             )
 
-    def _wait(self, key: str, *, stage: str, late: str) -> None:
-        deadline = time.monotonic() + self.timeout_s
-        while True:
-            try:
-                self.store.wait([key], _SLICE)
-                return
-            except DistNetworkError as error:
-                raise PeerLost(
-                    f"the rendezvous on trainer rank 0 went away: {error}", stage=stage, rank=self.world.rank
-                ) from error
-            except DistStoreError:
+    def _wait(self, key: str, *, stage: str, late: str, grace: float = 0.0) -> None:
+        start = time.monotonic()
+        next_abort_check = start
+        pause = _FIRST_PAUSE
+        while not self._exists(key, stage):
+            now = time.monotonic()
+            if now >= next_abort_check:
                 self.check_abort(stage)
-                if time.monotonic() > deadline:
-                    message = (
-                        f"{late} did not answer within {self.timeout_s:.0f} s. It may be dead, busy with an earlier "
-                        "request, or not called at all; raise policy.refit.timeout_s if it is only slow."
-                    )
-                    self.abort(message)
-                    raise RefitTimeout(message, stage=stage, rank=self.world.rank) from None
+                next_abort_check = now + _ABORT_CHECK_EVERY
+            if now - start > self.timeout_s + grace:
+                message = (
+                    f"{late} did not answer within {self.timeout_s:.0f} s. It may be dead, busy with an earlier "
+                    "request, or not called at all; raise policy.refit.timeout_s if it is only slow."
+                )
+                self.abort(message)
+                raise RefitTimeout(message, stage=stage, rank=self.world.rank)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _exists(self, key: str, stage: str) -> bool:
+        try:
+            return self.store.check([key])
+        except (DistNetworkError, DistStoreError) as error:
+            raise PeerLost(
+                f"the rendezvous on trainer rank 0 went away: {error}", stage=stage, rank=self.world.rank
+            ) from error
 
 
 def _pack(data: Any) -> Any:

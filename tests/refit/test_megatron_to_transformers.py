@@ -32,7 +32,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_shards_golden_and_broadcast_all_land_the_checkpoint_bit_for_bit(case: dict[str, Any], tmp_path: Path) -> None:
+def test_shards_golden_and_broadcast_all_land_the_checkpoint_bit_for_bit(
+    case: dict[str, Any], tmp_path: Path
+) -> None:
     models = tuple(make_model(case["kind"], tmp_path / f"seed{seed}", seed) for seed in range(3))
     scenario = Scenario(
         layout=case["layout"],

@@ -19,7 +19,13 @@ class Epoch:
     port: int
 
     def config(self) -> dict[str, Any]:
-        return {"transport": self.transport, "bucket_mb": 1, "timeout_s": 120.0, "verify": "full", "port": self.port}
+        return {
+            "transport": self.transport,
+            "bucket_mb": 1,
+            "timeout_s": 120.0,
+            "verify": "full",
+            "port": self.port,
+        }
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,11 @@ def trainer(rank: int, scenario: Scenario, first: int) -> list[dict[str, Any]]:
         records = []
         for version, index in enumerate(_order(scenario)):
             bridges[index].load_hf_weights(built.model)
-            send = worker.nccl_xfer_refit if epoch.engine == "nccl_xfer" else worker.broadcast_weights_for_collective
+            send = (
+                worker.nccl_xfer_refit
+                if epoch.engine == "nccl_xfer"
+                else worker.broadcast_weights_for_collective
+            )
             records.append(send(version))
         worker.close_refit()
         reports.append({"prepared": prepared, "manifest": manifest, "records": records})
@@ -95,11 +105,15 @@ def trainer(rank: int, scenario: Scenario, first: int) -> list[dict[str, Any]]:
 
 def engine(rank: int, scenario: Scenario, first: int) -> list[dict[str, Any]]:
     import torch
+
     from rlrefit.workers.transformers_engine.engine import TransformersEngine
 
     worker = TransformersEngine(scenario.models[0], torch.bfloat16, scenario.gen_tp)
     # The oracle: what transformers' own loader makes of each checkpoint.
-    oracle = [TransformersEngine(path, torch.bfloat16, scenario.gen_tp).model.state_dict() for path in scenario.models]
+    oracle = [
+        TransformersEngine(path, torch.bfloat16, scenario.gen_tp).model.state_dict()
+        for path in scenario.models
+    ]
     reports = []
     for epoch in scenario.epochs:
         meeting = _meeting(epoch, scenario.train_ranks, scenario.gen_tp * scenario.replicas)
@@ -108,7 +122,11 @@ def engine(rank: int, scenario: Scenario, first: int) -> list[dict[str, Any]]:
         for version, index in enumerate(_order(scenario)):
             for parameter in worker.model.parameters():
                 parameter.fill_(float("nan"))
-            receive = worker.nccl_xfer_refit if epoch.engine == "nccl_xfer" else worker.update_weights_from_collective
+            receive = (
+                worker.nccl_xfer_refit
+                if epoch.engine == "nccl_xfer"
+                else worker.update_weights_from_collective
+            )
             records.append(receive(version))
             state = worker.model.state_dict()
             wrong += [f"v{version} {n}" for n, t in oracle[index].items() if not torch.equal(t, state[n])]

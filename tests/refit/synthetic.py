@@ -1,0 +1,166 @@
+"""Endpoints over plain tensors, and refit worlds whose ranks are threads of the test's own process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from rlrefit.integration.channel import Rendezvous, open_store
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.endpoints import storage_key
+from rlrefit.integration.layout import Box, Fragment, box_of
+from rlrefit.integration.layout.fragments import local_slice
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.session import RefitSession
+
+Layout = dict[str, list[Box]]
+
+
+def value_of(spec: TensorSpec, version: int) -> torch.Tensor:
+    """The whole weight at a version: any two elements or versions differ wherever the dtype can tell."""
+    seed = sum(ord(c) for c in spec.name) * 1009 + version
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(spec.shape, generator=generator).to(spec.dtype)
+
+
+class SyntheticSource:
+    """A trainer rank that holds the given boxes; transposed storage, so that every view is strided."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, specs: Sequence[TensorSpec], layout: Layout, refused: dict[str, str] | None = None):
+        self._specs = list(specs)
+        self._by_name = {s.name: s for s in specs}
+        self.refused = refused or {}
+        self.version = 0
+        self._held = {
+            (name, box): _strided([b - a for a, b in box], self._by_name[name].dtype)
+            for name, boxes in layout.items()
+            for box in boxes
+        }
+
+    def set_version(self, version: int) -> None:
+        """Change all weights, as an optimizer step does."""
+        self.version = version
+        for (name, box), storage in self._held.items():
+            spec = self._by_name[name]
+            storage.copy_(value_of(spec, version)[local_slice(box_of(spec.shape), box)])
+
+    def specs(self) -> list[TensorSpec]:
+        return self._specs
+
+    def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
+        held = [
+            Fragment(name, self._by_name[name].shape, box, storage)
+            for (name, box), storage in self._held.items()
+            if name not in self.refused
+        ]
+        return held, self.refused
+
+    def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            yield name, value_of(self._by_name[name], self.version)
+
+    def storage_key(self) -> Hashable:
+        return storage_key(self._held.values())
+
+
+class SyntheticDestination:
+    """A generation rank that wants the given boxes; starts as NaN."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, specs: Sequence[TensorSpec], layout: Layout):
+        self._specs = {s.name: s for s in specs}
+        self._wanted = {
+            (name, box): _strided([b - a for a, b in box], self._specs[name].dtype)
+            for name, boxes in layout.items()
+            for box in boxes
+        }
+        self.finished: list[int] = []
+        self.poison()
+
+    def poison(self) -> None:
+        for storage in self._wanted.values():
+            storage.fill_(float("nan"))
+
+    def wrong(self, version: int) -> list[str]:
+        """Weights that are not, bit for bit, those of ``version``."""
+        return [
+            f"{name} {box}"
+            for (name, box), storage in self._wanted.items()
+            if not torch.equal(
+                storage,
+                value_of(self._specs[name], version)[local_slice(box_of(self._specs[name].shape), box)],
+            )
+        ]
+
+    def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
+        shapes = {s.name: s.shape for s in specs}
+        wanted = [
+            Fragment(name, shapes[name], box, storage)
+            for (name, box), storage in self._wanted.items()
+            if name in shapes
+        ]
+        return wanted, {}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            for (wanted, box), storage in self._wanted.items():
+                if wanted == name:
+                    storage.copy_(tensor[local_slice(box_of(tensor.shape), box)])
+
+    def finish(self, version: int) -> None:
+        self.finished.append(version)
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(s.numel() * s.element_size() for s in self._wanted.values())
+
+    def storage_key(self) -> Hashable:
+        return storage_key(self._wanted.values())
+
+
+def run_world(
+    sources: Sequence[Any],
+    destinations: Sequence[Any],
+    body: Callable[[int, RefitSession, Any], Any],
+    config: RefitConfig | Sequence[RefitConfig] | None = None,
+    engine: str = "nccl_xfer",
+) -> list[Any]:
+    """Open a session on every rank, each in a thread, and return what ``body(rank, session, endpoint)``
+    returns, or the exception that ended the rank."""
+    endpoints = [*sources, *destinations]
+    config = config or RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full", transport="p2p")
+    configs = [config] * len(endpoints) if isinstance(config, RefitConfig) else config
+    store = open_store("127.0.0.1", 0, configs[0].timeout_s)
+    meeting = Rendezvous("127.0.0.1", store.port, len(sources), len(destinations))
+
+    def run(rank: int) -> Any:
+        try:
+            session = RefitSession.open(
+                meeting,
+                rank,
+                endpoints[rank],
+                configs[rank],
+                engine=engine,
+                store=store if rank == 0 else None,
+            )
+            try:
+                return body(rank, session, endpoints[rank])
+            finally:
+                session.close()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(endpoints)) as pool:
+        return list(pool.map(run, range(len(endpoints))))
+
+
+def _strided(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Storage whose view of ``shape`` is not contiguous."""
+    padded = torch.zeros([*shape[:-1], shape[-1] + 3] if shape else [3], dtype=dtype)
+    return padded[..., : shape[-1]] if shape else padded[0]

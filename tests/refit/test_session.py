@@ -1,0 +1,271 @@
+"""Whole refits between synthetic ranks: right bytes, right versions, and errors instead of silence or hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.errors import (
+    EngineDirty,
+    PeerLost,
+    PlanError,
+    RefitError,
+    RefitMismatch,
+    RefitTimeout,
+    VerificationError,
+)
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.session import RefitSession
+
+from .synthetic import Layout, SyntheticDestination, SyntheticSource, run_world
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def rows(total: int, parts: int, index: int, columns: int) -> list[Any]:
+    size = total // parts
+    return [((index * size, (index + 1) * size), (0, columns))]
+
+
+def columns(total: int, parts: int, index: int, rows: int) -> list[Any]:
+    size = total // parts
+    return [((0, rows), (index * size, (index + 1) * size))]
+
+
+SPECS = [
+    TensorSpec("column", (24, 10), BF16),
+    TensorSpec("row", (7, 12), BF16),
+    TensorSpec("norm", (5,), FP32),
+    TensorSpec("odd", (13, 3), torch.float16),
+    TensorSpec("router", (4, 6), BF16),
+]
+
+
+def trainer_layout(rank: int) -> Layout:
+    return {
+        "column": rows(24, 2, rank, 10),
+        "row": columns(12, 2, rank, 7),
+        "norm": [((0, 5),)],
+        "odd": [((0, 13), (0, 3))],
+    }
+
+
+def engine_layout(rank: int, size: int) -> Layout:
+    return {
+        "column": rows(24, size, rank, 10),
+        "row": columns(12, size, rank, 7),
+        "norm": [((0, 5),)],
+        "odd": [((0, 13), (0, 3))],
+        "router": [((0, 4), (0, 6))],
+    }
+
+
+def world(engines: int = 3) -> tuple[list[SyntheticSource], list[SyntheticDestination]]:
+    refused = {"router": "MoE router"}
+    return (
+        [SyntheticSource(SPECS, trainer_layout(rank), refused) for rank in range(2)],
+        [SyntheticDestination(SPECS, engine_layout(rank, engines)) for rank in range(engines)],
+    )
+
+
+def refit_versions(*versions: int) -> Callable[[int, RefitSession, Any], list[Any]]:
+    def body(rank: int, session: RefitSession, endpoint: Any) -> list[Any]:
+        results = []
+        for version in versions:
+            if session.world.is_source:
+                endpoint.set_version(version)
+            else:
+                endpoint.poison()
+            record = session.refit(version)
+            wrong = [] if session.world.is_source else endpoint.wrong(version)
+            results.append((record, wrong, session.state.version))
+        return results
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("engine", "transport"), [("nccl_xfer", "p2p"), ("nccl_xfer", "golden"), ("packed_broadcast", "auto")]
+)
+def test_three_changed_refits_land_bit_for_bit_and_commit(engine: str, transport: str) -> None:
+    sources, destinations = world()
+    config = RefitConfig(transport=transport, bucket_mb=1, timeout_s=20.0, verify="full")
+    results = run_world(sources, destinations, refit_versions(1, 2, 3), config, engine)
+    for result in results[2:]:
+        assert [wrong for _, wrong, _ in result] == [[], [], []]
+        assert [version for _, _, version in result] == [1, 2, 3]
+    assert [d.finished for d in destinations] == [[1, 2, 3]] * 3
+    record = results[2][0][0]
+    assert record.bytes_kept == 8 * 10 * 2 + 7 * 4 * 2 + 5 * 4 + 13 * 3 * 2 + 4 * 6 * 2
+    if engine == "nccl_xfer":
+        assert record.bytes_bulk == record.bytes_kept - 4 * 6 * 2
+        assert record.bytes_verified > 0
+
+
+def test_replicated_weights_are_shared_out_between_the_trainer_ranks() -> None:
+    specs = [TensorSpec(f"w{i}", (32, 8), BF16) for i in range(8)]
+    whole: Layout = {s.name: [((0, 32), (0, 8))] for s in specs}
+    sources = [SyntheticSource(specs, whole) for _ in range(2)]
+    destinations = [SyntheticDestination(specs, whole)]
+    results = run_world(sources, destinations, refit_versions(1))
+    sent = [results[rank][0][0].bytes_bulk for rank in range(2)]
+    assert sent[0] == sent[1] == 4 * 32 * 8 * 2
+
+
+@given(
+    train=st.sampled_from([1, 2, 3]),
+    gen=st.sampled_from([1, 2, 4]),
+    shape=st.tuples(st.integers(1, 13), st.integers(1, 300), st.integers(1, 40)),
+    data=st.data(),
+)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_two_shardings_meet_bit_for_bit(
+    train: int, gen: int, shape: tuple[int, int, int], data: st.DataObject
+) -> None:
+    spec = TensorSpec("w", shape, BF16)
+
+    def cut(parts: int, dim: int) -> list[list[Any]]:
+        size = -(-shape[dim] // parts)  # as torch.chunk cuts: the last parts may be short or empty
+        edges = [(min(i * size, shape[dim]), min((i + 1) * size, shape[dim])) for i in range(parts)]
+        return [
+            [tuple(edge if d == dim else (0, n) for d, n in enumerate(shape))] if edge[0] < edge[1] else []
+            for edge in edges
+        ]
+
+    held, wanted = cut(train, data.draw(st.integers(0, 2))), cut(gen, data.draw(st.integers(0, 2)))
+    sources = [SyntheticSource([spec], {"w": boxes}) for boxes in held]
+    destinations = [SyntheticDestination([spec], {"w": boxes}) for boxes in wanted]
+    # The largest of these weights is many buckets long at the smallest bucket that there is.
+    results = run_world(sources, destinations, refit_versions(1, 2))
+    assert [wrong for result in results[train:] for _, wrong, _ in result] == [[], []] * gen
+
+
+def test_a_weight_that_is_larger_than_a_bucket_is_cut_and_lands() -> None:
+    spec = TensorSpec("w", (3, 700_000), FP32)  # 8.4 MB through buckets of 1 MiB
+    source = SyntheticSource([spec], {"w": [((0, 3), (0, 700_000))]})
+    destinations = [SyntheticDestination([spec], {"w": columns(700_000, 2, i, 3)}) for i in range(2)]
+    results = run_world([source], destinations, refit_versions(1, 2))
+    assert [wrong for result in results[1:] for _, wrong, _ in result] == [[], [], [], []]
+    assert results[1][0][0].peak_extra_bytes <= 1 << 20
+
+
+def test_storage_that_moved_between_two_refits_is_followed() -> None:
+    sources, destinations = world(1)
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> list[Any]:
+        refit_versions(1)(rank, session, endpoint)
+        if session.world.is_source:  # offloaded and brought back: the same values at another address
+            endpoint._held = {key: storage.clone() for key, storage in endpoint._held.items()}
+        return refit_versions(2)(rank, session, endpoint)
+
+    results = run_world(sources, destinations, body)
+    assert results[2][0][1] == []
+
+
+def test_a_hole_in_the_shard_rules_is_an_error_by_name_before_anything_moves() -> None:
+    spec = TensorSpec("layers.0.w", (8, 4), BF16)
+    source = SyntheticSource([spec], {"layers.0.w": [((0, 5), (0, 4))]})
+    destination = SyntheticDestination([spec], {"layers.0.w": [((0, 8), (0, 4))]})
+    results = run_world([source], [destination], refit_versions(1))
+    assert all(isinstance(r, PlanError) for r in results)
+    assert "layers.0.w" in str(results[1])
+    assert "((5, 8), (0, 4))" in str(results[1])
+
+
+def test_trainer_ranks_with_different_models_name_the_first_weight_that_differs() -> None:
+    sources, destinations = world(1)
+    renamed = [s._replace(name="rwo") if s.name == "row" else s for s in SPECS]
+    layout = {("rwo" if n == "row" else n): boxes for n, boxes in trainer_layout(1).items()}
+    sources[1] = SyntheticSource(renamed, layout)
+    results = run_world(sources, destinations, refit_versions(1))
+    assert isinstance(results[1], RefitMismatch)
+    assert "rwo" in str(results[1])
+    assert all(isinstance(r, PeerLost) and "rwo" in str(r) for r in (results[0], results[2]))
+
+
+def test_different_bucket_sizes_are_found_by_the_digest_before_anything_moves() -> None:
+    spec = TensorSpec("big", (1 << 20, 2), BF16)
+    whole = [((0, 1 << 20), (0, 2))]
+    sources = [SyntheticSource([spec], {"big": whole}) for _ in range(2)]
+    configs = [RefitConfig(bucket_mb=size, timeout_s=20.0) for size in (1, 1, 2)]
+    results = run_world(sources, [SyntheticDestination([spec], {"big": whole})], refit_versions(1), configs)
+    assert all(isinstance(r, RefitMismatch) for r in results)
+    assert "generation rank 0" in str(results[0])
+
+
+def test_ranks_that_are_asked_for_different_versions_refuse_and_the_engine_stays_clean() -> None:
+    sources, destinations = world(1)
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        try:
+            session.refit(7 if rank == 0 else 8)
+        except RefitError as error:
+            return error, session.state.dirty
+        return None
+
+    results = run_world(sources, destinations, body)
+    assert all(isinstance(error, RefitMismatch) for error, _ in results)
+    assert not results[2][1]
+
+
+def test_an_engine_that_was_written_in_part_refuses_to_generate() -> None:
+    sources, destinations = world(1)
+
+    def fail(version: int) -> None:
+        raise ValueError("post-load failed")
+
+    destinations[0].finish = fail  # type: ignore[method-assign]
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        with pytest.raises((RefitError, ValueError)) as caught:
+            session.refit(1)
+        if not session.world.is_source:
+            with pytest.raises(EngineDirty, match="refit 1"):
+                session.state.require_clean()
+        return caught.value
+
+    results = run_world(sources, destinations, body)
+    assert isinstance(results[2], ValueError)
+    assert all(isinstance(r, PeerLost) and "post-load failed" in str(r) for r in results[:2])
+
+
+def test_storage_that_does_not_keep_what_was_sent_is_caught_by_the_checksums() -> None:
+    specs = [TensorSpec("a", (8, 4), BF16), TensorSpec("b", (8, 4), BF16)]
+    whole: Layout = {s.name: [((0, 8), (0, 4))] for s in specs}
+    destination = SyntheticDestination(specs, whole)
+    # Two weights in one storage: the second to land destroys the first.
+    first, second = destination._wanted
+    destination._wanted[second] = destination._wanted[first]
+    results = run_world([SyntheticSource(specs, whole)], [destination], refit_versions(1))
+    assert isinstance(results[1], VerificationError)
+    assert isinstance(results[0], PeerLost)
+    assert "VerificationError" in str(results[0])
+
+
+def test_a_rank_that_never_comes_ends_in_a_timeout_that_names_it() -> None:
+    sources, destinations = world(2)
+    config = RefitConfig(timeout_s=2.0, bucket_mb=1)
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        if rank == 3:
+            time.sleep(5)
+            return None
+        try:
+            session.refit(1)
+        except RefitError as error:
+            return error
+        return None
+
+    start = time.monotonic()
+    results = run_world(sources, destinations, body, config)
+    assert time.monotonic() - start < 15
+    assert isinstance(results[0], RefitTimeout)
+    assert "generation rank 1" in str(results[0])
+    assert all(isinstance(r, PeerLost) and "generation rank 1" in str(r) for r in results[1:3])
