@@ -22,7 +22,6 @@ class VllmRefitExtension:
     # Of vLLM's Worker.
     vllm_config: Any
     model_runner: Any
-    device: torch.device
 
     @cached_property
     def refit_destination(self) -> VllmDestination:
@@ -30,7 +29,7 @@ class VllmRefitExtension:
         return VllmDestination(
             self.model_runner.get_model(),
             self.vllm_config,
-            torch.device(self.device),
+            self.model_runner.device,  # the CPU worker leaves its own device unset
             reset_caches=(self.model_runner.reset_encoder_cache,),
         )
 

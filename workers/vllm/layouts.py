@@ -108,7 +108,7 @@ def _cpu_packing(weight: torch.Tensor) -> str:
     if envs.VLLM_CPU_SGL_KERNEL and check_cpu_sgl_kernel(*weight.shape, weight.dtype):
         return "the SGL kernel computes with a packed copy of the weight"
     if _custom_ops._supports_onednn and current_platform.get_cpu_architecture() != CpuArchEnum.POWERPC:
-        return "oneDNN computes with a packed copy of the weight (the rlrefit plug-in was not loaded)"
+        return "oneDNN may compute with a packed copy of the weight (vLLM did not load the rlrefit plug-in)"
     return ""
 
 

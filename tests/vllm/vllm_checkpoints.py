@@ -1,0 +1,65 @@
+"""Tiny Qwen3 checkpoints with random weights, as Hugging Face writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+_COMMON = {
+    "vocab_size": 120,  # vLLM pads the vocabulary to a multiple of 64
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def dense_config(*, tied: bool = False, kv_heads: int = 2) -> Qwen3Config:
+    shape = _COMMON | {"num_key_value_heads": kv_heads}
+    return Qwen3Config(**shape, intermediate_size=96, tie_word_embeddings=tied)
+
+
+def moe_config(*, expert_size: int) -> Qwen3MoeConfig:
+    """vLLM's CPU kernels pack experts only where 2 × ``expert_size`` is a multiple of 32."""
+    return Qwen3MoeConfig(
+        **_COMMON,
+        intermediate_size=96,
+        tie_word_embeddings=False,
+        moe_intermediate_size=expert_size,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+    )
+
+
+def write_checkpoint(
+    path: Path, config: Qwen3Config | Qwen3MoeConfig, seed: int, dtype: torch.dtype = torch.bfloat16
+) -> Path:
+    """Save a model with weights of ``seed``; large enough weights that greedy tokens depend on all of them."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    model.save_pretrained(path)
+    return path
+
+
+def read_checkpoint(path: Path | str) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint by their Hugging Face names, in file order."""
+    tensors = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return tensors
+
+
+def manifest_of(tensors: dict[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]

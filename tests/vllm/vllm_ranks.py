@@ -1,0 +1,178 @@
+"""vLLM models of one rank of a parallel layout, without an engine around them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm_checkpoints import manifest_of, read_checkpoint
+from vllm_refit import refit
+
+if TYPE_CHECKING:
+    from rlrefit.workers.vllm.destination import VllmDestination
+
+
+@dataclass(frozen=True)
+class Layout:
+    tensor: int = 1
+    pipeline: int = 1
+    expert: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two checkpoints of one architecture and the layout in which vLLM holds them."""
+
+    path_a: str
+    path_b: str
+    layout: Layout = Layout()
+    packed: bool = False  # float32, linear weights packed for oneDNN as vLLM does without the plug-in
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank saw: the routes, the boxes that it wants, and the parameters that differ after refits."""
+
+    bulk: dict[str, list[tuple[tuple[int, int], ...]]]
+    misc: dict[str, str]
+    parameters: dict[str, tuple[int, ...]]
+    differing: list[str]
+    differing_after_return: list[str]
+    context_untouched: bool
+    version: int
+    failures: dict[str, str]
+
+
+def _config(path: str, case: Case) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    layout = case.layout
+    return EngineArgs(
+        model=path,
+        tensor_parallel_size=layout.tensor,
+        pipeline_parallel_size=layout.pipeline,
+        enable_expert_parallel=layout.expert,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32" if case.packed else "bfloat16",
+        max_model_len=256,
+    ).create_engine_config()
+
+
+def _differing(live: torch.nn.Module, expected: torch.nn.Module) -> list[str]:
+    """Parameters with other bytes, and linear layers with other outputs (packed weights show only there)."""
+    other = dict(expected.named_parameters())
+    found = [
+        name
+        for name, parameter in live.named_parameters()
+        if not torch.equal(
+            parameter.contiguous().view(torch.uint8), other[name].contiguous().view(torch.uint8)
+        )
+    ]
+    dtype = next(iter(live.parameters())).dtype  # the embedding's, which is never emptied
+    for name, module in live.named_modules():
+        linear = getattr(module, "cpu_linear", None)
+        if linear is None:
+            continue
+        twin = expected.get_submodule(name)
+        width = next(
+            getattr(module, key)
+            for key in ("input_size_per_partition", "input_size", "embedding_dim")
+            if hasattr(module, key)
+        )
+        x = torch.randn(3, width, generator=torch.Generator().manual_seed(7)).to(dtype)
+        if not torch.equal(linear(x, module.weight, None), twin.cpu_linear(x, twin.weight, None)):
+            found.append(name)
+    return found
+
+
+def _failures(
+    destination: VllmDestination, live: torch.nn.Module, misc: dict[str, str], case: Case
+) -> dict[str, str]:
+    """Refits that must fail, and what the errors say; afterwards the model still computes with A."""
+    from rlrefit.integration.errors import RefitError
+
+    b = read_checkpoint(case.path_b)
+    texts = {}
+
+    def attempt(what: str, *batches: list[str]) -> None:
+        try:
+            for names in batches:
+                destination.load_weights((name, b[name]) for name in names)
+            destination.finish(1)
+        except RefitError as error:
+            texts[what] = str(error)
+        unchanged = not _differing(live, _loaded(case)[0])
+        texts[f"{what}, old weights back"] = str(unchanged)
+
+    q_only = [name for name in misc if "layers.0.self_attn.q_proj" in name]
+    attempt("a part of a fused module", q_only)
+    attempt("nothing at all")
+    attempt("twice", q_only, q_only)
+    return texts
+
+
+def refit_there_and_back(rank: int, cases: Sequence[Case]) -> list[RankResult]:
+    """For each case load A, refit to B, compare with a model that vLLM itself loaded from B; back to A."""
+    os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    from vllm import _custom_ops
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import (
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+
+    results = []
+    for case in cases:
+        with set_current_vllm_config(_config(case.path_a, case)):
+            init_distributed_environment(case.layout.ranks, rank, "env://", rank, "gloo")
+            initialize_model_parallel(case.layout.tensor, case.layout.pipeline)
+        _custom_ops._supports_onednn = case.packed
+        results.append(_one_case(case))
+        destroy_model_parallel()
+    return results
+
+
+def _one_case(case: Case) -> RankResult:
+    from rlrefit.workers.vllm.destination import VllmDestination
+
+    live, config = _loaded(case)
+    context = config.compilation_config.static_forward_context
+    registered = list(context.items())
+    a, b = read_checkpoint(case.path_a), read_checkpoint(case.path_b)
+    destination = VllmDestination(live, config, torch.device("cpu"))
+    fragments, misc = destination.fragments(manifest_of(a))
+    failures = _failures(destination, live, misc, case) if case.packed else {}
+    refit(destination, fragments, misc, b, version=1)
+    differing = _differing(live, _loaded(case, case.path_b)[0])
+    refit(destination, fragments, misc, a, version=2)
+    bulk: dict[str, list[tuple[tuple[int, int], ...]]] = {}
+    for fragment in fragments:
+        bulk.setdefault(fragment.name, []).append(fragment.box)
+    return RankResult(
+        bulk=bulk,
+        misc=misc,
+        parameters={name: tuple(parameter.shape) for name, parameter in live.named_parameters()},
+        differing=differing,
+        differing_after_return=_differing(live, _loaded(case)[0]),
+        context_untouched=list(context.items()) == registered,
+        version=destination.version,
+        failures=failures,
+    )
+
+
+def _loaded(case: Case, path: str = "") -> tuple[torch.nn.Module, Any]:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model
+
+    config = _config(path or case.path_a, case)
+    with set_current_vllm_config(config):
+        return get_model(vllm_config=config), config
