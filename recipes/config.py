@@ -88,8 +88,13 @@ def _model_checks(config: TrainConfig) -> list[Violation]:
     return shape_violations(config, hf_config) if hf_config is not None else []
 
 
-def _with_origins(violations: Iterable[Violation], origins: dict[str, str]) -> Iterable[str]:
-    """Adds where the concerned keys got their values, as far as that is not the schema's default."""
+def _with_origins(violations: Iterable[Violation], origins: Mapping[str, str]) -> Iterable[str]:
+    """Adds where the concerned keys, or keys below them, got values other than the schema's defaults."""
     for violation in violations:
-        places = dict.fromkeys(origins[key] for key in violation.keys if key in origins)
+        places = dict.fromkeys(
+            place
+            for key in violation.keys
+            for origin, place in origins.items()
+            if origin == key or origin.startswith(f"{key}.")
+        )
         yield f"{violation.text} [{'; '.join(places)}]" if places else violation.text

@@ -6,7 +6,7 @@ Each check yields sentences that begin with the key to change and end with the r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import Any
 
@@ -50,7 +50,7 @@ LEAST = {
 }
 
 # (key, whether the value is possible, what is wrong and what is possible); null is possible where it is a type.
-RANGES = (
+RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("algorithm.clip_low", lambda v: 0 < v < 1, "puts the lower bound 1 - clip_low outside (0, 1); give a number above 0 and below 1"),
     ("algorithm.clip_high", lambda v: v > 0, "puts the upper bound 1 + clip_high at or below 1; give a number above 0"),
     ("algorithm.kl_coef", lambda v: v >= 0, "would reward divergence from the first weights; give 0 or more"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.singleton import Singleton
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -87,7 +89,7 @@ def compose_recipe(recipe: str, overrides: Sequence[str]) -> Composed:
     """
     file = recipe_file(recipe)
     composed = Composed()
-    with initialize_config_dir(config_dir=str(file.parent), job_name="rlrefit", version_base="1.3"):
+    with _hydra_in(file.parent):
         values, selections = _parse(overrides, composed.violations)
         config = _compose_files(file, selections, composed.violations)
     composed.origins.update(line_origins(file, BUNDLED))
@@ -95,8 +97,21 @@ def compose_recipe(recipe: str, overrides: Sequence[str]) -> Composed:
         _apply(override, config, composed)
     tree = OmegaConf.to_container(config, resolve=False)
     assert isinstance(tree, dict)  # _compose_files returns a mapping
-    composed.tree = tree
+    composed.tree.update((str(key), value) for key, value in tree.items())
     return composed
+
+
+@contextmanager
+def _hydra_in(folder: Path) -> Iterator[None]:
+    """Hydra with ``folder`` as its configuration; that of an application around this one is put back."""
+    outer = Singleton.get_state() if GlobalHydra.instance().is_initialized() else None
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(folder), job_name="rlrefit", version_base="1.3"):
+            yield
+    finally:
+        if outer is not None:
+            Singleton.set_state(outer)
 
 
 def _parse(overrides: Sequence[str], violations: list[Violation]) -> tuple[list[Override], list[str]]:
@@ -168,11 +183,11 @@ def _apply(override: Override, config: DictConfig, composed: Composed) -> None:
         OmegaConf.update(config, key, override.value(), merge=True, force_add=True)
     except (OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
         reason = str(error).splitlines()[0]
-        text = f"{key}: override {override.input_line!r} cannot be applied ({reason}); it needs a section above it"
+        text = f"{key}: override {override.input_line!r} cannot be applied ({reason}); give the whole value"
         composed.violations.append(Violation((key,), text))
     else:
-        for inner in _keys_of(key, override.value()):
-            composed.origins[inner] = f"override {override.input_line!r}"
+        place = f"override {override.input_line!r}"
+        composed.origins.update(dict.fromkeys(_keys_of(key, override.value()), place))
 
 
 def _keys_of(key: str, value: Any) -> Iterator[str]:

@@ -58,10 +58,14 @@ def _fill(tree: Mapping[Any, Any], target: DictConfig, schema: type, prefix: str
             if isinstance(value, Mapping):
                 yield from _fill(value, target[key], types[key], path)
             else:
-                yield Violation((path,), f"{path}: {value!r} stands for a section; give its keys, {path}.KEY")
+                shown = "null" if value is None else repr(value)
+                yield Violation(
+                    (path,), f"{path}: {shown} stands for a whole section; give its keys, {path}.KEY"
+                )
         elif not _assigned(target, key, value, types[key]):
             wanted = _WANTED.get(types[key], "a mapping with string keys")
-            yield Violation((path,), f"{path}: {value!r} is not {wanted}; give one")
+            shown = "null" if value is None else repr(value)
+            yield Violation((path,), f"{path}: {shown} is not {wanted}; give one")
 
 
 def _assigned(target: DictConfig, key: str, value: Any, wanted: Any) -> bool:
@@ -89,8 +93,9 @@ def _resolve(filled: DictConfig) -> Iterator[Violation]:
                     OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
                 continue
             except OmegaConfBaseException as error:
-                raw = OmegaConf.to_container(node, resolve=False)[key]
-                problem = f"{raw!r} does not resolve ({str(error).splitlines()[0]}); give a value"
+                raw = OmegaConf.to_container(node, resolve=False)
+                shown = raw[key] if isinstance(raw, dict) else raw
+                problem = f"{shown!r} does not resolve ({str(error).splitlines()[0]}); give a value"
         node[key] = default
         yield Violation((path,), f"{path}: {problem}")
 
@@ -108,7 +113,9 @@ def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _suggestion(key: str, path: str, prefix: str, siblings: Mapping[str, Any]) -> str:
     """The nearest key beside it, else a key of this name or nearly this path elsewhere, else what there is."""
-    every = [name for name, _ in _leaves(TrainConfig())]
+    leaves = [name for name, _ in _leaves(TrainConfig())]
+    sections = {leaf[:dot] for leaf in leaves for dot, letter in enumerate(leaf) if letter == "."}
+    every = [*leaves, *sorted(sections)]
     here = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
     if here:
         return f"did you mean {prefix}.{here[0]}?" if prefix else f"did you mean {here[0]}?"

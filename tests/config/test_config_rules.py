@@ -1,0 +1,229 @@
+"""Combinations of values that cannot run, and those that can."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlrefit.recipes.algorithms.losses import AGGREGATIONS
+from rlrefit.recipes.config import TrainConfig, model_violations
+from rlrefit.recipes.config_checks import CHOICES, LEAST, RANGES, config_violations, value_at
+from rlrefit.recipes.config_surroundings import gpu_violations
+
+
+def texts(config: TrainConfig) -> list[str]:
+    return [violation.text for violation in config_violations(config)]
+
+
+def test_the_schemas_defaults_satisfy_every_rule() -> None:
+    assert texts(TrainConfig()) == []
+
+
+def test_every_rule_names_a_key_of_the_schema() -> None:
+    keys = [*CHOICES, *LEAST, *(key for key, _, _ in RANGES)]
+    assert len(keys) == len(set(keys))
+    for key in keys:
+        value_at(TrainConfig(), key)
+    assert CHOICES["algorithm.aggregation"] == AGGREGATIONS
+
+
+def test_a_value_outside_its_range_is_one_violation_however_many_rules_build_on_it() -> None:
+    config = TrainConfig()
+    config.trainer.tensor_parallel = 0
+    assert texts(config) == ["trainer.tensor_parallel: 0 is no parallel size; give at least 1"]
+
+
+def test_a_group_of_one_is_refused_because_it_has_no_baseline() -> None:
+    config = TrainConfig()
+    config.algorithm.group_size = 1
+    (found,) = texts(config)
+    assert found.startswith("algorithm.group_size: 1 leaves a rollout nothing to be compared with")
+
+
+def test_the_experts_mesh_has_to_divide_the_ranks_as_well() -> None:
+    config = TrainConfig()
+    config.trainer.ranks = 4
+    config.trainer.tensor_parallel = 2
+    config.trainer.expert_parallel = 4
+    config.trainer.expert_tensor_parallel = 2
+    (found,) = texts(config)
+    assert "4 is no multiple of 8, the ranks of one copy of the experts" in found
+    assert "expert_tensor_parallel 2 x expert_parallel 4 x pipeline_parallel 1" in found
+
+
+def test_rollouts_that_do_not_split_evenly_get_the_next_number_of_prompts_that_does() -> None:
+    config = TrainConfig()
+    config.trainer.ranks = 3
+    config.algorithm.minibatches = 4
+    (found,) = texts(config)
+    assert "32 prompts x group_size 8 = 256 rollouts cannot be split evenly into 4 minibatches" in found
+    assert "give 33 prompts" in found
+    config.algorithm.prompts_per_step = 33  # 264 rollouts, 22 for each of 12 parts
+    config.trainer.micro_batch_size = 11
+    assert texts(config) == []
+
+
+def test_a_micro_batch_that_does_not_divide_its_share_gets_the_largest_that_does() -> None:
+    config = TrainConfig()
+    config.trainer.micro_batch_size = 12
+    (found,) = texts(config)
+    assert "12 does not divide the 256 rollouts" in found
+    assert found.endswith("give 8")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "off"), [("dynamic_sampling", True, "false"), ("overlong_buffer", 2, "0")]
+)
+def test_keys_of_dapo_are_refused_with_grpo(key: str, value: object, off: str) -> None:
+    config = TrainConfig()
+    setattr(config.algorithm, key, value)
+    (found,) = texts(config)
+    assert found.endswith(f"set algorithm.name=dapo or algorithm.{key}={off}")
+    config.algorithm.name = "dapo"
+    assert texts(config) == []
+
+
+def test_a_penalty_zone_longer_than_the_completions_is_refused() -> None:
+    config = TrainConfig()
+    config.algorithm.name = "dapo"
+    config.algorithm.overlong_buffer = 5
+    (found,) = texts(config)
+    assert found.startswith("algorithm.overlong_buffer: 5 is longer than generation.max_new_tokens 4")
+
+
+def test_vllm_has_to_take_the_longest_prompt_and_completion() -> None:
+    config = TrainConfig()
+    config.generation.vllm.max_model_len = 19
+    assert texts(config) == []  # the transformers engine does not read it
+    config.generation.backend = "vllm"
+    (found,) = texts(config)
+    assert "19 is less than data.max_prompt_tokens + generation.max_new_tokens = 20" in found
+
+
+def test_the_refit_configurations_own_violations_are_reported_under_their_key(violations) -> None:
+    (found,) = violations("policy.refit.verify=always")
+    assert found.startswith("policy.refit.verify: 'always' is not one of off, sampled, full")
+    assert found.endswith("[override 'policy.refit.verify=always']")
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "my.rewards.score", "my.rewards:score"])
+def test_a_reward_is_bundled_or_a_dotted_path(violations, name: str) -> None:
+    assert violations(f"reward.function='{name}'") == ()
+
+
+def test_a_reward_that_is_neither_is_refused(violations) -> None:
+    (found,) = violations("reward.function=arithmetik")
+    assert "names no function; give arithmetic, package.module.function" in found
+
+
+DENSE = {
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 6,
+    "vocab_size": 1000,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+}
+MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 48}
+
+
+def layout(**sizes: int) -> TrainConfig:
+    config = TrainConfig()
+    for name, size in sizes.items():
+        setattr(config.trainer, name, size)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("sizes", "key", "name"),
+    [
+        ({"tensor_parallel": 32}, "trainer.tensor_parallel", "num_attention_heads 16"),
+        ({"tensor_parallel": 16}, "trainer.tensor_parallel", "vocab_size 1000"),
+        ({"tensor_parallel": 6}, "trainer.tensor_parallel", "num_key_value_heads 4"),
+        ({"pipeline_parallel": 4}, "trainer.pipeline_parallel", "num_hidden_layers 6"),
+        ({"expert_parallel": 2}, "trainer.expert_parallel", "(qwen3) has no experts"),
+        ({"expert_tensor_parallel": 2}, "trainer.expert_tensor_parallel", "(qwen3) has no experts"),
+    ],
+)
+def test_a_layout_that_the_dense_model_cannot_take_names_its_size(sizes, key: str, name: str) -> None:
+    assert any(
+        text.startswith(f"{key}: ") and name in text for text in model_violations(layout(**sizes), DENSE)
+    )
+
+
+def test_more_tensor_parallel_ranks_than_query_groups_replicate_them() -> None:
+    assert model_violations(layout(tensor_parallel=8), DENSE) == []
+
+
+def test_experts_divide_by_their_own_parallel_sizes_only() -> None:
+    assert model_violations(layout(expert_parallel=4, expert_tensor_parallel=3), MOE) == []
+    (found,) = model_violations(layout(expert_parallel=3), MOE)
+    assert found == (
+        "trainer.expert_parallel: 3 does not divide the model's experts (num_experts 8); give a divisor of 8"
+    )
+
+
+def test_transformers_engines_cannot_replicate_kv_heads_and_vllm_can() -> None:
+    config = TrainConfig()
+    config.generation.tensor_parallel = 8
+    (found,) = model_violations(config, DENSE)
+    assert found.startswith("generation.tensor_parallel: 8 does not divide the model's KV heads")
+    config.generation.backend = "vllm"
+    assert model_violations(config, DENSE) == []
+
+
+def test_prompts_and_completions_beyond_the_models_positions_are_refused() -> None:
+    config = TrainConfig()
+    config.generation.max_new_tokens = 60
+    (found,) = model_violations(config, DENSE)
+    assert "reach 76 tokens, more than the model's 64 positions" in found
+    assert found.endswith("shorten either by 12")
+
+
+def test_a_multimodal_models_language_part_is_read() -> None:
+    assert model_violations(layout(pipeline_parallel=4), {"model_type": "vlm", "text_config": DENSE})
+
+
+def test_transformers_configurations_are_read_like_their_json() -> None:
+    from transformers import Qwen3Config
+
+    (found,) = model_violations(layout(pipeline_parallel=4), Qwen3Config(num_hidden_layers=6, vocab_size=64))
+    assert "num_hidden_layers 6" in found
+
+
+def test_a_local_model_is_checked_while_the_recipe_is_read(violations, tmp_path: Path) -> None:
+    (found,) = violations(f"model.path={tmp_path}")
+    assert found.startswith(f"model.path: there is no {tmp_path}/config.json")
+    (tmp_path / "config.json").write_text(json.dumps({**DENSE, "num_attention_heads": 3}))
+    (found,) = violations(f"model.path={tmp_path}")
+    assert found.startswith("trainer.tensor_parallel: 2 does not divide the model's attention heads")
+    (tmp_path / "config.json").write_text("{")
+    (found,) = violations(f"model.path={tmp_path}")
+    assert "config.json is not JSON" in found
+
+
+def test_an_unknown_bundled_model_lists_the_ones_that_are_there(violations) -> None:
+    (found,) = violations("model.path='tiny:llama'")
+    assert "is no bundled model; give one of tiny:qwen3, " in found
+
+
+def test_data_files_that_are_not_there_are_both_named(violations, tmp_path: Path) -> None:
+    found = violations(f"data.train={tmp_path}/a.jsonl", f"data.validation={tmp_path}/b.parquet")
+    assert [
+        f"there is no file {tmp_path}/{name}" in text for name, text in zip(("a", "b"), found, strict=True)
+    ]
+    assert violations("data.train=openai/gsm8k") == ()  # a data set of the hub, not a file
+
+
+def test_ranks_have_to_fit_a_local_machines_gpus_and_not_a_clusters() -> None:
+    config = layout(ranks=6)
+    config.generation.replicas = 3
+    (found,) = gpu_violations(config, gpus=8)
+    assert "6 trainer and 3 generation ranks take a GPU each, 9 in all, and this machine has 8" in found.text
+    assert list(gpu_violations(config, gpus=9)) == []
+    assert list(gpu_violations(config, gpus=0)) == []  # ranks run on CPUs
+    config.ray.address = "auto"
+    assert list(gpu_violations(config, gpus=8)) == []
