@@ -1,0 +1,223 @@
+"""Rules of the vLLM destination on small modules: routes of whole modules, completeness, derived state."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from vllm import _custom_ops
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+from vllm.platforms import current_platform
+
+from rlrefit.integration.errors import PlanError, RefitMismatch
+from rlrefit.workers.vllm import plugin
+from rlrefit.workers.vllm.derived import refresh_absorbed_projections
+from rlrefit.workers.vllm.destination import _check_complete, _owners, _spread_over_modules
+from rlrefit.workers.vllm.layouts import ModuleLayout, module_layout
+from rlrefit.workers.vllm.trace import LoaderTrace, trace_loader
+
+BF16 = torch.bfloat16
+SHAPES = {"q": (4, 6), "k": (2, 6), "o": (6, 4), "norm": (6,)}
+DIRECT, PACKED = ModuleLayout(True, False), ModuleLayout(False, True, "layer attn.qkv: packed")
+
+
+class _Linear(nn.Module):
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, columns, dtype=BF16, device="meta"), requires_grad=False)
+
+
+class _Model(nn.Module):
+    """Fused q and k, an output projection and a norm, with a loader that may compute with one of them."""
+
+    def __init__(self, computed: str = "") -> None:
+        super().__init__()
+        self.attn = nn.ModuleDict({"qkv": _Linear(6, 6), "o": _Linear(6, 4)})
+        self.norm = nn.RMSNorm(6, dtype=BF16, device="meta")
+        self.computed = computed
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            value = tensor * 2 if name == self.computed else tensor
+            if name in ("q", "k"):
+                self.attn["qkv"].weight.data[slice(0, 4) if name == "q" else slice(4, 6)].copy_(value)
+            else:
+                (self.attn["o"] if name == "o" else self.norm).weight.data.copy_(value)
+
+
+def _traced(model: _Model, *names: str) -> LoaderTrace:
+    manifest = [(name, SHAPES[name], BF16) for name in names or SHAPES]
+    return trace_loader(model.load_weights, dict(model.named_parameters()), manifest)
+
+
+def _layouts(**changed: ModuleLayout) -> dict[str, ModuleLayout]:
+    return {"attn.qkv": DIRECT, "attn.o": DIRECT, "norm": DIRECT} | {
+        name.replace("_", "."): layout for name, layout in changed.items()
+    }
+
+
+def test_one_misc_tensor_takes_its_whole_module_and_no_other():
+    model = _Model(computed="q")
+    reasons = _spread_over_modules(_traced(model), _owners(model), _layouts())
+    assert set(reasons) == {"q", "k"}
+    assert "mul" in reasons["q"]
+    assert "q takes the misc path" in reasons["k"]
+
+
+def test_a_module_that_may_not_be_written_directly_sends_all_its_tensors_to_misc():
+    model = _Model()
+    reasons = _spread_over_modules(_traced(model), _owners(model), _layouts(attn_qkv=PACKED))
+    assert reasons == {"q": "layer attn.qkv: packed", "k": "layer attn.qkv: packed"}
+
+
+def test_tied_parameters_belong_to_every_module_that_holds_them():
+    model = _Model()
+    model.head = _Linear(6, 6)
+    model.head.weight = model.attn["qkv"].weight
+    owners = _owners(model)
+    assert owners["attn.qkv.weight"] == {"attn.qkv", "head"}
+    packed_head = _layouts() | {"head": ModuleLayout(False, True, "layer head: packed")}
+    assert set(_spread_over_modules(_traced(model), owners, packed_head)) == {"q", "k"}
+
+
+def test_a_manifest_that_leaves_rows_of_a_parameter_stale_is_a_plan_error():
+    model = _Model()
+    with pytest.raises(PlanError, match=r"12 elements of attn\.qkv\.weight") as caught:
+        _check_complete(
+            _traced(model, "q", "o", "norm"),
+            _owners(model),
+            _layouts(),
+            model,
+            set(dict(model.named_parameters())),
+        )
+    assert caught.value.parameter == "attn.qkv.weight"
+
+
+def test_a_whole_manifest_and_a_parameter_on_the_misc_path_are_complete():
+    for model, layouts in (
+        (_Model(), _layouts()),
+        (_Model("q"), _layouts()),
+        (_Model(), _layouts(attn_qkv=PACKED)),
+    ):
+        names = set(dict(model.named_parameters()))
+        _check_complete(_traced(model), _owners(model), layouts, model, names)
+
+
+def test_a_tensor_that_the_engine_does_not_know_is_a_mismatch_before_anything_is_written():
+    model = _Model()
+    with pytest.raises(RefitMismatch, match="the engine's loader rejects"):
+        trace_loader(model.load_weights, dict(model.named_parameters()), [("q", (5, 7), BF16)])
+
+
+def test_norms_are_direct_and_unknown_modules_are_not():
+    assert module_layout("norm", nn.RMSNorm(6), nn.RMSNorm(6, device="meta")) == DIRECT
+    layout = module_layout("conv", nn.Conv1d(2, 2, 1), nn.Conv1d(2, 2, 1, device="meta"))
+    assert not layout.direct
+    assert not layout.reload
+    assert "Conv1d is not among" in layout.reason
+
+
+@pytest.mark.parametrize(
+    ("live", "word"),
+    [
+        (torch.empty(0, dtype=BF16), "shape"),
+        (torch.empty(6, 4, dtype=torch.float8_e4m3fn), "dtype"),
+        (torch.empty(4, 6, dtype=BF16).t(), "strides"),
+    ],
+)
+def test_a_parameter_that_processing_replaced_needs_the_reload_and_says_what_changed(live, word):
+    module = _Linear(6, 4)
+    module.weight = nn.Parameter(live, requires_grad=False)
+    layout = module_layout("layer", module, _Linear(6, 4))
+    assert not layout.direct
+    assert layout.reload
+    assert f"changed the {word} of weight" in layout.reason
+
+
+def test_a_parameter_that_lost_its_loader_needs_the_reload():
+    fresh = _Linear(6, 4)
+    fresh.weight.weight_loader = lambda param, loaded: None
+    layout = module_layout("layer", _Linear(6, 4), fresh)
+    assert layout.reload
+    assert "lost its weight loader" in layout.reason
+
+
+def test_a_quantized_linear_layer_is_never_written_directly():
+    module = _Linear(6, 4)
+    module.quant_method = Fp8LinearMethod.__new__(Fp8LinearMethod)
+    layout = module_layout("layer", module, _Linear(6, 4))
+    assert not layout.direct
+    assert layout.reload
+    assert "process_weights_after_loading of Fp8LinearMethod may rewrite the layout" in layout.reason
+
+
+@pytest.mark.parametrize("backend", list(UnquantizedMoeBackend))
+def test_experts_are_direct_only_for_backends_that_keep_the_loaders_layout(backend):
+    method = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
+    nn.Module.__init__(method)
+    method.unquantized_backend, method.cpu_fused_moe = backend, object()
+    module = _Linear(6, 4)
+    module.quant_method = method
+    layout = module_layout("experts", module, _Linear(6, 4))
+    assert layout.direct == (backend in (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON))
+    assert layout.direct or "experts" in layout.reason
+
+
+class _LatentAttention(nn.Module):
+    """What refresh_absorbed_projections touches of MLAAttention, with its post-load step for 16-bit weights."""
+
+    def __init__(self, weight_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.kv_b_proj = nn.Linear(3, 8, bias=False, dtype=weight_dtype)
+        for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
+            self.register_buffer(name, torch.tensor(1.0))
+            setattr(self, f"{name}_float", 1.0)
+        self.process_weights_after_loading(BF16)
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        weight = self.kv_b_proj.weight.detach().to(dtype).T.view(3, 2, 4)
+        key, value = weight.split([2, 2], dim=-1)
+        self.W_UV, self.W_UK_T = value.transpose(0, 1), key.permute(1, 2, 0)
+        self._k_scale.fill_(1.0)
+        self._k_scale_float = 1.0
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_absorbed_projections_follow_new_weights_without_moving(weight_dtype):
+    layer = _LatentAttention(weight_dtype)
+    addresses = (layer.W_UV.data_ptr(), layer.W_UK_T.data_ptr())
+    layer._k_scale.fill_(0.5)
+    layer._k_scale_float = 0.5
+    with torch.no_grad():
+        layer.kv_b_proj.weight.normal_()
+        refresh_absorbed_projections(layer, BF16)
+    assert (layer.W_UV.data_ptr(), layer.W_UK_T.data_ptr()) == addresses
+    expected = layer.kv_b_proj.weight.detach().to(BF16).T.view(3, 2, 4)
+    assert torch.equal(layer.W_UV, expected[..., 2:].transpose(0, 1))
+    assert torch.equal(layer.W_UK_T, expected[..., :2].permute(1, 2, 0))
+    assert layer._k_scale.item() == layer._k_scale_float == 0.5
+
+
+def test_the_plug_in_keeps_plain_linear_weights_on_the_cpu_and_says_it_once(monkeypatch, caplog):
+    if not current_platform.is_cpu():
+        pytest.fail("these tests need vLLM's CPU build")
+    monkeypatch.setattr(_custom_ops, "_supports_onednn", True)
+    with caplog.at_level(logging.INFO, logger=plugin.logger.name):
+        plugin.register()
+        plugin.register()
+    assert _custom_ops._supports_onednn is False
+    assert len(caplog.records) == 1
+
+
+def test_without_the_plug_in_linear_weights_on_the_cpu_are_not_direct(monkeypatch):
+    module = _Linear(6, 4)
+    module.quant_method = UnquantizedLinearMethod()
+    monkeypatch.setattr(_custom_ops, "_supports_onednn", True)
+    assert "oneDNN" in module_layout("layer", module, _Linear(6, 4)).reason
+    monkeypatch.setattr(_custom_ops, "_supports_onednn", False)
+    assert module_layout("layer", module, _Linear(6, 4)) == DIRECT
