@@ -7,6 +7,7 @@ every wait also watches for the abort that a failing rank leaves, so one failure
 from __future__ import annotations
 
 import json
+import logging
 import time
 import zlib
 from dataclasses import asdict, dataclass
@@ -18,6 +19,8 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from .errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
 from .world import RefitWorld
+
+logger = logging.getLogger(__name__)
 
 # Pauses between looks at the store, in seconds: short at first, since peers are mostly close behind.
 # (The store's own wait would block, and log a warning each time it runs out.)
@@ -161,7 +164,11 @@ class Channel:
 
     def abort(self, reason: str) -> None:
         """Tell all ranks that this one gives up, so that none waits for it."""
-        self.store.set(_ABORT, _pack({"rank": self.world.rank, "reason": reason}))
+        try:
+            self.store.set(_ABORT, _pack({"rank": self.world.rank, "reason": reason}))
+        except (DistNetworkError, DistStoreError) as error:
+            # The ranks that could read it lose the same store; the caller's own error matters more.
+            logger.warning("could not tell the other ranks that this one gives up: %s", error)
 
     def check_abort(self, stage: str) -> None:
         """Raise PeerLost if a rank has given up."""
