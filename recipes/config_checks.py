@@ -148,26 +148,17 @@ def _batches(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     if bad.intersection(keys) or trainer.ranks % dense:
         return
     data_parallel = trainer.ranks // dense
-    rollouts = algorithm.prompts_per_step * algorithm.group_size
-    parts = data_parallel * algorithm.minibatches
-    if rollouts % parts:
-        unit = parts // math.gcd(parts, algorithm.group_size)
-        yield Violation(
-            keys,
-            f"algorithm.prompts_per_step: {algorithm.prompts_per_step} prompts x group_size {algorithm.group_size} = "
-            f"{rollouts} rollouts cannot be split evenly into {algorithm.minibatches} minibatches on {data_parallel} "
-            f"data-parallel ranks; give {-(-algorithm.prompts_per_step // unit) * unit} prompts, or other minibatches",
-        )
+    prompts, group, minibatches = algorithm.prompts_per_step, algorithm.group_size, algorithm.minibatches
+    if prompts % minibatches == 0 and prompts // minibatches * group % data_parallel == 0:
         return
-    share, micro = rollouts // parts, trainer.micro_batch_size
-    key = "trainer.micro_batch_size"
-    if key not in bad and share % micro:
-        fitting = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
-        yield Violation(
-            (key, *keys),
-            f"{key}: {micro} does not divide the {share} rollouts that a data-parallel rank has in one minibatch; "
-            f"give {fitting}",
-        )
+    # A minibatch has whole groups, and every data-parallel rank the same number of its rollouts.
+    unit = minibatches * (data_parallel // math.gcd(data_parallel, group))
+    yield Violation(
+        keys,
+        f"algorithm.prompts_per_step: {prompts} prompts in groups of {group} rollouts cannot be split evenly into "
+        f"{minibatches} minibatches of whole groups on {data_parallel} data-parallel ranks; give "
+        f"{-(-prompts // unit) * unit} prompts, or other algorithm.minibatches",
+    )
 
 
 def _schedule(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:

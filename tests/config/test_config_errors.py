@@ -114,9 +114,9 @@ def test_an_index_into_a_list_that_is_too_short_cannot_be_applied(violations) ->
 
 
 def test_a_refused_value_does_not_blame_its_default(violations) -> None:
-    # With the default of 8 rollouts per micro-batch in place of 'many', nothing else may be reported.
-    (found,) = violations("trainer.micro_batch_size=many", "algorithm.prompts_per_step=3")
-    assert found.startswith("trainer.micro_batch_size: 'many'")
+    # The default of 1 rank is no multiple of 4, but nobody asked for 1 rank.
+    (found,) = violations("trainer.ranks=many", "trainer.tensor_parallel=4")
+    assert found.startswith("trainer.ranks: 'many'")
 
 
 def test_a_mistyped_recipe_suggests_the_bundled_one() -> None:

@@ -58,19 +58,21 @@ def test_rollouts_that_do_not_split_evenly_get_the_next_number_of_prompts_that_d
     config.trainer.ranks = 3
     config.algorithm.minibatches = 4
     (found,) = texts(config)
-    assert "32 prompts x group_size 8 = 256 rollouts cannot be split evenly into 4 minibatches" in found
-    assert "give 33 prompts" in found
-    config.algorithm.prompts_per_step = 33  # 264 rollouts, 22 for each of 12 parts
-    config.trainer.micro_batch_size = 11
+    assert (
+        "32 prompts in groups of 8 rollouts cannot be split evenly into 4 minibatches of whole groups"
+        in found
+    )
+    assert "give 36 prompts" in found
+    config.algorithm.prompts_per_step = 36  # 9 groups, so 72 rollouts, in a minibatch: 24 for each rank
     assert texts(config) == []
 
 
-def test_a_micro_batch_that_does_not_divide_its_share_gets_the_largest_that_does() -> None:
+def test_a_minibatch_has_whole_groups_even_where_single_rollouts_would_split() -> None:
     config = TrainConfig()
-    config.trainer.micro_batch_size = 12
+    config.algorithm.prompts_per_step = 6
+    config.algorithm.minibatches = 4  # 48 rollouts would be 12 each, one and a half groups
     (found,) = texts(config)
-    assert "12 does not divide the 256 rollouts" in found
-    assert found.endswith("give 8")
+    assert "give 8 prompts" in found
 
 
 @pytest.mark.parametrize(
