@@ -102,7 +102,7 @@ def policy_loss(
 
     Sources: PPO's clip (arXiv 1707.06347, eq. 7); GRPO (arXiv 2402.03300, eq. 3 and 4); clip-higher and
     token-level loss of DAPO (arXiv 2503.14476). ``w = min(exp(old_logprobs - rollout_logprobs), tis_cap)``,
-    without gradient, is truncated importance sampling (Ionides 2008) between the engine that sampled and
+    without gradient, is truncated importance sampling (Ionides 2008, and Yao et al. 2025 for this use) between the engine that sampled and
     the trainer's policy before the update; 1 if ``tis_cap`` is None.
 
     Args:
@@ -136,14 +136,13 @@ def policy_loss(
     ratio = torch.exp(logp - old)
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     per_token = torch.maximum(-ratio * advantage, -clipped * advantage)
-    with torch.no_grad():
-        sums = {
-            "tokens": selected,
-            "ratio": ratio,
-            "policy_kl": k3(old, logp),
-            "clip_high": (advantage > 0) & (ratio > 1 + config.clip_high),
-            "clip_low": (advantage < 0) & (ratio < 1 - config.clip_low),
-        }
+    sums = {
+        "tokens": selected,
+        "ratio": ratio,
+        "policy_kl": k3(old, logp.detach()),
+        "clip_high": (advantage > 0) & (ratio > 1 + config.clip_high),
+        "clip_low": (advantage < 0) & (ratio < 1 - config.clip_low),
+    }
     if config.tis_cap is not None and rollout_logprobs is not None:
         importance = torch.exp(old - torch.where(selected, rollout_logprobs, 0.0)).detach()
         per_token = per_token * importance.clamp(max=config.tis_cap)
@@ -151,14 +150,16 @@ def policy_loss(
         sums["tis_capped"] = importance > config.tis_cap
     if ref_logprobs is not None:
         penalty = k3(logp, torch.where(selected, ref_logprobs, 0.0).detach())
-        sums["ref_kl"] = penalty.detach()
+        sums["ref_kl"] = penalty
         if config.kl_coef:
             per_token = per_token + config.kl_coef * penalty
 
     per_token = torch.where(selected, per_token, 0.0)
     if config.aggregation == "sequence":
         per_token = per_token / selected.sum(dim=-1, keepdim=True).clamp(min=1)
-    metrics = {name: torch.where(selected, value.double(), 0.0).sum() for name, value in sums.items()}
+    metrics = {
+        name: torch.where(selected, value.detach().double(), 0.0).sum() for name, value in sums.items()
+    }
     return per_token.sum() / normalizer, metrics
 
 

@@ -7,6 +7,7 @@ with a path such as ``tiny:qwen3``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import hashlib
 import json
@@ -77,7 +78,10 @@ def make_checkpoint(kind: str, folder: str | os.PathLike[str], seed: int = 0) ->
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         _write(kind, aside, seed)
-        aside.chmod(0o755)  # mkdtemp's 0700 would shut out engines of another user
+        # mkdtemp and safetensors write for the owner alone, which would shut out engines of another user.
+        aside.chmod(0o755)
+        for file in aside.iterdir():
+            file.chmod(0o644)
         aside.rename(folder)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
@@ -108,10 +112,9 @@ def resolve_model_path(path: str, cache_root: str | os.PathLike[str]) -> str:
     identity = json.dumps(KINDS[kind], sort_keys=True).encode() + TOKENIZER_FILE.read_bytes()
     folder = Path(cache_root) / f"tiny-{kind}-{hashlib.sha256(identity).hexdigest()[:8]}"
     if not folder.exists():
-        try:
+        # Another process may win the race; its checkpoint is equal.
+        with contextlib.suppress(FileExistsError):
             make_checkpoint(kind, folder)
-        except FileExistsError:
-            pass  # another process won the race with an equal checkpoint
     return str(folder)
 
 
