@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from rlrefit.integration.errors import PlanError, RefitMismatch
 from rlrefit.workers.vllm import plugin
 from rlrefit.workers.vllm.derived import refresh_absorbed_projections
 from rlrefit.workers.vllm.destination import _check_complete, _owners, _spread_over_modules
+from rlrefit.workers.vllm.extension import VllmRefitExtension
 from rlrefit.workers.vllm.layouts import ModuleLayout, module_layout
 from rlrefit.workers.vllm.trace import LoaderTrace, trace_loader
 
@@ -221,3 +223,12 @@ def test_without_the_plug_in_linear_weights_on_the_cpu_are_not_direct(monkeypatc
     assert "oneDNN" in module_layout("layer", module, _Linear(6, 4)).reason
     monkeypatch.setattr(_custom_ops, "_supports_onednn", False)
     assert module_layout("layer", module, _Linear(6, 4)) == DIRECT
+
+
+def test_asking_for_an_unknown_parameter_names_it():
+    extension = VllmRefitExtension()
+    extension.model_runner = SimpleNamespace(get_model=lambda: nn.Linear(2, 3))
+    assert extension.refit_parameter_bytes(["bias"]).keys() == {"bias"}
+    assert extension.refit_parameter_digests().keys() == {"weight", "bias"}
+    with pytest.raises(KeyError, match="no parameter nonsense"):
+        extension.refit_parameter_bytes(["nonsense"])

@@ -7,13 +7,12 @@ because only views and plain copies can be replayed as a transfer of bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
 
@@ -134,7 +133,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        recorded = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, RecordingTensor)]
+        recorded = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, RecordingTensor)]
         if not recorded:
             self._watch_plain(func, args, kwargs)
             return func(*args, **kwargs)
@@ -216,13 +215,33 @@ def _region_of(tensor: torch.Tensor, *, base_offset: int) -> StridedRegion:
 
 
 def _unwrapped(tree: Any) -> Any:
-    return tree_map(lambda leaf: leaf.inner if isinstance(leaf, RecordingTensor) else leaf, tree)
+    return _mapped(lambda leaf: leaf.inner if isinstance(leaf, RecordingTensor) else leaf, tree)
 
 
 def _wrapped(tree: Any, tensors: frozenset[str]) -> Any:
-    return tree_map(
+    return _mapped(
         lambda leaf: RecordingTensor(leaf, tensors) if isinstance(leaf, torch.Tensor) else leaf, tree
     )
+
+
+# The arguments of an operator nest lists, tuples and one dictionary only; torch's general tree functions
+# took half of the time of a trace of 20,000 tensors.
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _leaves(item)
+    elif isinstance(tree, dict):
+        yield from _leaves(tuple(tree.values()))
+    else:
+        yield tree
+
+
+def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_mapped(function, item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _mapped(function, item) for key, item in tree.items()}
+    return function(tree)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -234,7 +253,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         found += [
             leaf
-            for leaf in tree_flatten(value)[0]
+            for leaf in _leaves(value)
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, RecordingTensor)
         ]
     return found
