@@ -46,7 +46,9 @@ def policy_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> PolicyBatch:
     return PolicyBatch(input_ids, mask, rollout_logprobs=rollout_logprobs)
 
 
-def minibatches(batch: PolicyBatch, count: int, group_size: int, generator: torch.Generator) -> list[PolicyBatch]:
+def minibatches(
+    batch: PolicyBatch, count: int, group_size: int, generator: torch.Generator
+) -> list[PolicyBatch]:
     """Cut a batch into ``count`` parts of whole groups, in random order if there are several.
 
     Raises:
@@ -54,7 +56,9 @@ def minibatches(batch: PolicyBatch, count: int, group_size: int, generator: torc
     """
     groups = batch.input_ids.shape[0] // group_size
     if groups % count:
-        raise ValueError(f"{groups} groups can't be cut into {count} minibatches; change algorithm.minibatches")
+        raise ValueError(
+            f"{groups} groups can't be cut into {count} minibatches; change algorithm.minibatches"
+        )
     if count == 1:
         return [batch]
     order = torch.randperm(groups, generator=generator).reshape(count, -1)

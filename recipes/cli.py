@@ -16,7 +16,9 @@ FAILED, MISCONFIGURED, STOPPED = 1, 2, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="rlrefit", description="Shard-to-shard weight refit for RL post-training.")
+    parser = argparse.ArgumentParser(
+        prog="rlrefit", description="Shard-to-shard weight refit for RL post-training."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser(
         "train",

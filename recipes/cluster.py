@@ -47,10 +47,10 @@ def ray_cluster(config: RayConfig, ranks: int) -> Iterator[None]:
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 log_to_driver=False,
-                logging_level=logging.WARNING,
+                logging_level=logging.ERROR,
             )
         else:
-            ray.init(address=config.address, log_to_driver=False, logging_level=logging.WARNING)
+            ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, OSError) as error:
         where = config.address or "on this machine"
         raise RunError(
@@ -115,7 +115,9 @@ class ActorGroup:
             for rank, actor in enumerate(self.actors)
         ]
 
-    def submit_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[str, ray.ObjectRef]]:
+    def submit_each(
+        self, method: str, arguments: Sequence[tuple[Any, ...]]
+    ) -> list[tuple[str, ray.ObjectRef]]:
         """Call a method with other arguments on each actor."""
         return [
             (f"{self.name} rank {rank}", getattr(actor, method).remote(*args))

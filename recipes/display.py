@@ -6,21 +6,28 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 _COLUMNS = (
     ("step", "{step}"),
     ("reward", "{reward/mean:.3f}"),
     ("val", "{val/reward:.3f}"),
-    ("gen. KL", "{generation_kl:.1e}"),
-    ("loss", "{loss:+.4f}"),
+    ("gen. KL", "{generation_kl:.0e}"),
+    ("loss", "{loss:+.3f}"),
     ("step s", "{time/step:.2f}"),
-    ("refit s", "{time/refit:.2f}"),
-    ("generate s", "{time/generate:.2f}"),
-    ("train s", "{time/train:.2f}"),
+    ("refit", "{time/refit:.2f}"),
+    ("gen.", "{time/generate:.2f}"),
+    ("train", "{time/train:.2f}"),
     ("bulk MB", "{mb_bulk:.2f}"),
-    ("misc MB", "{mb_misc:.3f}"),
+    ("misc kB", "{kb_misc:.1f}"),
 )
 # A table of every step would bury the terminal; this many rows tell the course of a run.
 _ROWS = 12
@@ -57,12 +64,14 @@ class RunDisplay:
         self._rows.append(row)
         self._progress.advance(self._task)
         cells = _cells(row)
-        text = "  ".join(f"{name} {cell}" for (name, _), cell in zip(_COLUMNS, cells, strict=True) if cell != "–")
+        text = "  ".join(
+            f"{name} {cell}" for (name, _), cell in zip(_COLUMNS, cells, strict=True) if cell != "-"
+        )
         self.console.print(text, highlight=False, soft_wrap=True)
 
     def table(self, rows: list[dict[str, Any]], title: str) -> Table:
         """The course of the run in a dozen rows."""
-        table = Table(title=title)
+        table = Table(title=title, padding=(0, 0, 0, 1))
         for name, _ in _COLUMNS:
             table.add_column(name, justify="right")
         stride = max(1, -(-len(rows) // _ROWS))
@@ -75,11 +84,11 @@ class RunDisplay:
 def _cells(row: dict[str, Any]) -> list[str]:
     values = dict(row)
     values["mb_bulk"] = row["refit/bytes_bulk"] / 1e6 if "refit/bytes_bulk" in row else None
-    values["mb_misc"] = row["refit/bytes_misc"] / 1e6 if "refit/bytes_misc" in row else None
+    values["kb_misc"] = row["refit/bytes_misc"] / 1e3 if "refit/bytes_misc" in row else None
     return [_cell(template, values) for _, template in _COLUMNS]
 
 
 def _cell(template: str, values: dict[str, Any]) -> str:
     key = template[1:-1].partition(":")[0]
     # format_map would read "a/b" as a key too, but an absent or empty value has to show as a dash.
-    return "–" if values.get(key) is None else template.format_map(values)
+    return "-" if values.get(key) is None else template.format_map(values)

@@ -119,7 +119,7 @@ class ExperienceCollector:
         scores = [self._score(p, c) for p, c in zip(repeated, completions, strict=True)]
         shaped = self._shape(scores, completions)
         rollouts = [
-            Rollout(prompt.token_ids, completion, reward, score)
+            Rollout(list(prompt.token_ids), completion, reward, score)
             for prompt, completion, reward, score in zip(repeated, completions, shaped, scores, strict=True)
         ]
         return [rollouts[i : i + size] for i in range(0, len(rollouts), size)]

@@ -64,6 +64,7 @@ def join_worlds(group: ActorGroup, size: int, timeout_s: float, *, always: bool)
         raise RunError(f"{len(group)} {group.name} ranks can't be cut into worlds of {size}")
     addresses = group.call("address")
     arguments = [
-        (rank % size, size, *addresses[rank - rank % size], timeout_s, always or size > 1) for rank in range(len(group))
+        (rank % size, size, *addresses[rank - rank % size], timeout_s, always or size > 1)
+        for rank in range(len(group))
     ]
     gather(group.submit_each("join", arguments), timeout_s)

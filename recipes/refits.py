@@ -25,7 +25,9 @@ class Refits:
         records: JSON-lines file for the record of every refit and rank.
     """
 
-    def __init__(self, config: TrainConfig, trainers: TrainerGroup, engines: RolloutGroup, records: Path) -> None:
+    def __init__(
+        self, config: TrainConfig, trainers: TrainerGroup, engines: RolloutGroup, records: Path
+    ) -> None:
         self._trainers = trainers
         self._engines = engines
         self._records = records

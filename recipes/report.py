@@ -29,7 +29,9 @@ def write_report(rows: Rows, path: Path, title: str) -> None:
     _rewards(axes[0, 0], rows)
     _divergence(axes[0, 1], rows)
     _stages(axes[1, 0], rows, "time/", _STEP_STAGES, "Step time by stage")
-    refit_stages = sorted({key.removeprefix("refit/time/") for row in rows for key in row if "refit/time/" in key})
+    refit_stages = sorted(
+        {key.removeprefix("refit/time/") for row in rows for key in row if "refit/time/" in key}
+    )
     _stages(axes[1, 1], rows, "refit/time/", refit_stages, "Refit time by stage (slowest rank)")
     for axis in axes.flat:
         axis.set_xlabel("step")

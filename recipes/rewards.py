@@ -131,7 +131,9 @@ def _import(spec: str) -> Reward:
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        what = "has no such name" if function is None else f"has a {type(function).__name__} of that name"
+        what = (
+            "has no such name" if function is None else f"has a value of type {type(function).__name__} there"
+        )
         raise RewardError(
             f"reward {spec!r}: module {module_name} ({module.__file__}) {what}; name a function of it"
         )

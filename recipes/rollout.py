@@ -68,7 +68,9 @@ class RolloutGroup(ABC):
         parts = [[list(p) for p in prompts[i * share : (i + 1) * share]] for i in range(self._replicas)]
         calls: list[Calls] = [
             # Another seed for each replica, or equal prompts would get equal completions.
-            self._submit_generate(i, part, Sampling(sampling.max_new_tokens, sampling.temperature, sampling.seed + i))
+            self._submit_generate(
+                i, part, Sampling(sampling.max_new_tokens, sampling.temperature, sampling.seed + i)
+            )
             for i, part in enumerate(parts)
             if part
         ]

@@ -24,7 +24,9 @@ class TransformersActor(RankActor):
         self._engine = TransformersEngine(model_path, getattr(torch, dtype), tp_size)
         self._special = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
 
-    def init_refit(self, rendezvous: dict[str, Any], rank: int, config: RefitConfig, engine: str) -> dict[str, Any]:
+    def init_refit(
+        self, rendezvous: dict[str, Any], rank: int, config: RefitConfig, engine: str
+    ) -> dict[str, Any]:
         return self._engine.init_per_pp_refit_comm_group(rendezvous, rank, asdict(config), engine)
 
     def refit(self, engine: str, version: int) -> list[dict[str, Any]]:
@@ -57,7 +59,9 @@ class TransformersRollouts(RolloutGroup):
 
     def submit_init_refit(self, rendezvous: dict[str, Any], first_rank: int, engine: str) -> Calls:
         ranks = range(first_rank, first_rank + self.gen_ranks)
-        return self._group.submit_each("init_refit", [(rendezvous, r, self._refit_config, engine) for r in ranks])
+        return self._group.submit_each(
+            "init_refit", [(rendezvous, r, self._refit_config, engine) for r in ranks]
+        )
 
     def submit_refit(self, engine: str, version: int) -> Calls:
         return self._group.submit("refit", engine, version)
@@ -68,5 +72,6 @@ class TransformersRollouts(RolloutGroup):
     def _submit_generate(self, replica: int, prompts: list[list[int]], sampling: Sampling) -> Calls:
         ranks = range(replica * self._tp, (replica + 1) * self._tp)
         return [
-            (f"generation rank {rank}", self._group.actors[rank].generate.remote(prompts, sampling)) for rank in ranks
+            (f"generation rank {rank}", self._group.actors[rank].generate.remote(prompts, sampling))
+            for rank in ranks
         ]

@@ -24,7 +24,13 @@ class VllmActor:
     """One vLLM engine with all its tensor-parallel workers."""
 
     def build(
-        self, model_path: str, dtype: str, tp_size: int, max_model_len: int, eos_token_id: int, config: VllmConfig
+        self,
+        model_path: str,
+        dtype: str,
+        tp_size: int,
+        max_model_len: int,
+        eos_token_id: int,
+        config: VllmConfig,
     ) -> None:
         if not torch.cuda.is_available():
             os.environ.update(_CPU_ENVIRONMENT)
@@ -116,7 +122,10 @@ class VllmRollouts(RolloutGroup):
     def submit_init_refit(self, rendezvous: dict[str, Any], first_rank: int, engine: str) -> Calls:
         return self._group.submit_each(
             "init_refit",
-            [(rendezvous, first_rank + i * self._tp, self._refit_config, engine) for i in range(self._replicas)],
+            [
+                (rendezvous, first_rank + i * self._tp, self._refit_config, engine)
+                for i in range(self._replicas)
+            ],
         )
 
     def submit_refit(self, engine: str, version: int) -> Calls:

@@ -16,10 +16,9 @@ from rich.console import Console
 from .algorithms.losses import PolicyLossConfig
 from .checkpoint import CheckpointStore
 from .cluster import RunError, gpus_per_rank, ray_cluster
-from .config import ConfigError, model_violations
+from .config import ConfigError, model_violations, resolve_data_path
 from .config_schema import TrainConfig
-from .data.dataset import load_records
-from .data.prompts import PromptDataset, PromptSampler
+from .data.prompts import PromptSampler, load_prompts
 from .display import RunDisplay
 from .experience import ExperienceCollector
 from .loop import TrainingLoop
@@ -110,7 +109,11 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] =
         with _stop_on_interrupt(console) as stop:
             done = loop.run(first_step, stop)
     if metrics.rows:
-        write_report(metrics.rows, folder / "report.png", f"{config.name}: {config.algorithm.name}, {config.model.path}")
+        write_report(
+            metrics.rows,
+            folder / "report.png",
+            f"{config.name}: {config.algorithm.name}, {config.model.path}",
+        )
         console.print(display.table(metrics.rows, f"{config.name}: {len(metrics.rows)} steps"))
         console.print(f"metrics {folder / 'metrics.jsonl'}, picture {folder / 'report.png'}", soft_wrap=True)
     if done < config.algorithm.steps:
@@ -128,10 +131,9 @@ class _Inputs:
         if violations:
             raise ConfigError(config.name, violations)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
-        data = config.data
         self.train, self.validation = (
-            PromptDataset(load_records(source, data.prompt_key, data.answer_key), self.tokenizer, data)
-            for source in (data.train, data.validation)
+            load_prompts(resolve_data_path(source), self.tokenizer, config.data)
+            for source in (config.data.train, config.data.validation)
         )
         self.sampler = PromptSampler(config.seed, len(self.train))
         self.scorer = RewardScorer(load_reward(config.reward.function, config.reward.kwargs))
@@ -169,7 +171,9 @@ def _resume(store: CheckpointStore, wanted: bool, console: Console) -> Any:
     if found.checkpoint is None:
         console.print(f"no checkpoint to resume from in {store.root}; starting at step 1", soft_wrap=True)
     else:
-        console.print(f"resuming after step {found.checkpoint.step} from {found.checkpoint.folder}", soft_wrap=True)
+        console.print(
+            f"resuming after step {found.checkpoint.step} from {found.checkpoint.folder}", soft_wrap=True
+        )
     return found.checkpoint
 
 
@@ -188,7 +192,7 @@ def _headline(config: TrainConfig, model_path: str) -> str:
     return (
         f"[bold]{config.name}[/]: {config.algorithm.name} on {model_path}; trainer {trainer.ranks} ranks "
         f"(TP{trainer.tensor_parallel} PP{trainer.pipeline_parallel} EP{trainer.expert_parallel}), "
-        f"{generation.backend} {generation.replicas} × TP{generation.tensor_parallel}"
+        f"{generation.backend} {generation.replicas} x TP{generation.tensor_parallel}"
     )
 
 

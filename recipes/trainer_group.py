@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 
@@ -31,11 +32,13 @@ class TrainerActor(RankActor):
         """Build the model and load the checkpoint's weights."""
         self._policy = RefittingPolicy(config, refit_config)
 
-    def compute_logprobs(self, batch: PolicyBatch) -> torch.Tensor:
-        return self._policy.compute_logprobs(batch)
+    # Arrays and not tensors go back to the driver: Megatron patches how torch pickles storages, and the
+    # driver would have to import Megatron to read them.
+    def compute_logprobs(self, batch: PolicyBatch) -> np.ndarray:
+        return self._policy.compute_logprobs(batch).numpy()
 
-    def compute_reference_logprobs(self, batch: PolicyBatch) -> torch.Tensor:
-        return self._policy.compute_reference_logprobs(batch)
+    def compute_reference_logprobs(self, batch: PolicyBatch) -> np.ndarray:
+        return self._policy.compute_reference_logprobs(batch).numpy()
 
     def train_step(self, batch: PolicyBatch) -> dict[str, float]:
         return self._policy.train_step(batch)
@@ -78,11 +81,11 @@ class TrainerGroup:
 
     def compute_logprobs(self, batch: PolicyBatch) -> torch.Tensor:
         """``[N, S]`` float32 under the present weights."""
-        return self._group.call("compute_logprobs", batch)[0]
+        return _tensor(self._group.call("compute_logprobs", batch)[0])
 
     def compute_reference_logprobs(self, batch: PolicyBatch) -> torch.Tensor:
         """The same under the reference policy."""
-        return self._group.call("compute_reference_logprobs", batch)[0]
+        return _tensor(self._group.call("compute_reference_logprobs", batch)[0])
 
     def train_step(self, batch: PolicyBatch) -> dict[str, float]:
         """One optimizer step; metrics of the whole batch."""
@@ -101,7 +104,9 @@ class TrainerGroup:
         return gather([("trainer rank 0", call)], self._timeout_s)[0]
 
     def submit_init_refit(self, rendezvous: dict[str, Any], engine: str) -> list[tuple[str, ray.ObjectRef]]:
-        return self._group.submit_each("init_refit", [(rendezvous, rank, engine) for rank in range(self.ranks)])
+        return self._group.submit_each(
+            "init_refit", [(rendezvous, rank, engine) for rank in range(self.ranks)]
+        )
 
     def submit_refit(self, engine: str, version: int) -> list[tuple[str, ray.ObjectRef]]:
         return self._group.submit("refit", engine, version)
@@ -140,3 +145,7 @@ def policy_config(config: TrainConfig, model_path: str, loss: Any) -> PolicyConf
         distributed_optimizer=trainer.distributed_optimizer,
     )
 
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    # Ray's arrays are read-only views of its object store.
+    return torch.from_numpy(array.copy())

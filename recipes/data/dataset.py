@@ -149,11 +149,15 @@ def _json_rows(path: Path) -> Iterator[_Row]:
                 continue
             row: Mapping[str, Any] | str
             try:
-                parsed = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                # Without its end, beyond which a column would count from 1 again.
+                parsed = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError as error:
                 row = f"not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8"
             except json.JSONDecodeError as error:
                 row = f"broken JSON at column {error.colno}: {error.msg}; write one JSON object on the line"
+            # Numbers of thousands of digits, and brackets nested as deep.
+            except (ValueError, RecursionError) as error:
+                row = f"JSON that can't be read ({error}); drop the record or write the value as a string"
             else:
                 wrong = f"a JSON {type(parsed).__name__}, not an object; write one JSON object on the line"
                 row = parsed if isinstance(parsed, dict) else wrong

@@ -86,9 +86,8 @@ class TransformersEngine(DestinationRefitMixin):
         tokens = output.sequences[:, width:].cpu()
         logits = torch.stack(output.logits, dim=1).float() / (temperature if temperature > 0 else 1.0)
         logprobs = torch.log_softmax(logits, dim=-1).cpu().gather(2, tokens.unsqueeze(-1)).squeeze(-1)
-        return [
-            _completion(t, p, eos_token_id) for t, p in zip(tokens.tolist(), logprobs.tolist(), strict=True)
-        ]
+        rows = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        return [_completion(t, p, eos_token_id, self.refit_state.version) for t, p in rows]
 
 
 def _completion(tokens: list[int], logprobs: list[float], eos_token_id: int, version: int) -> Completion:
