@@ -1,0 +1,115 @@
+import math
+
+import pytest
+
+from rlrefit.recipes.data.prompts import Prompt
+from rlrefit.recipes.rewards import RewardError, RewardResult, RewardScorer, arithmetic, load_reward
+
+PROMPT = Prompt("max(3,8)=", (1, 2), "8", "train.jsonl line 7")
+PLUGIN = """
+from rlrefit.recipes.rewards import RewardResult
+
+def length(*, prompt, completion, answer, finished, scale=1.0):
+    return RewardResult(scale * len(completion), {"length": len(completion)})
+
+def positional(prompt, completion, answer, finished):
+    return finished
+
+def too_few(*, prompt, completion):
+    return 0.0
+
+number = 3
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    (tmp_path / "plugin_rewards.py").write_text(PLUGIN)
+    (tmp_path / "plugin_broken.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("completion", "finished", "value"),
+    [
+        ("8", True, 1.2),  # exact 1.0, a number and then the end 0.1, a digit first 0.1
+        ("3", True, 0.2),
+        ("08", True, 0.2),
+        ("8", False, 0.1),
+        ("8=", True, 0.1),
+        ("8 ", True, 0.1),
+        ("=8", True, 0.0),
+        ("", True, 0.0),
+        ("8<reserved_0>", True, 0.1),
+        ("\u0668", True, 0.0),  # a digit, but not a decimal one of ASCII
+    ],
+)
+def test_the_arithmetic_reward_adds_exact_answer_format_and_leading_digit(completion, finished, value):
+    result = arithmetic(prompt="max(3,8)=", completion=completion, answer="8", finished=finished)
+    assert result.value == pytest.approx(value)
+
+
+def test_the_arithmetic_rewards_weights_are_settings():
+    reward = load_reward("arithmetic", {"exact_weight": 2.0, "format_weight": 0.5, "digit_weight": 0.0})
+    result = RewardScorer(reward).score(PROMPT, "8", True)
+    assert result == RewardResult(2.5, {"exact": 1.0, "format": 1.0, "digit": 1.0})
+
+
+@pytest.mark.parametrize("spec", ["plugin_rewards:length", "plugin_rewards.length"])
+def test_a_plug_in_is_loaded_by_its_path_and_gets_its_settings(plugin, spec):
+    scorer = RewardScorer(load_reward(spec, {"scale": 0.5}))
+    assert scorer(PROMPT, "abc", True) == 1.5
+    assert scorer.score(PROMPT, "abc", True).parts == {"length": 3}
+
+
+def test_a_boolean_is_a_number(plugin):
+    value = RewardScorer(load_reward("plugin_rewards:positional"))(PROMPT, "x", True)
+    assert value == 1.0
+    assert type(value) is float
+
+
+@pytest.mark.parametrize(
+    ("spec", "kwargs", "message"),
+    [
+        ("arithmetics", {}, "neither bundled"),
+        ("no_such_module:f", {}, "importing no_such_module failed with ModuleNotFoundError"),
+        ("plugin_broken:f", {}, "importing plugin_broken failed with ZeroDivisionError"),
+        ("plugin_rewards:absent", {}, "has no such name"),
+        ("plugin_rewards:number", {}, "has a value of type int there"),
+        ("plugin_rewards:too_few", {}, "unexpected keyword argument"),
+        ("plugin_rewards:length", {"scales": 2}, "unexpected keyword argument 'scales'"),
+        ("arithmetic", {"answer": "8"}, "sets answer, which the recipe passes"),
+    ],
+)
+def test_a_reward_that_cannot_be_called_is_refused_before_training(plugin, spec, kwargs, message):
+    with pytest.raises(RewardError, match=message):
+        load_reward(spec, kwargs)
+
+
+def raising(**_):
+    raise KeyError("gone")
+
+
+@pytest.mark.parametrize(
+    ("reward", "problem"),
+    [
+        (raising, "raised KeyError: 'gone'"),
+        (lambda **_: math.nan, "returned nan, which is not finite"),
+        (lambda **_: RewardResult(math.inf), "returned inf, which is not finite"),
+        (lambda **_: None, "returned None of type NoneType, which is not a number"),
+        (lambda **_: "1", "returned '1' of type str, which is not a number"),
+    ],
+)
+def test_a_reward_that_fails_names_function_record_and_completion(reward, problem):
+    with pytest.raises(RewardError) as caught:
+        RewardScorer(reward)(PROMPT, "x" * 500, True)
+    message = str(caught.value)
+    assert f"reward {reward.__module__}.{reward.__qualname__} {problem}" in message
+    assert "train.jsonl line 7 (answer '8')" in message
+    assert repr("x" * 200 + "…") in message
+
+
+def test_what_a_reward_raised_is_kept_as_the_cause():
+    with pytest.raises(RewardError) as caught:
+        RewardScorer(raising)(PROMPT, "", True)
+    assert isinstance(caught.value.__cause__, KeyError)
