@@ -76,8 +76,8 @@ def test_a_refit_gives_what_vllm_loads_from_the_new_checkpoint_and_back_again(re
 
 
 @pytest.mark.parametrize("case", [*SINGLE, *DOUBLE])
-def test_the_twin_leaves_the_live_forward_context_untouched(results, case):
-    assert all(rank.context_untouched for rank in results[case])
+def test_the_twin_leaves_no_trace_in_the_process(results, case):
+    assert all(rank.process_state_untouched for rank in results[case])
 
 
 @pytest.mark.parametrize("case", ["tied", "moe", "dense TP2", "moe TP2", "moe EP2", "tied PP2"])

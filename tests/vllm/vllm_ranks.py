@@ -45,7 +45,7 @@ class RankResult:
     parameters: dict[str, tuple[int, ...]]
     differing: list[str]
     differing_after_return: list[str]
-    context_untouched: bool
+    process_state_untouched: bool
     version: int
     failures: dict[str, str]
 
@@ -129,6 +129,7 @@ def refit_there_and_back(rank: int, cases: Sequence[Case]) -> list[RankResult]:
         init_distributed_environment,
         initialize_model_parallel,
     )
+    from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
 
     results = []
     for case in cases:
@@ -138,18 +139,29 @@ def refit_there_and_back(rank: int, cases: Sequence[Case]) -> list[RankResult]:
         _custom_ops._supports_onednn = case.packed
         results.append(_one_case(case))
         destroy_model_parallel()
+        # vLLM keys this by id(model), so a later case's model could inherit the layers of a dead one.
+        _model_to_pp_missing_layer_names.clear()
     return results
 
 
 def _one_case(case: Case) -> RankResult:
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+    from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
+
     from rlrefit.workers.vllm.destination import VllmDestination
 
     live, config = _loaded(case)
     context = config.compilation_config.static_forward_context
     registered = list(context.items())
+    remembered, rotary = set(_model_to_pp_missing_layer_names), dict(_ROPE_DICT)
     a, b = read_checkpoint(case.path_a), read_checkpoint(case.path_b)
     destination = VllmDestination(live, config, torch.device("cpu"))
     fragments, misc = destination.fragments(manifest_of(a))
+    untouched = (
+        list(context.items()) == registered
+        and set(_model_to_pp_missing_layer_names) <= remembered
+        and rotary == _ROPE_DICT
+    )
     failures = _failures(destination, live, misc, case) if case.packed else {}
     refit(destination, fragments, misc, b, version=1)
     differing = _differing(live, _loaded(case, case.path_b)[0])
@@ -163,7 +175,7 @@ def _one_case(case: Case) -> RankResult:
         parameters={name: tuple(parameter.shape) for name, parameter in live.named_parameters()},
         differing=differing,
         differing_after_return=_differing(live, _loaded(case)[0]),
-        context_untouched=list(context.items()) == registered,
+        process_state_untouched=untouched,
         version=destination.version,
         failures=failures,
     )

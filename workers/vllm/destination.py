@@ -16,7 +16,7 @@ from .derived import refresh_derived_state
 from .layouts import ModuleLayout, has_padding, module_layout
 from .reload import ScopedReload
 from .trace import LoaderTrace, Manifest, trace_loader
-from .twin import build_meta_twin
+from .twin import meta_twin
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +72,14 @@ class VllmDestination:
             PlanError: no tensor of the manifest reaches a part of a parameter, which would keep its old
                 weights; or the live model lacks a module of its own architecture.
         """
-        twin = build_meta_twin(self._model, self._vllm_config)
-        loadable = dict(twin.named_parameters()) | dict(twin.named_buffers())
-        trace = trace_loader(twin.load_weights, loadable, manifest)
-        owners = _owners(twin)
-        layouts = self._layouts(twin, {module for modules in owners.values() for module in modules})
+        with meta_twin(self._model, self._vllm_config) as twin:
+            loadable = dict(twin.named_parameters()) | dict(twin.named_buffers())
+            trace = trace_loader(twin.load_weights, loadable, manifest)
+            parameters = {name for name, _ in twin.named_parameters()}
+            owners = _owners(twin)
+            layouts = self._layouts(twin, {module for modules in owners.values() for module in modules})
         reasons = _spread_over_modules(trace, owners, layouts)
-        _check_complete(trace, owners, layouts, self._model, set(dict(twin.named_parameters())))
+        _check_complete(trace, owners, layouts, self._model, parameters)
         self._misc = self._misc_path(trace, owners, layouts, reasons)
         found = [
             landing.fragment(self._parameters[landing.parameter])

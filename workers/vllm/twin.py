@@ -8,7 +8,6 @@ before any processing, in the shapes of this rank's tensor, pipeline and expert 
 from __future__ import annotations
 
 import copy
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +21,8 @@ from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
 from vllm.utils.torch_utils import set_default_torch_dtype
-
-logger = logging.getLogger(__name__)
 
 
 class _IntegerTablesStayReal(TorchFunctionMode):
@@ -47,12 +45,13 @@ class _IntegerTablesStayReal(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def build_meta_twin(model: nn.Module, vllm_config: VllmConfig) -> nn.Module:
+@contextmanager
+def meta_twin(model: nn.Module, vllm_config: VllmConfig) -> Iterator[nn.Module]:
     """A second ``model`` for this rank with all weights on the meta device, before any post-load step.
 
     ``model`` and ``vllm_config`` are left as they are: the twin registers its layers in a copy of the
     compilation configuration, and what modules it shares with the live model (vLLM caches rotary
-    embeddings for the process) keep their reload metadata.
+    embeddings for the process) keep their reload metadata. The twin must not be used after the context.
     """
     with (
         _shared_state_kept(model),
@@ -60,7 +59,19 @@ def build_meta_twin(model: nn.Module, vllm_config: VllmConfig) -> nn.Module:
         torch.device("meta"),
         _IntegerTablesStayReal(),
     ):
-        return initialize_model(vllm_config=_twin_config(vllm_config)).eval()
+        twin = initialize_model(vllm_config=_twin_config(vllm_config)).eval()
+    # vLLM remembers which pipeline layers a model misses by id(model) and never forgets. A twin would
+    # inherit the layers of a dead model whose address it got, and bequeath its own to a later one.
+    _forget_missing_layers(twin)
+    try:
+        yield twin
+    finally:
+        _forget_missing_layers(twin)
+
+
+def _forget_missing_layers(twin: nn.Module) -> None:
+    for module in twin.modules():
+        _model_to_pp_missing_layer_names.pop(id(module), None)
 
 
 def _twin_config(vllm_config: VllmConfig) -> VllmConfig:
