@@ -1,0 +1,141 @@
+"""Is a Hugging Face checkpoint folder complete, whole, and of the architecture its config names?
+
+Reads ``config.json``, the index and the headers of the safetensors files, never the weights. Without this
+look, a missing shard or a tensor of another shape surfaces in the middle of a tensor-parallel scatter, on
+some ranks only, while the others wait.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Size, device
+
+_SHOWN = 3
+
+
+class CheckpointMismatch(ValueError):
+    """The checkpoint folder can't be loaded as the model that its config describes. Nothing was loaded."""
+
+
+def expected_tensors(config: Any) -> dict[str, Size]:
+    """Names and shapes that a checkpoint of this transformers config holds, tied copies left out.
+
+    The model is built on the meta device (no memory) and its packed experts are split into the tensors that
+    checkpoints hold, by the conversion that transformers itself applies on saving.
+
+    Raises:
+        ValueError: transformers knows no causal language model for the config.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tied = set(model.all_tied_weights_keys)
+    tensors = revert_weight_conversion(model, model.state_dict())
+    return {name: tensor.shape for name, tensor in tensors.items() if name not in tied}
+
+
+def check_checkpoint(folder: str | Path) -> Any:
+    """Check a checkpoint folder against its own config.
+
+    Returns:
+        The transformers config.
+
+    Raises:
+        CheckpointMismatch: all that is wrong, each with its file or parameter, and what to do.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise CheckpointMismatch(
+            f"{folder} has no config.json, so it is no Hugging Face checkpoint folder. Give a local folder as "
+            "`hf download <model> --local-dir <folder>` makes it"
+        )
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    found, problems = _found_tensors(folder)
+    if not problems:
+        problems = _compare(expected_tensors(config), found)
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointMismatch(
+            f"checkpoint {folder} does not hold a whole {config.model_type} model: "
+            + "; ".join(problems[:_SHOWN])
+            + more
+            + ". Nothing was loaded. Fetch the folder's files again, or point to the checkpoint that belongs to "
+            "this config.json"
+        )
+    return config
+
+
+def _found_tensors(folder: Path) -> tuple[dict[str, tuple[Size, str]], list[str]]:
+    """Name to (shape, file) for all tensors of the folder, and what is wrong with its files."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            indexed: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            return {}, [f"{index.name} is not a safetensors index ({error!r})"]
+        files = sorted(set(indexed.values()))
+    else:
+        indexed = {}
+        files = sorted(path.name for path in folder.glob("*.safetensors"))
+        if not files:
+            return {}, ["it has neither model.safetensors.index.json nor any .safetensors file"]
+    found: dict[str, tuple[Size, str]] = {}
+    problems = []
+    for file in files:
+        path = folder / file
+        if not path.is_file():
+            count = sum(1 for holder in indexed.values() if holder == file)
+            problems.append(f"shard {file} is missing ({count} tensors of the index are in it)")
+            continue
+        shapes, problem = _read_header(path)
+        if problem:
+            problems.append(problem)
+        found.update({name: (shape, file) for name, shape in shapes.items()})
+    if not problems:
+        problems = [
+            f"{name} is in the index as part of {file}, which does not hold it"
+            for name, file in indexed.items()
+            if name not in found
+        ]
+    return found, problems
+
+
+def _read_header(path: Path) -> tuple[dict[str, Size], str]:
+    """Shapes by name, and what is wrong with the file or an empty string.
+
+    The format: 8 bytes, the header's length (unsigned, little-endian); the header, JSON; the tensors' bytes.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if 8 + length > size:
+            return {}, f"shard {path.name} is cut off or not a safetensors file ({size} bytes)"
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            return {}, f"shard {path.name} has an unreadable header ({error})"
+    header.pop("__metadata__", None)
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size != end:
+        return {}, f"shard {path.name} has {size} bytes where its header describes {end}"
+    return {name: Size(entry["shape"]) for name, entry in header.items()}, ""
+
+
+def _compare(expected: dict[str, Size], found: dict[str, tuple[Size, str]]) -> list[str]:
+    problems = []
+    for name, shape in expected.items():
+        if name not in found:
+            problems.append(f"parameter {name} {list(shape)} is in none of its files")
+        elif found[name][0] != shape:
+            actual, file = found[name]
+            problems.append(
+                f"parameter {name} has shape {list(actual)} in {file} where config.json describes {list(shape)}"
+            )
+    return problems

@@ -1,0 +1,231 @@
+"""Build a Megatron-core model of a Hugging Face checkpoint, in a given layout, through Megatron-Bridge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .cpu_standins import ensure_megatron
+from .hf_checkpoint import CheckpointMismatch, check_checkpoint
+
+
+@dataclass(frozen=True)
+class MegatronLayout:
+    """How a model is spread over the ranks, in Megatron's terms; what is left over is data parallelism.
+
+    Attributes:
+        tensor_parallel: TP size of all but the experts. Above 1, sequence parallelism is on too.
+        pipeline_parallel: PP size.
+        virtual_pipeline: model chunks per pipeline rank (interleaved schedule); None for one.
+        expert_parallel: EP size, within the ranks of one pipeline stage.
+        expert_tensor_parallel: TP size of the experts.
+        context_parallel: CP size.
+    """
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    virtual_pipeline: int | None = None
+    expert_parallel: int = 1
+    expert_tensor_parallel: int = 1
+    context_parallel: int = 1
+
+    def violations(self, world_size: int) -> list[str]:
+        """Why ``world_size`` ranks can't have this layout, one sentence each; empty if they can."""
+        found = [
+            f"{name} is {size}; give at least 1"
+            for name, size in vars(self).items()
+            if size is not None and size < 1
+        ]
+        if found:
+            return found
+        dense = self.tensor_parallel * self.context_parallel * self.pipeline_parallel
+        expert = self.expert_tensor_parallel * self.expert_parallel * self.pipeline_parallel
+        if world_size % dense:
+            found.append(
+                f"{world_size} ranks are no multiple of tensor_parallel x context_parallel x "
+                f"pipeline_parallel = {dense}"
+            )
+        if world_size % expert:
+            found.append(
+                f"{world_size} ranks are no multiple of expert_tensor_parallel x expert_parallel x "
+                f"pipeline_parallel = {expert}"
+            )
+        if self.virtual_pipeline is not None and self.pipeline_parallel == 1:
+            found.append("virtual_pipeline needs pipeline_parallel above 1; leave it null")
+        return found
+
+
+@dataclass(frozen=True)
+class MegatronModel:
+    """A built model.
+
+    Attributes:
+        bridge: the ``AutoBridge`` that converts between the two name spaces.
+        provider: Bridge's model provider, which is the model's ``TransformerConfig`` as well.
+        model: this rank's model chunks, one or ``virtual_pipeline`` many.
+        config: the transformers config of the checkpoint.
+    """
+
+    bridge: Any
+    provider: Any
+    model: list[Any]
+    config: Any
+
+
+def build_megatron(
+    model_path: str | Path,
+    layout: MegatronLayout,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    wrap_with_ddp: bool = True,
+    distributed_optimizer: bool = True,
+) -> MegatronModel:
+    """Build this rank's part of the model and load its weights; every rank calls it.
+
+    ``torch.distributed`` must be initialised (NCCL on GPUs, gloo on CPUs). The first call initialises
+    Megatron's model-parallel state and its random states; a later one (a reference policy) joins it.
+
+    Args:
+        model_path: a local Hugging Face checkpoint folder, safetensors.
+        layout: the parallel sizes.
+        dtype: of parameters and activations: bfloat16, float16 or float32.
+        seed: of Megatron's random states, which differ between tensor- and pipeline-parallel ranks as usual.
+        wrap_with_ddp: wrap the chunks in Megatron's ``DistributedDataParallel``, which training needs;
+            gradients are then reduced in float32.
+        distributed_optimizer: lay out the gradient buffers for Megatron's distributed optimizer.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialised.
+        ValueError: the layout fits neither the ranks nor the model-parallel state that is there already.
+        CheckpointMismatch: the checkpoint is incomplete, damaged, or of another shape; the same on all ranks.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "build_megatron needs torch.distributed; call init_process_group (nccl, or gloo on CPUs) on each rank"
+        )
+    violations = layout.violations(dist.get_world_size())
+    if violations:
+        raise ValueError(f"the layout {layout} is not possible: " + "; ".join(violations))
+    auto_bridge = ensure_megatron()
+    config = _check_on_all_ranks(model_path)
+
+    bridge = auto_bridge.from_hf_pretrained(str(model_path))
+    provider = bridge.to_megatron_provider(load_weights=False)
+    _set_layout(provider, layout)
+    _set_precision(provider, dtype)
+    _set_for_reinforcement_learning(provider)
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        _set_for_cpu(provider)
+    provider.finalize()
+    _initialize_model_parallel(provider, layout, seed)
+
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
+    )
+    model = provider.provide_distributed_model(
+        ddp_config=ddp if wrap_with_ddp else None,
+        wrap_with_ddp=wrap_with_ddp,
+        use_cpu_initialization=on_cpu,
+    )
+    bridge.load_hf_weights(model)
+    return MegatronModel(bridge=bridge, provider=provider, model=model, config=config)
+
+
+def _check_on_all_ranks(model_path: str | Path) -> Any:
+    """The config of the checkpoint; if any rank finds fault with its files, all raise, so that none waits."""
+    config, fault = None, ""
+    try:
+        config = check_checkpoint(model_path)
+    except CheckpointMismatch as error:
+        fault = str(error)
+    faults: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(faults, fault)
+    for rank, text in enumerate(faults):
+        if text:
+            raise CheckpointMismatch(f"rank {rank}: {text}")
+    return config
+
+
+def _set_layout(provider: Any, layout: MegatronLayout) -> None:
+    provider.tensor_model_parallel_size = layout.tensor_parallel
+    provider.pipeline_model_parallel_size = layout.pipeline_parallel
+    provider.virtual_pipeline_model_parallel_size = layout.virtual_pipeline
+    provider.expert_model_parallel_size = layout.expert_parallel
+    provider.expert_tensor_parallel_size = layout.expert_tensor_parallel
+    provider.context_parallel_size = layout.context_parallel
+    provider.sequence_parallel = layout.tensor_parallel > 1
+    # Bridge pads with zero rows, and only where the vocabulary does not divide evenly.
+    provider.should_pad_vocab = provider.vocab_size % layout.tensor_parallel != 0
+    provider.make_vocab_size_divisible_by = 1
+
+
+def _set_precision(provider: Any, dtype: torch.dtype) -> None:
+    provider.params_dtype = provider.pipeline_dtype = provider.autocast_dtype = dtype
+    provider.bf16 = dtype == torch.bfloat16
+    provider.fp16 = dtype == torch.float16
+
+
+def _set_for_reinforcement_learning(provider: Any) -> None:
+    """Log-probabilities must depend on the tokens alone, and the loss be the policy's alone."""
+    provider.hidden_dropout = 0.0
+    provider.attention_dropout = 0.0
+    # A multi-token-prediction head takes no part in the policy's probabilities.
+    provider.mtp_num_layers = None
+    if provider.num_moe_experts is None:
+        return
+    provider.moe_grouped_gemm = True
+    provider.moe_token_dispatcher_type = "alltoall"
+    # No auxiliary loss, no moving bias, no capacity: nothing pulls at the router beside the policy's loss,
+    # and no token's output depends on which other tokens are in its batch.
+    provider.moe_router_load_balancing_type = "none"
+    provider.moe_aux_loss_coeff = 0.0
+    provider.moe_z_loss_coeff = None
+    provider.moe_router_bias_update_rate = 0.0
+    provider.moe_expert_capacity_factor = None
+    # Top-k among nearly equal logits in bfloat16 would choose other experts than the engine does.
+    provider.moe_router_dtype = "fp32"
+
+
+def _set_for_cpu(provider: Any) -> None:
+    for fusion in (
+        "apply_rope_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "cross_entropy_loss_fusion",
+        "gradient_accumulation_fusion",
+        "masked_softmax_fusion",
+        "moe_permute_fusion",
+        "persist_layer_norm",
+    ):
+        setattr(provider, fusion, False)
+    # The unfused softmax would otherwise round to bfloat16, where flash attention keeps float32.
+    provider.attention_softmax_in_fp32 = True
+
+
+def _initialize_model_parallel(provider: Any, layout: MegatronLayout, seed: int) -> None:
+    from megatron.core import parallel_state
+
+    if not parallel_state.is_initialized():
+        provider.initialize_model_parallel(seed=seed)
+        return
+    present = MegatronLayout(
+        tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_parallel=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        expert_parallel=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel=parallel_state.get_expert_tensor_parallel_world_size(),
+        context_parallel=parallel_state.get_context_parallel_world_size(),
+    )
+    if present != layout:
+        raise ValueError(
+            f"this process has Megatron's model-parallel state of {present}, and a model of {layout} is asked "
+            "for; use one layout per process, or call parallel_state.destroy_model_parallel() first"
+        )
