@@ -52,6 +52,9 @@ class WeightDestination(Protocol):
     def finish(self, version: int) -> None:
         """Post-load work once per refit: derived state, caches that depend on weights."""
 
+    def abandon(self) -> None:
+        """After a refit that failed: leave the loader ready for the next one. Written bytes stay written."""
+
     @property
     def kept_bytes(self) -> int:
         """Bytes of the parameters that this rank keeps after a refit (its shard of the model)."""

@@ -157,6 +157,8 @@ class RefitSession:
             self._failed = f"{type(error).__name__}: {error}"
             self._channel.abort(self._failed)
             self.engine.finalize()
+            if not self.world.is_source:
+                cast(WeightDestination, self._endpoint).abandon()
             raise
 
     def close(self) -> None:

@@ -203,7 +203,7 @@ class MegatronPolicy:
         """Go on from what :meth:`save` wrote, bit for bit.
 
         Raises:
-            CheckpointError: this rank's file is missing or damaged, or was saved in another layout.
+            CheckpointError: this rank's file is missing or damaged, or was saved with another layout or optimizer.
         """
         state = read_rank_state(folder, dist.get_rank())
         saved, present = state.pop("identity"), self._identity()
@@ -216,7 +216,8 @@ class MegatronPolicy:
             raise CheckpointError(
                 f"checkpoint {folder} can't be resumed here: "
                 + "; ".join(different)
-                + ". Each rank's file holds that rank's shards; resume with the layout that saved it"
+                + ". Each rank's file holds that rank's shards and schedule; resume with the settings that saved "
+                "it, or start anew from exported weights"
             )
         step = state.pop("step")
         restore_training_state(state, self.model, self._optimizer, self._scheduler)
@@ -273,13 +274,14 @@ class MegatronPolicy:
         return optimizer, scheduler
 
     def _identity(self) -> dict[str, Any]:
-        """What the cut of a rank's state depends on."""
+        """What a rank's state depends on: how it is cut, and how it goes on."""
         return {
             **asdict(self.config.layout),
             "world_size": dist.get_world_size(),
             "rank": dist.get_rank(),
             "dtype": str(self.config.dtype),
             "distributed_optimizer": self.config.distributed_optimizer,
+            **{f"optimizer.{name}": value for name, value in asdict(self.config.optimizer).items()},
         }
 
     def _split(self, batch: PolicyBatch) -> tuple[BatchSplit, PolicyBatch]:

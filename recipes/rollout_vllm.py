@@ -54,13 +54,11 @@ class VllmActor:
     def init_refit(
         self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str
     ) -> list[dict[str, Any]]:
-        return self._llm.collective_rpc(
-            "init_per_pp_refit_comm_group", args=(rendezvous, first_rank, asdict(config), engine)
-        )
+        return self._rpc("init_per_pp_refit_comm_group", rendezvous, first_rank, asdict(config), engine)
 
     def refit(self, engine: str, version: int) -> list[dict[str, Any]]:
         method = "nccl_xfer_refit" if engine == "nccl_xfer" else "update_weights_from_collective"
-        records = self._llm.collective_rpc(method, args=(version,))
+        records = self._rpc(method, version)
         # Cached prefixes hold keys and values of the old weights.
         self._llm.reset_prefix_cache()
         return records
@@ -68,7 +66,7 @@ class VllmActor:
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         from vllm import SamplingParams
 
-        version = self._llm.collective_rpc("refit_serving_version")[0]
+        version = self._rpc("refit_serving_version")[0]["version"]
         parameters = [
             SamplingParams(
                 max_tokens=sampling.max_new_tokens,
@@ -87,6 +85,11 @@ class VllmActor:
     def close(self) -> None:
         """Stop vLLM's own processes, which outlive a killed actor for a while."""
         self._llm.llm_engine.engine_core.shutdown()
+
+    def _rpc(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        from ..workers.vllm.extension import raise_refit_errors
+
+        return raise_refit_errors(self._llm.collective_rpc(method, args=arguments))
 
     def _completion(self, output: Any, version: int) -> Completion:
         tokens = list(output.token_ids)

@@ -81,6 +81,7 @@ class SyntheticDestination:
             for box in boxes
         }
         self.finished: list[int] = []
+        self.abandoned = False
         self.poison()
 
     def poison(self) -> None:
@@ -115,6 +116,9 @@ class SyntheticDestination:
 
     def finish(self, version: int) -> None:
         self.finished.append(version)
+
+    def abandon(self) -> None:
+        self.abandoned = True
 
     @property
     def kept_bytes(self) -> int:

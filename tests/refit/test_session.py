@@ -232,6 +232,7 @@ def test_an_engine_that_was_written_in_part_refuses_to_generate() -> None:
         return caught.value
 
     results = run_world(sources, destinations, body)
+    assert destinations[0].abandoned
     assert isinstance(results[2], ValueError)
     assert all(isinstance(r, PeerLost) and "post-load failed" in str(r) for r in results[:2])
 

@@ -61,5 +61,8 @@ class TransformersDestination:
     def finish(self, version: int) -> None:
         """Nothing is derived from the weights, and every call of ``generate`` makes its own KV cache."""
 
+    def abandon(self) -> None:
+        """The loader keeps no state between weights."""
+
     def storage_key(self) -> Hashable:
         return storage_key(self._model.parameters())

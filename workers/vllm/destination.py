@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 
+from ...integration.endpoints import storage_key
 from ...integration.errors import PlanError, RefitError
 from ...integration.layout import Fragment
 from .derived import refresh_derived_state
@@ -55,6 +56,15 @@ class VllmDestination:
     def device(self) -> torch.device:
         """Where the live parameters are."""
         return self._device
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the live parameters of this rank."""
+        return sum(p.numel() * p.element_size() for p in self._parameters.values())
+
+    def storage_key(self) -> Hashable:
+        """Changes when a live parameter's storage moves."""
+        return storage_key(self._parameters.values())
 
     def fragments(self, manifest: Manifest) -> tuple[list[Fragment], dict[str, str]]:
         """Trace the engine's loader on a meta twin and return what this rank wants.

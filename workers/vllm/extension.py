@@ -7,21 +7,60 @@ methods with ``llm.collective_rpc(name, args=…)``.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from ...integration.errors import RefitError
+from ..destination_mixin import DestinationRefitMixin
 from .destination import VllmDestination
 
+# The key under which a worker answers with an error instead of raising it.
+REFIT_ERROR = "refit_error"
 
-class VllmRefitExtension:
-    """Mixed into vLLM's ``Worker``; every public name starts with ``refit_`` so that none can clash."""
+
+class VllmRefitExtension(DestinationRefitMixin):
+    """Mixed into vLLM's ``Worker``: the refit's methods, callable through ``collective_rpc``.
+
+    A worker whose refit fails answers ``{"refit_error": text}`` and does not raise: at TP above 1, vLLM's
+    executor reads the first worker's exception only, and the next call would meet the others'. Pass the
+    answers through :func:`raise_refit_errors`.
+    """
 
     # Of vLLM's Worker.
     vllm_config: Any
     model_runner: Any
+    rank: int
+
+    def init_per_pp_refit_comm_group(
+        self, rendezvous: dict[str, Any], rank: int, refit_config: dict[str, Any], engine: str = "nccl_xfer"
+    ) -> dict[str, Any]:
+        """As :meth:`DestinationRefitMixin.init_per_pp_refit_comm_group`; ``rank`` is the engine's first rank."""
+        # Named class: vLLM puts this class among the bases of its worker, where a bare super() is not ours.
+        join = DestinationRefitMixin.init_per_pp_refit_comm_group
+        return _answer(lambda: join(self, rendezvous, rank + self.rank, refit_config, engine))
+
+    def nccl_xfer_refit(self, version: int) -> dict[str, Any]:
+        """As :meth:`DestinationRefitMixin.nccl_xfer_refit`. The driver resets the prefix cache afterwards."""
+        return _answer(lambda: DestinationRefitMixin.nccl_xfer_refit(self, version))
+
+    def update_weights_from_collective(self, version: int) -> dict[str, Any]:
+        """As :meth:`DestinationRefitMixin.update_weights_from_collective`."""
+        return _answer(lambda: DestinationRefitMixin.update_weights_from_collective(self, version))
+
+    def refit_serving_version(self) -> dict[str, Any]:
+        """``{"version": …}`` of the weights that may be served; an error if they were written in part."""
+
+        def version() -> dict[str, Any]:
+            self.refit_state.require_clean()
+            return {"version": self.refit_state.version}
+
+        return _answer(version)
+
+    def _make_refit_destination(self) -> VllmDestination:
+        return self.refit_destination
 
     @cached_property
     def refit_destination(self) -> VllmDestination:
@@ -71,6 +110,26 @@ class VllmRefitExtension:
                 "vLLM's own names, e.g. model.layers.0.self_attn.qkv_proj.weight"
             )
         return {name: parameters[name] for name in names}
+
+
+def raise_refit_errors(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The workers' answers, if none is an error.
+
+    Raises:
+        RefitError: a worker failed; the first worker's text.
+    """
+    for index, answer in enumerate(answers):
+        if REFIT_ERROR in answer:
+            raise RefitError(f"vLLM worker {index}: {answer[REFIT_ERROR]}")
+    return list(answers)
+
+
+def _answer(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return call()
+    # Of any kind: the loader may raise whatever vLLM raises, and the driver has to hear of it.
+    except Exception as error:
+        return {REFIT_ERROR: f"{type(error).__name__}: {error}"}
 
 
 def _bytes_of(parameter: torch.Tensor) -> bytes:
