@@ -30,23 +30,23 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A trainer that takes on ``models[1:]`` one after another, and engines that start from ``models[0]``.
+    """A trainer of two ranks that takes on ``models[1:]`` one after another, and engines that start from
+    ``models[0]``.
 
     Attributes:
         layout: fields of ``MegatronLayout``.
-        train_ranks: number of trainer ranks.
-        gen_tp: tensor parallelism of an engine.
-        replicas: number of engines.
+        gen_tp: tensor parallelism of an engine; the two generation ranks are one engine of TP2 or two of TP1.
         models: checkpoint folders; each epoch refits them all in turn, twice around.
-        epochs: the ways the weights travel, one after another between the same processes.
+        epochs: the ways the weights travel, one after another between the same models.
     """
 
     layout: dict[str, int]
-    train_ranks: int
     gen_tp: int
-    replicas: int
     models: tuple[str, ...]
     epochs: tuple[Epoch, ...]
+
+
+TRAIN_RANKS = GEN_RANKS = 2
 
 
 def epochs(*ways: tuple[str, str]) -> tuple[Epoch, ...]:
@@ -54,21 +54,30 @@ def epochs(*ways: tuple[str, str]) -> tuple[Epoch, ...]:
     return tuple(Epoch(engine, transport, free_port()) for engine, transport in ways)
 
 
-def run_scenario(scenario: Scenario) -> tuple[list[Any], list[Any]]:
-    """Run both worlds; returns what the trainer ranks and the generation ranks report."""
-    groups: Sequence[tuple[Any, ...]] = [
-        (trainer, scenario.train_ranks, scenario, 0),
-        *(
-            (engine, scenario.gen_tp, scenario, scenario.train_ranks + replica * scenario.gen_tp)
-            for replica in range(scenario.replicas)
-        ),
-    ]
-    with ThreadPoolExecutor(len(groups)) as pool:
-        results = list(pool.map(lambda group: run_ranks(*group), groups))
-    return results[0], [report for replica in results[1:] for report in replica]
+def run_scenarios(scenarios: Sequence[Scenario]) -> list[tuple[list[Any], list[Any]]]:
+    """Run scenarios one after another in the same processes, whose start-up is what costs.
+
+    Returns:
+        For each scenario what the trainer ranks and the generation ranks report.
+    """
+    with ThreadPoolExecutor(2) as pool:
+        trainers = pool.submit(run_ranks, trainer, TRAIN_RANKS, scenarios, timeout_s=540.0)
+        engines = pool.submit(run_ranks, engine, GEN_RANKS, scenarios, timeout_s=540.0)
+        reports = list(zip(*trainers.result(), strict=True)), list(zip(*engines.result(), strict=True))
+    return [(list(t), list(g)) for t, g in zip(*reports, strict=True)]
 
 
-def trainer(rank: int, scenario: Scenario, first: int) -> list[dict[str, Any]]:
+def trainer(rank: int, scenarios: Sequence[Scenario]) -> list[list[dict[str, Any]]]:
+    from megatron.core import parallel_state
+
+    reports = []
+    for scenario in scenarios:
+        reports.append(_train(rank, scenario))
+        parallel_state.destroy_model_parallel()
+    return reports
+
+
+def _train(rank: int, scenario: Scenario) -> list[dict[str, Any]]:
     from rlrefit.integration.config import RefitConfig
     from rlrefit.workers.megatron.mixin import MegatronRefitMixin
     from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
@@ -84,26 +93,25 @@ def trainer(rank: int, scenario: Scenario, first: int) -> list[dict[str, Any]]:
     for epoch in scenario.epochs:
         worker = Trainer(RefitConfig(**epoch.config()))
         prepared = worker.prepare_nccl_xfer_refit_info()
-        gen_ranks = scenario.gen_tp * scenario.replicas
-        meeting = _meeting(epoch, scenario.train_ranks, gen_ranks)
         if rank == 0:
-            worker.open_refit_rendezvous("127.0.0.1", scenario.train_ranks, gen_ranks)
-        manifest = worker.init_per_pp_refit_comm_group(meeting, rank, epoch.engine)
+            worker.open_refit_rendezvous("127.0.0.1", TRAIN_RANKS, GEN_RANKS)
+        manifest = worker.init_per_pp_refit_comm_group(_meeting(epoch), rank, epoch.engine)
         records = []
         for version, index in enumerate(_order(scenario)):
             bridges[index].load_hf_weights(built.model)
-            send = (
-                worker.nccl_xfer_refit
-                if epoch.engine == "nccl_xfer"
-                else worker.broadcast_weights_for_collective
-            )
+            is_shards = epoch.engine == "nccl_xfer"
+            send = worker.nccl_xfer_refit if is_shards else worker.broadcast_weights_for_collective
             records.append(send(version))
         worker.close_refit()
         reports.append({"prepared": prepared, "manifest": manifest, "records": records})
     return reports
 
 
-def engine(rank: int, scenario: Scenario, first: int) -> list[dict[str, Any]]:
+def engine(rank: int, scenarios: Sequence[Scenario]) -> list[list[dict[str, Any]]]:
+    return [_serve(rank, scenario) for scenario in scenarios]
+
+
+def _serve(rank: int, scenario: Scenario) -> list[dict[str, Any]]:
     import torch
 
     from rlrefit.workers.transformers_engine.engine import TransformersEngine
@@ -116,17 +124,13 @@ def engine(rank: int, scenario: Scenario, first: int) -> list[dict[str, Any]]:
     ]
     reports = []
     for epoch in scenario.epochs:
-        meeting = _meeting(epoch, scenario.train_ranks, scenario.gen_tp * scenario.replicas)
-        worker.init_per_pp_refit_comm_group(meeting, first + rank, epoch.config(), epoch.engine)
+        worker.init_per_pp_refit_comm_group(_meeting(epoch), TRAIN_RANKS + rank, epoch.config(), epoch.engine)
         records, wrong = [], []
         for version, index in enumerate(_order(scenario)):
             for parameter in worker.model.parameters():
                 parameter.fill_(float("nan"))
-            receive = (
-                worker.nccl_xfer_refit
-                if epoch.engine == "nccl_xfer"
-                else worker.update_weights_from_collective
-            )
+            is_shards = epoch.engine == "nccl_xfer"
+            receive = worker.nccl_xfer_refit if is_shards else worker.update_weights_from_collective
             records.append(receive(version))
             state = worker.model.state_dict()
             wrong += [f"v{version} {n}" for n, t in oracle[index].items() if not torch.equal(t, state[n])]
@@ -140,7 +144,7 @@ def _order(scenario: Scenario) -> list[int]:
     return [*range(1, len(scenario.models)), *range(len(scenario.models))]
 
 
-def _meeting(epoch: Epoch, train_ranks: int, gen_ranks: int) -> dict[str, Any]:
+def _meeting(epoch: Epoch) -> dict[str, Any]:
     from rlrefit.integration.channel import Rendezvous
 
-    return Rendezvous("127.0.0.1", epoch.port, train_ranks, gen_ranks).to_json()
+    return Rendezvous("127.0.0.1", epoch.port, TRAIN_RANKS, GEN_RANKS).to_json()
