@@ -29,15 +29,20 @@ def value_of(spec: TensorSpec, version: int) -> torch.Tensor:
 class SyntheticSource:
     """A trainer rank that holds the given boxes; transposed storage, so that every view is strided."""
 
-    device = torch.device("cpu")
-
-    def __init__(self, specs: Sequence[TensorSpec], layout: Layout, refused: dict[str, str] | None = None):
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        layout: Layout,
+        refused: dict[str, str] | None = None,
+        device: str = "cpu",
+    ):
+        self.device = torch.device(device)
         self._specs = list(specs)
         self._by_name = {s.name: s for s in specs}
         self.refused = refused or {}
         self.version = 0
         self._held = {
-            (name, box): _strided([b - a for a, b in box], self._by_name[name].dtype)
+            (name, box): _strided([b - a for a, b in box], self._by_name[name].dtype, self.device)
             for name, boxes in layout.items()
             for box in boxes
         }
@@ -62,7 +67,7 @@ class SyntheticSource:
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:
-            yield name, value_of(self._by_name[name], self.version)
+            yield name, value_of(self._by_name[name], self.version).to(self.device)
 
     def storage_key(self) -> Hashable:
         return storage_key(self._held.values())
@@ -71,12 +76,11 @@ class SyntheticSource:
 class SyntheticDestination:
     """A generation rank that wants the given boxes; starts as NaN."""
 
-    device = torch.device("cpu")
-
-    def __init__(self, specs: Sequence[TensorSpec], layout: Layout):
+    def __init__(self, specs: Sequence[TensorSpec], layout: Layout, device: str = "cpu"):
+        self.device = torch.device(device)
         self._specs = {s.name: s for s in specs}
         self._wanted = {
-            (name, box): _strided([b - a for a, b in box], self._specs[name].dtype)
+            (name, box): _strided([b - a for a, b in box], self._specs[name].dtype, self.device)
             for name, boxes in layout.items()
             for box in boxes
         }
@@ -164,7 +168,7 @@ def run_world(
         return list(pool.map(run, range(len(endpoints))))
 
 
-def _strided(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+def _strided(shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Storage whose view of ``shape`` is not contiguous."""
-    padded = torch.zeros([*shape[:-1], shape[-1] + 3] if shape else [3], dtype=dtype)
+    padded = torch.zeros([*shape[:-1], shape[-1] + 3] if shape else [3], dtype=dtype, device=device)
     return padded[..., : shape[-1]] if shape else padded[0]

@@ -1,0 +1,88 @@
+"""The same refits between GPUs, over NCCL: one process a GPU, trainers on the first half."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+import pytest
+import torch
+
+from tests.spawn import free_port
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two CUDA devices"),
+]
+
+HIDDEN, INTERMEDIATE, EXPERTS = 512, 768, 8
+
+
+def rank_main(rank: int, size: int, port: int, engine: str, transport: str, results: Any) -> None:
+    from rlrefit.integration.channel import Rendezvous, open_store
+    from rlrefit.integration.config import RefitConfig
+    from rlrefit.integration.manifest import TensorSpec
+    from rlrefit.integration.session import RefitSession
+    from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource
+
+    torch.cuda.set_device(rank)
+    device = f"cuda:{rank}"
+    sources = size // 2
+    specs = [
+        *(TensorSpec(f"experts.{e}.gate", (INTERMEDIATE, HIDDEN), torch.bfloat16) for e in range(EXPERTS)),
+        *(TensorSpec(f"experts.{e}.down", (HIDDEN, INTERMEDIATE), torch.bfloat16) for e in range(EXPERTS)),
+        TensorSpec("norm", (HIDDEN,), torch.float32),
+        TensorSpec("router", (EXPERTS, HIDDEN), torch.bfloat16),
+    ]
+    if rank < sources:  # expert parallelism
+        per_rank = EXPERTS // sources
+        mine = range(rank * per_rank, (rank + 1) * per_rank)
+        layout: Layout = {f"experts.{e}.gate": [((0, INTERMEDIATE), (0, HIDDEN))] for e in mine}
+        layout |= {f"experts.{e}.down": [((0, HIDDEN), (0, INTERMEDIATE))] for e in mine}
+        layout["norm"] = [((0, HIDDEN),)]
+        endpoint: Any = SyntheticSource(specs, layout, {"router": "MoE router"}, device)
+    else:  # tensor parallelism: rows of gate, columns of down
+        part = INTERMEDIATE // (size - sources)
+        cut = ((rank - sources) * part, (rank - sources + 1) * part)
+        layout = {f"experts.{e}.gate": [(cut, (0, HIDDEN))] for e in range(EXPERTS)}
+        layout |= {f"experts.{e}.down": [((0, HIDDEN), cut)] for e in range(EXPERTS)}
+        layout |= {"norm": [((0, HIDDEN),)], "router": [((0, EXPERTS), (0, HIDDEN))]}
+        endpoint = SyntheticDestination(specs, layout, device)
+    config = RefitConfig(transport=transport, bucket_mb=4, timeout_s=60.0, verify="full", port=port)
+    store = open_store("127.0.0.1", port, 60.0) if rank == 0 else None
+    meeting = Rendezvous("127.0.0.1", port, sources, size - sources)
+    session = RefitSession.open(meeting, rank, endpoint, config, engine=engine, store=store)
+    for version in (1, 2, 3):
+        if session.world.is_source:
+            endpoint.set_version(version)
+        else:
+            endpoint.poison()
+        record = session.refit(version)
+        wrong = [] if session.world.is_source else endpoint.wrong(version)
+        results.put((rank, version, wrong, session.state.version, record.to_json()))
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("engine", "transport"), [("nccl_xfer", "p2p"), ("nccl_xfer", "golden"), ("packed_broadcast", "auto")]
+)
+def test_three_changed_refits_over_nccl_land_bit_for_bit(engine: str, transport: str) -> None:
+    size = min(4, torch.cuda.device_count()) // 2 * 2
+    spawn = multiprocessing.get_context("spawn")
+    results, port = spawn.Queue(), free_port()
+    ranks = [
+        spawn.Process(target=rank_main, args=(r, size, port, engine, transport, results)) for r in range(size)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        rows = [results.get(timeout=200) for _ in range(3 * size)]
+    finally:
+        for rank in ranks:
+            rank.join(20)
+            rank.kill()
+    engines = [row for row in rows if row[0] >= size // 2]
+    assert [(rank, wrong) for rank, _, wrong, _, _ in engines if wrong] == []
+    assert all(version == committed for _, version, _, committed, _ in engines)
+    if engine == "nccl_xfer":
+        assert all(row[4]["bytes_verified"] > 0 for row in engines)
