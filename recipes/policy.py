@@ -330,7 +330,7 @@ class MegatronPolicy:
         message: list[dict[str, float] | None] = [None]
         if results:
             names = sorted(results[0])
-            totals = torch.stack([sum_of(results, name) for name in names])
+            totals = torch.stack([torch.stack([result[name] for result in results]).sum() for name in names])
             dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
             message = [dict(zip(names, totals.tolist(), strict=True))]
         dist.broadcast_object_list(
@@ -341,11 +341,6 @@ class MegatronPolicy:
         )
         assert message[0] is not None
         return message[0]
-
-
-def sum_of(results: list[dict[str, Tensor]], name: str) -> Tensor:
-    """The sum of one metric over micro-batches, float64."""
-    return torch.stack([result[name] for result in results]).sum()
 
 
 def _device() -> torch.device:

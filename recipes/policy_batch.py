@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -83,7 +83,7 @@ class PolicyBatch:
         for start in range(0, self.input_ids.shape[0], size):
             yield self.rows(start, start + size)
 
-    def _map(self, function) -> PolicyBatch:  # type: ignore[no-untyped-def]
+    def _map(self, function: Callable[[Tensor], Tensor]) -> PolicyBatch:
         present = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{name: function(t) for name, t in present.items() if t is not None})
 

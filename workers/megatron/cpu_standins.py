@@ -173,9 +173,13 @@ def _import_bridge_without_transformer_engine() -> None:
     names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.common")
     mocked = {name: mock if "." not in name else getattr(mock, name.partition(".")[2]) for name in names}
     sys.modules.update(mocked)
+    # It prints a traceback for each of Transformer Engine's names that it looks for in vain.
+    prober = logging.getLogger("megatron.bridge.utils.import_utils")
+    prober.disabled = True
     try:
         import megatron.bridge  # noqa: F401
     finally:
+        prober.disabled = False
         for name in mocked:
             sys.modules.pop(name, None)
 

@@ -144,7 +144,7 @@ def _check_on_all_ranks(model_path: str | Path) -> Any:
     config, fault = None, ""
     try:
         config = check_checkpoint(model_path)
-    except CheckpointMismatch as error:
+    except (OSError, ValueError) as error:  # transformers' own complaints about a config among them
         fault = str(error)
     faults: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(faults, fault)
@@ -162,6 +162,10 @@ def _set_layout(provider: Any, layout: MegatronLayout) -> None:
     provider.expert_tensor_parallel_size = layout.expert_tensor_parallel
     provider.context_parallel_size = layout.context_parallel
     provider.sequence_parallel = layout.tensor_parallel > 1
+    # The interleaved schedule sends both ways at once. In one batch between two ranks (PP 2: each is the
+    # other's predecessor and successor) the messages would be taken for one another, and gradients be wrong.
+    provider.overlap_p2p_comm = layout.virtual_pipeline is not None
+    provider.batch_p2p_comm = not provider.overlap_p2p_comm
     # Bridge pads with zero rows, and only where the vocabulary does not divide evenly.
     provider.should_pad_vocab = provider.vocab_size % layout.tensor_parallel != 0
     provider.make_vocab_size_divisible_by = 1

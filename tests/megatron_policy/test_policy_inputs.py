@@ -1,0 +1,120 @@
+"""What needs no ranks: batches and their split, configurations, layouts, and the refusal of stand-ins."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlrefit.recipes.policy import MegatronPolicy, PolicyConfig
+from rlrefit.recipes.policy_batch import BatchSplit, PolicyBatch
+from rlrefit.workers.megatron import cpu_standins
+from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
+
+COUNTS = st.integers(1, 9)
+
+
+def make_batch(rows: int, tokens: int) -> PolicyBatch:
+    ids = torch.arange(rows * tokens).view(rows, tokens)
+    mask = torch.ones(rows, tokens)
+    mask[:, 0] = 0
+    return PolicyBatch(ids, mask, advantages=torch.arange(rows).float(), old_logprobs=ids * -0.5)
+
+
+@given(rows=COUNTS, tokens=COUNTS, ranks=COUNTS, micro=COUNTS, token_multiple=COUNTS, multiple=COUNTS)
+def test_the_ranks_parts_put_together_are_the_batch_and_padding_that_no_mask_selects(
+    rows: int, tokens: int, ranks: int, micro: int, token_multiple: int, multiple: int
+) -> None:
+    batch = make_batch(rows, tokens)
+    split = BatchSplit.of(
+        rows,
+        tokens,
+        data_parallel=ranks,
+        micro_batch=micro,
+        token_multiple=token_multiple,
+        micro_batch_multiple=multiple,
+    )
+    parts = [split.local(batch, rank) for rank in range(ranks)]
+    micro_batches = [part for local in parts for part in local.micro_batches(micro)]
+    assert split.micro_batches % multiple == 0
+    assert split.padded_tokens % token_multiple == 0
+    assert split.padded_tokens - tokens < token_multiple
+    assert len(micro_batches) == ranks * split.micro_batches
+    assert {tuple(part.input_ids.shape) for part in micro_batches} == {(micro, split.padded_tokens)}
+    for name in ("input_ids", "loss_mask", "old_logprobs", "advantages"):
+        whole = torch.cat([getattr(part, name) for part in micro_batches])
+        kept = whole[:rows, :tokens] if whole.dim() == 2 else whole[:rows]
+        assert torch.equal(kept, getattr(batch, name))
+        assert whole.abs().sum() == getattr(batch, name).abs().sum()
+
+
+def test_a_batch_is_split_into_as_few_micro_batches_as_hold_it() -> None:
+    split = BatchSplit.of(9, 16, data_parallel=2, micro_batch=2, token_multiple=4, micro_batch_multiple=1)
+    assert (split.micro_batches, split.local_rows, split.padded_tokens) == (3, 6, 16)
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "old_logprobs", "rollout_logprobs", "ref_logprobs"])
+def test_log_probabilities_shifted_by_a_column_are_refused(name: str) -> None:
+    batch = make_batch(3, 5)
+    with pytest.raises(ValueError, match=rf"{name} has shape \[3, 4\].*\[3, 5\]"):
+        dataclasses.replace(batch, **{name: torch.zeros(3, 4)})
+
+
+def test_one_advantage_per_completion_is_wanted() -> None:
+    with pytest.raises(ValueError, match=r"advantages has shape \[3, 5\].*\[3\]"):
+        dataclasses.replace(make_batch(3, 5), advantages=torch.zeros(3, 5))
+
+
+def test_a_mask_on_the_first_column_is_refused() -> None:
+    with pytest.raises(ValueError, match="selects column 0"):
+        PolicyBatch(torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    "ids", [torch.zeros(4, dtype=torch.int64), torch.zeros(2, 4), torch.empty(0, 4).long()]
+)
+def test_token_ids_that_are_no_int64_rows_are_refused(ids: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="int64"):
+        PolicyBatch(ids, torch.zeros(ids.shape))
+
+
+def test_all_that_is_wrong_with_a_policy_is_said_at_once() -> None:
+    with pytest.raises(ValueError) as caught:
+        PolicyConfig("model", MegatronLayout(context_parallel=2), micro_batch=0, temperature=0.0)
+    for part in ("context_parallel is 2", "micro_batch is 0", "temperature is 0.0"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "text"),
+    [
+        (MegatronLayout(tensor_parallel=2, pipeline_parallel=2), 6, "pipeline_parallel = 4"),
+        (MegatronLayout(expert_parallel=4), 2, "expert_parallel x pipeline_parallel = 4"),
+        (MegatronLayout(virtual_pipeline=2), 2, "virtual_pipeline needs pipeline_parallel above 1"),
+        (MegatronLayout(tensor_parallel=0), 2, "tensor_parallel is 0"),
+    ],
+)
+def test_an_impossible_layout_is_explained(layout: MegatronLayout, ranks: int, text: str) -> None:
+    assert text in "; ".join(layout.violations(ranks))
+
+
+def test_a_possible_layout_has_no_violations() -> None:
+    layout = MegatronLayout(tensor_parallel=2, pipeline_parallel=2, virtual_pipeline=2, expert_parallel=4)
+    assert layout.violations(8) == []
+
+
+def test_building_without_process_groups_says_what_to_call() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        build_megatron("model", MegatronLayout())
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        MegatronPolicy(PolicyConfig("model"))
+
+
+def test_stand_ins_are_refused_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    with pytest.raises(RuntimeError, match=r"torch sees 8 GPU.*CUDA_VISIBLE_DEVICES"):
+        cpu_standins.install()

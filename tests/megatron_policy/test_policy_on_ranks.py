@@ -1,0 +1,210 @@
+"""The policy in parallel layouts against transformers, against a single rank, and across a restart."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from policy_checkpoints import transformers_logprobs, write_checkpoint
+from policy_ranks import TEMPERATURE, Case, one_rank, token_ids, two_ranks
+from spawn import run_ranks
+
+pytestmark = pytest.mark.timeout(600)
+
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "tied": ("qwen3", {"tie_word_embeddings": True}),
+    "odd vocabulary": ("qwen3", {"vocab_size": 65}),
+    "moe": ("qwen3_moe", {}),
+    "llama": ("llama", {"num_hidden_layers": 4}),
+}
+# Name of the layout's case: (checkpoint, layout).
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "TP2": ("qwen3", {"tensor_parallel": 2}),
+    "TP2 with a padded vocabulary": ("odd vocabulary", {"tensor_parallel": 2}),
+    "PP2 with tied embeddings": ("tied", {"pipeline_parallel": 2}),
+    "PP2 with two virtual stages": ("llama", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "TP2 and EP2": ("moe", {"tensor_parallel": 2, "expert_parallel": 2}),
+    "TP2 and ETP2": ("moe", {"tensor_parallel": 2, "expert_tensor_parallel": 2}),
+    "DP2": ("qwen3", {}),
+    "DP2 and EP2": ("moe", {"expert_parallel": 2}),
+}
+IN_BFLOAT16 = ("TP2", "PP2 with tied embeddings", "TP2 and EP2")
+
+
+@dataclass(frozen=True)
+class World:
+    paths: dict[str, Path]
+    single: dict[str, Any]
+    double: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    root = tmp_path_factory.mktemp("policy")
+    paths = {
+        name: write_checkpoint(root / name.replace(" ", "_"), kind, **changes)
+        for name, (kind, changes) in CHECKPOINTS.items()
+    }
+    bad = root / "bad"
+    shutil.copytree(paths["qwen3"], bad)
+    (bad / "model.safetensors").unlink()
+
+    trained = {name: Case(str(paths[of]), layout) for name, (of, layout) in LAYOUTS.items()}
+    for name in IN_BFLOAT16:
+        trained[f"{name} in bfloat16"] = Case(trained[name].model_path, trained[name].layout, "bfloat16")
+    trained["DP2 without distributed optimizer"] = Case(str(paths["qwen3"]), distributed_optimizer=False)
+    resumed = {
+        "TP2_EP2": Case(str(paths["moe"]), LAYOUTS["TP2 and EP2"][1], "bfloat16", eps=1e-8),
+        "DP2": Case(str(paths["qwen3"]), {}, "bfloat16", eps=1e-8),
+        "PP2_plain": Case(
+            str(paths["tied"]), {"pipeline_parallel": 2}, "bfloat16", distributed_optimizer=False, eps=1e-8
+        ),
+    }
+    alone = {name: Case(str(path)) for name, path in paths.items()}
+    alone["kl"] = Case(str(paths["qwen3"]), kl_coef=0.1)
+    alone["one row at a time"] = Case(str(paths["qwen3"]), micro_batch=1)
+    other = Case(str(paths["moe"]), LAYOUTS["TP2 and ETP2"][1], "bfloat16", eps=1e-8)
+    return World(
+        paths,
+        run_ranks(one_rank, 1, alone, timeout_s=400)[0],
+        run_ranks(
+            two_ranks,
+            2,
+            trained,
+            resumed,
+            other,
+            {"good": str(paths["qwen3"]), "bad": str(bad)},
+            str(root),
+            timeout_s=500,
+        ),
+    )
+
+
+def on_both(world: World, case: str) -> list[Any]:
+    return [rank["trained"][case] for rank in world.double]
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_log_probabilities_on_two_ranks_are_those_of_transformers(world: World, case: str) -> None:
+    wanted = transformers_logprobs(world.paths[LAYOUTS[case][0]], token_ids(), TEMPERATURE).numpy()
+    for report in on_both(world, case):
+        np.testing.assert_allclose(report.logprobs, wanted, atol=2e-5, rtol=0)
+        assert (report.logprobs[:, 0] == 0).all()
+
+
+@pytest.mark.parametrize("case", IN_BFLOAT16)
+def test_log_probabilities_in_bfloat16_stay_within_its_rounding(world: World, case: str) -> None:
+    wanted = transformers_logprobs(world.paths[LAYOUTS[case][0]], token_ids(), TEMPERATURE).numpy()
+    for report in on_both(world, f"{case} in bfloat16"):
+        difference = np.abs(report.logprobs - wanted)
+        assert difference.mean() < 0.006
+        # Where two experts' scores nearly tie, rounding sends a token elsewhere: few, but far off.
+        assert np.quantile(difference, 0.97 if "EP" in case else 1.0) < 0.02
+
+
+@pytest.mark.parametrize("case", [*LAYOUTS, "DP2 without distributed optimizer"])
+def test_training_on_two_ranks_reports_what_a_single_rank_reports(world: World, case: str) -> None:
+    alone = world.single["trained"][LAYOUTS[case.partition(" without")[0]][0]]
+    for report in on_both(world, case):
+        for ours, wanted in zip(report.metrics, alone.metrics, strict=True):
+            assert ours == pytest.approx(wanted, rel=2e-4, abs=2e-6)
+
+
+@pytest.mark.parametrize("case", [*LAYOUTS, "DP2 without distributed optimizer"])
+def test_training_on_two_ranks_moves_the_weights_as_a_single_rank_does(world: World, case: str) -> None:
+    alone = world.single["trained"][LAYOUTS[case.partition(" without")[0]][0]]
+    for report in on_both(world, case):
+        assert report.weights.keys() == alone.weights.keys()
+        for name, wanted in alone.weights.items():
+            # Bridge exports the vocabulary's padding too.
+            ours = report.weights[name][: len(wanted)]
+            np.testing.assert_allclose(ours, wanted, atol=5e-6, rtol=0, err_msg=name)
+
+
+def test_every_weight_moves_once_the_warm_up_is_over_and_none_before(world: World) -> None:
+    from safetensors.torch import load_file
+
+    report = world.single["trained"]["moe"]
+    assert [metrics["lr"] for metrics in report.metrics] == [0.0, 1e-2, 1e-2]
+    assert len(set(report.digests)) == 3
+    for name, tensor in load_file(world.paths["moe"] / "model.safetensors").items():
+        assert np.abs(report.weights[name] - tensor.float().numpy()).max() > 1e-6, name
+
+
+def test_the_loss_falls_over_the_steps(world: World) -> None:
+    for report in world.single["trained"].values():
+        losses = [metrics["loss"] for metrics in report.metrics]
+        assert losses[0] == pytest.approx(losses[1])
+        assert losses[2] < losses[1]
+
+
+def test_the_size_of_micro_batches_does_not_change_the_training(world: World) -> None:
+    whole, cut = (world.single["trained"][name] for name in ("qwen3", "one row at a time"))
+    assert cut.metrics[-1] == pytest.approx(whole.metrics[-1], rel=1e-4, abs=1e-6)
+
+
+def test_the_reference_policy_stays_where_the_policy_began(world: World) -> None:
+    report = world.single["trained"]["kl"]
+    np.testing.assert_array_equal(report.reference_logprobs, report.logprobs)
+    assert np.abs(report.later_logprobs - report.logprobs).max() > 1e-3
+    assert report.metrics[0]["ref_kl"] == 0.0
+    assert report.metrics[-1]["ref_kl"] > 0.0
+
+
+@pytest.mark.parametrize("case", ["TP2_EP2", "DP2", "PP2_plain"])
+def test_training_goes_on_bit_for_bit_after_a_restart(world: World, case: str) -> None:
+    for rank in world.double:
+        report = rank["resumed"][case]
+        assert report["again"] == report["through"]
+        assert report["before"] != report["through"][1]
+        assert report["randoms"][0] == report["randoms"][1]
+
+
+def test_a_state_of_another_layout_is_refused_and_nothing_is_changed(world: World) -> None:
+    for rank in world.double:
+        text, unchanged = rank["other layout"]
+        assert "expert_parallel was 2 and is 1" in text
+        assert "expert_tensor_parallel was 1 and is 2" in text
+        assert unchanged
+
+
+def test_a_checkpoint_that_one_rank_finds_damaged_fails_on_all(world: World) -> None:
+    for rank in world.double:
+        assert rank["one bad rank"].startswith("rank 1: ")
+        assert "neither model.safetensors.index.json nor any .safetensors" in rank["one bad rank"]
+
+
+def test_a_process_holds_models_of_one_layout_only(world: World) -> None:
+    for rank in world.double:
+        assert "tensor_parallel=2" in rank["second layout"]
+        assert "one layout per process" in rank["second layout"]
+
+
+def test_the_stand_ins_are_announced_once(world: World) -> None:
+    assert len(world.single["warnings"]) == 1
+    assert "stand-ins for Transformer Engine" in world.single["warnings"][0]
+
+
+def test_the_stand_ins_leave_torch_itself_as_it_was(world: World) -> None:
+    assert world.single["torch"] == {
+        "same factories": True,
+        "same tensor methods": True,
+        "transformer_engine modules": [],
+        "current_device outside Megatron": "raises",
+    }
+
+
+def test_a_batch_that_cannot_be_trained_on_is_refused_with_the_remedy(world: World) -> None:
+    no_advantages, empty_mask, no_reference = world.single["rejected"]
+    assert "needs advantages and old_logprobs" in no_advantages
+    assert "selects no token" in empty_mask
+    assert "kl_coef is 0" in no_reference
