@@ -212,7 +212,7 @@ def _dataset_rows(dataset: Any, source: str, keys: tuple[str, str]) -> Iterator[
 
 def _problem(row: Mapping[str, Any], prompt_key: str, answer_key: str) -> str | None:
     """What is wrong with a row, both fields at once, or None."""
-    found = []
+    found: list[str | None] = []
     for key in (prompt_key, answer_key):
         if key not in row:
             present = ", ".join(map(repr, row)) or "nothing"
