@@ -26,11 +26,14 @@ _MOE = {
 
 
 def make_model(kind: str, folder: Path, seed: int) -> str:
-    """Write a BF16 checkpoint of ``qwen3``, ``qwen3-tied`` or ``qwen3-moe`` and return its folder."""
+    """Write a BF16 checkpoint of one of the kinds below and return its folder."""
     import transformers
 
     config = {
         "qwen3": lambda: transformers.Qwen3Config(**_COMMON, tie_word_embeddings=False),
+        "qwen3-odd-vocabulary": lambda: transformers.Qwen3Config(
+            **{**_COMMON, "vocab_size": 61}, tie_word_embeddings=False
+        ),
         "qwen3-tied": lambda: transformers.Qwen3Config(**_COMMON, tie_word_embeddings=True),
         "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**_COMMON, **_MOE, tie_word_embeddings=False),
     }[kind]()

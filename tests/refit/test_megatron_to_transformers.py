@@ -19,6 +19,7 @@ CASES: dict[str, tuple[str, dict[str, int], int]] = {
     "qwen3-moe TP2 x EP2 to TP2": ("qwen3-moe", {"tensor_parallel": 2, "expert_parallel": 2}, 2),
     "qwen3 PP2 to TP2": ("qwen3", {"pipeline_parallel": 2}, 2),
     "tied embeddings, PP2 to TP2": ("qwen3-tied", {"pipeline_parallel": 2}, 2),
+    "a vocabulary that TP2 pads, to TP1 x DP2": ("qwen3-odd-vocabulary", {"tensor_parallel": 2}, 1),
     "tied embeddings, TP2 to TP1 x DP2": ("qwen3-tied", {"tensor_parallel": 2}, 1),
 }
 Reports = dict[str, tuple[list[Any], list[Any]]]

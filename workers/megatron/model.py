@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,9 @@ def build_megatron(
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         _set_for_cpu(provider)
+    elif importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        # Bridge turns it on wherever there is a GPU, but the output layer needs Apex's extension for it.
+        provider.gradient_accumulation_fusion = False
     provider.finalize()
     _initialize_model_parallel(provider, layout, seed)
 

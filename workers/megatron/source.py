@@ -34,7 +34,14 @@ class MegatronSource:
             bridge, model, parallel_state.get_pipeline_model_parallel_group()
         )
         self._tasks = conversion_tasks(bridge, model)
-        self._shapes = {spec.name: spec.shape for spec in self._enumeration.specs}
+        self._vocabulary = _padded_vocabulary(self._enumeration, self._tasks, bridge.hf_pretrained.config)
+        self._specs = [
+            spec._replace(shape=(self._vocabulary[spec.name], *spec.shape[1:]))
+            if spec.name in self._vocabulary
+            else spec
+            for spec in self._enumeration.specs
+        ]
+        self._shapes = {spec.name: spec.shape for spec in self._specs}
 
     @property
     def device(self) -> torch.device:
@@ -45,7 +52,7 @@ class MegatronSource:
         )
 
     def specs(self) -> list[TensorSpec]:
-        return self._enumeration.specs
+        return self._specs
 
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
         held: list[Fragment] = []
@@ -54,7 +61,7 @@ class MegatronSource:
             if task.param_weight is None:
                 continue
             try:
-                fragments = fragments_of_task(task)
+                fragments = [self._without_padding(f) for f in fragments_of_task(task)]
                 self._check(fragments, task)
                 held.extend(fragments)
             except Refused as reason:
@@ -69,10 +76,19 @@ class MegatronSource:
         )
         for name, weight in exported:
             if name in wanted:
-                yield name, weight.detach()
+                yield name, weight.detach()[: self._vocabulary.get(name)]
 
     def storage_key(self) -> Hashable:
         return storage_key(task.param_weight for task in self._tasks if task.param_weight is not None)
+
+    def _without_padding(self, fragment: Fragment) -> Fragment:
+        rows = self._vocabulary.get(fragment.name)
+        if rows is None:
+            return fragment
+        start, stop = fragment.box[0]
+        kept = max(0, min(stop, rows) - start)
+        box = ((start, start + kept), *fragment.box[1:]) if kept else ((0, 0), *fragment.box[1:])
+        return Fragment(fragment.name, (rows, *fragment.full_shape[1:]), box, fragment.view[:kept])
 
     def _check(self, fragments: list[Fragment], task: Any) -> None:
         """A rule and the export must speak of the same weights, or the rule is wrong for this model."""
@@ -101,3 +117,19 @@ class MegatronSource:
         for name, probe in probes.items():
             if result.get(name) is not probe:
                 raise Refused(f"{type(bridge).__name__} changes the converted weight")
+
+
+def _padded_vocabulary(enumeration: Enumeration, tasks: list[Any], hf_config: Any) -> dict[str, int]:
+    """Weights that Bridge exports with Megatron's padding of the vocabulary, and the rows that are the model's.
+
+    Bridge does not trim it; an engine would refuse the shape or serve tokens that do not exist.
+    """
+    rows = getattr(hf_config.get_text_config(), "vocab_size", None)
+    exported = {spec.name: spec.shape for spec in enumeration.specs}
+    return {
+        name: rows
+        for task, names in zip(tasks, enumeration.task_names, strict=True)
+        if task.global_param_name.endswith(("embedding.word_embeddings.weight", "output_layer.weight"))
+        for name in names
+        if rows is not None and exported[name][0] > rows
+    }

@@ -113,10 +113,7 @@ class TensorParallelPlacement:
         if dim is not None:
             full[dim] *= self._tp_size
             box[dim] = (self._tp_rank * local[dim], (self._tp_rank + 1) * local[dim])
-        # A trainer may export an embedding with its vocabulary padding; only the model's rows are wanted.
-        is_vocabulary = "embed_tokens" in spec.name or spec.name.startswith("lm_head")
-        padded = is_vocabulary and dim != 0 and spec.shape[0] > full[0] and spec.shape[1:] == tuple(full[1:])
-        if spec.shape != tuple(full) and not padded:
+        if spec.shape != tuple(full):
             raise ValueError(
                 f"{spec.name}: the trainer exports {list(spec.shape)}, the engine's shards make up {full} "
                 f"(style {style}, TP {self._tp_size})"
