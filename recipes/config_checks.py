@@ -15,7 +15,7 @@ from .config_errors import Violation
 from .config_schema import TrainConfig
 
 CHOICES = {
-    "model.dtype": ("bfloat16", "float32"),
+    "model.dtype": ("auto", "bfloat16", "float32"),
     "algorithm.name": ("grpo", "dapo"),
     "algorithm.aggregation": AGGREGATIONS,
     "trainer.backend": ("megatron",),

@@ -19,8 +19,9 @@ class ModelConfig:
     Attributes:
         path: ``tiny:NAME`` for a bundled model that is built with random weights, a folder in Hugging Face
             form, or a hub id.
-        dtype: ``bfloat16`` or ``float32``; the trainer's compute dtype, the dtype on the wire and the
-            engine's. The optimizer's master weights are float32 in either case.
+        dtype: ``bfloat16``, ``float32``, or ``auto``: bfloat16 where the cluster has GPUs, else float32,
+            which CPUs compute faster. It is the trainer's compute dtype, the dtype on the wire and the
+            engine's. The optimizer's master weights are float32 in any case.
     """
 
     path: str = "tiny:qwen3"

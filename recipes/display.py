@@ -74,11 +74,17 @@ class RunDisplay:
         table = Table(title=title, padding=(0, 0, 0, 1))
         for name, _ in _COLUMNS:
             table.add_column(name, justify="right")
-        stride = max(1, -(-len(rows) // _ROWS))
-        for index, row in enumerate(rows):
-            if index % stride == 0 or index == len(rows) - 1:
-                table.add_row(*_cells(row))
+        for row in _telling(rows):
+            table.add_row(*_cells(row))
         return table
+
+
+def _telling(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first row, the last, and in between the validated ones, or every so many if there are too many."""
+    validated = [row for row in rows[1:-1] if row["val/reward"] is not None]
+    between = validated or rows[1:-1]
+    between = between[:: -(-len(between) // _ROWS) or 1]
+    return [*rows[:1], *between, *rows[1:][-1:]]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

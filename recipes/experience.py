@@ -125,7 +125,9 @@ class ExperienceCollector:
         return [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
 
     def _score(self, prompt: Prompt, completion: Completion) -> float:
-        text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        # Only the end itself is left out: a pad or other special token in the text is the policy's mistake.
+        tokens = completion.token_ids[:-1] if completion.finished else completion.token_ids
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return self._scorer(prompt, text, completion.finished)
 
     def _shape(self, scores: Sequence[float], completions: Sequence[Completion]) -> list[float]:

@@ -125,11 +125,13 @@ class BatchSplit:
             rows: of the batch.
             tokens: of the batch.
             data_parallel: number of data-parallel ranks.
-            micro_batch: rows of a micro-batch.
+            micro_batch: rows of a micro-batch, at most.
             token_multiple: row lengths must be multiples of it (TP size, under sequence parallelism).
             micro_batch_multiple: the number of micro-batches must be a multiple of it (PP size, under the
                 interleaved schedule).
         """
+        # A micro-batch larger than a rank's rows would be filled up with padding, and computed.
+        micro_batch = min(micro_batch, -(-rows // data_parallel))
         each = -(-rows // (data_parallel * micro_batch))
         return cls(
             rows=rows,

@@ -6,6 +6,7 @@ import logging
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -73,6 +74,7 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] =
         ranks = config.trainer.ranks + config.generation.tensor_parallel * config.generation.replicas
         stack.enter_context(ray_cluster(config.ray, ranks))
         gpus = gpus_per_rank()
+        config = _with_dtype(config, gpus)
         trainers = TrainerGroup(config, policy_config(config, model_path, _loss(config)), gpus)
         stack.callback(trainers.shutdown)
         engines = _engines(config, model_path, inputs.tokenizer, gpus)
@@ -137,6 +139,13 @@ class _Inputs:
         )
         self.sampler = PromptSampler(config.seed, len(self.train))
         self.scorer = RewardScorer(load_reward(config.reward.function, config.reward.kwargs))
+
+
+def _with_dtype(config: TrainConfig, gpus: int) -> TrainConfig:
+    """The configuration with ``model.dtype: auto`` settled."""
+    if config.model.dtype != "auto":
+        return config
+    return replace(config, model=replace(config.model, dtype="bfloat16" if gpus else "float32"))
 
 
 def _engines(config: TrainConfig, model_path: str, tokenizer: Any, gpus: int) -> RolloutGroup:

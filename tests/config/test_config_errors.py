@@ -26,7 +26,7 @@ def test_six_mistakes_of_six_kinds_are_all_told_at_once(violations) -> None:
     assert "trainer.ranks: 3 is no multiple of 2" in text
     assert "give 4 ranks or smaller parallel sizes" in text
     assert "generation.temperature: 0 makes the rollouts of a group equal" in text
-    assert "model.dtype: 'fp8' is not one of bfloat16, float32" in text
+    assert "model.dtype: 'fp8' is not one of auto, bfloat16, float32" in text
 
 
 def test_the_error_counts_its_violations_and_names_the_recipe(data) -> None:
