@@ -90,10 +90,18 @@ class Group:
         except RuntimeError as error:
             raise _classified(error, stage, self.rank, f"from group rank {root}") from error
 
-    def close(self) -> None:
-        """Close the connections; peers that still wait get an error instead of a hang."""
+    def close(self, *, failed: bool = False) -> None:
+        """Close the connections.
+
+        Args:
+            failed: a peer may be gone or stuck: give up what is under way instead of finishing it. Peers
+                that still wait then get an error instead of a hang.
+        """
         if self.device.type == "cuda":
-            self._backend.abort()
+            if failed:
+                self._backend.abort()
+            else:
+                self._backend.shutdown()
         del self._backend
 
 

@@ -120,7 +120,7 @@ class RefitSession:
             channel.vote("ready", True)
         except Exception as error:
             channel.abort(f"{type(error).__name__}: {error}")
-            checkpoint_engine.finalize()
+            checkpoint_engine.finalize(failed=True)
             raise
         if rank == 0:
             logger.info(
@@ -156,7 +156,7 @@ class RefitSession:
         except Exception as error:
             self._failed = f"{type(error).__name__}: {error}"
             self._channel.abort(self._failed)
-            self.engine.finalize()
+            self.engine.finalize(failed=True)
             if not self.world.is_source:
                 cast(WeightDestination, self._endpoint).abandon()
             raise

@@ -51,6 +51,7 @@ def _train(overrides: Sequence[str]) -> int:
 
 def _run(config: object, errors: Console) -> int:
     from ..integration.errors import RefitError
+    from ..workers.megatron.hf_checkpoint import CheckpointMismatch
     from .checkpoint import LayoutChanged
     from .cluster import RunError
     from .config import ConfigError
@@ -70,7 +71,7 @@ def _run(config: object, errors: Console) -> int:
         return say(stop, STOPPED)
     except KeyboardInterrupt as stop:
         return say(stop, STOPPED)
-    except (RunError, DataError, RewardError, RefitError, LayoutChanged) as error:
+    except (RunError, DataError, RewardError, RefitError, CheckpointMismatch, LayoutChanged) as error:
         return say(error, FAILED)
     return 0
 

@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from ..workers.megatron.hf_checkpoint import check_checkpoint
 from .algorithms.losses import PolicyLossConfig
 from .checkpoint import CheckpointStore
 from .cluster import RunError, gpus_per_rank, ray_cluster
@@ -129,6 +130,7 @@ class _Inputs:
     def __init__(self, config: TrainConfig, model_path: str) -> None:
         from transformers import AutoConfig, AutoTokenizer
 
+        check_checkpoint(model_path)
         violations = model_violations(config, AutoConfig.from_pretrained(model_path))
         if violations:
             raise ConfigError(config.name, violations)

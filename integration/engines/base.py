@@ -58,8 +58,8 @@ class CheckpointEngine(ABC):
         """Generation ranks: receive all weights once, into live storage or the engine's loader."""
 
     @abstractmethod
-    def finalize(self) -> None:
-        """Close communicators and free buffers; safe to call twice and after a failure."""
+    def finalize(self, *, failed: bool = False) -> None:
+        """Close communicators and free buffers; safe to call twice. ``failed``: peers may be gone."""
 
     @property
     @abstractmethod

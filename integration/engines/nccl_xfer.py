@@ -85,9 +85,9 @@ class NcclXferEngine(CheckpointEngine):
             destination.load_weights(self._misc.receive(clock))
         return SendResult(bulk.payload_bytes, self._misc.nbytes, bulk.verified_bytes)
 
-    def finalize(self) -> None:
+    def finalize(self, *, failed: bool = False) -> None:
         while self._groups:
-            self._groups.pop().close()
+            self._groups.pop().close(failed=failed)
 
     @property
     def transport_name(self) -> str:

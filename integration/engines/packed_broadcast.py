@@ -53,9 +53,9 @@ class PackedBroadcastEngine(CheckpointEngine):
         cast(WeightDestination, self._endpoint).load_weights(self._broadcast.receive(clock))
         return SendResult(0, self._broadcast.nbytes, 0)
 
-    def finalize(self) -> None:
+    def finalize(self, *, failed: bool = False) -> None:
         if self._group is not None:
-            self._group.close()
+            self._group.close(failed=failed)
             self._group = None
 
     @property

@@ -98,7 +98,7 @@ class SyntheticDestination:
             f"{name} {box}"
             for (name, box), storage in self._wanted.items()
             if not torch.equal(
-                storage,
+                storage.cpu(),
                 value_of(self._specs[name], version)[local_slice(box_of(self._specs[name].shape), box)],
             )
         ]

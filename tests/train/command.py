@@ -1,0 +1,98 @@
+"""The command line as a user runs it, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlrefit.recipes.run_files import read_json_lines
+
+# Small enough to be quick, large enough that every part of a step has something to do.
+SHORT = (
+    "algorithm.prompts_per_step=16",
+    "algorithm.minibatches=2",
+    "validation.samples=8",
+    "ray.timeout_s=200",
+)
+
+
+def rlrefit(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    """Start ``rlrefit`` with the arguments."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlrefit.recipes.cli", *arguments],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 280.0) -> tuple[int, str]:
+    """Exit code and output of a command that was started."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        raise AssertionError(f"the command ran longer than {timeout_s} s:\n{output}") from None
+    return process.returncode, output
+
+
+def run(*arguments: str, cwd: Path) -> tuple[int, str]:
+    """Exit code and output of ``rlrefit`` with the arguments."""
+    return finish(rlrefit(*arguments, cwd=cwd))
+
+
+def wait_for_step(process: subprocess.Popen[str], step: int, timeout_s: float = 200.0) -> str:
+    """Read the command's output up to a step's line."""
+    assert process.stdout is not None
+    read = ""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        line = process.stdout.readline()
+        read += line
+        if line.startswith(f"step {step} "):
+            return read
+        if not line and process.poll() is not None:
+            break
+    raise AssertionError(f"step {step} never came:\n{read}")
+
+
+def ray_processes_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """All processes that Ray started for a command; those of other runs on the machine are left out."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in children if child.is_running()]
+
+
+def kill_rank(process: subprocess.Popen[str], actor: str) -> None:
+    """Kill one rank's process as the kernel would when memory runs out."""
+    for child in ray_processes_of(process):
+        if child.cmdline() and child.cmdline()[0].startswith(f"ray::{actor}"):
+            child.send_signal(signal.SIGKILL)
+            return
+    raise AssertionError(f"the command has no process of actor {actor}")
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Lines of a run's ``metrics.jsonl``."""
+    return read_json_lines(folder / "metrics.jsonl")
+
+
+def curve(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What of the lines must not depend on when and how often a run was stopped."""
+    return [
+        {
+            key: value
+            for key, value in row.items()
+            if "time" not in key and "per_s" not in key and key != "refit/seconds"
+        }
+        for row in rows
+    ]

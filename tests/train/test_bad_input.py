@@ -1,0 +1,91 @@
+"""What a user gets for bad input: one clear error, the right exit code, and nothing started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from rlrefit.integration.channel import open_store
+from rlrefit.integration.errors import RefitError
+
+from .command import run
+
+
+def test_bad_records_are_listed_by_file_and_line_before_anything_starts(tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text(
+        '{"prompt": "max(1,2)=", "answer": "2"}\n{"prompt": "max(1,2)="}\n{"prompt": \n{"prompt": "", "answer": "1"}\n'
+    )
+    code, output = run("train", "recipe=grpo_tiny", f"data.train={data}", cwd=tmp_path)
+    assert code == 1
+    for line in (2, 3, 4):
+        assert f"train.jsonl line {line}" in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "runs" / "grpo_tiny").exists()
+
+
+def test_every_violation_of_a_configuration_is_told_at_once_with_exit_code_2(tmp_path: Path) -> None:
+    code, output = run(
+        "train",
+        "recipe=grpo_tiny",
+        "algorithm.group_sizes=4",
+        "algorithm.steps=none",
+        "trainer.ranks=3",
+        "policy.refit.transport=rdma",
+        cwd=tmp_path,
+    )
+    assert code == 2
+    for key in ("algorithm.group_sizes", "algorithm.steps", "trainer.ranks", "policy.refit.transport"):
+        assert key in output
+    assert "group_size" in output
+
+
+def test_a_checkpoint_without_one_of_its_tensors_names_it_before_anything_starts(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from rlrefit.recipes.tiny.checkpoints import make_checkpoint
+
+    folder = make_checkpoint("qwen3", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    code, output = run("train", "recipe=grpo_tiny", f"model.path={folder}", cwd=tmp_path)
+    assert code == 1
+    assert "model.layers.1.mlp.up_proj.weight" in output
+    assert "Traceback" not in output
+
+
+def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
+    from rlrefit.recipes.tiny.checkpoints import make_checkpoint
+
+    folder = make_checkpoint("qwen3", tmp_path / "model")
+    other = make_checkpoint("qwen3-moe", tmp_path / "other")
+    shutil.copy(other / "model.safetensors", folder / "model.safetensors")
+    code, output = run("train", "recipe=grpo_tiny", f"model.path={folder}", cwd=tmp_path)
+    assert code == 1
+    assert "mlp" in output
+
+
+def test_a_taken_port_is_named_with_the_key_to_change() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(RefitError, match=r"policy\.refit\.port") as caught:
+            open_store("127.0.0.1", taken.getsockname()[1], 5.0)
+    assert str(taken) not in str(caught.value)
+
+
+def test_a_reward_that_raises_names_the_record_and_the_function(tmp_path: Path) -> None:
+    from rlrefit.recipes.data.prompts import Prompt
+    from rlrefit.recipes.rewards import RewardError, RewardScorer
+
+    def broken(*, prompt: str, completion: str, answer: str, finished: bool) -> float:
+        return json.loads(completion)["answer"]
+
+    with pytest.raises(RewardError, match="broken") as caught:
+        RewardScorer(broken)(Prompt("max(1,2)=", (1,), "2", "train.jsonl:7"), "2 apples", True)
+    assert "train.jsonl:7" in str(caught.value)
