@@ -17,8 +17,8 @@ class ModelConfig:
     """The policy's architecture and first weights.
 
     Attributes:
-        path: ``tiny:NAME`` for a bundled model that is built with random weights, a folder in Hugging Face
-            form, or a hub id.
+        path: ``tiny:NAME`` for a bundled model that is built with random weights, or a checkpoint folder in
+            Hugging Face form, which all nodes must reach.
         dtype: ``bfloat16``, ``float32``, or ``auto``: bfloat16 where the cluster has GPUs, else float32,
             which CPUs compute faster. It is the trainer's compute dtype, the dtype on the wire and the
             engine's. The optimizer's master weights are float32 in any case.

@@ -126,7 +126,9 @@ def _check_kind(kind: str, given: str) -> None:
 def _write(kind: str, folder: Path, seed: int) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # for a file of half a megabyte
     config = AutoConfig.for_model(**KINDS[kind])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
