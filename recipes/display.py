@@ -27,7 +27,7 @@ _COLUMNS = (
     ("gen.", "{time/generate:.2f}"),
     ("train", "{time/train:.2f}"),
     ("bulk MB", "{mb_bulk:.2f}"),
-    ("misc kB", "{kb_misc:.1f}"),
+    ("misc kB", "{kb_misc:.0f}"),
 )
 # A table of every step would bury the terminal; this many rows tell the course of a run.
 _ROWS = 12

@@ -38,17 +38,23 @@ def test_the_ranks_parts_put_together_are_the_batch_and_padding_that_no_mask_sel
         micro_batch_multiple=multiple,
     )
     parts = [split.local(batch, rank) for rank in range(ranks)]
-    micro_batches = [part for local in parts for part in local.micro_batches(micro)]
+    micro_batches = [part for local in parts for part in local.micro_batches(split.micro_batch)]
     assert split.micro_batches % multiple == 0
+    assert split.micro_batch <= micro
     assert split.padded_tokens % token_multiple == 0
     assert split.padded_tokens - tokens < token_multiple
     assert len(micro_batches) == ranks * split.micro_batches
-    assert {tuple(part.input_ids.shape) for part in micro_batches} == {(micro, split.padded_tokens)}
+    assert {tuple(part.input_ids.shape) for part in micro_batches} == {(split.micro_batch, split.padded_tokens)}
     for name in ("input_ids", "loss_mask", "old_logprobs", "advantages"):
         whole = torch.cat([getattr(part, name) for part in micro_batches])
         kept = whole[:rows, :tokens] if whole.dim() == 2 else whole[:rows]
         assert torch.equal(kept, getattr(batch, name))
         assert whole.abs().sum() == getattr(batch, name).abs().sum()
+
+
+def test_a_micro_batch_larger_than_the_batch_is_not_filled_up_with_padding() -> None:
+    split = BatchSplit.of(9, 16, data_parallel=2, micro_batch=512, token_multiple=4, micro_batch_multiple=1)
+    assert (split.micro_batches, split.local_rows) == (1, 5)
 
 
 def test_a_batch_is_split_into_as_few_micro_batches_as_hold_it() -> None:
