@@ -44,7 +44,9 @@ def test_the_ranks_parts_put_together_are_the_batch_and_padding_that_no_mask_sel
     assert split.padded_tokens % token_multiple == 0
     assert split.padded_tokens - tokens < token_multiple
     assert len(micro_batches) == ranks * split.micro_batches
-    assert {tuple(part.input_ids.shape) for part in micro_batches} == {(split.micro_batch, split.padded_tokens)}
+    assert {tuple(part.input_ids.shape) for part in micro_batches} == {
+        (split.micro_batch, split.padded_tokens)
+    }
     for name in ("input_ids", "loss_mask", "old_logprobs", "advantages"):
         whole = torch.cat([getattr(part, name) for part in micro_batches])
         kept = whole[:rows, :tokens] if whole.dim() == 2 else whole[:rows]
