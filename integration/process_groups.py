@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,6 +13,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from .errors import PeerLost, RefitError, RefitTimeout
+
+# Seconds between looks at a GPU's progress, and between looks at the other ranks meanwhile.
+_PAUSE = 2e-5
+_WATCH_EVERY = 0.5
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,29 @@ class Group:
     ``torch.distributed``'s default group is read or changed.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, size: int, device: torch.device, timeout_s: float):
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
+        watch: Callable[[str], None],
+    ):
+        """Make the group; all its ranks do so at the same time.
+
+        Args:
+            store: of the epoch.
+            name: of the group, unique in the epoch.
+            rank: in the group.
+            size: of the group.
+            device: a CUDA device for NCCL, else gloo.
+            timeout_s: limit of any exchange, in seconds.
+            watch: called with the stage now and then while an exchange on a GPU is under way; it raises
+                if another rank has given up.
+        """
+        self._watch = watch
         self.rank = rank
         self.size = size
         self.device = device
@@ -39,7 +66,8 @@ class Group:
         try:
             if device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
-                options._timeout = self.timeout
+                # torch's own watchdog ends the whole process; the waits here shall come first.
+                options._timeout = 2 * self.timeout + timedelta(seconds=30)
                 self._backend = dist.ProcessGroupNCCL(prefixed, rank, size, options)
             else:
                 self._backend = dist.ProcessGroupGloo(prefixed, rank, size, self.timeout)
@@ -75,7 +103,9 @@ class Group:
                 works = [self._backend.recv([p.buffer], p.peer, 0) for p in receives]
                 works += [self._backend.send([p.buffer], p.peer, 0) for p in sends]
             for work in works:
-                work.wait(self.timeout)
+                self._wait(work, stage)
+        except RefitError:
+            raise
         except RuntimeError as error:
             peers = sorted({p.peer for p in (*sends, *receives)})
             raise _classified(error, stage, self.rank, f"with refit ranks {peers}") from error
@@ -86,9 +116,32 @@ class Group:
         options.rootRank = root
         options.timeout = self.timeout
         try:
-            self._backend.broadcast([buffer], options).wait(self.timeout)
+            self._wait(self._backend.broadcast([buffer], options), stage)
+        except RefitError:
+            raise
         except RuntimeError as error:
             raise _classified(error, stage, self.rank, f"from group rank {root}") from error
+
+    def _wait(self, work: Any, stage: str) -> None:
+        if self.device.type == "cuda":
+            # NCCL's own wait only orders streams: a peer that died would be met by the next synchronisation
+            # of the device, which has no limit.
+            start = time.monotonic()
+            next_watch = start + _WATCH_EVERY
+            while not work.is_completed():
+                now = time.monotonic()
+                if now - start > self.timeout.total_seconds():
+                    raise RefitTimeout(
+                        f"NCCL did not finish within {self.timeout.total_seconds():.0f} s; a peer is late, stuck "
+                        "or gone",
+                        stage=stage,
+                        rank=self.rank,
+                    )
+                if now >= next_watch:
+                    self._watch(stage)
+                    next_watch = now + _WATCH_EVERY
+                time.sleep(_PAUSE)
+        work.wait(self.timeout)
 
     def close(self, *, failed: bool = False) -> None:
         """Close the connections.

@@ -73,5 +73,12 @@ def make_packed_broadcast(
     place = members([0, *world.destinations], world.rank)
     group = None
     if place is not None and specs:
-        group = Group(channel.store, "misc", *place, device=device, timeout_s=channel.timeout_s)
+        group = Group(
+            channel.store,
+            "misc",
+            *place,
+            device=device,
+            timeout_s=channel.timeout_s,
+            watch=channel.check_abort,
+        )
     return PackedBroadcast(group, specs, bucket_bytes, world.rank), group

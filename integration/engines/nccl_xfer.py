@@ -52,7 +52,13 @@ class NcclXferEngine(CheckpointEngine):
     def init_process_group(self) -> None:
         device = self._endpoint.device
         data = Group(
-            self.channel.store, "bulk", self.world.rank, self.world.size, device, self.channel.timeout_s
+            self.channel.store,
+            "bulk",
+            self.world.rank,
+            self.world.size,
+            device,
+            self.channel.timeout_s,
+            self.channel.check_abort,
         )
         self._groups.append(data)
         self._transport: Transport = make_transport(

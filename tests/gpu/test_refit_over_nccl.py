@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.refit.test_killed_peer import kill_a_rank
 from tests.spawn import free_port
 
 pytestmark = [
@@ -86,3 +87,9 @@ def test_three_changed_refits_over_nccl_land_bit_for_bit(engine: str, transport:
     assert all(version == committed for _, version, _, committed, _ in engines)
     if engine == "nccl_xfer":
         assert all(row[4]["bytes_verified"] > 0 for row in engines)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs at least three CUDA devices")
+@pytest.mark.parametrize("moment", ["transfer", "post-load"])
+def test_the_death_of_an_engine_rank_ends_a_refit_over_nccl_within_the_timeout(moment: str) -> None:
+    kill_a_rank(moment, on_gpu=True)
