@@ -10,6 +10,8 @@ import json
 import logging
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -119,18 +121,19 @@ class Channel:
 
     def publish(self, topic: str, data: Any) -> None:
         """Set this rank's ``data`` (JSON) under ``topic``."""
-        self.store.set(f"{topic}/{self.world.rank}", _pack(data))
+        with self._reaching_the_store(topic):
+            self.store.set(f"{topic}/{self.world.rank}", _pack(data))
 
-    def read(self, topic: str, rank: int) -> Any:
-        """What ``rank`` published under ``topic``; waits for it.
+    def read(self, topic: str, rank: int, since: float | None = None) -> Any:
+        """What ``rank`` published under ``topic``; waits for it, until the timeout counted from ``since``.
 
         Raises:
             RefitTimeout: it does not come in time; names the rank that is late.
             PeerLost: another rank gave up meanwhile; says which and why.
         """
         key = f"{topic}/{rank}"
-        self._wait(key, stage=topic, late=self.world.describe(rank))
-        return _unpack(self.store.get(key))
+        self._wait(key, stage=topic, late=self.world.describe(rank), since=since)
+        return self._get(key, topic)
 
     def vote(self, topic: str, data: Any) -> list[Any]:
         """Give ``data`` and get what all ranks gave, in the order of ranks. A barrier: nobody passes early.
@@ -144,16 +147,14 @@ class Channel:
         self.publish(topic, data)
         result = f"{topic}/result"
         if self.world.rank == 0:
-            votes = [self.read(topic, rank) for rank in range(self.world.size)]
-            self.store.set(result, _pack(votes))
-            # Who votes now has read the last vote's result, so the store stays small for any number of refits.
-            stale = [f"{topic}/{rank}" for rank in range(self.world.size)]
-            for key in [*stale, self._last_result] if self._last_result else stale:
-                self.store.delete_key(key)
-            self._last_result = result
+            # One limit for all: the rank that is missing when it runs out is the one to name.
+            since = time.monotonic()
+            votes = [self.read(topic, rank, since) for rank in range(self.world.size)]
+            with self._reaching_the_store(topic):
+                self._close_vote(topic, votes)
             return votes
         self._wait(result, stage=topic, late=self.world.describe(0), grace=_COLLECTOR_GRACE)
-        votes = _unpack(self.store.get(result))
+        votes = self._get(result, topic)
         if not isinstance(votes, list) or len(votes) != self.world.size:
             raise RefitMismatch(
                 f"the vote on {topic} has {len(votes)} answers for {self.world.size} ranks",
@@ -172,16 +173,18 @@ class Channel:
 
     def check_abort(self, stage: str) -> None:
         """Raise PeerLost if a rank has given up."""
-        if self.store.check([_ABORT]):
-            cause = _unpack(self.store.get(_ABORT))
+        if self._exists(_ABORT, stage):
+            cause = self._get(_ABORT, stage)
             raise PeerLost(
                 f"{self.world.describe(cause['rank'])} gave up: {cause['reason']}",
                 stage=stage,
                 rank=self.world.rank,
             )
 
-    def _wait(self, key: str, *, stage: str, late: str, grace: float = 0.0) -> None:
-        start = time.monotonic()
+    def _wait(
+        self, key: str, *, stage: str, late: str, grace: float = 0.0, since: float | None = None
+    ) -> None:
+        start = time.monotonic() if since is None else since
         next_abort_check = start
         pause = _FIRST_PAUSE
         while not self._exists(key, stage):
@@ -199,9 +202,27 @@ class Channel:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
+    def _close_vote(self, topic: str, votes: list[Any]) -> None:
+        result = f"{topic}/result"
+        self.store.set(result, _pack(votes))
+        # Who votes now has read the last vote's result, so the store stays small for any number of refits.
+        stale = [f"{topic}/{rank}" for rank in range(self.world.size)]
+        for key in [*stale, self._last_result] if self._last_result else stale:
+            self.store.delete_key(key)
+        self._last_result = result
+
     def _exists(self, key: str, stage: str) -> bool:
-        try:
+        with self._reaching_the_store(stage):
             return self.store.check([key])
+
+    def _get(self, key: str, stage: str) -> Any:
+        with self._reaching_the_store(stage):
+            return _unpack(self.store.get(key))
+
+    @contextmanager
+    def _reaching_the_store(self, stage: str) -> Iterator[None]:
+        try:
+            yield
         except (DistNetworkError, DistStoreError) as error:
             raise PeerLost(
                 f"the rendezvous on trainer rank 0 went away: {error}", stage=stage, rank=self.world.rank

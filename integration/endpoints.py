@@ -25,6 +25,9 @@ class WeightSource(Protocol):
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
         """What this rank holds, and the weights that must not go shard to shard with the reason."""
 
+    def settle(self) -> None:
+        """Called before each refit: finish what still has to write the parameters (a delayed gather, say)."""
+
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors of ``names``, in the order of :meth:`specs`; a collective of all trainer ranks."""
 

@@ -7,7 +7,7 @@ travels during a refit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,14 +68,15 @@ class PackedBroadcast:
             RefitMismatch: the export yields another tensor than the specs say, or ends early, or goes on.
         """
         for bucket in self._buckets:
-            buffer = self._buffer(bucket) if self._group is not None else None
-            for spec, offset in bucket.slots:
-                with clock.stage("export"):
+            # One buffer at a time: the last one is given back before the next is taken.
+            buffer = None
+            if self._group is not None:
+                buffer = self._buffer(bucket)
+            with clock.stage("export"):
+                for spec, offset in bucket.slots:
                     name, tensor = next(weights, ("", None))
-                self._check(spec, name, tensor)
-                assert tensor is not None
-                if buffer is not None:
-                    with clock.stage("pack"):
+                    self._check(spec, name, tensor)
+                    if buffer is not None and tensor is not None:
                         _slot(buffer, spec, offset).copy_(tensor)
             if self._group is not None and buffer is not None:
                 with clock.stage("misc"):
@@ -100,6 +101,25 @@ class PackedBroadcast:
                 self._group.broadcast(buffer, 0, "misc")
             for spec, offset in bucket.slots:
                 yield spec.name, _slot(buffer, spec, offset)
+            del buffer  # unless the loader keeps a part of it
+
+    def load(self, loader: Callable[[Iterator[tuple[str, torch.Tensor]]], None], clock: StageClock) -> None:
+        """Receive through an engine's loader.
+
+        Raises:
+            RefitMismatch: the loader did not take all weights; the engine would mix two versions.
+        """
+        weights = self.receive(clock)
+        loader(weights)
+        left = [name for name, _ in weights]
+        if left:
+            raise RefitMismatch(
+                f"the engine's loader stopped with {len(left)} weights left; it would serve old values of them. "
+                "A loader has to take all that it is given",
+                stage="misc",
+                rank=self._rank,
+                parameter=left[0],
+            )
 
     def _buffer(self, bucket: Bucket) -> torch.Tensor:
         assert self._group is not None, "only ranks with a group hold buffers"
@@ -120,8 +140,3 @@ class PackedBroadcast:
 
 def _slot(buffer: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tensor:
     return buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
-
-
-def drain(weights: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Take all tensors and keep none; returns how many there were."""
-    return sum(1 for _ in weights)

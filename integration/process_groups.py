@@ -69,8 +69,12 @@ class Group:
                 # torch's own watchdog ends the whole process; the waits here shall come first.
                 options._timeout = 2 * self.timeout + timedelta(seconds=30)
                 self._backend = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+                # NCCL connects all ranks at the first use, and a rank without messages would never come to it.
+                self.broadcast(torch.zeros(1, device=device), 0, "connect")
             else:
                 self._backend = dist.ProcessGroupGloo(prefixed, rank, size, self.timeout)
+        except RefitError:
+            raise
         except RuntimeError as error:
             raise RefitError(
                 f"the refit's process group {name!r} of {size} ranks could not be made: {error}. Can all ranks reach "
@@ -124,13 +128,14 @@ class Group:
 
     def _wait(self, work: Any, stage: str) -> None:
         if self.device.type == "cuda":
-            # NCCL's own wait only orders streams: a peer that died would be met by the next synchronisation
-            # of the device, which has no limit.
+            # Polled, and not left to NCCL's wait: meanwhile another rank's abort can be seen.
             start = time.monotonic()
             next_watch = start + _WATCH_EVERY
             while not work.is_completed():
                 now = time.monotonic()
                 if now - start > self.timeout.total_seconds():
+                    # Or the kernel would spin on, and the next synchronisation of the device never return.
+                    self._backend.abort()
                     raise RefitTimeout(
                         f"NCCL did not finish within {self.timeout.total_seconds():.0f} s; a peer is late, stuck "
                         "or gone",
@@ -138,10 +143,17 @@ class Group:
                         rank=self.rank,
                     )
                 if now >= next_watch:
-                    self._watch(stage)
+                    self._look_at_peers(stage)
                     next_watch = now + _WATCH_EVERY
                 time.sleep(_PAUSE)
         work.wait(self.timeout)
+
+    def _look_at_peers(self, stage: str) -> None:
+        try:
+            self._watch(stage)
+        except RefitError:
+            self._backend.abort()
+            raise
 
     def close(self, *, failed: bool = False) -> None:
         """Close the connections.

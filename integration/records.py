@@ -26,9 +26,10 @@ class StageClock:
         start = time.perf_counter()
         try:
             yield
-        finally:
+            # Not after an error: what is under way on the device may never end.
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
+        finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 

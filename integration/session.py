@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -90,7 +91,7 @@ class RefitSession:
     def open(
         rendezvous: Rendezvous,
         rank: int,
-        endpoint: WeightSource | WeightDestination,
+        make_endpoint: Callable[[], WeightSource | WeightDestination],
         config: RefitConfig,
         *,
         engine: str = "nccl_xfer",
@@ -102,7 +103,8 @@ class RefitSession:
         Args:
             rendezvous: where the epoch meets.
             rank: rank in the refit world, trainers first.
-            endpoint: a source on trainer ranks, a destination on generation ranks.
+            make_endpoint: makes a source on trainer ranks, a destination on generation ranks; called here, so
+                that the other ranks hear of it if it fails.
             config: the same on all ranks.
             engine: name of a registered checkpoint engine.
             store: the store itself on the rank that opened it.
@@ -113,14 +115,17 @@ class RefitSession:
         """
         world = RefitWorld(rank, rendezvous.train_ranks, rendezvous.gen_ranks, rendezvous.epoch)
         channel = Channel(rendezvous, world, config.timeout_s, store)
-        checkpoint_engine = make_engine(engine, config, world, channel)
+        checkpoint_engine: CheckpointEngine | None = None
         try:
+            checkpoint_engine = make_engine(engine, config, world, channel)
+            endpoint = make_endpoint()
             manifest = checkpoint_engine.prepare(endpoint)
             checkpoint_engine.init_process_group()
             channel.vote("ready", True)
         except Exception as error:
             channel.abort(f"{type(error).__name__}: {error}")
-            checkpoint_engine.finalize(failed=True)
+            if checkpoint_engine is not None:
+                checkpoint_engine.finalize(failed=True)
             raise
         if rank == 0:
             logger.info(
@@ -135,6 +140,13 @@ class RefitSession:
                 len(manifest.specs("misc")),
                 manifest.bytes_of("misc") / 1e6,
             )
+            unused = [spec.name for spec in manifest.specs("unused")]
+            if unused:
+                logger.warning(
+                    "%d weights of the trainer have no place in the engine and do not travel: %s",
+                    len(unused),
+                    ", ".join(unused[:10]),
+                )
         return RefitSession(world, channel, checkpoint_engine, endpoint, manifest, state or ServingState())
 
     def refit(self, version: int) -> RefitRecord:
@@ -173,6 +185,8 @@ class RefitSession:
         with clock.stage("handshake"):
             self._agree_on_version(version)
         if self.world.is_source:
+            with clock.stage("export"):
+                cast(WeightSource, self._endpoint).settle()
             moved = self.engine.send_weights(version, clock)
         else:
             self.state.mark_dirty(version)

@@ -130,6 +130,13 @@ class CheckpointStore:
             return LatestGood(checkpoint, tuple(skipped))
         return LatestGood(None, tuple(skipped))
 
+    def set_aside(self, skipped: Skipped) -> Path:
+        """Rename a checkpoint that can't be used, so that its step can be saved again; returns the new folder."""
+        aside = skipped.folder.with_name(f"{skipped.folder.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        skipped.folder.replace(aside)
+        return aside
+
     def _complete(self, folder: Path, step: int, extra: dict[str, Any]) -> None:
         files = {}
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -86,6 +86,7 @@ class ActorGroup:
             ray.get(self._placement.ready(), timeout=config.timeout_s)
         except GetTimeoutError:
             offered = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
+            remove_placement_group(self._placement)
             free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
             raise RunError(
                 f"{count} {name} ranks with {bundle} each found no place within {config.timeout_s:.0f} s: the cluster "
@@ -167,6 +168,8 @@ def _raise_failure(name: str, ref: ray.ObjectRef) -> None:
             f"{name} died: {str(error).strip().splitlines()[-1]} Look for an out-of-memory kill in the system log; "
             "resume=true goes on from the last checkpoint."
         ) from error
+    except RayError as error:
+        raise RunError(f"{name}: Ray reports {type(error).__name__}: {error}") from error
 
 
 def free_port() -> int:

@@ -90,7 +90,8 @@ class ExperienceCollector:
         while not sampler.done:
             round_index = len(scores) // (algorithm.prompts_per_step * algorithm.group_size)
             groups = self._generate_groups(step, round_index)
-            sampler.offer(groups, [[r.reward for r in group] for group in groups])
+            # By score, as DAPO filters: a group that differs in length penalties alone has learned nothing.
+            sampler.offer(groups, [[r.score for r in group] for group in groups])
             scores.extend(r.score for group in groups for r in group)
         groups, stats = sampler.batch()
         return Experience(

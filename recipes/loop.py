@@ -15,6 +15,7 @@ from .algorithms.advantages import group_advantages
 from .algorithms.divergence import generation_kl
 from .batching import minibatches, policy_batch
 from .checkpoint import CheckpointStore
+from .cluster import RunError
 from .config_schema import TrainConfig
 from .data.prompts import PromptDataset, PromptSampler
 from .experience import Experience, ExperienceCollector
@@ -99,9 +100,10 @@ class TrainingLoop:
         for step in range(first_step, last + 1):
             line = self._step(step)
             done = step
+            # The line first: a run that resumes drops lines after its checkpoint, but can't make one up.
+            self._metrics.append(line)
             if every and (step % every == 0 or step == last):
                 self._save(step)
-            self._metrics.append(line)
             self._on_step(line)
             if stop() and step < last:
                 if self._saved != step:
@@ -119,6 +121,8 @@ class TrainingLoop:
                 val_reward = self._collector.validate(self._validation, self._config.validation.samples)
         with watch.stage("generate"):
             experience = self._collector.collect(step)
+        if refit is not None:
+            _require_version(experience, refit.version)
         with watch.stage("logprobs"):
             batch = self._batch(experience)
         assert batch.old_logprobs is not None
@@ -175,6 +179,15 @@ class TrainingLoop:
         with self._checkpoints.writing(step, {"sampler": self._sampler.state_dict()}) as folder:
             self._trainers.save(folder)
         self._saved = step
+
+
+def _require_version(experience: Experience, version: int) -> None:
+    others = {r.completion.version for r in experience.rollouts} - {version}
+    if others:
+        raise RunError(
+            f"completions were sampled from weights {sorted(others)} after version {version} was committed; an engine "
+            "missed a refit, and the batch would mix policies"
+        )
 
 
 def _refit_metrics(refit: RefitSummary | None) -> Metrics:

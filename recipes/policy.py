@@ -36,7 +36,7 @@ class AdamConfig:
         eps: added to the root of the second moment.
         weight_decay: decoupled decay.
         clip_grad: the gradient's global L2 norm is scaled down to it; 0 leaves it.
-        warmup_steps: steps over which the rate rises linearly from 0; 0 for none.
+        warmup_steps: optimizer steps over which the rate rises linearly to ``lr``; 0 for none.
     """
 
     lr: float = 1e-6
@@ -258,7 +258,8 @@ class MegatronPolicy:
         )
         scheduler = OptimizerParamScheduler(
             optimizer,
-            init_lr=0.0,
+            # Not from 0: the first step would be taken for nothing.
+            init_lr=adam.lr / (adam.warmup_steps + 1),
             max_lr=adam.lr,
             min_lr=adam.lr,
             lr_warmup_steps=adam.warmup_steps,

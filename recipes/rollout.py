@@ -39,8 +39,12 @@ class RolloutGroup(ABC):
         self._replicas = config.generation.replicas
 
     @abstractmethod
+    def start(self) -> None:
+        """Begin to start the engines."""
+
+    @abstractmethod
     def wait_until_built(self) -> None:
-        """Wait for the engines, whose start began with the group."""
+        """Wait for the engines, whose start began with :meth:`start`."""
 
     @abstractmethod
     def submit_init_refit(self, rendezvous: dict[str, Any], first_rank: int, engine: str) -> Calls:

@@ -49,10 +49,11 @@ class TransformersRollouts(RolloutGroup):
         self._refit_config = config.policy.refit
         self.gen_ranks = self._tp * self._replicas
         self._group = ActorGroup("generation", TransformersActor, self.gen_ranks, gpus, config.ray)
+        self._build_arguments = (model_path, config.model.dtype, self._tp, eos_token_id, pad_token_id)
+
+    def start(self) -> None:
         join_worlds(self._group, self._tp, self._timeout_s, always=False)
-        self._building = self._group.submit(
-            "build", model_path, config.model.dtype, self._tp, eos_token_id, pad_token_id
-        )
+        self._building = self._group.submit("build", *self._build_arguments)
 
     def wait_until_built(self) -> None:
         gather(self._building, self._timeout_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import asdict
 from typing import Any
@@ -10,10 +11,14 @@ import torch
 
 from ..integration.config import RefitConfig
 from ..workers.completion import Completion
-from .cluster import ActorGroup, gather
+from .cluster import ActorGroup, RunError, gather
 from .config_schema import TrainConfig, VllmConfig
 from .rollout import Calls, RolloutGroup, Sampling
 
+logger = logging.getLogger(__name__)
+
+# Seconds for vLLM's processes to stop before they are killed.
+_CLOSE_S = 30.0
 _EXTENSION = "rlrefit.workers.vllm.extension.VllmRefitExtension"
 # What vLLM on a CPU reads from the environment and nowhere else: KV cache in GiB, and no pinning of
 # threads to cores that the trainer's ranks use too.
@@ -22,6 +27,8 @@ _CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": 
 
 class VllmActor:
     """One vLLM engine with all its tensor-parallel workers."""
+
+    _llm: Any = None
 
     def build(
         self,
@@ -60,13 +67,16 @@ class VllmActor:
         method = "nccl_xfer_refit" if engine == "nccl_xfer" else "update_weights_from_collective"
         records = self._rpc(method, version)
         # Cached prefixes hold keys and values of the old weights.
-        self._llm.reset_prefix_cache()
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError(
+                "vLLM keeps cached prefixes of the old weights, because requests are running; refit between requests"
+            )
         return records
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         from vllm import SamplingParams
 
-        version = self._rpc("refit_serving_version")[0]["version"]
+        [version] = {answer["version"] for answer in self._rpc("refit_serving_version")}
         parameters = [
             SamplingParams(
                 max_tokens=sampling.max_new_tokens,
@@ -84,7 +94,8 @@ class VllmActor:
 
     def close(self) -> None:
         """Stop vLLM's own processes, which outlive a killed actor for a while."""
-        self._llm.llm_engine.engine_core.shutdown()
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
 
     def _rpc(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
         from ..workers.vllm.extension import raise_refit_errors
@@ -115,9 +126,17 @@ class VllmRollouts(RolloutGroup):
             cpus=config.ray.cpus_per_rank * self._tp,
         )
         length = config.data.max_prompt_tokens + generation.max_new_tokens
-        self._building = self._group.submit(
-            "build", model_path, config.model.dtype, self._tp, length, eos_token_id, generation.vllm
+        self._build_arguments = (
+            model_path,
+            config.model.dtype,
+            self._tp,
+            length,
+            eos_token_id,
+            generation.vllm,
         )
+
+    def start(self) -> None:
+        self._building = self._group.submit("build", *self._build_arguments)
 
     def wait_until_built(self) -> None:
         gather(self._building, self._timeout_s)
@@ -135,8 +154,13 @@ class VllmRollouts(RolloutGroup):
         return self._group.submit("refit", engine, version)
 
     def shutdown(self) -> None:
-        gather(self._group.submit("close"), self._timeout_s)
-        self._group.shutdown()
+        try:
+            gather(self._group.submit("close"), _CLOSE_S)
+        except RunError as error:
+            # Of an engine that failed before: its own error is what the user has to see.
+            logger.warning("vLLM did not stop in order: %s", error)
+        finally:
+            self._group.shutdown()
 
     def _submit_generate(self, replica: int, prompts: list[list[int]], sampling: Sampling) -> Calls:
         actor = self._group.actors[replica]

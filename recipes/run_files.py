@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,13 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def keep_json_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Drop the rows that are not wanted from a file, and return the others; makes the file if it is missing."""
+    rows = [row for row in read_json_lines(path) if wanted(row)]
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
 class MetricsFile:
     """``metrics.jsonl``: one line a step.
 
@@ -53,8 +60,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, after_step: int = 0) -> None:
         self._path = path
-        self.rows = [row for row in read_json_lines(path) if row["step"] <= after_step]
-        write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
+        self.rows = keep_json_lines(path, lambda row: row["step"] <= after_step)
 
     def append(self, row: dict[str, Any]) -> None:
         """Add the line of a step."""

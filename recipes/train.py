@@ -30,7 +30,7 @@ from .rewards import RewardScorer, load_reward
 from .rollout import RolloutGroup
 from .rollout_transformers import TransformersRollouts
 from .rollout_vllm import VllmRollouts
-from .run_files import MetricsFile, write_whole
+from .run_files import MetricsFile, keep_json_lines, write_whole
 from .tiny.checkpoints import resolve_model_path
 from .trainer_group import TrainerGroup, policy_config
 
@@ -66,10 +66,15 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] =
     resumed = _resume(store, config.resume, console)
     first_step = resumed.step + 1 if resumed else 1
     if resumed:
-        inputs.sampler.load_state_dict(resumed.extra["sampler"])
+        try:
+            inputs.sampler.load_state_dict(resumed.extra["sampler"])
+        except ValueError as error:
+            raise RunError(str(error)) from error
     _require_fresh(folder, config, resumed)
     write_whole(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
     metrics = MetricsFile(folder / "metrics.jsonl", after_step=first_step - 1)
+    # Version k is moved at the start of step k + 1.
+    keep_json_lines(folder / "refits.jsonl", lambda row: row["version"] < first_step - 1)
     with ExitStack() as stack:
         console.print(_headline(config, model_path))
         ranks = config.trainer.ranks + config.generation.tensor_parallel * config.generation.replicas
@@ -78,8 +83,10 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] =
         config = _with_dtype(config, gpus)
         trainers = TrainerGroup(config, policy_config(config, model_path, _loss(config)), gpus)
         stack.callback(trainers.shutdown)
+        trainers.start()
         engines = _engines(config, model_path, inputs.tokenizer, gpus)
         stack.callback(engines.shutdown)
+        engines.start()
         trainers.wait_until_built()
         engines.wait_until_built()
         if resumed:
@@ -179,6 +186,7 @@ def _resume(store: CheckpointStore, wanted: bool, console: Console) -> Any:
     found = store.latest_good()
     for skipped in found.skipped:
         console.print(f"[yellow]checkpoint {skipped.folder} is skipped: {skipped.reason}", soft_wrap=True)
+        console.print(f"[yellow]it is kept as {store.set_aside(skipped)}", soft_wrap=True)
     if found.checkpoint is None:
         console.print(f"no checkpoint to resume from in {store.root}; starting at step 1", soft_wrap=True)
     else:

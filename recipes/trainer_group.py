@@ -68,11 +68,15 @@ class TrainerGroup:
     def __init__(self, config: TrainConfig, policy: PolicyConfig, gpus: int) -> None:
         self._timeout_s = config.ray.timeout_s
         self._group = ActorGroup("trainer", TrainerActor, config.trainer.ranks, gpus, config.ray)
-        join_worlds(self._group, config.trainer.ranks, self._timeout_s, always=True)
-        self._building = self._group.submit("build", policy, config.policy.refit)
+        self._build_arguments = (policy, config.policy.refit)
+
+    def start(self) -> None:
+        """Make the ranks' world and begin to build the models."""
+        join_worlds(self._group, self.ranks, self._timeout_s, always=True)
+        self._building = self._group.submit("build", *self._build_arguments)
 
     def wait_until_built(self) -> None:
-        """Wait for the models, whose building began with the group."""
+        """Wait for the models, whose building began with :meth:`start`."""
         gather(self._building, self._timeout_s)
 
     @property
@@ -136,7 +140,8 @@ def policy_config(config: TrainConfig, model_path: str, loss: Any) -> PolicyConf
             eps=adam.eps,
             weight_decay=adam.weight_decay,
             clip_grad=adam.grad_clip,
-            warmup_steps=adam.warmup_steps,
+            # The policy counts optimizer steps.
+            warmup_steps=adam.warmup_steps * config.algorithm.minibatches,
         ),
         micro_batch=trainer.micro_batch_size,
         temperature=config.generation.temperature,

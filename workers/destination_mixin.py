@@ -47,10 +47,11 @@ class DestinationRefitMixin:
         Raises:
             RefitMismatch, PlanError, RefitTimeout, PeerLost: nothing has been written then.
         """
+        self.close_refit()
         self._refit_session = RefitSession.open(
             Rendezvous.from_json(rendezvous),
             rank,
-            self._make_refit_destination(),
+            self._make_refit_destination,
             RefitConfig(**refit_config),
             engine=engine,
             state=self.refit_state,

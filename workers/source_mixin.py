@@ -40,11 +40,8 @@ class SourceRefitMixin:
         Returns:
             Hugging Face name to ``[shape, dtype name]``, in the order of the export.
         """
-        if self._refit_source is None:
-            self._refit_source = self._make_refit_source()
-        return {
-            name: [shape, dtype] for name, shape, dtype in (s.to_json() for s in self._refit_source.specs())
-        }
+        specs = (spec.to_json() for spec in self._prepared_source().specs())
+        return {name: [shape, dtype] for name, shape, dtype in specs}
 
     def prepare_nccl_xfer_refit_info(self) -> dict[str, Any]:
         """Learn names and shapes, and derive this rank's fragments. A collective of all trainer ranks.
@@ -54,10 +51,9 @@ class SourceRefitMixin:
             "refused": {name: reason}}``; the route of each weight is settled with the engine when the
             ranks meet, and stands in ``refit_manifest`` afterwards.
         """
-        self.prepare_refit_info()
-        assert self._refit_source is not None
-        fragments, refused = self._refit_source.fragments()
-        return {"weights": len(self._refit_source.specs()), "fragments": len(fragments), "refused": refused}
+        source = self._prepared_source()
+        fragments, refused = source.fragments()
+        return {"weights": len(source.specs()), "fragments": len(fragments), "refused": refused}
 
     def open_refit_rendezvous(
         self, host: str, train_ranks: int, gen_ranks: int, epoch: int = 0
@@ -73,6 +69,7 @@ class SourceRefitMixin:
         Raises:
             RefitError: the configured port is taken.
         """
+        self.close_refit()
         self._refit_store = open_store(host, self.refit_config.port, self.refit_config.timeout_s)
         return Rendezvous(host, self._refit_store.port, train_ranks, gen_ranks, epoch).to_json()
 
@@ -95,12 +92,11 @@ class SourceRefitMixin:
         Raises:
             RefitMismatch, PlanError, RefitTimeout, PeerLost: nothing has been written then.
         """
-        self.prepare_refit_info()
-        assert self._refit_source is not None
+        self._close_session()
         self._refit_session = RefitSession.open(
             Rendezvous.from_json(rendezvous),
             rank,
-            self._refit_source,
+            self._prepared_source,
             self.refit_config,
             engine=engine,
             store=self._refit_store if rank == 0 else None,
@@ -124,10 +120,18 @@ class SourceRefitMixin:
 
     def close_refit(self) -> None:
         """End the epoch on this rank and free its communicators and buffers."""
+        self._close_session()
+        self._refit_store = None
+
+    def _close_session(self) -> None:
         if self._refit_session is not None:
             self._refit_session.close()
         self._refit_session = None
-        self._refit_store = None
+
+    def _prepared_source(self) -> WeightSource:
+        if self._refit_source is None:
+            self._refit_source = self._make_refit_source()
+        return self._refit_source
 
     def _refit(self, engine: str, version: int) -> RefitRecord:
         return open_session(self._refit_session, engine).refit(version)

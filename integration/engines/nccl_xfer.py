@@ -45,7 +45,8 @@ class NcclXferEngine(CheckpointEngine):
         self.plan: Plan = make_plan(
             self._transport_name, self.manifest, sources, destinations, self.config.bucket_mb * MIB
         )
-        agree_on_digest(self.channel, "plan", self.manifest.digest() + self.plan.digest)
+        # With what is checked, since a checksum that one side writes has to be read by the other.
+        agree_on_digest(self.channel, "plan", self.manifest.digest() + self.plan.digest + self.config.verify)
         self._initial = fragments
         return self.manifest
 
@@ -76,7 +77,7 @@ class NcclXferEngine(CheckpointEngine):
     def send_weights(self, version: int, clock: StageClock) -> SendResult:
         source = cast(WeightSource, self._endpoint)
         self._rebind_if_moved()
-        bulk = self._transport.run(version, clock)
+        bulk = self._transport.run(clock)
         misc = self.manifest.specs("misc")
         if misc:
             self._misc.send(source.export([spec.name for spec in misc]), clock)
@@ -86,9 +87,9 @@ class NcclXferEngine(CheckpointEngine):
     def receive_weights(self, version: int, clock: StageClock) -> SendResult:
         destination = cast(WeightDestination, self._endpoint)
         self._rebind_if_moved()
-        bulk = self._transport.run(version, clock)
+        bulk = self._transport.run(clock)
         if self.manifest.specs("misc"):
-            destination.load_weights(self._misc.receive(clock))
+            self._misc.load(destination.load_weights, clock)
         return SendResult(bulk.payload_bytes, self._misc.nbytes, bulk.verified_bytes)
 
     def finalize(self, *, failed: bool = False) -> None:

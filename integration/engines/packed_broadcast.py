@@ -50,7 +50,7 @@ class PackedBroadcastEngine(CheckpointEngine):
         return SendResult(0, self._broadcast.nbytes if self.world.rank == 0 else 0, 0)
 
     def receive_weights(self, version: int, clock: StageClock) -> SendResult:
-        cast(WeightDestination, self._endpoint).load_weights(self._broadcast.receive(clock))
+        self._broadcast.load(cast(WeightDestination, self._endpoint).load_weights, clock)
         return SendResult(0, self._broadcast.nbytes, 0)
 
     def finalize(self, *, failed: bool = False) -> None:

@@ -40,10 +40,10 @@ class GoldenTransport(Transport):
             for message in self._plan.messages
         ]
 
-    def run(self, version: int, clock: StageClock) -> TransferResult:
+    def run(self, clock: StageClock) -> TransferResult:
         payload = verified = 0
-        for index, (message, bound) in enumerate(zip(self._plan.messages, self._bound, strict=True)):
-            checked = self._checked(index, self._plan.rounds, version)
+        for message, bound in zip(self._plan.messages, self._bound, strict=True):
+            checked = self._checked(message, self._plan.rounds)
             if bound is not None and message.source == self.rank:
                 with clock.stage("pack"):
                     bound.gather()
@@ -58,4 +58,5 @@ class GoldenTransport(Transport):
                     with clock.stage("verify"):
                         verified += check_landed(bound, self.rank)
             payload += sum(t.numel() * t.element_size() for t in bound.live) if bound is not None else 0
+        self._refits += 1
         return TransferResult(payload, verified)

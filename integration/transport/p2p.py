@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -21,9 +22,9 @@ class P2PTransport(Transport):
 
     def __init__(self, group: Group, rank: int, plan: Plan, verify: str):
         super().__init__(group, rank, verify)
-        self._plan = plan
         self._sends = plan.sent_by(rank)
         self._receives = plan.received_by(rank)
+        self._pair_rounds = Counter((m.source, m.destination) for m in plan.messages)
         longest = max(
             (sum(m.nbytes for m in messages) for messages in (*self._sends, *self._receives)), default=0
         )
@@ -39,15 +40,13 @@ class P2PTransport(Transport):
         self._bound_sends = [bind(messages, fragments, self._staging) for messages in self._sends]
         self._bound_receives = [bind(messages, fragments, self._staging) for messages in self._receives]
 
-    def run(self, version: int, clock: StageClock) -> TransferResult:
+    def run(self, clock: StageClock) -> TransferResult:
         payload = verified = 0
-        rounds = zip(self._bound_sends, self._bound_receives, strict=True)
-        for index, (sends, receives) in enumerate(rounds):
-            checked = self._checked(index, self._plan.rounds, version)
+        for sends, receives in zip(self._bound_sends, self._bound_receives, strict=True):
             with clock.stage("pack"):
                 for message in sends:
                     message.gather()
-                    if checked:
+                    if self._checked(message.message, self._pair_rounds[_pair(message)]):
                         seal(message)
             with clock.stage("transfer"):
                 self.group.exchange(
@@ -58,8 +57,14 @@ class P2PTransport(Transport):
             with clock.stage("unpack"):
                 for message in receives:
                     message.scatter()
+            checked = [m for m in receives if self._checked(m.message, self._pair_rounds[_pair(m)])]
             if checked:
                 with clock.stage("verify"):
-                    verified += sum(check_landed(message, self.rank) for message in receives)
+                    verified += sum(check_landed(message, self.rank) for message in checked)
             payload += sum(m.message.payload_bytes for m in (*sends, *receives))
+        self._refits += 1
         return TransferResult(payload, verified)
+
+
+def _pair(message: PackedMessage) -> tuple[int, int]:
+    return message.message.source, message.message.destination

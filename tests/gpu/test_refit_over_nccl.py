@@ -52,7 +52,7 @@ def rank_main(rank: int, size: int, port: int, engine: str, transport: str, resu
     config = RefitConfig(transport=transport, bucket_mb=4, timeout_s=60.0, verify="full", port=port)
     store = open_store("127.0.0.1", port, 60.0) if rank == 0 else None
     meeting = Rendezvous("127.0.0.1", port, sources, size - sources)
-    session = RefitSession.open(meeting, rank, endpoint, config, engine=engine, store=store)
+    session = RefitSession.open(meeting, rank, lambda: endpoint, config, engine=engine, store=store)
     for version in (1, 2, 3):
         if session.world.is_source:
             endpoint.set_version(version)

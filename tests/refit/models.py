@@ -31,6 +31,9 @@ def make_model(kind: str, folder: Path, seed: int) -> str:
 
     config = {
         "qwen3": lambda: transformers.Qwen3Config(**_COMMON, tie_word_embeddings=False),
+        "qwen3-four-layers": lambda: transformers.Qwen3Config(
+            **{**_COMMON, "num_hidden_layers": 4}, tie_word_embeddings=False
+        ),
         "qwen3-odd-vocabulary": lambda: transformers.Qwen3Config(
             **{**_COMMON, "vocab_size": 61}, tie_word_embeddings=False
         ),

@@ -65,6 +65,9 @@ class SyntheticSource:
         ]
         return held, self.refused
 
+    def settle(self) -> None:
+        self.settled = self.version
+
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:
             yield name, value_of(self._by_name[name], self.version).to(self.device)
@@ -152,7 +155,7 @@ def run_world(
             session = RefitSession.open(
                 meeting,
                 rank,
-                endpoints[rank],
+                lambda: endpoints[rank],
                 configs[rank],
                 engine=engine,
                 store=store if rank == 0 else None,

@@ -42,7 +42,9 @@ def rank_main(rank: int, moment: str, on_gpu: bool, meeting: Any, results: Any) 
             meeting.put(store.port)
     port = store.port if store is not None else meeting.get(timeout=60)
     config = RefitConfig(bucket_mb=1, timeout_s=TIMEOUT_S)
-    session = RefitSession.open(Rendezvous("127.0.0.1", port, 1, 2), rank, endpoint, config, store=store)
+    session = RefitSession.open(
+        Rendezvous("127.0.0.1", port, 1, 2), rank, lambda: endpoint, config, store=store
+    )
     session.refit(1)
     if rank == KILLED:
         if moment == "transfer":

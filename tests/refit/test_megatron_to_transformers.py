@@ -17,6 +17,12 @@ CASES: dict[str, tuple[str, dict[str, int], int]] = {
     "qwen3 TP2 to TP2": ("qwen3", {"tensor_parallel": 2}, 2),
     "qwen3 TP2 to TP1 x DP2": ("qwen3", {"tensor_parallel": 2}, 1),
     "qwen3-moe TP2 x EP2 to TP2": ("qwen3-moe", {"tensor_parallel": 2, "expert_parallel": 2}, 2),
+    "qwen3-moe TP2 x ETP2 to TP2": (
+        "qwen3-moe",
+        {"tensor_parallel": 2, "expert_tensor_parallel": 2},
+        2,
+    ),
+    "qwen3 PP2 x VPP2 to TP2": ("qwen3-four-layers", {"pipeline_parallel": 2, "virtual_pipeline": 2}, 2),
     "qwen3 PP2 to TP2": ("qwen3", {"pipeline_parallel": 2}, 2),
     "tied embeddings, PP2 to TP2": ("qwen3-tied", {"pipeline_parallel": 2}, 2),
     "a vocabulary that TP2 pads, to TP1 x DP2": ("qwen3-odd-vocabulary", {"tensor_parallel": 2}, 1),

@@ -270,3 +270,68 @@ def test_a_rank_that_never_comes_ends_in_a_timeout_that_names_it() -> None:
     assert isinstance(results[0], RefitTimeout)
     assert "generation rank 1" in str(results[0])
     assert all(isinstance(r, PeerLost) and "generation rank 1" in str(r) for r in results[1:3])
+
+
+def test_a_loader_that_does_not_take_all_weights_is_an_error_and_commits_nothing() -> None:
+    sources, destinations = world(1)
+    destinations[0].load_weights = lambda weights: next(iter(weights))  # type: ignore[method-assign]
+    config = RefitConfig(bucket_mb=1, timeout_s=20.0)
+    results = run_world(sources, destinations, refit_versions(1), config, "packed_broadcast")
+    assert isinstance(results[2], RefitMismatch)
+    assert "4 weights left" in str(results[2])
+    assert all(isinstance(r, PeerLost) for r in results[:2])
+
+
+def test_sides_that_check_differently_are_told_so_before_anything_moves() -> None:
+    sources, destinations = world(1)
+    configs = [RefitConfig(bucket_mb=1, timeout_s=20.0, verify=verify) for verify in ("full", "full", "off")]
+    results = run_world(sources, destinations, refit_versions(1), configs)
+    assert all(isinstance(r, RefitMismatch) for r in results)
+
+
+def test_sampled_checks_come_to_every_message_whatever_the_versions_are() -> None:
+    spec = TensorSpec("w", (2, 1_500_000), FP32)  # 12 rounds of 1 MiB
+    whole = [((0, 2), (0, 1_500_000))]
+    config = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="sampled", transport="p2p")
+    results = run_world(
+        [SyntheticSource([spec], {"w": whole})],
+        [SyntheticDestination([spec], {"w": whole})],
+        refit_versions(*range(0, 24, 2)),
+        config,
+    )
+    records = [record for record, _, _ in results[1]]
+    assert all(record.bytes_verified > 0 for record in records)
+    assert sum(record.bytes_verified for record in records) == 2 * 1_500_000 * 4
+
+
+def test_a_late_rank_does_not_make_the_others_blame_trainer_rank_0_for_a_missing_one() -> None:
+    sources, destinations = world(3)
+    config = RefitConfig(timeout_s=3.0, bucket_mb=1)
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        if rank == 1:
+            time.sleep(2.0)
+        if rank == 4:
+            time.sleep(9.0)
+            return None
+        try:
+            session.refit(1)
+        except RefitError as error:
+            return error
+        return None
+
+    results = run_world(sources, destinations, body, config)
+    assert all("generation rank 2" in str(r) for r in results[:4])
+
+
+def test_an_engine_that_can_not_be_prepared_is_heard_of_by_all_ranks_at_once() -> None:
+    sources, _ = world(1)
+
+    class Refusing(SyntheticDestination):
+        def fragments(self, specs: Any) -> Any:
+            raise RefitError("the engine moves experts while it serves", stage="trace")
+
+    start = time.monotonic()
+    results = run_world(sources, [Refusing(SPECS, engine_layout(0, 1))], refit_versions(1))
+    assert time.monotonic() - start < 10
+    assert all("moves experts" in str(r) for r in results)

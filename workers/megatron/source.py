@@ -68,6 +68,13 @@ class MegatronSource:
                 refused.update(dict.fromkeys(names, str(reason)))
         return held, refused
 
+    def settle(self) -> None:
+        # With this setting the optimizer leaves other data-parallel ranks' shards to be gathered by the next
+        # forward pass; until then the parameters hold old values.
+        for chunk in self._model:
+            if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+                chunk.start_param_sync(force_sync=True)
+
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = set(names)
         tasks = [self._tasks[i] for i in self._enumeration.tasks_for(wanted)]

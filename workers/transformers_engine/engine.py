@@ -22,7 +22,7 @@ class TransformersEngine(DestinationRefitMixin):
     """
 
     def __init__(self, model_path: str, dtype: torch.dtype, tp_size: int = 1):
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
 
         self._tp_size = tp_size
         self._tp_rank = dist.get_rank() if tp_size > 1 else 0
@@ -38,6 +38,9 @@ class TransformersEngine(DestinationRefitMixin):
             )
         else:
             model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(device)
+        # The checkpoint's own sampling defaults (repetition penalty, min_p, …) would change the distribution
+        # behind the log-probabilities that are reported.
+        model.generation_config = GenerationConfig()
         self.model = model.eval().requires_grad_(False)
 
     def _make_refit_destination(self) -> TransformersDestination:

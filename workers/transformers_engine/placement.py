@@ -53,7 +53,11 @@ class TensorParallelPlacement:
     """
 
     def __init__(self, model: torch.nn.Module, tp_rank: int, tp_size: int):
-        self._parameters = dict(model.named_parameters())
+        # Persistent buffers too: a router's correction bias is one.
+        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(
+            model.named_parameters()
+        ).keys()
+        self._parameters = {n: t for n, t in model.state_dict(keep_vars=True).items() if n not in tied}
         self._plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {}) if tp_size > 1 else {}
         self._packed = list(_packed_experts(model))
         self._tp_rank = tp_rank

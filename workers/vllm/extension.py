@@ -6,6 +6,7 @@ methods with ``llm.collective_rpc(name, args=…)``.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -39,6 +40,7 @@ class VllmRefitExtension(DestinationRefitMixin):
     ) -> dict[str, Any]:
         """As :meth:`DestinationRefitMixin.init_per_pp_refit_comm_group`; ``rank`` is the engine's first rank."""
         # Named class: vLLM puts this class among the bases of its worker, where a bare super() is not ours.
+        self._refuse_to_run_dirty()
         join = DestinationRefitMixin.init_per_pp_refit_comm_group
         return _answer(lambda: join(self, rendezvous, rank + self.rank, refit_config, engine))
 
@@ -58,6 +60,23 @@ class VllmRefitExtension(DestinationRefitMixin):
             return {"version": self.refit_state.version}
 
         return _answer(version)
+
+    def _refuse_to_run_dirty(self) -> None:
+        """Put a check before the model runner's steps: weights that were written in part are never served.
+
+        The error ends vLLM's engine core, which can't go on after any error in a step.
+        """
+        if getattr(self, "_refit_guarded", False):
+            return
+        execute = self.model_runner.execute_model
+
+        @functools.wraps(execute)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            self.refit_state.require_clean()
+            return execute(*args, **kwargs)
+
+        self.model_runner.execute_model = guarded
+        self._refit_guarded = True
 
     def _make_refit_destination(self) -> VllmDestination:
         return self.refit_destination
