@@ -130,12 +130,12 @@ def test_training_on_two_ranks_moves_the_weights_as_a_single_rank_does(world: Wo
             np.testing.assert_allclose(ours, wanted, atol=5e-6, rtol=0, err_msg=name)
 
 
-def test_every_weight_moves_once_the_warm_up_is_over_and_none_before(world: World) -> None:
+def test_the_warm_up_starts_above_zero_and_every_weight_moves(world: World) -> None:
     from safetensors.torch import load_file
 
     report = world.single["trained"]["moe"]
-    assert [metrics["lr"] for metrics in report.metrics] == [0.0, 1e-2, 1e-2]
-    assert len(set(report.digests)) == 3
+    assert [metrics["lr"] for metrics in report.metrics] == [5e-3, 1e-2, 1e-2]
+    assert len(set(report.digests)) == len(report.digests)
     for name, tensor in load_file(world.paths["moe"] / "model.safetensors").items():
         assert np.abs(report.weights[name] - tensor.float().numpy()).max() > 1e-6, name
 
@@ -143,8 +143,7 @@ def test_every_weight_moves_once_the_warm_up_is_over_and_none_before(world: Worl
 def test_the_loss_falls_over_the_steps(world: World) -> None:
     for report in world.single["trained"].values():
         losses = [metrics["loss"] for metrics in report.metrics]
-        assert losses[0] == pytest.approx(losses[1])
-        assert losses[2] < losses[1]
+        assert losses[2] < losses[1] < losses[0]
 
 
 def test_the_size_of_micro_batches_does_not_change_the_training(world: World) -> None:

@@ -40,8 +40,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
         for kind in {case[0] for case in CASES.values()}
     }
     scenarios = [
-        Scenario(layout, gen_tp, models[kind], epochs(SHARDS, GOLDEN, CONVENTIONAL))
-        for kind, layout, gen_tp in CASES.values()
+        Scenario(layout, gen_tp, models[kind], epochs(folder / f"case{index}", SHARDS, GOLDEN, CONVENTIONAL))
+        for index, (kind, layout, gen_tp) in enumerate(CASES.values())
     ]
     return dict(zip(CASES, run_scenarios(scenarios), strict=True))
 

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from tests.spawn import free_port, run_ranks
+from rlrefit.recipes.run_files import write_whole
+from tests.spawn import run_ranks
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch of a scenario: how weights travel, and where the ranks meet."""
+    """One epoch of a scenario: how weights travel, and the file in which trainer rank 0 says where to meet."""
 
     engine: str
     transport: str
-    port: int
+    meeting: str
 
     def config(self) -> dict[str, Any]:
-        return {
-            "transport": self.transport,
-            "bucket_mb": 1,
-            "timeout_s": 120.0,
-            "verify": "full",
-            "port": self.port,
-        }
+        return {"transport": self.transport, "bucket_mb": 1, "timeout_s": 120.0, "verify": "full"}
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,10 @@ class Scenario:
 TRAIN_RANKS = GEN_RANKS = 2
 
 
-def epochs(*ways: tuple[str, str]) -> tuple[Epoch, ...]:
-    """Epochs over the given (engine, transport) pairs, each with a port of its own."""
-    return tuple(Epoch(engine, transport, free_port()) for engine, transport in ways)
+def epochs(folder: Path, *ways: tuple[str, str]) -> tuple[Epoch, ...]:
+    """Epochs over the given (engine, transport) pairs; ``folder`` is theirs alone."""
+    folder.mkdir()
+    return tuple(Epoch(*way, str(folder / f"epoch{index}.json")) for index, way in enumerate(ways))
 
 
 def run_scenarios(scenarios: Sequence[Scenario]) -> list[tuple[list[Any], list[Any]]]:
@@ -94,7 +93,8 @@ def _train(rank: int, scenario: Scenario) -> list[dict[str, Any]]:
         worker = Trainer(RefitConfig(**epoch.config()))
         prepared = worker.prepare_nccl_xfer_refit_info()
         if rank == 0:
-            worker.open_refit_rendezvous("127.0.0.1", TRAIN_RANKS, GEN_RANKS)
+            rendezvous = worker.open_refit_rendezvous("127.0.0.1", TRAIN_RANKS, GEN_RANKS)
+            write_whole(Path(epoch.meeting), json.dumps(rendezvous))
         manifest = worker.init_per_pp_refit_comm_group(_meeting(epoch), rank, epoch.engine)
         records = []
         for version, index in enumerate(_order(scenario)):
@@ -145,6 +145,8 @@ def _order(scenario: Scenario) -> list[int]:
 
 
 def _meeting(epoch: Epoch) -> dict[str, Any]:
-    from rlrefit.integration.channel import Rendezvous
-
-    return Rendezvous("127.0.0.1", epoch.port, TRAIN_RANKS, GEN_RANKS).to_json()
+    deadline = time.monotonic() + 400
+    while not Path(epoch.meeting).exists():
+        assert time.monotonic() < deadline, f"trainer rank 0 never wrote {epoch.meeting}"
+        time.sleep(0.05)
+    return json.loads(Path(epoch.meeting).read_text())
