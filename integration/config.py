@@ -32,6 +32,11 @@ class RefitConfig:
     verify: str = "sampled"
     port: int = 0
 
+    @property
+    def bucket_bytes(self) -> int:
+        """``bucket_mb`` in bytes."""
+        return self.bucket_mb << 20
+
     def violations(self, prefix: str = "policy.refit") -> list[str]:
         """All that is wrong with the values, one sentence each, with the remedy; empty if nothing is."""
         found = []

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from ..workers.completion import Completion
-from .cluster import gather
+from .cluster import RunError, gather
 from .config_schema import TrainConfig
 
 Calls = list[tuple[str, ray.ObjectRef]]
@@ -89,8 +89,6 @@ class RolloutGroup(ABC):
         return completions
 
     def _require_agreement(self, calls: Calls, answers: list[list[Completion]]) -> None:
-        from .cluster import RunError
-
         for (name, _), answer in zip(calls[1:], answers[1:], strict=True):
             if [c.token_ids for c in answer] != [c.token_ids for c in answers[0]]:
                 raise RunError(

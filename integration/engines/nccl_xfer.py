@@ -20,8 +20,6 @@ from ..world import RefitWorld
 from .agreement import agree_on_digest, agree_on_specs, make_packed_broadcast
 from .base import CheckpointEngine, SendResult
 
-MIB = 1 << 20
-
 
 class NcclXferEngine(CheckpointEngine):
     """Compiles both sides' fragments into a plan once per epoch and replays it every refit."""
@@ -43,7 +41,7 @@ class NcclXferEngine(CheckpointEngine):
         destinations = [everyone[rank] for rank in self.world.destinations]
         self.manifest: Manifest = decide_routes(specs, sources, destinations)
         self.plan: Plan = make_plan(
-            self._transport_name, self.manifest, sources, destinations, self.config.bucket_mb * MIB
+            self._transport_name, self.manifest, sources, destinations, self.config.bucket_bytes
         )
         # With what is checked, since a checksum that one side writes has to be read by the other.
         agree_on_digest(self.channel, "plan", self.manifest.digest() + self.plan.digest + self.config.verify)
@@ -69,7 +67,7 @@ class NcclXferEngine(CheckpointEngine):
         del self._initial
         self._misc: PackedBroadcast
         self._misc, group = make_packed_broadcast(
-            self.channel, self.manifest.specs("misc"), self.config.bucket_mb * MIB, device
+            self.channel, self.manifest.specs("misc"), self.config.bucket_bytes, device
         )
         if group is not None:
             self._groups.append(group)

@@ -15,8 +15,6 @@ from ..world import RefitWorld
 from .agreement import agree_on_digest, agree_on_specs, make_packed_broadcast, specs_digest
 from .base import CheckpointEngine, SendResult
 
-MIB = 1 << 20
-
 
 class PackedBroadcastEngine(CheckpointEngine):
     """The trainer's full export, packed in buckets, into the engine's own ``load_weights``."""
@@ -41,7 +39,7 @@ class PackedBroadcastEngine(CheckpointEngine):
     def init_process_group(self) -> None:
         self._broadcast: PackedBroadcast
         self._broadcast, self._group = make_packed_broadcast(
-            self.channel, self.manifest.specs(), self.config.bucket_mb * MIB, self._endpoint.device
+            self.channel, self.manifest.specs(), self.config.bucket_bytes, self._endpoint.device
         )
 
     def send_weights(self, version: int, clock: StageClock) -> SendResult:

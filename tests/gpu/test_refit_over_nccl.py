@@ -24,7 +24,7 @@ def rank_main(rank: int, size: int, port: int, engine: str, transport: str, resu
     from rlrefit.integration.config import RefitConfig
     from rlrefit.integration.manifest import TensorSpec
     from rlrefit.integration.session import RefitSession
-    from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource
+    from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource, refit_changed
 
     torch.cuda.set_device(rank)
     device = f"cuda:{rank}"
@@ -54,12 +54,7 @@ def rank_main(rank: int, size: int, port: int, engine: str, transport: str, resu
     meeting = Rendezvous("127.0.0.1", port, sources, size - sources)
     session = RefitSession.open(meeting, rank, lambda: endpoint, config, engine=engine, store=store)
     for version in (1, 2, 3):
-        if session.world.is_source:
-            endpoint.set_version(version)
-        else:
-            endpoint.poison()
-        record = session.refit(version)
-        wrong = [] if session.world.is_source else endpoint.wrong(version)
+        record, wrong = refit_changed(session, endpoint, version)
         results.put((rank, version, wrong, session.state.version, record.to_json()))
     session.close()
 

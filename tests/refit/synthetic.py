@@ -135,6 +135,16 @@ class SyntheticDestination:
         return storage_key(self._wanted.values())
 
 
+def refit_changed(session: RefitSession, endpoint: Any, version: int) -> tuple[Any, list[str]]:
+    """Change the trainer's weights or poison the engine's, refit, and return the record and what is wrong."""
+    if session.world.is_source:
+        endpoint.set_version(version)
+    else:
+        endpoint.poison()
+    record = session.refit(version)
+    return record, [] if session.world.is_source else endpoint.wrong(version)
+
+
 def run_world(
     sources: Sequence[Any],
     destinations: Sequence[Any],

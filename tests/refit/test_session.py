@@ -24,7 +24,7 @@ from rlrefit.integration.errors import (
 from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.session import RefitSession
 
-from .synthetic import Layout, SyntheticDestination, SyntheticSource, run_world
+from .synthetic import Layout, SyntheticDestination, SyntheticSource, refit_changed, run_world
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -79,12 +79,7 @@ def refit_versions(*versions: int) -> Callable[[int, RefitSession, Any], list[An
     def body(rank: int, session: RefitSession, endpoint: Any) -> list[Any]:
         results = []
         for version in versions:
-            if session.world.is_source:
-                endpoint.set_version(version)
-            else:
-                endpoint.poison()
-            record = session.refit(version)
-            wrong = [] if session.world.is_source else endpoint.wrong(version)
+            record, wrong = refit_changed(session, endpoint, version)
             results.append((record, wrong, session.state.version))
         return results
 
