@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
+from .holdings import Holdings, SpecTable, check_shapes
 from .layout import Fragment
 from .manifest import TensorSpec
-from .routing import Holdings
 
 
 class WeightSource(Protocol):
@@ -71,10 +71,13 @@ def storage_key(tensors: Iterable[torch.Tensor]) -> Hashable:
     return tuple(t.data_ptr() for t in tensors)
 
 
-def holdings_of(rank: int, fragments: Sequence[Fragment], refused: dict[str, str]) -> Holdings:
-    """The plain data that describes a rank's fragments to its peers."""
-    holdings = Holdings(rank, refused=refused)
-    for fragment in fragments:
-        holdings.boxes.setdefault(fragment.name, []).append(fragment.box)
-        holdings.dtypes[fragment.name] = fragment.view.dtype
-    return holdings
+def holdings_of(
+    rank: int, fragments: Sequence[Fragment], refused: dict[str, str], table: SpecTable, who: str
+) -> Holdings:
+    """The plain data that describes a rank's fragments to its peers.
+
+    Raises:
+        RefitMismatch: a fragment of a weight that the trainer does not export, or of another shape.
+    """
+    check_shapes(fragments, table, rank, who)
+    return Holdings.from_fragments(rank, fragments, refused, table.positions)

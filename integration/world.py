@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -55,3 +57,12 @@ class RefitWorld:
         if rank < self.train_ranks:
             return f"trainer rank {rank} (refit rank {rank})"
         return f"generation rank {rank - self.train_ranks} (refit rank {rank})"
+
+
+def host_identity() -> str:
+    """What tells this host from others: its name, and the boot's number where the kernel gives one.
+
+    Containers of one host may have one boot number and different names; they then count as different hosts.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"

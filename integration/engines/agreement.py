@@ -16,6 +16,8 @@ from ..manifest import TensorSpec, first_difference
 from ..misc import PackedBroadcast
 from ..process_groups import Group, members
 
+_MODULUS = 1 << 256
+
 
 def agree_on_specs(channel: Channel, endpoint: WeightSource | WeightDestination) -> list[TensorSpec]:
     """The trainer's weights, as trainer rank 0 tells them to all.
@@ -48,7 +50,10 @@ def agree_on_digest(channel: Channel, topic: str, digest: str) -> None:
     Raises:
         RefitMismatch: on every rank; names the ranks that differ from trainer rank 0.
     """
-    digests = channel.vote(topic, digest)
+    _require_equal(channel, topic, channel.vote(topic, digest))
+
+
+def _require_equal(channel: Channel, topic: str, digests: Sequence[str]) -> None:
     others = [channel.world.describe(rank) for rank, d in enumerate(digests) if d != digests[0]]
     if others:
         raise RefitMismatch(
@@ -57,6 +62,37 @@ def agree_on_digest(channel: Channel, topic: str, digest: str) -> None:
             stage=topic,
             rank=channel.world.rank,
         )
+
+
+def agree_on_plan(channel: Channel, digest: str, pairs: dict[tuple[int, int], str]) -> None:
+    """Check that all ranks computed the same plan, and that both ends of each pair list the same messages.
+
+    What a pair exchanges is known to its two ends alone, so it is compared by sums: those over all senders
+    and over all receivers must be equal.
+
+    Raises:
+        RefitMismatch: on every rank; names the ranks, or the first pair that differs.
+    """
+    rank = channel.world.rank
+    sent, received = (
+        sum(int(d, 16) for pair, d in pairs.items() if pair[end] == rank) % _MODULUS for end in (0, 1)
+    )
+    votes = channel.vote("plan", [digest, f"{sent:x}", f"{received:x}"])
+    _require_equal(channel, "plan", [vote[0] for vote in votes])
+    if sum(int(v[1], 16) for v in votes) % _MODULUS == sum(int(v[2], 16) for v in votes) % _MODULUS:
+        return
+    lists = channel.vote("pairs", {f"{a}-{b}": d for (a, b), d in pairs.items()})
+    seen: dict[str, list[str]] = {}
+    for listed in lists:
+        for pair, its_digest in listed.items():
+            seen.setdefault(pair, []).append(its_digest)
+    odd = sorted(pair for pair, digests in seen.items() if len(digests) != 2 or len(set(digests)) != 1)
+    raise RefitMismatch(
+        f"the two ends of {len(odd)} pairs list different messages, first refit ranks {odd[0] if odd else '?'}; bytes "
+        "would land in the wrong weights. Do all ranks run the same rlrefit?",
+        stage="plan",
+        rank=rank,
+    )
 
 
 def specs_digest(specs: Sequence[TensorSpec], bucket_bytes: int) -> str:

@@ -8,16 +8,16 @@ from typing import cast
 from ..channel import Channel
 from ..config import RefitConfig
 from ..endpoints import WeightDestination, WeightSource, holdings_of
+from ..holdings import Holdings, SpecTable
 from ..layout import Fragment
 from ..manifest import Manifest, TensorSpec
 from ..misc import PackedBroadcast
-from ..plan import Plan
+from ..plan import BroadcastPlan, Plan, Topology, analyse, plan_broadcast
 from ..process_groups import Group
 from ..records import StageClock
-from ..routing import Holdings, decide_routes
-from ..transport import Transport, choose, make_plan, make_transport
-from ..world import RefitWorld
-from .agreement import agree_on_digest, agree_on_specs, make_packed_broadcast
+from ..transport import Transport, choose, make_transport
+from ..world import RefitWorld, host_identity
+from .agreement import agree_on_plan, agree_on_specs, make_packed_broadcast
 from .base import CheckpointEngine, SendResult
 
 
@@ -33,18 +33,33 @@ class NcclXferEngine(CheckpointEngine):
 
     def prepare(self, endpoint: WeightSource | WeightDestination) -> Manifest:
         self._endpoint = endpoint
-        specs = agree_on_specs(self.channel, endpoint)
-        fragments, refused = self._fragments(endpoint, specs)
-        ours = holdings_of(self.world.rank, fragments, refused)
-        everyone = [Holdings.from_json(data) for data in self.channel.vote("holdings", ours.to_json())]
+        table = SpecTable(agree_on_specs(self.channel, endpoint))
+        fragments, refused = self._fragments(endpoint, table.specs)
+        who = self.world.describe(self.world.rank)
+        ours = holdings_of(self.world.rank, fragments, refused, table, who)
+        answers = self.channel.vote("holdings", {"host": host_identity(), "holdings": ours.to_json()})
+        everyone = [Holdings.from_json(answer["holdings"], table) for answer in answers]
         sources = [everyone[rank] for rank in self.world.sources]
         destinations = [everyone[rank] for rank in self.world.destinations]
-        self.manifest: Manifest = decide_routes(specs, sources, destinations)
-        self.plan: Plan = make_plan(
-            self._transport_name, self.manifest, sources, destinations, self.config.bucket_bytes
+        self.analysis = analyse(
+            table.specs,
+            sources,
+            destinations,
+            bucket_bytes=self.config.bucket_bytes,
+            topology=Topology.of_hosts([answer["host"] for answer in answers]),
         )
+        self.manifest: Manifest = self.analysis.manifest
+        self.plan: Plan | BroadcastPlan
+        pairs: dict[tuple[int, int], str] = {}
+        digest = self.analysis.digest
+        if self._transport_name == "golden":
+            self.plan = plan_broadcast(self.manifest, sources, self.config.bucket_bytes)
+            digest += self.plan.digest
+        else:
+            self.plan = self.analysis.compile(self.world.rank)
+            pairs = self.plan.pair_digests
         # With what is checked, since a checksum that one side writes has to be read by the other.
-        agree_on_digest(self.channel, "plan", self.manifest.digest() + self.plan.digest + self.config.verify)
+        agree_on_plan(self.channel, digest + self.config.verify, pairs)
         self._initial = fragments
         return self.manifest
 

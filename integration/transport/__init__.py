@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from ..manifest import Manifest
-from ..plan import Plan, compile_plan, plan_broadcast
+from ..plan import BroadcastPlan, Plan
 from ..process_groups import Group
-from ..routing import Holdings
 from ..world import RefitWorld
 from .base import TransferResult, Transport
 from .golden import GoldenTransport
@@ -19,7 +15,6 @@ __all__ = [
     "TransferResult",
     "Transport",
     "choose",
-    "make_plan",
     "make_transport",
 ]
 
@@ -34,27 +29,16 @@ def choose(transport: str) -> tuple[str, str]:
     )
 
 
-def make_plan(
-    transport: str,
-    manifest: Manifest,
-    sources: Sequence[Holdings],
-    destinations: Sequence[Holdings],
-    bucket_bytes: int,
-) -> Plan:
-    """The plan that ``transport`` replays; errors as in :func:`compile_plan`."""
-    # Compiled for every transport: its checks (holes, clashes) hold for the broadcast too.
-    plan = compile_plan(manifest, sources, destinations, bucket_bytes)
-    return plan_broadcast(manifest, sources, bucket_bytes) if transport == "golden" else plan
-
-
-def make_transport(transport: str, group: Group, world: RefitWorld, plan: Plan, verify: str) -> Transport:
-    """A transport by name.
+def make_transport(
+    transport: str, group: Group, world: RefitWorld, plan: Plan | BroadcastPlan, verify: str
+) -> Transport:
+    """A transport by name, for a plan of its kind.
 
     Raises:
         ValueError: no transport has that name.
     """
-    if transport == "p2p":
+    if transport == "p2p" and isinstance(plan, Plan):
         return P2PTransport(group, world.rank, plan, verify)
-    if transport == "golden":
+    if transport == "golden" and isinstance(plan, BroadcastPlan):
         return GoldenTransport(group, world.rank, plan, verify, is_source=world.is_source)
     raise ValueError(f"there is no transport {transport!r}; use p2p or golden")

@@ -11,7 +11,6 @@ import torch
 from ..errors import VerificationError
 from ..layout import Fragment
 from ..packing import PackedMessage
-from ..plan import Message
 from ..process_groups import Group
 from ..records import StageClock
 
@@ -53,14 +52,12 @@ class Transport(ABC):
     def staging_bytes(self) -> int:
         """Bytes of the buffers that live as long as the epoch."""
 
-    def _checked(self, message: Message, of: int) -> bool:
-        """Whether a message is checked in this refit; sampled checks walk through the ``of`` messages of its pair.
+    def _checked(self, ordinal: int, of: int) -> bool:
+        """Whether the ``ordinal``-th of a pair's ``of`` messages is checked in this refit; sampled checks walk through.
 
         The refits are counted here, so that any sequence of versions comes to all messages.
         """
-        return self.verify == "full" or (
-            self.verify == "sampled" and message.round_index == self._refits % of
-        )
+        return self.verify == "full" or (self.verify == "sampled" and ordinal == self._refits % of)
 
 
 def seal(message: PackedMessage) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from ..layout import Fragment
 from ..packing import PackedMessage, bind
-from ..plan import Plan
+from ..plan import BroadcastPlan
 from ..process_groups import Group
 from ..records import StageClock
 from .base import TransferResult, Transport, check_landed, seal
@@ -19,7 +19,7 @@ class GoldenTransport(Transport):
 
     name = "golden"
 
-    def __init__(self, group: Group, rank: int, plan: Plan, verify: str, *, is_source: bool):
+    def __init__(self, group: Group, rank: int, plan: BroadcastPlan, verify: str, *, is_source: bool):
         super().__init__(group, rank, verify)
         self._plan = plan
         self._is_source = is_source
@@ -43,7 +43,7 @@ class GoldenTransport(Transport):
     def run(self, clock: StageClock) -> TransferResult:
         payload = verified = 0
         for message, bound in zip(self._plan.messages, self._bound, strict=True):
-            checked = self._checked(message, self._plan.rounds)
+            checked = self._checked(message.round_index, self._plan.rounds)
             if bound is not None and message.source == self.rank:
                 with clock.stage("pack"):
                     bound.gather()

@@ -22,12 +22,18 @@ class P2PTransport(Transport):
 
     def __init__(self, group: Group, rank: int, plan: Plan, verify: str):
         super().__init__(group, rank, verify)
-        self._sends = plan.sent_by(rank)
-        self._receives = plan.received_by(rank)
-        self._pair_rounds = Counter((m.source, m.destination) for m in plan.messages)
+        self._sends = plan.sends
+        self._receives = plan.receives
+        self._pair_rounds = Counter(
+            (m.source, m.destination)
+            for side in (plan.sends, plan.receives)
+            for messages in side
+            for m in messages
+        )
         longest = max(
             (sum(m.nbytes for m in messages) for messages in (*self._sends, *self._receives)), default=0
         )
+        self._ordinal = _ordinals(plan)
         self._staging = torch.zeros(longest, dtype=torch.uint8, device=group.device)
         self._bound_sends: list[list[PackedMessage]] = []
         self._bound_receives: list[list[PackedMessage]] = []
@@ -46,7 +52,7 @@ class P2PTransport(Transport):
             with clock.stage("pack"):
                 for message in sends:
                     message.gather()
-                    if self._checked(message.message, self._pair_rounds[_pair(message)]):
+                    if self._samples(message):
                         seal(message)
             with clock.stage("transfer"):
                 self.group.exchange(
@@ -57,13 +63,28 @@ class P2PTransport(Transport):
             with clock.stage("unpack"):
                 for message in receives:
                     message.scatter()
-            checked = [m for m in receives if self._checked(m.message, self._pair_rounds[_pair(m)])]
+            checked = [m for m in receives if self._samples(m)]
             if checked:
                 with clock.stage("verify"):
                     verified += sum(check_landed(message, self.rank) for message in checked)
             payload += sum(m.message.payload_bytes for m in (*sends, *receives))
         self._refits += 1
         return TransferResult(payload, verified)
+
+    def _samples(self, message: PackedMessage) -> bool:
+        key = (*_pair(message), message.message.round_index)
+        return self._checked(self._ordinal[key], self._pair_rounds[_pair(message)])
+
+
+def _ordinals(plan: Plan) -> dict[tuple[int, int, int], int]:
+    """Place of each message among those of its pair."""
+    count: Counter[tuple[int, int]] = Counter()
+    found: dict[tuple[int, int, int], int] = {}
+    for sends, receives in zip(plan.sends, plan.receives, strict=True):
+        for m in (*sends, *receives):
+            found[m.source, m.destination, m.round_index] = count[m.source, m.destination]
+            count[m.source, m.destination] += 1
+    return found
 
 
 def _pair(message: PackedMessage) -> tuple[int, int]:

@@ -1,0 +1,245 @@
+"""Holdings: what one rank holds or wants of all weights, as compact plain data that every rank reads.
+
+Weights are spoken of by their position in the agreed, ordered list of specs. Thousands of weights
+(the experts of all layers) are held as the same boxes, so a rank's holdings are a few groups of
+positions, which travel as arithmetic runs: DeepSeek-V3's 45,000 weights are some kilobytes a rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .errors import RefitMismatch
+from .layout import Box, Fragment
+from .manifest import TensorSpec, dtype_name, dtype_of
+
+Positions = npt.NDArray[np.int64]
+
+
+class SpecTable:
+    """The agreed, ordered weights, and what is looked up in them.
+
+    Attributes:
+        specs: in the trainer's export order.
+        positions: Hugging Face name → position.
+        shapes: distinct shapes; ``shape_ids[i]`` is the index of weight ``i``'s shape, int64.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec]):
+        self.specs = list(specs)
+        self.positions = {spec.name: i for i, spec in enumerate(self.specs)}
+        ids: dict[tuple[int, ...], int] = {}
+        self.shape_ids: Positions = np.array(
+            [ids.setdefault(tuple(spec.shape), len(ids)) for spec in self.specs], dtype=np.int64
+        )
+        self.shapes = list(ids)
+
+
+@dataclass(frozen=True)
+class HoldingGroup:
+    """Weights that a rank holds as exactly the same boxes.
+
+    Attributes:
+        boxes: disjoint, none of them empty.
+        dtype: of the local storage.
+        indices: ascending positions in the list of specs, int64.
+    """
+
+    boxes: tuple[Box, ...]
+    dtype: torch.dtype
+    indices: Positions
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What one rank holds (a trainer) or wants (an engine).
+
+    Attributes:
+        rank: the rank in the refit world.
+        groups: each weight stands in at most one group.
+        refused: reason why weights must not go shard to shard on this rank → their ascending positions.
+    """
+
+    rank: int
+    groups: tuple[HoldingGroup, ...] = ()
+    refused: dict[str, Positions] = field(default_factory=dict)
+
+    @staticmethod
+    def from_fragments(
+        rank: int, fragments: Sequence[Fragment], refused: Mapping[str, str], positions: Mapping[str, int]
+    ) -> Holdings:
+        """Describe a rank's fragments.
+
+        Args:
+            rank: of the refit world.
+            fragments: all of the rank's; those without elements are left out.
+            refused: Hugging Face name → reason; such a weight is not among the groups.
+            positions: Hugging Face name → position in the list of specs.
+
+        Raises:
+            RefitMismatch: a name that is not among the specs, or a weight in two dtypes.
+        """
+        boxes: dict[str, list[Box]] = defaultdict(list)
+        dtypes: dict[str, torch.dtype] = {}
+        for fragment in fragments:
+            name, dtype = fragment.name, fragment.view.dtype
+            if name in refused or not fragment.view.numel():
+                continue
+            boxes[name].append(fragment.box)
+            if dtypes.setdefault(name, dtype) != dtype:
+                raise RefitMismatch(
+                    f"its fragments are {dtype_name(dtypes[name])} and {dtype_name(dtype)}; one weight has one dtype",
+                    stage="handshake",
+                    rank=rank,
+                    parameter=name,
+                )
+        grouped: dict[tuple[tuple[Box, ...], torch.dtype], list[int]] = defaultdict(list)
+        for name, held in boxes.items():
+            grouped[tuple(held), dtypes[name]].append(_position(name, positions, rank))
+        reasons: dict[str, list[int]] = defaultdict(list)
+        for name, reason in refused.items():
+            reasons[reason].append(_position(name, positions, rank))
+        return Holdings(
+            rank,
+            tuple(HoldingGroup(held, dtype, _ascending(found)) for (held, dtype), found in grouped.items()),
+            {reason: _ascending(found) for reason, found in reasons.items()},
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """Plain data for the rendezvous."""
+        return {
+            "rank": self.rank,
+            "groups": [[g.boxes, dtype_name(g.dtype), _runs(g.indices)] for g in self.groups],
+            "refused": {reason: _runs(indices) for reason, indices in self.refused.items()},
+        }
+
+    @staticmethod
+    def from_json(data: object, table: SpecTable) -> Holdings:
+        """Inverse of :meth:`to_json`.
+
+        Args:
+            data: as read from a peer; nothing in it is trusted.
+            table: of the agreed specs that positions point into.
+
+        Raises:
+            RefitMismatch: the data is not of the form that :meth:`to_json` gives, or points outside of the specs.
+        """
+        try:
+            rank, groups, refused = (data[key] for key in ("rank", "groups", "refused"))  # type: ignore[index]
+            if not isinstance(rank, int) or not isinstance(refused, dict):
+                raise TypeError("rank or refused is of another type")
+            read = tuple(
+                HoldingGroup(
+                    tuple(tuple((int(a), int(b)) for a, b in box) for box in boxes),
+                    dtype_of(dtype),
+                    _expand(runs, len(table.specs)),
+                )
+                for boxes, dtype, runs in groups
+            )
+            reasons = {str(reason): _expand(runs, len(table.specs)) for reason, runs in refused.items()}
+        except (TypeError, ValueError, KeyError) as error:
+            raise RefitMismatch(
+                f"malformed holdings ({error}); nothing was written. Do both sides run the same rlrefit?",
+                stage="handshake",
+            ) from error
+        for group in read:
+            _check_inside(group, table, rank)
+        return Holdings(rank, read, reasons)
+
+
+def check_shapes(fragments: Sequence[Fragment], table: SpecTable, rank: int, who: str) -> None:
+    """Check that fragments cut the tensors that the trainer exports.
+
+    Raises:
+        RefitMismatch: a fragment of a tensor of another full shape; names the first.
+    """
+    for fragment in fragments:
+        position = table.positions.get(fragment.name)
+        if position is None:
+            continue
+        shape = table.specs[position].shape
+        if tuple(fragment.full_shape) != tuple(shape):
+            raise RefitMismatch(
+                f"{who} holds a part of a tensor of shape {list(fragment.full_shape)}, but the trainer exports "
+                f"{list(shape)}; bytes would land in the wrong rows. Both sides must be built from the same checkpoint.",
+                stage="handshake",
+                rank=rank,
+                parameter=fragment.name,
+            )
+
+
+def _check_inside(group: HoldingGroup, table: SpecTable, rank: int) -> None:
+    """Boxes of one group may belong to weights of different shapes: each must lie inside of all."""
+    for shape_id in np.flatnonzero(np.bincount(table.shape_ids[group.indices])).tolist():
+        shape = table.shapes[shape_id]
+        for box in group.boxes:
+            if len(box) != len(shape) or any(
+                not 0 <= a < b <= n for (a, b), n in zip(box, shape, strict=True)
+            ):
+                position = int(group.indices[table.shape_ids[group.indices] == shape_id][0])
+                raise RefitMismatch(
+                    f"a peer's box {box} does not lie inside the shape {list(shape)}; nothing was written. "
+                    "Both sides must be built from the same checkpoint.",
+                    stage="handshake",
+                    rank=rank,
+                    parameter=table.specs[position].name,
+                )
+
+
+def _position(name: str, positions: Mapping[str, int], rank: int) -> int:
+    try:
+        return positions[name]
+    except KeyError:
+        raise RefitMismatch(
+            "this rank holds a part of a weight that the trainer's export does not know; its bytes could never be "
+            "refitted. Both sides must be built from the same checkpoint.",
+            stage="handshake",
+            rank=rank,
+            parameter=name,
+        ) from None
+
+
+def _ascending(found: list[int]) -> Positions:
+    return np.array(sorted(found), dtype=np.int64)
+
+
+def _runs(indices: Positions) -> list[list[int]]:
+    """``[start, step, count]`` of maximal arithmetic runs."""
+    runs: list[list[int]] = []
+    values = indices.tolist()
+    for value in values:
+        last = runs[-1] if runs else None
+        if last is not None and last[2] == 1:
+            last[1], last[2] = value - last[0], 2
+        elif last is not None and value == last[0] + last[1] * last[2]:
+            last[2] += 1
+        else:
+            runs.append([value, 1, 1])
+    return runs
+
+
+def _expand(runs: object, size: int) -> Positions:
+    if not isinstance(runs, list):
+        raise TypeError("positions are no list of runs")
+    total = 0
+    pieces: list[Positions] = []
+    for start, step, count in runs:
+        if not all(isinstance(n, int) for n in (start, step, count)):
+            raise TypeError("a run of positions is not made of whole numbers")
+        total += count
+        if (
+            not (start >= 0 and step >= 1 and count >= 1 and start + step * (count - 1) < size)
+            or total > size
+        ):
+            raise ValueError(f"positions {start} + {step}k, k < {count}, leave the list of {size} weights")
+        pieces.append(start + step * np.arange(count, dtype=np.int64))
+    found = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+    if found.size > 1 and not bool((np.diff(found) > 0).all()):
+        raise ValueError("positions do not ascend")
+    return found

@@ -1,0 +1,38 @@
+"""Plans: compile what both sides hold into what each rank sends and receives, and when.
+
+Pure arithmetic on published holdings. :func:`analyse` is what every rank computes alike, at the level of
+classes of weights; :meth:`Analysis.compile` lists one rank's own messages. Digests prove that all agree
+before the first byte moves.
+"""
+
+from .analysis import Analysis, analyse
+from .broadcast import plan_broadcast
+from .model import (
+    ALIGNMENT,
+    CHECKSUM_BYTES,
+    EVERYONE,
+    LARGE_SEGMENT,
+    BroadcastPlan,
+    Message,
+    Plan,
+    Segment,
+    aligned,
+)
+from .topology import LinkLoad, Topology
+
+__all__ = [
+    "ALIGNMENT",
+    "CHECKSUM_BYTES",
+    "EVERYONE",
+    "LARGE_SEGMENT",
+    "Analysis",
+    "BroadcastPlan",
+    "LinkLoad",
+    "Message",
+    "Plan",
+    "Segment",
+    "Topology",
+    "aligned",
+    "analyse",
+    "plan_broadcast",
+]

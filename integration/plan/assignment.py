@@ -1,0 +1,266 @@
+"""Who sends what to whom: classes of weights, cut into pieces, shared out among the pieces' replicas.
+
+Every rank computes the same assignment from the same published holdings. It stays at the level of
+classes: the items (one piece of one weight for one receiver) are listed only for one's own part, and
+their sender follows from their place in the list, whose cut points all ranks know.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..layout import Box, volume
+from .balance import Demand, balance, least_possible
+from .classes import TensorClass
+from .geometry import cut
+from .topology import LinkLoad, Topology
+
+Ints = npt.NDArray[np.int64]
+
+# Cut points are rounded to this many bytes, so that the last digits of a processor's floats can't matter.
+_GRAIN = 16
+
+
+class Cut(NamedTuple):
+    """A piece that one class's receivers want: its box, the number of its replica set, its bytes in each weight."""
+
+    box: Box
+    replica_set: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """Engine ranks of one host that want exactly the same; one rank, unless they fan out among themselves."""
+
+    ranks: tuple[int, ...]
+    host: int
+
+
+class Items(NamedTuple):
+    """Pieces of weights from one replica set to one receiver, in the order that all ranks agree on.
+
+    ``blocks`` holds (class, box, bytes) rows; row ``b`` stands for all members of its class. ``source`` and
+    ``target`` (int64, one for each block and member, blocks one after another) are refit-world ranks.
+    """
+
+    blocks: list[tuple[int, Box, int]]
+    source: Ints
+    target: Ints
+
+
+class Assignment:
+    """The assignment for one choice of receivers.
+
+    Args:
+        classes: of the bulk weights.
+        receivers: all engine ranks, each in one receiver.
+        room: bytes of a message; no piece is larger.
+        topology: hosts and rates.
+    """
+
+    def __init__(
+        self, classes: Sequence[TensorClass], receivers: Sequence[Receiver], room: int, topology: Topology
+    ):
+        self.receivers = list(receivers)
+        self._classes = classes
+        self._topology = topology
+        self._receiver_of = {rank: i for i, r in enumerate(receivers) for rank in r.ranks}
+        first_of = {r.ranks[0]: i for i, r in enumerate(receivers)}
+        self._set_numbers: dict[tuple[int, ...], int] = {}
+        self._cuts: list[list[tuple[Cut, ...]]] = []
+        self._want_of: list[dict[int, int]] = []
+        self._classes_of_set: dict[int, list[int]] = defaultdict(list)
+        amounts: list[Ints] = []
+        for index, tensor_class in enumerate(classes):
+            cuts = self._cut_class(tensor_class, room)
+            wants: dict[int, int] = {}
+            for want, (_, ranks) in enumerate(tensor_class.wanted):
+                wants |= {first_of[rank]: want for rank in ranks if rank in first_of}
+            self._cuts.append(cuts)
+            self._want_of.append(wants)
+            while len(amounts) < len(self._set_numbers):
+                amounts.append(np.zeros(len(self.receivers), dtype=np.int64))
+            for want, pieces in enumerate(cuts):
+                targets = [
+                    v for v in (first_of.get(r) for r in tensor_class.wanted[want][1]) if v is not None
+                ]
+                for number, nbytes in _bytes_by_set(pieces).items():
+                    amounts[number][targets] += nbytes * len(tensor_class.members)
+            for number in {piece.replica_set for pieces in cuts for piece in pieces}:
+                self._classes_of_set[number].append(index)
+        self.sets = list(self._set_numbers)
+        self.nbytes = np.stack(amounts) if amounts else np.zeros((0, len(self.receivers)), dtype=np.int64)
+        self._share_out()
+
+    def sets_of(self, rank: int) -> list[int]:
+        """Numbers of the replica sets that a trainer rank belongs to."""
+        return [number for number, ranks in enumerate(self.sets) if rank in ranks]
+
+    def receiver_of(self, rank: int) -> int:
+        """Number of an engine rank's receiver."""
+        return self._receiver_of[rank]
+
+    def items(self, number: int, receiver: int) -> Items:
+        """All pieces from replica set ``number`` to ``receiver``."""
+        blocks: list[tuple[int, Box, int]] = []
+        counts: list[int] = []
+        for index in self._classes_of_set[number]:
+            want = self._want_of[index].get(receiver)
+            if want is None:
+                continue
+            for piece in self._cuts[index][want]:
+                if piece.replica_set == number:
+                    blocks.append((index, piece.box, piece.nbytes))
+                    counts.append(len(self._classes[index].members))
+        sizes = np.repeat(np.array([b[2] for b in blocks], dtype=np.int64), counts)
+        middles = np.cumsum(sizes) - sizes / 2
+        ranks = np.array(self.receivers[receiver].ranks, dtype=np.int64)
+        total = max(int(sizes.sum()), 1)
+        # A stripe for each rank of the receiver; rotated, so that small sets do not all begin at the first.
+        stripe = (middles * len(ranks) / total).astype(np.int64) + number
+        return Items(blocks, self._sources(number, receiver, middles), ranks[stripe % len(ranks)])
+
+    def cut_points(self) -> list[tuple[Ints, Ints]]:
+        """For each replica set and host: the replicas in order, and where each one's part of the list ends."""
+        return list(self._ends.values())
+
+    def _sources(self, number: int, receiver: int, middles: npt.NDArray[np.float64]) -> Ints:
+        if len(self.sets[number]) == 1:
+            return np.full(len(middles), self.sets[number][0], dtype=np.int64)
+        order, ends = self._ends[number, self.receivers[receiver].host]
+        place = np.searchsorted(ends[:-1], self._starts[number, receiver] + middles, side="right")
+        sources: Ints = order[place]
+        return sources
+
+    def _cut_class(self, tensor_class: TensorClass, room: int) -> list[tuple[Cut, ...]]:
+        held = tuple(box for box, _ in tensor_class.held)
+        numbers: dict[tuple[int, ...], int] = {}
+        cuts: list[tuple[Cut, ...]] = []
+        for boxes, _ in tensor_class.wanted:
+            pieces = cut(boxes, held, max(1, room // tensor_class.itemsize))
+            for piece in pieces:
+                if piece.holders not in numbers:
+                    ranks = tuple(sorted({r for i in piece.holders for r in tensor_class.held[i][1]}))
+                    numbers[piece.holders] = self._set_numbers.setdefault(ranks, len(self._set_numbers))
+            cuts.append(
+                tuple(Cut(p.box, numbers[p.holders], volume(p.box) * tensor_class.itemsize) for p in pieces)
+            )
+        return cuts
+
+    def _share_out(self) -> None:
+        """Balance the demands, and fix where each replica's part of a set's list begins and ends."""
+        hosts = np.array([r.host for r in self.receivers])
+        keys: list[tuple[int, int]] = []
+        self.demands: list[Demand] = []
+        for number, ranks in enumerate(self.sets):
+            by_host = np.bincount(hosts, weights=self.nbytes[number], minlength=self._topology.hosts)
+            for host in np.flatnonzero(by_host).tolist():
+                keys.append((number, host))
+                self.demands.append(Demand(ranks, host, int(by_host[host])))
+        self.shares = balance(self.demands, self._topology)
+        self._ends: dict[tuple[int, int], tuple[Ints, Ints]] = {}
+        self._starts = np.zeros_like(self.nbytes)
+        for (number, host), demand, shares in zip(keys, self.demands, self.shares, strict=True):
+            on_host = np.flatnonzero(hosts == host)
+            amounts = self.nbytes[number, on_host]
+            self._starts[number, on_host] = np.cumsum(amounts) - amounts
+            # Rotated, so that the rounding at the cut points does not favour the same replicas everywhere.
+            order = np.roll(np.arange(len(demand.replicas)), host)
+            ends = np.rint(np.cumsum(shares[order]) / _GRAIN).astype(np.int64) * _GRAIN
+            ends[-1] = demand.nbytes
+            self._ends[number, host] = np.array(demand.replicas, dtype=np.int64)[order], ends
+
+    def pair_bytes(self, ranks: int) -> Ints:
+        """Bytes from each rank to each rank, relays included; where replicas share, exact to one piece.
+
+        Returns:
+            int64 of shape ``[ranks, ranks]``.
+        """
+        pairs = np.zeros((ranks, ranks), dtype=np.int64)
+        for (number, host), (order, ends) in self._ends.items():
+            begins = np.concatenate(([0], ends[:-1]))
+            for receiver in np.flatnonzero(self.nbytes[number]).tolist():
+                members = self.receivers[receiver]
+                if members.host != host:
+                    continue
+                start = self._starts[number, receiver]
+                stop = start + self.nbytes[number, receiver]
+                overlap = np.maximum(np.minimum(ends, stop) - np.maximum(begins, start), 0)
+                for rank in members.ranks:
+                    pairs[order, rank] += overlap // len(members.ranks)
+        for members in self.receivers:
+            for rank in members.ranks:
+                for sibling in members.ranks:
+                    if sibling != rank:
+                        pairs[rank, sibling] = int(pairs[:, rank][: self._first_engine()].sum())
+        return pairs
+
+    def _first_engine(self) -> int:
+        return min(rank for receiver in self.receivers for rank in receiver.ranks)
+
+    def least_seconds(self) -> float:
+        """The speed of light: seconds that some link needs at least, however the replicas share."""
+        topology = self._topology
+        nic, nvlink = topology.nic_gb_per_s * 1e9, topology.nvlink_gb_per_s * 1e9
+        bound = least_possible(self.demands, self.shares, topology)
+        host_of = np.array(topology.host_of)
+        into_host = np.zeros(topology.hosts)
+        for index, receiver in enumerate(self.receivers):
+            remote = local = 0
+            for number, ranks in enumerate(self.sets):
+                inside = host_of[list(ranks)] == receiver.host
+                remote += 0 if inside.any() else int(self.nbytes[number, index])
+                local += int(self.nbytes[number, index]) if inside.all() else 0
+            into_host[receiver.host] += remote
+            size, total = len(receiver.ranks), int(self.nbytes[:, index].sum())
+            # Each rank gets its stripe from outside and all other stripes from its siblings.
+            relayed = total * (size - 1)
+            bound = max(
+                bound,
+                remote / size / nic,
+                (local + relayed) / size / nvlink,
+                (total + relayed) / size / (nic + nvlink),
+            )
+        if topology.host_gb_per_s is not None:
+            bound = max(bound, float(into_host.max()) / topology.host_gb_per_s / 1e9)
+        return bound
+
+    def links(self, pairs: Ints) -> tuple[LinkLoad, ...]:
+        """The load of every link in use, from :meth:`pair_bytes`."""
+        topology = self._topology
+        host_of = np.array(topology.host_of)
+        same = host_of[:, None] == host_of[None, :]
+        loads: list[LinkLoad] = []
+        for label, mask, rate in (
+            ("NIC", ~same, topology.nic_gb_per_s),
+            ("NVLink", same, topology.nvlink_gb_per_s),
+        ):
+            sent, received = (pairs * mask).sum(axis=1), (pairs * mask).sum(axis=0)
+            for way, amounts in (("out", sent), ("in", received)):
+                loads += [
+                    LinkLoad(f"rank {r} {label} {way}", int(amounts[r]), rate)
+                    for r in np.flatnonzero(amounts).tolist()
+                ]
+        if topology.host_gb_per_s is not None:
+            outside = pairs * ~same
+            for way, amounts in (("out", outside.sum(axis=1)), ("in", outside.sum(axis=0))):
+                by_host = np.bincount(host_of, weights=amounts, minlength=topology.hosts)
+                loads += [
+                    LinkLoad(f"host {h} uplink {way}", int(by_host[h]), topology.host_gb_per_s)
+                    for h in np.flatnonzero(by_host).tolist()
+                ]
+        return tuple(loads)
+
+
+def _bytes_by_set(pieces: Sequence[Cut]) -> dict[int, int]:
+    amounts: dict[int, int] = defaultdict(int)
+    for piece in pieces:
+        amounts[piece.replica_set] += piece.nbytes
+    return amounts

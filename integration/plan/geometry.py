@@ -1,0 +1,89 @@
+"""Cutting what is wanted into pieces that single trainers hold whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..errors import PlanError
+from ..layout import Box, coverage_gap, intersect, overlap, split, subtract, volume
+from ..manifest import TensorSpec
+from .classes import TensorClass
+
+
+class Piece(NamedTuple):
+    """A part of a wanted box, and the indices of the held boxes that contain it."""
+
+    box: Box
+    holders: tuple[int, ...]
+
+
+@lru_cache(maxsize=65536)
+def cut(wanted: tuple[Box, ...], held: tuple[Box, ...], max_elements: int) -> tuple[Piece, ...]:
+    """Disjoint pieces of the ``wanted`` boxes of at most ``max_elements``, each inside of a held box.
+
+    Small held boxes are cut first, so that a rank that holds more counts as a replica of what others
+    hold in part. Parts that nobody holds are left out; :func:`check` reports them.
+    """
+    by_size = sorted(range(len(held)), key=lambda i: (volume(held[i]), held[i]))
+    pieces: list[Piece] = []
+    for box in wanted:
+        open_boxes = [box]
+        for index in by_size:
+            rest: list[Box] = []
+            for part in open_boxes:
+                common = intersect(part, held[index])
+                if common is None:
+                    rest.append(part)
+                    continue
+                holders = tuple(i for i in range(len(held)) if intersect(common, held[i]) == common)
+                pieces.extend(Piece(piece, holders) for piece in split(common, max_elements))
+                rest.extend(subtract(part, held[index]))
+            open_boxes = rest
+            if not open_boxes:
+                break
+    return tuple(pieces)
+
+
+def check(tensor_class: TensorClass, specs: Sequence[TensorSpec]) -> None:
+    """Check that each wanted byte is written exactly once.
+
+    Raises:
+        PlanError: two wanted boxes of a rank share elements, or nobody holds a part of one; names the first
+            weight, the rank and the box.
+    """
+    held = tuple(box for box, _ in tensor_class.held)
+    for boxes, ranks in tensor_class.wanted:
+        clash, gap = _defects(boxes, held)
+        name = specs[int(tensor_class.members[0])].name
+        if clash is not None:
+            raise PlanError(
+                f"two fragments want {clash[0]} and {clash[1]}, which share elements; one storage would be filled from "
+                "the other's half. Give each wanted box once, or send this weight over the misc path.",
+                stage="plan",
+                rank=ranks[0],
+                parameter=name,
+            )
+        if gap is not None:
+            raise PlanError(
+                f"no trainer rank holds {gap[1]} of the wanted box {gap[0]}; the engine would keep old bytes there. "
+                "A shard rule leaves a hole: refuse the weight in the source so that it takes the misc path.",
+                stage="plan",
+                rank=ranks[0],
+                parameter=name,
+            )
+
+
+@lru_cache(maxsize=65536)
+def _defects(
+    wanted: tuple[Box, ...], held: tuple[Box, ...]
+) -> tuple[tuple[Box, Box] | None, tuple[Box, Box] | None]:
+    clash = overlap(wanted)
+    if clash is not None:
+        return (wanted[clash[0]], wanted[clash[1]]), None
+    for box in wanted:
+        gap = coverage_gap(box, held)
+        if gap is not None:
+            return None, (box, gap)
+    return None, None
