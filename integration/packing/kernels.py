@@ -1,0 +1,108 @@
+"""Triton kernels over segment tables. Imported only where there is a CUDA device.
+
+A program handles one tile of one row of the table: ``TILE`` units of ``LANES`` words each, so that a unit of
+16 bytes is one access of a thread. Addresses are plain integers: of this process, or of a peer's memory
+that is mapped into it.
+"""
+
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# For each unit in bytes its word type, the word's bytes, and the words of a unit. A unit of 16 bytes is two
+# lanes of one access; the checksum is defined on 32-bit words, of which narrower units are parts.
+COPY_WORDS = {
+    16: (tl.int64, 8, 2),
+    8: (tl.int64, 8, 1),
+    4: (tl.int32, 4, 1),
+    2: (tl.int16, 2, 1),
+    1: (tl.int8, 1, 1),
+}
+CHECKSUM_WORDS = {
+    16: (tl.uint32, 4, 4),
+    8: (tl.uint32, 4, 2),
+    4: (tl.uint32, 4, 1),
+    2: (tl.uint16, 2, 1),
+    1: (tl.uint8, 1, 1),
+}
+
+
+@triton.jit
+def _place(pid, tiles, rows, COLUMNS: tl.constexpr, TILE: tl.constexpr, NESTED: tl.constexpr):
+    """Addresses of a tile's row, its units' offsets on both sides (in units), their mask, and the row's slot."""
+    row = rows + tl.load(tiles + pid).to(tl.int64) * COLUMNS
+    a = tl.load(row)
+    b = tl.load(row + 1)
+    count = tl.load(row + 2).to(tl.int32)
+    run = tl.load(row + 3).to(tl.int32)
+    index = (pid - tl.load(row + 9).to(tl.int32)) * TILE + tl.arange(0, TILE)
+    line = index // run
+    column = index - line * run
+    if NESTED:
+        lines = tl.load(row + 4).to(tl.int32)
+        outer = line // lines
+        line = line - outer * lines
+        offset_a = outer.to(tl.int64) * tl.load(row + 5) + line.to(tl.int64) * tl.load(row + 6) + column
+        offset_b = outer.to(tl.int64) * tl.load(row + 7) + line.to(tl.int64) * tl.load(row + 8) + column
+    else:
+        offset_a = line.to(tl.int64) * tl.load(row + 6) + column
+        offset_b = line.to(tl.int64) * tl.load(row + 8) + column
+    return a, b, offset_a, offset_b, index < count, tl.load(row + 10)
+
+
+@triton.jit
+def copy_segments(
+    tiles,
+    rows,
+    COLUMNS: tl.constexpr,
+    WORD: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+    NESTED: tl.constexpr,
+):
+    """Copy side a of each row to side b."""
+    a, b, offset_a, offset_b, mask, _ = _place(tl.program_id(0), tiles, rows, COLUMNS, TILE, NESTED)
+    source = tl.multiple_of(a, LANES * WORD_BYTES).to(tl.pointer_type(WORD))
+    target = tl.multiple_of(b, LANES * WORD_BYTES).to(tl.pointer_type(WORD))
+    lane = tl.arange(0, LANES)[None, :]
+    mask = mask[:, None]
+    value = tl.load(source + (offset_a[:, None] * LANES + lane), mask=mask)
+    tl.store(target + (offset_b[:, None] * LANES + lane), value, mask=mask)
+
+
+@triton.jit
+def _mix(x):
+    x = x * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def checksum_segments(
+    tiles,
+    rows,
+    out,
+    COLUMNS: tl.constexpr,
+    WORD: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+    NESTED: tl.constexpr,
+):
+    """Add up each row's words, weighted by their place in the message, which is side b; into ``out[slot]``."""
+    a, b, offset_a, offset_b, mask, slot = _place(tl.program_id(0), tiles, rows, COLUMNS, TILE, NESTED)
+    source = tl.multiple_of(a, LANES * WORD_BYTES).to(tl.pointer_type(WORD))
+    lane = tl.arange(0, LANES)[None, :]
+    value = tl.load(source + (offset_a[:, None] * LANES + lane), mask=mask[:, None], other=0).to(tl.uint64)
+    position = b + (offset_b[:, None] * LANES + lane) * WORD_BYTES
+    if WORD_BYTES < 4:
+        value = value << ((position & 3) * 8).to(tl.uint64)
+    twice = ((position >> 2) * 2).to(tl.uint64)
+    first = tl.sum(tl.sum((value * _mix(twice)).to(tl.int64, bitcast=True), axis=1), axis=0)
+    second = tl.sum(tl.sum((value * _mix(twice + 1)).to(tl.int64, bitcast=True), axis=1), axis=0)
+    tl.atomic_add(out + slot * 2, first, sem="relaxed")
+    tl.atomic_add(out + slot * 2 + 1, second, sem="relaxed")
