@@ -50,7 +50,9 @@ class ChecksumViews:
 
 def _partial(view: torch.Tensor, offset: int) -> torch.Tensor:
     """What a view adds whose packed bytes begin at byte ``offset`` of the message."""
-    raw = view.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    # as_strided, since one element counts as contiguous whatever its stride is, and could not be seen as bytes.
+    flat = view.detach().contiguous().as_strided((view.numel(),), (1,))
+    raw = flat.view(torch.uint8).numpy()
     start = offset // 4
     before = offset - 4 * start
     padded = np.pad(raw, (before, -(before + raw.size) % 4))

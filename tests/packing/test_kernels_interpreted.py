@@ -1,0 +1,61 @@
+"""The Triton kernels without a GPU: Triton's interpreter runs them on the addresses of CPU tensors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+
+def compare_kernels_with_torch() -> None:
+    """Runs in a process of its own, since Triton decides when a kernel is defined whether to interpret it."""
+    import torch
+
+    from rlrefit.integration.packing import ChecksumTable, CopyTable, Strided, checksum
+
+    cpu = torch.device("cpu")
+    weight = torch.randn(96, 64).to(torch.bfloat16)
+    deep = torch.randn(3, 5, 7, 4, 6)
+    views = [
+        weight[:, 16:48],  # a column slice: rows of 16-byte units
+        weight[3:90],  # contiguous, more than one tile
+        weight[:, 1:4],  # odd columns: 2-byte units
+        weight.t(),  # rows within an outer dimension
+        weight.view(torch.uint8)[1:7, 1:8],
+        deep[:, :, ::2, 1:3],  # more dimensions than a row has
+        deep[1, 2, 3, 0, 4],
+        torch.arange(3001, dtype=torch.int64)[1:],
+    ]
+    targets = [torch.full([n + 2 for n in v.shape], 9, dtype=v.dtype) for v in views]
+    inner = [t[tuple(slice(1, n + 1) for n in v.shape)] for t, v in zip(targets, views, strict=True)]
+    expected = [t.clone() for t in targets]
+    for e, v in zip(expected, views, strict=True):
+        e[tuple(slice(1, n + 1) for n in v.shape)] = v
+    pairs = [(Strided.of(v), Strided.of(t)) for v, t in zip(views, inner, strict=True)]
+    CopyTable.build(pairs, cpu).launch()
+    for e, t in zip(expected, targets, strict=True):
+        assert torch.equal(e.view(torch.uint8) if e.dim() else e, t.view(torch.uint8) if t.dim() else t)
+    offsets, end = [], 0
+    for v in views:
+        offsets.append(end)
+        end += -(-v.nbytes // 16) * 16
+    message = torch.zeros(end, dtype=torch.uint8)
+    for v, offset in zip(views, offsets, strict=True):
+        message[offset : offset + v.nbytes] = v.contiguous().reshape(-1).view(torch.uint8)
+    out = torch.full((2, 2), 5, dtype=torch.int64)
+    live = [(Strided.of(v), offset) for v, offset in zip(views, offsets, strict=True)]
+    ChecksumTable.build(live, cpu, [1] * len(live)).compute(out)
+    assert out.tolist() == [[0, 0], checksum(message).tolist()]
+
+
+def test_the_kernels_copy_and_add_up_as_torch_does() -> None:
+    code = "from tests.packing.test_kernels_interpreted import compare_kernels_with_torch as c; c()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
