@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
+from .clock import STAGES, Interval, StageClock
 
-STAGES = ("handshake", "export", "pack", "transfer", "unpack", "misc", "verify", "post_load", "commit")
-
-
-class StageClock:
-    """Adds up seconds by stage; on a GPU it waits for the device, so that a stage is not billed to the next."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time a block under ``name``, one of ``STAGES``; the time of a block that raises is kept."""
-        start = time.perf_counter()
-        try:
-            yield
-            # Not after an error: what is under way on the device may never end.
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+__all__ = ["STAGES", "Interval", "RefitRecord", "RefitSummary", "StageClock", "summarize"]
 
 
 @dataclass(frozen=True)
@@ -48,10 +26,13 @@ class RefitRecord:
         bytes_misc: misc bytes that this rank sent or received.
         bytes_kept: bytes of the parameters that a generation rank keeps (its shard of the model); 0 on trainers.
         bytes_verified: bytes whose checksums were compared.
-        seconds_total: wall time on this rank.
-        seconds: wall time by stage.
+        seconds_total: wall time on this rank, until all its work on the device is done.
+        seconds: time by stage, as :class:`~.clock.StageClock` defines it; stages may overlap, so that
+            their sum may be more than ``seconds_total``.
+        host_seconds: CPU time of the thread that ran the refit, without its waits.
         peak_extra_bytes: staging and misc buffers at their largest; on a GPU the allocator's peak
             above the start of the refit if that is larger.
+        timeline: every interval of every stage, in seconds after the refit's start; empty unless asked for.
     """
 
     version: int
@@ -66,11 +47,16 @@ class RefitRecord:
     bytes_verified: int
     seconds_total: float
     seconds: dict[str, float] = field(default_factory=dict)
+    host_seconds: float = 0.0
     peak_extra_bytes: int = 0
+    timeline: Sequence[Interval] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for JSON lines."""
-        return asdict(self)
+        """Plain data for JSON lines; without ``timeline`` if there is none."""
+        data = asdict(self)
+        if not self.timeline:
+            del data["timeline"]
+        return data
 
 
 @dataclass(frozen=True)
@@ -89,6 +75,7 @@ class RefitSummary:
     kept_gb_per_s: float
     peak_extra_bytes: int
     bytes_verified: int
+    host_seconds: float = 0.0
 
 
 def summarize(records: Sequence[RefitRecord]) -> RefitSummary:
@@ -117,4 +104,5 @@ def summarize(records: Sequence[RefitRecord]) -> RefitSummary:
         kept_gb_per_s=max((r.bytes_kept for r in engines), default=0) / seconds / 1e9,
         peak_extra_bytes=max(r.peak_extra_bytes for r in records),
         bytes_verified=sum(r.bytes_verified for r in engines),
+        host_seconds=max(r.host_seconds for r in records),
     )
