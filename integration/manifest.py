@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
@@ -102,8 +102,8 @@ class Manifest:
 
     def digest(self) -> str:
         """SHA-256 over names, shapes, dtypes, order and routes; equal on all ranks or nothing moves."""
-        lines = ([*e.spec.to_json(), e.route] for e in self.entries)
-        return _sha256(lines)
+        lines = [[*e.spec.to_json(), e.route] for e in self.entries]
+        return hashlib.sha256(json.dumps(lines, separators=(",", ":")).encode()).hexdigest()
 
 
 def first_difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> str:
@@ -128,11 +128,3 @@ def first_difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -
                 f"at position {position} stands {a.name} here and {b.name} on the other side (another order)"
             )
     return ""
-
-
-def _sha256(lines: Iterable[object]) -> str:
-    digest = hashlib.sha256()
-    for line in lines:
-        digest.update(json.dumps(line, separators=(",", ":")).encode())
-        digest.update(b"\n")
-    return digest.hexdigest()

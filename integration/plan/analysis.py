@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -42,10 +42,10 @@ class Analysis:
         digest: equal on all ranks, or nothing moves.
     """
 
-    manifest: Manifest
+    manifest: Manifest = field(repr=False)
     topology: Topology
-    pair_bytes: Ints
-    links: tuple[LinkLoad, ...]
+    pair_bytes: Ints = field(repr=False)
+    links: tuple[LinkLoad, ...] = field(repr=False)
     bound_seconds: float
     predicted_seconds: float
     fan_out: bool
@@ -54,8 +54,8 @@ class Analysis:
     train_ranks: int
     gen_ranks: int
     room: int
-    classes: tuple[TensorClass, ...]
-    assignment: Assignment
+    classes: tuple[TensorClass, ...] = field(repr=False)
+    assignment: Assignment = field(repr=False)
 
     @property
     def busiest_link(self) -> LinkLoad | None:

@@ -168,6 +168,8 @@ class Assignment:
         self._ends: dict[tuple[int, int], tuple[Ints, Ints]] = {}
         self._starts = np.zeros_like(self.nbytes)
         for (number, host), demand, shares in zip(keys, self.demands, self.shares, strict=True):
+            if len(demand.replicas) == 1:
+                continue
             on_host = np.flatnonzero(hosts == host)
             amounts = self.nbytes[number, on_host]
             self._starts[number, on_host] = np.cumsum(amounts) - amounts
@@ -183,52 +185,55 @@ class Assignment:
         Returns:
             int64 of shape ``[ranks, ranks]``.
         """
-        pairs = np.zeros((ranks, ranks), dtype=np.int64)
+        # First by receiver, then shared out among each receiver's ranks.
+        direct = np.zeros((ranks, len(self.receivers)), dtype=np.int64)
+        hosts = np.array([r.host for r in self.receivers])
+        for number, replicas in enumerate(self.sets):
+            if len(replicas) == 1:
+                direct[replicas[0]] += self.nbytes[number]
         for (number, host), (order, ends) in self._ends.items():
+            on_host = np.flatnonzero(hosts == host)
+            starts = self._starts[number, on_host]
             begins = np.concatenate(([0], ends[:-1]))
-            for receiver in np.flatnonzero(self.nbytes[number]).tolist():
-                members = self.receivers[receiver]
-                if members.host != host:
-                    continue
-                start = self._starts[number, receiver]
-                stop = start + self.nbytes[number, receiver]
-                overlap = np.maximum(np.minimum(ends, stop) - np.maximum(begins, start), 0)
-                for rank in members.ranks:
-                    pairs[order, rank] += overlap // len(members.ranks)
-        for members in self.receivers:
-            for rank in members.ranks:
-                for sibling in members.ranks:
+            common = np.minimum.outer(ends, starts + self.nbytes[number, on_host])
+            common -= np.maximum.outer(begins, starts)
+            direct[order[:, None], on_host[None, :]] += np.maximum(common, 0)
+        pairs = np.zeros((ranks, ranks), dtype=np.int64)
+        for index, receiver in enumerate(self.receivers):
+            size = len(receiver.ranks)
+            for rank in receiver.ranks:
+                pairs[:, rank] += direct[:, index] // size
+                for sibling in receiver.ranks:
                     if sibling != rank:
-                        pairs[rank, sibling] = int(pairs[:, rank][: self._first_engine()].sum())
+                        pairs[rank, sibling] += int(direct[:, index].sum()) // size
         return pairs
-
-    def _first_engine(self) -> int:
-        return min(rank for receiver in self.receivers for rank in receiver.ranks)
 
     def least_seconds(self) -> float:
         """The speed of light: seconds that some link needs at least, however the replicas share."""
         topology = self._topology
         nic, nvlink = topology.nic_gb_per_s * 1e9, topology.nvlink_gb_per_s * 1e9
         bound = least_possible(self.demands, self.shares, topology)
+        if not self.sets:
+            return bound
         host_of = np.array(topology.host_of)
-        into_host = np.zeros(topology.hosts)
-        for index, receiver in enumerate(self.receivers):
-            remote = local = 0
-            for number, ranks in enumerate(self.sets):
-                inside = host_of[list(ranks)] == receiver.host
-                remote += 0 if inside.any() else int(self.nbytes[number, index])
-                local += int(self.nbytes[number, index]) if inside.all() else 0
-            into_host[receiver.host] += remote
-            size, total = len(receiver.ranks), int(self.nbytes[:, index].sum())
-            # Each rank gets its stripe from outside and all other stripes from its siblings.
-            relayed = total * (size - 1)
-            bound = max(
-                bound,
-                remote / size / nic,
-                (local + relayed) / size / nvlink,
-                (total + relayed) / size / (nic + nvlink),
-            )
+        hosts = np.array([r.host for r in self.receivers])
+        sizes = np.array([len(r.ranks) for r in self.receivers])
+        # Of each set's replicas (rows), how many are on the host of each receiver (columns).
+        inside = np.stack([(host_of[list(ranks)][:, None] == hosts).sum(axis=0) for ranks in self.sets])
+        counts = np.array([len(ranks) for ranks in self.sets])[:, None]
+        remote = (self.nbytes * (inside == 0)).sum(axis=0)
+        local = (self.nbytes * (inside == counts)).sum(axis=0)
+        total = self.nbytes.sum(axis=0)
+        # Each rank gets its stripe from outside and all other stripes from its siblings.
+        relayed = total * (sizes - 1)
+        for amounts, rate in (
+            (remote, nic),
+            (local + relayed, nvlink),
+            (total + relayed, nic + nvlink),
+        ):
+            bound = max(bound, float((amounts / sizes).max(initial=0.0)) / rate)
         if topology.host_gb_per_s is not None:
+            into_host = np.bincount(hosts, weights=remote, minlength=topology.hosts)
             bound = max(bound, float(into_host.max()) / topology.host_gb_per_s / 1e9)
         return bound
 

@@ -47,6 +47,10 @@ class SenderLoads:
         """Bytes for each replica that bring the loads nearest to equal; adds them to the loads."""
         ranks = np.array(demand.replicas)
         inside = (self._host_of[ranks] == demand.host).astype(np.int64)
+        if len(ranks) == 1:
+            shares = np.array([float(demand.nbytes)])
+            self._add(ranks, inside, shares)
+            return shares
         levels = self.seconds[inside, ranks]
         if self._topology.host_gb_per_s is not None:
             uplinks = np.where(inside == 1, 0.0, self.uplinks[self._host_of[ranks]])
@@ -95,27 +99,38 @@ def least_possible(demands: Sequence[Demand], shares: Sequence[Floats], topology
     """
     host_of = topology.host_of
     rates = (topology.nic_gb_per_s * 1e9, topology.nvlink_gb_per_s * 1e9)
+    uplink_rate = (topology.host_gb_per_s or float("inf")) * 1e9
     seconds: dict[tuple[int, int], float] = {}
+    uplinks = [0.0] * topology.hosts
     links_of: list[list[tuple[int, int]]] = []
     for demand, share in zip(demands, shares, strict=True):
         links = [(int(host_of[r] == demand.host), r) for r in demand.replicas]
         links_of.append(links)
         for link, nbytes in zip(links, share.tolist(), strict=True):
             seconds[link] = seconds.get(link, 0.0) + nbytes / rates[link[0]]
-    order = sorted(seconds, key=lambda link: -seconds[link])
+            if not link[0]:
+                uplinks[host_of[link[1]]] += nbytes / uplink_rate
+
+    def level(link: tuple[int, int]) -> float:
+        return max(seconds[link], 0.0 if link[0] else uplinks[host_of[link[1]]])
+
+    order = sorted(seconds, key=lambda link: (-level(link), link))
     place = {link: i for i, link in enumerate(order)}
-    forced = np.zeros(len(order))
+    forced = [0] * len(order)
     for demand, links in zip(demands, links_of, strict=True):
         forced[max(place[link] for link in links)] += demand.nbytes
-    capacity = np.cumsum([rates[inside] for inside, _ in order])
-    best = float((np.cumsum(forced) / capacity).max(initial=0.0)) if order else 0.0
-    if topology.host_gb_per_s is not None:
-        captive = np.zeros(topology.hosts)
-        for demand in demands:
-            hosts = {host_of[r] for r in demand.replicas}
-            if len(hosts) == 1 and demand.host not in hosts:
-                captive[hosts.pop()] += demand.nbytes
-        best = max(best, float(captive.max(initial=0.0)) / topology.host_gb_per_s / 1e9)
+    best = capacity = total = 0.0
+    outward = [0.0] * topology.hosts
+    for (inside, rank), nbytes in zip(order, forced, strict=True):
+        if inside:
+            capacity += rates[1]
+        else:
+            host = host_of[rank]
+            before = min(outward[host], uplink_rate)
+            outward[host] += rates[0]
+            capacity += min(outward[host], uplink_rate) - before
+        total += nbytes
+        best = max(best, total / capacity)
     return best
 
 
