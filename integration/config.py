@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TRANSPORTS = ("auto", "p2p", "golden")
+TRANSPORTS = ("auto", "p2p", "ipc", "golden")
 VERIFY_MODES = ("off", "sampled", "full")
 
 
@@ -16,10 +16,13 @@ class RefitConfig:
     """How weights travel.
 
     Attributes:
-        transport: ``p2p`` sends each shard straight to the shards that want it; ``golden`` broadcasts
-            every held fragment to everyone (slow, the oracle); ``auto`` chooses.
-        bucket_mb: staging memory in MiB, for each direction on each rank. A bucket holds whole
-            segments or parts of them; the packed misc path uses the same size.
+        transport: ``p2p`` sends each shard straight to the shards that want it, over NCCL or gloo; ``ipc``
+            writes straight into the engines' parameters, on GPUs of one host; ``golden`` broadcasts every
+            held fragment to everyone (slow, the oracle); ``auto`` takes ``ipc`` where it can work, else
+            ``p2p``, and says why.
+        bucket_mb: size of a bucket in MiB. ``p2p`` stages through two of them for each direction and stream,
+            so that packing, wire and unpacking overlap; ``ipc`` needs none. The packed misc path uses one.
+        streams: rounds of ``p2p`` that are on the wire at a time, each with a communicator of its own.
         timeout_s: seconds that any wait of a refit may take before it fails with the rank and stage.
         verify: position-sensitive checksums of the landed bytes against the sent ones: ``off``,
             ``sampled`` (one message per pair of ranks and refit, another one each time) or ``full``.
@@ -28,6 +31,7 @@ class RefitConfig:
 
     transport: str = "auto"
     bucket_mb: int = 256
+    streams: int = 1
     timeout_s: float = 300.0
     verify: str = "sampled"
     port: int = 0
@@ -48,6 +52,8 @@ class RefitConfig:
             found.append(
                 f"{prefix}.bucket_mb: {self.bucket_mb} leaves no room for a segment; give at least 1"
             )
+        if not 1 <= self.streams <= 8:
+            found.append(f"{prefix}.streams: {self.streams} is not between 1 and 8")
         if not 0 <= self.port < 65536:
             found.append(f"{prefix}.port: {self.port} is no TCP port; give 0 for any free one, or 1 to 65535")
         if not self.timeout_s > 0:

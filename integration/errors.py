@@ -44,6 +44,10 @@ class PlanError(RefitError):
     """Bytes that nobody sends, or that two senders would write: found while planning, before any transfer."""
 
 
+class TransportUnavailable(RefitError):
+    """A transport cannot carry these weights between these ranks. Nothing was written; another one can."""
+
+
 class VerificationError(RefitError):
     """Checksums of sent and landed bytes differ."""
 

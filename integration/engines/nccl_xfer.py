@@ -8,6 +8,7 @@ from typing import cast
 from ..channel import Channel
 from ..config import RefitConfig
 from ..endpoints import WeightDestination, WeightSource, holdings_of
+from ..errors import RefitError
 from ..holdings import Holdings, SpecTable
 from ..layout import Fragment
 from ..manifest import Manifest, TensorSpec
@@ -15,10 +16,11 @@ from ..misc import PackedBroadcast
 from ..plan import BroadcastPlan, Plan, Topology, analyse, plan_broadcast
 from ..process_groups import Group
 from ..records import StageClock
-from ..transport import Transport, choose, make_transport
+from ..transport import choose
 from ..world import RefitWorld, host_identity
 from .agreement import agree_on_plan, agree_on_specs, make_packed_broadcast
 from .base import CheckpointEngine, SendResult
+from .bulk import BulkPath
 
 
 class NcclXferEngine(CheckpointEngine):
@@ -28,8 +30,9 @@ class NcclXferEngine(CheckpointEngine):
 
     def __init__(self, config: RefitConfig, world: RefitWorld, channel: Channel):
         super().__init__(config, world, channel)
-        self._transport_name, self.transport_reason = choose(config.transport)
-        self._groups: list[Group] = []
+        self._chosen = choose(config.transport)
+        self._bulk: BulkPath | None = None
+        self._misc_group: Group | None = None
 
     def prepare(self, endpoint: WeightSource | WeightDestination) -> Manifest:
         self._endpoint = endpoint
@@ -52,7 +55,7 @@ class NcclXferEngine(CheckpointEngine):
         self.plan: Plan | BroadcastPlan
         pairs: dict[tuple[int, int], str] = {}
         digest = self.analysis.digest
-        if self._transport_name == "golden":
+        if self._chosen[0] == "golden":
             self.plan = plan_broadcast(self.manifest, sources, self.config.bucket_bytes)
             digest += self.plan.digest
         else:
@@ -65,32 +68,26 @@ class NcclXferEngine(CheckpointEngine):
 
     def init_process_group(self) -> None:
         device = self._endpoint.device
-        data = Group(
-            self.channel.store,
-            "bulk",
-            self.world.rank,
-            self.world.size,
-            device,
-            self.channel.timeout_s,
-            self.channel.check_abort,
-        )
-        self._groups.append(data)
-        self._transport: Transport = make_transport(
-            self._transport_name, data, self.world, self.plan, self.config.verify
-        )
-        self._bind(self._initial)
-        del self._initial
+        fragments, self._initial = self._initial, []
+        self._bulk = BulkPath(self.channel, self.config, device, self.plan, self._chosen, fragments)
+        self._storage: Hashable = self._endpoint.storage_key()
         self._misc: PackedBroadcast
-        self._misc, group = make_packed_broadcast(
+        self._misc, self._misc_group = make_packed_broadcast(
             self.channel, self.manifest.specs("misc"), self.config.bucket_bytes, device
         )
-        if group is not None:
-            self._groups.append(group)
+
+    def stale(self) -> bool:
+        # Parameters move when they are offloaded and brought back; old views would read freed memory.
+        return self._endpoint.storage_key() != self._storage
+
+    def rebind(self) -> None:
+        fragments, _ = self._fragments(self._endpoint, self.manifest.specs())
+        self._open_bulk.bind(fragments)
+        self._storage = self._endpoint.storage_key()
 
     def send_weights(self, version: int, clock: StageClock) -> SendResult:
         source = cast(WeightSource, self._endpoint)
-        self._rebind_if_moved()
-        bulk = self._transport.run(clock)
+        bulk = self._open_bulk.run(clock)
         misc = self.manifest.specs("misc")
         if misc:
             self._misc.send(source.export([spec.name for spec in misc]), clock)
@@ -99,23 +96,40 @@ class NcclXferEngine(CheckpointEngine):
 
     def receive_weights(self, version: int, clock: StageClock) -> SendResult:
         destination = cast(WeightDestination, self._endpoint)
-        self._rebind_if_moved()
-        bulk = self._transport.run(clock)
+        bulk = self._open_bulk.run(clock)
         if self.manifest.specs("misc"):
             self._misc.load(destination.load_weights, clock)
         return SendResult(bulk.payload_bytes, self._misc.nbytes, bulk.verified_bytes)
 
     def finalize(self, *, failed: bool = False) -> None:
-        while self._groups:
-            self._groups.pop().close(failed=failed)
+        if self._bulk is not None:
+            self._bulk.close(failed=failed)
+            self._bulk = None
+        if self._misc_group is not None:
+            self._misc_group.close(failed=failed)
+            self._misc_group = None
 
     @property
     def transport_name(self) -> str:
-        return self._transport_name
+        return self._bulk.name if self._bulk is not None else self._chosen[0]
+
+    @property
+    def transport_reason(self) -> str:
+        return self._bulk.reason if self._bulk is not None else self._chosen[1]
 
     @property
     def staging_bytes(self) -> int:
-        return self._transport.staging_bytes + self._misc.staging_bytes
+        return self._open_bulk.staging_bytes + self._misc.staging_bytes
+
+    @property
+    def _open_bulk(self) -> BulkPath:
+        if self._bulk is None:
+            raise RefitError(
+                "the engine's communicators are not open: call init_process_group after prepare",
+                stage="transfer",
+                rank=self.world.rank,
+            )
+        return self._bulk
 
     def _fragments(
         self, endpoint: WeightSource | WeightDestination, specs: list[TensorSpec]
@@ -123,13 +137,3 @@ class NcclXferEngine(CheckpointEngine):
         if self.world.is_source:
             return cast(WeightSource, endpoint).fragments()
         return cast(WeightDestination, endpoint).fragments(specs)
-
-    def _bind(self, fragments: list[Fragment]) -> None:
-        self._transport.bind(fragments)
-        self._storage: Hashable = self._endpoint.storage_key()
-
-    def _rebind_if_moved(self) -> None:
-        """Follow parameters whose storage has moved (offload and reload): old views would read freed memory."""
-        if self._endpoint.storage_key() != self._storage:
-            fragments, _ = self._fragments(self._endpoint, self.manifest.specs())
-            self._bind(fragments)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import torch
+
+from ..channel import Channel
+from ..config import RefitConfig
 from ..plan import BroadcastPlan, Plan
 from ..process_groups import Group
-from ..world import RefitWorld
 from .base import TransferResult, Transport
 from .golden import GoldenTransport
 from .p2p import P2PTransport
 
 __all__ = [
+    "FALLBACK",
     "GoldenTransport",
     "P2PTransport",
     "TransferResult",
@@ -19,26 +23,38 @@ __all__ = [
 ]
 
 
+# What serves any layout and any network.
+FALLBACK = "p2p"
+
+
 def choose(transport: str) -> tuple[str, str]:
     """The transport that ``auto`` means here, and why; any other name is returned as it is."""
     if transport != "auto":
         return transport, "asked for by policy.refit.transport"
     return (
-        "p2p",
+        FALLBACK,
         "auto: trainer and engine are different processes, and p2p serves any layout and any network",
     )
 
 
 def make_transport(
-    transport: str, group: Group, world: RefitWorld, plan: Plan | BroadcastPlan, verify: str
+    transport: str, channel: Channel, device: torch.device, plan: Plan | BroadcastPlan, config: RefitConfig
 ) -> Transport:
-    """A transport by name, for a plan of its kind.
+    """A transport by name, for a plan of its kind, with communicators of its own; all ranks at the same time.
 
     Raises:
         ValueError: no transport has that name.
+        RefitError: its communicators could not be made.
     """
+    world = channel.world
+
+    def group(name: str) -> Group:
+        return Group(
+            channel.store, name, world.rank, world.size, device, channel.timeout_s, channel.check_abort
+        )
+
     if transport == "p2p" and isinstance(plan, Plan):
-        return P2PTransport(group, world.rank, plan, verify)
+        return P2PTransport(group("bulk"), world.rank, plan, config.verify)
     if transport == "golden" and isinstance(plan, BroadcastPlan):
-        return GoldenTransport(group, world.rank, plan, verify, is_source=world.is_source)
-    raise ValueError(f"there is no transport {transport!r}; use p2p or golden")
+        return GoldenTransport(group("bulk"), world.rank, plan, config.verify, is_source=world.is_source)
+    raise ValueError(f"there is no transport {transport!r} for this plan; use p2p or golden")

@@ -30,6 +30,7 @@ class Transport(ABC):
 
     def __init__(self, group: Group, rank: int, verify: str):
         self.group = group
+        self._open = [group]
         self.rank = rank
         self.verify = verify
         self._refits = 0
@@ -37,6 +38,22 @@ class Transport(ABC):
     @abstractmethod
     def bind(self, fragments: Sequence[Fragment]) -> None:
         """Make all views and buffers for this rank's fragments; again whenever storages have moved."""
+
+    def describe(self) -> object:
+        """After ``bind``: what this rank's peers must know of its storage, as plain data for the rendezvous."""
+        return None
+
+    def connect(self, described: Sequence[object]) -> None:  # noqa: B027 - most need nothing of their peers
+        """Take note of what all ranks described, in the order of ranks; after it the transport can run.
+
+        Raises:
+            TransportUnavailable: a peer's storage can't be reached this way; says why.
+        """
+
+    def close(self, *, failed: bool = False) -> None:
+        """Close communicators and let go of memory; safe to call twice. ``failed``: peers may be gone."""
+        while self._open:
+            self._open.pop().close(failed=failed)
 
     @abstractmethod
     def run(self, clock: StageClock) -> TransferResult:

@@ -1,0 +1,112 @@
+"""The bulk path of one epoch: a transport, how it comes up, and what serves if it does not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from ..channel import Channel
+from ..config import RefitConfig
+from ..errors import TransportUnavailable
+from ..layout import Fragment
+from ..plan import BroadcastPlan, Plan
+from ..records import StageClock
+from ..transport import FALLBACK, TransferResult, make_transport
+from ..world import RefitWorld
+
+logger = logging.getLogger(__name__)
+
+
+class BulkPath:
+    """Makes a transport and connects it; all ranks do every step at the same time.
+
+    Attributes:
+        name: of the transport that serves.
+        reason: why this one.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        config: RefitConfig,
+        device: torch.device,
+        plan: Plan | BroadcastPlan,
+        chosen: tuple[str, str],
+        fragments: Sequence[Fragment],
+    ):
+        """Open the chosen transport.
+
+        Args:
+            channel: of the epoch.
+            config: the same on all ranks.
+            device: of the parameters.
+            plan: this rank's.
+            chosen: name of the transport, and why.
+            fragments: this rank's.
+
+        Raises:
+            TransportUnavailable: on every rank, if any can't; under ``auto`` only if the fallback can't either.
+        """
+        self._channel = channel
+        self._bindings = 0
+        self.name, self.reason = chosen
+        self._transport = make_transport(self.name, channel, device, plan, config)
+        try:
+            self.bind(fragments)
+        except Exception as error:
+            unavailable = isinstance(error, TransportUnavailable)
+            self._transport.close(failed=not unavailable)
+            if not unavailable or config.transport != "auto" or self.name == FALLBACK:
+                raise
+            self.name, self.reason = FALLBACK, f"auto: {self.name} did not come up: {error}"
+            if channel.world.rank == 0:
+                logger.warning("%s; %s serves instead", self.reason, FALLBACK)
+            self._transport = make_transport(self.name, channel, device, plan, config)
+            self.bind(fragments)
+
+    def bind(self, fragments: Sequence[Fragment]) -> None:
+        """Bind the transport to this rank's storage and tell all peers of it.
+
+        Raises:
+            TransportUnavailable: names the first rank that can't, and its reason.
+        """
+        self._bindings += 1
+        described, reason = None, ""
+        try:
+            self._transport.bind(fragments)
+            described = self._transport.describe()
+        except TransportUnavailable as error:
+            reason = str(error)
+        answers = self._channel.vote(f"bound/{self._bindings}", [described, reason])
+        self._require_none([answer[1] for answer in answers])
+        try:
+            self._transport.connect([answer[0] for answer in answers])
+        except TransportUnavailable as error:
+            reason = str(error)
+        self._require_none(self._channel.vote(f"connected/{self._bindings}", reason))
+
+    def run(self, clock: StageClock) -> TransferResult:
+        """Move all bulk bytes of one refit; errors as in :meth:`~..transport.Transport.run`."""
+        return self._transport.run(clock)
+
+    def close(self, *, failed: bool = False) -> None:
+        """End the epoch of the transport; safe to call twice."""
+        self._transport.close(failed=failed)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of buffers on this rank."""
+        return self._transport.staging_bytes
+
+    def _require_none(self, reasons: Sequence[str]) -> None:
+        world: RefitWorld = self._channel.world
+        for rank, reason in enumerate(reasons):
+            if reason:
+                raise TransportUnavailable(
+                    f"{self.name} can't be used, says {world.describe(rank)}: {reason}. Set policy.refit.transport to "
+                    "p2p, or to auto",
+                    stage="connect",
+                    rank=world.rank,
+                )
