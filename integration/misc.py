@@ -12,16 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import RefitMismatch
+from .errors import RefitMismatch, VerificationError
 from .manifest import TensorSpec, dtype_name
-from .plan import ALIGNMENT
+from .packing import make_checksums
+from .plan import CHECKSUM_BYTES, aligned
 from .process_groups import Group
 from .records import StageClock
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel in one message: ``(spec, byte offset)`` each, and the message's size in bytes."""
+    """Tensors that travel in one message: ``(spec, byte offset)`` each, and the bytes before the checksum's slot."""
 
     slots: tuple[tuple[TensorSpec, int], ...]
     nbytes: int
@@ -37,7 +38,7 @@ def lay_out(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
             buckets.append(Bucket(tuple(slots), cursor))
             slots, cursor = [], 0
         slots.append((spec, cursor))
-        cursor += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+        cursor = aligned(cursor + spec.nbytes)
     if slots:
         buckets.append(Bucket(tuple(slots), cursor))
     return buckets
@@ -52,14 +53,26 @@ class PackedBroadcast:
         specs: what travels, in order; the order is part of the digest that both sides compare.
         bucket_bytes: size of a message.
         rank: refit-world rank, for errors.
+        verify: ``off``, ``sampled`` (one bucket of a refit, another one each time) or ``full``: compare what
+            arrived with what was sent, before the loader sees it.
+
+    Attributes:
+        nbytes: of the tensors together.
+        staging_bytes: of the largest bucket.
+        verified_bytes: that the last refit compared on this rank.
     """
 
-    def __init__(self, group: Group | None, specs: Sequence[TensorSpec], bucket_bytes: int, rank: int):
+    def __init__(
+        self, group: Group | None, specs: Sequence[TensorSpec], bucket_bytes: int, rank: int, verify: str
+    ):
         self._group = group
         self._rank = rank
+        self._verify = verify
+        self._refits = 0
+        self.verified_bytes = 0
         self._buckets = lay_out(specs, bucket_bytes)
         self.nbytes = sum(spec.nbytes for spec in specs)
-        self.staging_bytes = max((b.nbytes for b in self._buckets), default=0)
+        self.staging_bytes = max((b.nbytes + CHECKSUM_BYTES for b in self._buckets), default=0)
 
     def send(self, weights: Iterator[tuple[str, torch.Tensor]], clock: StageClock) -> None:
         """Draw the tensors from a trainer's export and broadcast them; a drain on ranks without a group.
@@ -67,7 +80,7 @@ class PackedBroadcast:
         Raises:
             RefitMismatch: the export yields another tensor than the specs say, or ends early, or goes on.
         """
-        for bucket in self._buckets:
+        for index, bucket in enumerate(self._buckets):
             # One buffer at a time: the last one is given back before the next is taken.
             buffer = None
             if self._group is not None:
@@ -79,8 +92,12 @@ class PackedBroadcast:
                     if buffer is not None and tensor is not None:
                         _slot(buffer, spec, offset).copy_(tensor)
             if self._group is not None and buffer is not None:
+                if self._checked(index):
+                    with clock.stage("verify"):
+                        self._checksum(buffer, buffer[-CHECKSUM_BYTES:].view(torch.int64))
                 with clock.stage("misc"):
                     self._group.broadcast(buffer, 0, "misc")
+        self._refits += 1
         with clock.stage("export"):
             extra = next(weights, None)
         if extra is not None:
@@ -94,14 +111,19 @@ class PackedBroadcast:
 
     def receive(self, clock: StageClock) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors as they arrive. Each bucket is memory of its own: a loader may keep what it gets."""
-        for bucket in self._buckets:
+        self.verified_bytes = 0
+        for index, bucket in enumerate(self._buckets):
             buffer = self._buffer(bucket)
             assert self._group is not None, "only ranks with a group receive"
             with clock.stage("misc"):
                 self._group.broadcast(buffer, 0, "misc")
+            if self._checked(index):
+                with clock.stage("verify"):
+                    self._check_arrived(bucket, buffer)
             for spec, offset in bucket.slots:
                 yield spec.name, _slot(buffer, spec, offset)
             del buffer  # unless the loader keeps a part of it
+        self._refits += 1
 
     def load(self, loader: Callable[[Iterator[tuple[str, torch.Tensor]]], None], clock: StageClock) -> None:
         """Receive through an engine's loader.
@@ -123,7 +145,30 @@ class PackedBroadcast:
 
     def _buffer(self, bucket: Bucket) -> torch.Tensor:
         assert self._group is not None, "only ranks with a group hold buffers"
-        return torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._group.device)
+        return torch.empty(bucket.nbytes + CHECKSUM_BYTES, dtype=torch.uint8, device=self._group.device)
+
+    def _checked(self, index: int) -> bool:
+        return self._verify == "full" or (
+            self._verify == "sampled" and index == self._refits % len(self._buckets)
+        )
+
+    def _checksum(self, buffer: torch.Tensor, out: torch.Tensor) -> None:
+        make_checksums([(buffer[:-CHECKSUM_BYTES], 0)], buffer.device).compute(out)
+
+    def _check_arrived(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        found = torch.empty(2, dtype=torch.int64, device=buffer.device)
+        self._checksum(buffer, found)
+        if not torch.equal(found, buffer[-CHECKSUM_BYTES:].view(torch.int64)):
+            names = [spec.name for spec, _ in bucket.slots]
+            raise VerificationError(
+                f"a bucket of {len(names)} weights arrived with other bytes than were sent: {', '.join(names[:5])}"
+                f"{' …' if len(names) > 5 else ''}. Nothing of it was loaded; the engine stays dirty. The wire or a "
+                "device's memory corrupts data: run the refit again, and replace the hardware if it comes back",
+                stage="verify",
+                rank=self._rank,
+                parameter=names[0],
+            )
+        self.verified_bytes += sum(spec.nbytes for spec, _ in bucket.slots)
 
     def _check(self, spec: TensorSpec, name: str, tensor: torch.Tensor | None) -> None:
         if tensor is not None and (name, tuple(tensor.shape), tensor.dtype) == tuple(spec):

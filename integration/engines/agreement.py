@@ -10,6 +10,7 @@ from typing import cast
 import torch
 
 from ..channel import Channel
+from ..config import RefitConfig
 from ..endpoints import WeightDestination, WeightSource
 from ..errors import RefitMismatch
 from ..manifest import TensorSpec, first_difference
@@ -95,14 +96,16 @@ def agree_on_plan(channel: Channel, digest: str, pairs: dict[tuple[int, int], st
     )
 
 
-def specs_digest(specs: Sequence[TensorSpec], bucket_bytes: int) -> str:
-    """SHA-256 over what a packed broadcast carries, in order, and its bucket size."""
-    body = json.dumps([bucket_bytes, [spec.to_json() for spec in specs]], separators=(",", ":"))
+def specs_digest(specs: Sequence[TensorSpec], config: RefitConfig) -> str:
+    """SHA-256 over what a packed broadcast carries, in order, its bucket size and its checks."""
+    body = json.dumps(
+        [config.bucket_bytes, config.verify, [spec.to_json() for spec in specs]], separators=(",", ":")
+    )
     return hashlib.sha256(body.encode()).hexdigest()
 
 
 def make_packed_broadcast(
-    channel: Channel, specs: Sequence[TensorSpec], bucket_bytes: int, device: torch.device
+    channel: Channel, specs: Sequence[TensorSpec], config: RefitConfig, device: torch.device
 ) -> tuple[PackedBroadcast, Group | None]:
     """The broadcast of ``specs`` from trainer rank 0, and its group (None on ranks outside of it)."""
     world = channel.world
@@ -117,4 +120,4 @@ def make_packed_broadcast(
             timeout_s=channel.timeout_s,
             watch=channel.check_abort,
         )
-    return PackedBroadcast(group, specs, bucket_bytes, world.rank), group
+    return PackedBroadcast(group, specs, config.bucket_bytes, world.rank, config.verify), group

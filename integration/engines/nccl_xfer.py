@@ -73,7 +73,7 @@ class NcclXferEngine(CheckpointEngine):
         self._storage: Hashable = self._endpoint.storage_key()
         self._misc: PackedBroadcast
         self._misc, self._misc_group = make_packed_broadcast(
-            self.channel, self.manifest.specs("misc"), self.config.bucket_bytes, device
+            self.channel, self.manifest.specs("misc"), self.config, device
         )
 
     def stale(self) -> bool:
@@ -99,7 +99,9 @@ class NcclXferEngine(CheckpointEngine):
         bulk = self._open_bulk.run(clock)
         if self.manifest.specs("misc"):
             self._misc.load(destination.load_weights, clock)
-        return SendResult(bulk.payload_bytes, self._misc.nbytes, bulk.verified_bytes)
+        return SendResult(
+            bulk.payload_bytes, self._misc.nbytes, bulk.verified_bytes + self._misc.verified_bytes
+        )
 
     def finalize(self, *, failed: bool = False) -> None:
         if self._bulk is not None:

@@ -28,7 +28,7 @@ class PackedBroadcastEngine(CheckpointEngine):
     def prepare(self, endpoint: WeightSource | WeightDestination) -> Manifest:
         self._endpoint = endpoint
         specs = agree_on_specs(self.channel, endpoint)
-        agree_on_digest(self.channel, "specs_digest", specs_digest(specs, self.config.bucket_mb))
+        agree_on_digest(self.channel, "specs_digest", specs_digest(specs, self.config))
         if not self.world.is_source:
             # The engine checks here that the weights fill it, before anything is written.
             cast(WeightDestination, endpoint).fragments(specs)
@@ -39,7 +39,7 @@ class PackedBroadcastEngine(CheckpointEngine):
     def init_process_group(self) -> None:
         self._broadcast: PackedBroadcast
         self._broadcast, self._group = make_packed_broadcast(
-            self.channel, self.manifest.specs(), self.config.bucket_bytes, self._endpoint.device
+            self.channel, self.manifest.specs(), self.config, self._endpoint.device
         )
 
     def send_weights(self, version: int, clock: StageClock) -> SendResult:
@@ -49,7 +49,7 @@ class PackedBroadcastEngine(CheckpointEngine):
 
     def receive_weights(self, version: int, clock: StageClock) -> SendResult:
         self._broadcast.load(cast(WeightDestination, self._endpoint).load_weights, clock)
-        return SendResult(0, self._broadcast.nbytes, 0)
+        return SendResult(0, self._broadcast.nbytes, self._broadcast.verified_bytes)
 
     def finalize(self, *, failed: bool = False) -> None:
         if self._group is not None:
