@@ -2,14 +2,17 @@
 
 Weights are spoken of by their position in the agreed, ordered list of specs. Thousands of weights
 (the experts of all layers) are held as the same boxes, so a rank's holdings are a few groups of
-positions, which travel as arithmetic runs: DeepSeek-V3's 45,000 weights are some kilobytes a rank.
+positions: DeepSeek-V3's 45,000 weights are some kilobytes a rank.
 """
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -115,8 +118,8 @@ class Holdings:
         """Plain data for the rendezvous."""
         return {
             "rank": self.rank,
-            "groups": [[g.boxes, dtype_name(g.dtype), _runs(g.indices)] for g in self.groups],
-            "refused": {reason: _runs(indices) for reason, indices in self.refused.items()},
+            "groups": [[g.boxes, dtype_name(g.dtype), _encode(g.indices)] for g in self.groups],
+            "refused": {reason: _encode(indices) for reason, indices in self.refused.items()},
         }
 
     @staticmethod
@@ -138,12 +141,12 @@ class Holdings:
                 HoldingGroup(
                     tuple(tuple((int(a), int(b)) for a, b in box) for box in boxes),
                     dtype_of(dtype),
-                    _expand(runs, len(table.specs)),
+                    _decode(text, len(table.specs)),
                 )
-                for boxes, dtype, runs in groups
+                for boxes, dtype, text in groups
             )
-            reasons = {str(reason): _expand(runs, len(table.specs)) for reason, runs in refused.items()}
-        except (TypeError, ValueError, KeyError) as error:
+            reasons = {str(reason): _decode(text, len(table.specs)) for reason, text in refused.items()}
+        except (TypeError, ValueError, KeyError, OverflowError) as error:
             raise RefitMismatch(
                 f"malformed holdings ({error}); nothing was written. Do both sides run the same rlrefit?",
                 stage="handshake",
@@ -209,37 +212,30 @@ def _ascending(found: list[int]) -> Positions:
     return np.array(sorted(found), dtype=np.int64)
 
 
-def _runs(indices: Positions) -> list[list[int]]:
-    """``[start, step, count]`` of maximal arithmetic runs."""
-    runs: list[list[int]] = []
-    values = indices.tolist()
-    for value in values:
-        last = runs[-1] if runs else None
-        if last is not None and last[2] == 1:
-            last[1], last[2] = value - last[0], 2
-        elif last is not None and value == last[0] + last[1] * last[2]:
-            last[2] += 1
-        else:
-            runs.append([value, 1, 1])
-    return runs
+def _encode(indices: Positions) -> str:
+    """Positions as text: their differences (the first counted from 0) as 32-bit words, deflated, in base 64.
+
+    Experts repeat the same differences thousands of times, so this is a few hundred characters.
+    """
+    deltas = np.diff(indices, prepend=0).astype("<u4")
+    return base64.b64encode(zlib.compress(deltas.tobytes(), 6)).decode()
 
 
-def _expand(runs: object, size: int) -> Positions:
-    if not isinstance(runs, list):
-        raise TypeError("positions are no list of runs")
-    total = 0
-    pieces: list[Positions] = []
-    for start, step, count in runs:
-        if not all(isinstance(n, int) for n in (start, step, count)):
-            raise TypeError("a run of positions is not made of whole numbers")
-        total += count
-        if (
-            not (start >= 0 and step >= 1 and count >= 1 and start + step * (count - 1) < size)
-            or total > size
-        ):
-            raise ValueError(f"positions {start} + {step}k, k < {count}, leave the list of {size} weights")
-        pieces.append(start + step * np.arange(count, dtype=np.int64))
-    found = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
-    if found.size > 1 and not bool((np.diff(found) > 0).all()):
-        raise ValueError("positions do not ascend")
+# Ranks with the same data send the same text.
+@lru_cache(maxsize=4096)
+def _decode(text: object, size: int) -> Positions:
+    if not isinstance(text, str):
+        raise TypeError("positions are no text")
+    inflate = zlib.decompressobj()
+    try:
+        raw = inflate.decompress(base64.b64decode(text, validate=True), 4 * size)
+    except zlib.error as error:
+        raise ValueError(f"positions can't be inflated: {error}") from error
+    if not inflate.eof or len(raw) % 4:
+        raise ValueError(f"positions do not end within a list of {size} weights")
+    deltas = np.frombuffer(raw, dtype="<u4")
+    found: Positions = np.cumsum(deltas, dtype=np.int64)
+    if found.size and (found[-1] >= size or not bool((deltas[1:] > 0).all())):
+        raise ValueError(f"positions do not ascend within a list of {size} weights")
+    found.flags.writeable = False
     return found

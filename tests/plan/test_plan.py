@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from dataclasses import replace
 from itertools import combinations
 
@@ -231,6 +233,10 @@ def test_boxes_that_leave_their_tensor_are_refused_when_they_are_read(group: Hol
         Holdings.from_json(Holdings(0, (group,)).to_json(), table)
 
 
+# Many more positions than there are weights.
+BOMB = base64.b64encode(zlib.compress(bytes(1 << 24))).decode()
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -238,10 +244,10 @@ def test_boxes_that_leave_their_tensor_are_refused_when_they_are_read(group: Hol
         [],
         {},
         {"rank": "0", "groups": [], "refused": {}},
-        {"rank": 0, "groups": [[[[[0, 1]]], "bfloat16", [[0, 1, 5]]]], "refused": {}},
-        {"rank": 0, "groups": [[[[[0, 1]]], "bfloat16", [[0, 1, 10**12]]]], "refused": {}},
-        {"rank": 0, "groups": [[[[[0, 1]]], "os.system", [[0, 1, 1]]]], "refused": {}},
-        {"rank": 0, "groups": [], "refused": {"x": [[-1, 1, 1]]}},
+        {"rank": 0, "groups": [[[[[0, 1]]], "bfloat16", "eJxjYGAAAAAEAAE="]], "refused": {}},
+        {"rank": 0, "groups": [[[[[0, 1]]], "bfloat16", "????"]], "refused": {}},
+        {"rank": 0, "groups": [[[[[0, 1]]], "os.system", "eJxjYGAAAAAEAAE="]], "refused": {}},
+        {"rank": 0, "groups": [], "refused": {"x": BOMB}},
         {"rank": 0, "groups": [], "refused": {"x": 3}},
     ],
 )
