@@ -1,16 +1,33 @@
-"""Pure arithmetic of layouts: boxes, their intersections and coverage. Knows of no model and no transport."""
+"""Pure arithmetic of layouts: boxes, meshes and placements. Knows of no model and no transport."""
 
 from .boxes import Box, box_of, coverage_gap, intersect, overlap, split, subtract, volume
+from .dtensor import dtensor_fragments, layout_of, local_fragments, mesh_of, placement_of, placements_of
 from .fragments import Fragment, local_slice
+from .mesh import Mesh
+from .placements import Placement, Replicate, Shard, StridedShard, boxes_of, chunk, local_shape
 
 __all__ = [
     "Box",
     "Fragment",
+    "Mesh",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "StridedShard",
     "box_of",
+    "boxes_of",
+    "chunk",
     "coverage_gap",
+    "dtensor_fragments",
     "intersect",
+    "layout_of",
+    "local_fragments",
+    "local_shape",
     "local_slice",
+    "mesh_of",
     "overlap",
+    "placement_of",
+    "placements_of",
     "split",
     "subtract",
     "volume",
