@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +21,8 @@ from .errors import PeerLost, RefitError, RefitTimeout
 # Seconds between looks at a GPU's progress, and between looks at the other ranks meanwhile.
 _PAUSE = 2e-5
 _WATCH_EVERY = 0.5
+# Seconds that giving up a communicator may itself take; it can be stuck in its set-up.
+_ABORT_WITHIN = 10.0
 
 
 @dataclass(frozen=True)
@@ -27,11 +33,21 @@ class Parcel:
     buffer: torch.Tensor
 
 
+class Event(Protocol):
+    """What :meth:`Group.wait_for` waits for: a CUDA event, say."""
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+
+
 class Group:
     """Point-to-point messages and broadcasts among ``size`` ranks, NCCL on GPUs and gloo on CPUs.
 
     Ranks are counted inside the group. The group belongs to the refit alone: nothing of
     ``torch.distributed``'s default group is read or changed.
+
+    On GPUs, an exchange is only enqueued by :meth:`Exchange.start`; :meth:`wait_for` then waits on the
+    host, within the timeout and with a look at the other ranks. On CPUs every exchange waits.
     """
 
     def __init__(
@@ -43,6 +59,7 @@ class Group:
         device: torch.device,
         timeout_s: float,
         watch: Callable[[str], None],
+        lanes: int = 1,
     ):
         """Make the group; all its ranks do so at the same time.
 
@@ -55,24 +72,27 @@ class Group:
             timeout_s: limit of any exchange, in seconds.
             watch: called with the stage now and then while an exchange on a GPU is under way; it raises
                 if another rank has given up.
+            lanes: communicators, whose exchanges may be under way at the same time.
+
+        Raises:
+            RefitTimeout: some rank did not come in time.
+            RefitError: the ranks can't reach each other.
         """
         self._watch = watch
         self.rank = rank
         self.size = size
         self.device = device
+        self.lanes = lanes
         self.timeout = timedelta(seconds=timeout_s)
-        prefixed = PrefixStore(name, store)
-        self._backend: Any  # torch's stubs leave out the methods of the backend classes
+        self._empty = torch.empty(0, dtype=torch.uint8, device=device)
+        self._options = dist.AllToAllOptions()
+        self._options.timeout = self.timeout
+        self._backends: list[Any] = []  # torch's stubs leave out the methods of the backend classes
         try:
-            if device.type == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                # torch's own watchdog ends the whole process; the waits here shall come first.
-                options._timeout = 2 * self.timeout + timedelta(seconds=30)
-                self._backend = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+            for lane in range(lanes):
+                self._backends.append(self._make(PrefixStore(f"{name}/{lane}", store)))
                 # NCCL connects all ranks at the first use, and a rank without messages would never come to it.
-                self.broadcast(torch.zeros(1, device=device), 0, "connect")
-            else:
-                self._backend = dist.ProcessGroupGloo(prefixed, rank, size, self.timeout)
+                self._guarded(partial(self._hello, lane), "connect")
         except RefitError:
             raise
         except RuntimeError as error:
@@ -83,59 +103,72 @@ class Group:
                 rank=rank,
             ) from error
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stage: str) -> None:
-        """Send and receive all parcels at once and wait for them.
+    def prepare(self, sends: Sequence[Parcel], receives: Sequence[Parcel], lane: int = 0) -> Exchange:
+        """Parcels that will be exchanged at once, any number of times.
 
-        Both sides must call it with parcels that match pairwise, in the same order for each pair.
+        Both sides' parcels must match pairwise, in the same order for each pair. On a GPU, large ones of
+        one call travel together, so a call should hold all that is ready.
+        """
+        backend = self._backends[lane]
+        if self.device.type != "cuda":
+            return _GlooExchange(self, backend, sends, receives)
+        most = max(
+            [*Counter(p.peer for p in sends).values(), *Counter(p.peer for p in receives).values()], default=0
+        )
+        if most > 1:
+            return _CoalescedExchange(self, backend, sends, receives)
+        return _NcclExchange(self, backend, sends, receives, self._empty, self._options)
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stage: str) -> None:
+        """Send and receive all parcels at once and wait for them; as :meth:`prepare`.
 
         Raises:
             PeerLost: a peer's connection broke.
             RefitTimeout: the exchange did not end in time.
         """
-        if not sends and not receives:
+        exchange = self.prepare(sends, receives)
+        exchange.start(stage)
+        self._wait_for_stream(stage)
+
+    def connect(self, peers: Iterable[int]) -> None:
+        """Set up the connections to and from ``peers`` ahead of use; they must do so for this rank as well.
+
+        NCCL does it in the first exchange of a pair, and there it would block without a limit of time.
+
+        Raises:
+            RefitTimeout, PeerLost: some peer did not take part.
+        """
+        if self.device.type != "cuda":
             return
-        try:
-            if self.device.type == "cuda":
-                # One NCCL group: separate calls could wait on each other in different orders.
-                self._backend._start_coalescing()
-                for parcel in sends:
-                    self._backend.send([parcel.buffer], parcel.peer, 0)
-                for parcel in receives:
-                    self._backend.recv([parcel.buffer], parcel.peer, 0)
-                works = [self._backend._end_coalescing()]
-            else:
-                works = [self._backend.recv([p.buffer], p.peer, 0) for p in receives]
-                works += [self._backend.send([p.buffer], p.peer, 0) for p in sends]
-            for work in works:
-                self._wait(work, stage)
-        except RefitError:
-            raise
-        except RuntimeError as error:
-            peers = sorted({p.peer for p in (*sends, *receives)})
-            raise _classified(error, stage, self.rank, f"with refit ranks {peers}") from error
+        for lane in range(self.lanes):
+            out = {peer: torch.empty(16, dtype=torch.uint8, device=self.device) for peer in peers}
+            sends = [Parcel(peer, torch.zeros_like(buffer)) for peer, buffer in out.items()]
+            exchange = self.prepare(sends, [Parcel(peer, buffer) for peer, buffer in out.items()], lane)
+
+            self._guarded(partial(self._greet, exchange), "connect")
 
     def broadcast(self, buffer: torch.Tensor, root: int, stage: str) -> None:
-        """Broadcast a contiguous buffer from the group's rank ``root``; errors as in :meth:`exchange`."""
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        options.timeout = self.timeout
-        try:
-            self._wait(self._backend.broadcast([buffer], options), stage)
-        except RefitError:
-            raise
-        except RuntimeError as error:
-            raise _classified(error, stage, self.rank, f"from group rank {root}") from error
+        """Broadcast a contiguous buffer from the group's rank ``root`` and wait; errors as in :meth:`exchange`."""
+        with self._classifying(stage, f"from group rank {root}"):
+            self._start_broadcast(buffer, root, 0)
+        self._wait_for_stream(stage)
 
-    def _wait(self, work: Any, stage: str) -> None:
-        if self.device.type == "cuda":
-            # Polled, and not left to NCCL's wait: meanwhile another rank's abort can be seen.
-            start = time.monotonic()
-            next_watch = start + _WATCH_EVERY
-            while not work.is_completed():
+    def wait_for(self, events: Sequence[Event], stage: str) -> None:
+        """Wait on the host until all events have happened, which come after exchanges of this group.
+
+        Raises:
+            PeerLost: a connection broke, or another rank gave up.
+            RefitTimeout: they did not happen in time. The communicators are given up then.
+        """
+        start = time.monotonic()
+        next_watch = start + _WATCH_EVERY
+        for event in events:
+            # Polled, and not left to CUDA's wait: meanwhile another rank's abort can be seen.
+            while not event.query():
                 now = time.monotonic()
                 if now - start > self.timeout.total_seconds():
                     # Or the kernel would spin on, and the next synchronisation of the device never return.
-                    self._backend.abort()
+                    self.abort()
                     raise RefitTimeout(
                         f"NCCL did not finish within {self.timeout.total_seconds():.0f} s; a peer is late, stuck "
                         "or gone",
@@ -143,17 +176,17 @@ class Group:
                         rank=self.rank,
                     )
                 if now >= next_watch:
-                    self._look_at_peers(stage)
+                    self._look_around(stage)
                     next_watch = now + _WATCH_EVERY
                 time.sleep(_PAUSE)
-        work.wait(self.timeout)
+        self._raise_nccl_errors(stage)
 
-    def _look_at_peers(self, stage: str) -> None:
-        try:
-            self._watch(stage)
-        except RefitError:
-            self._backend.abort()
-            raise
+    def abort(self) -> None:
+        """Give up all that is under way, without waiting for peers."""
+        # In a thread of its own: a communicator that is stuck in its set-up can hold up even its abort.
+        done = threading.Thread(target=lambda: [backend.abort() for backend in self._backends], daemon=True)
+        done.start()
+        done.join(_ABORT_WITHIN)
 
     def close(self, *, failed: bool = False) -> None:
         """Close the connections.
@@ -164,10 +197,179 @@ class Group:
         """
         if self.device.type == "cuda":
             if failed:
-                self._backend.abort()
+                self.abort()
             else:
-                self._backend.shutdown()
-        del self._backend
+                for backend in self._backends:
+                    backend.shutdown()
+        self._backends = []
+
+    def _make(self, store: Store) -> Any:
+        if self.device.type != "cuda":
+            return dist.ProcessGroupGloo(store, self.rank, self.size, self.timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        # torch's own watchdog ends the whole process; the waits here shall come first.
+        options._timeout = 2 * self.timeout + timedelta(seconds=30)
+        # The wire is what limits a refit: its kernel must not queue behind the packing of the next bucket.
+        options.is_high_priority_stream = True
+        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+
+    def _hello(self, lane: int) -> None:
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                self._start_broadcast(torch.zeros(1, device=self.device), 0, lane)
+                torch.cuda.current_stream(self.device).synchronize()
+
+    def _greet(self, exchange: Exchange) -> None:
+        with torch.cuda.device(self.device):
+            exchange.start("connect")
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _start_broadcast(self, buffer: torch.Tensor, root: int, lane: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.timeout = self.timeout
+        self._backends[lane].broadcast([buffer], options).wait()
+
+    def _wait_for_stream(self, stage: str) -> None:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.device))
+            self.wait_for([event], stage)
+
+    def _guarded(self, call: Callable[[], None], stage: str) -> None:
+        """Run a call that can block without limit in a thread, and wait for it as for an exchange."""
+        if self.device.type != "cuda":
+            call()
+            return
+        failures: list[Exception] = []
+
+        def run() -> None:
+            try:
+                call()
+            except Exception as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        self.wait_for([_Ended(thread)], stage)
+        for failure in failures:
+            raise failure
+
+    def _look_around(self, stage: str) -> None:
+        self._raise_nccl_errors(stage)
+        try:
+            self._watch(stage)
+        except RefitError:
+            self.abort()
+            raise
+
+    def _raise_nccl_errors(self, stage: str) -> None:
+        """Raise what torch's watchdog has found wrong with a communicator."""
+        if self.device.type != "cuda":
+            return
+        for backend in self._backends:
+            state = backend.get_error()
+            if state != torch._C._distributed_c10d.ErrorType.SUCCESS:
+                self.abort()
+                raise PeerLost(
+                    f"NCCL reports {state.name.lower().replace('_', ' ')} on the refit's communicator; a peer's process "
+                    "ended or its network broke. NCCL_DEBUG=WARN says more",
+                    stage=stage,
+                    rank=self.rank,
+                )
+
+    @contextmanager
+    def _classifying(self, stage: str, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RefitError:
+            raise
+        except RuntimeError as error:
+            raise _classified(error, stage, self.rank, what) from error
+
+
+class Exchange:
+    """Parcels that are exchanged at once; made by :meth:`Group.prepare`."""
+
+    def __init__(self, group: Group, backend: Any, sends: Sequence[Parcel], receives: Sequence[Parcel]):
+        self._group = group
+        self._backend = backend
+        self._sends = list(sends)
+        self._receives = list(receives)
+        self.peers = sorted({p.peer for p in (*sends, *receives)})
+
+    def start(self, stage: str) -> None:
+        """On a GPU, enqueue the exchange after, and hold up, what the current stream does; else do it.
+
+        Raises:
+            PeerLost, RefitTimeout: as for :meth:`Group.exchange`.
+        """
+        if not self.peers:
+            return
+        try:
+            self._start()
+        except RuntimeError as error:
+            raise _classified(error, stage, self._group.rank, f"with refit ranks {self.peers}") from error
+
+    def _start(self) -> None:
+        raise NotImplementedError
+
+
+class _GlooExchange(Exchange):
+    def _start(self) -> None:
+        works = [self._backend.recv([p.buffer], p.peer, 0) for p in self._receives]
+        works += [self._backend.send([p.buffer], p.peer, 0) for p in self._sends]
+        for work in works:
+            work.wait(self._group.timeout)
+
+
+class _NcclExchange(Exchange):
+    """At most one parcel a peer and direction: one call for all of them."""
+
+    def __init__(
+        self,
+        group: Group,
+        backend: Any,
+        sends: Sequence[Parcel],
+        receives: Sequence[Parcel],
+        empty: torch.Tensor,
+        options: dist.AllToAllOptions,
+    ):
+        super().__init__(group, backend, sends, receives)
+        self._options = options
+        # NCCL's all-to-all of lists is a group of sends and receives that leaves out what is empty.
+        self._out = [empty] * group.size
+        self._in = [empty] * group.size
+        for parcel in sends:
+            self._in[parcel.peer] = parcel.buffer
+        for parcel in receives:
+            self._out[parcel.peer] = parcel.buffer
+
+    def _start(self) -> None:
+        self._backend.alltoall(self._out, self._in, self._options).wait()
+
+
+class _CoalescedExchange(Exchange):
+    """Several parcels for one peer, in their order."""
+
+    def _start(self) -> None:
+        # One NCCL group: separate calls could wait on each other in different orders.
+        self._backend._start_coalescing()
+        for parcel in self._sends:
+            self._backend.send([parcel.buffer], parcel.peer, 0)
+        for parcel in self._receives:
+            self._backend.recv([parcel.buffer], parcel.peer, 0)
+        self._backend._end_coalescing().wait()
+
+
+class _Ended:
+    """The end of a thread as an event."""
+
+    def __init__(self, thread: threading.Thread):
+        self._thread = thread
+
+    def query(self) -> bool:
+        return not self._thread.is_alive()
 
 
 def members(ranks: Iterable[int], rank: int) -> tuple[int, int] | None:

@@ -6,11 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from ..errors import VerificationError
 from ..layout import Fragment
-from ..packing import PackedMessage
+from ..plan import Message
 from ..process_groups import Group
 from ..records import StageClock
 
@@ -77,30 +75,14 @@ class Transport(ABC):
         return self.verify == "full" or (self.verify == "sampled" and ordinal == self._refits % of)
 
 
-def seal(message: PackedMessage) -> None:
-    """Write the checksum of a gathered message into its slot."""
-    message.checksum_slot.copy_(message.checksum())
-
-
-def check_landed(message: PackedMessage, rank: int) -> int:
-    """Read the landed bytes back from the live parameters and compare with the sender's checksum.
-
-    Returns:
-        The bytes that were compared.
-
-    Raises:
-        VerificationError: they differ.
-    """
-    # Gathering into the received buffer keeps the sender's alignment gaps, so whole buffers compare.
-    message.gather()
-    if not torch.equal(message.checksum(), message.checksum_slot):
-        names = sorted({s.name for s in message.message.segments})
-        raise VerificationError(
-            f"what landed from refit rank {message.message.source} in round {message.message.round_index} is not what "
-            f"was sent; one of {len(names)} weights is damaged: {', '.join(names[:5])}{' …' if len(names) > 5 else ''}. "
-            "The engine stays dirty. Either the wire corrupts data or the trainer changed weights during the refit.",
-            stage="verify",
-            rank=rank,
-            parameter=names[0],
-        )
-    return message.message.payload_bytes
+def damaged(message: Message, rank: int) -> VerificationError:
+    """The error for a message whose landed bytes have another checksum than the sent ones."""
+    names = sorted({s.name for s in message.segments})
+    return VerificationError(
+        f"what landed from refit rank {message.source} in round {message.round_index} is not what was sent; one of "
+        f"{len(names)} weights is damaged: {', '.join(names[:5])}{' …' if len(names) > 5 else ''}. The engine stays "
+        "dirty. Either the wire corrupts data or the trainer changed weights during the refit.",
+        stage="verify",
+        rank=rank,
+        parameter=names[0],
+    )

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ..layout import Fragment
-from ..packing import PackedMessage, bind
-from ..plan import BroadcastPlan
+from ..packing import Checksums, Copy, make_checksums, make_copy
+from ..plan import CHECKSUM_BYTES, BroadcastPlan, Message
 from ..process_groups import Group
 from ..records import StageClock
-from .base import TransferResult, Transport, check_landed, seal
+from .base import TransferResult, Transport, damaged
+from .views import LiveViews
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A broadcast on this rank: between live storage and the buffer, and the checksum of the buffer."""
+
+    gather: Copy
+    scatter: Copy
+    checksums: Checksums
 
 
 class GoldenTransport(Transport):
-    """Broadcasts; shares no assignment, cutting or pairing with ``p2p``, so it can judge it."""
+    """Broadcasts; shares no assignment, cutting, pairing or staging with ``p2p``, so it can judge it."""
 
     name = "golden"
 
@@ -25,38 +36,56 @@ class GoldenTransport(Transport):
         self._is_source = is_source
         longest = max((m.nbytes for m in plan.messages), default=0)
         self._staging = torch.zeros(longest, dtype=torch.uint8, device=group.device)
-        self._bound: list[PackedMessage | None] = []
+        self._sum = torch.zeros(2, dtype=torch.int64, device=group.device)
+        self._bound: list[_Bound | None] = []
 
     @property
     def staging_bytes(self) -> int:
         return self._staging.numel()
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
+        views = LiveViews(fragments)
         # A trainer that does not own a box only takes part in its broadcast and writes nothing.
         self._bound = [
-            bind([message], fragments, self._staging)[0]
-            if not self._is_source or message.source == self.rank
-            else None
+            self._bind(message, views) if not self._is_source or message.source == self.rank else None
             for message in self._plan.messages
         ]
 
     def run(self, clock: StageClock) -> TransferResult:
         payload = verified = 0
-        for message, bound in zip(self._plan.messages, self._bound, strict=True):
-            checked = self._checked(message.round_index, self._plan.rounds)
+        for ordinal, (message, bound) in enumerate(zip(self._plan.messages, self._bound, strict=True)):
+            checked = self._checked(ordinal, self._plan.rounds)
+            slot = self._staging[message.nbytes - CHECKSUM_BYTES : message.nbytes].view(torch.int64)
             if bound is not None and message.source == self.rank:
                 with clock.stage("pack"):
-                    bound.gather()
+                    # The gaps between segments count as 0.
+                    self._staging[: message.nbytes].zero_()
+                    bound.gather.launch()
                     if checked:
-                        seal(bound)
+                        bound.checksums.compute(slot)
             with clock.stage("transfer"):
                 self.group.broadcast(self._staging[: message.nbytes], message.source, "transfer")
             if bound is not None and message.source != self.rank:
                 with clock.stage("unpack"):
-                    bound.scatter()
+                    bound.scatter.launch()
                 if checked:
                     with clock.stage("verify"):
-                        verified += check_landed(bound, self.rank)
-            payload += sum(t.numel() * t.element_size() for t in bound.live) if bound is not None else 0
+                        # What this rank does not want stays as it was received, so whole buffers compare.
+                        bound.gather.launch()
+                        bound.checksums.compute(self._sum)
+                        if not torch.equal(self._sum, slot):
+                            raise damaged(message, self.rank)
+                    verified += message.payload_bytes
+            payload += bound.gather.nbytes if bound is not None else 0
         self._refits += 1
         return TransferResult(payload, verified)
+
+    def _bind(self, message: Message, views: LiveViews) -> _Bound:
+        buffer = self._staging[: message.nbytes]
+        parts = views.parts(message, buffer)
+        device = self.group.device
+        return _Bound(
+            make_copy([(part.live, part.packed) for part in parts], device),
+            make_copy([(part.packed, part.live) for part in parts], device),
+            make_checksums([(buffer[:-CHECKSUM_BYTES], 0)], device),
+        )

@@ -2,90 +2,167 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
 from ..layout import Fragment
-from ..packing import PackedMessage, bind
 from ..plan import Plan
-from ..process_groups import Group, Parcel
+from ..process_groups import Group
 from ..records import StageClock
-from .base import TransferResult, Transport, check_landed, seal
+from .base import TransferResult, Transport, damaged
+from .cargo import Cargo
+from .replay import Replay
+from .streams import Line, Span, make_line, make_span
+from .views import LiveViews
+
+# Rounds that are enqueued ahead of the wire: enough for it never to wait for the host, and few enough that
+# CUDA's queues, where a launch would block without a limit of time, never fill up.
+_AHEAD = 16
 
 
 class P2PTransport(Transport):
-    """Grouped sends and receives of packed messages over one process group (NCCL or gloo)."""
+    """Grouped sends and receives of packed messages over one process group (NCCL or gloo).
+
+    Packing, wire and unpacking of different rounds overlap: each has a stream of its own, and in each lane of
+    the group two buckets for each direction take turns. A large message that is contiguous on both ends
+    travels from parameter to parameter. What a rank passes on leaves from the bucket in which it arrived.
+    """
 
     name = "p2p"
 
     def __init__(self, group: Group, rank: int, plan: Plan, verify: str):
+        """Connect to the plan's peers; all ranks at the same time.
+
+        Args:
+            group: of all ranks; rounds take turns over its lanes.
+            rank: of the refit world and of the group.
+            plan: this rank's.
+            verify: ``off``, ``sampled`` or ``full``, the same on all ranks.
+
+        Raises:
+            PlanError: the plan passes on what did not arrive before.
+            RefitTimeout, PeerLost: a peer did not connect.
+        """
         super().__init__(group, rank, verify)
-        self._sends = plan.sends
-        self._receives = plan.receives
-        self._pair_rounds = Counter(
-            (m.source, m.destination)
-            for side in (plan.sends, plan.receives)
-            for messages in side
-            for m in messages
-        )
-        longest = max(
-            (sum(m.nbytes for m in messages) for messages in (*self._sends, *self._receives)), default=0
-        )
-        self._ordinal = _ordinals(plan)
-        self._staging = torch.zeros(longest, dtype=torch.uint8, device=group.device)
-        self._bound_sends: list[list[PackedMessage]] = []
-        self._bound_receives: list[list[PackedMessage]] = []
+        self._cargo = Cargo(plan)
+        # A round's number decides its lane, since both ends know it; relays stay in their messages' lane.
+        numbers = [
+            next(iter(chain(*both))).round_index for both in zip(plan.sends, plan.receives, strict=True)
+        ]
+        self._lanes = [number // 2 % group.lanes for number in numbers]
+        self._payload = sum(m.payload_bytes for messages in (*plan.sends, *plan.receives) for m in messages)
+        group.connect(self._cargo.peers)
+        device = group.device
+        self._pack, self._unpack = make_line(device), make_line(device)
+        self._wires = [make_line(device) for _ in range(group.lanes)]
+        self._packed: list[Span] = [make_span(device) for _ in numbers]
+        self._sent: list[Span] = [make_span(device) for _ in numbers]
+        self._landed: list[Span] = [make_span(device) for _ in numbers]
+        self._told, self._compared = make_span(device), make_span(device)
+        self._replay: Replay | None = None
 
     @property
     def staging_bytes(self) -> int:
-        return self._staging.numel()
+        return self._replay.staging_bytes if self._replay is not None else 0
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
-        self._bound_sends = [bind(messages, fragments, self._staging) for messages in self._sends]
-        self._bound_receives = [bind(messages, fragments, self._staging) for messages in self._receives]
+        self._views = LiveViews(fragments)
+
+    def describe(self) -> object:
+        return self._cargo.describe(self._views)
+
+    def connect(self, described: Sequence[object]) -> None:
+        direct = self._cargo.settle(self._views, described)
+        buckets = self._replay.buckets if self._replay is not None else {}
+        self._replay = Replay(self._cargo, self._views, direct, self.group, self._lanes, self.verify, buckets)
 
     def run(self, clock: StageClock) -> TransferResult:
-        payload = verified = 0
-        for sends, receives in zip(self._bound_sends, self._bound_receives, strict=True):
-            with clock.stage("pack"):
-                for message in sends:
-                    message.gather()
-                    if self._samples(message):
-                        seal(message)
-            with clock.stage("transfer"):
-                self.group.exchange(
-                    [Parcel(m.message.destination, m.buffer) for m in sends],
-                    [Parcel(m.message.source, m.buffer) for m in receives],
-                    "transfer",
-                )
-            with clock.stage("unpack"):
-                for message in receives:
-                    message.scatter()
-            checked = [m for m in receives if self._samples(m)]
-            if checked:
-                with clock.stage("verify"):
-                    verified += sum(check_landed(message, self.rank) for message in checked)
-            payload += sum(m.message.payload_bytes for m in (*sends, *receives))
+        assert self._replay is not None, "connect comes before run"
+        caller = torch.cuda.current_stream(self.group.device) if self.group.device.type == "cuda" else None
+        try:
+            waited_for = self._enqueue(self._replay, clock)
+        finally:
+            if caller is not None:
+                torch.cuda.set_stream(caller)
+        with clock.waiting():
+            self.group.wait_for(waited_for, "transfer")
+        for item in self._replay.ledger.damaged():
+            raise damaged(item.message, self.rank)
+        verified = self._replay.verified_bytes(self._refits)
         self._refits += 1
-        return TransferResult(payload, verified)
+        return TransferResult(self._payload, verified)
 
-    def _samples(self, message: PackedMessage) -> bool:
-        key = (*_pair(message), message.message.round_index)
-        return self._checked(self._ordinal[key], self._pair_rounds[_pair(message)])
+    def _enqueue(self, replay: Replay, clock: StageClock) -> list[Span]:
+        """Enqueue the whole refit, at most ``_AHEAD`` rounds ahead of the wire; returns the spans that end it."""
+        for line in (self._pack, self._unpack, *self._wires):
+            line.begin()
+        self._pack.enter()
+        replay.ledger.sent.zero_()
+        self._unpack.enter()
+        replay.ledger.landed.zero_()
+        # Unpacking follows as many rounds behind as there are lanes: if all streams share one hardware queue
+        # (CUDA_DEVICE_MAX_CONNECTIONS=1), it must not hold up the next lane's wire.
+        behind = self.group.lanes - 1
+        count = len(self._lanes)
+        for index in range(count + behind):
+            if index == 0:
+                self._pack_round(replay, 0, clock)
+            if index < count:
+                if index >= _AHEAD and not self._sent[index - _AHEAD].query():
+                    with clock.waiting():
+                        self.group.wait_for([self._sent[index - _AHEAD]], "transfer")
+                self._send_round(replay, index, clock)
+            if index + 1 < count:
+                self._pack_round(replay, index + 1, clock)
+            if index >= behind:
+                self._unpack_round(replay, index - behind, clock)
+        last = [self._sent[index] for index in range(max(0, count - self.group.lanes), count)]
+        return last + self._compare(replay, clock)
 
+    def _pack_round(self, replay: Replay, index: int, clock: StageClock) -> None:
+        if index >= len(self._lanes):
+            return
+        line, before = self._pack, replay.outgoing.before[index]
+        line.enter()
+        if before >= 0:
+            line.after(self._sent[before])
+        with line.timed(clock, "pack", self._packed[index]):
+            replay.pack(index, self._refits)
 
-def _ordinals(plan: Plan) -> dict[tuple[int, int, int], int]:
-    """Place of each message among those of its pair."""
-    count: Counter[tuple[int, int]] = Counter()
-    found: dict[tuple[int, int, int], int] = {}
-    for sends, receives in zip(plan.sends, plan.receives, strict=True):
-        for m in (*sends, *receives):
-            found[m.source, m.destination, m.round_index] = count[m.source, m.destination]
-            count[m.source, m.destination] += 1
-    return found
+    def _send_round(self, replay: Replay, index: int, clock: StageClock) -> None:
+        line = self._wires[self._lanes[index]]
+        line.enter()
+        line.after(self._packed[index])
+        before = replay.incoming.before[index]
+        if before >= 0:
+            line.after(self._landed[before])
+            for reader in self._cargo.readers[before]:
+                line.after(self._sent[reader])
+        for arrived in replay.relayed_rounds[index]:
+            line.after(self._sent[arrived])
+        with line.timed(clock, "transfer", self._sent[index]):
+            replay.exchanges[index].start("transfer")
 
+    def _unpack_round(self, replay: Replay, index: int, clock: StageClock) -> None:
+        line = self._unpack
+        line.enter()
+        line.after(self._sent[index])
+        with line.timed(clock, "unpack", self._landed[index]):
+            replay.unpack(index, self._refits)
 
-def _pair(message: PackedMessage) -> tuple[int, int]:
-    return message.message.source, message.message.destination
+    def _compare(self, replay: Replay, clock: StageClock) -> list[Span]:
+        """After all rounds: the checksums of what went without staging, and the comparison of all."""
+        wire: Line = self._wires[0]
+        wire.enter()
+        for span in self._packed[-1:]:
+            wire.after(span)
+        with wire.timed(clock, "transfer", self._told):
+            replay.ledger.tell.start("verify")
+        line = self._unpack
+        line.enter()
+        line.after(self._told)
+        with line.timed(clock, "verify", self._compared):
+            replay.ledger.compare()
+        return [*self._landed[-1:], self._told, self._compared]

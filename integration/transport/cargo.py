@@ -1,0 +1,176 @@
+"""What one rank ships: its plan's messages with their checksums' rows and turns, and what goes without staging."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import PlanError, RefitMismatch
+from ..packing import Strided
+from ..plan import LARGE_SEGMENT, Message, Plan
+from .views import LiveViews
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """A message as this rank handles it.
+
+    Attributes:
+        message: as planned.
+        place: index of the rank's own round.
+        relays: the received item whose bytes a relay passes on.
+    """
+
+    message: Message
+    place: int
+    relays: Item | None = None
+
+
+class Cargo:
+    """All messages of one rank.
+
+    Attributes:
+        sends: items by the rank's own rounds.
+        receives: the same.
+        readers: for each round the later rounds that pass on what it received.
+        peers: ranks that this one exchanges messages with.
+    """
+
+    def __init__(self, plan: Plan):
+        """
+        Raises:
+            PlanError: a relay of what this rank has not received before.
+        """
+        self.rank = plan.rank
+        self.receives = [[Item(m, i) for m in messages] for i, messages in enumerate(plan.receives)]
+        arrived: dict[tuple[int, int, str], list[Item]] = defaultdict(list)
+        for items in self.receives:
+            for item in items:
+                if not item.message.is_relay:
+                    arrived[_key(item.message)].append(item)
+        self.sends = [
+            [Item(m, i, self._relayed(m, i, arrived) if m.is_relay else None) for m in messages]
+            for i, messages in enumerate(plan.sends)
+        ]
+        self.outgoing = _by_peer(self.sends, lambda m: m.destination)
+        self.incoming = _by_peer(self.receives, lambda m: m.source)
+        self.peers = sorted({*self.outgoing, *self.incoming})
+        self._relayed_items = {item.relays for items in self.sends for item in items if item.relays}
+        self.readers: list[list[int]] = [[] for _ in self.receives]
+        for items in self.sends:
+            for item in items:
+                if item.relays is not None and item.place not in self.readers[item.relays.place]:
+                    self.readers[item.relays.place].append(item.place)
+        # For each item (k, n): of the n messages of its pair it is the k-th, in the turns of sampled checks.
+        # A relay carries the checksum of the message that it repeats, and so has that one's turn.
+        self.turns: dict[Item, tuple[int, int]] = {}
+        for pairs in (self.outgoing, self.incoming):
+            for items in pairs.values():
+                own = [item for item in items if not item.message.is_relay]
+                self.turns |= {item: (k, len(own)) for k, item in enumerate(own)}
+        self.turns |= {
+            item: self.turns[item.relays] for items in self.sends for item in items if item.relays is not None
+        }
+
+    def describe(self, views: LiveViews) -> dict[str, Any]:
+        """Plain data for the peers: which messages' own side is contiguous, as bits, and the turns of relays."""
+        return {
+            "sends": _masks(self.outgoing, lambda item: self._fit(item, views)),
+            "receives": _masks(self.incoming, lambda item: self._fit(item, views)),
+            "turns": {
+                str(peer): turns
+                for peer, items in self.outgoing.items()
+                if (turns := [self.turns[item] for item in items if item.message.is_relay])
+            },
+        }
+
+    def settle(self, views: LiveViews, described: Sequence[Any]) -> set[Item]:
+        """Learn relays' turns, and which messages go without staging: those contiguous on both ends.
+
+        Args:
+            views: of this rank.
+            described: what every rank's :meth:`describe` gave, in the order of ranks.
+
+        Raises:
+            RefitMismatch: a peer's data is malformed or does not fit this rank's plan.
+        """
+        direct: set[Item] = set()
+        for pairs, key in ((self.outgoing, "receives"), (self.incoming, "sends")):
+            for peer, items in pairs.items():
+                mask = _read(described, peer, key, self.rank, "0", str)
+                fits = int(mask, 16)
+                direct |= {item for k, item in enumerate(items) if fits >> k & 1 and self._fit(item, views)}
+        for peer, items in self.incoming.items():
+            relays = [item for item in items if item.message.is_relay]
+            if relays:
+                turns = _read(described, peer, "turns", self.rank, [], list)
+                if len(turns) != len(relays):
+                    raise RefitMismatch(
+                        f"refit rank {peer} passes on {len(turns)} messages, {len(relays)} are planned. Do both run the "
+                        "same rlrefit?",
+                        stage="connect",
+                        rank=self.rank,
+                    )
+                self.turns |= {item: (int(k), int(n)) for item, (k, n) in zip(relays, turns, strict=True)}
+        return direct
+
+    def _fit(self, item: Item, views: LiveViews) -> bool:
+        """Whether this rank's side of a message could travel straight from or to its storage."""
+        segments = item.message.segments
+        return (
+            len(segments) == 1
+            and segments[0].nbytes >= LARGE_SEGMENT
+            and not item.message.is_relay
+            and item not in self._relayed_items
+            and Strided.of(views.of(segments[0])).contiguous
+        )
+
+    def _relayed(
+        self, message: Message, place: int, arrived: Mapping[tuple[int, int, str], list[Item]]
+    ) -> Item:
+        for item in arrived.get(_key(message), ()):
+            if item.place < place and item.message.segments == message.segments:
+                return item
+        raise PlanError(
+            f"round {message.round_index} passes on a message from refit rank {message.origin} to "
+            f"{message.destination} that did not arrive before",
+            stage="bind",
+            rank=self.rank,
+            parameter=message.segments[0].name,
+        )
+
+
+def _key(message: Message) -> tuple[int, int, str]:
+    return message.origin, message.nbytes, message.segments[0].name
+
+
+def _by_peer(rounds: Sequence[Sequence[Item]], peer: Any) -> dict[int, list[Item]]:
+    found: dict[int, list[Item]] = defaultdict(list)
+    for items in rounds:
+        for item in items:
+            found[peer(item.message)].append(item)
+    return dict(found)
+
+
+def _masks(pairs: Mapping[int, Sequence[Item]], fits: Any) -> dict[str, str]:
+    found = {
+        str(peer): sum(1 << k for k, item in enumerate(items) if fits(item)) for peer, items in pairs.items()
+    }
+    return {peer: f"{mask:x}" for peer, mask in found.items() if mask}
+
+
+def _read(described: Sequence[Any], peer: int, key: str, rank: int, default: Any, kind: type) -> Any:
+    try:
+        value = described[peer][key].get(str(rank), default)
+        if not isinstance(value, kind):
+            raise TypeError(f"{key} is {type(value).__name__}")
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
+        raise RefitMismatch(
+            f"what refit rank {peer} says of its storage is malformed ({error}); nothing was written. Do both run the "
+            "same rlrefit?",
+            stage="connect",
+            rank=rank,
+        ) from error
+    return value

@@ -1,0 +1,83 @@
+"""The checksums of one refit: of what a rank sent, of what it was told was sent to it, and of what landed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..process_groups import Exchange, Group, Parcel
+from .cargo import Cargo, Item
+from .views import flat_bytes
+
+
+class Ledger:
+    """Rows of checksums, one for each message; 0 where a message is not checked in this refit.
+
+    The checksums of staged messages travel in them; those of messages without staging lie in one piece for
+    each peer and travel after all rounds.
+
+    Attributes:
+        sent: int64 ``[n, 2]``, of the messages that this rank packs.
+        told: int64 ``[m, 2]``, of those that it receives, as their origins computed them.
+        landed: int64 ``[m, 2]``, as read back from this rank's storage.
+        sent_rows: row in ``sent`` of each item.
+        landed_rows: row in ``told`` and ``landed`` of each item.
+        tell: the exchange after all rounds.
+    """
+
+    def __init__(self, cargo: Cargo, direct: set[Item], group: Group, on: bool):
+        """
+        Args:
+            cargo: of this rank.
+            direct: items that go without staging.
+            group: of all ranks.
+            on: whether anything is ever checked.
+        """
+        self._on = on
+        device = group.device
+        own = [item for items in cargo.sends for item in items if item.relays is None]
+        self.sent_rows = _rows(own, direct, cargo.outgoing)
+        received = [item for items in cargo.receives for item in items]
+        self.landed_rows = _rows(received, direct, cargo.incoming)
+        self.sent = torch.zeros(len(self.sent_rows), 2, dtype=torch.int64, device=device)
+        self.told = torch.zeros(len(self.landed_rows), 2, dtype=torch.int64, device=device)
+        self.landed = torch.zeros_like(self.told)
+        self._differs = torch.zeros(self.told.shape, dtype=torch.bool, device=device)
+        self._differs_on_host = torch.zeros(
+            self.told.shape, dtype=torch.bool, pin_memory=device.type == "cuda"
+        )
+        self.tell: Exchange = group.prepare(
+            _parcels(cargo.outgoing, direct, self.sent, self.sent_rows) if on else [],
+            _parcels(cargo.incoming, direct, self.told, self.landed_rows) if on else [],
+        )
+
+    def compare(self) -> None:
+        """Compare what was told with what landed; enqueued on the current stream of a GPU."""
+        if self._on:
+            torch.ne(self.told, self.landed, out=self._differs)
+            self._differs_on_host.copy_(self._differs, non_blocking=True)
+
+    def damaged(self) -> list[Item]:
+        """Items whose checksums differ; after the comparison is done."""
+        if not bool(self._differs_on_host.any()):
+            return []
+        items = {row: item for item, row in self.landed_rows.items()}
+        return [items[row] for row in self._differs_on_host.any(dim=1).nonzero().flatten().tolist()]
+
+
+def _rows(items: Sequence[Item], direct: set[Item], pairs: Mapping[int, Sequence[Item]]) -> dict[Item, int]:
+    ordered = [item for item in items if item not in direct]
+    ordered += [item for peer in sorted(pairs) for item in pairs[peer] if item in direct]
+    return {item: row for row, item in enumerate(ordered)}
+
+
+def _parcels(
+    pairs: Mapping[int, Sequence[Item]], direct: set[Item], sums: torch.Tensor, rows: Mapping[Item, int]
+) -> list[Parcel]:
+    parcels = []
+    for peer in sorted(pairs):
+        found = [rows[item] for item in pairs[peer] if item in direct]
+        if found:
+            parcels.append(Parcel(peer, flat_bytes(sums[found[0] : found[-1] + 1])))
+    return parcels

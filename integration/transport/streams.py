@@ -1,0 +1,122 @@
+"""Streams and marks of a transport: CUDA's on GPUs; on CPUs everything is done when its call returns."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from ..clock import StageClock
+
+
+class Span(Protocol):
+    """A stretch of work on a line; ``with line.timed(…)`` measures it."""
+
+    def query(self) -> bool:
+        """Whether it has ended."""
+
+
+class Line(Protocol):
+    """Work that is done in order."""
+
+    def enter(self) -> None:
+        """What follows belongs to this line."""
+
+    def begin(self) -> None:
+        """Hold this line up until what the caller has enqueued so far is done."""
+
+    def after(self, span: Span) -> None:
+        """Hold this line up until ``span``, which was begun before, has ended."""
+
+    def timed(self, clock: StageClock, stage: str, span: Span) -> Timed:
+        """A context in which work on this line makes up ``span``, billed to ``stage``."""
+
+
+class Timed(Protocol):
+    """A context manager."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class HostSpan:
+    """Work that was done when its call returned."""
+
+    def query(self) -> bool:
+        return True
+
+
+class HostLine:
+    """The calling thread."""
+
+    def enter(self) -> None:
+        return None
+
+    def begin(self) -> None:
+        return None
+
+    def after(self, span: Span) -> None:
+        return None
+
+    def timed(self, clock: StageClock, stage: str, span: Span) -> Timed:
+        return clock.stage(stage)  # type: ignore[return-value]  # contextlib's classes are no Protocol's subtypes
+
+
+class CudaSpan:
+    """Two timing events, recorded again in every refit."""
+
+    def __init__(self) -> None:
+        self.start = torch.cuda.Event(enable_timing=True)
+        self.end = torch.cuda.Event(enable_timing=True)
+
+    def query(self) -> bool:
+        return bool(self.end.query())
+
+
+class CudaLine:
+    """A CUDA stream."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+
+    def enter(self) -> None:
+        torch.cuda.set_stream(self.stream)
+
+    def begin(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+    def after(self, span: Span) -> None:
+        assert isinstance(span, CudaSpan)
+        self.stream.wait_event(span.end)
+
+    def timed(self, clock: StageClock, stage: str, span: Span) -> Timed:
+        assert isinstance(span, CudaSpan)
+        return _CudaTimed(self.stream, clock, stage, span)
+
+
+class _CudaTimed:
+    def __init__(self, stream: torch.cuda.Stream, clock: StageClock, stage: str, span: CudaSpan):
+        self._stream, self._clock, self._stage, self._span = stream, clock, stage, span
+
+    def __enter__(self) -> None:
+        self._span.start.record(self._stream)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._span.end.record(self._stream)
+        self._clock.mark(self._stage, self._span.start, self._span.end)
+
+
+def make_line(device: torch.device) -> Line:
+    """A line of work on ``device``."""
+    return CudaLine(device) if device.type == "cuda" else HostLine()
+
+
+def make_span(device: torch.device) -> Span:
+    """A span of a line on ``device``."""
+    return CudaSpan() if device.type == "cuda" else HostSpan()
