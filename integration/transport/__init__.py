@@ -48,13 +48,20 @@ def make_transport(
     """
     world = channel.world
 
-    def group(name: str) -> Group:
+    def group(lanes: int) -> Group:
         return Group(
-            channel.store, name, world.rank, world.size, device, channel.timeout_s, channel.check_abort
+            channel.store,
+            "bulk",
+            world.rank,
+            world.size,
+            device,
+            channel.timeout_s,
+            channel.check_abort,
+            lanes,
         )
 
     if transport == "p2p" and isinstance(plan, Plan):
-        return P2PTransport(group("bulk"), world.rank, plan, config.verify)
+        return P2PTransport(group(config.streams), world.rank, plan, config.verify)
     if transport == "golden" and isinstance(plan, BroadcastPlan):
-        return GoldenTransport(group("bulk"), world.rank, plan, config.verify, is_source=world.is_source)
+        return GoldenTransport(group(1), world.rank, plan, config.verify, is_source=world.is_source)
     raise ValueError(f"there is no transport {transport!r} for this plan; use p2p or golden")
