@@ -1,0 +1,1 @@
+"""`rlrefit plan`: the dry run of a refit."""

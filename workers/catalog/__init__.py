@@ -1,0 +1,41 @@
+"""Well-known models, and what each rank of a trainer (Megatron-core) or an engine (vLLM) stores of them.
+
+Pure arithmetic on configurations: no weights, no Megatron, no vLLM, no device.
+"""
+
+from .families import FAMILIES, CatalogError
+from .layouts import GenLayout, LayoutError, TrainLayout, parse_gen, parse_train
+from .model import Model, bundled_models, open_model
+from .sides import (
+    HoldingsOf,
+    all_holdings,
+    gen_holdings,
+    gen_storage,
+    train_holdings,
+    train_storage,
+    violations,
+)
+from .storage import Param, Part, Weight
+
+__all__ = [
+    "FAMILIES",
+    "CatalogError",
+    "GenLayout",
+    "HoldingsOf",
+    "LayoutError",
+    "Model",
+    "Param",
+    "Part",
+    "TrainLayout",
+    "Weight",
+    "all_holdings",
+    "bundled_models",
+    "gen_holdings",
+    "gen_storage",
+    "open_model",
+    "parse_gen",
+    "parse_train",
+    "train_holdings",
+    "train_storage",
+    "violations",
+]

@@ -1,0 +1,147 @@
+"""A model of the catalogue: its configuration, and its weights in the order of Bridge's export."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...integration.manifest import TensorSpec
+from .families import Architecture, CatalogError, Section, architecture_of
+from .storage import Weight
+from .units import Place
+
+_CONFIGS = resources.files(__package__) / "configs"
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model without weights; equal only to itself.
+
+    Attributes:
+        name: as it was asked for.
+        config: of the Hugging Face configuration, what the layouts need.
+        dtype: of weights that the family doesn't keep in another one.
+    """
+
+    name: str
+    config: dict[str, Any]
+    dtype: torch.dtype = torch.bfloat16
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The model's sections.
+
+        Raises:
+            CatalogError: a family that is not known, or a configuration that can't be read.
+        """
+        return architecture_of(self.config)
+
+    def specs(self) -> list[TensorSpec]:
+        """All weights that the trainer exports, in Bridge's order on one expert-parallel rank.
+
+        With expert parallelism Bridge yields the same weights, those of one local expert number together.
+        """
+        return [
+            TensorSpec(weight.name, weight.shape, weight.dtype or self.dtype)
+            for weight in _in_export_order(self.architecture)
+        ]
+
+
+def bundled_models() -> list[str]:
+    """Short names of the models that come with the package."""
+    return sorted(
+        entry.name.removesuffix(".json") for entry in _CONFIGS.iterdir() if entry.name[-5:] == ".json"
+    )
+
+
+def open_model(name: str, dtype: torch.dtype = torch.bfloat16) -> Model:
+    """A bundled model by short name, a folder or ``config.json`` by path, or a model of the hub by its name.
+
+    Args:
+        name: e.g. ``qwen3-30b-a3b``, ``./checkpoint``, or ``Qwen/Qwen3-8B``.
+        dtype: in which the weights are trained and served.
+
+    Raises:
+        CatalogError: no such model, a configuration that can't be read, or a family that is not known.
+    """
+    model = Model(name, _find_config(name), dtype)
+    _ = model.architecture
+    return model
+
+
+def _find_config(name: str) -> dict[str, Any]:
+    if name.lower() in bundled_models():
+        return _read((_CONFIGS / f"{name.lower()}.json").read_text(encoding="utf-8"), name)
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        return _read(path.read_text(encoding="utf-8"), str(path))
+    if path.suffix == ".json" or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise CatalogError(
+            f"{name!r} is no bundled model and no path of a config.json or its folder; bundled are "
+            f"{', '.join(bundled_models())}"
+        )
+    return _from_hub(name)
+
+
+def _read(text: str, where: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CatalogError(f"{where} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CatalogError(f"{where} holds no JSON object")
+    # Models that also see or hear keep the language model's configuration inside.
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) and "model_type" in inner else config
+
+
+def _from_hub(name: str) -> dict[str, Any]:
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError as error:
+        raise CatalogError(f"{name!r} looks like a model of the hub, which needs huggingface_hub") from error
+    try:
+        path = hf_hub_download(name, "config.json")
+    except Exception as error:
+        raise CatalogError(
+            f"the configuration of {name!r} can't be had from the hub ({type(error).__name__}: {error}). Give the path "
+            f"of its config.json, or a bundled model: {', '.join(bundled_models())}"
+        ) from error
+    return _read(Path(path).read_text(encoding="utf-8"), name)
+
+
+def _in_export_order(architecture: Architecture) -> Iterator[Weight]:
+    """Weights by Megatron's parameters, sorted as Bridge sorts them; a stacked weight where its last expert stands."""
+    weights: dict[str, Weight] = {}
+    owners: list[tuple[tuple[list[int], str], tuple[str, ...]]] = []
+    for section in architecture.sections:
+        if section.second or section.train is None:
+            continue
+        for unit in section.units:
+            weights |= {section.hf + w.name: w._replace(name=section.hf + w.name) for w in unit.weights()}
+            for param in unit.train(Place()):
+                names = dict.fromkeys([*(part.name for part in param.parts), *param.refused])
+                owners.append((_sort_key(section, param.name), tuple(section.hf + n for n in names)))
+    last = {name: i for i, (_, names) in enumerate(sorted(owners)) for name in names}
+    for name in sorted(last, key=lambda name: last[name]):
+        yield weights[name]
+
+
+def _sort_key(section: Section, parameter: str) -> tuple[list[int], str]:
+    """As ``extract_sort_key`` of Megatron-Bridge 0.6 has it: layer, expert, name."""
+    name = section.megatron + parameter
+    layer = re.search(r"layers\.(\d+)", name)
+    expert = re.search(r"(?:bias|weight)(\d+)", name)
+    # An absent number leaves its place to the next one.
+    numbers = [int(found.group(1)) for found in (layer, expert) if found]
+    return [*numbers, -1, -1][:2], name
