@@ -78,16 +78,7 @@ class Group:
             RefitTimeout: some rank did not come in time.
             RefitError: the ranks can't reach each other.
         """
-        self._watch = watch
-        self.rank = rank
-        self.size = size
-        self.device = device
-        self.lanes = lanes
-        self.timeout = timedelta(seconds=timeout_s)
-        self._empty = torch.empty(0, dtype=torch.uint8, device=device)
-        self._options = dist.AllToAllOptions()
-        self._options.timeout = self.timeout
-        self._backends: list[Any] = []  # torch's stubs leave out the methods of the backend classes
+        self._configure(rank, size, device, timeout_s, watch, lanes)
         try:
             for lane in range(lanes):
                 self._backends.append(self._make(PrefixStore(f"{name}/{lane}", store)))
@@ -102,6 +93,26 @@ class Group:
                 stage="process group",
                 rank=rank,
             ) from error
+
+    def _configure(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
+        watch: Callable[[str], None],
+        lanes: int,
+    ) -> None:
+        self._watch = watch
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.lanes = lanes
+        self.timeout = timedelta(seconds=timeout_s)
+        self._empty = torch.empty(0, dtype=torch.uint8, device=device)
+        self._options = dist.AllToAllOptions()
+        self._options.timeout = self.timeout
+        self._backends: list[Any] = []  # torch's stubs leave out the methods of the backend classes
 
     def prepare(self, sends: Sequence[Parcel], receives: Sequence[Parcel], lane: int = 0) -> Exchange:
         """Parcels that will be exchanged at once, any number of times.
@@ -288,6 +299,47 @@ class Group:
             raise _classified(error, stage, self.rank, what) from error
 
 
+class BorrowedGroup(Group):
+    """Communicators that somebody else made and closes: a torch ``ProcessGroup``'s, or another group's.
+
+    After a timeout or an abort they are given up, and their owner can't use them any more either.
+    """
+
+    def __init__(
+        self,
+        lender: dist.ProcessGroup | Group,
+        device: torch.device,
+        timeout_s: float,
+        watch: Callable[[str], None] = lambda stage: None,
+    ):
+        """Use the lender's communicators; ranks are counted as it does.
+
+        Args:
+            lender: one with NCCL for a CUDA ``device``, with gloo for the CPU.
+            device: of what will travel.
+            timeout_s: limit of any exchange, in seconds.
+            watch: as for :class:`Group`.
+
+        Raises:
+            RefitError: the lender has no backend for the device, or is closed.
+        """
+        rank, size = (lender.rank, lender.size) if isinstance(lender, Group) else (lender.rank(), lender.size())
+        backends = _lent(lender, device)
+        if not backends:
+            raise RefitError(
+                f"the process group can't move tensors on {device}: it is closed, or has no backend for them. Move the "
+                "tensors, or give a group made for their device (NCCL for cuda, gloo for cpu)",
+                stage="process group",
+                rank=rank,
+            )
+        self._configure(rank, size, device, timeout_s, watch, len(backends))
+        self._backends = backends
+
+    def close(self, *, failed: bool = False) -> None:
+        """Return the communicators; they stay open."""
+        self._backends = []
+
+
 class Exchange:
     """Parcels that are exchanged at once; made by :meth:`Group.prepare`."""
 
@@ -370,6 +422,19 @@ class _Ended:
 
     def query(self) -> bool:
         return not self._thread.is_alive()
+
+
+def _lent(lender: dist.ProcessGroup | Group, device: torch.device) -> list[Any]:
+    """The lender's backends that serve tensors on ``device``; none if it has none."""
+    if isinstance(lender, Group):
+        same = lender.device.type == device.type and lender.device.index in (None, device.index)
+        return list(lender._backends) if same else []
+    if device.type not in {known.type for known in lender._device_types}:
+        return []
+    backend = lender._get_backend(torch.device(device.type))
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    wanted = "ProcessGroupNCCL" if device.type == "cuda" else "ProcessGroupGloo"
+    return [backend] if isinstance(backend, getattr(dist, wanted, ())) else []
 
 
 def members(ranks: Iterable[int], rank: int) -> tuple[int, int] | None:
