@@ -112,6 +112,7 @@ class Group:
         self._empty = torch.empty(0, dtype=torch.uint8, device=device)
         self._options = dist.AllToAllOptions()
         self._options.timeout = self.timeout
+        self._connected: set[int] = set()
         self._backends: list[Any] = []  # torch's stubs leave out the methods of the backend classes
 
     def prepare(self, sends: Sequence[Parcel], receives: Sequence[Parcel], lane: int = 0) -> Exchange:
@@ -144,11 +145,15 @@ class Group:
     def connect(self, peers: Iterable[int]) -> None:
         """Set up the connections to and from ``peers`` ahead of use; they must do so for this rank as well.
 
+        Those that are set up already take no part.
+
         NCCL does it in the first exchange of a pair, and there it would block without a limit of time.
 
         Raises:
             RefitTimeout, PeerLost: some peer did not take part.
         """
+        peers = sorted({*peers} - self._connected)
+        self._connected.update(peers)
         if self.device.type != "cuda":
             return
         for lane in range(self.lanes):
@@ -310,7 +315,6 @@ class BorrowedGroup(Group):
         lender: dist.ProcessGroup | Group,
         device: torch.device,
         timeout_s: float,
-        watch: Callable[[str], None] = lambda stage: None,
     ):
         """Use the lender's communicators; ranks are counted as it does.
 
@@ -318,12 +322,13 @@ class BorrowedGroup(Group):
             lender: one with NCCL for a CUDA ``device``, with gloo for the CPU.
             device: of what will travel.
             timeout_s: limit of any exchange, in seconds.
-            watch: as for :class:`Group`.
 
         Raises:
             RefitError: the lender has no backend for the device, or is closed.
         """
-        rank, size = (lender.rank, lender.size) if isinstance(lender, Group) else (lender.rank(), lender.size())
+        rank, size = (
+            (lender.rank, lender.size) if isinstance(lender, Group) else (lender.rank(), lender.size())
+        )
         backends = _lent(lender, device)
         if not backends:
             raise RefitError(
@@ -332,6 +337,7 @@ class BorrowedGroup(Group):
                 stage="process group",
                 rank=rank,
             )
+        watch = lender._watch if isinstance(lender, Group) else _watch_nothing
         self._configure(rank, size, device, timeout_s, watch, len(backends))
         self._backends = backends
 
@@ -422,6 +428,10 @@ class _Ended:
 
     def query(self) -> bool:
         return not self._thread.is_alive()
+
+
+def _watch_nothing(stage: str) -> None:
+    """For a group whose ranks have no other channel to say that they give up."""
 
 
 def _lent(lender: dist.ProcessGroup | Group, device: torch.device) -> list[Any]:

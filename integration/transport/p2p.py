@@ -14,7 +14,7 @@ from ..records import StageClock
 from .base import TransferResult, Transport, damaged
 from .cargo import Cargo
 from .replay import Replay
-from .streams import Line, Span, make_line, make_span
+from .streams import Span, make_line, make_span
 from .views import LiveViews
 
 # Rounds that are enqueued ahead of the wire: enough for it never to wait for the host, and few enough that
@@ -52,6 +52,7 @@ class P2PTransport(Transport):
             next(iter(chain(*both))).round_index for both in zip(plan.sends, plan.receives, strict=True)
         ]
         self._lanes = [number // 2 % group.lanes for number in numbers]
+        self._last = sorted({lane: index for index, lane in enumerate(self._lanes)}.values())
         self._payload = sum(m.payload_bytes for messages in (*plan.sends, *plan.receives) for m in messages)
         group.connect(self._cargo.peers)
         device = group.device
@@ -77,6 +78,10 @@ class P2PTransport(Transport):
         direct = self._cargo.settle(self._views, described)
         buckets = self._replay.buckets if self._replay is not None else {}
         self._replay = Replay(self._cargo, self._views, direct, self.group, self._lanes, self.verify, buckets)
+
+    def release(self) -> None:
+        """Let go of the storage and the buckets; bind and connect again before the next run."""
+        self._views, self._replay = LiveViews([]), None
 
     def run(self, clock: StageClock) -> TransferResult:
         assert self._replay is not None, "connect comes before run"
@@ -106,24 +111,20 @@ class P2PTransport(Transport):
         # (CUDA_DEVICE_MAX_CONNECTIONS=1), it must not hold up the next lane's wire.
         behind = self.group.lanes - 1
         count = len(self._lanes)
-        for index in range(count + behind):
-            if index == 0:
-                self._pack_round(replay, 0, clock)
-            if index < count:
+        for index in range(-1, count + behind):
+            if 0 <= index < count:
                 if index >= _AHEAD and not self._sent[index - _AHEAD].query():
                     with clock.waiting():
                         self.group.wait_for([self._sent[index - _AHEAD]], "transfer")
                 self._send_round(replay, index, clock)
-            if index + 1 < count:
+            if index + 1 < count and replay.packs[index + 1]:
                 self._pack_round(replay, index + 1, clock)
-            if index >= behind:
+            if index >= behind and replay.unpacks[index - behind]:
                 self._unpack_round(replay, index - behind, clock)
-        last = [self._sent[index] for index in range(max(0, count - self.group.lanes), count)]
-        return last + self._compare(replay, clock)
+        self._compare(replay, clock)
+        return [*(self._sent[index] for index in self._last), self._told, self._compared]
 
     def _pack_round(self, replay: Replay, index: int, clock: StageClock) -> None:
-        if index >= len(self._lanes):
-            return
         line, before = self._pack, replay.outgoing.before[index]
         line.enter()
         if before >= 0:
@@ -134,7 +135,8 @@ class P2PTransport(Transport):
     def _send_round(self, replay: Replay, index: int, clock: StageClock) -> None:
         line = self._wires[self._lanes[index]]
         line.enter()
-        line.after(self._packed[index])
+        if replay.packs[index]:
+            line.after(self._packed[index])
         before = replay.incoming.before[index]
         if before >= 0:
             line.after(self._landed[before])
@@ -152,12 +154,12 @@ class P2PTransport(Transport):
         with line.timed(clock, "unpack", self._landed[index]):
             replay.unpack(index, self._refits)
 
-    def _compare(self, replay: Replay, clock: StageClock) -> list[Span]:
+    def _compare(self, replay: Replay, clock: StageClock) -> None:
         """After all rounds: the checksums of what went without staging, and the comparison of all."""
-        wire: Line = self._wires[0]
+        wire = self._wires[0]
         wire.enter()
-        for span in self._packed[-1:]:
-            wire.after(span)
+        # The sums of what goes without staging are made on this line.
+        wire.after_line(self._pack)
         with wire.timed(clock, "transfer", self._told):
             replay.ledger.tell.start("verify")
         line = self._unpack
@@ -165,4 +167,3 @@ class P2PTransport(Transport):
         line.after(self._told)
         with line.timed(clock, "verify", self._compared):
             replay.ledger.compare()
-        return [*self._landed[-1:], self._told, self._compared]
