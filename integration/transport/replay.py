@@ -36,6 +36,8 @@ class Replay:
         incoming: which bucket each round arrives in.
         buckets: the buckets themselves.
         exchanges: the wire of each round.
+        packs: for each round whether there is anything to pack or to add up.
+        unpacks: the same for what arrives.
         relayed_rounds: for each round those in which what it passes on arrived.
         ledger: the checksums.
     """
@@ -81,6 +83,8 @@ class Replay:
             self._checks(cargo, items, self.ledger.landed_rows) for items in cargo.receives
         ]
         self._turns = [(i.message.payload_bytes, cargo.turns[i]) for items in cargo.receives for i in items]
+        self.packs = [bool(items) for items in own]
+        self.unpacks = [bool(items) for items in cargo.receives]
         self.relayed_rounds = [
             sorted({i.relays.place for i in items if i.relays is not None}) for items in cargo.sends
         ]

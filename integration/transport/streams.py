@@ -29,6 +29,9 @@ class Line(Protocol):
     def after(self, span: Span) -> None:
         """Hold this line up until ``span``, which was begun before, has ended."""
 
+    def after_line(self, line: Line) -> None:
+        """Hold this line up until all that was begun on another one has ended."""
+
     def timed(self, clock: StageClock, stage: str, span: Span) -> Timed:
         """A context in which work on this line makes up ``span``, billed to ``stage``."""
 
@@ -62,6 +65,9 @@ class HostLine:
     def after(self, span: Span) -> None:
         return None
 
+    def after_line(self, line: Line) -> None:
+        return None
+
     def timed(self, clock: StageClock, stage: str, span: Span) -> Timed:
         return clock.stage(stage)  # type: ignore[return-value]  # contextlib's classes are no Protocol's subtypes
 
@@ -92,6 +98,10 @@ class CudaLine:
     def after(self, span: Span) -> None:
         assert isinstance(span, CudaSpan)
         self.stream.wait_event(span.end)
+
+    def after_line(self, line: Line) -> None:
+        assert isinstance(line, CudaLine)
+        self.stream.wait_stream(line.stream)
 
     def timed(self, clock: StageClock, stage: str, span: Span) -> Timed:
         assert isinstance(span, CudaSpan)
