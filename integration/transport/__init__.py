@@ -10,11 +10,13 @@ from ..plan import BroadcastPlan, Plan
 from ..process_groups import Group
 from .base import TransferResult, Transport
 from .golden import GoldenTransport
+from .ipc import IpcTransport
 from .p2p import P2PTransport
 
 __all__ = [
     "FALLBACK",
     "GoldenTransport",
+    "IpcTransport",
     "P2PTransport",
     "TransferResult",
     "Transport",
@@ -62,6 +64,16 @@ def make_transport(
 
     if transport == "p2p" and isinstance(plan, Plan):
         return P2PTransport(group(config.streams), world.rank, plan, config.verify)
+    if transport == "ipc" and isinstance(plan, Plan):
+        return IpcTransport(
+            world.rank,
+            plan,
+            config.verify,
+            device,
+            channel.timeout_s,
+            channel.check_abort,
+            world.describe,
+        )
     if transport == "golden" and isinstance(plan, BroadcastPlan):
         return GoldenTransport(group(1), world.rank, plan, config.verify, is_source=world.is_source)
-    raise ValueError(f"there is no transport {transport!r} for this plan; use p2p or golden")
+    raise ValueError(f"there is no transport {transport!r} for this plan; use p2p, ipc or golden")

@@ -26,9 +26,7 @@ class Transport(ABC):
 
     name: str
 
-    def __init__(self, group: Group, rank: int, verify: str):
-        self.group = group
-        self._open = [group]
+    def __init__(self, rank: int, verify: str):
         self.rank = rank
         self.verify = verify
         self._refits = 0
@@ -48,10 +46,18 @@ class Transport(ABC):
             TransportUnavailable: a peer's storage can't be reached this way; says why.
         """
 
+    def settle(self) -> None:  # noqa: B027 - most write on streams that follow the caller's
+        """Before any rank runs a refit: wait for this rank's earlier work on its storage.
+
+        The caller lets no rank :meth:`run` before all are through here.
+
+        Raises:
+            RefitTimeout: it does not end.
+        """
+
+    @abstractmethod
     def close(self, *, failed: bool = False) -> None:
         """Close communicators and let go of memory; safe to call twice. ``failed``: peers may be gone."""
-        while self._open:
-            self._open.pop().close(failed=failed)
 
     @abstractmethod
     def run(self, clock: StageClock) -> TransferResult:
@@ -73,6 +79,19 @@ class Transport(ABC):
         The refits are counted here, so that any sequence of versions comes to all messages.
         """
         return self.verify == "full" or (self.verify == "sampled" and ordinal == self._refits % of)
+
+
+class GroupTransport(Transport):
+    """A transport over a group of its own."""
+
+    def __init__(self, group: Group, rank: int, verify: str):
+        super().__init__(rank, verify)
+        self.group = group
+        self._open = [group]
+
+    def close(self, *, failed: bool = False) -> None:
+        while self._open:
+            self._open.pop().close(failed=failed)
 
 
 def damaged(message: Message, rank: int) -> VerificationError:

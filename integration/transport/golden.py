@@ -12,7 +12,7 @@ from ..packing import Checksums, Copy, make_checksums, make_copy
 from ..plan import CHECKSUM_BYTES, BroadcastPlan, Message
 from ..process_groups import Group
 from ..records import StageClock
-from .base import TransferResult, Transport, damaged
+from .base import GroupTransport, TransferResult, damaged
 from .views import LiveViews
 
 
@@ -25,7 +25,7 @@ class _Bound:
     checksums: Checksums
 
 
-class GoldenTransport(Transport):
+class GoldenTransport(GroupTransport):
     """Broadcasts; shares no assignment, cutting, pairing or staging with ``p2p``, so it can judge it."""
 
     name = "golden"

@@ -11,7 +11,7 @@ from ..layout import Fragment
 from ..plan import Plan
 from ..process_groups import Group
 from ..records import StageClock
-from .base import TransferResult, Transport, damaged
+from .base import GroupTransport, TransferResult, damaged
 from .cargo import Cargo
 from .replay import Replay
 from .streams import Span, make_line, make_span
@@ -22,7 +22,7 @@ from .views import LiveViews
 _AHEAD = 16
 
 
-class P2PTransport(Transport):
+class P2PTransport(GroupTransport):
     """Grouped sends and receives of packed messages over one process group (NCCL or gloo).
 
     Packing, wire and unpacking of different rounds overlap: each has a stream of its own, and in each lane of

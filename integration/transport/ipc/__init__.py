@@ -1,0 +1,6 @@
+"""One-sided refits inside a host: senders write straight into the receivers' live parameters."""
+
+from .availability import availability, facts
+from .transport import IpcTransport
+
+__all__ = ["IpcTransport", "availability", "facts"]

@@ -1,0 +1,242 @@
+"""What a rank tells its peers of its memory: plain data, checked before anything is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ...errors import RefitMismatch
+from ...packing import Strided
+
+# Bounds of what a peer may say; far beyond any real model.
+_MOST_ALLOCATIONS = 1 << 16
+_MOST_CHUNKS = 1 << 18
+_MOST_VIEWS = 1 << 24
+_MOST_DIMS = 8
+_MOST_BYTES = 1 << 46
+_ITEM_SIZES = (1, 2, 4, 8, 16)
+# A classic CUDA IPC handle: 64 bytes.
+HANDLE_HEX = 128
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Device memory that is opened as a whole.
+
+    Attributes:
+        base: its first address in the exporting process.
+        size: bytes.
+        handle: classic CUDA IPC handle in hex; empty for virtual-memory chunks.
+        chunks: sizes of the chunks that are mapped there one after another, in bytes; their file descriptors are
+            fetched from the exporter, numbered over all its allocations.
+    """
+
+    base: int
+    size: int
+    handle: str = ""
+    chunks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Memory of an allocation, by its index and a byte offset."""
+
+    allocation: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class View:
+    """Strided memory of an allocation; its shape is the segment's, which both sides know."""
+
+    place: Place
+    strides: tuple[int, ...]  # in bytes
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class Inbox:
+    """Where one sender writes: its segments in the order of the plan, its checksums, and last its bell."""
+
+    views: tuple[View, ...]
+    checksums: Place
+    bell: Place
+
+
+@dataclass(frozen=True)
+class Description:
+    """A rank's memory.
+
+    Attributes:
+        process: random name of the process; equal only inside one.
+        device: UUID of the GPU.
+        allocations: all that ``inboxes`` point into.
+        address: of the exporter's descriptor server; empty if no allocation has chunks.
+        token: to be shown there, hex.
+        inboxes: by the rank that sends; none on trainer ranks.
+    """
+
+    process: str
+    device: str
+    allocations: tuple[Allocation, ...] = ()
+    address: str = ""
+    token: str = ""
+    inboxes: Mapping[int, Inbox] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data. Views are given by columns, since thousands of them share few strides."""
+        layouts: dict[tuple[int, ...], int] = {}
+        inboxes: dict[str, Any] = {}
+        for source, inbox in self.inboxes.items():
+            kinds = [layouts.setdefault((v.itemsize, *v.strides), len(layouts)) for v in inbox.views]
+            inboxes[str(source)] = {
+                "layout": kinds,
+                "allocation": [v.place.allocation for v in inbox.views],
+                "offset": [v.place.offset for v in inbox.views],
+                "checksums": [inbox.checksums.allocation, inbox.checksums.offset],
+                "bell": [inbox.bell.allocation, inbox.bell.offset],
+            }
+        return {
+            "process": self.process,
+            "device": self.device,
+            "allocations": [[a.base, a.size, a.handle, list(a.chunks)] for a in self.allocations],
+            "address": self.address,
+            "token": self.token,
+            "layouts": [list(layout) for layout in layouts],
+            "inboxes": inboxes,
+        }
+
+    @staticmethod
+    def from_json(data: object, rank: int) -> Description:
+        """Inverse of :meth:`to_json`.
+
+        Args:
+            data: as read from a peer; nothing in it is trusted.
+            rank: the peer.
+
+        Raises:
+            RefitMismatch: the data is not of the form that :meth:`to_json` gives, or beyond any sensible size.
+        """
+        try:
+            return _read(data)
+        except (TypeError, ValueError, KeyError, IndexError) as error:
+            raise RefitMismatch(
+                f"refit rank {rank} describes its GPU memory in a form that can't be read ({error}); nothing was "
+                "written. Do all ranks run the same rlrefit?",
+                stage="connect",
+                rank=rank,
+            ) from error
+
+    def target(self, view: View, shape: Sequence[int], bases: Sequence[int]) -> Strided:
+        """A view as memory of this process.
+
+        Args:
+            view: of this description.
+            shape: of the segment.
+            bases: address of each allocation as it is mapped here.
+
+        Raises:
+            ValueError: it has another number of dimensions, or reaches out of its allocation.
+        """
+        if len(view.strides) != len(shape):
+            raise ValueError(f"{len(view.strides)} strides for a segment of shape {list(shape)}")
+        last = sum((n - 1) * stride for n, stride in zip(shape, view.strides, strict=True))
+        if view.place.offset + last + view.itemsize > self.allocations[view.place.allocation].size:
+            raise ValueError("a segment reaches out of its allocation")
+        address = bases[view.place.allocation] + view.place.offset
+        return Strided(address, tuple(shape), view.strides, view.itemsize)
+
+    def region(self, place: Place, nbytes: int, bases: Sequence[int]) -> int:
+        """The address of ``nbytes`` at ``place``, as mapped here.
+
+        Raises:
+            ValueError: they reach out of the allocation.
+        """
+        if place.offset + nbytes > self.allocations[place.allocation].size:
+            raise ValueError("a buffer reaches out of its allocation")
+        return bases[place.allocation] + place.offset
+
+
+def extent(view: Strided) -> int:
+    """Bytes from the first to behind the last element."""
+    if not prod(view.shape):
+        return 0
+    return sum((n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True)) + view.itemsize
+
+
+def _read(data: object) -> Description:
+    if not isinstance(data, dict):
+        raise TypeError(f"{type(data).__name__} instead of an object")
+    allocations = tuple(_allocation(row) for row in _list(data["allocations"], _MOST_ALLOCATIONS))
+    if sum(len(a.chunks) for a in allocations) > _MOST_CHUNKS:
+        raise ValueError("too many chunks")
+    layouts = [_layout(row) for row in _list(data["layouts"], _MOST_VIEWS)]
+    inboxes = {}
+    for source, inbox in data["inboxes"].items():
+        columns = [_list(inbox[name], _MOST_VIEWS) for name in ("layout", "allocation", "offset")]
+        views = tuple(
+            View(
+                _place([allocation, offset], allocations),
+                layouts[_int(layout, len(layouts))][1:],
+                layouts[layout][0],
+            )
+            for layout, allocation, offset in zip(*columns, strict=True)
+        )
+        inboxes[int(source)] = Inbox(
+            views, _place(inbox["checksums"], allocations), _place(inbox["bell"], allocations)
+        )
+    return Description(
+        process=_text(data["process"]),
+        device=_text(data["device"]),
+        allocations=allocations,
+        address=_text(data["address"]),
+        token=_hex(data["token"]),
+        inboxes=inboxes,
+    )
+
+
+def _allocation(row: object) -> Allocation:
+    base, size, handle, chunks = _list(row, 4)
+    sizes = tuple(_int(n, _MOST_BYTES) for n in _list(chunks, _MOST_CHUNKS))
+    if bool(handle) == bool(sizes) or (handle and len(_hex(handle)) != HANDLE_HEX):
+        raise ValueError("an allocation has one classic handle or some chunks")
+    if sizes and (sum(sizes) != size or 0 in sizes):
+        raise ValueError("an allocation is not as large as its chunks")
+    return Allocation(_int(base, 1 << 64), _int(size, _MOST_BYTES), handle, sizes)
+
+
+def _layout(row: object) -> tuple[int, ...]:
+    itemsize, *strides = _list(row, 1 + _MOST_DIMS)
+    if itemsize not in _ITEM_SIZES:
+        raise ValueError(f"items of {itemsize!r} bytes")
+    return (itemsize, *(_int(stride, _MOST_BYTES) for stride in strides))
+
+
+def _place(row: object, allocations: Sequence[Allocation]) -> Place:
+    index, offset = _list(row, 2)
+    return Place(_int(index, len(allocations)), _int(offset, allocations[index].size))
+
+
+def _list(value: object, most: int) -> list[Any]:
+    if not isinstance(value, list) or len(value) > most:
+        raise TypeError(f"no list of at most {most} entries")
+    return value
+
+
+def _int(value: object, below: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < below:
+        raise ValueError(f"{value!r} is no whole number from 0 to {below - 1}")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > 256:
+        raise TypeError("no short text")
+    return value
+
+
+def _hex(value: object) -> str:
+    bytes.fromhex(_text(value))
+    return str(value)

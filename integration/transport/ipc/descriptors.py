@@ -1,0 +1,145 @@
+"""File descriptors for the processes of this host that hold a token, over a Unix domain socket."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+logger = logging.getLogger(__name__)
+
+# Descriptors that travel at a time: they are open on both sides meanwhile, and a process may have few (1024).
+_BATCH = 32
+_REQUEST = struct.Struct("<II")
+_CREDENTIALS = struct.Struct("3i")
+TOKEN_BYTES = 32
+
+
+class DescriptorServer:
+    """Hands out descriptors, which it opens on demand, to readers that know the token; in a thread of its own.
+
+    It listens on an abstract address, which leaves nothing behind in the file system, and answers processes of
+    its own user only. It ends by itself when all readers have been served.
+
+    Attributes:
+        address: to connect to, without the leading zero byte.
+        token: hex; to be shown by readers.
+    """
+
+    def __init__(self, open_descriptor: Callable[[int], int], count: int, readers: int, timeout_s: float):
+        """Begin to serve.
+
+        Args:
+            open_descriptor: opens descriptor ``i`` (< ``count``); each is closed here after it was sent.
+            count: of descriptors.
+            readers: that will come, each once.
+            timeout_s: seconds that a reader may keep the others waiting.
+        """
+        self._open = open_descriptor
+        self._count = count
+        self._readers = readers
+        self._timeout = timeout_s
+        self.address = f"rlrefit-{secrets.token_hex(16)}"
+        self.token = secrets.token_hex(TOKEN_BYTES)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind("\0" + self.address)
+        self._listener.listen(64)
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="rlrefit-descriptors", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            try:
+                # Wakes the thread out of its accept.
+                self._listener.shutdown(socket.SHUT_RDWR)
+            except OSError as error:
+                logger.debug("the listener was closed already: %s", error)
+        self._thread.join(self._timeout)
+
+    def _serve(self) -> None:
+        with closing(self._listener):
+            while self._readers and not self._closed:
+                try:
+                    connection, _ = self._listener.accept()
+                except OSError:
+                    # Only ``close`` ends an accept.
+                    return
+                with closing(connection):
+                    connection.settimeout(self._timeout)
+                    try:
+                        if self._admits(connection):
+                            self._answer(connection)
+                            self._readers -= 1
+                    except Exception as error:
+                        # The reader sees its connection end, and says so on its side.
+                        logger.warning("a reader of GPU memory handles was not served: %s", error)
+
+    def _admits(self, connection: socket.socket) -> bool:
+        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, user, _ = _CREDENTIALS.unpack(raw)
+        shown = _read(connection, TOKEN_BYTES)
+        if user == os.getuid() and hmac.compare_digest(shown, bytes.fromhex(self.token)):
+            return True
+        logger.warning("process %d of user %d asked for GPU memory handles without the token", pid, user)
+        return False
+
+    def _answer(self, connection: socket.socket) -> None:
+        while request := _read(connection, _REQUEST.size, may_end=True):
+            start, count = _REQUEST.unpack(request)
+            if not 0 < count <= _BATCH or start + count > self._count:
+                raise ValueError(f"descriptors {start} to {start + count} of {self._count} were asked for")
+            opened: list[int] = []
+            try:
+                for index in range(start, start + count):
+                    opened.append(self._open(index))
+                socket.send_fds(connection, [b"\0"], opened)
+            finally:
+                for descriptor in opened:
+                    os.close(descriptor)
+
+
+def fetch(address: str, token: str, count: int, timeout_s: float) -> Iterator[int]:
+    """Descriptors 0 … ``count`` - 1 of a :class:`DescriptorServer`, in order; the caller closes each.
+
+    Raises:
+        OSError: the server is not there, refuses, or does not answer in time.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect("\0" + address)
+        connection.sendall(bytes.fromhex(token))
+        for start in range(0, count, _BATCH):
+            wanted = min(_BATCH, count - start)
+            connection.sendall(_REQUEST.pack(start, wanted))
+            data, descriptors, _, _ = socket.recv_fds(connection, 1, wanted)
+            pending = list(descriptors)
+            try:
+                if not data or len(descriptors) != wanted:
+                    raise OSError(f"the exporter sent {len(descriptors)} of {wanted} descriptors")
+                while pending:
+                    yield pending.pop(0)
+            finally:
+                for descriptor in pending:
+                    os.close(descriptor)
+
+
+def _read(connection: socket.socket, nbytes: int, *, may_end: bool = False) -> bytes:
+    """Exactly ``nbytes``, or nothing where the stream may end."""
+    data = b""
+    while len(data) < nbytes:
+        part = connection.recv(nbytes - len(data))
+        if not part:
+            if may_end and not data:
+                return b""
+            raise OSError("the connection ended in the middle of a request")
+        data += part
+    return data

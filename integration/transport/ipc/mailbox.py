@@ -1,0 +1,76 @@
+"""Mailboxes: where senders leave their checksums and ring when all their bytes have landed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from .driver import call
+
+# A bell is 64 bits wide so that checksums lie aligned behind it; its lower half holds the refit's number.
+BELL_BYTES = 8
+CHECKSUM_BYTES = 16
+
+
+class Mailbox:
+    """A receiver's: a bell for each sender, then two sums for each of its messages.
+
+    Attributes:
+        memory: int64, on the device.
+        checksums: int64 ``[messages, 2]``: the part of it where senders write their checksums.
+    """
+
+    def __init__(self, messages: Mapping[int, int], device: torch.device):
+        """Make an empty one.
+
+        Args:
+            messages: number of messages of each sender.
+            device: of the parameters.
+        """
+        self._senders = sorted(messages)
+        self._first: dict[int, int] = {}
+        count = 0
+        for sender in self._senders:
+            self._first[sender] = count
+            count += messages[sender]
+        # Rounded up, so that checksums are aligned to 16 bytes.
+        bells = len(self._senders) + len(self._senders) % 2
+        self.memory = torch.zeros(bells + 2 * count, dtype=torch.int64, device=device)
+        self.checksums = self.memory[bells:].view(count, 2)
+        self._bells = self.memory[: len(self._senders)]
+        self._seen = torch.zeros(len(self._senders), dtype=torch.int64).pin_memory()
+        self._stream = torch.cuda.Stream(device)
+        self._copied = torch.cuda.Event()
+        self._looking = False
+        # Peers may write as soon as they know the address.
+        torch.cuda.current_stream(device).synchronize()
+
+    def bell_address(self, sender: int) -> int:
+        """Where ``sender`` rings."""
+        return int(self._bells[self._senders.index(sender)].data_ptr())
+
+    def checksum_address(self, sender: int) -> int:
+        """Where the checksums of ``sender``'s messages go."""
+        return int(self.checksums.data_ptr()) + CHECKSUM_BYTES * self._first[sender]
+
+    def missing(self, refit: int) -> list[int] | None:
+        """The senders that have not rung for ``refit``; None while the answer is on its way. Does not wait."""
+        if not self._looking:
+            with torch.cuda.stream(self._stream):
+                self._seen.copy_(self._bells, non_blocking=True)
+                self._copied.record()
+            self._looking = True
+        if not self._copied.query():
+            return None
+        self._looking = False
+        rung = self._seen.tolist()
+        return [sender for sender, number in zip(self._senders, rung, strict=True) if number != refit]
+
+
+def ring(address: int, refit: int, stream: torch.cuda.Stream) -> None:
+    """Enqueue a ring: after all that ``stream`` did before has become visible to every GPU and the host.
+
+    The driver's write comes after a system-wide memory fence.
+    """
+    call("cuStreamWriteValue32", stream.cuda_stream, address, refit & 0xFFFFFFFF, 0)

@@ -1,0 +1,227 @@
+"""Device memory for other processes of the host: what an exporter offers, and what an importer maps.
+
+Memory of ``cudaMalloc`` has a classic IPC handle, which is plain data. Memory of virtual-memory pools (torch's
+expandable segments) is made of chunks; each is exported as a file descriptor, if its pool asked for that when it
+made the chunk, and the importer maps all of them in one row. Pools that did not (vLLM's sleep mode,
+torch_memory_saver) can't be exported at all, and the reason is raised as :class:`TransportUnavailable`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...errors import TransportUnavailable
+from .description import HANDLE_HEX, Allocation, Description, Place
+from .descriptors import DescriptorServer, fetch
+from .driver import DriverError, call, driver
+
+# Tells this process from all others; handles are not opened where they were made.
+PROCESS = secrets.token_hex(16)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Memory that the driver allocated or mapped as a whole; without a handle it is a chunk."""
+
+    base: int
+    size: int
+    handle: str
+
+
+class ExportedMemory:
+    """The allocations that hold some memory of this process.
+
+    Attributes:
+        allocations: in ascending order of their bases; chunks that follow each other are one.
+    """
+
+    def __init__(self, ranges: Iterable[tuple[int, int]], device: torch.device):
+        """Look them up.
+
+        Args:
+            ranges: (address, bytes) of memory on ``device``.
+            device: a CUDA device.
+
+        Raises:
+            TransportUnavailable: some memory can't be exported; says why.
+        """
+        self._device = device
+        self._server: DescriptorServer | None = None
+        blocks: dict[int, _Block] = {}
+        with torch.cuda.device(device):
+            covered = 0
+            for address, nbytes in sorted(ranges):
+                at = max(address, covered)
+                while at < address + nbytes:
+                    block = _block_at(at)
+                    blocks[block.base] = block
+                    covered = at = block.base + block.size
+        self._chunks = [block.base for block in blocks.values() if not block.handle]
+        self.allocations = _joined(list(blocks.values()))
+        self._bases = [a.base for a in self.allocations]
+
+    def place(self, address: int) -> Place:
+        """Where an address of the ranges lies."""
+        index = bisect_right(self._bases, address) - 1
+        return Place(index, address - self._bases[index])
+
+    def serve(self, readers: int, timeout_s: float) -> tuple[str, str]:
+        """Hand out the chunks' descriptors to ``readers`` processes; returns the address and token, empty if there are none."""
+        if not self._chunks or not readers:
+            return "", ""
+        self._server = DescriptorServer(self._open_chunk, len(self._chunks), readers, timeout_s)
+        return self._server.address, self._server.token
+
+    def close(self) -> None:
+        """Stop serving; safe to call twice. What peers have mapped stays mapped."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _open_chunk(self, index: int) -> int:
+        with torch.cuda.device(self._device):
+            return _chunk_descriptor(self._chunks[index])
+
+
+class ImportedMemory:
+    """A peer's allocations, mapped into this process.
+
+    Attributes:
+        bases: address of each of the description's allocations.
+    """
+
+    def __init__(self, description: Description, device: torch.device, timeout_s: float):
+        """Map them.
+
+        Args:
+            description: of the peer.
+            device: from which they will be reached.
+            timeout_s: limit of waiting for the peer's descriptors.
+
+        Raises:
+            TransportUnavailable: they can't be opened from here; says why.
+        """
+        self.bases: list[int] = []
+        self._close: list[Callable[[], None]] = []
+        self._device = device
+        if description.process == PROCESS:
+            # Rank threads of one process; their memory is here already.
+            if description.device != device_uuid(device):
+                raise TransportUnavailable(
+                    "one process drives both GPUs, and ipc joins processes", stage="connect"
+                )
+            self.bases = [a.base for a in description.allocations]
+            return
+        count = sum(len(a.chunks) for a in description.allocations)
+        descriptors = fetch(description.address, description.token, count, timeout_s) if count else iter(())
+        try:
+            with torch.cuda.device(device):
+                for allocation in description.allocations:
+                    if allocation.handle:
+                        self.bases.append(self._open_classic(allocation))
+                    else:
+                        self.bases.append(self._map_chunks(allocation, lambda: next(descriptors)))
+        except (DriverError, OSError) as error:
+            self.close()
+            raise TransportUnavailable(
+                f"a peer's GPU memory can't be opened ({error}). The processes must share the host, its IPC and network "
+                "namespaces and the user, and their GPUs must reach each other",
+                stage="connect",
+            ) from error
+
+    def close(self) -> None:
+        """Unmap everything; nothing on the device may use it any more. Safe to call twice."""
+        with torch.cuda.device(self._device):
+            while self._close:
+                self._close.pop()()
+
+    def _open_classic(self, allocation: Allocation) -> int:
+        handle = driver().CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), bytes.fromhex(allocation.handle), HANDLE_HEX // 2)
+        lazily = driver().CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        pointer = call("cuIpcOpenMemHandle", handle, lazily.value)
+        self._close.append(lambda: call("cuIpcCloseMemHandle", pointer))
+        return int(pointer)
+
+    def _map_chunks(self, allocation: Allocation, next_descriptor: Callable[[], int]) -> int:
+        start = call("cuMemAddressReserve", allocation.size, 0, 0, 0)
+        self._close.append(lambda: call("cuMemAddressFree", start, allocation.size))
+        at = int(start)
+        for size in allocation.chunks:
+            self._map_chunk(at, size, next_descriptor())
+            at += size
+        access = driver().CUmemAccessDesc()
+        access.location.type = driver().CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self._device.index
+        access.flags = driver().CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        call("cuMemSetAccess", start, allocation.size, [access], 1)
+        return int(start)
+
+    def _map_chunk(self, address: int, size: int, descriptor: int) -> None:
+        try:
+            handle = call("cuMemImportFromShareableHandle", descriptor, _descriptor_type())
+        finally:
+            os.close(descriptor)
+        try:
+            call("cuMemMap", address, size, 0, handle, 0)
+        finally:
+            # The mapping keeps the memory.
+            call("cuMemRelease", handle)
+        self._close.append(lambda: call("cuMemUnmap", address, size))
+
+
+def device_uuid(device: torch.device) -> str:
+    """The device's UUID, which is the same in all processes."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _block_at(address: int) -> _Block:
+    try:
+        base, size = call("cuMemGetAddressRange", address)
+        attribute = driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+        if call("cuPointerGetAttribute", attribute, int(base)):
+            handle = call("cuIpcGetMemHandle", int(base))
+            return _Block(int(base), int(size), ctypes.string_at(handle.getPtr(), HANDLE_HEX // 2).hex())
+        # Only an attempt tells whether the chunk can be exported.
+        os.close(_chunk_descriptor(int(base)))
+    except DriverError as error:
+        raise TransportUnavailable(
+            f"the parameters' GPU memory can't be shared with other processes ({error}): it comes from a pool that made "
+            "it without shareable handles, as vLLM's sleep mode and torch_memory_saver do",
+            stage="bind",
+        ) from error
+    return _Block(int(base), int(size), "")
+
+
+def _chunk_descriptor(base: int) -> int:
+    """A new file descriptor of the chunk that is mapped at ``base``."""
+    handle = call("cuMemRetainAllocationHandle", base)
+    try:
+        return int(call("cuMemExportToShareableHandle", handle, _descriptor_type(), 0))
+    finally:
+        call("cuMemRelease", handle)
+
+
+def _descriptor_type() -> object:
+    return driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def _joined(blocks: Sequence[_Block]) -> tuple[Allocation, ...]:
+    """Allocations of blocks in ascending order; chunks that follow each other become one."""
+    found: list[Allocation] = []
+    for block in blocks:
+        last = found[-1] if found else None
+        if block.handle:
+            found.append(Allocation(block.base, block.size, block.handle))
+        elif last is not None and last.chunks and last.base + last.size == block.base:
+            found[-1] = Allocation(last.base, last.size + block.size, "", (*last.chunks, block.size))
+        else:
+            found.append(Allocation(block.base, block.size, "", (block.size,)))
+    return tuple(found)

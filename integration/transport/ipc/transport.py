@@ -1,0 +1,313 @@
+"""The transport: one table of copies from live parameters to the peers' live parameters, a bell at its end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ...errors import PeerLost, PlanError, RefitMismatch, RefitTimeout, TransportUnavailable
+from ...layout import Fragment, volume
+from ...packing import CopyTable, Strided
+from ...plan import Message, Plan
+from ...records import StageClock
+from ..base import TransferResult, Transport, damaged
+from ..views import LiveViews
+from .description import Description, Inbox, View, extent
+from .driver import DriverError, missing
+from .mailbox import BELL_BYTES, CHECKSUM_BYTES, Mailbox, ring
+from .memory import PROCESS, ExportedMemory, ImportedMemory, device_uuid
+from .order import Write, interleave, pieces
+from .proofs import Bound, Proofs
+
+logger = logging.getLogger(__name__)
+
+# Seconds between looks at the device or the mailbox, and between looks at the other ranks meanwhile.
+_PAUSE = 2e-5
+_WATCH_EVERY = 0.5
+# Seconds that a failed epoch waits for its own writes before it unmaps the peers' memory.
+_DRAIN_WITHIN = 5.0
+
+
+class IpcTransport(Transport):
+    """Senders write strided segments into the receivers' parameters, which are mapped into their address space.
+
+    No byte is staged. A receiver takes no part in the copies: it watches its mailbox, where each sender rings
+    when all that it had for this receiver has landed. The caller sees to it that a sender starts only after all
+    receivers are :meth:`settled <settle>`.
+    """
+
+    name = "ipc"
+
+    def __init__(
+        self,
+        rank: int,
+        plan: Plan,
+        verify: str,
+        device: torch.device,
+        timeout_s: float,
+        watch: Callable[[str], None],
+        describe_rank: Callable[[int], str],
+    ):
+        """Take the plan; nothing is opened yet.
+
+        Args:
+            rank: of the refit world.
+            plan: this rank's, without relays; its rounds don't matter here.
+            verify: ``off``, ``sampled`` or ``full``, the same on all ranks.
+            device: of the parameters.
+            timeout_s: limit of any wait, in seconds.
+            watch: called with the stage now and then during a wait; raises if another rank has given up.
+            describe_rank: what a user calls a rank.
+
+        Raises:
+            PlanError: the plan has relays.
+        """
+        super().__init__(rank, verify)
+        self._device = device
+        self._timeout = timeout_s
+        self._watch = watch
+        self._who = describe_rank
+        self._sends = _by_peer(plan.sends, lambda message: message.destination)
+        self._receives = _by_peer(plan.receives, lambda message: message.source)
+        if any(m.is_relay for rounds in (plan.sends, plan.receives) for messages in rounds for m in messages):
+            raise PlanError(
+                "ipc takes no relays, since every sender reaches every receiver; make the plan without fan-out",
+                stage="bind",
+                rank=rank,
+            )
+        self._payload = sum(
+            m.payload_bytes for side in (self._sends, self._receives) for ms in side.values() for m in ms
+        )
+        self._exported: ExportedMemory | None = None
+        self._imported: list[ImportedMemory] = []
+        self._mailbox: Mailbox | None = None
+
+    def bind(self, fragments: Sequence[Fragment]) -> None:
+        reason = "the parameters are not on a GPU" if self._device.type != "cuda" else missing()
+        if reason:
+            raise TransportUnavailable(reason, stage="bind", rank=self.rank)
+        self._release(failed=False)
+        self._ended = torch.cuda.Event()
+        self._views = LiveViews(fragments)
+        self._bound_sends = self._bound(self._sends)
+        self._bound_receives = self._bound(self._receives)
+        if self._receives:
+            if self._mailbox is None:
+                counts = {sender: len(messages) for sender, messages in self._receives.items()}
+                self._mailbox = Mailbox(counts, self._device)
+                self._differ = torch.zeros_like(self._mailbox.checksums, dtype=torch.bool)
+                self._damage = torch.zeros(self._differ.shape, dtype=torch.bool).pin_memory()
+            live = [view for bound in self._bound_receives.values() for _, views in bound for view in views]
+            memory = self._mailbox.memory
+            ranges = [(view.address, extent(view)) for view in live]
+            self._exported = ExportedMemory([*ranges, (memory.data_ptr(), memory.nbytes)], self._device)
+        self._sent_proofs = Proofs(self._bound_sends, self.verify, self._device)
+        self._landed_proofs = Proofs(self._bound_receives, self.verify, self._device)
+
+    def describe(self) -> object:
+        description = Description(PROCESS, device_uuid(self._device))
+        if self._exported is not None and self._mailbox is not None:
+            address, token = self._exported.serve(len(self._receives), self._timeout)
+            description = Description(
+                PROCESS,
+                device_uuid(self._device),
+                self._exported.allocations,
+                address,
+                token,
+                {sender: self._inbox(sender, self._exported, self._mailbox) for sender in self._receives},
+            )
+        return description.to_json()
+
+    def connect(self, described: Sequence[object]) -> None:
+        writes: dict[int, list[Write]] = {}
+        told: list[tuple[Strided, Strided]] = []
+        bells: list[int] = []
+        rows = 0
+        for receiver, bound in sorted(self._bound_sends.items()):
+            peer = Description.from_json(described[receiver], receiver)
+            mapped = ImportedMemory(peer, self._device, self._timeout)
+            self._imported.append(mapped)
+            try:
+                inbox = peer.inboxes[self.rank]
+                targets = self._targets(bound, peer, inbox, mapped.bases)
+                checksums = peer.region(inbox.checksums, CHECKSUM_BYTES * len(bound), mapped.bases)
+                bells.append(peer.region(inbox.bell, BELL_BYTES, mapped.bases))
+            except (ValueError, KeyError) as error:
+                raise RefitMismatch(
+                    f"{self._who(receiver)} describes other memory than the plan needs ({error}); nothing was written. "
+                    "Do all ranks run the same rlrefit?",
+                    stage="connect",
+                    rank=self.rank,
+                ) from error
+            sources = [view for _, views in bound for view in views]
+            cut = (pieces(Write(*ends)) for ends in zip(sources, targets, strict=True))
+            writes[receiver] = [piece for parts in cut for piece in parts]
+            proofs = self._sent_proofs.sums[rows : rows + len(bound)]
+            rows += len(bound)
+            told.append(
+                (Strided.flat(proofs.data_ptr(), proofs.nbytes), Strided.flat(checksums, proofs.nbytes))
+            )
+        self._bells = bells
+        self._copies = CopyTable.build(interleave(writes, self.rank), self._device)
+        self._tell = CopyTable.build(told if self.verify != "off" else (), self._device)
+
+    def settle(self) -> None:
+        if self._receives:
+            # What was enqueued before still reads or writes the parameters that peers are about to overwrite.
+            event = torch.cuda.Event()
+            with self._classifying():
+                event.record(torch.cuda.current_stream(self._device))
+                self._wait(event.query, "handshake", lambda: "this rank's earlier work on its GPU")
+
+    def run(self, clock: StageClock) -> TransferResult:
+        self._refits += 1
+        verified = 0
+        with torch.cuda.device(self._device), self._classifying():
+            if self._sends:
+                with clock.stage("transfer"):
+                    self._write()
+                    with clock.waiting():
+                        self._wait(self._ended.query, "transfer", lambda: "this rank's writes to its peers")
+            if self._mailbox is not None:
+                with clock.stage("transfer"), clock.waiting():
+                    self._await_bells(self._mailbox)
+                if self.verify != "off":
+                    with clock.stage("verify"):
+                        verified = self._verify(self._mailbox, clock)
+        return TransferResult(self._payload, verified)
+
+    def close(self, *, failed: bool = False) -> None:
+        self._release(failed=failed)
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._mailbox.memory.nbytes if self._mailbox is not None else 0
+
+    def _write(self) -> None:
+        """Enqueue the whole refit of a sender."""
+        if self.verify != "off":
+            self._sent_proofs.compute(self._refits)
+            self._tell.launch()
+        self._copies.launch()
+        stream = torch.cuda.current_stream(self._device)
+        for bell in self._bells:
+            ring(bell, self._refits, stream)
+        self._ended.record(stream)
+
+    def _await_bells(self, mailbox: Mailbox) -> None:
+        late = sorted(self._receives)
+
+        def all_rang() -> bool:
+            nonlocal late
+            missing_now = mailbox.missing(self._refits)
+            late = late if missing_now is None else missing_now
+            return missing_now == []
+
+        self._wait(all_rang, "transfer", lambda: ", ".join(map(self._who, late)))
+
+    def _verify(self, mailbox: Mailbox, clock: StageClock) -> int:
+        covered = self._landed_proofs.compute(self._refits)
+        torch.ne(self._landed_proofs.sums, mailbox.checksums, out=self._differ)
+        self._damage.copy_(self._differ, non_blocking=True)
+        self._ended.record(torch.cuda.current_stream(self._device))
+        with clock.waiting():
+            self._wait(self._ended.query, "verify", lambda: "this rank's checksums")
+        for message, differs in zip(self._landed_proofs.messages, self._damage.any(1).tolist(), strict=True):
+            if differs:
+                raise damaged(message, self.rank)
+        return covered
+
+    def _bound(self, peers: Mapping[int, Sequence[Message]]) -> dict[int, list[Bound]]:
+        return {
+            peer: [(m, [Strided.of(self._views.of(s)) for s in m.segments]) for m in messages]
+            for peer, messages in peers.items()
+        }
+
+    def _inbox(self, sender: int, exported: ExportedMemory, mailbox: Mailbox) -> Inbox:
+        views = [view for _, live in self._bound_receives[sender] for view in live]
+        return Inbox(
+            tuple(View(exported.place(view.address), view.strides, view.itemsize) for view in views),
+            exported.place(mailbox.checksum_address(sender)),
+            exported.place(mailbox.bell_address(sender)),
+        )
+
+    def _targets(
+        self, bound: Sequence[Bound], peer: Description, inbox: Inbox, bases: Sequence[int]
+    ) -> list[Strided]:
+        segments = [segment for message, _ in bound for segment in message.segments]
+        found = []
+        for segment, view in zip(segments, inbox.views, strict=True):
+            if volume(segment.box) * view.itemsize != segment.nbytes:
+                raise ValueError(f"items of {view.itemsize} bytes for {segment.name}")
+            found.append(peer.target(view, [stop - start for start, stop in segment.box], bases))
+        return found
+
+    def _wait(self, done: Callable[[], bool], stage: str, late: Callable[[], str]) -> None:
+        """Poll until ``done``; ``late`` says who or what is waited for."""
+        start = time.monotonic()
+        next_watch = start + _WATCH_EVERY
+        while not done():
+            now = time.monotonic()
+            if now >= next_watch:
+                self._watch(stage)
+                next_watch = now + _WATCH_EVERY
+            if now - start > self._timeout:
+                raise RefitTimeout(
+                    f"{late()} did not finish within {self._timeout:.0f} s; dead, stuck, or late. Raise "
+                    "policy.refit.timeout_s if it is only slow",
+                    stage=stage,
+                    rank=self.rank,
+                )
+            time.sleep(_PAUSE)
+
+    @contextmanager
+    def _classifying(self) -> Iterator[None]:
+        try:
+            yield
+        except (torch.AcceleratorError, DriverError) as error:
+            raise PeerLost(
+                f"the GPU failed while it wrote to its peers' memory or read what they wrote: {error}. A peer may have "
+                "freed its parameters during the refit. This process's CUDA context can't be used any more; restart it",
+                stage="transfer",
+                rank=self.rank,
+            ) from error
+
+    def _release(self, *, failed: bool) -> None:
+        """Unmap the peers' memory and stop serving handles."""
+        if self._exported is not None:
+            self._exported.close()
+            self._exported = None
+        if self._imported and failed and not self._drained():
+            # Unmapping under a running kernel would break this process's context, and the trainer with it.
+            logger.warning("writes of a failed refit are still under way; their peers' memory stays mapped")
+            self._imported = []
+        while self._imported:
+            self._imported.pop().close()
+
+    def _drained(self) -> bool:
+        deadline = time.monotonic() + _DRAIN_WITHIN
+        try:
+            while not self._ended.query():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_PAUSE)
+        except torch.AcceleratorError as error:
+            logger.warning("the GPU is lost: %s", error)
+            return False
+        return True
+
+
+def _by_peer(
+    rounds: Sequence[Sequence[Message]], peer: Callable[[Message], int]
+) -> dict[int, tuple[Message, ...]]:
+    """Each peer's messages in the order of rounds, peers ascending."""
+    found: dict[int, list[Message]] = defaultdict(list)
+    for messages in rounds:
+        for message in messages:
+            found[peer(message)].append(message)
+    return {key: tuple(found[key]) for key in sorted(found)}
