@@ -133,4 +133,5 @@ class StageClock:
     def _since_origin(self, event: torch.cuda.Event) -> float:
         assert self._origin is not None, "events exist only on a CUDA device, whose clock has an origin"
         event.synchronize()
-        return self._origin.elapsed_time(event) / 1e3
+        milliseconds: float = self._origin.elapsed_time(event)
+        return milliseconds / 1e3

@@ -1,8 +1,9 @@
 """A refit session: one epoch of ranks, versions that commit everywhere or nowhere, one record per refit.
 
 1. ``RefitSession.open`` connects, lets all ranks agree on weights and plan, and makes communicators.
-2. ``refit(version)`` votes on the version, marks the engine dirty, moves the weights, runs the
-   engine's post-load work, and votes again: only if every rank succeeded does the version commit.
+2. ``refit(version)`` meets all ranks over the version, follows storages that moved on any of them, marks the
+   engine dirty, moves the weights, runs the engine's post-load work, and meets again: only if every rank
+   succeeded does the version commit.
 3. ``close`` ends the epoch.
 
 A rank that fails aborts the epoch, so that no rank waits for it; its peers raise ``PeerLost`` with its
@@ -17,18 +18,21 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
-from .channel import Channel, Rendezvous
+from .channel import Channel
 from .config import RefitConfig
 from .endpoints import WeightDestination, WeightSource
 from .engines import CheckpointEngine, make_engine
-from .errors import EngineDirty, RefitError, RefitMismatch
+from .errors import EngineDirty, RefitError, RefitTimeout
 from .manifest import Manifest
 from .records import RefitRecord, StageClock
+from .rendezvous import Rendezvous
 from .world import RefitWorld
 
 logger = logging.getLogger(__name__)
+
+# Seconds between looks at the device's progress, and between looks at the other ranks meanwhile.
+_PAUSE, _WATCH_EVERY = 2e-5, 0.5
 
 
 class ServingState:
@@ -84,7 +88,9 @@ class RefitSession:
         self.state = state
         self._channel = channel
         self._endpoint = endpoint
+        self._clock = StageClock(endpoint.device)
         self._failed = ""
+        self._closed = False
         self._refits = 0
 
     @staticmethod
@@ -95,7 +101,6 @@ class RefitSession:
         config: RefitConfig,
         *,
         engine: str = "nccl_xfer",
-        store: TCPStore | None = None,
         state: ServingState | None = None,
     ) -> RefitSession:
         """Join the epoch. All ranks must call it; it returns once all have agreed.
@@ -107,25 +112,25 @@ class RefitSession:
                 that the other ranks hear of it if it fails.
             config: the same on all ranks.
             engine: name of a registered checkpoint engine.
-            store: the store itself on the rank that opened it.
             state: serving state of the engine, kept over epochs; generation ranks only.
 
         Raises:
             RefitMismatch, PlanError, RefitTimeout, PeerLost: nothing has been written then.
         """
         world = RefitWorld(rank, rendezvous.train_ranks, rendezvous.gen_ranks, rendezvous.epoch)
-        channel = Channel(rendezvous, world, config.timeout_s, store)
+        channel = Channel(rendezvous, world, config.timeout_s)
         checkpoint_engine: CheckpointEngine | None = None
         try:
             checkpoint_engine = make_engine(engine, config, world, channel)
             endpoint = make_endpoint()
             manifest = checkpoint_engine.prepare(endpoint)
             checkpoint_engine.init_process_group()
-            channel.vote("ready", True)
+            channel.barrier("ready")
         except Exception as error:
             channel.abort(f"{type(error).__name__}: {error}")
             if checkpoint_engine is not None:
                 checkpoint_engine.finalize(failed=True)
+            channel.close()
             raise
         if rank == 0:
             logger.info(
@@ -149,22 +154,27 @@ class RefitSession:
                 )
         return RefitSession(world, channel, checkpoint_engine, endpoint, manifest, state or ServingState())
 
-    def refit(self, version: int) -> RefitRecord:
+    def refit(self, version: int, *, timeline: bool = False) -> RefitRecord:
         """Move all weights once and commit ``version`` on all ranks.
+
+        Args:
+            version: number of these weights; the same on all ranks.
+            timeline: whether the record carries every interval of every stage.
 
         Raises:
             RefitMismatch: the ranks were asked for different versions.
             RefitError: any failure on this rank, or ``PeerLost`` with another rank's reason. Engines that were
                 being written stay dirty.
         """
-        if self._failed:
+        if self._failed or self._closed:
+            why = f"ended with an error ({self._failed})" if self._failed else "is closed"
             raise RefitError(
-                f"this session ended with an error ({self._failed}); open one with a new epoch",
+                f"this session {why}; open one with a new epoch",
                 stage="handshake",
                 rank=self.world.rank,
             )
         try:
-            return self._refit(version)
+            return self._refit(version, timeline)
         except Exception as error:
             self._failed = f"{type(error).__name__}: {error}"
             self._channel.abort(self._failed)
@@ -174,16 +184,19 @@ class RefitSession:
             raise
 
     def close(self) -> None:
-        """End the epoch on this rank."""
-        self.engine.finalize()
+        """End the epoch on this rank; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self.engine.finalize(failed=bool(self._failed))
+        self._channel.close()
 
-    def _refit(self, version: int) -> RefitRecord:
-        device = self._endpoint.device
-        clock = StageClock(device)
+    def _refit(self, version: int, timeline: bool) -> RefitRecord:
+        device, clock = self._endpoint.device, self._clock
         memory_before = _memory_mark(device)
-        start = time.perf_counter()
+        clock.restart()
         with clock.stage("handshake"):
-            self._agree_on_version(version)
+            self._begin(version)
         if self.world.is_source:
             with clock.stage("export"):
                 cast(WeightSource, self._endpoint).settle()
@@ -192,11 +205,15 @@ class RefitSession:
             self.state.mark_dirty(version)
             moved = self.engine.receive_weights(version, clock)
             with clock.stage("post_load"):
-                self._finish(version)
-        with clock.stage("commit"):
-            self._channel.vote(f"commit/{self._refits}", True)
+                cast(WeightDestination, self._endpoint).finish(version)
+        with clock.waiting():
+            self._await_device()
+        with clock.stage("commit"), clock.waiting():
+            self._channel.barrier(f"commit/{self._refits}")
         if not self.world.is_source:
             self.state.commit(version)
+        # Counted once it is over on all ranks: a refit that failed here has no successor in this epoch.
+        self._refits += 1
         return RefitRecord(
             version=version,
             epoch=self.world.epoch,
@@ -208,24 +225,53 @@ class RefitSession:
             bytes_misc=moved.bytes_misc,
             bytes_kept=self._kept_bytes(),
             bytes_verified=moved.bytes_verified,
-            seconds_total=time.perf_counter() - start,
+            seconds_total=clock.wall_seconds,
+            host_seconds=clock.host_seconds,
             seconds=clock.seconds,
             peak_extra_bytes=max(self.engine.staging_bytes, _memory_peak(device) - memory_before),
+            timeline=clock.intervals() if timeline else (),
         )
 
-    def _finish(self, version: int) -> None:
-        cast(WeightDestination, self._endpoint).finish(version)
+    def _begin(self, version: int) -> None:
+        """Meet all ranks over the version, and follow storages that moved on any of them.
+
+        The meeting is counted and not named by version: ranks that disagree on the version must still meet.
+        """
+        stale = self.engine.stale()
+        with self._clock.waiting():
+            stale = self._channel.barrier(f"begin/{self._refits}", stale, agree=version)
+        if stale:
+            self.engine.rebind()
+
+    def _await_device(self) -> None:
+        """Wait until what this refit gave the device is done: only then has this rank sent or written all.
+
+        Polled, since torch's own waits have no limit and would not see that another rank has given up.
+        """
+        device = self._endpoint.device
+        if device.type != "cuda":
+            return
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(device))
+        start = time.monotonic()
+        next_watch = start + _WATCH_EVERY
+        while not done.query():
+            now = time.monotonic()
+            if now - start > self._channel.timeout_s:
+                raise RefitTimeout(
+                    f"the device did not finish this refit's work within {self._channel.timeout_s:.0f} s of the host; "
+                    "a kernel of it, or one that was queued before it, hangs. Raise policy.refit.timeout_s if other "
+                    "work on the same stream takes that long",
+                    stage="transfer",
+                    rank=self.world.rank,
+                )
+            if now >= next_watch:
+                self._channel.check_abort("transfer")
+                next_watch = now + _WATCH_EVERY
+            time.sleep(_PAUSE)
 
     def _kept_bytes(self) -> int:
         return 0 if self.world.is_source else cast(WeightDestination, self._endpoint).kept_bytes
-
-    def _agree_on_version(self, version: int) -> None:
-        # Counted and not named by version: ranks that disagree on the version must still meet here.
-        versions = self._channel.vote(f"begin/{self._refits}", version)
-        self._refits += 1
-        if len(set(versions)) != 1:
-            listed = ", ".join(f"{self.world.describe(r)}: {v}" for r, v in enumerate(versions))
-            raise RefitMismatch(f"the ranks were asked for different versions: {listed}", stage="handshake")
 
 
 def _memory_mark(device: torch.device) -> int:

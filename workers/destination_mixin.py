@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..integration.channel import Rendezvous
 from ..integration.config import RefitConfig
 from ..integration.endpoints import WeightDestination
+from ..integration.rendezvous import Rendezvous
 from ..integration.session import RefitSession, ServingState
 from .source_mixin import describe_manifest, open_session
 

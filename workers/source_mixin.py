@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..integration.channel import Rendezvous, open_store
 from ..integration.config import RefitConfig
 from ..integration.endpoints import WeightSource
 from ..integration.records import RefitRecord
+from ..integration.rendezvous import Rendezvous, RendezvousServer, open_rendezvous
 from ..integration.session import RefitSession
 
 
@@ -26,7 +26,7 @@ class SourceRefitMixin:
     refit_config: RefitConfig
     _refit_source: WeightSource | None = None
     _refit_session: RefitSession | None = None
-    _refit_store: Any = None
+    _refit_server: RendezvousServer | None = None
 
     def _make_refit_source(self) -> WeightSource:
         raise TypeError(
@@ -66,12 +66,18 @@ class SourceRefitMixin:
             gen_ranks: number of generation ranks over all replicas.
             epoch: number of the membership.
 
+        Returns:
+            What the other ranks need, as plain data. It holds the secret that admits them: hand it over by a way
+            that others can't read, and keep it out of logs.
+
         Raises:
-            RefitError: the configured port is taken.
+            RefitError: the configured port is taken, or ``host`` is not this host's address.
         """
         self.close_refit()
-        self._refit_store = open_store(host, self.refit_config.port, self.refit_config.timeout_s)
-        return Rendezvous(host, self._refit_store.port, train_ranks, gen_ranks, epoch).to_json()
+        self._refit_server = open_rendezvous(
+            host, train_ranks, gen_ranks, epoch=epoch, port=self.refit_config.port
+        )
+        return self._refit_server.rendezvous.to_json()
 
     def init_per_pp_refit_comm_group(
         self, rendezvous: dict[str, Any], rank: int, engine: str = "nccl_xfer"
@@ -99,7 +105,6 @@ class SourceRefitMixin:
             self._prepared_source,
             self.refit_config,
             engine=engine,
-            store=self._refit_store if rank == 0 else None,
         )
         return describe_manifest(self._refit_session)
 
@@ -121,7 +126,9 @@ class SourceRefitMixin:
     def close_refit(self) -> None:
         """End the epoch on this rank and free its communicators and buffers."""
         self._close_session()
-        self._refit_store = None
+        if self._refit_server is not None:
+            self._refit_server.close()
+        self._refit_server = None
 
     def _close_session(self) -> None:
         if self._refit_session is not None:

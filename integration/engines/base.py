@@ -49,6 +49,13 @@ class CheckpointEngine(ABC):
     def init_process_group(self) -> None:
         """Make communicators and buffers."""
 
+    def stale(self) -> bool:
+        """Whether storage on this rank has moved since it was bound; asked at the beginning of each refit."""
+        return False
+
+    def rebind(self) -> None:  # noqa: B027  # an engine that holds no views has nothing to follow
+        """Follow moved storages. A collective: called on all ranks if any is stale, before the engine is dirty."""
+
     @abstractmethod
     def send_weights(self, version: int, clock: StageClock) -> SendResult:
         """Trainer ranks: send all weights once."""

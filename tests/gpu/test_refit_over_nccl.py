@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from rlrefit.integration.rendezvous import Rendezvous, open_rendezvous
 from tests.refit.test_killed_peer import kill_a_rank
-from tests.spawn import free_port
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,8 +19,7 @@ pytestmark = [
 HIDDEN, INTERMEDIATE, EXPERTS = 512, 768, 8
 
 
-def rank_main(rank: int, size: int, port: int, engine: str, transport: str, results: Any) -> None:
-    from rlrefit.integration.channel import Rendezvous, open_store
+def rank_main(rank: int, meeting: Rendezvous, engine: str, transport: str, results: Any) -> None:
     from rlrefit.integration.config import RefitConfig
     from rlrefit.integration.manifest import TensorSpec
     from rlrefit.integration.session import RefitSession
@@ -28,7 +27,7 @@ def rank_main(rank: int, size: int, port: int, engine: str, transport: str, resu
 
     torch.cuda.set_device(rank)
     device = f"cuda:{rank}"
-    sources = size // 2
+    size, sources = meeting.size, meeting.train_ranks
     specs = [
         *(TensorSpec(f"experts.{e}.gate", (INTERMEDIATE, HIDDEN), torch.bfloat16) for e in range(EXPERTS)),
         *(TensorSpec(f"experts.{e}.down", (HIDDEN, INTERMEDIATE), torch.bfloat16) for e in range(EXPERTS)),
@@ -49,10 +48,8 @@ def rank_main(rank: int, size: int, port: int, engine: str, transport: str, resu
         layout |= {f"experts.{e}.down": [((0, HIDDEN), cut)] for e in range(EXPERTS)}
         layout |= {"norm": [((0, HIDDEN),)], "router": [((0, EXPERTS), (0, HIDDEN))]}
         endpoint = SyntheticDestination(specs, layout, device)
-    config = RefitConfig(transport=transport, bucket_mb=4, timeout_s=60.0, verify="full", port=port)
-    store = open_store("127.0.0.1", port, 60.0) if rank == 0 else None
-    meeting = Rendezvous("127.0.0.1", port, sources, size - sources)
-    session = RefitSession.open(meeting, rank, lambda: endpoint, config, engine=engine, store=store)
+    config = RefitConfig(transport=transport, bucket_mb=4, timeout_s=60.0, verify="full")
+    session = RefitSession.open(meeting, rank, lambda: endpoint, config, engine=engine)
     for version in (1, 2, 3):
         record, wrong = refit_changed(session, endpoint, version)
         results.put((rank, version, wrong, session.state.version, record.to_json()))
@@ -65,9 +62,11 @@ def rank_main(rank: int, size: int, port: int, engine: str, transport: str, resu
 def test_three_changed_refits_over_nccl_land_bit_for_bit(engine: str, transport: str) -> None:
     size = min(4, torch.cuda.device_count()) // 2 * 2
     spawn = multiprocessing.get_context("spawn")
-    results, port = spawn.Queue(), free_port()
+    results = spawn.Queue()
+    server = open_rendezvous("127.0.0.1", size // 2, size // 2)
     ranks = [
-        spawn.Process(target=rank_main, args=(r, size, port, engine, transport, results)) for r in range(size)
+        spawn.Process(target=rank_main, args=(r, server.rendezvous, engine, transport, results))
+        for r in range(size)
     ]
     for rank in ranks:
         rank.start()
@@ -77,6 +76,7 @@ def test_three_changed_refits_over_nccl_land_bit_for_bit(engine: str, transport:
         for rank in ranks:
             rank.join(20)
             rank.kill()
+        server.close()
     engines = [row for row in rows if row[0] >= size // 2]
     assert [(rank, wrong) for rank, _, wrong, _, _ in engines if wrong] == []
     assert all(version == committed for _, version, _, committed, _ in engines)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from rlrefit.integration.channel import Rendezvous, open_store
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.endpoints import storage_key
 from rlrefit.integration.layout import Box, Fragment, box_of
 from rlrefit.integration.layout.fragments import local_slice
 from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.rendezvous import open_rendezvous
 from rlrefit.integration.session import RefitSession
 
 Layout = dict[str, list[Box]]
@@ -157,18 +157,12 @@ def run_world(
     endpoints = [*sources, *destinations]
     config = config or RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full", transport="p2p")
     configs = [config] * len(endpoints) if isinstance(config, RefitConfig) else config
-    store = open_store("127.0.0.1", 0, configs[0].timeout_s)
-    meeting = Rendezvous("127.0.0.1", store.port, len(sources), len(destinations))
+    server = open_rendezvous("127.0.0.1", len(sources), len(destinations))
 
     def run(rank: int) -> Any:
         try:
             session = RefitSession.open(
-                meeting,
-                rank,
-                lambda: endpoints[rank],
-                configs[rank],
-                engine=engine,
-                store=store if rank == 0 else None,
+                server.rendezvous, rank, lambda: endpoints[rank], configs[rank], engine=engine
             )
             try:
                 return body(rank, session, endpoints[rank])
@@ -177,8 +171,11 @@ def run_world(
         except Exception as error:
             return error
 
-    with ThreadPoolExecutor(len(endpoints)) as pool:
-        return list(pool.map(run, range(len(endpoints))))
+    try:
+        with ThreadPoolExecutor(len(endpoints)) as pool:
+            return list(pool.map(run, range(len(endpoints))))
+    finally:
+        server.close()
 
 
 def _strided(shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

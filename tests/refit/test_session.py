@@ -262,9 +262,7 @@ def test_a_rank_that_never_comes_ends_in_a_timeout_that_names_it() -> None:
     start = time.monotonic()
     results = run_world(sources, destinations, body, config)
     assert time.monotonic() - start < 15
-    assert isinstance(results[0], RefitTimeout)
-    assert "generation rank 1" in str(results[0])
-    assert all(isinstance(r, PeerLost) and "generation rank 1" in str(r) for r in results[1:3])
+    assert all(isinstance(r, RefitTimeout) and "generation rank 1" in str(r) for r in results[:3])
 
 
 def test_a_loader_that_does_not_take_all_weights_is_an_error_and_commits_nothing() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlrefit.integration.channel import open_store
 from rlrefit.integration.errors import RefitError
+from rlrefit.integration.rendezvous import open_rendezvous
 
 from .command import run
 
@@ -75,7 +75,7 @@ def test_a_taken_port_is_named_with_the_key_to_change() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(RefitError, match=r"policy\.refit\.port") as caught:
-            open_store("127.0.0.1", taken.getsockname()[1], 5.0)
+            open_rendezvous("127.0.0.1", 1, 1, port=taken.getsockname()[1])
     assert str(taken) not in str(caught.value)
 
 

@@ -1,0 +1,233 @@
+"""The bytes between a rank and the rendezvous: an opening that proves the token, then signed frames.
+
+1. The server sends ``MAGIC`` and a nonce.
+2. The client answers with a nonce, its rank, its role and a proof: an HMAC-SHA256 of all of that under the token.
+3. The server sends its own proof. Whoever does not hold the token has been refused by now, on both sides.
+4. Frames: body length (u32), signature (16 bytes of an HMAC-SHA256), body. Each direction has a key of its own,
+   derived from the token and both nonces, and the signature covers the frame's number, so that nothing can be
+   replayed, dropped or moved to another connection.
+
+A body is a code (u8) and fields (u32 length and bytes each). Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import struct
+import zlib
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+MAGIC = b"rlrefit\x01"
+NONCE_BYTES = 16
+PROOF_BYTES = 32
+GREETING_BYTES = len(MAGIC) + NONCE_BYTES
+_HELLO = struct.Struct(f"<{NONCE_BYTES}sIB{PROOF_BYTES}s")
+HELLO_BYTES = _HELLO.size
+_SIGNATURE_BYTES = 16
+_HEADER = struct.Struct(f"<I{_SIGNATURE_BYTES}s")
+HEADER_BYTES = _HEADER.size
+# Of one message, as it travels and as it unpacks.
+MAX_MESSAGE = 64 << 20
+_MAX_FIELDS = 1 << 17
+_COMPRESS_ABOVE = 512
+_ZLIB_HEADER = b"\x78"  # no JSON begins so
+
+
+class Malformed(ValueError):
+    """Bytes that no rank of this world would send."""
+
+
+class Role(IntEnum):
+    """What a connection is for: the end of a rank's ``MEMBER`` connection is the end of the rank."""
+
+    MEMBER = 0
+    GROUP_STORE = 1
+
+
+class Op(IntEnum):
+    """Requests, with their fields."""
+
+    PUBLISH = 1  # topic, value: under the sender's rank
+    READ = 2  # topic, rank, milliseconds
+    MEET = 3  # topic, milliseconds, compare?, flag, value
+    ABORT = 4  # reason
+    LOOK = 5  # whether a rank has given up
+    LEAVE = 6
+    SET = 7  # key, value
+    GET = 8  # key, milliseconds
+    WAIT = 9  # milliseconds, keys…
+    CHECK = 10  # keys…
+    ADD = 11  # key, amount
+    DELETE = 12  # key
+
+
+class Status(IntEnum):
+    """Answers, with their fields."""
+
+    OK = 1  # as the request has it
+    DIFFER = 2  # values by rank: a comparing meeting had different ones
+    ABORTED = 3  # rank, reason
+    TIMEOUT = 4  # missing ranks…
+    REFUSED = 5  # why
+
+
+def proof(key: bytes, label: bytes, server_nonce: bytes, client_nonce: bytes, rank: int, role: int) -> bytes:
+    """HMAC-SHA256 under the token of who is opening which connection; ``label`` tells the two sides apart."""
+    return hmac.digest(
+        key, label + server_nonce + client_nonce + struct.pack("<IB", rank & 0xFFFFFFFF, role), "sha256"
+    )
+
+
+def pack_hello(key: bytes, server_nonce: bytes, client_nonce: bytes, rank: int, role: Role) -> bytes:
+    """A client's opening."""
+    return _HELLO.pack(
+        client_nonce, rank, role, proof(key, b"client", server_nonce, client_nonce, rank, role)
+    )
+
+
+def check_hello(key: bytes, server_nonce: bytes, hello: bytes) -> tuple[bytes, int, Role]:
+    """(Client's nonce, rank, role) of an opening.
+
+    Raises:
+        Malformed: it does not prove the token, or is not an opening.
+    """
+    client_nonce, rank, role, given = _HELLO.unpack(hello)
+    if not hmac.compare_digest(given, proof(key, b"client", server_nonce, client_nonce, rank, role)):
+        raise Malformed("it does not hold this rendezvous' token")
+    try:
+        return client_nonce, rank, Role(role)
+    except ValueError:
+        raise Malformed(f"role {role} is unknown; another version of rlrefit?") from None
+
+
+class Signer:
+    """Signs and checks the frames of one direction of one connection, in their order."""
+
+    def __init__(self, key: bytes, direction: bytes, server_nonce: bytes, client_nonce: bytes):
+        self._key = hmac.digest(key, b"frames " + direction + server_nonce + client_nonce, "sha256")
+        self._count = 0
+
+    def frame(self, body: bytes) -> bytes:
+        """The next frame to send.
+
+        Raises:
+            Malformed: the body is larger than ``MAX_MESSAGE``.
+        """
+        if len(body) > MAX_MESSAGE:
+            raise Malformed(f"a message of {len(body)} bytes is above the limit of {MAX_MESSAGE}")
+        return _HEADER.pack(len(body), self._next_signature(body)) + body
+
+    def check(self, signature: bytes, body: bytes) -> None:
+        """Accept the next frame that came.
+
+        Raises:
+            Malformed: it is not the next one that the peer signed.
+        """
+        if not hmac.compare_digest(signature, self._next_signature(body)):
+            raise Malformed("its signature is wrong: the bytes were changed, replayed or lost on the way")
+
+    def _next_signature(self, body: bytes) -> bytes:
+        self._count += 1
+        signed = hmac.digest(self._key, self._count.to_bytes(8, "little") + body, "sha256")
+        return signed[:_SIGNATURE_BYTES]
+
+
+def parse_header(header: bytes) -> tuple[int, bytes]:
+    """(Length of the body, signature).
+
+    Raises:
+        Malformed: the body would be larger than ``MAX_MESSAGE``.
+    """
+    length, signature = _HEADER.unpack(header)
+    if length > MAX_MESSAGE:
+        raise Malformed(f"a message of {length} bytes is above the limit of {MAX_MESSAGE}")
+    return length, signature
+
+
+def pack_body(code: int, fields: Sequence[bytes] = ()) -> bytes:
+    """A body of ``code`` and ``fields``."""
+    parts = [bytes((code,))]
+    for field in fields:
+        parts += (len(field).to_bytes(4, "little"), field)
+    return b"".join(parts)
+
+
+def unpack_body(body: bytes) -> tuple[int, list[bytes]]:
+    """Inverse of :func:`pack_body`.
+
+    Raises:
+        Malformed: lengths and bytes do not fit, or there are too many fields.
+    """
+    if not body:
+        raise Malformed("an empty message")
+    fields: list[bytes] = []
+    cursor, end = 1, len(body)
+    while cursor < end:
+        start = cursor + 4
+        cursor = start + int.from_bytes(body[cursor:start], "little")
+        if start > end or cursor > end or len(fields) == _MAX_FIELDS:
+            raise Malformed("its fields do not fill it")
+        fields.append(body[start:cursor])
+    return body[0], fields
+
+
+def pack_int(value: int) -> bytes:
+    """Eight bytes, little-endian, signed."""
+    return value.to_bytes(8, "little", signed=True)
+
+
+def unpack_int(field: bytes) -> int:
+    """Inverse of :func:`pack_int`.
+
+    Raises:
+        Malformed: not eight bytes.
+    """
+    if len(field) != 8:
+        raise Malformed(f"a number of {len(field)} bytes")
+    return int.from_bytes(field, "little", signed=True)
+
+
+def pack_wait(seconds: float) -> bytes:
+    """A limit as it travels: whole milliseconds, at least one."""
+    return pack_int(max(1, int(seconds * 1e3)))
+
+
+def pack_json(data: Any) -> bytes:
+    """JSON, compressed if it is long.
+
+    Raises:
+        Malformed: the JSON is larger than ``MAX_MESSAGE``.
+    """
+    raw = json.dumps(data, separators=(",", ":")).encode()
+    if len(raw) > MAX_MESSAGE:
+        raise Malformed(f"data of {len(raw)} bytes is above the limit of {MAX_MESSAGE}")
+    return zlib.compress(raw, 1) if len(raw) > _COMPRESS_ABOVE else raw
+
+
+def unpack_json(packed: bytes) -> Any:
+    """Inverse of :func:`pack_json`; never unpacks more than ``MAX_MESSAGE`` bytes.
+
+    Raises:
+        Malformed: not JSON or compressed JSON, or larger than allowed.
+    """
+    raw = _inflated(packed) if packed.startswith(_ZLIB_HEADER) else packed
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"it is no JSON: {error}") from error
+
+
+def _inflated(packed: bytes) -> bytes:
+    inflate = zlib.decompressobj()
+    try:
+        raw = inflate.decompress(packed, MAX_MESSAGE)
+    except zlib.error as error:
+        raise Malformed(f"it does not unpack: {error}") from error
+    if not inflate.eof or inflate.unused_data:
+        raise Malformed(
+            f"it is cut short, unpacks to more than {MAX_MESSAGE} bytes, or more stands behind it"
+        )
+    return raw
