@@ -1,0 +1,205 @@
+"""The p2p transport over gloo: any layout, relays, messages without staging, sampled checks, damage, rebinding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlrefit.integration.errors import PlanError, RefitMismatch, VerificationError
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.plan import Message, Plan, Segment
+from rlrefit.integration.transport.cargo import Cargo
+from rlrefit.integration.transport.staging import share_buckets
+from rlrefit.integration.transport.views import LiveViews
+from tests.p2p.worlds import Rank, Setting, contiguous, run_threads
+from tests.plan.worlds import Layouts, layouts
+from tests.refit.synthetic import SyntheticDestination, SyntheticSource
+
+MIB = 1 << 20
+
+
+def refit_versions(*versions: int) -> Any:
+    return lambda rank: [rank.refit(version) for version in versions]
+
+
+def raise_failures(results: list[Any]) -> None:
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+
+
+@given(layouts(max_ranks=3), st.sampled_from([512, 4096]), st.booleans(), st.integers(1, 3))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_layout_lands_bit_for_bit_with_and_without_relays_in_any_number_of_lanes(
+    world: Layouts, bucket_bytes: int, fan_out: bool, lanes: int
+) -> None:
+    # Bytes have no NaN to start from.
+    specs = [s._replace(dtype=torch.float32) if s.dtype == torch.uint8 else s for s in world.specs]
+    results = run_threads(
+        specs,
+        [SyntheticSource(specs, held) for held in world.sources],
+        [SyntheticDestination(specs, wanted) for wanted in world.destinations],
+        refit_versions(1, 2),
+        Setting(bucket_bytes, lanes, "full", fan_out),
+    )
+    raise_failures(results)
+    assert [wrong for rank in results for _, wrong in rank] == [[]] * len(results) * 2
+
+
+def replicas(shape: tuple[int, int], count: int, trainers: int, engines: int) -> tuple[Any, Any, Any]:
+    """Weights cut by rows over the trainers, whole on every engine rank."""
+    specs = [TensorSpec(f"w{i}", shape, torch.bfloat16) for i in range(count)]
+    rows = shape[0] // trainers
+    sources = [
+        SyntheticSource(specs, {s.name: [((r * rows, (r + 1) * rows), (0, shape[1]))] for s in specs})
+        for r in range(trainers)
+    ]
+    whole = {s.name: [((0, shape[0]), (0, shape[1]))] for s in specs}
+    return specs, sources, [SyntheticDestination(specs, whole) for _ in range(engines)]
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_engines_that_want_the_same_pass_it_on_and_every_message_gets_its_turn_to_be_checked(
+    lanes: int,
+) -> None:
+    specs, sources, destinations = replicas((64, 96), 12, trainers=2, engines=3)
+
+    def body(rank: Rank) -> Any:
+        relays = sum(m.is_relay for messages in rank.plan.sends for m in messages)
+        turns = max((of for _, of in rank.transport._cargo.turns.values()), default=1)
+        return relays, turns, [rank.refit(version) for version in range(1, 13)]
+
+    setting = Setting(bucket_bytes=24_000, lanes=lanes, verify="sampled", fan_out=True)
+    results = run_threads(specs, sources, destinations, body, setting)
+    raise_failures(results)
+    engines = results[2:]
+    assert all(relays > 0 for relays, _, _ in engines)
+    kept = sum(s.nbytes for s in specs)
+    for _, turns, refits in engines:
+        assert turns <= 12
+        assert all(wrong == [] for _, wrong in refits)
+        assert all(result.payload_bytes > kept for result, _ in refits)  # and what it passed on
+        assert all(result.verified_bytes > 0 for result, _ in refits)
+        assert sum(result.verified_bytes for result, _ in refits[:turns]) >= kept
+
+
+def large(*, gaps_in: str = "") -> tuple[Any, Any, Any]:
+    """Two weights of 9 MiB from one trainer to one engine; ``gaps_in`` one side's storage or none's."""
+    specs = [TensorSpec(f"w{i}", (9 * 1024, 512), torch.bfloat16) for i in range(2)]
+    layout = {s.name: [((0, 9 * 1024), (0, 512))] for s in specs}
+    source, destination = SyntheticSource(specs, layout), SyntheticDestination(specs, layout)
+    return (
+        specs,
+        [source if gaps_in == "trainer" else contiguous(source)],
+        [destination if gaps_in == "engine" else contiguous(destination)],
+    )
+
+
+@pytest.mark.parametrize("gaps_in", ["", "trainer", "engine"])
+def test_large_messages_go_without_staging_only_if_both_ends_are_contiguous(gaps_in: str) -> None:
+    def body(rank: Rank) -> Any:
+        return rank.transport.staging_bytes, [rank.refit(version) for version in (1, 2)]
+
+    setting = Setting(bucket_bytes=16 * MIB, verify="full")
+    results = run_threads(*large(gaps_in=gaps_in), body, setting)
+    raise_failures(results)
+    for staging, refits in results:
+        assert (staging == 0) == (not gaps_in)
+        assert staging <= 2 * setting.bucket_bytes
+        assert all(wrong == [] for _, wrong in refits)
+    assert all(result.verified_bytes == 18 * MIB for result, _ in results[1][1])
+
+
+@pytest.mark.parametrize("gaps_in", ["", "engine"])
+def test_a_byte_that_the_wire_changes_is_caught_with_and_without_staging(gaps_in: str) -> None:
+    specs, sources, destinations = large(gaps_in=gaps_in)
+
+    def body(rank: Rank) -> Any:
+        rank.refit(1)
+        if rank.rank == 1:
+            replay = rank.transport._replay
+            assert replay is not None
+            last = replay.exchanges[-1]
+            receive = last.start
+
+            def start(stage: str) -> None:
+                receive(stage)
+                last._receives[0].buffer[4567] ^= 1
+
+            last.start = start  # type: ignore[method-assign]
+        return rank.refit(2)
+
+    results = run_threads(specs, sources, destinations, body, Setting(16 * MIB, verify="full"))
+    assert isinstance(results[1], VerificationError)
+    assert "round 2 is not what was sent" in str(results[1])
+    assert "w1" in str(results[1])
+
+
+def test_storage_that_moved_is_bound_again_with_the_same_buckets() -> None:
+    specs, sources, destinations = replicas((64, 96), 4, trainers=1, engines=1)
+
+    def body(rank: Rank) -> Any:
+        before = [rank.refit(1)]
+        buckets = [b.data_ptr() for b in rank.transport._replay.buckets.values()]  # type: ignore[union-attr]
+        held = "_held" if rank.rank == 0 else "_wanted"
+        moved = {key: view.clone() for key, view in getattr(rank.endpoint, held).items()}
+        setattr(rank.endpoint, held, moved)
+        rank.bind()
+        after = [b.data_ptr() for b in rank.transport._replay.buckets.values()]  # type: ignore[union-attr]
+        return buckets == after, [*before, rank.refit(2)]
+
+    results = run_threads(specs, sources, destinations, body, Setting(bucket_bytes=4096))
+    raise_failures(results)
+    for same, refits in results:
+        assert same
+        assert all(wrong == [] for _, wrong in refits)
+
+
+@pytest.mark.parametrize("said", [None, {"sends": 3}, {"receives": {"0": 7}, "sends": {"0": 7}}, []])
+def test_what_a_peer_says_of_its_storage_is_not_trusted(said: Any) -> None:
+    segment = Segment("w", ((0, 4),), 0, 16)
+    plan = Plan(0, ((Message(0, 1, 0, (segment,), 32, 0),),), ((),), "", {})
+    with pytest.raises(RefitMismatch, match="malformed"):
+        Cargo(plan).settle(LiveViews([]), [None, said])
+
+
+def test_a_relay_of_what_did_not_arrive_before_is_a_fault_of_the_plan() -> None:
+    segment = Segment("w", ((0, 4),), 0, 16)
+    relay = Message(1, 2, 1, (segment,), 32, 0)
+    for received in ((), (replace(relay, source=0, destination=1, round_index=1, nbytes=48),)):
+        with pytest.raises(PlanError, match="did not arrive"):
+            Cargo(Plan(1, ((relay,),), (received,), "", {}))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 4)), max_size=30))
+@settings(max_examples=200, deadline=None)
+def test_a_bucket_is_never_taken_before_all_have_read_it(rounds: list[tuple[int, int, int]]) -> None:
+    needs, lanes = [need for need, _, _ in rounds], [lane for _, lane, _ in rounds]
+    readers = [
+        sorted({min(index + 1 + late, len(rounds) - 1)} - {index}) if late < 3 and need else []
+        for index, (need, _, late) in enumerate(rounds)
+    ]
+    staging = share_buckets(needs, lanes, readers)
+    holder: dict[int, int] = {}
+    for index, bucket in enumerate(staging.bucket_of):
+        assert (bucket >= 0) == (needs[index] > 0)
+        if bucket < 0:
+            continue
+        assert staging.nbytes[bucket] >= needs[index]
+        assert staging.before[index] == holder.get(bucket, -1)
+        if bucket in holder:
+            tenant = holder[bucket]
+            assert lanes[tenant] == lanes[index]
+            assert all(reader < index for reader in readers[tenant])
+            between = [i for i in range(tenant + 1, index) if needs[i] and lanes[i] == lanes[index]]
+            assert between, "the round just before is still on the wire"
+        holder[bucket] = index
+    if not any(readers):
+        for lane in range(3):
+            used = {b for b, own in zip(staging.bucket_of, lanes, strict=True) if own == lane and b >= 0}
+            assert len(used) <= 2
