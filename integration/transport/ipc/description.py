@@ -167,14 +167,14 @@ def extent(view: Strided) -> int:
 
 
 def _read(data: object) -> Description:
-    if not isinstance(data, dict):
-        raise TypeError(f"{type(data).__name__} instead of an object")
+    data = _object(data)
     allocations = tuple(_allocation(row) for row in _list(data["allocations"], _MOST_ALLOCATIONS))
     if sum(len(a.chunks) for a in allocations) > _MOST_CHUNKS:
         raise ValueError("too many chunks")
     layouts = [_layout(row) for row in _list(data["layouts"], _MOST_VIEWS)]
     inboxes = {}
-    for source, inbox in data["inboxes"].items():
+    for source, row in _object(data["inboxes"]).items():
+        inbox = _object(row)
         columns = [_list(inbox[name], _MOST_VIEWS) for name in ("layout", "allocation", "offset")]
         views = tuple(
             View(
@@ -200,7 +200,7 @@ def _read(data: object) -> Description:
 def _allocation(row: object) -> Allocation:
     base, size, handle, chunks = _list(row, 4)
     sizes = tuple(_int(n, _MOST_BYTES) for n in _list(chunks, _MOST_CHUNKS))
-    if bool(handle) == bool(sizes) or (handle and len(_hex(handle)) != HANDLE_HEX):
+    if len(_hex(handle)) != (0 if sizes else HANDLE_HEX):
         raise ValueError("an allocation has one classic handle or some chunks")
     if sizes and (sum(sizes) != size or 0 in sizes):
         raise ValueError("an allocation is not as large as its chunks")
@@ -217,6 +217,12 @@ def _layout(row: object) -> tuple[int, ...]:
 def _place(row: object, allocations: Sequence[Allocation]) -> Place:
     index, offset = _list(row, 2)
     return Place(_int(index, len(allocations)), _int(offset, allocations[index].size))
+
+
+def _object(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{type(value).__name__} instead of an object")
+    return value
 
 
 def _list(value: object, most: int) -> list[Any]:

@@ -1,0 +1,102 @@
+"""One-sided refits between processes: on one GPU that they share, or each on its own where there are more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ipc.worlds import Scenario, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> str:
+    return str(tmp_path / "meeting")
+
+
+@pytest.mark.parametrize(("sources", "destinations"), [(2, 2), (1, 2), (2, 1)])
+def test_three_changed_refits_land_bit_for_bit_in_strided_parameters(
+    meeting: str, sources: int, destinations: int
+) -> None:
+    ranks = run(Scenario(meeting, sources, destinations))
+    for rank in ranks[sources:]:
+        assert [refit["wrong"] for refit in rank["refits"]] == [[], [], []]
+        assert all(refit["verified"] == refit["payload"] > 0 for refit in rank["refits"])
+
+
+@pytest.mark.parametrize("verify", ["off", "sampled"])
+def test_less_verification_checks_less_and_moves_the_same(meeting: str, verify: str) -> None:
+    ranks = run(Scenario(meeting, verify=verify, bucket_bytes=1 << 19))
+    for rank in ranks[2:]:
+        assert [refit["wrong"] for refit in rank["refits"]] == [[], [], []]
+        verified = [refit["verified"] for refit in rank["refits"]]
+        assert all(v == 0 if verify == "off" else 0 < v < rank["refits"][0]["payload"] for v in verified)
+
+
+def test_parameters_in_expandable_segments_of_many_chunks_are_written(meeting: str) -> None:
+    ranks = run(Scenario(meeting, expandable=True, rows=200_000))
+    for rank in ranks[2:]:
+        assert [refit["wrong"] for refit in rank["refits"]] == [[], [], []]
+
+
+def test_parameters_that_moved_are_found_again_and_the_old_ones_left_alone(meeting: str) -> None:
+    for rank in run(Scenario(meeting, action="move"))[2:]:
+        assert [refit["wrong"] for refit in rank["refits"]] == [[], [], []]
+
+
+def test_a_killed_sender_ends_in_a_typed_error_that_names_it_within_the_timeout(meeting: str) -> None:
+    ranks = run(Scenario(meeting, action="kill", timeout_s=3.0))
+    assert ranks[0] is None
+    assert ranks[1]["ended"] == "done"
+    for rank in ranks[2:]:
+        assert rank["ended"].startswith("RefitTimeout: refit rank 0 did not finish")
+        assert 3.0 <= rank["seconds"] < 5.0
+
+
+def test_a_checksum_that_differs_is_an_error_that_names_sender_and_weight(meeting: str) -> None:
+    ranks = run(Scenario(meeting, action="lie"))
+    assert ranks[2]["ended"].startswith("VerificationError: what landed from refit rank 0")
+    assert "parameter " in ranks[2]["ended"]
+    assert ranks[3]["ended"] == "done"
+
+
+@pytest.mark.parametrize(("action", "expandable"), [("refits", False), ("epochs", False), ("epochs", True)])
+def test_a_hundred_refits_or_epochs_leave_no_memory_and_no_descriptors(
+    meeting: str, action: str, expandable: bool
+) -> None:
+    ranks = run(
+        Scenario(meeting, 1, 1, action=action, times=100, expandable=expandable, verify="sampled"), 240.0
+    )
+    assert not any(refit["wrong"] for refit in ranks[1]["refits"])
+    for rank in ranks:
+        assert rank["resources"][-1] == rank["resources"][9]
+
+
+def test_memory_made_without_shareable_handles_is_refused_with_the_reason() -> None:
+    from rlrefit.integration.errors import TransportUnavailable
+    from rlrefit.integration.transport.ipc.driver import call, driver
+    from rlrefit.integration.transport.ipc.memory import ExportedMemory
+
+    device = torch.device("cuda", 0)
+    torch.zeros(1, device=device)
+    wanted = driver().CUmemAllocationProp()
+    wanted.type = driver().CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    wanted.location.type = driver().CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    wanted.location.id = 0
+    size = 2 << 20
+    handle = call("cuMemCreate", size, wanted, 0)
+    address = call("cuMemAddressReserve", size, 0, 0, 0)
+    call("cuMemMap", address, size, 0, handle, 0)
+    try:
+        with pytest.raises(TransportUnavailable, match="without shareable handles"):
+            ExportedMemory([(int(address) + 512, 1024)], device)
+    finally:
+        call("cuMemUnmap", address, size)
+        call("cuMemAddressFree", address, size)
+        call("cuMemRelease", handle)

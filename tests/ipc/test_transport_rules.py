@@ -1,0 +1,79 @@
+"""Where ipc can serve and where it says why not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rlrefit.integration.errors import PlanError, TransportUnavailable
+from rlrefit.integration.plan import Message, Plan, Segment
+from rlrefit.integration.transport import IpcTransport
+from rlrefit.integration.transport.ipc import availability, facts
+
+GPU = {
+    "host": "a/1",
+    "lacks": "",
+    "device": "GPU-0",
+    "visible": ["GPU-0", "GPU-1"],
+    "reaches": ["GPU-0", "GPU-1"],
+}
+OTHER = {**GPU, "device": "GPU-1"}
+
+
+def test_gpus_of_one_host_that_reach_each_other_can_be_joined() -> None:
+    able, reason = availability([GPU, OTHER], 1)
+    assert able
+    assert "one host" in reason
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ([GPU, {**OTHER, "host": "b/1"}], "2 hosts"),
+        ([{**GPU, "reaches": ["GPU-0"]}, OTHER], "refit rank 0 can't reach the GPU of refit rank 1"),
+        ([GPU, {"host": "a/1", "lacks": "its parameters are not on a GPU"}], "refit rank 1: its parameters"),
+    ],
+)
+def test_ranks_that_can_not_be_joined_are_named_with_the_reason(told: list[Any], reason: str) -> None:
+    able, why = availability(told, 1)
+    assert not able
+    assert reason in why
+
+
+def test_a_gpu_that_the_sender_does_not_see_is_left_to_the_attempt() -> None:
+    hidden = {**GPU, "visible": ["GPU-0"], "reaches": ["GPU-0"]}
+    assert availability([hidden, OTHER], 1)[0]
+
+
+def test_a_receiver_need_not_reach_its_senders() -> None:
+    assert availability([GPU, {**OTHER, "reaches": ["GPU-1"]}], 1)[0]
+
+
+def test_a_rank_on_a_cpu_says_so() -> None:
+    told = facts(torch.device("cpu"))
+    assert availability([told, told], 1) == (False, "refit rank 0: its parameters are not on a GPU")
+
+
+def transport(plan: Plan) -> IpcTransport:
+    return IpcTransport(1, plan, "full", torch.device("cpu"), 1.0, lambda stage: None, str)
+
+
+MESSAGE = Message(0, 1, 0, (Segment("w", ((0, 4),), 0, 8),), 32, 0)
+PLAN = Plan(1, ((),), ((MESSAGE,),), "digest", {})
+
+
+def test_parameters_on_a_cpu_are_refused_when_it_binds_and_it_closes_all_the_same() -> None:
+    one = transport(PLAN)
+    with pytest.raises(TransportUnavailable, match="not on a GPU"):
+        one.bind([])
+    one.close()
+    one.close(failed=True)
+
+
+def test_a_plan_with_relays_is_refused() -> None:
+    relayed = replace(PLAN, receives=((replace(MESSAGE, source=2),),))
+    with pytest.raises(PlanError, match="without fan-out"):
+        transport(relayed)

@@ -1,0 +1,295 @@
+"""Ranks of an ipc transport that meet over a file, without a session around them."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import time
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import FileStore
+
+from rlrefit.integration.clock import StageClock
+from rlrefit.integration.errors import RefitError
+from rlrefit.integration.holdings import Holdings
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.plan import analyse
+from rlrefit.integration.transport import IpcTransport
+from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource
+
+HIDDEN, INTERMEDIATE, EXPERTS = 256, 384, 4
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What every rank does.
+
+    Attributes:
+        meeting: a file that does not exist yet.
+        sources: trainer ranks, which hold whole experts.
+        destinations: engine ranks, which want a part of every expert.
+        action: ``refits``, ``move`` (the engines' storage moves before the last refit), ``kill`` (trainer rank 0
+            dies instead of the second refit), ``lie`` (trainer rank 0 tells another checksum in the second), or
+            ``epochs`` (as many epochs as ``times``).
+        times: refits or epochs.
+        expandable: whether parameters lie in torch's expandable segments.
+        rows: of an additional large weight; 0 for none.
+    """
+
+    meeting: str
+    sources: int = 2
+    destinations: int = 2
+    action: str = "refits"
+    times: int = 3
+    verify: str = "full"
+    timeout_s: float = 60.0
+    expandable: bool = False
+    rows: int = 0
+    bucket_bytes: int = 1 << 20
+
+    @property
+    def size(self) -> int:
+        return self.sources + self.destinations
+
+
+class Meeting:
+    """What a channel's votes do, over a file."""
+
+    def __init__(self, scenario: Scenario, rank: int):
+        self._store = FileStore(scenario.meeting, scenario.size)
+        self._size, self._rank, self._count = scenario.size, rank, 0
+
+    def vote(self, data: Any = None) -> list[Any]:
+        self._count += 1
+        self._store.set(f"{self._count}/{self._rank}", json.dumps(data))
+        return [json.loads(self._store.get(f"{self._count}/{rank}")) for rank in range(self._size)]
+
+
+class Rank:
+    """One rank's endpoint, plan and transport."""
+
+    def __init__(self, scenario: Scenario, rank: int):
+        self.scenario, self.rank = scenario, rank
+        self.is_source = rank < scenario.sources
+        self.device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(self.device)
+        if scenario.expandable:
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        self.meeting = Meeting(scenario, rank)
+        self.clock = StageClock(self.device)
+        self.specs = _specs(scenario)
+        self.endpoint: Any = self.make_endpoint()
+
+    def make_endpoint(self) -> SyntheticSource | SyntheticDestination:
+        layout = _layout(self.scenario, self.rank)
+        if self.is_source:
+            return SyntheticSource(self.specs, layout, device=str(self.device))
+        return SyntheticDestination(self.specs, layout, str(self.device))
+
+    def open(self) -> None:
+        positions = {spec.name: i for i, spec in enumerate(self.specs)}
+        held = [
+            Holdings.from_fragments(rank, _fragments(self.scenario, self.specs, rank), {}, positions)
+            for rank in range(self.scenario.size)
+        ]
+        analysis = analyse(
+            self.specs,
+            held[: self.scenario.sources],
+            held[self.scenario.sources :],
+            bucket_bytes=self.scenario.bucket_bytes,
+            fan_out=False,
+        )
+        self.transport = IpcTransport(
+            self.rank,
+            analysis.compile(self.rank),
+            self.scenario.verify,
+            self.device,
+            self.scenario.timeout_s,
+            lambda stage: None,
+            lambda rank: f"refit rank {rank}",
+        )
+        self.bind()
+
+    def bind(self) -> None:
+        fragments, _ = self.endpoint.fragments() if self.is_source else self.endpoint.fragments(self.specs)
+        self.transport.bind(fragments)
+        self.transport.connect(self.meeting.vote(self.transport.describe()))
+        self.meeting.vote()
+
+    def refit(self, version: int) -> dict[str, Any]:
+        """Change the weights, refit, and return what came of it."""
+        if self.is_source:
+            self.endpoint.set_version(version)
+        else:
+            self.endpoint.poison()
+        self.transport.settle()
+        self.meeting.vote()
+        self.clock.restart()
+        result = self.transport.run(self.clock)
+        wrong = [] if self.is_source else self.endpoint.wrong(version)
+        self.meeting.vote()
+        return {"wrong": wrong, "payload": result.payload_bytes, "verified": result.verified_bytes}
+
+
+def _specs(scenario: Scenario) -> list[TensorSpec]:
+    specs = [
+        *(TensorSpec(f"experts.{e}.gate", (INTERMEDIATE, HIDDEN), torch.bfloat16) for e in range(EXPERTS)),
+        *(TensorSpec(f"experts.{e}.down", (HIDDEN, INTERMEDIATE), torch.bfloat16) for e in range(EXPERTS)),
+        TensorSpec("norm", (HIDDEN,), torch.float32),
+        TensorSpec("odd", (7, 5), torch.bfloat16),
+        TensorSpec("scale", (), torch.float32),
+    ]
+    if scenario.rows:
+        specs.append(TensorSpec("embedding", (scenario.rows, HIDDEN), torch.bfloat16))
+    return specs
+
+
+def _layout(scenario: Scenario, rank: int) -> Layout:
+    whole = {spec.name: [tuple((0, n) for n in spec.shape)] for spec in _specs(scenario)}
+    if rank < scenario.sources:
+        return {
+            name: boxes
+            for name, boxes in whole.items()
+            if not name.startswith("experts") or int(name.split(".")[1]) % scenario.sources == rank
+        }
+    part = INTERMEDIATE // scenario.destinations
+    index = rank - scenario.sources
+    cut = (index * part, (index + 1) * part)
+    for expert in range(EXPERTS):
+        whole[f"experts.{expert}.gate"] = [(cut, (0, HIDDEN))]
+        whole[f"experts.{expert}.down"] = [((0, HIDDEN), cut)]
+    return whole
+
+
+def _fragments(scenario: Scenario, specs: list[TensorSpec], rank: int) -> Any:
+    return SyntheticSource(specs, _layout(scenario, rank), device="meta").fragments()[0]
+
+
+def _main(scenario: Scenario, rank: int, results: Any) -> None:
+    try:
+        results.put((rank, _ACTIONS[scenario.action](Rank(scenario, rank))))
+    except RefitError as error:
+        results.put((rank, f"{type(error).__name__}: {error}"))
+    # The other ranks may still wait for this one in the file; they are ended by the test.
+
+
+def run(scenario: Scenario, limit_s: float = 120.0) -> list[Any]:
+    """What each rank returned, its error's text, or None for one that was killed."""
+    spawn = get_context("spawn")
+    results = spawn.Queue()
+    ranks = [spawn.Process(target=_main, args=(scenario, r, results)) for r in range(scenario.size)]
+    for process in ranks:
+        process.start()
+    ended: dict[int, Any] = {}
+    deadline = time.monotonic() + limit_s
+    try:
+        while len(ended) < scenario.size and time.monotonic() < deadline:
+            try:
+                rank, result = results.get(timeout=0.2)
+                ended[rank] = result
+            except queue.Empty:
+                for rank, process in enumerate(ranks):
+                    if process.exitcode == -signal.SIGKILL:
+                        ended.setdefault(rank, None)
+                    elif process.exitcode:
+                        raise AssertionError(f"rank {rank} died, exit code {process.exitcode}") from None
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    assert set(ended) == set(range(scenario.size)), f"only ranks {sorted(ended)} ended in time"
+    return [ended[rank] for rank in range(scenario.size)]
+
+
+def _refits(rank: Rank) -> dict[str, Any]:
+    rank.open()
+    rows, resources = [], []
+    for version in range(1, rank.scenario.times + 1):
+        rows.append(rank.refit(version))
+        resources.append(_resources(rank))
+    rank.transport.close()
+    return {"refits": rows, "resources": resources}
+
+
+def _move(rank: Rank) -> dict[str, Any]:
+    rank.open()
+    rows = [rank.refit(1), rank.refit(2)]
+    if not rank.is_source:
+        old, rank.endpoint = rank.endpoint, rank.make_endpoint()
+    rank.bind()
+    rows.append(rank.refit(3))
+    if not rank.is_source:
+        # The old storage still lies where it was: nothing may have been written to it.
+        rows[-1]["wrong"] += [f"moved {name}" for name in old.wrong(2)]
+    rank.transport.close()
+    return {"refits": rows}
+
+
+def _kill(rank: Rank) -> dict[str, Any]:
+    rank.open()
+    rank.refit(1)
+    rank.meeting.vote()
+    if rank.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        rank.transport.run(rank.clock)
+        ended = "done"
+    except RefitError as error:
+        ended = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - start
+    rank.transport.close(failed=True)
+    return {"ended": ended, "seconds": seconds}
+
+
+def _lie(rank: Rank) -> dict[str, Any]:
+    rank.open()
+    rank.refit(1)
+    if rank.rank == 0:
+        compute = rank.transport._sent_proofs.compute
+
+        def wrongly(refit: int) -> int:
+            covered = compute(refit)
+            rank.transport._sent_proofs.sums[0] += 1
+            return covered
+
+        rank.transport._sent_proofs.compute = wrongly  # type: ignore[method-assign]
+    rank.transport.settle()
+    rank.meeting.vote()
+    try:
+        rank.transport.run(rank.clock)
+        return {"ended": "done"}
+    except RefitError as error:
+        return {"ended": f"{type(error).__name__}: {error}"}
+    finally:
+        rank.meeting.vote()
+        rank.transport.close(failed=True)
+
+
+def _epochs(rank: Rank) -> dict[str, Any]:
+    rows, resources = [], []
+    for version in range(1, rank.scenario.times + 1):
+        rank.open()
+        rows.append(rank.refit(version))
+        rank.transport.close()
+        resources.append(_resources(rank))
+    return {"refits": rows, "resources": resources}
+
+
+def _resources(rank: Rank) -> tuple[int, int]:
+    """Open descriptors of this process, and used memory of its device; all ranks are at rest meanwhile."""
+    rank.meeting.vote()
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info(rank.device)
+    found = (len(list(Path("/proc/self/fd").iterdir())), total - free)
+    rank.meeting.vote()
+    return found
+
+
+_ACTIONS = {"refits": _refits, "move": _move, "kill": _kill, "lie": _lie, "epochs": _epochs}
