@@ -93,9 +93,9 @@ class Ledger:
             case Op.ADD, [key, amount]:
                 try:
                     total = int(self._values.get(b"group/" + key, b"0")) + unpack_int(amount)
-                except ValueError:
-                    raise Malformed("it adds to what is no number") from None
-                answer = pack_body(Status.OK, [pack_int(total)])
+                    answer = pack_body(Status.OK, [pack_int(total)])
+                except (ValueError, OverflowError):
+                    raise Malformed("it adds to what is no number of 64 bits") from None
                 return [(caller, answer), *self._set(b"group/" + key, b"%d" % total)]
             case Op.DELETE, [key]:
                 there = self._values.pop(b"group/" + key, None) is not None

@@ -1,0 +1,204 @@
+"""Votes, barriers and stores between ranks: nobody passes early, everybody hears of a failure at once."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlrefit.integration.channel import Channel
+from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
+from rlrefit.integration.rendezvous import GroupStore, RendezvousServer, open_rendezvous, wire
+
+from .meeting import join, on_all_ranks
+
+
+@pytest.fixture
+def server() -> Iterator[RendezvousServer]:
+    server = open_rendezvous("127.0.0.1", 2, 2)
+    yield server
+    server.close()
+
+
+def test_nobody_passes_a_barrier_before_the_last_rank_is_there(server: RendezvousServer) -> None:
+    def body(rank: int, channel: Channel) -> list[tuple[float, float]]:
+        times = []
+        for index in range(5):
+            if rank == index % 4:
+                time.sleep(0.03)
+            arrived = time.monotonic()
+            channel.barrier(f"b/{index}")
+            times.append((arrived, time.monotonic()))
+        return times
+
+    for round_ in zip(*on_all_ranks(server, body), strict=True):
+        assert min(passed for _, passed in round_) >= max(arrived for arrived, _ in round_)
+
+
+@pytest.mark.parametrize("raised_by", [set(), {0}, {3}, {1, 2}])
+def test_a_flag_of_any_rank_reaches_all(server: RendezvousServer, raised_by: set[int]) -> None:
+    results = on_all_ranks(
+        server, lambda rank, channel: channel.barrier("b", rank in raised_by, agree=[1, "x"])
+    )
+    assert results == [bool(raised_by)] * 4
+
+
+def test_ranks_that_do_not_agree_are_all_told_what_each_gave(server: RendezvousServer) -> None:
+    results = on_all_ranks(server, lambda rank, channel: channel.barrier("b", agree=8 if rank == 2 else 7))
+    assert all(isinstance(result, RefitMismatch) for result in results)
+    assert all("generation rank 0 (refit rank 2): 8" in str(result) for result in results)
+
+
+def test_a_vote_brings_all_values_in_the_order_of_ranks(server: RendezvousServer) -> None:
+    long = "weight" * 50_000
+    results = on_all_ranks(server, lambda rank, channel: channel.vote("v", [rank, {"name": long}, None]))
+    assert results == [[[rank, {"name": long}, None] for rank in range(4)]] * 4
+
+
+def test_a_rank_reads_what_another_publishes_later(server: RendezvousServer) -> None:
+    def body(rank: int, channel: Channel) -> Any:
+        if rank == 1:
+            time.sleep(0.1)
+            channel.publish("specs", {"from": rank})
+        return channel.read("specs", 1)
+
+    assert on_all_ranks(server, body) == [{"from": 1}] * 4
+
+
+def test_a_meeting_that_runs_out_names_all_missing_ranks_on_all_that_came(server: RendezvousServer) -> None:
+    def body(rank: int, channel: Channel) -> Any:
+        start = time.monotonic()
+        if rank in (1, 3):
+            time.sleep(1.5)
+            return None
+        try:
+            return channel.vote("v", rank)
+        except RefitTimeout as error:
+            return str(error), time.monotonic() - start
+
+    results = on_all_ranks(server, body, timeout_s=1.0)
+    for text, seconds in (results[0], results[2]):
+        assert "trainer rank 1" in text
+        assert "generation rank 1" in text
+        assert "trainer rank 0" not in text
+        assert 0.9 < seconds < 1.4
+
+
+def test_a_rank_that_dies_ends_the_waits_of_all_others_at_once(server: RendezvousServer) -> None:
+    def body(rank: int, channel: Channel) -> Any:
+        if rank == 3:
+            time.sleep(0.2)
+            channel._connection._sock.shutdown(socket.SHUT_RDWR)  # as the kernel does for a killed process
+            return None
+        start = time.monotonic()
+        with pytest.raises(PeerLost, match=r"generation rank 1 .*process died"):
+            channel.read("never", 1) if rank == 0 else channel.barrier("never")
+        return time.monotonic() - start
+
+    assert all(seconds < 1.5 for seconds in on_all_ranks(server, body)[:3])
+
+
+def test_a_rank_that_has_closed_its_session_is_not_waited_for(server: RendezvousServer) -> None:
+    def body(rank: int, channel: Channel) -> Any:
+        if rank == 2:
+            return None
+        with pytest.raises(PeerLost, match=r"generation rank 0 .*closed its session"):
+            channel.barrier("b")
+        return "told"
+
+    assert on_all_ranks(server, body) == ["told", "told", None, "told"]
+
+
+def test_the_first_abort_is_the_cause_that_every_rank_hears(server: RendezvousServer) -> None:
+    def body(rank: int, channel: Channel) -> Any:
+        if rank == 1:
+            channel.abort("the loader failed")
+            channel.abort("a consequence")
+        with pytest.raises(PeerLost, match=r"trainer rank 1 .*the loader failed"):
+            channel.barrier("b")
+        with pytest.raises(PeerLost, match="the loader failed"):
+            channel.check_abort("transfer")
+        return True
+
+    assert on_all_ranks(server, body) == [True] * 4
+
+
+def test_the_store_is_as_large_after_two_hundred_refits_as_after_one(server: RendezvousServer) -> None:
+    def body(rank: int, channel: Channel) -> Any:
+        channel.publish("specs", list(range(100)))
+        sizes = []
+        for index in range(200):
+            channel.barrier(f"begin/{index}", agree=index)
+            channel.barrier(f"commit/{index}")
+            if index in (0, 199):
+                channel.vote(f"still/{index}", None)
+                sizes.append(server.entries)
+                channel.vote(f"counted/{index}", None)
+        return sizes
+
+    # Ranks may have come to the next vote by the time that another one counts.
+    assert all(abs(first - last) <= 1 for first, last in on_all_ranks(server, body))
+
+
+def test_what_is_too_large_or_a_bomb_is_refused_before_it_is_unpacked(
+    server: RendezvousServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bomb = wire.pack_json([0] * 200_000)
+    monkeypatch.setattr(wire, "MAX_MESSAGE", 50_000)
+    assert len(bomb) < 50_000
+    with pytest.raises(wire.Malformed, match="unpacks to more"):
+        wire.unpack_json(bomb)
+    channel = join(server, 0)
+    with pytest.raises(RefitError, match=r"specs can't be sent.*limit of 50000"):
+        channel.publish("specs", [0] * 200_000)
+    channel.publish("specs", [0])  # and the connection goes on
+    channel.close()
+
+
+def test_process_groups_are_made_from_the_store_and_it_closes_with_the_channel(
+    server: RendezvousServer,
+) -> None:
+    def body(rank: int, channel: Channel) -> Any:
+        store = dist.PrefixStore("group", channel.store)
+        group = dist.ProcessGroupGloo(store, rank, 4, timedelta(seconds=5))
+        tensor = torch.tensor([float(rank)])
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=5)
+        group.allreduce([tensor], options).wait()
+        return tensor.item()
+
+    assert on_all_ranks(server, body) == [6.0] * 4
+
+
+def test_the_group_store_sets_counts_waits_and_clones(server: RendezvousServer) -> None:
+    store = GroupStore(server.rendezvous, 1, 1.0)
+    assert not store.check(["a"])
+    store.set("a", "text")
+    store.set("b", b"\0bytes")
+    assert store.check(["a", "b"])
+    assert (store.get("a"), store.clone().get("b")) == (b"text", b"\0bytes")
+    assert [store.add("n", 3), store.add("n", -1)] == [3, 2]
+    store.wait(["a", "n"], timedelta(seconds=1))
+    assert store.delete_key("a")
+    assert not store.delete_key("a")
+    start = time.monotonic()
+    with pytest.raises(RefitTimeout, match="were not all set"):
+        store.wait(["a", "b"], timedelta(seconds=0.2))
+    assert time.monotonic() - start < 0.9
+    store.close()
+
+
+def test_a_group_that_waits_for_a_rank_which_gave_up_is_told(server: RendezvousServer) -> None:
+    store, channel = GroupStore(server.rendezvous, 1, 5.0), join(server, 0)
+    threading.Timer(0.1, lambda: channel.abort("no NCCL here")).start()
+    with pytest.raises(PeerLost, match="no NCCL here"):
+        dist.PrefixStore("bulk", store).get("unique id")
+    channel.close()
+    store.close()

@@ -1,0 +1,144 @@
+"""Any bytes at all through everything that reads messages: the right content, or Malformed, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlrefit.integration.rendezvous.ledger import Ledger
+from rlrefit.integration.rendezvous.wire import (
+    HEADER_BYTES,
+    HELLO_BYTES,
+    Malformed,
+    Op,
+    Role,
+    Signer,
+    check_hello,
+    pack_body,
+    pack_hello,
+    pack_int,
+    pack_json,
+    parse_header,
+    unpack_body,
+    unpack_json,
+)
+from rlrefit.integration.world import RefitWorld
+
+KEY = b"k" * 32
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(st.binary(max_size=400))
+def test_bytes_of_any_kind_are_content_or_malformed(raw: bytes) -> None:
+    for read in (unpack_body, unpack_json):
+        with contextlib.suppress(Malformed):
+            read(raw)
+    with contextlib.suppress(Malformed):
+        unpack_json(zlib.compress(raw))
+    with contextlib.suppress(Malformed):
+        parse_header(raw.ljust(HEADER_BYTES)[:HEADER_BYTES])
+    with pytest.raises(Malformed):
+        check_hello(KEY, b"n" * 16, raw.ljust(HELLO_BYTES)[:HELLO_BYTES])
+
+
+@given(st.integers(0, 255), st.lists(st.binary(max_size=50), max_size=8))
+def test_a_body_comes_back_as_it_was_packed_and_cut_short_it_does_not(code: int, fields: list[bytes]) -> None:
+    packed = pack_body(code, fields)
+    assert unpack_body(packed) == (code, fields)
+    for end in range(len(packed)):
+        with contextlib.suppress(Malformed):
+            assert unpack_body(packed[:end]) != (code, fields)
+
+
+@given(PLAIN)
+def test_plain_data_comes_back_as_it_was_packed(data: Any) -> None:
+    assert unpack_json(pack_json(data)) == data
+    padded = [data, "x" * 2000]  # long enough to be compressed
+    assert unpack_json(pack_json(padded)) == padded
+
+
+def test_json_that_is_nested_without_end_is_malformed_and_no_crash() -> None:
+    with pytest.raises(Malformed):
+        unpack_json(b"[" * 1_000_000)
+
+
+@given(st.integers(0, 1 << 31), st.sampled_from(Role), st.integers(0, HELLO_BYTES * 8 - 1))
+def test_an_opening_is_accepted_whole_and_with_any_bit_turned_refused(
+    rank: int, role: Role, bit: int
+) -> None:
+    hello = pack_hello(KEY, b"s" * 16, b"c" * 16, rank, role)
+    assert check_hello(KEY, b"s" * 16, hello) == (b"c" * 16, rank, role)
+    turned = bytearray(hello)
+    turned[bit // 8] ^= 1 << bit % 8
+    for nonce, raw in ((b"s" * 16, bytes(turned)), (b"t" * 16, hello)):
+        with pytest.raises(Malformed):
+            check_hello(KEY, nonce, raw)
+
+
+def test_a_frame_is_accepted_once_in_its_place_and_in_its_direction() -> None:
+    def signer(direction: bytes) -> Signer:
+        return Signer(KEY, direction, b"s" * 16, b"c" * 16)
+
+    sender = signer(b"to server")
+    first, second = sender.frame(b"one"), sender.frame(b"two")
+
+    def check(receiver: Signer, frame: bytes) -> None:
+        receiver.check(parse_header(frame[:HEADER_BYTES])[1], frame[HEADER_BYTES:])
+
+    receiver = signer(b"to server")
+    check(receiver, first)
+    check(receiver, second)
+    again = signer(b"to server")
+    check(again, first)
+    for other, frame in ((signer(b"to server"), second), (again, first), (signer(b"to client"), first)):
+        with pytest.raises(Malformed, match="signature"):
+            check(other, frame)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.sampled_from([*Op, 0, 99]),
+            st.lists(
+                st.sampled_from(
+                    [b"", b"a", b"b", b"\1", b"1", pack_int(0), pack_int(-5), pack_int(2**63 - 1)]
+                )
+                | st.binary(max_size=12),
+                max_size=6,
+            ),
+        ),
+        max_size=40,
+    )
+)
+def test_requests_in_any_order_are_answered_once_each_or_malformed(
+    requests: list[tuple[int, int, list[bytes]]],
+) -> None:
+    ledger = Ledger(RefitWorld(0, 2, 2))
+    owed: dict[int, int] = {}
+    for now, (rank, code, fields) in enumerate(requests):
+        if owed.get(rank):
+            continue  # a caller has one request at a time
+        owed[rank] = 1
+        try:
+            answers = ledger.request(rank, rank, code, fields, float(now))
+        except Malformed:
+            ledger.forget(rank)
+            owed[rank] = 0
+            continue
+        for caller, body in [*answers, *ledger.expire(float(now))]:
+            assert isinstance(caller, int)
+            unpack_body(body)
+            owed[caller] -= 1
+            assert owed[caller] == 0, "an answer that nobody waits for would be read as the next one's"
+    for caller, _ in [*ledger.abort(0, "the end"), *ledger.expire(float("inf"))]:
+        owed[caller] -= 1  # type: ignore[index]
+    assert not any(owed.values()), "somebody would wait for ever"

@@ -1,0 +1,316 @@
+"""Strangers, impostors, frozen hosts and malformed bytes at a live rendezvous: refused, and harmless."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlrefit.integration.channel import Channel
+from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
+from rlrefit.integration.rendezvous import (
+    Rendezvous,
+    RendezvousServer,
+    open_rendezvous,
+)
+from rlrefit.integration.rendezvous import (
+    server as server_module,
+)
+from rlrefit.integration.rendezvous.wire import (
+    GREETING_BYTES,
+    HELLO_BYTES,
+    MAGIC,
+    MAX_MESSAGE,
+    Op,
+    Role,
+    pack_body,
+    pack_hello,
+)
+from rlrefit.integration.world import RefitWorld
+
+from .meeting import join, on_all_ranks
+
+WORLD = RefitWorld(0, 1, 1)
+
+
+@pytest.fixture
+def server() -> Iterator[RendezvousServer]:
+    server = open_rendezvous("127.0.0.1", 1, 1)
+    yield server
+    server.close()
+
+
+def knock(meeting: Rendezvous) -> tuple[socket.socket, bytes]:
+    """Connect without the token; the socket, and the nonce that the server greeted with."""
+    sock = socket.create_connection((meeting.host, meeting.port), 5.0)
+    greeting = b""
+    while len(greeting) < GREETING_BYTES:
+        greeting += sock.recv(GREETING_BYTES)
+    return sock, greeting[len(MAGIC) :]
+
+
+def closed_by_the_server(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_the_token_is_random_stays_out_of_texts_and_travels_only_as_plain_data(
+    server: RendezvousServer,
+) -> None:
+    meeting = server.rendezvous
+    other = open_rendezvous("127.0.0.1", 1, 1)
+    other.close()
+    assert len(meeting.token) == 64
+    assert meeting.token != other.rendezvous.token
+    assert meeting.token not in f"{meeting} {meeting!r}"
+    assert Rendezvous.from_json(meeting.to_json()) == meeting
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"port": "80"}, "port"),
+        ({"port": 0}, "port"),
+        ({"train_ranks": True}, "train_ranks"),
+        ({"gen_ranks": 0}, "gen_ranks"),
+        ({"token": None}, "token"),
+        ({"hots": "x"}, "hots"),
+    ],
+)
+def test_a_rendezvous_that_was_changed_on_its_way_is_refused_by_field(
+    server: RendezvousServer, change: dict[str, object], named: str
+) -> None:
+    with pytest.raises(RefitError, match=named):
+        Rendezvous.from_json(server.rendezvous.to_json() | change)
+    without = server.rendezvous.to_json()
+    del without["epoch"]
+    with pytest.raises(RefitError, match="epoch"):
+        Rendezvous.from_json(without)
+
+
+@pytest.mark.parametrize(
+    ("token", "said"), [("", "no token"), ("f" * 63, "no token"), ("0" * 64, "another token")]
+)
+def test_without_the_token_nobody_joins(server: RendezvousServer, token: str, said: str) -> None:
+    with pytest.raises(RefitError, match=said):
+        Channel(dataclasses.replace(server.rendezvous, token=token), WORLD, 2.0)
+    assert all(on_all_ranks(server, lambda _, channel: not channel.barrier("b")))
+
+
+def test_it_listens_on_its_own_interface_only(server: RendezvousServer) -> None:
+    # All of 127/8 is this host, so that a listener on 0.0.0.0 would answer here as well.
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", server.rendezvous.port), 2.0)
+
+
+def test_an_address_of_another_host_can_not_be_opened() -> None:
+    with pytest.raises(RefitError, match=r"192\.0\.2\.1"):
+        open_rendezvous("192.0.2.1", 1, 1)
+
+
+def test_a_second_process_with_the_same_rank_is_told_so_and_the_first_goes_on(
+    server: RendezvousServer,
+) -> None:
+    first = join(server, 0)
+    with pytest.raises(RefitError, match="rank 0 has joined already"):
+        join(server, 0)
+    with pytest.raises(RefitError, match="rank 7 is not in the refit world of 2"):
+        Channel(server.rendezvous, RefitWorld(7, 4, 4), 2.0)
+    first.check_abort("still there")
+    first.close()
+
+
+def test_a_recorded_opening_does_not_admit_a_stranger(server: RendezvousServer) -> None:
+    sock, nonce = knock(server.rendezvous)
+    recorded = pack_hello(server.rendezvous.key, nonce, b"c" * 16, 0, Role.MEMBER)
+    sock.sendall(recorded)
+    assert len(sock.recv(100)) > 0
+    replay, _ = knock(server.rendezvous)
+    replay.sendall(recorded)
+    assert closed_by_the_server(replay)
+    sock.close()
+    replay.close()
+
+
+@pytest.mark.parametrize("kind", ["unsigned", "too large", "unknown request"])
+def test_a_member_that_sends_what_no_member_would_is_cut_off_and_the_others_are_told(
+    server: RendezvousServer, kind: str
+) -> None:
+    bad, good = join(server, 0), join(server, 1)
+    raw = bad._connection._sock
+    if kind == "unsigned":
+        body = pack_body(Op.ABORT, [b"forged"])
+        raw.sendall(len(body).to_bytes(4, "little") + b"\0" * 16 + body)
+    elif kind == "too large":
+        raw.sendall((MAX_MESSAGE + 1).to_bytes(4, "little") + b"\0" * 16)
+    else:
+        raw.sendall(bad._connection._ours.frame(pack_body(200, [b"?"])))
+    with pytest.raises(PeerLost, match=r"trainer rank 0 .*connection to the rendezvous ended"):
+        good.barrier("b")
+    with pytest.raises(PeerLost, match="rendezvous on trainer rank 0"):
+        bad.barrier("b")
+    bad.close()
+    good.close()
+
+
+def test_an_answer_that_was_changed_on_the_way_ends_the_connection_and_is_not_read(
+    server: RendezvousServer,
+) -> None:
+    channel = join(server, 0)
+    forged = channel._connection._theirs
+    forged._key = b"another key".ljust(32)  # what comes from the server now looks changed
+    with pytest.raises(PeerLost, match="signature"):
+        channel.check_abort("transfer")
+    channel.close()
+
+
+def test_garbage_of_any_kind_leaves_a_running_epoch_alone(
+    server: RendezvousServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = random.Random(7)
+    done = threading.Event()
+    sent = 0
+
+    def stranger() -> None:
+        nonlocal sent
+        while not done.is_set():
+            sock, nonce = knock(server.rendezvous)
+            hello = pack_hello(b"x" * 32, nonce, b"c" * 16, 0, Role.MEMBER)
+            sock.sendall(
+                [
+                    rng.randbytes(rng.randrange(1, 4000)),
+                    hello,
+                    hello[: rng.randrange(HELLO_BYTES)],
+                    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4,
+                    b"\xff" * (1 << 20),
+                ][sent % 5]
+            )
+            sock.close()
+            sent += 1
+
+    thread = threading.Thread(target=stranger)
+
+    def body(rank: int, channel: Channel) -> bool:
+        if rank == 0:
+            thread.start()
+        for index in range(200):
+            assert channel.vote(f"v/{index}", [rank, index]) == [[0, index], [1, index]]
+        return True
+
+    with caplog.at_level(logging.WARNING):
+        results = on_all_ranks(server, body)
+    done.set()
+    thread.join()
+    assert results == [True, True]
+    assert sent >= 10
+    refusals = [record for record in caplog.records if "was refused" in record.getMessage()]
+    assert 1 <= len(refusals) <= 3, "strangers must not be able to fill the log"
+    assert server.rendezvous.token not in caplog.text
+
+
+@given(garbage=st.binary(min_size=HELLO_BYTES, max_size=300))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_opening_but_a_members_is_closed_without_an_answer(
+    server: RendezvousServer, garbage: bytes
+) -> None:
+    sock, _ = knock(server.rendezvous)
+    sock.sendall(garbage)
+    assert closed_by_the_server(sock)
+    sock.close()
+
+
+def test_silent_strangers_are_dropped_in_time_and_never_too_many_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "_OPENING_S", 0.3)
+    monkeypatch.setattr(server_module, "_MAX_STRANGERS", 8)
+    server = open_rendezvous("127.0.0.1", 1, 1)
+    silent = [knock(server.rendezvous)[0] for _ in range(20)]
+    assert all(on_all_ranks(server, lambda _, channel: not channel.barrier("b")))
+    for sock in silent:
+        sock.settimeout(2.0)
+        assert closed_by_the_server(sock)
+        sock.close()
+    server.close()
+
+
+@pytest.mark.parametrize("greeting", [b"", b"SSH-2.0-OpenSSH_9.6\r\n" * 3, MAGIC + b"n" * 16 + b"p" * 32])
+def test_what_listens_there_without_the_token_is_recognized_as_no_rendezvous(greeting: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        meeting = Rendezvous("127.0.0.1", impostor.getsockname()[1], 1, 1, 0, "a" * 64)
+        held = []
+
+        def answer() -> None:
+            while True:
+                try:
+                    held.append(impostor.accept()[0])
+                except OSError:
+                    return
+                held[-1].sendall(greeting)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        start = time.monotonic()
+        # An empty greeting is a host that is frozen: the connection stands and nothing comes.
+        kind = RefitError if greeting else RefitTimeout
+        with pytest.raises(
+            kind, match="frozen" if not greeting else "no rendezvous of this version|impostor"
+        ):
+            Channel(meeting, WORLD, 1.0)
+        assert time.monotonic() - start < 2.0
+        impostor.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        for sock in held:
+            sock.close()
+
+
+def test_a_rendezvous_that_freezes_in_the_middle_ends_every_wait_in_time(
+    server: RendezvousServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channels = [join(server, rank, timeout_s=0.5) for rank in range(2)]
+    thaw = threading.Event()
+    monkeypatch.setattr(server._ledger, "request", lambda *_: thaw.wait(20) and [])
+    start = time.monotonic()
+    for channel in channels:
+        with pytest.raises(PeerLost, match=r"did not answer within .* frozen"):
+            channel.barrier("b")
+        with pytest.raises(PeerLost):  # and what comes after does not wait again
+            channel.check_abort("transfer")
+    assert time.monotonic() - start < 2 * (0.5 + 1.0) + 0.5
+    thaw.set()
+    for channel in channels:
+        channel.close()
+
+
+def test_nobody_at_the_address_is_a_timeout_that_names_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(RefitTimeout, match=f"127.0.0.1:{port}"):
+        Channel(Rendezvous("127.0.0.1", port, 1, 1, 0, "a" * 64), WORLD, 0.5)
+
+
+def test_closing_admits_nobody_any_more_and_serves_those_who_are_there_to_the_end() -> None:
+    server = open_rendezvous("127.0.0.1", 1, 1)
+    channels = [join(server, rank) for rank in range(2)]
+    server.close()
+    time.sleep(0.1)
+    with pytest.raises(ConnectionRefusedError):
+        knock(server.rendezvous)
+    waiting = threading.Thread(target=lambda: channels[0].barrier("last"))
+    waiting.start()
+    channels[1].barrier("last")
+    waiting.join()
+    for channel in channels:
+        channel.close()
+    server._thread.join(2.0)
+    assert not server._thread.is_alive(), "with its last rank the thread ends"
