@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import cast
 
 import torch
@@ -23,7 +24,7 @@ from .channel import Channel
 from .config import RefitConfig
 from .endpoints import WeightDestination, WeightSource
 from .engines import CheckpointEngine, make_engine
-from .errors import EngineDirty, RefitError, RefitTimeout
+from .errors import EngineDirty, RefitError, RefitMismatch, RefitTimeout
 from .manifest import Manifest
 from .records import RefitRecord, StageClock
 from .rendezvous import Rendezvous
@@ -110,7 +111,7 @@ class RefitSession:
             rank: rank in the refit world, trainers first.
             make_endpoint: makes a source on trainer ranks, a destination on generation ranks; called here, so
                 that the other ranks hear of it if it fails.
-            config: the same on all ranks.
+            config: the same on all ranks, but for ``timeout_s`` and ``port``.
             engine: name of a registered checkpoint engine.
             state: serving state of the engine, kept over epochs; generation ranks only.
 
@@ -122,6 +123,7 @@ class RefitSession:
         checkpoint_engine: CheckpointEngine | None = None
         try:
             checkpoint_engine = make_engine(engine, config, world, channel)
+            _agree_on_settings(channel, engine, config)
             endpoint = make_endpoint()
             manifest = checkpoint_engine.prepare(endpoint)
             checkpoint_engine.init_process_group()
@@ -239,7 +241,7 @@ class RefitSession:
         """
         stale = self.engine.stale()
         with self._clock.waiting():
-            stale = self._channel.barrier(f"begin/{self._refits}", stale, agree=version)
+            stale = self._channel.barrier(f"begin/{self._refits}", stale, agree={"version": version})
         if stale:
             self.engine.rebind()
 
@@ -272,6 +274,30 @@ class RefitSession:
 
     def _kept_bytes(self) -> int:
         return 0 if self.world.is_source else cast(WeightDestination, self._endpoint).kept_bytes
+
+
+def _agree_on_settings(channel: Channel, engine: str, config: RefitConfig) -> None:
+    """Check that all ranks were set up alike: what differs would show as a hang or a puzzling digest later.
+
+    Raises:
+        RefitMismatch: on every rank; names the first setting that differs, and each rank's value.
+    """
+    ours = {"engine": engine, **asdict(config)}
+    for own in ("timeout_s", "port"):
+        del ours[own]
+    world = channel.world
+    everyone = channel.vote("settings", ours)
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        values = [theirs.get(name) for theirs in everyone]
+        if any(value != values[0] for value in values):
+            listed = ", ".join(f"{world.describe(rank)}: {value!r}" for rank, value in enumerate(values))
+            raise RefitMismatch(
+                f"the ranks were set up with different values of {name}: {listed}. Nothing has moved; give all ranks "
+                "the same policy.refit values and engine, and the same rlrefit",
+                stage="settings",
+                rank=world.rank,
+                parameter=name,
+            )
 
 
 def _memory_mark(device: torch.device) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +14,7 @@ from rlrefit.integration.layout import Box, Fragment, box_of
 from rlrefit.integration.layout.fragments import local_slice
 from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.rendezvous import open_rendezvous
-from rlrefit.integration.session import RefitSession
+from rlrefit.integration.session import RefitSession, ServingState
 
 Layout = dict[str, list[Box]]
 
@@ -151,9 +151,10 @@ def run_world(
     body: Callable[[int, RefitSession, Any], Any],
     config: RefitConfig | Sequence[RefitConfig] | None = None,
     engine: str = "nccl_xfer",
+    states: Mapping[int, ServingState] | None = None,
 ) -> list[Any]:
     """Open a session on every rank, each in a thread, and return what ``body(rank, session, endpoint)``
-    returns, or the exception that ended the rank."""
+    returns, or the exception that ended the rank. ``states`` are kept by engines over several worlds."""
     endpoints = [*sources, *destinations]
     config = config or RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full", transport="p2p")
     configs = [config] * len(endpoints) if isinstance(config, RefitConfig) else config
@@ -162,7 +163,12 @@ def run_world(
     def run(rank: int) -> Any:
         try:
             session = RefitSession.open(
-                server.rendezvous, rank, lambda: endpoints[rank], configs[rank], engine=engine
+                server.rendezvous,
+                rank,
+                lambda: endpoints[rank],
+                configs[rank],
+                engine=engine,
+                state=(states or {}).get(rank),
             )
             try:
                 return body(rank, session, endpoints[rank])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlrefit.integration.channel import Channel
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import (
     EngineDirty,
@@ -22,7 +25,7 @@ from rlrefit.integration.errors import (
     VerificationError,
 )
 from rlrefit.integration.manifest import TensorSpec
-from rlrefit.integration.session import RefitSession
+from rlrefit.integration.session import RefitSession, ServingState
 
 from .synthetic import Layout, SyntheticDestination, SyntheticSource, refit_changed, run_world
 
@@ -174,25 +177,57 @@ def test_a_hole_in_the_shard_rules_is_an_error_by_name_before_anything_moves() -
     assert "((5, 8), (0, 4))" in str(results[1])
 
 
-def test_trainer_ranks_with_different_models_name_the_first_weight_that_differs() -> None:
+@pytest.mark.parametrize(
+    ("difference", "named"),
+    [
+        ("renamed", "rwo"),
+        ("missing", "row"),
+        ("extra", "more"),
+        ("reshaped", "row"),
+        ("retyped", "row"),
+        ("reordered", "order"),
+    ],
+)
+def test_trainer_ranks_with_different_models_name_the_first_weight_that_differs(
+    difference: str, named: str
+) -> None:
     sources, destinations = world(1)
-    renamed = [s._replace(name="rwo") if s.name == "row" else s for s in SPECS]
-    layout = {("rwo" if n == "row" else n): boxes for n, boxes in trainer_layout(1).items()}
-    sources[1] = SyntheticSource(renamed, layout)
+    row = next(s for s in SPECS if s.name == "row")
+    others = {
+        "renamed": [s._replace(name="rwo") if s is row else s for s in SPECS],
+        "missing": [s for s in SPECS if s is not row],
+        "extra": [*SPECS, TensorSpec("more", (3,), BF16)],
+        "reshaped": [s._replace(shape=(12, 7)) if s is row else s for s in SPECS],
+        "retyped": [s._replace(dtype=torch.float16) if s is row else s for s in SPECS],
+        "reordered": SPECS[::-1],
+    }[difference]
+    sources[1] = SyntheticSource(others, {"column": trainer_layout(1)["column"]})
     results = run_world(sources, destinations, refit_versions(1))
     assert isinstance(results[1], RefitMismatch)
-    assert "rwo" in str(results[1])
-    assert all(isinstance(r, PeerLost) and "rwo" in str(r) for r in (results[0], results[2]))
+    assert named in str(results[1])
+    assert all(isinstance(r, PeerLost) and named in str(r) for r in (results[0], results[2]))
 
 
-def test_different_bucket_sizes_are_found_by_the_digest_before_anything_moves() -> None:
-    spec = TensorSpec("big", (1 << 20, 2), BF16)
-    whole = [((0, 1 << 20), (0, 2))]
-    sources = [SyntheticSource([spec], {"big": whole}) for _ in range(2)]
-    configs = [RefitConfig(bucket_mb=size, timeout_s=20.0) for size in (1, 1, 2)]
-    results = run_world(sources, [SyntheticDestination([spec], {"big": whole})], refit_versions(1), configs)
-    assert all(isinstance(r, RefitMismatch) for r in results)
-    assert "generation rank 0" in str(results[0])
+@pytest.mark.parametrize(
+    ("setting", "value"), [("bucket_mb", 2), ("verify", "off"), ("transport", "golden"), ("streams", 2)]
+)
+def test_a_rank_that_is_set_up_differently_is_named_on_all_ranks_before_anything_moves(
+    setting: str, value: object
+) -> None:
+    sources, destinations = world(1)
+    same = {"bucket_mb": 1, "verify": "full", "transport": "p2p", "timeout_s": 20.0}
+    configs = [RefitConfig(**same), RefitConfig(**same), RefitConfig(**(same | {setting: value}))]  # type: ignore[arg-type]
+    results = run_world(sources, destinations, refit_versions(1), configs)
+    assert all(isinstance(r, RefitMismatch) and r.parameter == setting for r in results)
+    assert all(f"generation rank 0 (refit rank 2): {value!r}" in str(r) for r in results)
+    assert not destinations[0].finished
+
+
+def test_ranks_may_wait_for_different_times() -> None:
+    sources, destinations = world(1)
+    configs = [RefitConfig(bucket_mb=1, timeout_s=seconds) for seconds in (5.0, 10.0, 20.0)]
+    results = run_world(sources, destinations, refit_versions(1), configs)
+    assert results[2][0][1] == []
 
 
 def test_ranks_that_are_asked_for_different_versions_refuse_and_the_engine_stays_clean() -> None:
@@ -206,7 +241,7 @@ def test_ranks_that_are_asked_for_different_versions_refuse_and_the_engine_stays
         return None
 
     results = run_world(sources, destinations, body)
-    assert all(isinstance(error, RefitMismatch) for error, _ in results)
+    assert all(isinstance(error, RefitMismatch) and "{'version': 7}" in str(error) for error, _ in results)
     assert not results[2][1]
 
 
@@ -247,11 +282,11 @@ def test_storage_that_does_not_keep_what_was_sent_is_caught_by_the_checksums() -
 
 def test_a_rank_that_never_comes_ends_in_a_timeout_that_names_it() -> None:
     sources, destinations = world(2)
-    config = RefitConfig(timeout_s=2.0, bucket_mb=1)
+    config = RefitConfig(timeout_s=1.0, bucket_mb=1)
 
     def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
         if rank == 3:
-            time.sleep(5)
+            time.sleep(2.0)
             return None
         try:
             session.refit(1)
@@ -261,7 +296,7 @@ def test_a_rank_that_never_comes_ends_in_a_timeout_that_names_it() -> None:
 
     start = time.monotonic()
     results = run_world(sources, destinations, body, config)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 5
     assert all(isinstance(r, RefitTimeout) and "generation rank 1" in str(r) for r in results[:3])
 
 
@@ -273,13 +308,6 @@ def test_a_loader_that_does_not_take_all_weights_is_an_error_and_commits_nothing
     assert isinstance(results[2], RefitMismatch)
     assert "4 weights left" in str(results[2])
     assert all(isinstance(r, PeerLost) for r in results[:2])
-
-
-def test_sides_that_check_differently_are_told_so_before_anything_moves() -> None:
-    sources, destinations = world(1)
-    configs = [RefitConfig(bucket_mb=1, timeout_s=20.0, verify=verify) for verify in ("full", "full", "off")]
-    results = run_world(sources, destinations, refit_versions(1), configs)
-    assert all(isinstance(r, RefitMismatch) for r in results)
 
 
 def test_sampled_checks_come_to_every_message_whatever_the_versions_are() -> None:
@@ -299,13 +327,13 @@ def test_sampled_checks_come_to_every_message_whatever_the_versions_are() -> Non
 
 def test_a_late_rank_does_not_make_the_others_blame_trainer_rank_0_for_a_missing_one() -> None:
     sources, destinations = world(3)
-    config = RefitConfig(timeout_s=3.0, bucket_mb=1)
+    config = RefitConfig(timeout_s=1.5, bucket_mb=1)
 
     def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
         if rank == 1:
-            time.sleep(2.0)
+            time.sleep(1.0)
         if rank == 4:
-            time.sleep(9.0)
+            time.sleep(3.0)
             return None
         try:
             session.refit(1)
@@ -328,3 +356,97 @@ def test_an_engine_that_can_not_be_prepared_is_heard_of_by_all_ranks_at_once() -
     results = run_world(sources, [Refusing(SPECS, engine_layout(0, 1))], refit_versions(1))
     assert time.monotonic() - start < 10
     assert all("moves experts" in str(r) for r in results)
+
+
+def test_after_a_failure_the_session_refuses_another_refit_and_a_new_epoch_heals_the_engine() -> None:
+    sources, destinations = world(1)
+    state = ServingState()
+
+    def fail(version: int) -> None:
+        raise ValueError("post-load failed")
+
+    destinations[0].finish = fail  # type: ignore[method-assign]
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        for _ in range(2):
+            try:
+                session.refit(1)
+            except (RefitError, ValueError) as error:
+                last = error
+        return last, session.state.dirty
+
+    results = run_world(sources, destinations, body, states={2: state})
+    assert all("ended with an error" in str(error) and "new epoch" in str(error) for error, _ in results)
+    assert results[2][1]
+    del destinations[0].finish
+    results = run_world(sources, destinations, refit_versions(2), states={2: state})
+    assert results[2][0][1:] == ([], 2)
+    state.require_clean()
+
+
+def test_a_closed_session_refuses_and_closes_twice_without_harm() -> None:
+    sources, destinations = world(1)
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        session.refit(1)
+        session.close()
+        with pytest.raises(RefitError, match="is closed"):
+            session.refit(2)
+        return True
+
+    assert run_world(sources, destinations, body) == [True] * 3
+
+
+@pytest.mark.parametrize("moved", [0, 2])
+def test_storage_that_moves_on_one_rank_is_followed_on_all_before_the_engine_is_dirty(moved: int) -> None:
+    sources, destinations = world(1)
+    seen: list[tuple[int, bool]] = []
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        rebind = session.engine.rebind
+        session.engine.rebind = lambda: (seen.append((rank, session.state.dirty)), rebind())  # type: ignore[method-assign]
+        refit_versions(1)(rank, session, endpoint)
+        if rank == moved:
+            held = "_held" if rank == 0 else "_wanted"
+            setattr(endpoint, held, {key: value.clone() for key, value in getattr(endpoint, held).items()})
+        return refit_versions(2, 3)(rank, session, endpoint)
+
+    results = run_world(sources, destinations, body)
+    assert [wrong for _, wrong, _ in results[2]] == [[], []]
+    assert sorted(seen) == [(0, False), (1, False), (2, False)]
+
+
+def test_a_stranger_who_knocks_during_refits_changes_nothing() -> None:
+    sources, destinations = world(1)
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        meeting = session._channel._rendezvous
+        results = []
+        for version in range(1, 6):
+            if rank == 0:
+                with pytest.raises(RefitError, match="another token"):
+                    Channel(dataclasses.replace(meeting, token="0" * 64), session.world, 2.0)
+                with socket.create_connection((meeting.host, meeting.port)) as stranger:
+                    stranger.sendall(b"\xff" * 100_000)
+            results += refit_versions(version)(rank, session, endpoint)
+        return results
+
+    results = run_world(sources, destinations, body)
+    assert [(wrong, version) for _, wrong, version in results[2]] == [
+        ([], version) for version in range(1, 6)
+    ]
+
+
+def test_a_record_says_where_the_time_went_and_a_timeline_only_if_it_is_asked_for() -> None:
+    sources, destinations = world(1)
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        return session.refit(1), session.refit(2, timeline=True)
+
+    for plain, timed in run_world(sources, destinations, body):
+        assert plain.timeline == ()
+        assert {"handshake", "commit"} <= set(plain.seconds)
+        assert 0 < plain.host_seconds < plain.seconds_total
+        stages = [interval.stage for interval in timed.timeline]
+        assert (stages[0], stages[-1]) == ("handshake", "commit")
+        assert all(0 <= i.start <= i.end <= timed.seconds_total for i in timed.timeline)
