@@ -41,6 +41,8 @@ from rlrefit.integration.layout import (
     volume,
 )
 
+from .index_tensors import index_tensor, split_by_torch, theirs
+
 Case = tuple[tuple[int, ...], Mesh, tuple[Placement, ...]]
 
 
@@ -55,34 +57,13 @@ def cases(draw: st.DrawFn, max_dims: int = 3) -> Case:
     return shape, Mesh(grid, tuple(ranks)), placements
 
 
-def theirs(placement: Placement, dims: int) -> TheirShard | TheirReplicate | _StridedShard:
-    if isinstance(placement, StridedShard):
-        return _StridedShard(placement.dim % dims, split_factor=placement.split_factor)
-    return TheirShard(placement.dim % dims) if isinstance(placement, Shard) else TheirReplicate()
-
-
-def index_tensor(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.arange(prod(shape)).reshape(shape)
-
-
-def brute_force(case: Case, rank: int) -> torch.Tensor:
-    """What DTensor's placements leave of an index tensor when they split it one after another."""
-    shape, mesh, placements = case
-    left = index_tensor(shape)
-    for placement, parts, index in zip(placements, mesh.shape, mesh.coordinate(rank) or (), strict=True):
-        their = theirs(placement, len(shape))
-        if not isinstance(their, TheirReplicate):
-            left = their._split_tensor(left, parts, with_padding=False)[0][index]
-    return left
-
-
 @given(cases())
 @settings(max_examples=150, deadline=None)
 def test_every_rank_holds_the_elements_that_dtensor_would_give_it(case: Case) -> None:
     shape, mesh, placements = case
     whole = index_tensor(shape)
     for rank in mesh.ranks:
-        expected = brute_force(case, rank)
+        expected = split_by_torch(whole, mesh, placements, rank)
         assert local_shape(shape, mesh, placements, rank) == tuple(expected.shape)
         local = torch.full(expected.shape, -1)
         for box, place in boxes_of(shape, mesh, placements, rank):

@@ -1,0 +1,301 @@
+"""``xferdtensor``: move one tensor from one mesh of ranks to another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import RefitMismatch
+from ..layout import Mesh, layout_of, local_shape, mesh_of, placements_of
+from ..manifest import dtype_name
+from ..process_groups import Group
+from ..transport import TransferResult
+from .agreement import Statement, agree_on_digest, compare, digest_of, gather, local_shapes
+from .cache import Request, Transfers
+from .reshard import Side, full_shape
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_TRANSPORTS = ("p2p", "golden")
+
+
+@dataclass(frozen=True)
+class _End:
+    """One side as this rank sees it: the layout, and its own local tensor if it has one."""
+
+    name: str
+    side: Side
+    local: torch.Tensor | None
+    full_shape: tuple[int, ...] | None
+
+
+def xferdtensor(
+    src: torch.Tensor | None,
+    src_mesh: Mesh | DeviceMesh | Sequence[Any] | None,
+    src_placements: Sequence[object] | None,
+    dst: torch.Tensor | None,
+    dst_mesh: Mesh | DeviceMesh | Sequence[Any] | None,
+    dst_placements: Sequence[object] | None,
+    process_group: dist.ProcessGroup | Group,
+    stream: torch.cuda.Stream | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    transport: str = "p2p",
+    bucket_bytes: int = 256 << 20,
+    verify: str = "sampled",
+    timeout_s: float = 300.0,
+) -> TransferResult:
+    """Write into ``dst`` what ``src`` holds, each with its own mesh and placements.
+
+    A collective of the ranks of both meshes, which pass the same meshes, placements and options in the same order of
+    calls; other ranks of the group may call it and return at once. The first call of a layout compares all of that on
+    all ranks and compiles the transfer; later ones replay it. With ``shape`` they do so without another word between
+    the ranks; without it the local shapes, and so the full one, are told at each call.
+
+    Args:
+        src: this rank's local tensor, any strides; a DTensor; or None on a rank that is not in ``src_mesh``.
+        src_mesh: nested lists of ranks or a :class:`~.layout.Mesh`, in ``process_group``'s ranks; or a ``DeviceMesh``,
+            whose ranks are those of the default process group. None with a DTensor takes its own.
+        src_placements: for each mesh dimension ``Shard``, ``Replicate`` or ``StridedShard``, ours or torch's. Shards
+            may be uneven or empty, as ``torch.chunk`` cuts. None with a DTensor takes its own.
+        dst: as ``src``; it is written, and must not overlap ``src`` in memory.
+        dst_mesh: as ``src_mesh``. The meshes may share ranks; what such a rank has itself is copied in place.
+        dst_placements: as ``src_placements``.
+        process_group: of all ranks, NCCL for CUDA tensors and gloo for CPU ones; a torch ``ProcessGroup`` or a
+            :class:`~.process_groups.Group`.
+        stream: CUDA stream on which ``src`` is ready, and on which ``dst`` may be used after the call; None for
+            the current one. The call returns when the exchange has ended.
+        shape: of the full tensor, given on all ranks or on none.
+        transport: ``p2p``, or ``golden`` (every part is broadcast to all ranks of the group: slow, the oracle).
+        bucket_bytes: staging memory for each of at most two buckets a direction.
+        verify: ``off``, ``sampled`` or ``full``: checksums of sent and landed bytes.
+        timeout_s: limit of any wait, in seconds.
+
+    Returns:
+        Bytes that this rank sent or received (what it copied in place is not among them), and how many were verified.
+
+    Raises:
+        ValueError: arguments that are wrong on their own. Other ranks then wait until their timeout.
+        RefitMismatch: the ranks were called differently; on all of them, before anything is written.
+        PlanError: ``bucket_bytes`` is too small for one element from every peer.
+        RefitTimeout, PeerLost, VerificationError: ``dst`` may be written in part then.
+    """
+    _check_options(transport, verify)
+    source = _end("src", src, src_mesh, src_placements, process_group)
+    destination = _end("dst", dst, dst_mesh, dst_placements, process_group)
+    rank = process_group.rank if isinstance(process_group, Group) else process_group.rank()
+    size = process_group.size if isinstance(process_group, Group) else process_group.size()
+    members = sorted({*source.side.mesh.ranks, *destination.side.mesh.ranks})
+    _check_members(members, size, transport)
+    _check_own(rank, source, destination)
+    if rank not in members:
+        return TransferResult(0, 0)
+    local = next(end.local for end in (source, destination) if end.local is not None)
+    transfers = Transfers.of(process_group, local.device, timeout_s)
+    request = Request(
+        source.side,
+        destination.side,
+        _given_shape(shape, source, destination),
+        local.dtype,
+        transport,
+        bucket_bytes,
+        verify,
+    )
+    with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        if request.shape is None or not transfers.agreed(request):
+            request = _agree(transfers, request, members, source, destination)
+        _check_local_shapes(rank, request.full_shape, source, destination)
+        return transfers.run(request, source.local, destination.local)
+
+
+def _check_options(transport: str, verify: str) -> None:
+    if transport not in _TRANSPORTS:
+        raise ValueError(
+            f"xferdtensor has no transport {transport!r}; use p2p or golden. (ipc and m2n need storage that is told "
+            "to the peers once for many transfers: a refit session does that.)"
+        )
+    if verify not in ("off", "sampled", "full"):
+        raise ValueError(f"verify={verify!r}; use off, sampled or full")
+
+
+def _end(
+    name: str,
+    tensor: torch.Tensor | None,
+    mesh: Mesh | DeviceMesh | Sequence[Any] | None,
+    placements: Sequence[object] | None,
+    process_group: dist.ProcessGroup | Group,
+) -> _End:
+    from torch.distributed.tensor import DTensor
+
+    local, shape = tensor, None
+    found: Mesh | DeviceMesh | Sequence[Any] | None = mesh
+    if isinstance(tensor, DTensor):
+        local, shape = tensor.to_local(), tuple(tensor.shape)
+        own_mesh, own_placements = layout_of(tensor)
+        found = tensor.device_mesh if mesh is None else mesh
+        if placements is None:
+            placements = own_placements
+        if placements_of(placements) != own_placements:
+            raise ValueError(
+                f"{name} is a DTensor with placements {own_placements}, but {name}_placements is {placements}; leave "
+                "them out, or give the DTensor's local tensor"
+            )
+        if _group_mesh(name, found, process_group) != _group_mesh(name, tensor.device_mesh, process_group):
+            raise ValueError(f"{name} is a DTensor on the mesh {own_mesh}, but {name}_mesh is {mesh}")
+        if own_mesh.coordinate(dist.get_rank()) is None:
+            local = None
+    if found is None or placements is None:
+        raise ValueError(
+            f"{name}_mesh and {name}_placements are needed on every rank: only a DTensor brings its own, and the other "
+            "side's ranks have none"
+        )
+    return _End(
+        name,
+        Side(_group_mesh(name, found, process_group), placements_of(placements)),
+        local.detach() if local is not None else None,
+        shape,
+    )
+
+
+def _group_mesh(name: str, mesh: Any, process_group: dist.ProcessGroup | Group) -> Mesh:
+    """The mesh in the process group's ranks, without names."""
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.shape, mesh.ranks)
+    if isinstance(mesh, Sequence):
+        return Mesh.of(mesh)
+    if isinstance(process_group, Group):
+        raise ValueError(
+            f"{name}_mesh is a DeviceMesh, which counts ranks as the default process group does; {process_group!r} "
+            "counts its own. Give nested lists of its ranks"
+        )
+    found = mesh_of(mesh)
+    return Mesh(found.shape, tuple(dist.get_group_rank(process_group, rank) for rank in found.ranks))
+
+
+def _check_members(members: Sequence[int], size: int, transport: str) -> None:
+    if members[-1] >= size:
+        raise ValueError(f"mesh rank {members[-1]} is not in the process group of {size} ranks")
+    if transport == "golden" and len(members) != size:
+        raise ValueError(
+            f"golden broadcasts to all {size} ranks of the process group, but ranks "
+            f"{sorted(set(range(size)) - set(members))} are in neither mesh; use p2p, or a group of the meshes' ranks"
+        )
+
+
+def _check_own(rank: int, source: _End, destination: _End) -> None:
+    """Check this rank's own tensors."""
+    for end in (source, destination):
+        inside = end.side.mesh.coordinate(rank) is not None
+        if inside and end.local is None:
+            raise ValueError(
+                f"rank {rank} is in {end.name}_mesh, but {end.name} is None; give its local tensor"
+            )
+        if not inside and end.local is not None:
+            raise ValueError(f"rank {rank} is not in {end.name}_mesh, but {end.name} is given; pass None")
+    if source.local is not None and destination.local is not None:
+        if source.local.device != destination.local.device:
+            raise ValueError(
+                f"src is on {source.local.device} and dst on {destination.local.device} of rank {rank}; both must be on "
+                "the device that the process group serves"
+            )
+        if source.local.dtype != destination.local.dtype:
+            raise ValueError(
+                f"src is {dtype_name(source.local.dtype)} and dst {dtype_name(destination.local.dtype)} on rank {rank}; "
+                "bytes would be read as other numbers. Cast before the transfer"
+            )
+        if _overlap(source.local, destination.local):
+            raise ValueError(
+                f"src and dst of rank {rank} overlap in memory; parts would be overwritten before they are read. Give "
+                "dst memory of its own"
+            )
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the address ranges of two tensors meet."""
+    if not a.numel() or not b.numel():
+        return False
+    return a.data_ptr() < b.data_ptr() + _extent(b) and b.data_ptr() < a.data_ptr() + _extent(a)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _given_shape(shape: Sequence[int] | None, source: _End, destination: _End) -> tuple[int, ...] | None:
+    if shape is None:
+        return None
+    given = tuple(int(n) for n in shape)
+    for end in (source, destination):
+        if end.full_shape is not None and end.full_shape != given:
+            raise ValueError(f"shape is {given}, but {end.name} is a DTensor of shape {end.full_shape}")
+    return given
+
+
+def _agree(
+    transfers: Transfers, request: Request, members: Sequence[int], source: _End, destination: _End
+) -> Request:
+    """Compare what all ranks were called with, and complete the request with the full shape."""
+    group = transfers.group
+    mesh, placements = digest_of(request.source)
+    dst_mesh, dst_placements = digest_of(request.destination)
+    own = Statement(
+        {
+            "src_mesh": mesh,
+            "src_placements": placements,
+            "dst_mesh": dst_mesh,
+            "dst_placements": dst_placements,
+            "shape": "none" if request.shape is None else str(list(request.shape)),
+            "transport": request.transport,
+            "bucket_bytes": str(request.bucket_bytes),
+            "verify": request.verify,
+        },
+        dtype_name(request.dtype),
+        (
+            tuple(source.local.shape) if source.local is not None else None,
+            tuple(destination.local.shape) if destination.local is not None else None,
+        ),
+    )
+    answers = gather(group, members, own.pack())
+    statements = {rank: Statement.unpack(raw, rank) for rank, raw in zip(members, answers, strict=True)}
+    compare(statements, group.rank)
+    held = local_shapes(statements, request.source, 0, group.rank)
+    wanted = local_shapes(statements, request.destination, 1, group.rank)
+    try:
+        shape = request.shape if request.shape is not None else full_shape(request.source, held)
+        for end, side, shapes in (("src", request.source, held), ("dst", request.destination, wanted)):
+            for rank, found in shapes.items():
+                expected = local_shape(shape, side.mesh, side.placements, rank)
+                if found != expected:
+                    raise ValueError(_odd_shape(end, rank, found, expected, shape))
+    except ValueError as error:
+        raise RefitMismatch(f"{error}; nothing was written", stage="agreement", rank=group.rank) from error
+    complete = request.with_shape(shape)
+    if not transfers.agreed(complete):
+        agree_on_digest(group, members, transfers.compile(complete).digest)
+        transfers.agree(complete)
+    return complete
+
+
+def _check_local_shapes(rank: int, shape: tuple[int, ...], source: _End, destination: _End) -> None:
+    for end in (source, destination):
+        if end.local is not None:
+            expected = local_shape(shape, end.side.mesh, end.side.placements, rank)
+            if tuple(end.local.shape) != expected:
+                raise ValueError(_odd_shape(end.name, rank, tuple(end.local.shape), expected, shape))
+
+
+def _odd_shape(
+    end: str, rank: int, found: Sequence[int], expected: Sequence[int], shape: Sequence[int]
+) -> str:
+    return (
+        f"{end} of rank {rank} has shape {tuple(found)}, but its placements give it {tuple(expected)} of a tensor of "
+        f"shape {tuple(shape)} ({prod(shape)} elements); give the shape, mesh and placements that made it"
+    )

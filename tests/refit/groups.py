@@ -1,0 +1,51 @@
+"""Groups whose ranks are threads of the test's own process, kept for many transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed import HashStore
+
+from rlrefit.integration.process_groups import Group
+
+
+class GroupWorld:
+    """``size`` ranks of one gloo group; ``with`` it, and call :meth:`run` any number of times."""
+
+    def __init__(self, size: int, timeout_s: float = 20.0):
+        self.size = size
+        self._timeout_s = timeout_s
+
+    def __enter__(self) -> GroupWorld:
+        store = HashStore()
+        self._pool = ThreadPoolExecutor(self.size)
+
+        def connect(rank: int) -> Group:
+            return Group(
+                store, "world", rank, self.size, torch.device("cpu"), self._timeout_s, lambda stage: None
+            )
+
+        self.groups = list(self._pool.map(connect, range(self.size)))
+        return self
+
+    def run(self, body: Callable[[int, Group], Any]) -> list[Any]:
+        """What ``body(rank, group)`` returns on each rank, or the exception that ended it."""
+
+        def call(rank: int) -> Any:
+            try:
+                return body(rank, self.groups[rank])
+            except Exception as error:
+                return error
+
+        return list(self._pool.map(call, range(self.size)))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for group in self.groups:
+            group.close()
+        self._pool.shutdown()
