@@ -26,11 +26,12 @@ def pieces(write: Write, most: int = PIECE_BYTES) -> Iterator[Write]:
     if nbytes <= most or dim is None:
         yield write
         return
-    step = max(1, shape[dim] * most // nbytes)
+    parts = -(-nbytes // most)
+    step = -(-shape[dim] // parts)
     for start in range(0, shape[dim], step):
         box = tuple((start, min(start + step, n)) if i == dim else (0, n) for i, n in enumerate(shape))
         part = Write(write.source.slice(box), write.target.slice(box))
-        if step == 1 and part.source.nbytes > most:
+        if part.source.nbytes > most:
             yield from pieces(part, most)
         else:
             yield part
