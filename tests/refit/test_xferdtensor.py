@@ -60,7 +60,8 @@ def in_gaps(shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 
 def as_bytes(tensor: torch.Tensor) -> list[int]:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+    packed = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
+    return packed.view(torch.uint8).tolist()
 
 
 def transfer(
@@ -95,12 +96,11 @@ def transfer(
                 assert as_bytes(src) == as_bytes(held), "the source was written"
             if dst is not None:
                 assert as_bytes(dst) == as_bytes(expected), f"seed {seed}"
-                around = storage.clone()
-                poison = torch.full((dst.numel() * dtype.itemsize,), POISON, dtype=torch.uint8)
-                around.view(dtype).as_strided(dst.shape, dst.stride()).copy_(
-                    poison.view(dtype).view(dst.shape)
+                around = storage.clone().view(-1, dtype.itemsize)
+                around[torch.arange(len(around)).as_strided(dst.shape, dst.stride()).flatten()] = POISON
+                assert set(around.flatten().tolist()) == {POISON}, (
+                    "the destination was written outside of its view"
                 )
-                assert set(around.tolist()) == {POISON}, "the destination was written outside of its view"
         return result
 
     return world.run(body)
