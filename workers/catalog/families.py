@@ -18,8 +18,8 @@ from .mamba_units import Blocks
 from .units import ROUTER, Matrix, Stacked, Unit, Vocabulary
 
 Config = Mapping[str, Any]
-# The first or last pipeline stage, the stage of a layer, or no stage of that side.
-Stage = Literal["first", "last"] | int | None
+# The first, the last or every pipeline stage, the stage of a layer, or no stage of that side.
+Stage = Literal["first", "last", "every"] | int | None
 
 
 class CatalogError(ValueError):
@@ -169,8 +169,14 @@ def _decoder(
     norm: str = "norm",
     megatron_norm: str = "decoder.final_layernorm.weight",
     vllm_embedding: str = "embed_tokens",
+    on_every_stage: bool = False,
 ) -> list[Section]:
-    """The sections around the layers, and the layers."""
+    """The sections around the layers, and the layers.
+
+    ``on_every_stage``: vLLM's model holds embedding, last norm and head on all pipeline stages, used or not.
+    """
+    first: Stage = "every" if on_every_stage else "first"
+    final: Stage = "every" if on_every_stage else "last"
     rows, hidden = config["vocab_size"], config["hidden_size"]
     tied = bool(config.get("tie_word_embeddings", False))
     embed = Vocabulary(
@@ -180,21 +186,22 @@ def _decoder(
         rows,
         hidden,
     )
-    sections = [Section(hf, "", "model.", (embed,), "first", "first")]
+    sections = [Section(hf, "", "model.", (embed,), "first", first)]
     sections += [
         Section(f"{hf}layers.{i}.", f"decoder.layers.{i}.", f"model.layers.{i}.", units, i, i)
         for i, units in enumerate(layers)
     ]
     sections.append(
-        Section(hf, "", "model.", (_norm(norm, megatron_norm, hidden),), "last", "last"),
+        Section(hf, "", "model.", (_norm(norm, megatron_norm, hidden),), "last", final),
     )
     if tied:
         copy = Vocabulary("", "output_layer.weight", "", rows, hidden)
         sections.append(Section("", "", "", (copy,), "last", None, second=True))
-        sections.append(Section(hf, "", "model.", (embed,), None, "last", second=True))
+        if not on_every_stage:
+            sections.append(Section(hf, "", "model.", (embed,), None, "last", second=True))
     else:
         head = Vocabulary("lm_head.weight", "output_layer.weight", "lm_head.weight", rows, hidden)
-        sections.append(Section("", "", "", (head,), "last", "last"))
+        sections.append(Section("", "", "", (head,), "last", final))
     return sections
 
 
@@ -238,7 +245,7 @@ def _qwen3_moe(config: Config) -> Architecture:
         ),
     )
     count = config["num_hidden_layers"]
-    return Architecture(tuple(_decoder(config, [layer] * count)), count)
+    return Architecture(tuple(_decoder(config, [layer] * count, on_every_stage=True)), count)
 
 
 def _latent_attention(config: Config) -> tuple[Unit, ...]:
@@ -363,7 +370,8 @@ def _gpt_oss(config: Config) -> Architecture:
         ),
     )
     count = config["num_hidden_layers"]
-    return Architecture(tuple(_decoder(config, [layer] * count, vllm_embedding="embedding")), count)
+    sections = _decoder(config, [layer] * count, vllm_embedding="embedding", on_every_stage=True)
+    return Architecture(tuple(sections), count)
 
 
 def _nemotron_h(config: Config) -> Architecture:
@@ -419,6 +427,7 @@ def _nemotron_h(config: Config) -> Architecture:
         embedding="embeddings",
         norm="norm_f",
         megatron_norm="decoder.final_norm.weight",
+        on_every_stage=True,
     )
     return Architecture(tuple(sections), len(pattern))
 
@@ -438,8 +447,8 @@ def _mamba_mixer(config: Config) -> tuple[Unit, ...]:
     in_proj = "mapping MambaInProjMapping has no shard rule"
     conv = "mapping MambaConv1dMapping has no shard rule"
 
-    def by_heads(hf: str, vllm: str, length: int, refused: str, dtype: torch.dtype | None = None) -> Matrix:
-        return Matrix(f"mixer.{hf}", f"mixer.{hf}", f"mixer.{vllm}", (length,), 0, dtype, gen_refused=refused)
+    def by_heads(name: str, length: int, refused: str) -> Matrix:
+        return Matrix(f"mixer.{name}", f"mixer.{name}", f"mixer.{name}", (length,), 0, gen_refused=refused)
 
     units: list[Unit] = [
         _norm("norm", "mixer.in_proj.layer_norm_weight", hidden),
@@ -476,10 +485,12 @@ def _mamba_mixer(config: Config) -> tuple[Unit, ...]:
         )
     return (
         *units,
-        by_heads("A_log", "A", heads, mixer),
-        by_heads("D", "D", heads, mixer),
-        by_heads("dt_bias", "dt_bias", heads, mixer),
-        by_heads("norm.weight", "norm.weight", inner, norm),
+        Matrix(
+            "mixer.A_log", "mixer.A_log", "mixer.A", (heads,), 0, gen_dtype=torch.float32, gen_refused=mixer
+        ),
+        by_heads("D", heads, mixer),
+        by_heads("dt_bias", heads, mixer),
+        by_heads("norm.weight", inner, norm),
         Matrix(
             "mixer.out_proj.weight",
             "mixer.out_proj.weight",

@@ -211,12 +211,13 @@ def _place(model: Model, layout: Layout, at: TrainCoordinates | GenCoordinates) 
 def _sections(model: Model, layout: Layout, stage: int) -> Iterator[Section]:
     """The sections of one pipeline stage."""
     layers = frozenset(layout.stage_layers(model.architecture.layers)[stage])
+    ends = {"first": 0, "last": layout.pp - 1}
     is_train = isinstance(layout, TrainLayout)
     for section in model.architecture.sections:
         at: Stage = section.train if is_train else section.gen
         if at is None or (section.second and layout.pp == 1):
             continue
-        if at in layers if isinstance(at, int) else stage == (0 if at == "first" else layout.pp - 1):
+        if at in layers if isinstance(at, int) else at == "every" or stage == ends[at]:
             yield section
 
 

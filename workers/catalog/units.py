@@ -97,6 +97,7 @@ class Matrix:
         shape: of the whole weight.
         dim: along which TP cuts it; None for a whole copy on every rank.
         dtype: where it is not the model's.
+        gen_dtype: of vLLM's parameter, where it is another one.
         train_refused: why Megatron's side does not place it; empty if it does.
         gen_refused: why vLLM's side does not.
     """
@@ -107,6 +108,7 @@ class Matrix:
     shape: tuple[int, ...]
     dim: int | None = None
     dtype: torch.dtype | None = None
+    gen_dtype: torch.dtype | None = None
     train_refused: str = ""
     gen_refused: str = ""
 
@@ -114,10 +116,10 @@ class Matrix:
         yield Weight(self.hf, self.shape, self.dtype)
 
     def train(self, place: Place) -> Iterator[Param]:
-        yield self._param(self.megatron, place, self.train_refused)
+        yield self._param(self.megatron, place, self.dtype, self.train_refused)
 
     def gen(self, place: Place) -> Iterator[Param]:
-        yield self._param(self.vllm, place, self.gen_refused)
+        yield self._param(self.vllm, place, self.gen_dtype or self.dtype, self.gen_refused)
 
     def train_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
         if self.dim is not None:
@@ -125,10 +127,10 @@ class Matrix:
 
     gen_divisions = train_divisions
 
-    def _param(self, name: str, place: Place, refused: str) -> Param:
+    def _param(self, name: str, place: Place, dtype: torch.dtype | None, refused: str) -> Param:
         box = cut_box(self.shape, self.dim, place.tp)
         shape = tuple(stop - start for start, stop in box)
-        dtype = self.dtype or place.dtype
+        dtype = dtype or place.dtype
         if refused:
             return Param(name, shape, dtype, (), (self.hf,), refused)
         return Param(name, shape, dtype, (Part(self.hf, self.shape, box, everything(shape)),))

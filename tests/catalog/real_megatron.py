@@ -1,0 +1,173 @@
+"""What Bridge really builds on one rank of any layout, in one process: a fake process group, tiny real models.
+
+``python -m tests.catalog.real_megatron FILE`` reads cases from FILE and writes what it found beside it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIZES = ("tp", "pp", "ep", "etp", "cp", "vpp")
+
+
+def main(path: str) -> None:
+    from rlrefit.workers.megatron.cpu_standins import ensure_megatron
+
+    auto_bridge = ensure_megatron()
+    _accept_any_attention()
+    _accept_mamba()
+    cases = json.loads(Path(path).read_text())
+    found = [_one(auto_bridge, case) for case in cases]
+    Path(path).with_suffix(".found.json").write_text(json.dumps(found))
+
+
+def _accept_any_attention() -> None:
+    """Megatron's own attention, which stands in for Transformer Engine's here, knows neither of head sizes that
+    differ nor of context parallelism. It never runs, and has no weights that depend on them.
+    """
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    real = DotProductAttention.__init__
+
+    @functools.wraps(real)
+    def init(
+        self: Any, config: Any, *args: Any, k_channels: Any = 0, v_channels: Any = 0, **kwargs: Any
+    ) -> None:
+        config = copy.copy(config)
+        config.context_parallel_size = 1
+        real(self, config, *args, **kwargs)
+
+    DotProductAttention.__init__ = init
+
+
+def _accept_mamba() -> None:
+    """Mamba mixers are built without their kernels: parameters only, and the gated norm's weight."""
+    from megatron.core.models.hybrid import hybrid_layer_specs
+    from megatron.core.ssm import mamba_mixer
+
+    class GatedNorm(torch.nn.Module):
+        def __init__(self, size: int, **kwargs: Any) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16))
+
+    mamba_mixer.HAVE_MAMBA_SSM = True
+    mamba_mixer.RMSNormGated = mamba_mixer.ExtendedRMSNorm = GatedNorm
+    mamba_mixer.MAMBA_HAS_STATE_DTYPE = False
+    # Its specification was made of the classes that it found without Transformer Engine.
+    importlib.reload(hybrid_layer_specs)
+
+
+def _one(auto_bridge: Any, case: dict[str, Any]) -> dict[str, Any]:
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from transformers import AutoConfig
+
+    dist.init_process_group("fake", rank=case["rank"], world_size=case["world"], store=FakeStore())
+    try:
+        config = AutoConfig.for_model(**case["config"])
+        config.architectures = [case["architecture"]]
+        bridge = auto_bridge.from_hf_config(config)
+        provider = _provider(bridge, case["layout"])
+        provider.initialize_model_parallel(seed=0, create_gloo_process_groups=False)
+        model = provider.provide_distributed_model(
+            wrap_with_ddp=False, use_cpu_initialization=True, bf16=True
+        )
+        tasks = _own_tasks(bridge, config, model)
+        result = {"params": [_param(task, config.vocab_size) for task in tasks]}
+        if case["specs"]:
+            result["specs"] = _specs(bridge, config, model)
+        return result
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        # Each model wants its own choice of attention kernels, and none may be left from the last one.
+        for key in [key for key in os.environ if key.startswith("NVTE_")]:
+            del os.environ[key]
+
+
+def _provider(bridge: Any, layout: dict[str, Any]) -> Any:
+    from rlrefit.workers.megatron.model import MegatronLayout, _set_for_cpu, _set_layout, _set_precision
+
+    provider = bridge.to_megatron_provider(load_weights=False)
+    tp, pp, ep, etp, cp, vpp = (layout.get(key, 1) for key in SIZES)
+    _set_layout(provider, MegatronLayout(tp, pp, vpp if vpp > 1 else None, ep, etp, cp))
+    provider.should_pad_vocab = True
+    provider.make_vocab_size_divisible_by = layout["vocabulary_multiple"]
+    provider.num_layers_in_first_pipeline_stage = layout.get("first")
+    provider.num_layers_in_last_pipeline_stage = layout.get("last")
+    _set_precision(provider, torch.bfloat16)
+    provider.perform_initialization = False
+    # The stand-in for grouped experts has no biases.
+    provider.moe_grouped_gemm = not provider.add_bias_linear
+    _set_for_cpu(provider)
+    provider.finalize()
+    return provider
+
+
+def _own_tasks(bridge: Any, config: Any, model: list[Any]) -> list[Any]:
+    real = dist.all_gather_object
+    # The fake group would hand out garbage; every rank's names are this rank's, and only its own tasks are read.
+    dist.all_gather_object = lambda found, own, group=None: found.__setitem__(slice(None), [own] * len(found))
+    try:
+        tasks = bridge._model_bridge.build_conversion_tasks(config, model)
+    finally:
+        dist.all_gather_object = real
+    return [task for task in tasks if task is not None and task.param_weight is not None]
+
+
+def _param(task: Any, vocabulary: int) -> dict[str, Any]:
+    from rlrefit.workers.megatron.rules import Refused, fragments_of_task
+
+    weight = task.param_weight
+    result: dict[str, Any] = {
+        "name": task.global_param_name,
+        "shape": list(weight.shape),
+        "dtype": str(weight.dtype),
+    }
+    mapping = task.mapping.hf_param
+    try:
+        fragments = fragments_of_task(task)
+    except Refused as reason:
+        names = [mapping] if isinstance(mapping, str) else sorted(mapping.values())
+        return result | {"refused": names, "reason": str(reason), "parts": []}
+    is_vocabulary = task.global_param_name.endswith(("word_embeddings.weight", "output_layer.weight"))
+    parts = []
+    for fragment in fragments:
+        (start, stop), *rest = fragment.box
+        rows = vocabulary if is_vocabulary else fragment.full_shape[0]
+        kept = min(stop, rows) - start
+        if kept <= 0:
+            continue
+        view = fragment.view[:kept]
+        place = [view.storage_offset() - weight.storage_offset(), list(view.stride()), list(view.shape)]
+        full = [rows, *fragment.full_shape[1:]]
+        parts.append([fragment.name, full, [[start, start + kept], *map(list, rest)], place])
+    return result | {"refused": [], "reason": "", "parts": parts}
+
+
+def _specs(bridge: Any, config: Any, model: list[Any]) -> list[Any]:
+    from megatron.core import parallel_state
+
+    from rlrefit.workers.megatron import enumeration
+
+    enumeration.conversion_tasks = lambda bridge, model: [
+        task for task in bridge._model_bridge.build_conversion_tasks(config, model) if task is not None
+    ]
+    specs = enumeration.enumerate_export(
+        bridge, model, parallel_state.get_pipeline_model_parallel_group()
+    ).specs
+    return [spec.to_json() for spec in specs]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,120 @@
+"""What vLLM's own models and loaders make of a checkpoint on one rank of any layout, in one process, without weights.
+
+``python -m tests.catalog.real_vllm FILE`` reads cases from FILE and writes what it found beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Group:
+    """Stands in for one of vLLM's process groups: nothing is communicated while a model is built and loaded."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank = self.rank_in_group = rank
+        self.world_size = size
+        self.ranks = list(range(size))
+        self.is_first_rank, self.is_last_rank = rank == 0, rank == size - 1
+        self.device_group = TorchGroup(rank, size)
+
+
+class TorchGroup:
+    """The process group of torch inside of it, which some models ask for their place."""
+
+    def __init__(self, rank: int, size: int):
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def main(path: str) -> None:
+    os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    _accept_latent_attention()
+    cases = json.loads(Path(path).read_text())
+    found = [_one(case) for case in cases]
+    Path(path).with_suffix(".found.json").write_text(json.dumps(found))
+
+
+def _accept_latent_attention() -> None:
+    """The CPU platform has no kernels for it; they have no parameters, so their layer is left out."""
+    from vllm.model_executor.layers import mla
+
+    class Kernels(torch.nn.Module):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__()
+
+    mla.MLAAttention = Kernels
+
+
+def _one(case: dict[str, Any]) -> dict[str, Any]:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from rlrefit.workers.vllm.trace import trace_loader
+    from rlrefit.workers.vllm.twin import _IntegerTablesStayReal
+
+    _stand_in_for_groups(case)
+    config = _config(case)
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
+        with _IntegerTablesStayReal():
+            model = initialize_model(vllm_config=config)
+        parameters = dict(model.named_parameters())
+        manifest = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in case["manifest"]]
+        loadable = parameters | dict(model.named_buffers())
+        trace = trace_loader(model.load_weights, loadable, manifest)
+    landings = {
+        name: [
+            [landing.parameter, [list(side) for side in landing.box], landing.offset, list(landing.stride)]
+            for landing in found
+        ]
+        for name, found in trace.landings.items()
+    }
+    return {
+        "parameters": {n: [list(p.shape), str(p.dtype)] for n, p in parameters.items()},
+        "landings": landings,
+        "misc": trace.misc_reasons,
+    }
+
+
+def _stand_in_for_groups(case: dict[str, Any]) -> None:
+    from vllm.distributed import parallel_state
+
+    for name, (rank, size) in case["groups"].items():
+        setattr(parallel_state, f"_{name.upper()}", Group(rank, size))
+
+
+def _config(case: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = AutoConfig.for_model(**case["config"])
+        made.architectures = [case["architecture"]]
+        made.save_pretrained(folder)
+        config = EngineArgs(
+            model=folder, skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=64
+        ).create_engine_config()
+    parallel = config.parallel_config
+    parallel.tensor_parallel_size = case["groups"]["tp"][1]
+    parallel.pipeline_parallel_size = case["groups"]["pp"][1]
+    parallel.data_parallel_size = case["groups"]["dp"][1]
+    parallel.data_parallel_rank = case["groups"]["dp"][0]
+    parallel.enable_expert_parallel = case["expert_parallel"]
+    return config
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

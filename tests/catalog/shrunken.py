@@ -1,0 +1,81 @@
+"""Configurations of every family at a size for tests; all other keys as transformers' own classes need them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_COMMON: dict[str, Any] = {"vocab_size": 300, "hidden_size": 64, "max_position_embeddings": 64}
+_DENSE: dict[str, Any] = _COMMON | {
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+_LATENT: dict[str, Any] = _DENSE | {
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "topk_method": "noaux_tc",
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_DENSE, "attention_bias": False, "mlp_bias": False},
+    "llama-tied": {"model_type": "llama", **_DENSE, "head_dim": 16, "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2", **_DENSE},
+    "qwen3": {"model_type": "qwen3", **_DENSE, "head_dim": 16},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **_DENSE,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "deepseek_v3": {"model_type": "deepseek_v3", **_LATENT, "num_nextn_predict_layers": 1},
+    "deepseek_v3-no-q-rank": {
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        "q_lora_rank": None,
+        "num_nextn_predict_layers": 0,
+    },
+    "kimi_k2": {"model_type": "kimi_k2", **_LATENT, "num_nextn_predict_layers": 0},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **_DENSE,
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "attention_bias": True,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        **_DENSE,
+        "head_dim": 16,
+        "hybrid_override_pattern": "M-M*-",
+        "num_hidden_layers": 5,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 4,
+        "ssm_state_size": 8,
+        "conv_kernel": 4,
+        "use_conv_bias": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_bias": False,
+        "num_nextn_predict_layers": 0,
+    },
+}

@@ -1,0 +1,140 @@
+"""The trainer's side of the catalogue beside what Megatron-core and Megatron-Bridge really build."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.workers.catalog import Model, Param, TrainLayout, train_storage
+
+from .shrunken import CONFIGS
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+}
+_ONE = TrainLayout(vocabulary_multiple=8)
+_CASES: list[tuple[str, TrainLayout, int]] = [
+    *((name, _ONE, 0) for name, config in CONFIGS.items() if config["model_type"] in ARCHITECTURES),
+    ("llama", TrainLayout(tp=4, pp=2, vocabulary_multiple=8), 3),
+    ("llama", TrainLayout(tp=2, pp=2, vpp=2, dp=2, vocabulary_multiple=8), 5),
+    ("llama", TrainLayout(pp=3, last=2, vocabulary_multiple=8), 1),
+    ("llama", TrainLayout(pp=3, last=1, first=1, vocabulary_multiple=8), 2),
+    ("llama-tied", TrainLayout(tp=2, pp=2, vocabulary_multiple=64), 1),
+    ("llama-tied", TrainLayout(tp=2, pp=2, vocabulary_multiple=64), 3),
+    ("qwen2", TrainLayout(tp=2, cp=2, vocabulary_multiple=8), 3),
+    ("qwen3", TrainLayout(tp=8, vocabulary_multiple=8), 5),
+    ("qwen3_moe", TrainLayout(tp=2, pp=2, ep=4, vocabulary_multiple=8), 6),
+    ("qwen3_moe", TrainLayout(tp=2, ep=2, etp=2, cp=2, dp=2, vocabulary_multiple=8), 5),
+    ("qwen3_moe", TrainLayout(tp=2, pp=2, ep=2, dp=2, vocabulary_multiple=8), 7),
+    ("deepseek_v3", TrainLayout(tp=2, pp=2, ep=4, vocabulary_multiple=8), 2),
+    ("deepseek_v3", TrainLayout(tp=2, pp=2, ep=4, vocabulary_multiple=8), 7),
+    ("nemotron_h", TrainLayout(tp=2, vocabulary_multiple=8), 1),
+    ("gpt_oss", TrainLayout(tp=2, pp=2, vocabulary_multiple=8), 3),
+]
+
+
+def _label(case: tuple[str, TrainLayout, int]) -> str:
+    name, layout, rank = case
+    sizes = [f"{key}{size}" for key, size in asdict(layout).items() if size not in (None, 1)]
+    return "-".join([name, *sizes[:-1], f"rank{rank}"])
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    path = tmp_path_factory.mktemp("megatron") / "cases.json"
+    cases = [
+        {
+            "config": CONFIGS[name],
+            "architecture": ARCHITECTURES[CONFIGS[name]["model_type"]],
+            "layout": asdict(layout),
+            "rank": rank,
+            "world": layout.world_size,
+            "specs": layout is _ONE,
+        }
+        for name, layout, rank in _CASES
+    ]
+    path.write_text(json.dumps(cases))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.catalog.real_megatron", str(path)],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-1500:]
+    found = json.loads(path.with_suffix(".found.json").read_text())
+    assert isinstance(found, list)
+    return found
+
+
+@pytest.mark.parametrize("index", range(len(_CASES)), ids=[_label(case) for case in _CASES])
+def test_a_trainer_rank_stores_what_the_catalogue_says(index: int, real: list[dict[str, Any]]) -> None:
+    name, layout, rank = _CASES[index]
+    model = Model(name, CONFIGS[name])
+    stored = {param.name: param for param in train_storage(model, layout, rank)}
+    theirs = {param["name"]: param for param in real[index]["params"]}
+    if name == "gpt_oss":  # built with an expert a module, as the stand-in for grouped ones has no biases
+        stored = {key: param for key, param in stored.items() if ".experts." not in key}
+        theirs = {key: param for key, param in theirs.items() if ".experts." not in key}
+    if CONFIGS[name].get("tie_word_embeddings") and layout.pp > 1:
+        stored.pop("output_layer.weight", None)  # the copy, for which Bridge makes no task
+    assert stored.keys() == theirs.keys()
+    for key, param in stored.items():
+        assert _as_data(param) == theirs[key], key
+
+
+@pytest.mark.parametrize(
+    "index",
+    [i for i, (_, layout, _) in enumerate(_CASES) if layout is _ONE],
+    ids=[name for name, layout, _ in _CASES if layout is _ONE],
+)
+def test_weights_stand_in_the_order_of_bridges_export(index: int, real: list[dict[str, Any]]) -> None:
+    name = _CASES[index][0]
+    config = CONFIGS[name]
+    padded = -(-config["vocab_size"] // 8) * 8
+    exported = []
+    for spec in map(TensorSpec.from_json, real[index]["specs"]):
+        # Bridge exports the padding too; the source of the refit trims it.
+        rows = config["vocab_size"] if spec.shape[0] == padded else spec.shape[0]
+        if config["tie_word_embeddings"] and spec.name == "lm_head.weight":
+            continue  # repeated only where a checkpoint has it, or where there is none, as here
+        exported.append(spec._replace(shape=(rows, *spec.shape[1:])))
+    ours = Model(name, config).specs()
+    if name == "gpt_oss":  # sorted by other expert names, see above
+        exported.sort()
+        ours.sort()
+    assert ours == exported
+
+
+def _as_data(param: Param) -> dict[str, Any]:
+    storage = torch.empty(param.shape, device="meta")
+    parts = []
+    for part in param.parts:
+        view = storage[part.index]
+        place = [view.storage_offset(), list(view.stride()), list(view.shape)]
+        parts.append([part.name, list(part.full_shape), [list(side) for side in part.box], place])
+    return {
+        "name": param.name,
+        "shape": list(param.shape),
+        "dtype": str(param.dtype),
+        "refused": sorted(param.refused),
+        "reason": param.reason,
+        "parts": parts,
+    }

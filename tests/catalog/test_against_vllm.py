@@ -1,0 +1,120 @@
+"""The engine's side of the catalogue beside what vLLM's own models and loaders do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlrefit.integration.manifest import dtype_name
+from rlrefit.workers.catalog import GenLayout, Model, Param, gen_storage
+
+from .shrunken import CONFIGS
+from .test_against_megatron import ARCHITECTURES
+
+_CASES: list[tuple[str, GenLayout, int]] = [
+    ("llama", GenLayout(tp=2, pp=3), 3),
+    ("llama-tied", GenLayout(tp=2, pp=2), 2),
+    ("qwen2", GenLayout(tp=4), 3),
+    ("qwen3", GenLayout(tp=8), 5),
+    ("qwen3_moe", GenLayout(tp=4), 2),
+    ("qwen3_moe", GenLayout(tp=2, ep=2, pp=2), 1),
+    ("qwen3_moe", GenLayout(tp=2, dp=3, ep=6), 4),
+    ("deepseek_v3", GenLayout(tp=4), 3),
+    ("deepseek_v3", GenLayout(tp=4, ep=4), 1),
+    ("deepseek_v3-no-q-rank", GenLayout(tp=2), 1),
+    ("gpt_oss", GenLayout(tp=2), 1),
+    ("deepseek_v3", GenLayout(tp=2, pp=2), 3),
+    ("gpt_oss", GenLayout(tp=2, pp=2), 2),
+    ("nemotron_h", GenLayout(tp=4), 2),
+    ("nemotron_h", GenLayout(tp=2, pp=2), 3),
+]
+
+
+def _label(case: tuple[str, GenLayout, int]) -> str:
+    name, layout, rank = case
+    return "-".join([name, *(f"{k}{n}" for k, n in asdict(layout).items() if n > 1), f"rank{rank}"])
+
+
+def _case(name: str, layout: GenLayout, rank: int) -> dict[str, Any]:
+    at = layout.coordinates(rank)
+    experts = (at.ep.rank, at.ep.size) if layout.ep > 1 else (at.tp.rank, at.tp.size)
+    # Engines that share no experts don't know of one another.
+    engines = (rank // (layout.tp * layout.pp), layout.dp) if layout.ep > layout.tp else (0, 1)
+    return {
+        "config": CONFIGS[name],
+        "architecture": ARCHITECTURES[CONFIGS[name]["model_type"]],
+        "groups": {
+            "tp": at.tp,
+            "pp": (at.stage, layout.pp),
+            "dp": engines,
+            "ep": experts,
+            "pcp": (0, 1),
+            "dcp": (0, 1),
+            "world": (rank, layout.world_size),
+        },
+        "expert_parallel": layout.ep > 1,
+        "manifest": [[s.name, s.shape, dtype_name(s.dtype)] for s in Model(name, CONFIGS[name]).specs()],
+    }
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    path = tmp_path_factory.mktemp("vllm") / "cases.json"
+    path.write_text(json.dumps([_case(*case) for case in _CASES]))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.catalog.real_vllm", str(path)],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-1500:]
+    found = json.loads(path.with_suffix(".found.json").read_text())
+    assert isinstance(found, list)
+    return found
+
+
+@pytest.mark.parametrize("index", range(len(_CASES)), ids=[_label(case) for case in _CASES])
+def test_an_engine_rank_stores_what_the_catalogue_says(index: int, real: list[dict[str, Any]]) -> None:
+    name, layout, rank = _CASES[index]
+    stored = gen_storage(Model(name, CONFIGS[name]), layout, rank)
+    parameters = {param.name: [list(param.shape), str(param.dtype)] for param in stored}
+    assert parameters == real[index]["parameters"]
+    ours: dict[str, list[Any]] = {}
+    for param in stored:
+        for hf_name, landing in _landings(param):
+            ours.setdefault(hf_name, []).append(landing)
+    refused = {hf_name for param in stored for hf_name in param.refused}
+    theirs = {
+        hf_name: [[name, box, start, _strides(box, strides)] for name, box, start, strides in found]
+        for hf_name, found in real[index]["landings"].items()
+        if found and hf_name not in refused
+    }
+    assert {n: sorted(found) for n, found in ours.items()} == {n: sorted(f) for n, f in theirs.items()}
+    assert set(real[index]["misc"]) <= refused, "the loader computes with a weight that is said to be placed"
+
+
+def _landings(param: Param) -> list[tuple[str, list[Any]]]:
+    storage = torch.empty(param.shape, device="meta")
+    found = []
+    for part in param.parts:
+        view = storage[part.index]
+        box = [list(side) for side in part.box]
+        place = [param.name, box, view.storage_offset(), _strides(box, list(view.stride()))]
+        found.append((part.name, place))
+    return found
+
+
+def _strides(box: list[list[int]], strides: list[int]) -> list[int]:
+    """The stride of a dimension of one element says nothing."""
+    return [n if stop - start > 1 else 0 for (start, stop), n in zip(box, strides, strict=True)]
