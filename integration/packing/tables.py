@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
-from .segments import COLUMNS, build_tables
+from .segments import COLUMNS, Table, build_tables
 from .strided import Strided
 
 # Units that one program moves, and its warps: the fastest on an H100 of those tried (16 KiB and 8 KiB in the
@@ -16,13 +17,34 @@ _COPY_TILE, _COPY_WARPS = 1024, 8
 _CHECKSUM_TILE, _CHECKSUM_WARPS = 512, 4
 
 
-class _Launch(NamedTuple):
-    """One kernel launch: programs, the table on the device, and the constants that choose the variant."""
+class _Launch:
+    """One kernel launch with its table on the device.
 
-    programs: int
-    tiles: torch.Tensor
-    rows: torch.Tensor
-    constants: tuple[Any, ...]
+    It is compiled when it is made, so that the first refit does not wait for the compiler, and launched
+    without Triton's look-up of the variant, which would cost more than the launch.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        warps: int,
+        table: Table,
+        constants: tuple[Any, ...],
+        device: torch.device,
+        out: tuple[torch.Tensor, ...],
+    ):
+        self._tensors = (torch.from_numpy(table.tiles).to(device), torch.from_numpy(table.rows).to(device))
+        self._constants = constants
+        programs = len(table.tiles)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                compiled = kernel.warmup(*self._tensors, *out, *constants, grid=(programs,), num_warps=warps)
+                self._run = compiled[(programs, 1, 1)]
+        else:  # Triton's interpreter, in tests
+            self._run = partial(kernel[(programs,)], num_warps=warps)
+
+    def __call__(self, *out: torch.Tensor) -> None:
+        self._run(*self._tensors, *out, *self._constants)
 
 
 class CopyTable:
@@ -42,17 +64,19 @@ class CopyTable:
         Raises:
             ValueError: a source and a destination of different shapes or item sizes.
         """
-        from .kernels import COPY_WORDS
+        from .kernels import COPY_WORDS, copy_segments
 
-        triples = ((source, target, 0) for source, target in pairs)
-        return CopyTable(*_upload(triples, device, _COPY_TILE, COPY_WORDS))
+        tables = build_tables(((source, target, 0) for source, target in pairs), _COPY_TILE)
+        launches = [
+            _Launch(copy_segments, _COPY_WARPS, t, _constants(t, _COPY_TILE, COPY_WORDS), device, ())
+            for t in tables
+        ]
+        return CopyTable(launches, sum(t.nbytes for t in tables))
 
     def launch(self) -> None:
         """Enqueue the copies on the current stream: one kernel for each unit width that occurs."""
-        from .kernels import copy_segments
-
-        for programs, tiles, rows, constants in self._launches:
-            copy_segments[(programs,)](tiles, rows, *constants, num_warps=_COPY_WARPS)
+        for launch in self._launches:
+            launch()
 
 
 class ChecksumTable:
@@ -73,13 +97,26 @@ class ChecksumTable:
             device: that holds the memory.
             slots: for each view the row of ``out`` that its message adds up in; all 0 if left out.
         """
-        from .kernels import CHECKSUM_WORDS
+        from .kernels import CHECKSUM_WORDS, checksum_segments
 
         triples = (
             (view, Strided.packed(offset, view.shape, view.itemsize), slot)
             for (view, offset), slot in zip(views, slots or [0] * len(views), strict=True)
         )
-        return ChecksumTable(*_upload(triples, device, _CHECKSUM_TILE, CHECKSUM_WORDS))
+        tables = build_tables(triples, _CHECKSUM_TILE)
+        like = torch.empty(2, dtype=torch.int64, device=device)
+        launches = [
+            _Launch(
+                checksum_segments,
+                _CHECKSUM_WARPS,
+                t,
+                _constants(t, _CHECKSUM_TILE, CHECKSUM_WORDS),
+                device,
+                (like,),
+            )
+            for t in tables
+        ]
+        return ChecksumTable(launches, sum(t.nbytes for t in tables))
 
     def compute(self, out: torch.Tensor) -> None:
         """Set ``out`` (int64, ``[2]`` or ``[slots, 2]``) to the checksums."""
@@ -88,26 +125,9 @@ class ChecksumTable:
 
     def add_to(self, out: torch.Tensor) -> None:
         """Add the checksums to ``out``, whose rows of this table have to be zero before."""
-        from .kernels import checksum_segments
-
-        for programs, tiles, rows, constants in self._launches:
-            checksum_segments[(programs,)](tiles, rows, out, *constants, num_warps=_CHECKSUM_WARPS)
+        for launch in self._launches:
+            launch(out)
 
 
-def _upload(
-    pairs: Iterable[tuple[Strided, Strided, int]],
-    device: torch.device,
-    tile_units: int,
-    words: Mapping[int, tuple[Any, int, int]],
-) -> tuple[list[_Launch], int]:
-    tables = build_tables(pairs, tile_units)
-    launches = [
-        _Launch(
-            len(table.tiles),
-            torch.from_numpy(table.tiles).to(device),
-            torch.from_numpy(table.rows).to(device),
-            (COLUMNS, *words[table.unit], tile_units, table.nested),
-        )
-        for table in tables
-    ]
-    return launches, sum(table.nbytes for table in tables)
+def _constants(table: Table, tile_units: int, words: Mapping[int, tuple[Any, int, int]]) -> tuple[Any, ...]:
+    return (COLUMNS, *words[table.unit], tile_units, table.nested)
