@@ -78,10 +78,18 @@ class P2PTransport(GroupTransport):
         direct = self._cargo.settle(self._views, described)
         buckets = self._replay.buckets if self._replay is not None else {}
         self._replay = Replay(self._cargo, self._views, direct, self.group, self._lanes, self.verify, buckets)
+        if self.group.device.type == "cuda":
+            # The tables' way to the device: a refit may run on another stream than this one.
+            torch.cuda.current_stream(self.group.device).synchronize()
 
     def release(self) -> None:
         """Let go of the storage and the buckets; bind and connect again before the next run."""
         self._views, self._replay = LiveViews([]), None
+
+    def close(self, *, failed: bool = False) -> None:
+        # The exchanges first: they hold the communicators, which must not outlive this.
+        self._replay = None
+        super().close(failed=failed)
 
     def run(self, clock: StageClock) -> TransferResult:
         assert self._replay is not None, "connect comes before run"
