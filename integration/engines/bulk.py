@@ -87,6 +87,10 @@ class BulkPath:
             reason = str(error)
         self._require_none(self._channel.vote(f"connected/{self._bindings}", reason))
 
+    def settle(self) -> None:
+        """Before any rank runs a refit; as :meth:`~..transport.Transport.settle`."""
+        self._transport.settle()
+
     def run(self, clock: StageClock) -> TransferResult:
         """Move all bulk bytes of one refit; errors as in :meth:`~..transport.Transport.run`."""
         return self._transport.run(clock)

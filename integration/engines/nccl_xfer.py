@@ -16,7 +16,7 @@ from ..misc import PackedBroadcast
 from ..plan import BroadcastPlan, Plan, Topology, analyse, plan_broadcast
 from ..process_groups import Group
 from ..records import StageClock
-from ..transport import choose
+from ..transport import choose, facts
 from ..world import RefitWorld, host_identity
 from .agreement import agree_on_plan, agree_on_specs, make_packed_broadcast
 from .base import CheckpointEngine, SendResult
@@ -30,7 +30,7 @@ class NcclXferEngine(CheckpointEngine):
 
     def __init__(self, config: RefitConfig, world: RefitWorld, channel: Channel):
         super().__init__(config, world, channel)
-        self._chosen = choose(config.transport)
+        self._chosen = (config.transport, "")
         self._bulk: BulkPath | None = None
         self._misc_group: Group | None = None
 
@@ -40,7 +40,12 @@ class NcclXferEngine(CheckpointEngine):
         fragments, refused = self._fragments(endpoint, table.specs)
         who = self.world.describe(self.world.rank)
         ours = holdings_of(self.world.rank, fragments, refused, table, who)
-        answers = self.channel.vote("holdings", {"host": host_identity(), "holdings": ours.to_json()})
+        answers = self.channel.vote(
+            "holdings", {"host": host_identity(), "gpu": facts(endpoint.device), "holdings": ours.to_json()}
+        )
+        self._chosen = choose(
+            self.config.transport, [answer["gpu"] for answer in answers], self.world.train_ranks
+        )
         everyone = [Holdings.from_json(answer["holdings"], table) for answer in answers]
         sources = [everyone[rank] for rank in self.world.sources]
         destinations = [everyone[rank] for rank in self.world.destinations]
@@ -50,6 +55,8 @@ class NcclXferEngine(CheckpointEngine):
             destinations,
             bucket_bytes=self.config.bucket_bytes,
             topology=Topology.of_hosts([answer["host"] for answer in answers]),
+            # One-sided, every sender reaches every receiver, and none passes anything on.
+            fan_out=False if self._chosen[0] == "ipc" else None,
         )
         self.manifest: Manifest = self.analysis.manifest
         self.plan: Plan | BroadcastPlan
@@ -77,6 +84,7 @@ class NcclXferEngine(CheckpointEngine):
         )
 
     def stale(self) -> bool:
+        self._open_bulk.settle()
         # Parameters move when they are offloaded and brought back; old views would read freed memory.
         return self._endpoint.storage_key() != self._storage
 

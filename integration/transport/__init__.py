@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..channel import Channel
@@ -10,7 +12,7 @@ from ..plan import BroadcastPlan, Plan
 from ..process_groups import Group
 from .base import TransferResult, Transport
 from .golden import GoldenTransport
-from .ipc import IpcTransport
+from .ipc import IpcTransport, availability, facts
 from .p2p import P2PTransport
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "TransferResult",
     "Transport",
     "choose",
+    "facts",
     "make_transport",
 ]
 
@@ -29,14 +32,23 @@ __all__ = [
 FALLBACK = "p2p"
 
 
-def choose(transport: str) -> tuple[str, str]:
-    """The transport that ``auto`` means here, and why; any other name is returned as it is."""
+def choose(transport: str, told: Sequence[object], train_ranks: int) -> tuple[str, str]:
+    """The transport that ``auto`` means here, and why; any other name is returned as it is.
+
+    Args:
+        transport: of the configuration.
+        told: what all ranks told of their GPUs (:func:`facts`), trainers first; nothing in it is trusted.
+        train_ranks: how many of them are trainers.
+
+    Raises:
+        RefitMismatch: what a rank told can't be read.
+    """
     if transport != "auto":
         return transport, "asked for by policy.refit.transport"
-    return (
-        FALLBACK,
-        "auto: trainer and engine are different processes, and p2p serves any layout and any network",
-    )
+    able, reason = availability(told, train_ranks)
+    if able:
+        return "ipc", f"auto: {reason}"
+    return FALLBACK, f"auto: not ipc, since {reason}; {FALLBACK} serves any layout and any network"
 
 
 def make_transport(

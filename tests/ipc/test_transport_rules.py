@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.errors import PlanError, TransportUnavailable
+from rlrefit.integration.errors import PlanError, RefitMismatch, TransportUnavailable
 from rlrefit.integration.plan import Message, Plan, Segment
-from rlrefit.integration.transport import IpcTransport
+from rlrefit.integration.transport import IpcTransport, choose
 from rlrefit.integration.transport.ipc import availability, facts
 
 GPU = {
@@ -55,6 +55,22 @@ def test_a_receiver_need_not_reach_its_senders() -> None:
 def test_a_rank_on_a_cpu_says_so() -> None:
     told = facts(torch.device("cpu"))
     assert availability([told, told], 1) == (False, "refit rank 0: its parameters are not on a GPU")
+
+
+@pytest.mark.parametrize(
+    "told", [None, [], {}, {"host": "a/1"}, {**GPU, "reaches": "GPU-0"}, {**GPU, "host": 1}]
+)
+def test_what_a_peer_tells_of_its_gpu_is_not_trusted(told: Any) -> None:
+    with pytest.raises(RefitMismatch, match="refit rank 1 describes its GPU"):
+        availability([GPU, told], 1)
+
+
+def test_auto_takes_ipc_where_it_can_work_and_else_p2p_and_says_why() -> None:
+    assert choose("auto", [GPU, OTHER], 1)[0] == "ipc"
+    name, reason = choose("auto", [GPU, {**OTHER, "host": "b/1"}], 1)
+    assert name == "p2p"
+    assert "2 hosts" in reason
+    assert choose("golden", [], 1)[0] == "golden"
 
 
 def transport(plan: Plan) -> IpcTransport:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...errors import RefitMismatch
 from ...world import host_identity
 from .driver import missing
 from .memory import device_uuid
@@ -35,15 +36,23 @@ def facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def availability(told: Sequence[dict[str, Any]], train_ranks: int) -> tuple[bool, str]:
+def availability(told: Sequence[object], train_ranks: int) -> tuple[bool, str]:
     """Whether ``ipc`` can join these ranks, and why or why not, as a clause for ``transport: auto``.
 
     Memory of pools without shareable handles shows only when the transport binds.
 
     Args:
-        told: the :func:`facts` of all ranks, trainers first.
+        told: the :func:`facts` of all ranks, trainers first; nothing in it is trusted.
         train_ranks: how many of them are trainers.
+
+    Raises:
+        RefitMismatch: what a rank told can't be read.
     """
+    ranks = [_read(one, rank) for rank, one in enumerate(told)]
+    return _joinable(ranks, train_ranks)
+
+
+def _joinable(told: Sequence[dict[str, Any]], train_ranks: int) -> tuple[bool, str]:
     for rank, one in enumerate(told):
         if one["lacks"]:
             return False, f"refit rank {rank}: {one['lacks']}"
@@ -60,3 +69,16 @@ def availability(told: Sequence[dict[str, Any]], train_ranks: int) -> tuple[bool
                     f"the GPU of refit rank {source} can't reach the GPU of refit rank {destination}",
                 )
     return True, "all ranks are on one host and their GPUs reach each other"
+
+
+def _read(one: object, rank: int) -> dict[str, Any]:
+    if isinstance(one, dict) and isinstance(one.get("host"), str) and isinstance(one.get("lacks"), str):
+        lists = [one.get("visible"), one.get("reaches")]
+        if one["lacks"] or (isinstance(one.get("device"), str) and all(isinstance(x, list) for x in lists)):
+            return one
+    raise RefitMismatch(
+        f"refit rank {rank} describes its GPU in a form that can't be read; nothing was written. Do all ranks run the "
+        "same rlrefit?",
+        stage="handshake",
+        rank=rank,
+    )

@@ -93,6 +93,8 @@ class IpcTransport(Transport):
             raise TransportUnavailable(reason, stage="bind", rank=self.rank)
         self._release(failed=False)
         self._ended = torch.cuda.Event()
+        # Of high priority, or its kernels would queue behind all tiles of the copies.
+        self._beside = torch.cuda.Stream(self._device, priority=-1)
         self._views = LiveViews(fragments)
         self._bound_sends = self._bound(self._sends)
         self._bound_receives = self._bound(self._receives)
@@ -190,11 +192,15 @@ class IpcTransport(Transport):
 
     def _write(self) -> None:
         """Enqueue the whole refit of a sender."""
-        if self.verify != "off":
-            self._sent_proofs.compute(self._refits)
-            self._tell.launch()
-        self._copies.launch()
         stream = torch.cuda.current_stream(self._device)
+        if self.verify != "off":
+            # Beside the copies, which wait for the wire most of their time.
+            self._beside.wait_stream(stream)
+            with torch.cuda.stream(self._beside):
+                self._sent_proofs.compute(self._refits)
+                self._tell.launch()
+        self._copies.launch()
+        stream.wait_stream(self._beside)
         for bell in self._bells:
             ring(bell, self._refits, stream)
         self._ended.record(stream)
