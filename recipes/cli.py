@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
+from .plan.arguments import add_arguments as add_plan_arguments
+
 # Exit codes: 1 a run that failed, 2 a configuration that can't run, 130 stopped by the user.
 FAILED, MISCONFIGURED, STOPPED = 1, 2, 130
 
@@ -27,8 +29,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "one or the path of a YAML file; every other argument overrides a key of it.",
     )
     train.add_argument("overrides", nargs="*", metavar="key=value", help="recipe=NAME, and keys to override")
+    plan = commands.add_parser(
+        "plan",
+        help="plan a refit without carrying it out",
+        description="Plan a refit: routes and reasons, bytes by rank and link, predicted time against its bound. "
+        "Needs no GPU, no weights and no other process.",
+    )
+    add_plan_arguments(plan)
+    bench = commands.add_parser(
+        "bench",
+        help="time the refit of a named model",
+        description="Time the refit of a named model's true shapes on the GPUs of this host, beside other ways to move "
+        "the same weights: rlrefit bench --model qwen3-30b-a3b --train ep=4 --gen tp=4",
+    )
+    add_bench_arguments(bench)
     parsed = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    if parsed.command == "plan":
+        from .plan.command import run as run_plan
+
+        return run_plan(parsed)
+    if parsed.command == "bench":
+        from .bench.command import main as run_bench
+
+        return run_bench(parsed, Console(), Console(stderr=True))
     return _train(parsed.overrides)
 
 

@@ -1,0 +1,45 @@
+"""The arguments of ``rlrefit plan``. Declared apart from what reads them: every command's start imports them."""
+
+from __future__ import annotations
+
+import argparse
+
+DTYPES = ("bf16", "fp16", "fp32")
+# Ranks whose part is compiled unless more are asked for; all of them compute the same up to that part.
+MEASURED_RANKS = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add = parser.add_argument
+    add("--model", required=True, help="bundled short name, path of a config.json or its folder, or hub name")
+    add(
+        "--train",
+        required=True,
+        metavar="tp=4,ep=8,pp=2",
+        help="the Megatron trainer: tp, pp, ep, etp, cp, dp (the smallest that fits), vpp, first, last",
+    )
+    add(
+        "--gen",
+        required=True,
+        metavar="tp=8,dp=2",
+        help="the vLLM engines: tp, dp, pp, and ep = 1, tp or tp x dp",
+    )
+    add(
+        "--topology",
+        default="",
+        metavar="FILE|gpus_per_host=8,…",
+        help="gpus_per_host=8, nic=50, nvlink=350 and host (GB/s and direction), colocated=false; or a YAML or JSON "
+        "file with these keys",
+    )
+    add("--bucket-mb", type=int, default=256, help="staging memory for each direction on a rank, MiB (256)")
+    add("--dtype", choices=DTYPES, default="bf16", help="of the weights (bf16)")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--explain", default="", metavar="NAME", help="show who holds, wants and sends one weight")
+    add("--heat-map", default="", metavar="FILE", help="write bytes by pair of ranks as .png or .html")
+    add(
+        "--compile-ranks",
+        default=str(MEASURED_RANKS),
+        metavar="all|N",
+        help=f"how many ranks' own parts to compile and measure ({MEASURED_RANKS})",
+    )

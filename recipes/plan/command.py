@@ -1,0 +1,56 @@
+"""``rlrefit plan``: the dry run of a refit, without GPU, weights or other processes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from rich.console import Console
+
+from .explain import explain
+from .heat_map import write_heat_map
+from .options import PlanProblems, read_options
+from .render import show_explanation, show_problems, show_study
+from .study import json_of_problems, study
+
+# As the command line defines them.
+_DONE, _FAILED, _IMPOSSIBLE = 0, 1, 2
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, print, and return the exit code: 2 where no plan can be made."""
+    console = Console()
+    try:
+        planned = study(read_options(arguments))
+    except PlanProblems as problems:
+        return _refuse(arguments, problems.violations)
+    options = planned.options
+    if options.heat_map is not None:
+        try:
+            write_heat_map(planned, options.heat_map)
+        except OSError as error:
+            Console(stderr=True).print(f"the heat map can't be written: {error}", highlight=False)
+            return _FAILED
+    if arguments.json:
+        _print_json(planned.as_json(arguments.train, arguments.gen))
+        return _DONE
+    if options.explain:
+        show_explanation(console, explain(planned, options.explain))
+    else:
+        show_study(console, planned)
+    if options.heat_map is not None:
+        console.print(f"heat map {options.heat_map}", highlight=False, soft_wrap=True)
+    return _DONE
+
+
+def _refuse(arguments: argparse.Namespace, violations: list[str]) -> int:
+    if arguments.json:
+        _print_json(json_of_problems(arguments.model, arguments.train, arguments.gen, violations))
+    else:
+        show_problems(Console(stderr=True), violations)
+    return _IMPOSSIBLE
+
+
+def _print_json(data: dict[str, object]) -> None:
+    # Not through the width and markup of a terminal.
+    Console(soft_wrap=True, markup=False, highlight=False, emoji=False).print(json.dumps(data, indent=2))

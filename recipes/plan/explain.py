@@ -1,0 +1,94 @@
+"""One weight: its route, who holds and wants which box, and who sends what to whom."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...integration.holdings import Holdings
+from ...integration.layout import Box
+from ...integration.manifest import ManifestEntry
+from .study import Study
+
+
+@dataclass(frozen=True)
+class Sending:
+    """One piece of the weight on its way from a trainer.
+
+    Attributes:
+        source: trainer rank.
+        targets: engine ranks that get it from the trainer.
+        relayed_to: engine ranks that get it from those.
+        box: the piece.
+        nbytes: of the piece.
+    """
+
+    source: int
+    targets: tuple[int, ...]
+    relayed_to: tuple[int, ...]
+    box: Box
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What becomes of one weight.
+
+    Attributes:
+        entry: its shape, dtype, route and reason.
+        held: boxes → trainer ranks that hold exactly these.
+        wanted: boxes → engine ranks that want exactly these.
+        sendings: empty unless it goes shard to shard.
+    """
+
+    entry: ManifestEntry
+    held: dict[tuple[Box, ...], list[int]]
+    wanted: dict[tuple[Box, ...], list[int]]
+    sendings: tuple[Sending, ...]
+
+
+def explain(study: Study, name: str) -> Explanation:
+    """Explain the weight ``name``, which the model has."""
+    entry = study.analysis.manifest[name]
+    position = next(i for i, spec in enumerate(study.specs) if spec.name == name)
+    held = _by_boxes(study.sources, position)
+    wanted = _by_boxes(study.destinations, position)
+    sendings = tuple(_sendings(study, position)) if entry.route == "bulk" else ()
+    return Explanation(entry, held, wanted, sendings)
+
+
+def _by_boxes(side: Sequence[Holdings], position: int) -> dict[tuple[Box, ...], list[int]]:
+    found: dict[tuple[Box, ...], list[int]] = defaultdict(list)
+    for holdings in side:
+        for group in holdings.groups:
+            place = int(np.searchsorted(group.indices, position))
+            if place < len(group.indices) and group.indices[place] == position:
+                found[group.boxes].append(holdings.rank)
+    return dict(found)
+
+
+def _sendings(study: Study, position: int) -> Iterator[Sending]:
+    analysis = study.analysis
+    assignment = analysis.assignment
+    owners = {rank for ranks in _by_boxes(study.sources, position).values() for rank in ranks}
+    number_of_class = next(i for i, c in enumerate(analysis.classes) if position in c.members)
+    member = int(np.searchsorted(analysis.classes[number_of_class].members, position))
+    found: dict[tuple[int, Box, int, tuple[int, ...]], list[int]] = defaultdict(list)
+    for number, ranks in enumerate(assignment.sets):
+        if not owners.issuperset(ranks):
+            continue
+        for receiver in np.flatnonzero(assignment.nbytes[number]).tolist():
+            items = assignment.items(number, receiver)
+            family = assignment.receivers[receiver].ranks
+            cursor = 0
+            for index, box, nbytes in items.blocks:
+                if index == number_of_class:
+                    source, target = (int(a[cursor + member]) for a in (items.source, items.target))
+                    others = tuple(rank for rank in family if rank != target)
+                    found[source, box, nbytes, others].append(target)
+                cursor += len(analysis.classes[index].members)
+    for (source, box, nbytes, others), targets in sorted(found.items()):
+        yield Sending(source, tuple(sorted(targets)), others, box, nbytes)

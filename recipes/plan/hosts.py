@@ -1,0 +1,100 @@
+"""Where the planned ranks are: equal hosts, and the rates of their links."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from ...integration.plan import Topology
+from ...integration.plan.topology import NIC_GB_PER_S, NVLINK_GB_PER_S
+
+
+class HostsError(ValueError):
+    """A topology that can't be read."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Equal hosts that are filled with ranks in order.
+
+    Attributes:
+        gpus_per_host: ranks of one side on a host.
+        nic: GB/s of a rank's link to other hosts, each direction.
+        nvlink: GB/s of a rank's link inside its host, each direction.
+        host: GB/s that a host's ranks together reach to other hosts; None if only their own links limit it.
+        colocated: engines are on the trainers' hosts; otherwise on hosts of their own, unless all fit on one.
+    """
+
+    gpus_per_host: int = 8
+    nic: float = NIC_GB_PER_S
+    nvlink: float = NVLINK_GB_PER_S
+    host: float | None = None
+    colocated: bool = False
+
+    def topology(self, train_ranks: int, gen_ranks: int) -> Topology:
+        """The refit world's topology, trainers first."""
+        if self.colocated:
+            host_of = tuple(
+                r // self.gpus_per_host for count in (train_ranks, gen_ranks) for r in range(count)
+            )
+        else:
+            host_of = Topology.blocks(train_ranks, gen_ranks, self.gpus_per_host).host_of
+        return Topology(host_of, self.nic, self.nvlink, self.host)
+
+    def __str__(self) -> str:
+        uplink = f", uplink {self.host:g} GB/s a host" if self.host is not None else ""
+        where = "engines on the trainers' hosts" if self.colocated else "engines on hosts of their own"
+        return f"{self.gpus_per_host} GPUs a host, NIC {self.nic:g} GB/s, NVLink {self.nvlink:g} GB/s{uplink}; {where}"
+
+
+def read_hosts(text: str) -> Hosts:
+    """Hosts from ``key=value,…`` or from a YAML or JSON file with the same keys; the usual ones if empty.
+
+    Raises:
+        HostsError: names every part that can't be read.
+    """
+    if not text:
+        return Hosts()
+    if "=" in text and not Path(text).is_file():
+        parts = [part.partition("=") for part in text.split(",") if part.strip()]
+        return _hosts({key.strip(): value.strip() for key, _, value in parts})
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(text))
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        raise HostsError(f"{text!r} can't be read: {error}") from error
+    if not isinstance(found, dict):
+        raise HostsError(f"{text} holds no mapping of keys to values")
+    return _hosts({str(key): str(value) for key, value in found.items()})
+
+
+def _hosts(values: Mapping[str, str]) -> Hosts:
+    wrong: list[str] = []
+    unknown = sorted(set(values) - {"gpus_per_host", "nic", "nvlink", "host", "colocated"})
+    if unknown:
+        wrong.append(f"{', '.join(unknown)} is none of gpus_per_host, nic, nvlink, host, colocated")
+
+    def number(key: str, default: float) -> float:
+        try:
+            found = float(values.get(key, default))
+        except ValueError:
+            found = -1.0
+        if not 0 < found < float("inf"):
+            wrong.append(f"{key} is {values[key]!r}; give a number above 0")
+        return found
+
+    gpus = values.get("gpus_per_host", "8")
+    if not gpus.isdecimal() or int(gpus) < 1:
+        wrong.append(f"gpus_per_host is {gpus!r}; give a whole number of at least 1")
+    colocated = values.get("colocated", "false").lower()
+    if colocated not in ("true", "false"):
+        wrong.append(f"colocated is {values['colocated']!r}; give true or false")
+    host = None if values.get("host", "None") in ("None", "null", "") else number("host", 0.0)
+    nic, nvlink = number("nic", NIC_GB_PER_S), number("nvlink", NVLINK_GB_PER_S)
+    if wrong:
+        raise HostsError("; ".join(wrong))
+    return Hosts(int(gpus), nic, nvlink, host, colocated == "true")

@@ -1,0 +1,110 @@
+"""What ``rlrefit plan`` was asked for, and all that is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...workers.catalog import (
+    CatalogError,
+    GenLayout,
+    LayoutError,
+    Model,
+    TrainLayout,
+    open_model,
+    parse_gen,
+    parse_train,
+    violations,
+)
+from .arguments import DTYPES
+from .hosts import Hosts, HostsError, read_hosts
+
+_DTYPES = dict(zip(DTYPES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
+HEAT_MAPS = (".png", ".html", ".htm")
+
+
+class PlanProblems(Exception):
+    """All that keeps a plan from being made, one sentence each."""
+
+    def __init__(self, violations: list[str]):
+        super().__init__("; ".join(violations))
+        self.violations = violations
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """A dry run.
+
+    Attributes:
+        model: from the catalogue.
+        train: layout of the trainers.
+        gen: layout of the engines.
+        hosts: where the ranks are.
+        bucket_bytes: staging memory for each direction on a rank.
+        compile_ranks: how many ranks' own parts are compiled and measured; None for all.
+        explain: a weight to explain; empty for none.
+        heat_map: file for the heat map; None for none.
+    """
+
+    model: Model
+    train: TrainLayout
+    gen: GenLayout
+    hosts: Hosts
+    bucket_bytes: int
+    compile_ranks: int | None
+    explain: str
+    heat_map: Path | None
+
+
+def read_options(arguments: argparse.Namespace) -> PlanOptions:
+    """Check the arguments.
+
+    Raises:
+        PlanProblems: with everything that is wrong with them, whatever they concern.
+    """
+    wrong: list[str] = []
+    model = train = gen = hosts = None
+    try:
+        model = open_model(arguments.model, _DTYPES[arguments.dtype])
+    except CatalogError as error:
+        wrong.append(f"model: {error}")
+    try:
+        train = parse_train(arguments.train)
+    except LayoutError as error:
+        wrong.append(str(error))
+    try:
+        gen = parse_gen(arguments.gen)
+    except LayoutError as error:
+        wrong.append(str(error))
+    try:
+        hosts = read_hosts(arguments.topology)
+    except HostsError as error:
+        wrong.append(f"topology: {error}")
+    layouts: list[TrainLayout | GenLayout] = [layout for layout in (train, gen) if layout is not None]
+    for layout in layouts:
+        wrong += violations(model, layout) if model is not None else layout.violations()
+    if arguments.bucket_mb < 1:
+        wrong.append(f"bucket-mb is {arguments.bucket_mb}; give at least 1")
+    heat_map = Path(arguments.heat_map) if arguments.heat_map else None
+    if heat_map is not None and heat_map.suffix.lower() not in HEAT_MAPS:
+        wrong.append(f"heat-map: {heat_map} ends in none of {', '.join(HEAT_MAPS)}")
+    if heat_map is not None and not heat_map.absolute().parent.is_dir():
+        wrong.append(f"heat-map: the folder {heat_map.absolute().parent} does not exist")
+    ranks = None if arguments.compile_ranks == "all" else arguments.compile_ranks
+    if ranks is not None and not (ranks.isdecimal() and int(ranks) >= 1):
+        wrong.append(f"compile-ranks is {ranks!r}; give all, or a number of at least 1")
+    if wrong or model is None or train is None or gen is None or hosts is None:
+        raise PlanProblems(wrong)
+    return PlanOptions(
+        model,
+        train,
+        gen,
+        hosts,
+        arguments.bucket_mb << 20,
+        None if ranks is None else int(ranks),
+        arguments.explain,
+        heat_map,
+    )

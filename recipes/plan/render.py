@@ -1,0 +1,211 @@
+"""A planned refit as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ...integration.layout import Box
+from ...integration.manifest import dtype_name
+from .explain import Explanation
+from .study import Study
+
+_LINKS = 10
+# Rows of a table that lists pieces; the command's JSON and the plan itself hold all.
+_ROWS = 40
+
+
+def show_study(console: Console, study: Study) -> None:
+    """Print summary, routes, bytes by rank, busiest links and what planning took."""
+    analysis, options = study.analysis, study.options
+    train, gen = analysis.train_ranks, analysis.gen_ranks
+    manifest = analysis.manifest
+    console.print(
+        f"[bold]{escape(options.model.name)}[/bold]: {len(manifest):,} weights, "
+        f"{size(sum(spec.nbytes for spec in study.specs))} {dtype_name(options.model.dtype)}; "
+        f"ranks 0-{train - 1} train, ranks {train}-{train + gen - 1} generate",
+        highlight=False,
+    )
+    console.print(f"{options.hosts}", highlight=False)
+    console.print(_routes(study))
+    console.print(_ranks(study))
+    console.print(_links(study))
+    slowest = study.slowest_part
+    relays = ", engine ranks of a host pass on what they share" if analysis.fan_out else ""
+    lines = [
+        (
+            "speed of light T",
+            f"{seconds(analysis.bound_seconds)} (the least that some link needs, whoever sends)",
+        ),
+        ("predicted", f"{seconds(analysis.predicted_seconds)}{relays}"),
+        ("busiest link", f"{analysis.busiest_link_ratio:.3f} x the least that ownership allows"),
+        (
+            "staging memory",
+            f"{size(max(part.staging_bytes for part in study.parts))} of {size(analysis.bucket_bytes)} "
+            "for each direction and rank",
+        ),
+        (
+            "a rank's own part",
+            f"at most {max(part.segments for part in study.parts):,} segments in "
+            f"{max(part.messages for part in study.parts):,} messages and "
+            f"{max(part.rounds for part in study.parts):,} rounds",
+        ),
+        (
+            "planning",
+            f"at most {slowest.seconds:.2f} s a rank (rank {slowest.rank}; {len(study.parts)} of {train + gen} "
+            f"measured), {size(study.peak_rss_bytes)} of memory in this process",
+        ),
+    ]
+    summary = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for key, value in lines:
+        summary.add_row(key, escape(value))
+    console.print(summary, highlight=False)
+
+
+def _routes(study: Study) -> Table:
+    table = Table(title="routes", title_justify="left")
+    for column in ("route", "why"):
+        table.add_column(column, overflow="fold")
+    for column in ("weights", "bytes", "share"):
+        table.add_column(column, justify="right")
+    total = sum(spec.nbytes for spec in study.specs) or 1
+    for row in study.routes():
+        table.add_row(
+            row.route,
+            escape(row.reason or "shard to shard"),
+            f"{row.weights:,}",
+            size(row.nbytes),
+            f"{row.nbytes / total:.3%}",
+        )
+    return table
+
+
+def _ranks(study: Study) -> Table:
+    pairs = study.analysis.pair_bytes
+    train = study.analysis.train_ranks
+    table = Table(title="bytes by rank", title_justify="left")
+    table.add_column("")
+    for column in ("least", "at rank", "median", "most", "at rank"):
+        table.add_column(column, justify="right")
+    rows = [
+        ("trainers send", pairs[:train].sum(axis=1), 0),
+        ("engines receive", pairs[:, train:].sum(axis=0), train),
+    ]
+    if study.analysis.fan_out:
+        rows.append(("engines pass on", pairs[train:].sum(axis=1), train))
+    for label, amounts, first in rows:
+        low, high = int(amounts.argmin()), int(amounts.argmax())
+        table.add_row(
+            label,
+            size(int(amounts[low])),
+            str(first + low),
+            size(float(np.median(amounts))),
+            size(int(amounts[high])),
+            str(first + high),
+        )
+    return table
+
+
+def _links(study: Study) -> Table:
+    links = sorted(study.analysis.links, key=lambda link: -link.seconds)
+    table = Table(title=f"busiest links of {len(links):,}", title_justify="left")
+    table.add_column("link")
+    for column in ("bytes", "GB/s", "time"):
+        table.add_column(column, justify="right")
+    for link in links[:_LINKS]:
+        table.add_row(link.name, size(link.nbytes), f"{link.rate_gb_per_s:g}", seconds(link.seconds))
+    return table
+
+
+def show_explanation(console: Console, explanation: Explanation) -> None:
+    """Print what becomes of one weight."""
+    spec = explanation.entry.spec
+    console.print(
+        f"[bold]{escape(spec.name)}[/bold] {dtype_name(spec.dtype)}{escape(str(list(spec.shape)))}, {size(spec.nbytes)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    why = explanation.entry.reason or "shard to shard"
+    console.print(f"route: {explanation.entry.route} ({escape(why)})", highlight=False, soft_wrap=True)
+    for title, boxes in (("held by trainers", explanation.held), ("wanted by engines", explanation.wanted)):
+        table = Table(title=title, title_justify="left")
+        table.add_column("ranks", overflow="fold")
+        table.add_column("boxes", overflow="fold")
+        for held, ranks in list(boxes.items())[:_ROWS]:
+            table.add_row(ranges(ranks), escape("  ".join(map(box_text, held))))
+        _rest(table, len(boxes), 2)
+        console.print(table)
+    if not explanation.sendings:
+        return
+    table = Table(title="sent", title_justify="left")
+    for column in ("from", "to", "passed on to", "box"):
+        table.add_column(column, overflow="fold")
+    table.add_column("bytes", justify="right")
+    for sending in explanation.sendings[:_ROWS]:
+        table.add_row(
+            str(sending.source),
+            ranges(sending.targets),
+            ranges(sending.relayed_to),
+            escape(box_text(sending.box)),
+            f"{sending.nbytes:,}",
+        )
+    _rest(table, len(explanation.sendings), 5)
+    console.print(table)
+
+
+def show_problems(console: Console, violations: Iterable[str]) -> None:
+    """Print why no plan can be made."""
+    console.print("This refit can't be planned:", style="bold")
+    for violation in violations:
+        console.print(f"- {escape(violation)}", highlight=False, soft_wrap=True)
+
+
+def _rest(table: Table, count: int, columns: int) -> None:
+    if count > _ROWS:
+        table.add_row(f"… {count - _ROWS} more", *[""] * (columns - 1))
+
+
+def box_text(box: Box) -> str:
+    """A box as Python writes slices, e.g. ``[0:4, 8:16]``; ``[]`` for a scalar."""
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Ascending ranks as runs, e.g. ``0-3, 8, 16-240 by 16``."""
+    left = sorted(ranks)
+    texts: list[str] = []
+    while left:
+        step = left[1] - left[0] if len(left) > 2 else 1
+        count = 1
+        while count < len(left) and left[count] - left[count - 1] == step:
+            count += 1
+        if count < 3 and step != 1:
+            step = count = 1
+        run, left = left[:count], left[count:]
+        by = f" by {step}" if step > 1 else ""
+        texts.append(str(run[0]) if count == 1 else f"{run[0]}-{run[-1]}{by}")
+    return ", ".join(texts)
+
+
+def size(nbytes: float) -> str:
+    """Bytes in powers of 1000, three digits."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(nbytes) < 1000 or unit == "TB":
+            break
+        nbytes /= 1000
+    return (
+        f"{nbytes:.0f} B"
+        if unit == "B"
+        else f"{nbytes:.3g} {unit}"
+        if nbytes < 1000
+        else f"{nbytes:.0f} {unit}"
+    )
+
+
+def seconds(value: float) -> str:
+    """A time in seconds, or milliseconds where it is short."""
+    return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.2f} ms"

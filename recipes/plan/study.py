@@ -1,0 +1,200 @@
+"""The dry run itself: what all ranks compute, some ranks' own parts, and what it takes."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...integration.errors import PlanError
+from ...integration.holdings import Holdings, Positions
+from ...integration.manifest import Route, TensorSpec
+from ...integration.plan import Analysis, analyse
+from ...workers.catalog import all_holdings
+from .options import PlanOptions, PlanProblems
+
+
+@dataclass(frozen=True)
+class RouteRow:
+    """Weights of one route that take it for the same reason; bytes are full (global) ones."""
+
+    route: Route
+    reason: str
+    weights: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank's own part of the plan amounts to.
+
+    Attributes:
+        rank: of the refit world.
+        seconds: for the analysis that all ranks do, and for this part.
+        messages: sent and received.
+        segments: sent and received.
+        staging_bytes: the most of one round in one direction.
+        rounds: in which the rank takes part.
+    """
+
+    rank: int
+    seconds: float
+    messages: int
+    segments: int
+    staging_bytes: int
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Study:
+    """A refit that was planned and not carried out.
+
+    Attributes:
+        options: what was planned.
+        sources: what each trainer rank holds.
+        destinations: what each engine rank wants.
+        analysis: what every rank computes alike.
+        parts: of the measured ranks.
+        peak_rss_bytes: the most memory of this process, which held the holdings of all ranks.
+    """
+
+    options: PlanOptions
+    specs: list[TensorSpec]
+    sources: list[Holdings]
+    destinations: list[Holdings]
+    analysis: Analysis
+    parts: tuple[Part, ...]
+    peak_rss_bytes: int
+
+    @property
+    def slowest_part(self) -> Part:
+        """The measured rank that took longest."""
+        return max(self.parts, key=lambda part: part.seconds)
+
+    @property
+    def bulk_share(self) -> float:
+        """Of the bytes that an engine takes at all, those that go shard to shard."""
+        bulk, misc = (self.analysis.manifest.bytes_of(route) for route in ("bulk", "misc"))
+        return bulk / (bulk + misc) if bulk + misc else 1.0
+
+    def routes(self) -> list[RouteRow]:
+        """All routes and reasons, the largest first within a route."""
+        found: dict[tuple[Route, str], list[int]] = defaultdict(list)
+        for entry in self.analysis.manifest:
+            found[entry.route, entry.reason].append(entry.spec.nbytes)
+        rows = [RouteRow(route, reason, len(sizes), sum(sizes)) for (route, reason), sizes in found.items()]
+        order: dict[Route, int] = {"bulk": 0, "misc": 1, "unused": 2}
+        return sorted(rows, key=lambda row: (order[row.route], -row.nbytes, row.reason))
+
+    def as_json(self, train: str, gen: str) -> dict[str, object]:
+        """The keys that ``--json`` prints; ``train`` and ``gen`` as the user wrote them."""
+        manifest = self.analysis.manifest
+        misc = {row.reason: row.nbytes for row in self.routes() if row.route == "misc"}
+        return {
+            "model": self.options.model.name,
+            "train": train,
+            "gen": gen,
+            "bulk_share": self.bulk_share,
+            "bytes": {"bulk": manifest.bytes_of("bulk"), "misc": manifest.bytes_of("misc")},
+            "misc_reasons": misc,
+            "seconds_compile_max": self.slowest_part.seconds,
+            "peak_rss_bytes": self.peak_rss_bytes,
+            "busiest_link_ratio": self.analysis.busiest_link_ratio,
+            "predicted_seconds": self.analysis.predicted_seconds,
+            "bound_seconds": self.analysis.bound_seconds,
+            "violations": [],
+        }
+
+
+def json_of_problems(model: str, train: str, gen: str, violations: list[str]) -> dict[str, object]:
+    """The same keys where no plan can be made: figures are null."""
+    return {
+        "model": model,
+        "train": train,
+        "gen": gen,
+        "bulk_share": None,
+        "bytes": {"bulk": None, "misc": None},
+        "misc_reasons": {},
+        "seconds_compile_max": None,
+        "peak_rss_bytes": None,
+        "busiest_link_ratio": None,
+        "predicted_seconds": None,
+        "bound_seconds": None,
+        "violations": violations,
+    }
+
+
+def study(options: PlanOptions) -> Study:
+    """Plan the refit.
+
+    Raises:
+        PlanProblems: the weight to explain does not exist, or the planner found that no plan can be made.
+    """
+    specs = options.model.specs()
+    positions = {spec.name: i for i, spec in enumerate(specs)}
+    if options.explain and options.explain not in positions:
+        raise PlanProblems([_unknown(options.explain, list(positions))])
+    train, gen = options.train.world_size, options.gen.world_size
+    sources, destinations = all_holdings(options.model, options.train, options.gen, positions)
+    topology = options.hosts.topology(train, gen)
+    # The names and holdings of all ranks stay; the collector would walk over them again and again.
+    gc.freeze()
+    started = time.perf_counter()
+    try:
+        analysis = analyse(specs, sources, destinations, bucket_bytes=options.bucket_bytes, topology=topology)
+    except PlanError as error:
+        raise PlanProblems([str(error)]) from error
+    finally:
+        gc.unfreeze()
+    shared = time.perf_counter() - started
+    parts = tuple(_part(analysis, rank, shared) for rank in _measured(train, gen, options.compile_ranks))
+    # ru_maxrss is in KiB on Linux.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Study(options, specs, sources, destinations, analysis, parts, peak)
+
+
+def _part(analysis: Analysis, rank: int, shared: float) -> Part:
+    started = time.perf_counter()
+    plan = analysis.compile(rank)
+    seconds = shared + time.perf_counter() - started
+    return Part(rank, seconds, plan.messages, plan.segments, plan.staging_bytes, plan.rounds)
+
+
+def _measured(train: int, gen: int, count: int | None) -> list[int]:
+    """Ranks spread evenly over both sides, the first and the last of each among them."""
+    if count is None or count >= train + gen:
+        return list(range(train + gen))
+    half = max(1, count // 2)
+    spread = [
+        first + int(i)
+        for first, size in ((0, train), (train, gen))
+        for i in np.linspace(0, size - 1, min(half, size)).round()
+    ]
+    return sorted(set(spread))[: max(count, 1)]
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    from difflib import get_close_matches
+
+    # Names of all layers and experts are alike: compare first without the numbers, then with them.
+    plain = {_without_numbers(other): other for other in reversed(known)}
+    shapes = get_close_matches(_without_numbers(name), list(plain), n=3, cutoff=0.5)
+    alike = [other for other in known if _without_numbers(other) in shapes]
+    close = get_close_matches(name, alike[:5000], n=3, cutoff=0.5) or [plain[shape] for shape in shapes]
+    hint = f"; did you mean {', '.join(close)}?" if close else ""
+    return f"explain: the model has no weight {name!r}{hint}"
+
+
+def _without_numbers(name: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def held_positions(holdings: Holdings) -> Positions:
+    """Ascending positions of all weights that a rank holds or wants, int64."""
+    if not holdings.groups:
+        return np.empty(0, dtype=np.int64)
+    return np.sort(np.concatenate([group.indices for group in holdings.groups]))
