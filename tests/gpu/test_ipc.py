@@ -59,6 +59,12 @@ def test_a_killed_sender_ends_in_a_typed_error_that_names_it_within_the_timeout(
         assert 3.0 <= rank["seconds"] < 5.0
 
 
+def test_a_killed_receiver_keeps_neither_the_senders_nor_the_other_receivers(meeting: str) -> None:
+    ranks = run(Scenario(meeting, action="kill", victim=2, timeout_s=10.0))
+    assert ranks[2] is None
+    assert [ranks[rank]["ended"] for rank in (0, 1, 3)] == ["done"] * 3
+
+
 def test_a_checksum_that_differs_is_an_error_that_names_sender_and_weight(meeting: str) -> None:
     ranks = run(Scenario(meeting, action="lie"))
     assert ranks[2]["ended"].startswith("VerificationError: what landed from refit rank 0")

@@ -57,7 +57,14 @@ def rank_main(rank: int, meeting: Rendezvous, engine: str, transport: str, resul
 
 
 @pytest.mark.parametrize(
-    ("engine", "transport"), [("nccl_xfer", "p2p"), ("nccl_xfer", "golden"), ("packed_broadcast", "auto")]
+    ("engine", "transport"),
+    [
+        ("nccl_xfer", "p2p"),
+        ("nccl_xfer", "golden"),
+        ("nccl_xfer", "ipc"),
+        ("nccl_xfer", "auto"),
+        ("packed_broadcast", "auto"),
+    ],
 )
 def test_three_changed_refits_over_nccl_land_bit_for_bit(engine: str, transport: str) -> None:
     size = min(4, torch.cuda.device_count()) // 2 * 2
@@ -82,6 +89,8 @@ def test_three_changed_refits_over_nccl_land_bit_for_bit(engine: str, transport:
     assert all(version == committed for _, version, _, committed, _ in engines)
     if engine == "nccl_xfer":
         assert all(row[4]["bytes_verified"] > 0 for row in engines)
+        served = "ipc" if transport == "auto" else transport
+        assert {row[4]["transport"] for row in rows} == {served}
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs at least three CUDA devices")

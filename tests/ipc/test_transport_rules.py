@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import PlanError, RefitMismatch, TransportUnavailable
+from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.plan import Message, Plan, Segment
 from rlrefit.integration.transport import IpcTransport, choose
 from rlrefit.integration.transport.ipc import availability, facts
+from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world
 
 GPU = {
     "host": "a/1",
@@ -87,6 +90,30 @@ def test_parameters_on_a_cpu_are_refused_when_it_binds_and_it_closes_all_the_sam
         one.bind([])
     one.close()
     one.close(failed=True)
+
+
+def open_on_cpus(transport: str) -> list[Any]:
+    specs = [TensorSpec("w", (8, 4), torch.float32)]
+    box = {"w": [((0, 8), (0, 4))]}
+    config = RefitConfig(bucket_mb=1, timeout_s=20.0, transport=transport)
+
+    def body(rank: int, session: Any, endpoint: Any) -> Any:
+        return refit_changed(session, endpoint, 1), session.engine.transport_reason
+
+    return run_world([SyntheticSource(specs, box)], [SyntheticDestination(specs, box)], body, config)
+
+
+def test_a_session_over_ipc_between_cpus_fails_on_all_ranks_with_the_reason() -> None:
+    for error in open_on_cpus("ipc"):
+        assert isinstance(error, TransportUnavailable)
+        assert "not on a GPU" in str(error)
+
+
+def test_a_session_under_auto_between_cpus_takes_p2p_and_says_why() -> None:
+    for (record, wrong), reason in open_on_cpus("auto"):
+        assert record.transport == "p2p"
+        assert wrong == []
+        assert "not ipc, since refit rank 0: its parameters are not on a GPU" in reason
 
 
 def test_a_plan_with_relays_is_refused() -> None:

@@ -34,10 +34,11 @@ class Scenario:
         meeting: a file that does not exist yet.
         sources: trainer ranks, which hold whole experts.
         destinations: engine ranks, which want a part of every expert.
-        action: ``refits``, ``move`` (the engines' storage moves before the last refit), ``kill`` (trainer rank 0
+        action: ``refits``, ``move`` (the engines' storage moves before the last refit), ``kill`` (the ``victim``
             dies instead of the second refit), ``lie`` (trainer rank 0 tells another checksum in the second), or
             ``epochs`` (as many epochs as ``times``).
         times: refits or epochs.
+        victim: the rank that dies.
         expandable: whether parameters lie in torch's expandable segments.
         rows: of an additional large weight; 0 for none.
     """
@@ -47,6 +48,7 @@ class Scenario:
     destinations: int = 2
     action: str = "refits"
     times: int = 3
+    victim: int = 0
     verify: str = "full"
     timeout_s: float = 60.0
     expandable: bool = False
@@ -235,12 +237,17 @@ def _kill(rank: Rank) -> dict[str, Any]:
     rank.open()
     rank.refit(1)
     rank.meeting.vote()
-    if rank.rank == 0:
+    if rank.rank == rank.scenario.victim:
         os.kill(os.getpid(), signal.SIGKILL)
+    if rank.is_source:
+        # The driver shall have cleaned up after the victim when this rank writes.
+        rank.endpoint.set_version(2)
+        time.sleep(1)
     start = time.monotonic()
     try:
         rank.transport.run(rank.clock)
-        ended = "done"
+        wrong = [] if rank.is_source else rank.endpoint.wrong(2)
+        ended = f"wrong: {wrong}" if wrong else "done"
     except RefitError as error:
         ended = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - start

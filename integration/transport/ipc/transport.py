@@ -68,7 +68,8 @@ class IpcTransport(Transport):
             PlanError: the plan has relays.
         """
         super().__init__(rank, verify)
-        self._device = device
+        indexed = device.type != "cuda" or device.index is not None
+        self._device = device if indexed else torch.device("cuda", torch.cuda.current_device())
         self._timeout = timeout_s
         self._watch = watch
         self._who = describe_rank
