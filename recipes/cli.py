@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
+from .bench.arguments import add_arguments as add_bench_arguments
 from .plan.arguments import add_arguments as add_plan_arguments
 
 # Exit codes: 1 a run that failed, 2 a configuration that can't run, 130 stopped by the user.

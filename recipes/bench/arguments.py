@@ -1,0 +1,48 @@
+"""The options of ``rlrefit bench``. Imports nothing heavy: the command line declares them for every command."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``rlrefit bench``."""
+    parser.add_argument(
+        "--model", required=True, help="a catalogued name, the path of a config.json, or a hub name"
+    )
+    parser.add_argument("--train", required=True, metavar="tp=1,ep=4", help="layout of the trainers")
+    parser.add_argument("--gen", required=True, metavar="tp=4,dp=1", help="layout of the engines")
+    parser.add_argument(
+        "--transport",
+        action="append",
+        metavar="NAMES",
+        help="auto (default), p2p, ipc, golden; repeat or set apart by commas",
+    )
+    parser.add_argument("--dtype", default="bf16", help="of the weights: bf16, fp16 or fp32")
+    parser.add_argument(
+        "--peers",
+        action="append",
+        metavar="NAMES",
+        help="broadcast, per-tensor, vllm, m2n (default: all) or none; set apart by commas",
+    )
+    parser.add_argument("--refits", type=int, default=20, help="timed refits for each transport")
+    parser.add_argument("--warm-up", type=int, default=3, help="refits before them")
+    parser.add_argument("--peer-refits", type=int, default=5, help="timed runs of each peer")
+    parser.add_argument("--bucket-mb", type=int, help="policy.refit.bucket_mb")
+    parser.add_argument("--streams", type=int, help="policy.refit.streams")
+    parser.add_argument("--layers", type=int, help="keep this many decoder layers of the model")
+    parser.add_argument("--verify", default="off", help="policy.refit.verify: off (default), sampled, full")
+    parser.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare every byte of the first three refits and of the last with its true value",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for tests with small models"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument(
+        "--timeline", type=Path, metavar="FILE.png", help="draw the stages of one refit there"
+    )

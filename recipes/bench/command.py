@@ -1,0 +1,93 @@
+"""The ``bench`` subcommand: arguments in, tables out."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from ...workers.catalog import CatalogError, LayoutError, parse_gen, parse_train, violations
+from .launch import BenchFailed, run_ranks
+from .options import PEERS, BenchOptions, names_of
+from .render import draw_timeline, json_records, show, write_json
+from .run import BenchResult, run_rank
+from .scene import open_shortened
+
+# Exit codes: 1 a run that failed, 2 options that can't run.
+_FAILED, _MISUSED = 1, 2
+# Message of the pairwise probe on CPUs, where 2 GiB would take long.
+_CPU_PROBE_BYTES = 16 << 20
+
+
+def main(arguments: argparse.Namespace, console: Console, errors: Console) -> int:
+    """Run the benchmark; returns the exit code."""
+    try:
+        options = _options(arguments)
+    except LayoutError as error:
+        errors.print(escape(str(error)), highlight=False, soft_wrap=True)
+        return _MISUSED
+    problems = [*options.violations(torch.cuda.device_count()), *_model_problems(options)]
+    if problems:
+        errors.print(escape("\n".join(problems)), highlight=False, soft_wrap=True)
+        return _MISUSED
+    try:
+        result = run_ranks(run_rank, options)
+    except BenchFailed as error:
+        errors.print(escape(str(error)), highlight=False, soft_wrap=True)
+        return _FAILED
+    show(console, options, result)
+    if arguments.json is not None:
+        write_json(arguments.json, json_records(options, result))
+    if arguments.timeline is not None:
+        draw_timeline(arguments.timeline, result.refits[0], options.train_ranks)
+    return _report_faults(options, result, errors)
+
+
+def _model_problems(options: BenchOptions) -> list[str]:
+    try:
+        model = open_shortened(options.model, torch.bfloat16, options.layers)
+        return [*violations(model, options.train), *violations(model, options.gen)]
+    except CatalogError as error:
+        return [f"--model: {error}"]
+
+
+def _report_faults(options: BenchOptions, result: BenchResult, errors: Console) -> int:
+    code = 0
+    for asked, refit in zip(options.transports, result.refits, strict=True):
+        if refit.faults:
+            errors.print(
+                escape(
+                    f"{asked}: not bit-exact in {len(refit.faults)} places, the first in {refit.faults[0]}"
+                ),
+                highlight=False,
+                soft_wrap=True,
+            )
+            code = _FAILED
+    return code
+
+
+def _options(arguments: argparse.Namespace) -> BenchOptions:
+    peers = names_of(arguments.peers or [",".join(PEERS)])
+    return BenchOptions(
+        model=arguments.model,
+        train=parse_train(arguments.train),
+        gen=parse_gen(arguments.gen),
+        train_text=arguments.train,
+        gen_text=arguments.gen,
+        transports=names_of(arguments.transport or ["auto"]),
+        peers=() if peers == ("none",) else peers,
+        dtype=arguments.dtype,
+        refits=arguments.refits,
+        warm_up=arguments.warm_up,
+        peer_refits=arguments.peer_refits,
+        bucket_mb=arguments.bucket_mb,
+        streams=arguments.streams,
+        layers=arguments.layers,
+        verify=arguments.verify,
+        check=arguments.check,
+        timeline=arguments.timeline is not None,
+        device=arguments.device,
+        **({"probe_bytes": _CPU_PROBE_BYTES} if arguments.device == "cpu" else {}),
+    )

@@ -1,0 +1,213 @@
+"""What is timed: the wire's own rate, the refit over one transport, and a peer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...integration.config import RefitConfig
+from ...integration.records import STAGES, RefitRecord
+from ...integration.rendezvous import Rendezvous, RendezvousServer, open_rendezvous
+from ...integration.session import RefitSession
+from .peers import PEERS, Peer
+from .ranks import Ranks
+from .scene import Scene
+
+_HOST = "127.0.0.1"
+# The refits whose result is compared with the true values: a stale plan or buffer shows in the second or third.
+CHECKED = (1, 2, 3)
+_PROBE_RUNS, _PROBE_WARM_UP = 7, 2
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a run, each the maximum over ranks."""
+
+    median: float
+    minimum: float
+    maximum: float
+
+    @staticmethod
+    def of(seconds: list[float]) -> Timing:
+        """Of at least one time."""
+        return Timing(median(seconds), min(seconds), max(seconds))
+
+
+@dataclass(frozen=True)
+class RefitResult:
+    """A transport's refits.
+
+    Attributes:
+        transport: what carried the bulk bytes.
+        timing: of the timed refits, from the call to the last rank's idle device.
+        stages: median over refits of the slowest rank's seconds by stage.
+        host_seconds: median over refits of the busiest rank's CPU time beyond waiting.
+        peak_extra_bytes: largest over refits and ranks.
+        bit_exact: whether all checked refits were; None if none was checked.
+        faults: what the checks found, one sentence each.
+        misc: reason → number of weights on the misc path.
+        timelines: stages of the last timed refit, by rank; empty unless asked for.
+    """
+
+    transport: str
+    timing: Timing
+    stages: dict[str, float]
+    host_seconds: float
+    peak_extra_bytes: int
+    bit_exact: bool | None
+    faults: list[str]
+    misc: dict[str, int]
+    timelines: list[list[tuple[str, float, float]]]
+
+
+@dataclass(frozen=True)
+class PeerResult:
+    """A peer's runs: its times, or the reason why there are none."""
+
+    timing: Timing | None
+    reason: str = ""
+
+
+def pairwise_rate(ranks: Ranks, nbytes: int) -> float:
+    """GB/s at which trainer i sends to engine i, all pairs at once, each ``nbytes`` in one message; the median."""
+    pairs = min(ranks.train_ranks, ranks.size - ranks.train_ranks)
+    group = ranks.group(range(ranks.size))
+    buffer = torch.zeros(nbytes, dtype=torch.uint8, device=ranks.device)
+    operations: list[dist.P2POp] = []
+    if ranks.rank < pairs:
+        operations = [dist.P2POp(dist.isend, buffer, ranks.train_ranks + ranks.rank, group)]
+    elif 0 <= ranks.rank - ranks.train_ranks < pairs:
+        operations = [dist.P2POp(dist.irecv, buffer, ranks.rank - ranks.train_ranks, group)]
+
+    def exchange() -> None:
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+    seconds = _repeat(ranks, exchange, _PROBE_RUNS + _PROBE_WARM_UP)[_PROBE_WARM_UP:]
+    return nbytes / median(seconds) / 1e9
+
+
+def refits(scene: Scene, transport: str) -> RefitResult:
+    """Time complete refits over ``transport``: begin, transfer, post-load work and commit.
+
+    Raises:
+        RefitError: from the session.
+    """
+    options, ranks = scene.options, scene.ranks
+    session, server = _open(scene, transport)
+    try:
+        records: list[RefitRecord] = []
+        seconds: list[float] = []
+        faults: list[str] = []
+        total = options.warm_up + options.refits
+        checked = {*CHECKED, total} if options.check else set()
+        for number in range(1, total + 1):
+            scene.advance()
+            if number in checked:
+                scene.poison()
+            taken = ranks.timed(lambda: records.append(session.refit(scene.endpoint.version)))
+            if number > options.warm_up:
+                seconds.append(taken)
+            if number in checked:
+                faults += [f"refit {number}, {fault}" for fault in scene.faults()]
+        misc: dict[str, int] = {}
+        for entry in session.manifest:
+            if entry.route == "misc":
+                misc[entry.reason] = misc.get(entry.reason, 0) + 1
+        timed = records[options.warm_up :]
+        stages = {
+            stage: median(ranks.maxima(record.seconds.get(stage, 0.0) for record in timed))
+            for stage in STAGES
+        }
+        return RefitResult(
+            transport=session.engine.transport_name,
+            timing=Timing.of(ranks.maxima(seconds)),
+            stages={stage: taken for stage, taken in stages.items() if taken},
+            host_seconds=median(ranks.maxima(record.host_seconds for record in timed)),
+            peak_extra_bytes=int(max(ranks.maxima(record.peak_extra_bytes for record in timed))),
+            bit_exact=not faults if checked else None,
+            faults=faults,
+            misc=misc,
+            timelines=_timelines(scene, session) if options.timeline else [],
+        )
+    finally:
+        session.close()
+        if server is not None:
+            server.close()
+        ranks.free()
+
+
+def _timelines(scene: Scene, session: RefitSession) -> list[list[tuple[str, float, float]]]:
+    """Stages of one more refit, by rank."""
+    scene.advance()
+    records: list[RefitRecord] = []
+    scene.ranks.timed(lambda: records.append(session.refit(scene.endpoint.version, timeline=True)))
+    return scene.ranks.collect([tuple(interval) for interval in records[0].timeline])
+
+
+def peer(scene: Scene, name: str) -> PeerResult:
+    """Time a peer, after one run that is checked; what stops it is told and does not end the benchmark."""
+    ranks = scene.ranks
+    kind = PEERS[name]
+    reason = _first(ranks, kind.unavailable(scene))
+    if reason:
+        return PeerResult(None, reason)
+    made: list[Peer] = []
+    reason = _attempt(ranks, lambda: made.append(kind(scene)))
+    if not reason:
+        scene.advance()
+        scene.poison()
+        reason = _attempt(ranks, made[0].run)
+    if not reason:
+        faults = scene.faults()
+        reason = f"not bit-exact in {len(faults)} places, the first on {faults[0]}" if faults else ""
+    if reason:
+        return PeerResult(None, reason)
+    seconds = []
+    for _ in range(scene.options.peer_refits):
+        scene.advance()
+        seconds.append(ranks.timed(made[0].run))
+    made.pop().close()
+    ranks.free()
+    return PeerResult(Timing.of(ranks.maxima(seconds)))
+
+
+def _attempt(ranks: Ranks, work: Callable[[], Any]) -> str:
+    """Run another library's ``work`` on all ranks; the first rank's error in words if any rank had one."""
+    try:
+        work()
+        ranks.synchronize()
+        error = ""
+    except Exception as failure:  # whatever that library raises is the answer
+        error = f"{type(failure).__name__}: {failure}"
+    return _first(ranks, error)
+
+
+def _first(ranks: Ranks, reason: str) -> str:
+    return next((found for found in ranks.collect(reason) if found), "")
+
+
+def _open(scene: Scene, transport: str) -> tuple[RefitSession, RendezvousServer | None]:
+    options, ranks = scene.options, scene.ranks
+    config = RefitConfig(transport=transport, timeout_s=options.timeout_s, verify=options.verify)
+    if options.bucket_mb is not None:
+        config.bucket_mb = options.bucket_mb
+    if options.streams is not None:
+        config.streams = options.streams
+    server = None
+    meeting: dict[str, Any] | None = None
+    if ranks.rank == 0:
+        server = open_rendezvous(_HOST, options.train_ranks, options.gen_ranks)
+        meeting = server.rendezvous.to_json()
+    rendezvous = Rendezvous.from_json(ranks.share(meeting))
+    return RefitSession.open(rendezvous, ranks.rank, lambda: scene.endpoint, config), server
+
+
+def _repeat(ranks: Ranks, work: Callable[[], Any], times: int) -> list[float]:
+    return ranks.maxima([ranks.timed(work) for _ in range(times)])

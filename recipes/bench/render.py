@@ -1,0 +1,153 @@
+"""What a run looks like: a table, JSON, and a picture of its stages over time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+
+from .measure import RefitResult
+from .options import BenchOptions
+from .run import BenchResult
+
+
+def json_records(options: BenchOptions, result: BenchResult) -> list[dict[str, Any]]:
+    """A record for each transport; a peer that did not run has ``null`` for its seconds."""
+    peers = {
+        name: peer.timing.median if peer.timing is not None else None for name, peer in result.peers.items()
+    }
+    return [
+        {
+            "model": options.model,
+            "train": options.train_text,
+            "gen": options.gen_text,
+            "dtype": options.dtype,
+            "transport": refit.transport,
+            "kept_bytes": result.kept_bytes,
+            "seconds_median": refit.timing.median,
+            "seconds_min": refit.timing.minimum,
+            "seconds_max": refit.timing.maximum,
+            "kept_gb_per_s": _rate(result, refit.timing.median),
+            "p2p_gb_per_s": result.p2p_gb_per_s,
+            "p2p_ratio": _rate(result, refit.timing.median) / result.p2p_gb_per_s,
+            "host_seconds": refit.host_seconds,
+            "peak_extra_bytes": refit.peak_extra_bytes,
+            "stages": refit.stages,
+            "peers": peers,
+            "bit_exact": refit.bit_exact,
+        }
+        for refit in result.refits
+    ]
+
+
+def write_json(path: Path, records: list[dict[str, Any]]) -> None:
+    """One record as an object, several as a list."""
+    path.write_text(json.dumps(records[0] if len(records) == 1 else records, indent=2) + "\n")
+
+
+def show(console: Console, options: BenchOptions, result: BenchResult) -> None:
+    """Print the run's tables."""
+    title = (
+        f"{options.model} {options.dtype}, {options.train_text} → {options.gen_text}, {result.device}; "
+        f"{result.kept_bytes / 1e9:.3f} GB kept per engine rank; pairwise p2p {result.p2p_gb_per_s:.1f} GB/s"
+    )
+    table = _table(title)
+    for column in (
+        "what",
+        "median ms",
+        "min",
+        "max",
+        "kept GB/s",
+        "of p2p",
+        "host ms",
+        "extra MiB",
+        "exact",
+    ):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for refit in result.refits:
+        timing = refit.timing
+        table.add_row(
+            f"refit {refit.transport}",
+            *_times(timing.median, timing.minimum, timing.maximum),
+            f"{_rate(result, timing.median):.1f}",
+            f"{_rate(result, timing.median) / result.p2p_gb_per_s:.1%}",
+            f"{refit.host_seconds * 1e3:.2f}",
+            f"{refit.peak_extra_bytes / 2**20:.0f}",
+            {True: "yes", False: "NO", None: "unchecked"}[refit.bit_exact],
+        )
+    for name, peer in result.peers.items():
+        if peer.timing is None:
+            table.add_row(f"peer {name}", "not run", *[""] * 7)
+            continue
+        rate = _rate(result, peer.timing.median)
+        table.add_row(
+            f"peer {name}",
+            *_times(peer.timing.median, peer.timing.minimum, peer.timing.maximum),
+            f"{rate:.1f}",
+            f"{rate / result.p2p_gb_per_s:.1%}",
+            "",
+            "",
+            "yes",
+        )
+    notes = [f"peer {name}: {peer.reason}" for name, peer in result.peers.items() if peer.timing is None]
+    console.print(Group(table, _stages(result.refits), *notes), highlight=False)
+
+
+def draw_timeline(path: Path, refit: RefitResult, train_ranks: int) -> None:
+    """A picture of one refit: a row for each rank, a bar for each stretch of a stage."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(12, 1.5 + 0.5 * len(refit.timelines)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    stages = list(dict.fromkeys(stage for line in refit.timelines for stage, _, _ in line))
+    colors = {stage: f"C{i % 10}" for i, stage in enumerate(stages)}
+    for rank, line in enumerate(refit.timelines):
+        for position, stage in enumerate(stages):
+            # Stages overlap: each has a lane of its own inside the rank's row.
+            lane = rank + 0.8 * position / len(stages) - 0.4
+            bars = [(start * 1e3, (end - start) * 1e3) for name, start, end in line if name == stage]
+            axes.broken_barh(bars, (lane, 0.8 / len(stages)), facecolors=colors[stage])
+    labels = [
+        f"trainer {rank}" if rank < train_ranks else f"engine {rank - train_ranks}"
+        for rank in range(len(refit.timelines))
+    ]
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms after the refit's start on the rank")
+    axes.legend(
+        handles=[Patch(color=colors[s], label=s) for s in stages], ncols=max(1, len(stages)), fontsize=8
+    )
+    figure.savefig(path, dpi=150)
+
+
+def _stages(refits: list[RefitResult]) -> Table:
+    table = _table("slowest rank's ms by stage (stages may overlap), and weights on the misc path")
+    stages = list(dict.fromkeys(stage for refit in refits for stage in refit.stages))
+    for column in ("transport", *stages, "misc"):
+        table.add_column(column, justify="left" if column in ("transport", "misc") else "right")
+    for refit in refits:
+        table.add_row(
+            refit.transport,
+            *(f"{refit.stages[s] * 1e3:.2f}" if s in refit.stages else "" for s in stages),
+            "; ".join(f"{count}: {reason}" for reason, count in refit.misc.items()) or "none",
+        )
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def _rate(result: BenchResult, seconds: float) -> float:
+    return result.kept_bytes / seconds / 1e9
+
+
+def _times(*seconds: float) -> tuple[str, ...]:
+    return tuple(f"{s * 1e3:.2f}" for s in seconds)

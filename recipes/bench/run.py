@@ -1,0 +1,53 @@
+"""The benchmark's course on one rank, and what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch._C._distributed_c10d import TCPStore
+
+from . import measure
+from .measure import PeerResult, RefitResult
+from .options import BenchOptions
+from .ranks import Ranks
+from .scene import set_up
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """All that a run measured.
+
+    Attributes:
+        kept_bytes: what the largest engine rank keeps after a refit.
+        p2p_gb_per_s: the pairwise rate, in 1e9 bytes per second.
+        refits: one for each transport asked for.
+        peers: by name.
+        device: what it ran on.
+    """
+
+    kept_bytes: int
+    p2p_gb_per_s: float
+    refits: list[RefitResult]
+    peers: dict[str, PeerResult]
+    device: str
+
+
+def run_rank(rank: int, options: BenchOptions, store: TCPStore) -> BenchResult:
+    """Everything on one rank; all ranks of the run call it and get the same.
+
+    Raises:
+        RefitError, CatalogError: what went wrong.
+    """
+    ranks = Ranks(rank, options, store)
+    rate = measure.pairwise_rate(ranks, options.probe_bytes)
+    scene = set_up(options, ranks)
+    kept = 0 if ranks.is_source else scene.storage.nbytes
+    result = BenchResult(
+        kept_bytes=int(ranks.maxima([kept])[0]),
+        p2p_gb_per_s=rate,
+        refits=[measure.refits(scene, transport) for transport in options.transports],
+        peers={name: measure.peer(scene, name) for name in options.peers},
+        device=ranks.device_name,
+    )
+    ranks.close()
+    return result

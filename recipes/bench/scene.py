@@ -1,0 +1,137 @@
+"""What the refit and its peers have in common in one run: the model, both layouts, this rank's storage."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...integration.layout import Box, box_of
+from ...integration.manifest import TensorSpec, dtype_name
+from ...workers.catalog import Model, Param, gen_storage, open_model, train_storage
+from .options import DTYPES, BenchOptions
+from .ranks import Ranks
+from .storage import BenchDestination, BenchSource, Storage
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One rank's view of a run.
+
+    Attributes:
+        options: of the run.
+        ranks: of the run.
+        specs: all weights, in the order of the export.
+        held: trainer rank → weight → boxes that it holds.
+        wanted: engine's rank (in the run) → weight → boxes that it keeps.
+        storage: this rank's.
+        endpoint: this rank's side of a refit.
+    """
+
+    options: BenchOptions
+    ranks: Ranks
+    specs: list[TensorSpec]
+    held: dict[int, dict[str, list[Box]]]
+    wanted: dict[int, dict[str, list[Box]]]
+    storage: Storage
+    endpoint: BenchSource | BenchDestination
+
+    @property
+    def wanted_specs(self) -> list[TensorSpec]:
+        """The weights that some engine keeps."""
+        return [spec for spec in self.specs if any(spec.name in boxes for boxes in self.wanted.values())]
+
+    def advance(self) -> None:
+        """Change all weights of the trainers."""
+        self.endpoint.advance()
+
+    def poison(self) -> None:
+        """Fill the engines' storage with NaN."""
+        if isinstance(self.endpoint, BenchDestination):
+            self.endpoint.poison()
+
+    def faults(self) -> list[str]:
+        """What the engines hold wrongly, over all of them; a collective of all ranks."""
+        mine = self.endpoint.faults() if isinstance(self.endpoint, BenchDestination) else []
+        return [
+            f"rank {rank}: {fault}" for rank, found in enumerate(self.ranks.collect(mine)) for fault in found
+        ]
+
+
+def set_up(options: BenchOptions, ranks: Ranks) -> Scene:
+    """Allocate and fill this rank's storage.
+
+    Raises:
+        CatalogError, LayoutError: the model or a layout can't be.
+    """
+    model = open_shortened(options.model, DTYPES[options.dtype], options.layers)
+    specs = model.specs()
+    by_name = {spec.name: spec for spec in specs}
+    trainers = [train_storage(model, options.train, rank) for rank in range(options.train_ranks)]
+    engines = [gen_storage(model, options.gen, rank) for rank in range(options.gen_ranks)]
+    refused = _refused(trainers, engines, by_name)
+    held = {rank: _boxes(params, refused) for rank, params in enumerate(trainers)}
+    for name in refused:
+        held[0][name] = [box_of(by_name[name].shape)]
+    wanted = {}
+    for rank, params in enumerate(engines):
+        wanted[options.train_ranks + rank] = boxes = _boxes(params, ())
+        for name in _loader_only(params):
+            boxes.setdefault(name, [box_of(by_name[name].shape)])
+    endpoint: BenchSource | BenchDestination
+    if ranks.is_source:
+        whole = [by_name[name] for name in refused] if ranks.rank == 0 else []
+        storage = Storage.allocate(trainers[ranks.rank], whole, ranks.device, refused)
+        endpoint = BenchSource(specs, storage, refused, ranks.device)
+    else:
+        params = engines[ranks.rank - options.train_ranks]
+        placed = _boxes(params, ())
+        whole = [by_name[name] for name in _loader_only(params) if name not in placed]
+        storage = Storage.allocate(params, whole, ranks.device)
+        endpoint = BenchDestination(storage, refused, ranks.device)
+    return Scene(options, ranks, specs, held, wanted, storage, endpoint)
+
+
+def open_shortened(name: str, dtype: torch.dtype, layers: int | None) -> Model:
+    """A model of the catalogue, with only its first ``layers`` decoder layers if that is not None.
+
+    Raises:
+        CatalogError: the catalogue can't open it.
+    """
+    model = open_model(name, dtype)
+    if layers is None:
+        return model
+    config = {**model.config, "num_hidden_layers": min(layers, model.architecture.layers)}
+    if "hybrid_override_pattern" in config:
+        config["hybrid_override_pattern"] = config["hybrid_override_pattern"][:layers]
+    return Model(model.name, config, dtype)
+
+
+def _refused(
+    trainers: Sequence[Sequence[Param]], engines: Sequence[Sequence[Param]], by_name: Mapping[str, TensorSpec]
+) -> dict[str, str]:
+    """Weights that a rule of either side refuses, or that the sides store in different dtypes, with reasons."""
+    found: dict[str, str] = {}
+    for params in (*trainers, *engines):
+        for param in params:
+            found.update(dict.fromkeys(param.refused, param.reason))
+            for part in param.parts:
+                if param.dtype != by_name[part.name].dtype:
+                    found[part.name] = f"{param.name} is stored as {dtype_name(param.dtype)}"
+    return {name: found[name] for name in by_name if name in found}
+
+
+def _loader_only(params: Sequence[Param]) -> list[str]:
+    """Weights that a rank's parameters hold where no rule says."""
+    return list(dict.fromkeys(name for param in params for name in param.refused))
+
+
+def _boxes(params: Sequence[Param], left_out: Collection[str]) -> dict[str, list[Box]]:
+    boxes: dict[str, list[Box]] = defaultdict(list)
+    for param in params:
+        for part in param.parts:
+            if part.name not in left_out:
+                boxes[part.name].append(part.box)
+    return boxes

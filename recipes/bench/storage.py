@@ -1,0 +1,191 @@
+"""Both sides' real storage with random weights, and the endpoints that a refit session drives."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...integration.endpoints import storage_key
+from ...integration.layout import Fragment, box_of
+from ...integration.manifest import TensorSpec
+from ...workers.catalog import Param
+from . import values
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One rank's parameters.
+
+    Attributes:
+        tensors: one for each parameter, allocated by itself as a trainer or an engine does it.
+        fragments: every box of a weight that they hold.
+        by_name: the same by weight.
+        padding: elements of each tensor that belong to no weight (padded vocabularies), in their order.
+    """
+
+    tensors: list[torch.Tensor]
+    fragments: list[Fragment]
+    by_name: dict[str, list[Fragment]]
+    padding: list[int]
+
+    @staticmethod
+    def allocate(
+        params: Sequence[Param],
+        whole: Sequence[TensorSpec],
+        device: torch.device,
+        left_out: Collection[str] = (),
+    ) -> Storage:
+        """Poisoned storage.
+
+        Args:
+            params: the rank's parameters.
+            whole: weights that it keeps in full beside them, since no rule says where they stand in a parameter.
+            device: of all storage.
+            left_out: weights whose place in ``params`` is not used.
+        """
+        tensors: list[torch.Tensor] = []
+        fragments: list[Fragment] = []
+        by_name: dict[str, list[Fragment]] = defaultdict(list)
+        padding: list[int] = []
+        for param in params:
+            tensor = torch.empty(param.shape, dtype=param.dtype, device=device)
+            covered = 0
+            for part in param.parts:
+                if part.name in left_out:
+                    continue
+                fragment = Fragment(part.name, tuple(part.full_shape), part.box, tensor[part.index])
+                covered += fragment.view.numel()
+                fragments.append(fragment)
+                by_name[part.name].append(fragment)
+            tensors.append(tensor)
+            padding.append(tensor.numel() - covered)
+        for spec in whole:
+            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            fragment = Fragment(spec.name, tuple(spec.shape), box_of(spec.shape), tensor)
+            tensors.append(tensor)
+            fragments.append(fragment)
+            by_name[spec.name].append(fragment)
+            padding.append(0)
+        values.poison(tensors)
+        return Storage(tensors, fragments, dict(by_name), padding)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all fragments, without padding."""
+        return sum(fragment.nbytes for fragment in self.fragments)
+
+
+class BenchSource:
+    """A trainer rank: values of a version that advances before each refit."""
+
+    def __init__(
+        self,
+        specs: list[TensorSpec],
+        storage: Storage,
+        refused: dict[str, str],
+        device: torch.device,
+    ):
+        """Fill the storage with version 0.
+
+        Args:
+            specs: all weights in the order of the export.
+            storage: this rank's; trainer rank 0 holds the refused weights in full.
+            refused: weights that must not go shard to shard, with reasons.
+            device: of the storage.
+        """
+        self.device = device
+        self.version = 0
+        self.storage = storage
+        self._specs = specs
+        self._refused = refused
+        self._by_name = {spec.name: spec for spec in specs}
+        values.write(storage.fragments, 0)
+
+    def advance(self) -> None:
+        """Change every weight."""
+        values.advance(self.storage.tensors, self.version, self.version + 1)
+        self.version += 1
+
+    def specs(self) -> list[TensorSpec]:
+        return self._specs
+
+    def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
+        return [f for f in self.storage.fragments if f.name not in self._refused], self._refused
+
+    def settle(self) -> None:
+        """Nothing writes these parameters between two refits but :meth:`advance`."""
+
+    def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            held = self.storage.by_name.get(name)
+            if held:
+                yield name, held[0].view
+            else:
+                # Only trainer rank 0's tensors travel; the others draw along, as they do in a real export.
+                spec = self._by_name[name]
+                yield name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+
+    def storage_key(self) -> Hashable:
+        return storage_key(self.storage.tensors)
+
+
+class BenchDestination:
+    """An engine rank. Its loader copies what its parameters keep of a full tensor."""
+
+    def __init__(self, storage: Storage, refused: dict[str, str], device: torch.device):
+        """Args as for :class:`BenchSource`; the storage stays poisoned."""
+        self.device = device
+        self.version = 0
+        self.storage = storage
+        self._refused = refused
+
+    def advance(self) -> None:
+        """Count the version that the trainers move to."""
+        self.version += 1
+
+    def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
+        known = {spec.name for spec in specs}
+        refused = {name: reason for name, reason in self._refused.items() if name in known}
+        return [f for f in self.storage.fragments if f.name not in refused], refused
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            for fragment in self.storage.by_name.get(name, ()):
+                fragment.view.copy_(tensor[tuple(slice(start, stop) for start, stop in fragment.box)])
+
+    def finish(self, version: int) -> None:
+        """These parameters have no derived state."""
+
+    def abandon(self) -> None:
+        """The loader above keeps nothing between refits."""
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.storage.nbytes
+
+    def storage_key(self) -> Hashable:
+        return storage_key(self.storage.tensors)
+
+    def poison(self) -> None:
+        """Fill all storage with NaN."""
+        values.poison(self.storage.tensors)
+
+    def faults(self) -> list[str]:
+        """What is not as the trainers' version says, one sentence each; storage was poisoned before the refit."""
+        found = [
+            f"{f.name} {f.box} does not hold the values of version {self.version}"
+            for f in values.wrong(self.storage.fragments, self.version)
+        ]
+        for index, (tensor, padding) in enumerate(
+            zip(self.storage.tensors, self.storage.padding, strict=True)
+        ):
+            left = values.poisoned(tensor)
+            if left != padding and not found:
+                found.append(
+                    f"parameter {index} of shape {list(tensor.shape)} has {left} untouched elements, and {padding} "
+                    "are padding"
+                )
+        return found

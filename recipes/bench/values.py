@@ -1,0 +1,143 @@
+"""True values of weights: any box of any weight in any version, computed anew without a trainer.
+
+The benchmark's oracle. A value depends on the weight's name, the element's place in the full tensor and the
+version, so that bytes of another weight, place or refit are told apart; both sides compute it for themselves and
+share nothing. Values are finite, below 2 in size, and never the poison.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import torch
+
+from ...integration.layout import Box, Fragment
+
+# The integer type in which bits of each item size are made and compared.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+# Elements computed at once; bounds the temporary memory at 256 MiB.
+_CHUNK = 1 << 26
+_MULTIPLIER = -1640531535  # 2654435761, Knuth's multiplicative hash, as a signed 32-bit number
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same storage as integers.
+
+    Raises:
+        ValueError: the dtype's size is not 1, 2 or 4 bytes.
+    """
+    size = tensor.element_size()
+    if size not in _BITS:
+        raise ValueError(f"the benchmark has no values for {tensor.dtype}; use a dtype of 1, 2 or 4 bytes")
+    return tensor.view(_BITS[size])
+
+
+def write(fragments: Iterable[Fragment], version: int) -> None:
+    """Give every fragment its true values of ``version``."""
+    for fragment in fragments:
+        target = bits(fragment.view)
+        for part, expected in _expected(fragment, version):
+            target[part].copy_(expected)
+
+
+def advance(tensors: Iterable[torch.Tensor], old: int, new: int) -> None:
+    """Turn values of version ``old`` into those of ``new``, in place: one cheap pass over each storage."""
+    for tensor in tensors:
+        raw = bits(tensor)
+        raw.bitwise_xor_(_mask(old, tensor.element_size()) ^ _mask(new, tensor.element_size()))
+
+
+def poison(tensors: Iterable[torch.Tensor]) -> None:
+    """Fill storages with NaN (all bits set), which no true value is."""
+    for tensor in tensors:
+        bits(tensor).fill_(-1)
+
+
+def wrong(fragments: Sequence[Fragment], version: int) -> list[Fragment]:
+    """The fragments that differ from their true values in any bit."""
+    flags: list[torch.Tensor] = []
+    owners: list[Fragment] = []
+    for fragment in fragments:
+        held = bits(fragment.view)
+        for part, expected in _expected(fragment, version):
+            flags.append((held[part] != expected).any())
+            owners.append(fragment)
+    if not flags:
+        return []
+    found = torch.stack(flags).nonzero().flatten().tolist()
+    return list({id(owners[i]): owners[i] for i in found}.values())
+
+
+def poisoned(tensor: torch.Tensor) -> int:
+    """Elements of a storage that still are poison."""
+    return int((bits(tensor) == -1).sum())
+
+
+def _expected(fragment: Fragment, version: int) -> Iterable[tuple[tuple[slice, ...], torch.Tensor]]:
+    """True bits of a fragment in pieces along its first dimension: (index into the view, bits)."""
+    if not fragment.view.numel():
+        return
+    box = fragment.box
+    if not box:
+        yield (), _box_bits(fragment, ((0, 1),), (1,), version).reshape(())
+        return
+    rows = box[0][1] - box[0][0]
+    step = max(1, _CHUNK * rows // fragment.view.numel())
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        piece = ((box[0][0] + start, box[0][0] + stop), *box[1:])
+        index = (slice(start, stop), *(slice(None),) * (len(box) - 1))
+        yield index, _box_bits(fragment, piece, fragment.full_shape, version)
+
+
+def _box_bits(fragment: Fragment, box: Box, full_shape: Sequence[int], version: int) -> torch.Tensor:
+    device, itemsize = fragment.view.device, fragment.view.element_size()
+    seed = zlib.crc32(fragment.name.encode()) - (1 << 31)
+    (low, high) = box[-1]
+    columns = _hashes(device, full_shape[-1], 1)[low:high] ^ seed
+    values = (_row_hashes(device, box[:-1], full_shape[:-1]).unsqueeze(-1) + columns).mul_(_MULTIPLIER)
+    # The upper bits are the well mixed ones. The top bit of the exponent stays clear.
+    if itemsize < 4:
+        values >>= 32 - 8 * itemsize
+    keep = ~(1 << (8 * itemsize - 2))
+    values = (values & keep).bitwise_xor_(_mask(version, itemsize))
+    return values.to(_BITS[itemsize])
+
+
+def _row_hashes(device: torch.device, box: Box, shape: Sequence[int]) -> torch.Tensor:
+    """A hash for each row of the leading dimensions, of the box's leading shape."""
+    total = 1
+    for size in shape:
+        total *= size
+    table = _hashes(device, total, 2)
+    if len(box) == 1:
+        return table[box[0][0] : box[0][1]]
+    rows = torch.zeros((), dtype=torch.int64, device=device)
+    for (start, stop), size in zip(box, shape, strict=True):
+        rows = rows.unsqueeze(-1) * size + torch.arange(start, stop, device=device)
+    return table[rows]
+
+
+@lru_cache(maxsize=8)
+def _hash_table(device: torch.device, size: int, salt: int) -> torch.Tensor:
+    x = torch.arange(size, dtype=torch.int64, device=device)
+    x = (x + salt * 0x51ED2701) * 0x2545F4914F6CDD1D
+    x ^= (x >> 29) & ((1 << 35) - 1)
+    x *= 0x369DEA0F31A53F85
+    return ((x >> 32) & 0xFFFFFFFF).sub_(1 << 31).to(torch.int32)
+
+
+def _hashes(device: torch.device, size: int, salt: int) -> torch.Tensor:
+    # Powers of two, so that a few tables serve all shapes.
+    return _hash_table(device, max(1 << 12, 1 << (size - 1).bit_length()), salt)[:size]
+
+
+def _mask(version: int, itemsize: int) -> int:
+    """Bits that tell a version from others, as a signed number of ``itemsize`` bytes."""
+    width = 8 * itemsize
+    mixed = (version + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
+    mixed ^= mixed >> 31
+    value = (mixed >> (64 - width)) & ~(1 << (width - 2))
+    return value - (1 << width) if value >> (width - 1) else value

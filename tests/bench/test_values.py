@@ -1,0 +1,95 @@
+"""The benchmark's true values: they must tell weights, places and versions apart, or a check would pass for nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlrefit.integration.layout import Fragment, box_of, intersect
+from rlrefit.recipes.bench import values
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
+
+
+def fragment(name, shape, box=None, dtype=torch.bfloat16):
+    box = box or box_of(shape)
+    return Fragment(name, shape, box, torch.zeros([stop - start for start, stop in box], dtype=dtype))
+
+
+def full(name, shape, version, dtype=torch.bfloat16):
+    whole = fragment(name, shape, dtype=dtype)
+    values.write([whole], version)
+    return whole.view
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (7,), (6, 10), (4, 6, 10), (2, 3, 4, 5)])
+def test_a_box_has_the_values_that_the_full_tensor_has_there(shape, dtype):
+    whole = full("w", shape, 3, dtype)
+    box = tuple((n // 3, n - n // 4) for n in shape)
+    part = fragment("w", shape, box, dtype)
+    values.write([part], 3)
+    expected = whole[tuple(slice(*r) for r in box)]
+    assert torch.equal(values.bits(part.view), values.bits(expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_are_finite_below_two_and_never_the_poison(dtype):
+    tensor = full("w", (64, 96), 5, dtype)
+    assert torch.isfinite(tensor.float()).all()
+    assert tensor.float().abs().max() <= 2
+    assert values.poisoned(tensor) == 0
+    values.poison([tensor])
+    assert torch.isnan(tensor.float()).all()
+    assert values.poisoned(tensor) == tensor.numel()
+
+
+def test_advancing_equals_writing_the_next_version_and_changes_every_element():
+    for dtype in DTYPES:
+        moved = full("w", (16, 24), 0, dtype)
+        for version in range(4):
+            before = moved.clone()
+            values.advance([moved], version, version + 1)
+            assert torch.equal(values.bits(moved), values.bits(full("w", (16, 24), version + 1, dtype)))
+            assert (values.bits(before) != values.bits(moved)).all()
+
+
+def test_a_wrong_bit_a_neighbour_a_namesake_and_an_old_version_are_all_noticed():
+    good = fragment("layers.0.w", (32, 48))
+    values.write([good], 2)
+    assert values.wrong([good], 2) == []
+    assert values.wrong([good], 1) == [good]
+    renamed = Fragment("layers.1.w", (32, 48), good.box, good.view)
+    assert values.wrong([renamed, good], 2) == [renamed]
+    swapped = good.view.clone()
+    swapped[[3, 4]] = good.view[[4, 3]]
+    assert values.wrong([Fragment("layers.0.w", (32, 48), good.box, swapped)], 2)
+    shifted = Fragment("layers.0.w", (33, 48), ((1, 33), (0, 48)), good.view)
+    assert values.wrong([shifted], 2) == [shifted]
+    values.bits(good.view)[31, 47] ^= 1
+    assert values.wrong([good], 2) == [good]
+
+
+def test_a_large_box_is_computed_in_pieces_with_the_same_values(monkeypatch):
+    whole = full("w", (40, 12), 1)
+    monkeypatch.setattr(values, "_CHUNK", 50)
+    assert torch.equal(values.bits(full("w", (40, 12), 1)), values.bits(whole))
+    held = Fragment("w", (40, 12), box_of((40, 12)), whole)
+    assert values.wrong([held], 1) == []
+    values.bits(whole)[39, 0] ^= 1
+    assert values.wrong([held], 1) == [held]
+
+
+def test_a_strided_view_is_written_and_read_in_place():
+    storage = torch.zeros(12, 20, dtype=torch.bfloat16)
+    box = ((2, 8), (5, 15))
+    assert intersect(box, box_of((12, 20))) == box
+    part = Fragment("w", (12, 20), box, storage[2:8, 5:15])
+    values.write([part], 0)
+    assert values.wrong([part], 0) == []
+    assert (storage[:2] == 0).all()
+
+
+def test_a_dtype_of_eight_bytes_is_refused():
+    with pytest.raises(ValueError, match="1, 2 or 4 bytes"):
+        values.write([fragment("w", (2, 2), dtype=torch.float64)], 0)
