@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,9 +108,6 @@ class Group:
         self.device = device
         self.lanes = lanes
         self.timeout = timedelta(seconds=timeout_s)
-        self._empty = torch.empty(0, dtype=torch.uint8, device=device)
-        self._options = dist.AllToAllOptions()
-        self._options.timeout = self.timeout
         self._connected: set[int] = set()
         self._backends: list[Any] = []  # torch's stubs leave out the methods of the backend classes
 
@@ -121,15 +117,8 @@ class Group:
         Both sides' parcels must match pairwise, in the same order for each pair. On a GPU, large ones of
         one call travel together, so a call should hold all that is ready.
         """
-        backend = self._backends[lane]
-        if self.device.type != "cuda":
-            return _GlooExchange(self, backend, sends, receives)
-        most = max(
-            [*Counter(p.peer for p in sends).values(), *Counter(p.peer for p in receives).values()], default=0
-        )
-        if most > 1:
-            return _CoalescedExchange(self, backend, sends, receives)
-        return _NcclExchange(self, backend, sends, receives, self._empty, self._options)
+        kind = _NcclExchange if self.device.type == "cuda" else _GlooExchange
+        return kind(self, self._backends[lane], sends, receives)
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stage: str) -> None:
         """Send and receive all parcels at once and wait for them; as :meth:`prepare`.
@@ -382,41 +371,21 @@ class _GlooExchange(Exchange):
 
 
 class _NcclExchange(Exchange):
-    """At most one parcel a peer and direction: one call for all of them."""
+    """One NCCL group: separate calls could wait on each other in different orders.
 
-    def __init__(
-        self,
-        group: Group,
-        backend: Any,
-        sends: Sequence[Parcel],
-        receives: Sequence[Parcel],
-        empty: torch.Tensor,
-        options: dist.AllToAllOptions,
-    ):
+    Not torch's all-to-all of lists, which would be fewer calls: it exchanges empty messages with all ranks, and
+    so hangs where a rank has nothing to exchange and does not take part.
+    """
+
+    def __init__(self, group: Group, backend: Any, sends: Sequence[Parcel], receives: Sequence[Parcel]):
         super().__init__(group, backend, sends, receives)
-        self._options = options
-        # NCCL's all-to-all of lists is a group of sends and receives that leaves out what is empty.
-        self._out = [empty] * group.size
-        self._in = [empty] * group.size
-        for parcel in sends:
-            self._in[parcel.peer] = parcel.buffer
-        for parcel in receives:
-            self._out[parcel.peer] = parcel.buffer
+        self._calls = [(backend.send, [p.buffer], p.peer) for p in sends]
+        self._calls += [(backend.recv, [p.buffer], p.peer) for p in receives]
 
     def _start(self) -> None:
-        self._backend.alltoall(self._out, self._in, self._options).wait()
-
-
-class _CoalescedExchange(Exchange):
-    """Several parcels for one peer, in their order."""
-
-    def _start(self) -> None:
-        # One NCCL group: separate calls could wait on each other in different orders.
         self._backend._start_coalescing()
-        for parcel in self._sends:
-            self._backend.send([parcel.buffer], parcel.peer, 0)
-        for parcel in self._receives:
-            self._backend.recv([parcel.buffer], parcel.peer, 0)
+        for call, buffers, peer in self._calls:
+            call(buffers, peer, 0)
         self._backend._end_coalescing().wait()
 
 
