@@ -1,0 +1,73 @@
+"""The p2p transport on one GPU: a rank that sends to itself, through real buckets, streams and NCCL."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def refit_to_oneself(lanes: int, contiguous: bool) -> None:
+    """Send the weights ``a.i`` into the weights ``b.i``, three changed times."""
+    import torch.distributed as dist
+
+    from rlrefit.integration.clock import StageClock
+    from rlrefit.integration.layout import Fragment, box_of
+    from rlrefit.integration.plan import CHECKSUM_BYTES, Message, Plan, Segment, aligned
+    from rlrefit.integration.process_groups import Group
+    from rlrefit.integration.transport import P2PTransport
+
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    shapes = [(96, 40), (8192, 600), (257, 31), (1, 7)] * 10
+    sides: dict[str, list[torch.Tensor]] = {"a": [], "b": []}
+    for held in sides.values():
+        for rows, columns in shapes:
+            wide = torch.zeros(rows, columns + (0 if contiguous else 3), dtype=torch.bfloat16, device=device)
+            held.append(wide[:, :columns])
+    fragments = [
+        Fragment(f"{side}.{i}", tuple(t.shape), box_of(t.shape), t)
+        for side, held in sides.items()
+        for i, t in enumerate(held)
+    ]
+
+    def messages(side: str) -> tuple[tuple[Message, ...], ...]:
+        rounds = []
+        for number, tensor in enumerate(sides[side]):
+            segment = Segment(f"{side}.{number}", box_of(tensor.shape), 0, tensor.nbytes)
+            nbytes = aligned(tensor.nbytes) + CHECKSUM_BYTES
+            rounds.append((Message(0, 0, 2 * number, (segment,), nbytes, 0),))
+        return tuple(rounds)
+
+    plan = Plan(0, messages("a"), messages("b"), "", {})
+    group = Group(dist.HashStore(), "loop", 0, 1, device, 20.0, lambda stage: None, lanes)
+    transport = P2PTransport(group, 0, plan, "full")
+    transport.bind(fragments)
+    transport.connect([transport.describe()])
+    clock = StageClock(device)
+    for version in range(3):
+        for a, b in zip(sides["a"], sides["b"], strict=True):
+            a.normal_(version)
+            b.fill_(float("nan"))
+        clock.restart()
+        result = transport.run(clock)
+        assert result.verified_bytes == sum(t.nbytes for t in sides["a"])
+        assert all(torch.equal(a, b) for a, b in zip(sides["a"], sides["b"], strict=True))
+    assert (transport.staging_bytes < 8192 * 600 * 2) == contiguous
+    transport.close()
+
+
+@pytest.mark.parametrize(("lanes", "contiguous"), [(1, False), (3, False), (2, True)])
+def test_a_rank_that_sends_to_itself_gets_what_it_sent_and_exits(lanes: int, contiguous: bool) -> None:
+    code = f"from tests.gpu.test_p2p_loopback import refit_to_oneself as r; r({lanes}, {contiguous})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
