@@ -1,0 +1,126 @@
+"""Refits of stored ranks at the level of plans and transports, with buckets of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlrefit.integration.clock import StageClock
+from rlrefit.integration.holdings import Holdings, SpecTable
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.plan import Analysis, analyse, plan_broadcast
+from rlrefit.integration.process_groups import Group
+from rlrefit.integration.transport import GoldenTransport, P2PTransport, Transport
+from rlrefit.workers.catalog import Param
+
+from .groups import GroupWorld
+from .stored import StoredDestination, StoredRank, StoredSource, value_of
+
+
+class Worlds:
+    """A group world of each size, made at its first use."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, GroupWorld] = {}
+
+    def of(self, size: int) -> GroupWorld:
+        if size not in self._made:
+            self._made[size] = GroupWorld(size).__enter__()
+        return self._made[size]
+
+    def close(self) -> None:
+        for world in self._made.values():
+            world.__exit__(None, None, None)
+
+
+class Mapping:
+    """Weights that a trainer's ranks store and engine ranks want, with the plans between them."""
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        held: Sequence[Sequence[Param]],
+        wanted: Sequence[Sequence[Param]],
+        bucket_bytes: int,
+        broadcast_bytes: int = 1 << 14,
+    ):
+        """
+        Args:
+            specs: of all weights.
+            held: parameters of each trainer rank.
+            wanted: parameters of each engine rank.
+            bucket_bytes: bucket of p2p.
+            broadcast_bytes: bucket of golden.
+
+        Raises:
+            PlanError: as :func:`analyse` does.
+        """
+        values = {spec.name: value_of(spec, 0) for spec in specs}
+        self.sources = [StoredSource(specs, params, values) for params in held]
+        self.destinations = [StoredDestination(params, values) for params in wanted]
+        self.ranks: list[StoredRank] = [*self.sources, *self.destinations]
+        table = SpecTable(specs)
+        holdings = [
+            Holdings.from_fragments(rank, stored.held_fragments(), stored.refused, table.positions)
+            for rank, stored in enumerate(self.ranks)
+        ]
+        trainers = len(self.sources)
+        self.analysis: Analysis = analyse(
+            specs, holdings[:trainers], holdings[trainers:], bucket_bytes=bucket_bytes
+        )
+        self.broadcasts = plan_broadcast(self.analysis.manifest, holdings[:trainers], broadcast_bytes)
+
+    def transport(self, name: str, rank: int, group: Group) -> Transport:
+        if name == "golden":
+            return GoldenTransport(group, rank, self.broadcasts, "full", is_source=rank < len(self.sources))
+        return P2PTransport(group, rank, self.analysis.compile(rank), "full")
+
+    def load_misc(self, version: int) -> None:
+        """What the misc path would bring: each engine's own loader takes it."""
+        for destination in self.destinations:
+            destination.load_weights(
+                (spec.name, value_of(spec, version)) for spec in self.analysis.manifest.specs("misc")
+            )
+
+
+def wrong_refits(
+    worlds: Worlds, mapping: Mapping, transports: Sequence[str], versions: Sequence[int]
+) -> list[str]:
+    """Refit every version over every transport; says what is wrong afterwards."""
+    world = worlds.of(len(mapping.ranks))
+    found: list[str] = []
+    for name in transports:
+
+        def bind(rank: int, group: Group, name: str = name) -> tuple[Transport, object]:
+            transport = mapping.transport(name, rank, group)
+            transport.bind(mapping.ranks[rank].held_fragments())
+            return transport, transport.describe()
+
+        bound = _all_well(world.run(bind))
+        described = [said for _, said in bound]
+
+        def refit(rank: int, group: Group, bound: Any = bound, described: Any = described) -> None:
+            transport = bound[rank][0]
+            transport.connect(described)
+            transport.run(StageClock(group.device))
+
+        for version in versions:
+            for source in mapping.sources:
+                source.hold(version)
+            for destination in mapping.destinations:
+                destination.poison()
+            _all_well(world.run(refit))
+            mapping.load_misc(version)
+            found += [
+                f"{name}, version {version}, rank {rank}: {wrong}"
+                for rank, stored in enumerate(mapping.ranks)
+                for wrong in stored.wrong(version)
+            ]
+    return found
+
+
+def _all_well(results: list[Any]) -> list[Any]:
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
