@@ -16,6 +16,9 @@ from .world import RefitWorld
 
 logger = logging.getLogger(__name__)
 
+# For the last words of a rank: who listens may be what it gave up on, and its own error must come out.
+_FAREWELL_S = 5.0
+
 
 class Channel:
     """Publish, read, vote and meet among the ranks of one epoch; used from one thread."""
@@ -106,7 +109,7 @@ class Channel:
     def abort(self, reason: str) -> None:
         """Tell all ranks that this one gives up, so that none waits for it."""
         try:
-            self._connection.request(Op.ABORT, [reason.encode()], stage="abort")
+            self._connection.request(Op.ABORT, [reason.encode()], stage="abort", limit_s=_FAREWELL_S)
         except PeerLost as error:
             # The ranks that could hear of it lose the same rendezvous; the caller's own error matters more.
             logger.warning("could not tell the other ranks that this one gives up: %s", error)
@@ -120,7 +123,7 @@ class Channel:
         if self._store is not None:
             self._store.close()
         try:
-            self._connection.request(Op.LEAVE, [], stage="close")
+            self._connection.request(Op.LEAVE, [], stage="close", limit_s=_FAREWELL_S)
         except PeerLost as error:
             logger.debug("nobody to say good-bye to: %s", error)
         self._connection.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import socket
 import struct
@@ -23,10 +24,11 @@ from .wire import (
     Role,
     Signer,
     Status,
+    check_proof,
     pack_body,
     pack_hello,
     parse_header,
-    proof,
+    tune,
     unpack_body,
 )
 
@@ -73,6 +75,7 @@ class Connection:
         key = rendezvous.key
         for attempts_left in reversed(range(_ATTEMPTS)):
             self._sock = self._connect(rendezvous.host, rendezvous.port)
+            self._limit(timeout_s)
             try:
                 self._open(key, role, last=not attempts_left)
                 return
@@ -83,13 +86,16 @@ class Connection:
                 self._sock.close()
                 raise
 
-    def request(self, op: Op, fields: Sequence[bytes], *, stage: str) -> tuple[Status, list[bytes]]:
+    def request(
+        self, op: Op, fields: Sequence[bytes], *, stage: str, limit_s: float = math.inf
+    ) -> tuple[Status, list[bytes]]:
         """Send a request and return its answer.
 
         Args:
             op: what is asked.
             fields: as ``op`` has them.
             stage: for errors.
+            limit_s: seconds for a request that does not wait, if the connection's own limit is too long for it.
 
         Raises:
             PeerLost: the connection broke, or the server stopped answering.
@@ -97,13 +103,16 @@ class Connection:
         with self._lock:
             if self._broken:
                 self._lost(stage, self._broken)
+            limit_s = min(limit_s, self._limit_s)
             try:
+                if limit_s != self._set_limit_s:
+                    self._limit(limit_s)
                 self._sock.sendall(self._ours.frame(pack_body(op, fields)))
                 status, answer = unpack_body(self._receive_frame())
                 return Status(status), answer
             except BlockingIOError:
                 self._break(
-                    f"it did not answer within {self._limit_s:.1f} s; its host may be frozen, or its network gone"
+                    f"it did not answer within {limit_s:.1f} s; its host may be frozen, or its network gone"
                 )
                 self._lost(stage, self._broken)
             except (OSError, EOFError) as error:
@@ -122,9 +131,8 @@ class Connection:
         while True:
             try:
                 sock = socket.create_connection((host, port), max(0.01, deadline - time.monotonic()))
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.settimeout(None)
-                _limit(sock, self._timeout_s)
+                tune(sock)
+                sock.settimeout(None)  # the kernel's limit, set below, needs a blocking socket
                 return sock
             except OSError as error:
                 if time.monotonic() + _RETRY_S > deadline:
@@ -143,14 +151,13 @@ class Connection:
                 self._refused("what listens there is no rendezvous of this version of rlrefit")
             server, client = greeting[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
             self._sock.sendall(pack_hello(key, server, client, self._rank, role))
-            if self._receive(PROOF_BYTES) != proof(key, b"server", server, client, self._rank, role):
+            if not check_proof(self._receive(PROOF_BYTES), key, server, client, self._rank, role):
                 self._refused("what listens there does not hold the token; it may be an impostor")
             self._ours = Signer(key, b"to server", server, client)
             self._theirs = Signer(key, b"to client", server, client)
             status, fields = unpack_body(self._receive_frame())
             if status != Status.OK:
                 self._refused(b"; ".join(fields).decode(errors="replace"))
-            _limit(self._sock, self._limit_s)
         except BlockingIOError as error:
             raise RefitTimeout(
                 f"the rendezvous at {self._where} took the connection and did not answer within "
@@ -187,6 +194,13 @@ class Connection:
         del self._incoming[:nbytes]
         return taken
 
+    def _limit(self, seconds: float) -> None:
+        """Let any one send or receive fail (EAGAIN) after ``seconds``."""
+        value = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+        self._set_limit_s = seconds
+
     def _break(self, why: str) -> None:
         # What comes later on this connection would be read as the answer to something else.
         if not self._broken:
@@ -200,10 +214,3 @@ class Connection:
             stage=stage,
             rank=self._rank,
         )
-
-
-def _limit(sock: socket.socket, seconds: float) -> None:
-    """Let any one send or receive of a blocking socket fail (EAGAIN) after ``seconds``."""
-    value = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)

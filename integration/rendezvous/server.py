@@ -29,6 +29,7 @@ from .wire import (
     pack_body,
     parse_header,
     proof,
+    tune,
     unpack_body,
 )
 
@@ -146,7 +147,7 @@ class RendezvousServer:
                 self._drop(next(iter(self._strangers)))
             return
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(sock)
         peer = _Peer(sock, f"{address[0]}:{address[1]}", secrets.token_bytes(NONCE_BYTES), now + _OPENING_S)
         self._strangers[peer] = None
         self._peers.add(peer)
