@@ -3,9 +3,10 @@
 Pure arithmetic on configurations: no weights, no Megatron, no vLLM, no device.
 """
 
-from .families import FAMILIES, CatalogError
+from .families import FAMILIES
 from .layouts import GenLayout, LayoutError, TrainLayout, parse_gen, parse_train
 from .model import Model, bundled_models, open_model
+from .sections import CatalogError
 from .sides import (
     HoldingsOf,
     all_holdings,

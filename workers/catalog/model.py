@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -14,7 +16,8 @@ from typing import Any
 import torch
 
 from ...integration.manifest import TensorSpec
-from .families import Architecture, CatalogError, Section, architecture_of
+from .families import architecture_of
+from .sections import Architecture, CatalogError, Section
 from .storage import Weight
 from .units import Place
 
@@ -86,8 +89,10 @@ def _find_config(name: str) -> dict[str, Any]:
     if path.is_file():
         return _read(path.read_text(encoding="utf-8"), str(path))
     if path.suffix == ".json" or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        close = get_close_matches(name.lower(), bundled_models(), n=3)
+        hint = f"did you mean {', '.join(close)}? " if close else ""
         raise CatalogError(
-            f"{name!r} is no bundled model and no path of a config.json or its folder; bundled are "
+            f"{name!r} is no bundled model and no path of a config.json or its folder; {hint}bundled are "
             f"{', '.join(bundled_models())}"
         )
     return _from_hub(name)
@@ -100,9 +105,7 @@ def _read(text: str, where: str) -> dict[str, Any]:
         raise CatalogError(f"{where} is no JSON: {error}") from error
     if not isinstance(config, dict):
         raise CatalogError(f"{where} holds no JSON object")
-    # Models that also see or hear keep the language model's configuration inside.
-    inner = config.get("text_config")
-    return inner if isinstance(inner, dict) and "model_type" in inner else config
+    return config
 
 
 def _from_hub(name: str) -> dict[str, Any]:
@@ -110,13 +113,19 @@ def _from_hub(name: str) -> dict[str, Any]:
         from huggingface_hub import hf_hub_download
     except ImportError as error:
         raise CatalogError(f"{name!r} looks like a model of the hub, which needs huggingface_hub") from error
+    # It logs each of its retries, and the error below says all of it.
+    log = logging.getLogger("huggingface_hub")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
     try:
         path = hf_hub_download(name, "config.json")
-    except Exception as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise CatalogError(
             f"the configuration of {name!r} can't be had from the hub ({type(error).__name__}: {error}). Give the path "
             f"of its config.json, or a bundled model: {', '.join(bundled_models())}"
         ) from error
+    finally:
+        log.setLevel(level)
     return _read(Path(path).read_text(encoding="utf-8"), name)
 
 

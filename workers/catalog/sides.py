@@ -13,9 +13,9 @@ import torch
 
 from ...integration.holdings import HoldingGroup, Holdings, Positions
 from ...integration.layout import Box
-from .families import Section, Stage
 from .layouts import GenCoordinates, GenLayout, LayoutError, TrainCoordinates, TrainLayout
 from .model import Model
+from .sections import Section, Stage
 from .storage import Param
 from .units import Mesh, Place, Unit
 

@@ -1,0 +1,106 @@
+"""Layouts: how they are read, what they refuse, and which ranks store what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlrefit.workers.catalog import (
+    GenLayout,
+    LayoutError,
+    Model,
+    TrainLayout,
+    open_model,
+    parse_gen,
+    parse_train,
+    train_storage,
+    violations,
+)
+
+from .shrunken import CONFIGS
+
+
+def test_layouts_are_read_from_text() -> None:
+    assert parse_train("tp=4, ep=8,pp=2") == TrainLayout(tp=4, ep=8, pp=2)
+    assert parse_train("") == TrainLayout()
+    assert parse_gen("tp=8,dp=2") == GenLayout(tp=8, dp=2)
+
+
+def test_all_that_is_wrong_with_a_text_is_told() -> None:
+    with pytest.raises(LayoutError) as error:
+        parse_train("tp=x,foo=2,pp=1,pp=2,ep")
+    for complaint in ("tp is 'x'", "'foo' is none of tp, pp", "pp stands twice", "ep is ''"):
+        assert complaint in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (TrainLayout(pp=16, ep=16), 256),
+        (TrainLayout(tp=4, pp=8, ep=16), 128),
+        (TrainLayout(tp=2, ep=2, etp=2), 4),
+        (TrainLayout(tp=2, cp=2, dp=3), 12),
+        (TrainLayout(tp=4, ep=2), 4),
+    ],
+)
+def test_data_parallelism_is_the_smallest_that_the_experts_allow(layout: TrainLayout, ranks: int) -> None:
+    assert layout.world_size == ranks
+    assert not layout.violations()
+    smaller = replace(layout, dp=layout.data_parallel - 1) if layout.data_parallel > 1 else None
+    if layout.dp is None and smaller is not None:
+        assert smaller.violations()
+
+
+def test_pipelines_that_do_not_divide_take_another_number_for_the_last_stage() -> None:
+    counts = [len(stage) for stage in TrainLayout(pp=16).stage_layers(61)]
+    assert counts == [4] * 15 + [1]  # as Megatron-Bridge's recipe for DeepSeek-V3 has it
+    assert [len(stage) for stage in TrainLayout(pp=8).stage_layers(94)] == [12] * 7 + [10]
+    assert TrainLayout(pp=3).stage_layers(4) == TrainLayout(pp=3, last=2).stage_layers(4)
+
+
+def test_chunks_of_an_interleaved_pipeline_alternate() -> None:
+    assert TrainLayout(pp=2, vpp=2).stage_layers(8) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert TrainLayout(pp=2, vpp=4).stage_layers(8) == ((0, 2, 4, 6), (1, 3, 5, 7))
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers", "complaint"),
+    [
+        (TrainLayout(pp=2, first=3, last=3), 8, "leave 2 for 0 equal pipeline stages"),
+        (TrainLayout(pp=4, vpp=2), 12, "vpp = 2 equal chunks"),
+        (TrainLayout(pp=9), 8, "8 layers can't be split over pp = 9"),
+    ],
+)
+def test_pipelines_that_megatron_cannot_build_are_refused(
+    layout: TrainLayout, layers: int, complaint: str
+) -> None:
+    with pytest.raises(LayoutError, match=complaint):
+        layout.stage_layers(layers)
+
+
+def test_every_violation_of_a_model_is_told_at_once() -> None:
+    found = violations(open_model("qwen3-30b-a3b"), TrainLayout(tp=3, ep=7, pp=1))
+    assert any("query heads" in text and "tp = 3" in text for text in found)
+    assert any("128 by ep = 7" in text for text in found)
+    assert violations(open_model("qwen3-8b"), TrainLayout(dp=1, tp=1, ep=2)) == [
+        "train: a pipeline stage has tp x cp x dp = 1 ranks, no multiple of etp x ep = 2; leave dp out, or give one "
+        "that fits"
+    ]
+    assert "ep is 3" in violations(open_model("qwen3-30b-a3b"), GenLayout(tp=2, dp=2, ep=3))[0]
+    assert violations(open_model("qwen3-8b"), GenLayout(tp=0)) == ["gen: tp is 0; give at least 1"]
+
+
+def test_storage_of_a_layout_that_cannot_be_is_refused() -> None:
+    with pytest.raises(LayoutError, match="by tp = 3"):
+        train_storage(open_model("qwen3-8b"), TrainLayout(tp=3), 0)
+    with pytest.raises(LayoutError, match="rank 4 is not among the 4"):
+        train_storage(open_model("qwen3-8b"), TrainLayout(tp=4), 4)
+
+
+def test_query_groups_that_tensor_parallelism_splits_are_refused_and_not_misplaced() -> None:
+    stored = train_storage(Model("llama", CONFIGS["llama"]), TrainLayout(tp=8), 0)
+    (fused,) = [p for p in stored if p.name == "decoder.layers.0.self_attention.linear_qkv.weight"]
+    assert fused.reason == "QKV: 4 query groups can't be split over TP 8"
+    assert fused.parts == ()
+    assert len(fused.refused) == 3

@@ -1,0 +1,183 @@
+"""Sections of a model, and units that several families have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from .attention_units import QueryKeyValue
+from .units import ROUTER, Matrix, Stacked, Unit, Vocabulary
+
+Config = Mapping[str, Any]
+# The first, the last or every pipeline stage, the stage of a layer, or no stage of that side.
+Stage = Literal["first", "last", "every"] | int | None
+
+
+class CatalogError(ValueError):
+    """A model that the catalogue does not know, or a configuration that it can't read."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Units at one place of a model.
+
+    Attributes:
+        hf: prefix of Hugging Face names.
+        megatron: prefix of Megatron's names.
+        vllm: prefix of vLLM's names.
+        units: what is there; the same object for all layers of one kind.
+        train: pipeline stage of the trainer.
+        gen: pipeline stage of the engine; None if its loader ignores these names.
+        second: it repeats a section of another stage; left out where both stages are one rank.
+    """
+
+    hf: str
+    megatron: str
+    vllm: str
+    units: tuple[Unit, ...]
+    train: Stage
+    gen: Stage
+    second: bool = False
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model's sections, layers of the pipeline in order.
+
+    Attributes:
+        sections: all weights.
+        layers: number of layers that pipeline stages share.
+    """
+
+    sections: tuple[Section, ...]
+    layers: int
+
+
+def norm(hf: str, megatron: str, size: int) -> Matrix:
+    """A norm's scale, whole on every rank."""
+    return Matrix(f"{hf}.weight", megatron, f"{hf}.weight", (size,))
+
+
+def fused_qkv(
+    config: Config, prefix: str, *, bias: bool, columns: int, vllm: str = "self_attn."
+) -> tuple[Unit, ...]:
+    """Query, key and value projections of one layer: weights, and biases if it has them."""
+    heads = config["num_attention_heads"]
+    groups = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or config.get("attention_head_dim") or columns // heads
+    return tuple(
+        QueryKeyValue(
+            prefix,
+            kind,
+            f"self_attention.linear_qkv.{kind}",
+            f"{vllm}qkv_proj.{kind}",
+            heads,
+            groups,
+            head_dim,
+            columns if kind == "weight" else None,
+        )
+        for kind in (("weight", "bias") if bias else ("weight",))
+    )
+
+
+def attention(config: Config, *, qkv_bias: bool = False, head_norms: bool = False) -> tuple[Unit, ...]:
+    """Grouped-query attention, with the layer's first norm fused into Megatron's projection."""
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    units: list[Unit] = [
+        norm("input_layernorm", "self_attention.linear_qkv.layer_norm_weight", hidden),
+        *fused_qkv(config, "self_attn.", bias=qkv_bias, columns=hidden),
+        Matrix(
+            "self_attn.o_proj.weight",
+            "self_attention.linear_proj.weight",
+            "self_attn.o_proj.weight",
+            (hidden, heads * head_dim),
+            1,
+        ),
+    ]
+    if head_norms:
+        units += [norm(f"self_attn.{x}_norm", f"self_attention.{x}_layernorm.weight", head_dim) for x in "qk"]
+    return tuple(units)
+
+
+def gated_mlp(hidden: int, inner: int, hf: str = "mlp.", megatron: str = "mlp.") -> tuple[Unit, ...]:
+    """Gate, up and down matrices; ``hf`` is the prefix of the names on vLLM's side, too."""
+    return (
+        Stacked(
+            (f"{hf}gate_proj.weight", f"{hf}up_proj.weight"),
+            (f"{megatron}linear_fc1.weight",),
+            f"{hf}gate_up_proj.weight",
+            (inner, inner),
+            hidden,
+        ),
+        Matrix(
+            f"{hf}down_proj.weight",
+            f"{megatron}linear_fc2.weight",
+            f"{hf}down_proj.weight",
+            (hidden, inner),
+            1,
+        ),
+    )
+
+
+def dense_mlp(config: Config) -> tuple[Unit, ...]:
+    """A dense layer's MLP, with the norm before it fused into Megatron's first projection."""
+    hidden = config["hidden_size"]
+    return (
+        norm("post_attention_layernorm", "mlp.linear_fc1.layer_norm_weight", hidden),
+        *gated_mlp(hidden, config["intermediate_size"]),
+    )
+
+
+def router(hf: str, megatron: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Matrix:
+    """A part of an MoE router, which the trainer's side does not place."""
+    return Matrix(hf, megatron, hf, shape, dtype=dtype, train_refused=ROUTER)
+
+
+def decoder(
+    config: Config,
+    layers: list[tuple[Unit, ...]],
+    *,
+    hf: str = "model.",
+    embedding: str = "embed_tokens",
+    last_norm: str = "norm",
+    megatron_norm: str = "decoder.final_layernorm.weight",
+    vllm_embedding: str = "embed_tokens",
+    on_every_stage: bool = False,
+) -> list[Section]:
+    """The sections around the layers, and the layers.
+
+    ``on_every_stage``: vLLM's model holds embedding, last norm and head on all pipeline stages, used or not.
+    """
+    first: Stage = "every" if on_every_stage else "first"
+    final: Stage = "every" if on_every_stage else "last"
+    rows, hidden = config["vocab_size"], config["hidden_size"]
+    tied = bool(config.get("tie_word_embeddings", False))
+    embed = Vocabulary(
+        f"{embedding}.weight",
+        "embedding.word_embeddings.weight",
+        f"{vllm_embedding}.weight",
+        rows,
+        hidden,
+    )
+    sections = [Section(hf, "", "model.", (embed,), "first", first)]
+    sections += [
+        Section(f"{hf}layers.{i}.", f"decoder.layers.{i}.", f"model.layers.{i}.", units, i, i)
+        for i, units in enumerate(layers)
+    ]
+    sections.append(
+        Section(hf, "", "model.", (norm(last_norm, megatron_norm, hidden),), "last", final),
+    )
+    if tied:
+        copy = Vocabulary("", "output_layer.weight", "", rows, hidden)
+        sections.append(Section("", "", "", (copy,), "last", None, second=True))
+        if not on_every_stage:
+            sections.append(Section(hf, "", "model.", (embed,), None, "last", second=True))
+    else:
+        head = Vocabulary("lm_head.weight", "output_layer.weight", "lm_head.weight", rows, hidden)
+        sections.append(Section("", "", "", (head,), "last", final))
+    return sections
