@@ -87,9 +87,10 @@ class P2PTransport(GroupTransport):
         self._views, self._replay = LiveViews([]), None
 
     def close(self, *, failed: bool = False) -> None:
-        # The exchanges first: they hold the communicators, which must not outlive this.
-        self._replay = None
         super().close(failed=failed)
+        # Only now: until the communicators have been given up, a failed refit may still write the buckets. The
+        # exchanges go with them, since a communicator that outlived this would end at the interpreter's exit.
+        self._replay = None
 
     def run(self, clock: StageClock) -> TransferResult:
         assert self._replay is not None, "connect comes before run"

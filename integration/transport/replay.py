@@ -129,7 +129,6 @@ class Replay:
             for number, nbytes in enumerate(staging.nbytes):
                 bucket = old.pop((direction, number), None)
                 if bucket is None or bucket.numel() < nbytes:
-                    bucket = None  # its memory first, then that of the larger one
                     bucket = torch.zeros(nbytes, dtype=torch.uint8, device=self._group.device)
                 made[direction, number] = bucket
         return made
