@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ipc.worlds import Scenario, run
+from tests.ipc.worlds import Rank, Scenario, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,6 +82,25 @@ def test_a_hundred_refits_or_epochs_leave_no_memory_and_no_descriptors(
     assert not any(refit["wrong"] for refit in ranks[1]["refits"])
     for rank in ranks:
         assert rank["resources"][-1] == rank["resources"][9]
+
+
+def test_ranks_of_one_process_write_without_handles(meeting: str) -> None:
+    ranks = [Rank(Scenario(meeting), rank, torch.device("cuda", 0)) for rank in range(4)]
+    transports = [rank.make_transport() for rank in ranks]
+    for rank, transport in zip(ranks, transports, strict=True):
+        transport.bind(rank.fragments())
+    described = [transport.describe() for transport in transports]
+    for transport in transports:
+        transport.connect(described)
+    for version in (1, 2):
+        for rank in ranks:
+            rank.prepare(version)
+        for rank, transport in zip(ranks, transports, strict=True):
+            transport.settle()
+            transport.run(rank.clock)
+        assert [rank.endpoint.wrong(version) for rank in ranks[2:]] == [[], []]
+    for transport in transports:
+        transport.close()
 
 
 def test_memory_made_without_shareable_handles_is_refused_with_the_reason() -> None:

@@ -18,6 +18,7 @@ from torch.distributed import FileStore
 from rlrefit.integration.clock import StageClock
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.holdings import Holdings
+from rlrefit.integration.layout import Fragment
 from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.plan import analyse
 from rlrefit.integration.transport import IpcTransport
@@ -76,10 +77,10 @@ class Meeting:
 class Rank:
     """One rank's endpoint, plan and transport."""
 
-    def __init__(self, scenario: Scenario, rank: int):
+    def __init__(self, scenario: Scenario, rank: int, device: torch.device | None = None):
         self.scenario, self.rank = scenario, rank
         self.is_source = rank < scenario.sources
-        self.device = torch.device("cuda", rank % torch.cuda.device_count())
+        self.device = device or torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(self.device)
         if scenario.expandable:
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -95,6 +96,10 @@ class Rank:
         return SyntheticDestination(self.specs, layout, str(self.device))
 
     def open(self) -> None:
+        self.transport = self.make_transport()
+        self.bind()
+
+    def make_transport(self) -> IpcTransport:
         positions = {spec.name: i for i, spec in enumerate(self.specs)}
         held = [
             Holdings.from_fragments(rank, _fragments(self.scenario, self.specs, rank), {}, positions)
@@ -107,7 +112,7 @@ class Rank:
             bucket_bytes=self.scenario.bucket_bytes,
             fan_out=False,
         )
-        self.transport = IpcTransport(
+        return IpcTransport(
             self.rank,
             analysis.compile(self.rank),
             self.scenario.verify,
@@ -116,20 +121,26 @@ class Rank:
             lambda stage: None,
             lambda rank: f"refit rank {rank}",
         )
-        self.bind()
+
+    def fragments(self) -> list[Fragment]:
+        found, _ = self.endpoint.fragments() if self.is_source else self.endpoint.fragments(self.specs)
+        return found
 
     def bind(self) -> None:
-        fragments, _ = self.endpoint.fragments() if self.is_source else self.endpoint.fragments(self.specs)
-        self.transport.bind(fragments)
+        self.transport.bind(self.fragments())
         self.transport.connect(self.meeting.vote(self.transport.describe()))
         self.meeting.vote()
 
-    def refit(self, version: int) -> dict[str, Any]:
-        """Change the weights, refit, and return what came of it."""
+    def prepare(self, version: int) -> None:
+        """Change the weights of a trainer, poison those of an engine."""
         if self.is_source:
             self.endpoint.set_version(version)
         else:
             self.endpoint.poison()
+
+    def refit(self, version: int) -> dict[str, Any]:
+        """Change the weights, refit, and return what came of it."""
+        self.prepare(version)
         self.transport.settle()
         self.meeting.vote()
         self.clock.restart()

