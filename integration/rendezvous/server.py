@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import resource
@@ -40,8 +41,8 @@ _MAX_STRANGERS = 256
 _OPENING_S = 10.0
 # Refusals are logged one by one only as often as this, in seconds; those between are counted.
 _LOG_EVERY = 10.0
-# After close(): how long ranks that still read an answer are served.
-_LINGER_S = 5.0
+# After close(): how long ranks that still read an answer are served; and when this process is about to exit.
+_LINGER_S, _EXIT_LINGER_S = 5.0, 1.0
 _READ = 1 << 18
 # Of this process beside those of the ranks; and what one rank may open: itself, its groups, NCCL's watchdogs.
 _FILES, _FILES_A_RANK = 1024, 4
@@ -81,6 +82,7 @@ class RendezvousServer:
         self._peers: set[_Peer] = set()
         self._refused, self._next_log = 0, 0.0
         self._closing: float | None = None
+        self._linger_s = _LINGER_S
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -88,6 +90,7 @@ class RendezvousServer:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="rlrefit-rendezvous", daemon=True)
         self._thread.start()
+        atexit.register(self._exit)
 
     @property
     def entries(self) -> int:
@@ -96,6 +99,16 @@ class RendezvousServer:
 
     def close(self) -> None:
         """Admit nobody any more, and end once all ranks have left, or soon after. Does not wait for that."""
+        self._end_within(_LINGER_S)
+
+    def _exit(self) -> None:
+        # Else the thread would stand still with its connections open until the interpreter is torn down, which
+        # looks like a frozen host to the ranks.
+        self._end_within(_EXIT_LINGER_S)
+        self._thread.join(2 * _EXIT_LINGER_S)
+
+    def _end_within(self, seconds: float) -> None:
+        self._linger_s = seconds
         with contextlib.suppress(OSError):  # it has ended by itself
             self._wake.send(b"\0")
 
@@ -116,6 +129,7 @@ class RendezvousServer:
                 for late in [peer for peer in self._strangers if peer.deadline <= now]:
                     self._refuse(late, f"it did not open within {_OPENING_S:.0f} s")
         finally:
+            atexit.unregister(self._exit)
             self._selector.close()
             for sock in (self._listener, self._woken, self._wake, *(peer.sock for peer in self._peers)):
                 sock.close()
@@ -131,8 +145,10 @@ class RendezvousServer:
 
     def _stop_listening(self, now: float) -> None:
         self._woken.recv(64)
-        if self._closing is None:
-            self._closing = now + _LINGER_S
+        if self._closing is not None:
+            self._closing = min(self._closing, now + self._linger_s)
+        else:
+            self._closing = now + self._linger_s
             self._selector.unregister(self._listener)
             self._listener.close()
             for stranger in list(self._strangers):

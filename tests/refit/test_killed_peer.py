@@ -87,7 +87,7 @@ def kill_a_rank(moment: str, on_gpu: bool, killed: int = 2, how: int = signal.SI
     noticed = how == signal.SIGKILL and not on_gpu  # by the end of its connection, and not in time
     for message, seconds, _ in ended.values():
         assert message.startswith("PeerLost" if noticed else ("PeerLost", "RefitTimeout"))
-        assert seconds < (TIMEOUT_S / 2 if noticed else 3 * TIMEOUT_S)
+        assert seconds < (TIMEOUT_S if noticed else 3 * TIMEOUT_S)
     if killed != 0:  # or its last answers may not have left, and the engines never begun
         written = moment != "handshake"
         assert ended[1][2] is written, "an engine is dirty if and only if it was being written"

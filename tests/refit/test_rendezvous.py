@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -314,3 +317,25 @@ def test_closing_admits_nobody_any_more_and_serves_those_who_are_there_to_the_en
         channel.close()
     server._thread.join(2.0)
     assert not server._thread.is_alive(), "with its last rank the thread ends"
+
+
+def test_a_process_that_exits_without_closing_it_ends_the_others_waits_at_once() -> None:
+    code = (
+        "from rlrefit.integration.rendezvous import open_rendezvous\n"
+        "import json, sys\n"
+        "server = open_rendezvous('127.0.0.1', 1, 1)\n"
+        "print(json.dumps(server.rendezvous.to_json()), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    channel = Channel(Rendezvous.from_json(json.loads(process.stdout.readline())), WORLD, 30.0)
+    threading.Timer(0.2, process.stdin.close).start()
+    start = time.monotonic()
+    with pytest.raises(PeerLost, match="rendezvous on trainer rank 0"):
+        channel.barrier("b")
+    assert time.monotonic() - start < 8
+    channel.close()
+    process.wait(10)
+    process.stdout.close()
