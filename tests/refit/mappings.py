@@ -43,6 +43,7 @@ class Mapping:
         wanted: Sequence[Sequence[Param]],
         bucket_bytes: int,
         broadcast_bytes: int = 1 << 14,
+        verify: str = "full",
     ):
         """
         Args:
@@ -51,10 +52,12 @@ class Mapping:
             wanted: parameters of each engine rank.
             bucket_bytes: bucket of p2p.
             broadcast_bytes: bucket of golden.
+            verify: of the transports.
 
         Raises:
             PlanError: as :func:`analyse` does.
         """
+        self._verify = verify
         values = {spec.name: value_of(spec, 0) for spec in specs}
         self.sources = [StoredSource(specs, params, values) for params in held]
         self.destinations = [StoredDestination(params, values) for params in wanted]
@@ -72,8 +75,10 @@ class Mapping:
 
     def transport(self, name: str, rank: int, group: Group) -> Transport:
         if name == "golden":
-            return GoldenTransport(group, rank, self.broadcasts, "full", is_source=rank < len(self.sources))
-        return P2PTransport(group, rank, self.analysis.compile(rank), "full")
+            return GoldenTransport(
+                group, rank, self.broadcasts, self._verify, is_source=rank < len(self.sources)
+            )
+        return P2PTransport(group, rank, self.analysis.compile(rank), self._verify)
 
     def load_misc(self, version: int) -> None:
         """What the misc path would bring: each engine's own loader takes it."""
@@ -99,10 +104,11 @@ def wrong_refits(
         bound = _all_well(world.run(bind))
         described = [said for _, said in bound]
 
-        def refit(rank: int, group: Group, bound: Any = bound, described: Any = described) -> None:
-            transport = bound[rank][0]
+        for transport, _ in bound:
             transport.connect(described)
-            transport.run(StageClock(group.device))
+
+        def refit(rank: int, group: Group, bound: Any = bound) -> None:
+            bound[rank][0].run(StageClock(group.device))
 
         for version in versions:
             for source in mapping.sources:
