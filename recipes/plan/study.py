@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...integration.errors import PlanError
-from ...integration.holdings import Holdings, Positions
+from ...integration.holdings import Holdings
 from ...integration.manifest import Route, TensorSpec
 from ...integration.plan import Analysis, analyse
 from ...workers.catalog import all_holdings
@@ -165,16 +165,10 @@ def _part(analysis: Analysis, rank: int, shared: float) -> Part:
 
 
 def _measured(train: int, gen: int, count: int | None) -> list[int]:
-    """Ranks spread evenly over both sides, the first and the last of each among them."""
-    if count is None or count >= train + gen:
-        return list(range(train + gen))
-    half = max(1, count // 2)
-    spread = [
-        first + int(i)
-        for first, size in ((0, train), (train, gen))
-        for i in np.linspace(0, size - 1, min(half, size)).round()
-    ]
-    return sorted(set(spread))[: max(count, 1)]
+    """Ranks spread evenly over the refit world, the first and the last among them; all of it for None."""
+    world = train + gen
+    chosen = np.linspace(0, world - 1, min(count or world, world)).round().astype(int)
+    return sorted(set(chosen.tolist()))
 
 
 def _unknown(name: str, known: list[str]) -> str:
@@ -191,10 +185,3 @@ def _unknown(name: str, known: list[str]) -> str:
 
 def _without_numbers(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
-
-
-def held_positions(holdings: Holdings) -> Positions:
-    """Ascending positions of all weights that a rank holds or wants, int64."""
-    if not holdings.groups:
-        return np.empty(0, dtype=np.int64)
-    return np.sort(np.concatenate([group.indices for group in holdings.groups]))
