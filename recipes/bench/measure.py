@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from ...integration.config import RefitConfig
+from ...integration.engines import NcclXferEngine
 from ...integration.records import STAGES, RefitRecord
 from ...integration.rendezvous import Rendezvous, RendezvousServer, open_rendezvous
 from ...integration.session import RefitSession
@@ -44,6 +45,7 @@ class RefitResult:
 
     Attributes:
         transport: what carried the bulk bytes.
+        reason: why that one.
         timing: of the timed refits, from the call to the last rank's idle device.
         stages: median over refits of the slowest rank's seconds by stage.
         host_seconds: median over refits of the busiest rank's CPU time beyond waiting.
@@ -55,6 +57,7 @@ class RefitResult:
     """
 
     transport: str
+    reason: str
     timing: Timing
     stages: dict[str, float]
     host_seconds: float
@@ -127,6 +130,7 @@ def refits(scene: Scene, transport: str) -> RefitResult:
         }
         return RefitResult(
             transport=session.engine.transport_name,
+            reason=cast(NcclXferEngine, session.engine).transport_reason,
             timing=Timing.of(ranks.maxima(seconds)),
             stages={stage: taken for stage, taken in stages.items() if taken},
             host_seconds=median(ranks.maxima(record.host_seconds for record in timed)),

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .measure import RefitResult
@@ -55,19 +56,10 @@ def show(console: Console, options: BenchOptions, result: BenchResult) -> None:
         f"{options.model} {options.dtype}, {options.train_text} → {options.gen_text}, {result.device}; "
         f"{result.kept_bytes / 1e9:.3f} GB kept per engine rank; pairwise p2p {result.p2p_gb_per_s:.1f} GB/s"
     )
-    table = _table(title)
-    for column in (
-        "what",
-        "median ms",
-        "min",
-        "max",
-        "kept GB/s",
-        "of p2p",
-        "host ms",
-        "extra MiB",
-        "exact",
-    ):
-        table.add_column(column, justify="left" if column == "what" else "right")
+    table = _table()
+    columns = ("", "ms", "min", "max", "GB/s", "of p2p", "host ms", "extra MiB", "exact")
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for refit in result.refits:
         timing = refit.timing
         table.add_row(
@@ -93,8 +85,13 @@ def show(console: Console, options: BenchOptions, result: BenchResult) -> None:
             "",
             "yes",
         )
-    notes = [f"peer {name}: {peer.reason}" for name, peer in result.peers.items() if peer.timing is None]
-    console.print(Group(table, _stages(result.refits), *notes), highlight=False)
+    console.print(escape(title), highlight=False, soft_wrap=True)
+    console.print("median of the slowest rank's times; GB/s kept by an engine rank", highlight=False)
+    console.print(table)
+    console.print("ms by stage, of the slowest rank (stages may overlap)", highlight=False)
+    console.print(_stages(result.refits))
+    for note in _notes(result):
+        console.print(escape(note), highlight=False, soft_wrap=True)
 
 
 def draw_timeline(path: Path, refit: RefitResult, train_ranks: int) -> None:
@@ -121,28 +118,34 @@ def draw_timeline(path: Path, refit: RefitResult, train_ranks: int) -> None:
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlabel("ms after the refit's start on the rank")
-    axes.legend(
-        handles=[Patch(color=colors[s], label=s) for s in stages], ncols=max(1, len(stages)), fontsize=8
-    )
+    handles = [Patch(color=colors[stage], label=stage) for stage in stages]
+    figure.legend(handles=handles, ncols=max(1, len(stages)), loc="outside upper center", fontsize=8)
     figure.savefig(path, dpi=150)
 
 
 def _stages(refits: list[RefitResult]) -> Table:
-    table = _table("slowest rank's ms by stage (stages may overlap), and weights on the misc path")
-    stages = list(dict.fromkeys(stage for refit in refits for stage in refit.stages))
-    for column in ("transport", *stages, "misc"):
-        table.add_column(column, justify="left" if column in ("transport", "misc") else "right")
-    for refit in refits:
-        table.add_row(
-            refit.transport,
-            *(f"{refit.stages[s] * 1e3:.2f}" if s in refit.stages else "" for s in stages),
-            "; ".join(f"{count}: {reason}" for reason, count in refit.misc.items()) or "none",
-        )
+    table = _table()
+    for column in ("", *(refit.transport for refit in refits)):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for stage in dict.fromkeys(stage for refit in refits for stage in refit.stages):
+        cells = (f"{refit.stages[stage] * 1e3:.2f}" if stage in refit.stages else "" for refit in refits)
+        table.add_row(stage, *cells)
     return table
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
+def _notes(result: BenchResult) -> list[str]:
+    found: list[str] = []
+    for refit in result.refits:
+        found.append(f"{refit.transport}: {refit.reason}")
+        found += [f"{count} weights on the misc path, {reason}" for reason, count in refit.misc.items()]
+    return [
+        *dict.fromkeys(found),
+        *(f"peer {name} did not run: {p.reason}" for name, p in result.peers.items() if p.timing is None),
+    ]
+
+
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def _rate(result: BenchResult, seconds: float) -> float:

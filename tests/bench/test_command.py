@@ -1,0 +1,153 @@
+"""``rlrefit bench`` from end to end over gloo, and what it says when it can't run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlrefit.recipes.bench import measure
+from rlrefit.recipes.bench.launch import BenchFailed, run_ranks
+from rlrefit.recipes.bench.options import BenchOptions
+from rlrefit.recipes.bench.ranks import Ranks
+from rlrefit.recipes.bench.scene import set_up
+from rlrefit.recipes.cli import main
+from rlrefit.workers.catalog import parse_gen, parse_train
+
+KEYS = {
+    "model", "train", "gen", "dtype", "transport", "kept_bytes", "seconds_median", "seconds_min", "seconds_max",
+    "kept_gb_per_s", "p2p_gb_per_s", "p2p_ratio", "host_seconds", "peak_extra_bytes", "stages", "peers", "bit_exact",
+}  # fmt: skip
+
+
+@pytest.fixture
+def moe(tmp_path):
+    config = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def bench(*arguments):
+    return main(["bench", "--device", "cpu", *map(str, arguments)])
+
+
+def test_a_run_gives_a_record_for_each_transport_peers_that_are_exact_and_a_picture(moe, tmp_path, capsys):
+    figures, picture = tmp_path / "bench.json", tmp_path / "timeline.png"
+    code = bench(
+        "--model", moe, "--layers", 2, "--train", "tp=2,ep=2", "--gen", "tp=2",
+        "--transport", "auto,golden", "--refits", 2, "--peer-refits", 1, "--verify", "full",
+        "--json", figures, "--timeline", picture,
+    )  # fmt: skip
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    records = json.loads(figures.read_text())
+    assert [record["transport"] for record in records] == ["p2p", "golden"]
+    for record in records:
+        assert set(record) == KEYS
+        assert record["bit_exact"] is True
+        assert (record["train"], record["gen"], record["dtype"]) == ("tp=2,ep=2", "tp=2", "bf16")
+        assert 0 < record["seconds_min"] <= record["seconds_median"] <= record["seconds_max"]
+        assert record["kept_gb_per_s"] == pytest.approx(record["kept_bytes"] / record["seconds_median"] / 1e9)
+        assert record["p2p_ratio"] == pytest.approx(record["kept_gb_per_s"] / record["p2p_gb_per_s"])
+        assert {"handshake", "transfer", "commit"} <= set(record["stages"])
+        assert record["peers"]["broadcast"] > 0
+        assert record["peers"]["per-tensor"] > 0
+        assert record["peers"]["vllm"] is None
+        assert record["peers"]["m2n"] is None
+    assert "peer m2n did not run: nccl.m2n needs GPUs" in said.out
+    assert "2 weights on the misc path, trainer: MoE router" in said.out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_pipeline_stages_and_replicas_are_exact_in_the_refit_and_the_peers(moe, tmp_path):
+    figures = tmp_path / "bench.json"
+    code = bench(
+        "--model", moe, "--layers", 2, "--train", "pp=2", "--gen", "tp=1,dp=2", "--peers", "broadcast,per-tensor",
+        "--refits", 1, "--peer-refits", 1, "--json", figures,
+    )  # fmt: skip
+    assert code == 0
+    record = json.loads(figures.read_text())
+    assert record["bit_exact"] is True
+    assert min(record["peers"].values()) > 0
+
+
+def test_all_that_is_wrong_is_said_at_once(capsys):
+    code = main(
+        [
+            "bench", "--model", "qwen3-8b", "--train", "tp=3", "--gen", "tp=2", "--transport", "pigeon",
+            "--peers", "m3", "--refits", "0", "--verify", "maybe",
+        ]
+    )  # fmt: skip
+    said = capsys.readouterr().err
+    assert code == 2
+    for part in ("'pigeon'", "'m3'", "--refits: 0", "'maybe'", "need 5 GPUs", "can't be divided"):
+        assert part in said
+
+
+def test_an_unknown_model_and_a_malformed_layout_are_refused(capsys):
+    assert bench("--model", "qwen9-1t", "--train", "tp=1", "--gen", "tp=1") == 2
+    assert "qwen3-30b-a3b" in capsys.readouterr().err
+    assert bench("--model", "qwen3-8b", "--train", "tp=1,zp=2", "--gen", "tp=1") == 2
+    assert "'zp'" in capsys.readouterr().err
+
+
+def options(moe, **changes):
+    return BenchOptions(
+        model=moe, train=parse_train("tp=1"), gen=parse_gen("tp=1"), train_text="tp=1", gen_text="tp=1", layers=1,
+        refits=1, device="cpu", probe_bytes=1 << 10, timeout_s=30, **changes,
+    )  # fmt: skip
+
+
+def _raise_on_one_rank(rank, options, store):
+    if rank == 1:
+        raise RuntimeError("the second rank broke")
+    Ranks(rank, options, store).barrier()
+
+
+def test_a_rank_that_fails_ends_all_with_its_error(moe):
+    with pytest.raises(BenchFailed, match=r"rank 1 failed(.|\n)*the second rank broke"):
+        run_ranks(_raise_on_one_rank, options(moe))
+
+
+def _damage_what_lands(rank, options, store):
+    ranks = Ranks(rank, options, store)
+    scene = set_up(options, ranks)
+    endpoint = scene.endpoint
+    if not ranks.is_source:
+        honest = endpoint.finish
+
+        def finish(version):
+            honest(version)
+            if version == 2:
+                endpoint.storage.tensors[-1].view(-1)[0] = 3.0
+
+        endpoint.finish = finish
+    found = measure.refits(scene, "p2p")
+    ranks.close()
+    return found.bit_exact, found.faults
+
+
+def test_one_wrong_element_in_the_second_refit_is_reported_with_its_weight(moe):
+    exact, faults = run_ranks(_damage_what_lands, options(moe))
+    assert exact is False
+    assert len(faults) == 1
+    assert "refit 2, rank 1" in faults[0]
+    assert "version 2" in faults[0]
