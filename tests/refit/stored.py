@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -36,14 +37,14 @@ class StoredRank:
     def __init__(self, params: Sequence[Param], values: Mapping[str, torch.Tensor]):
         self.device = torch.device("cpu")
         sizes = [prod(param.shape) * param.dtype.itemsize for param in params]
-        # Eight bytes between them, so that not all parameters are aligned alike.
-        starts = [sum(sizes[:i]) + 8 * i for i in range(len(sizes))]
-        self._flat = torch.full((sum(sizes) + 8 * len(sizes),), POISON, dtype=torch.uint8)
+        # Eight bytes or more between them, so that not all parameters are aligned alike.
+        starts = [0, *accumulate(-(-size // 8) * 8 + 8 for size in sizes)]
+        self._flat = torch.full((starts[-1],), POISON, dtype=torch.uint8)
         self._first = torch.full_like(self._flat, POISON)
         self._held = torch.zeros_like(self._flat)
         self.refused: dict[str, str] = {}
         self._fragments: list[Fragment] = []
-        for param, start, size in zip(params, starts, sizes, strict=True):
+        for param, start, size in zip(params, starts[:-1], sizes, strict=True):
             live, first, held = (
                 buffer[start : start + size].view(param.dtype).view(param.shape)
                 for buffer in (self._flat, self._first, self._held)
