@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from rlrefit.integration.errors import TransportUnavailable
 from tests.ipc.worlds import Rank, Scenario, run
 
 pytestmark = [
@@ -103,8 +105,14 @@ def test_ranks_of_one_process_write_without_handles(meeting: str) -> None:
         transport.close()
 
 
+def test_parameters_that_lie_on_the_host_are_refused_by_name(meeting: str) -> None:
+    rank = Rank(Scenario(meeting), 0, torch.device("cuda", 0))
+    offloaded = [replace(fragment, view=fragment.view.cpu()) for fragment in rank.fragments()]
+    with pytest.raises(TransportUnavailable, match=r"experts\.0\.gate lies on cpu"):
+        rank.make_transport().bind(offloaded)
+
+
 def test_memory_made_without_shareable_handles_is_refused_with_the_reason() -> None:
-    from rlrefit.integration.errors import TransportUnavailable
     from rlrefit.integration.transport.ipc.driver import call, driver
     from rlrefit.integration.transport.ipc.memory import ExportedMemory
 

@@ -247,6 +247,7 @@ def _move(rank: Rank) -> dict[str, Any]:
 def _kill(rank: Rank) -> dict[str, Any]:
     rank.open()
     rank.refit(1)
+    rank.transport.settle()
     rank.meeting.vote()
     if rank.rank == rank.scenario.victim:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -19,6 +19,7 @@ from ..base import TransferResult, Transport, damaged
 from ..views import LiveViews
 from .description import Description, Inbox, View, extent
 from .driver import DriverError, missing
+from .lease import Lease
 from .mailbox import BELL_BYTES, CHECKSUM_BYTES, Mailbox, landed, proven, ring
 from .memory import PROCESS, ExportedMemory, ImportedMemory, device_uuid
 from .order import Write, interleave, pieces
@@ -37,8 +38,10 @@ class IpcTransport(Transport):
     """Senders write strided segments into the receivers' parameters, which are mapped into their address space.
 
     No byte is staged. A receiver takes no part in the copies: it watches its mailbox, where each sender rings
-    when all that it had for this receiver has landed, and again when its checksums have. The caller sees to it that a sender starts only after all
-    receivers are :meth:`settled <settle>`.
+    when all that it had for this receiver has landed, and again when its checksums have. Before each refit the
+    caller lets all ranks :meth:`settle`, and then meet.
+
+    As long as an epoch is open the driver keeps the receivers' memory, even if an engine frees it.
     """
 
     name = "ipc"
@@ -71,6 +74,7 @@ class IpcTransport(Transport):
         indexed = device.type != "cuda" or device.index is not None
         self._device = device if indexed else torch.device("cuda", torch.cuda.current_device())
         self._timeout = timeout_s
+        self._lease = Lease(timeout_s)
         self._watch = watch
         self._who = describe_rank
         self._sends = _by_peer(plan.sends, lambda message: message.destination)
@@ -92,6 +96,13 @@ class IpcTransport(Transport):
         reason = "the parameters are not on a GPU" if self._device.type != "cuda" else missing()
         if reason:
             raise TransportUnavailable(reason, stage="bind", rank=self.rank)
+        elsewhere = next((f for f in fragments if f.view.device != self._device and f.view.numel()), None)
+        if elsewhere is not None:
+            raise TransportUnavailable(
+                f"{elsewhere.name} lies on {elsewhere.view.device}, and ipc writes between GPUs",
+                stage="bind",
+                rank=self.rank,
+            )
         self._release(failed=False)
         self._ended = torch.cuda.Event()
         self._views = LiveViews(fragments)
@@ -154,22 +165,26 @@ class IpcTransport(Transport):
                 (Strided.flat(proofs.data_ptr(), proofs.nbytes), Strided.flat(checksums, proofs.nbytes))
             )
         self._bells = bells
+        # Peers meet again after this, and only then begin to wait.
+        self._lease.renew()
         self._copies = CopyTable.build(interleave(writes, self.rank), self._device)
         self._tell = CopyTable.build(told if self.verify != "off" else (), self._device)
 
     def settle(self) -> None:
-        if self._receives:
-            # What was enqueued before still reads or writes the parameters that peers are about to overwrite.
-            event = torch.cuda.Event()
-            with self._classifying():
-                event.record(torch.cuda.current_stream(self._device))
-                self._wait(event.query, "handshake", lambda: "this rank's earlier work on its GPU")
+        # What was enqueued before still uses the parameters that peers are about to overwrite, or would keep
+        # this rank's writes waiting until after its peers have given it up.
+        event = torch.cuda.Event()
+        with self._classifying():
+            event.record(torch.cuda.current_stream(self._device))
+            self._wait(event.query, "handshake", lambda: "this rank's earlier work on its GPU")
+        self._lease.renew()
 
     def run(self, clock: StageClock) -> TransferResult:
         self._refits += 1
         verified = 0
         with torch.cuda.device(self._device), self._classifying():
             if self._sends:
+                self._lease.use(self.rank)
                 self._write(clock)
                 with clock.waiting():
                     self._wait(self._ended.query, "transfer", lambda: "this rank's writes to its peers")
