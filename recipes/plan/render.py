@@ -41,7 +41,7 @@ def show_study(console: Console, study: Study) -> None:
             "speed of light T",
             f"{seconds(analysis.bound_seconds)} (the least that some link needs, whoever sends)",
         ),
-        ("predicted", f"{seconds(analysis.predicted_seconds)}{relays}"),
+        ("predicted, bulk", f"{seconds(analysis.predicted_seconds)}{relays}"),
         ("busiest link", f"{analysis.busiest_link_ratio:.3f} x the least that ownership allows"),
         (
             "staging memory",
@@ -60,6 +60,12 @@ def show_study(console: Console, study: Study) -> None:
             f"measured), {size(study.peak_rss_bytes)} of memory in this process",
         ),
     ]
+    misc = manifest.bytes_of("misc")
+    if misc:
+        topology = analysis.topology
+        rate = topology.nvlink_gb_per_s if topology.hosts == 1 else topology.nic_gb_per_s
+        least = seconds(misc / rate / 1e9)
+        lines.insert(2, ("misc path", f"{size(misc)} go whole to every engine rank: at least {least} more"))
     summary = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for key, value in lines:
         summary.add_row(key, escape(value))
