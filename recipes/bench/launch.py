@@ -38,10 +38,13 @@ def run_ranks(main: Callable[[int, BenchOptions, TCPStore], Any], options: Bench
     store = TCPStore(
         _HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=options.timeout_s)
     )
-    # Ranks are forked from a server that has the modules loaded but never touches a GPU: as clean as new
-    # processes, and torch is imported once.
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload([f"{__package__}.run"])
+    if options.device == "cuda":
+        # Each rank's CUDA starts in a process that nothing has touched.
+        context: Any = mp.get_context("spawn")
+    else:
+        # Forked from a server that has torch loaded, which is most of a small run's time.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload([f"{__package__}.run"])
     processes = []
     pipes: dict[Connection, int] = {}
     try:

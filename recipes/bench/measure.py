@@ -93,6 +93,9 @@ def pairwise_rate(ranks: Ranks, nbytes: int) -> float:
                 work.wait()
 
     seconds = _repeat(ranks, exchange, _PROBE_RUNS + _PROBE_WARM_UP)[_PROBE_WARM_UP:]
+    operations.clear()
+    del buffer
+    ranks.free()
     return nbytes / median(seconds) / 1e9
 
 
