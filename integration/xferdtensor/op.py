@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import RefitMismatch
-from ..layout import Mesh, layout_of, local_shape, mesh_of, placements_of
+from ..layout import Mesh, boxes_of, layout_of, local_shape, mesh_of, placements_of
 from ..manifest import dtype_name
 from ..process_groups import Group
 from ..transport import TransferResult
@@ -98,6 +98,9 @@ def xferdtensor(
     if rank not in members:
         return TransferResult(0, 0)
     local = next(end.local for end in (source, destination) if end.local is not None)
+    for end in (source, destination):
+        # Raises for placements that don't fit: here, and not when the other ranks wait already.
+        boxes_of(local.shape, end.side.mesh, end.side.placements, rank)
     transfers = Transfers.of(process_group, local.device, timeout_s)
     request = Request(
         source.side,

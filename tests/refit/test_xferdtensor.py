@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
@@ -11,10 +13,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlrefit.integration.errors import PeerLost, PlanError, RefitMismatch, RefitTimeout
 from rlrefit.integration.layout import Mesh, Placement, Replicate, Shard, StridedShard
 from rlrefit.integration.process_groups import Group
 from rlrefit.integration.transport import TransferResult
-from rlrefit.integration.xferdtensor import xferdtensor
+from rlrefit.integration.xferdtensor import cache, op, xferdtensor
+from rlrefit.integration.xferdtensor.cache import Transfers
 
 from ..layout.index_tensors import split_by_torch
 from .groups import GroupWorld
@@ -124,3 +128,148 @@ def test_any_two_layouts_meet_bit_for_bit_twice(
     for transport in ("p2p", "golden") if everyone else ("p2p",):
         results = transfer(world, shape, dtype, source, destination, (1, 2), transport=transport, **options)
         assert all(isinstance(result, TransferResult) for result in results), results
+
+
+HALVES = (Mesh.line([0, 1]), (Shard(0),))
+OTHERS = (Mesh.line([2, 3, 4]), (Shard(1),))
+
+
+def call(group: Group, rank: int, dtype: torch.dtype = torch.float32, **changed: Any) -> Any:
+    """The transfer of a tensor of (4, 6) from HALVES to OTHERS, with some arguments changed."""
+    arguments: dict[str, Any] = {
+        "src": torch.zeros(2, 6, dtype=dtype) if rank < 2 else None,
+        "src_mesh": [0, 1],
+        "src_placements": [Shard(0)],
+        "dst": torch.full((4, 2), 7, dtype=dtype) if rank >= 2 else None,
+        "dst_mesh": [2, 3, 4],
+        "dst_placements": [Shard(1)],
+        "process_group": group,
+    }
+    arguments |= changed
+    try:
+        return xferdtensor(**arguments)
+    finally:
+        if isinstance(arguments["dst"], torch.Tensor) and changed:
+            assert (arguments["dst"] == 7).all(), "something was written"
+
+
+@pytest.mark.parametrize(
+    ("rank", "changed", "message"),
+    [
+        (3, {"dst_placements": [Shard(0)]}, "dst_placements differs: .* on rank 0, .* on rank 3"),
+        (1, {"src_mesh": [1, 0]}, "src_mesh differs: .* on rank 0, .* on rank 1"),
+        (4, {"shape": (4, 6)}, "shape differs: none on rank 0, .* on rank 4"),
+        (2, {"verify": "off"}, "verify differs: sampled on rank 0, off on rank 2"),
+        (2, {"bucket_bytes": 1 << 20}, "bucket_bytes differs"),
+        (3, {"dtype": torch.int32}, "rank 0 has float32 and rank 3 has int32"),
+        (1, {"src": torch.zeros(3, 6)}, "src of rank 1 has shape|src of rank 0 has shape"),
+        (4, {"dst": torch.full((4, 3), 7.0)}, r"dst of rank 4 has shape \(4, 3\)"),
+        (1, {"src": torch.zeros(2, 6, 1)}, r"local tensors of \[2, 3\] dimensions"),
+    ],
+)
+def test_ranks_that_were_called_differently_all_learn_it_before_anything_is_written(
+    world: GroupWorld, rank: int, changed: dict[str, Any], message: str
+) -> None:
+    results = world.run(lambda r, group: call(group, r, **(changed if r == rank else {})))
+    for result in results:
+        assert isinstance(result, RefitMismatch), results
+        with pytest.raises(RefitMismatch, match=message):
+            raise result
+
+
+def overlapping(rank: int) -> dict[str, Any]:
+    storage = torch.full((8, 6), 7.0)
+    return {"src": storage[:2], "dst": storage[1:5, :2], "src_mesh": [0, 1], "dst_mesh": [1, 0, 2]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"transport": "ipc"}, "no transport 'ipc'.*refit session"),
+        ({"verify": "twice"}, "off, sampled or full"),
+        ({"src": None}, "rank 0 is in src_mesh, but src is None"),
+        ({"dst": torch.zeros(4, 2)}, "rank 0 is not in dst_mesh, but dst is given"),
+        ({"src_mesh": None}, "src_mesh and src_placements are needed"),
+        ({"dst_mesh": [2, 3, 5]}, "mesh rank 5 is not in the process group of 5 ranks"),
+        ({"dst_mesh": [2, 3], "transport": "golden"}, r"ranks \[4\] are in neither mesh"),
+        (overlapping(0), "overlap in memory"),
+        ({"dst_mesh": [0, 2, 3], "dst": torch.zeros(4, 2, dtype=torch.int8)}, "src is float32 and dst int8"),
+        ({"dst_placements": [Shard(2)], "shape": (4, 6)}, "does not have"),
+        ({"dst_placements": [Shard(0)] * 2}, "2 placements for a mesh of 1 dimensions"),
+    ],
+)
+def test_arguments_that_are_wrong_on_their_own_are_refused_at_once(
+    world: GroupWorld, changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ValueError, RefitMismatch), match=message):
+        xferdtensor(
+            **{
+                "src": torch.zeros(2, 6),
+                "src_mesh": [0, 1],
+                "src_placements": [Shard(0)],
+                "dst": None,
+                "dst_mesh": [2, 3, 4],
+                "dst_placements": [Shard(1)],
+                "process_group": world.groups[0],
+                "timeout_s": 2.0,
+            }
+            | changed
+        )
+
+
+def test_a_layout_is_compared_once_when_the_shape_is_given_and_at_each_call_otherwise(
+    world: GroupWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [0] * RANKS
+    original = op.gather
+
+    def counting(group: Group, members: Sequence[int], raw: bytes) -> list[bytes]:
+        asked[group.rank] += 1
+        return original(group, members, raw)
+
+    monkeypatch.setattr(op, "gather", counting)
+    results = transfer(world, (4, 9), torch.float16, HALVES, OTHERS, (1, 2, 3))
+    assert all(isinstance(result, TransferResult) for result in results), results
+    assert asked == [1] * RANKS
+    transfer(world, (4, 9), torch.float16, HALVES, OTHERS, (1, 2, 3), told=False)
+    assert asked == [4] * RANKS
+
+
+def test_layouts_that_were_dropped_from_the_cache_are_compiled_anew_without_asking(
+    world: GroupWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        for columns in (3, 4, 5):
+            results = transfer(world, (6, columns), torch.float64, HALVES, OTHERS, (1, 2))
+            assert all(isinstance(result, TransferResult) for result in results), results
+        # On some ranks only, as ranks that take part in more layouts drop them earlier.
+        monkeypatch.setattr(cache, "KEPT", 1)
+        Transfers.of(world.groups[1], torch.device("cpu"), 300.0)._compiled.clear()
+
+
+def test_no_tensor_is_kept_alive_by_the_cache(world: GroupWorld) -> None:
+    def body(rank: int, group: Group) -> bool:
+        src = torch.zeros(2, 6) if rank < 2 else None
+        dst = torch.zeros(4, 2) if rank >= 2 else None
+        xferdtensor(src, [0, 1], [Shard(0)], dst, [2, 3, 4], [Shard(1)], group)
+        tensor = src if src is not None else dst
+        assert tensor is not None
+        storage = weakref.ref(tensor.untyped_storage())
+        del src, dst, tensor
+        gc.collect()
+        return storage() is None
+
+    assert world.run(body) == [True] * RANKS
+
+
+def test_a_rank_that_does_not_come_ends_the_others_waits() -> None:
+    with GroupWorld(RANKS, timeout_s=1.0) as small:
+        results = small.run(
+            lambda rank, group: None if rank == 3 else call(group, rank, timeout_s=1.0, shape=(4, 6))
+        )
+    assert all(isinstance(r, RefitTimeout | PeerLost) for i, r in enumerate(results) if i != 3), results
+
+
+def test_a_bucket_without_room_is_told_on_every_rank(world: GroupWorld) -> None:
+    results = world.run(lambda rank, group: call(group, rank, bucket_bytes=64))
+    assert all(isinstance(result, PlanError) for result in results), results
