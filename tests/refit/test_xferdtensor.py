@@ -21,6 +21,8 @@ from rlrefit.integration.xferdtensor import cache, op, xferdtensor
 from rlrefit.integration.xferdtensor.cache import Transfers
 
 from ..layout.index_tensors import split_by_torch
+from ..spawn import run_ranks
+from . import dtensor_ranks
 from .groups import GroupWorld
 
 RANKS = 5
@@ -273,3 +275,7 @@ def test_a_rank_that_does_not_come_ends_the_others_waits() -> None:
 def test_a_bucket_without_room_is_told_on_every_rank(world: GroupWorld) -> None:
     results = world.run(lambda rank, group: call(group, rank, bucket_bytes=64))
     assert all(isinstance(result, PlanError) for result in results), results
+
+
+def test_dtensors_go_from_layout_to_layout_as_redistribute_takes_them() -> None:
+    assert run_ranks(dtensor_ranks.body, 4) == [[], [], [], []]
