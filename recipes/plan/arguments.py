@@ -17,13 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--train",
         required=True,
         metavar="tp=4,ep=8,pp=2",
-        help="the Megatron trainer: tp, pp, ep, etp, cp, dp (the smallest that fits), vpp, first, last",
+        help="the Megatron trainer: tp, pp, ep, etp (1), cp, dp (the smallest that fits), vpp, first and last (layers of "
+        "these pipeline stages)",
     )
     add(
         "--gen",
         required=True,
         metavar="tp=8,dp=2",
-        help="the vLLM engines: tp, dp, pp, and ep = 1, tp or tp x dp",
+        help="the vLLM engines: tp, dp (equal engines), pp, and ep = 1, tp or tp x dp (one engine with data parallelism)",
     )
     add(
         "--topology",

@@ -44,6 +44,8 @@ _CASES: list[tuple[str, TrainLayout, int]] = [
     ("deepseek_v3", TrainLayout(tp=2, pp=2, ep=4, vocabulary_multiple=8), 2),
     ("deepseek_v3", TrainLayout(tp=2, pp=2, ep=4, vocabulary_multiple=8), 7),
     ("nemotron_h", TrainLayout(tp=2, vocabulary_multiple=8), 1),
+    ("nemotron_h", TrainLayout(pp=5, vocabulary_multiple=8), 3),
+    ("nemotron_h", TrainLayout(tp=2, pp=5, vocabulary_multiple=8), 9),
     ("gpt_oss", TrainLayout(tp=2, pp=2, vocabulary_multiple=8), 3),
 ]
 

@@ -92,6 +92,8 @@ def _qwen3_moe(config: Config) -> Architecture:
 
 def _latent_attention(config: Config) -> tuple[Unit, ...]:
     """Multi-head latent attention: the down projections whole on every rank, the up projections cut by heads."""
+    if config.get("attention_bias"):
+        raise CatalogError("biases of latent attention (attention_bias) are not in the catalogue")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     q_rank, kv_rank = config.get("q_lora_rank"), config["kv_lora_rank"]
@@ -178,6 +180,8 @@ def _prediction_layer(
 def _gpt_oss(config: Config) -> Architecture:
     hidden, experts = config["hidden_size"], config["num_local_experts"]
     heads, head_dim = config["num_attention_heads"], config["head_dim"]
+    if not config.get("attention_bias", True):
+        raise CatalogError("GPT-OSS without biases of its attention is not in the catalogue")
     unknown = "OAIAttention is not among the modules that are known to use their weights as loaded"
     sinks = Matrix(
         "self_attn.sinks",

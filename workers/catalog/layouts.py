@@ -44,7 +44,7 @@ class TrainLayout:
         tp: tensor parallelism of all but the experts.
         pp: pipeline parallelism.
         ep: expert parallelism, within the ranks of one pipeline stage.
-        etp: tensor parallelism of the experts.
+        etp: tensor parallelism of the experts; 1 unless given, where Megatron itself would take ``tp``.
         cp: context parallelism.
         dp: data parallelism of all but the experts; None for the smallest that fits.
         vpp: model chunks of each pipeline stage (interleaved schedule).
