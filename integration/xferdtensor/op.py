@@ -259,6 +259,7 @@ def _agree(
             "transport": request.transport,
             "bucket_bytes": str(request.bucket_bytes),
             "verify": request.verify,
+            "timeout_s": str(group.timeout.total_seconds()),
         },
         dtype_name(request.dtype),
         (

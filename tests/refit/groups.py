@@ -46,6 +46,6 @@ class GroupWorld:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for group in self.groups:
-            group.close()
+        list(self._pool.map(Group.close, self.groups))
         self._pool.shutdown()
+        self.groups = []

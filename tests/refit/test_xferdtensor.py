@@ -163,6 +163,7 @@ def call(group: Group, rank: int, dtype: torch.dtype = torch.float32, **changed:
         (4, {"shape": (4, 6)}, "shape differs: none on rank 0, .* on rank 4"),
         (2, {"verify": "off"}, "verify differs: sampled on rank 0, off on rank 2"),
         (2, {"bucket_bytes": 1 << 20}, "bucket_bytes differs"),
+        (2, {"timeout_s": 20.0}, "timeout_s differs: 300.0 on rank 0, 20.0 on rank 2"),
         (3, {"dtype": torch.int32}, "rank 0 has float32 and rank 3 has int32"),
         (1, {"src": torch.zeros(3, 6)}, "src of rank 1 has shape|src of rank 0 has shape"),
         (4, {"dst": torch.full((4, 3), 7.0)}, r"dst of rank 4 has shape \(4, 3\)"),
@@ -262,6 +263,14 @@ def test_no_tensor_is_kept_alive_by_the_cache(world: GroupWorld) -> None:
         return storage() is None
 
     assert world.run(body) == [True] * RANKS
+
+
+def test_the_cache_ends_with_its_process_group() -> None:
+    with GroupWorld(RANKS) as small:
+        small.run(lambda rank, group: call(group, rank))
+        kept = weakref.ref(Transfers.of(small.groups[0], torch.device("cpu"), 300.0))
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_rank_that_does_not_come_ends_the_others_waits() -> None:
