@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -100,6 +101,7 @@ def _rank(
     port: int,
     pipe: Connection,
 ) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         store = TCPStore(
             _HOST,
@@ -114,3 +116,11 @@ def _rank(
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
         # Peers may sit in a collective with this one; leave without the exit handlers that wait for them.
         os._exit(1)
+
+
+def _end_with_parent() -> None:
+    """End this process when the command's is gone, however it went: a rank left behind would hold its GPU."""
+    parent = mp.parent_process()
+    assert parent is not None, "ranks are children of the command"
+    wait([parent.sentinel])
+    os._exit(1)

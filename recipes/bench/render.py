@@ -57,7 +57,7 @@ def show(console: Console, options: BenchOptions, result: BenchResult) -> None:
         f"{result.kept_bytes / 1e9:.3f} GB kept per engine rank; pairwise p2p {result.p2p_gb_per_s:.1f} GB/s"
     )
     table = _table()
-    columns = ("", "ms", "min", "max", "GB/s", "of p2p", "host ms", "extra MiB", "exact")
+    columns = ("", "ms", "min", "max", "GB/s", "of p2p", "host ms", "MiB", "exact")
     for column in columns:
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for refit in result.refits:
@@ -67,7 +67,7 @@ def show(console: Console, options: BenchOptions, result: BenchResult) -> None:
             *_times(timing.median, timing.minimum, timing.maximum),
             f"{_rate(result, timing.median):.1f}",
             f"{_rate(result, timing.median) / result.p2p_gb_per_s:.1%}",
-            f"{refit.host_seconds * 1e3:.2f}",
+            _times(refit.host_seconds)[0],
             f"{refit.peak_extra_bytes / 2**20:.0f}",
             {True: "yes", False: "NO", None: "unchecked"}[refit.bit_exact],
         )
@@ -86,7 +86,10 @@ def show(console: Console, options: BenchOptions, result: BenchResult) -> None:
             "yes",
         )
     console.print(escape(title), highlight=False, soft_wrap=True)
-    console.print("median of the slowest rank's times; GB/s kept by an engine rank", highlight=False)
+    console.print(
+        "medians of the slowest rank's times; GB/s kept by an engine rank; MiB of extra memory at the peak",
+        highlight=False,
+    )
     console.print(table)
     console.print("ms by stage, of the slowest rank (stages may overlap)", highlight=False)
     console.print(_stages(result.refits))
@@ -153,4 +156,4 @@ def _rate(result: BenchResult, seconds: float) -> float:
 
 
 def _times(*seconds: float) -> tuple[str, ...]:
-    return tuple(f"{s * 1e3:.2f}" for s in seconds)
+    return tuple(f"{s * 1e3:.2f}" if s < 1 else f"{s * 1e3:.0f}" for s in seconds)

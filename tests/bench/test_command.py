@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
+import os
+import queue
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
-from rlrefit.recipes.bench import measure
+from rlrefit.recipes.bench import launch, measure
 from rlrefit.recipes.bench.launch import BenchFailed, run_ranks
 from rlrefit.recipes.bench.options import BenchOptions
 from rlrefit.recipes.bench.ranks import Ranks
@@ -151,3 +157,49 @@ def test_one_wrong_element_in_the_second_refit_is_reported_with_its_weight(moe):
     assert len(faults) == 1
     assert "refit 2, rank 1" in faults[0]
     assert "version 2" in faults[0]
+
+
+def _wait_for_ever(rank, options, store):
+    store.set(f"pid{rank}", str(os.getpid()))
+    time.sleep(600)
+
+
+def _run_ranks_that_wait(options, pids):
+    """In the command's stead: start ranks, and tell their process ids."""
+    opened = queue.Queue()
+    open_store = launch.TCPStore
+
+    def remember(*args, **kwargs):
+        store = open_store(*args, **kwargs)
+        opened.put(store)
+        return store
+
+    def tell():
+        store = opened.get()
+        pids.put([int(store.get(f"pid{rank}")) for rank in range(options.world_size)])
+
+    launch.TCPStore = remember
+    threading.Thread(target=tell, daemon=True).start()
+    run_ranks(_wait_for_ever, options)
+
+
+def _runs(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"  # ended, and nobody has asked for its exit code
+
+
+def test_ranks_do_not_outlive_a_command_that_is_killed(moe):
+    context = mp.get_context("spawn")
+    pids = context.Queue()
+    command = context.Process(target=_run_ranks_that_wait, args=(options(moe), pids))
+    command.start()
+    found = pids.get(timeout=60)
+    command.kill()
+    command.join()
+    deadline = time.monotonic() + 20
+    while any(map(_runs, found)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(_runs, found))
