@@ -70,7 +70,7 @@ class Description:
     """A rank's memory.
 
     Attributes:
-        process: random name of the process; equal only inside one.
+        process: name of the process; equal only inside one.
         device: UUID of the GPU.
         allocations: all that ``inboxes`` point into.
         address: of the exporter's descriptor server; empty if no allocation has chunks.

@@ -22,8 +22,7 @@ from .description import HANDLE_HEX, Allocation, Description, Place
 from .descriptors import DescriptorServer, fetch
 from .driver import DriverError, call, driver
 
-# Tells this process from all others; handles are not opened where they were made.
-PROCESS = secrets.token_hex(16)
+_TOKEN = secrets.token_hex(16)
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class ImportedMemory:
         self.bases: list[int] = []
         self._close: list[Callable[[], None]] = []
         self._device = device
-        if description.process == PROCESS:
+        if description.process == process_name():
             # Rank threads of one process; their memory is here already.
             if description.device != device_uuid(device):
                 raise TransportUnavailable(
@@ -175,6 +174,12 @@ class ImportedMemory:
             # The mapping keeps the memory.
             call("cuMemRelease", handle)
         self._close.append(lambda: call("cuMemUnmap", address, size))
+
+
+def process_name() -> str:
+    """Tells this process from all others: memory handles are not opened where they were made."""
+    # Made anew at each use, since a forked process inherits all that was made at import.
+    return f"{_TOKEN}-{os.getpid()}"
 
 
 def device_uuid(device: torch.device) -> str:

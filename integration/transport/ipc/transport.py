@@ -21,7 +21,7 @@ from .description import Description, Inbox, View, extent
 from .driver import DriverError, missing
 from .lease import Lease
 from .mailbox import BELL_BYTES, CHECKSUM_BYTES, Mailbox, landed, proven, ring
-from .memory import PROCESS, ExportedMemory, ImportedMemory, device_uuid
+from .memory import ExportedMemory, ImportedMemory, device_uuid, process_name
 from .order import Write, interleave, pieces
 from .proofs import Bound, Proofs
 
@@ -122,11 +122,11 @@ class IpcTransport(Transport):
         self._landed_proofs = Proofs(self._bound_receives, self.verify, self._device)
 
     def describe(self) -> object:
-        description = Description(PROCESS, device_uuid(self._device))
+        description = Description(process_name(), device_uuid(self._device))
         if self._exported is not None and self._mailbox is not None:
             address, token = self._exported.serve(len(self._receives), self._timeout)
             description = Description(
-                PROCESS,
+                process_name(),
                 device_uuid(self._device),
                 self._exported.allocations,
                 address,
