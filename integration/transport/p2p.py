@@ -120,16 +120,19 @@ class P2PTransport(GroupTransport):
         # (CUDA_DEVICE_MAX_CONNECTIONS=1), it must not hold up the next lane's wire.
         behind = self.group.lanes - 1
         count = len(self._lanes)
+        unpacked = 0
         for index in range(-1, count + behind):
             if 0 <= index < count:
+                # Whatever arrives in a bucket comes after its last tenant was unpacked: rounds of a lane can
+                # follow each other more closely than the lanes are many.
+                unpacked = self._unpack_until(replay, unpacked, replay.incoming.before[index] + 1, clock)
                 if index >= _AHEAD and not self._sent[index - _AHEAD].query():
                     with clock.waiting():
                         self.group.wait_for([self._sent[index - _AHEAD]], "transfer")
                 self._send_round(replay, index, clock)
             if index + 1 < count and replay.packs[index + 1]:
                 self._pack_round(replay, index + 1, clock)
-            if index >= behind and replay.unpacks[index - behind]:
-                self._unpack_round(replay, index - behind, clock)
+            unpacked = self._unpack_until(replay, unpacked, index - behind + 1, clock)
         self._compare(replay, clock)
         return [*(self._sent[index] for index in self._last), self._told, self._compared]
 
@@ -155,6 +158,13 @@ class P2PTransport(GroupTransport):
             line.after(self._sent[arrived])
         with line.timed(clock, "transfer", self._sent[index]):
             replay.exchanges[index].start("transfer")
+
+    def _unpack_until(self, replay: Replay, begin: int, end: int, clock: StageClock) -> int:
+        """Unpack rounds from ``begin`` to before ``end``; returns where to go on."""
+        for index in range(begin, end):
+            if replay.unpacks[index]:
+                self._unpack_round(replay, index, clock)
+        return max(begin, end)
 
     def _unpack_round(self, replay: Replay, index: int, clock: StageClock) -> None:
         line = self._unpack

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlrefit.integration.errors import PlanError, RefitMismatch, VerificationError
 from rlrefit.integration.manifest import TensorSpec
-from rlrefit.integration.plan import Message, Plan, Segment
+from rlrefit.integration.plan import LARGE_SEGMENT, Message, Plan, Segment
 from rlrefit.integration.transport.cargo import Cargo
 from rlrefit.integration.transport.staging import share_buckets
 from rlrefit.integration.transport.views import LiveViews
@@ -20,7 +20,9 @@ from tests.p2p.worlds import Rank, Setting, contiguous, run_threads
 from tests.plan.worlds import Layouts, layouts
 from tests.refit.synthetic import SyntheticDestination, SyntheticSource
 
-MIB = 1 << 20
+# A weight that goes without staging where it can, and a bucket for it.
+LARGE_ROWS = LARGE_SEGMENT // 1024 + 1024
+BUCKET = LARGE_SEGMENT + (4 << 20)
 
 
 def refit_versions(*versions: int) -> Any:
@@ -89,9 +91,9 @@ def test_engines_that_want_the_same_pass_it_on_and_every_message_gets_its_turn_t
 
 
 def large(*, gaps_in: str = "") -> tuple[Any, Any, Any]:
-    """Two weights of 9 MiB from one trainer to one engine; ``gaps_in`` one side's storage or none's."""
-    specs = [TensorSpec(f"w{i}", (9 * 1024, 512), torch.bfloat16) for i in range(2)]
-    layout = {s.name: [((0, 9 * 1024), (0, 512))] for s in specs}
+    """Two large weights from one trainer to one engine; ``gaps_in`` one side's storage or none's."""
+    specs = [TensorSpec(f"w{i}", (LARGE_ROWS, 512), torch.bfloat16) for i in range(2)]
+    layout = {s.name: [((0, LARGE_ROWS), (0, 512))] for s in specs}
     source, destination = SyntheticSource(specs, layout), SyntheticDestination(specs, layout)
     return (
         specs,
@@ -105,14 +107,14 @@ def test_large_messages_go_without_staging_only_if_both_ends_are_contiguous(gaps
     def body(rank: Rank) -> Any:
         return rank.transport.staging_bytes, [rank.refit(version) for version in (1, 2)]
 
-    setting = Setting(bucket_bytes=16 * MIB, verify="full")
+    setting = Setting(bucket_bytes=BUCKET, verify="full")
     results = run_threads(*large(gaps_in=gaps_in), body, setting)
     raise_failures(results)
     for staging, refits in results:
         assert (staging == 0) == (not gaps_in)
         assert staging <= 2 * setting.bucket_bytes
         assert all(wrong == [] for _, wrong in refits)
-    assert all(result.verified_bytes == 18 * MIB for result, _ in results[1][1])
+    assert all(result.verified_bytes == 2 * 1024 * LARGE_ROWS for result, _ in results[1][1])
 
 
 @pytest.mark.parametrize("gaps_in", ["", "engine"])
@@ -134,7 +136,7 @@ def test_a_byte_that_the_wire_changes_is_caught_with_and_without_staging(gaps_in
             last.start = start  # type: ignore[method-assign]
         return rank.refit(2)
 
-    results = run_threads(specs, sources, destinations, body, Setting(16 * MIB, verify="full"))
+    results = run_threads(specs, sources, destinations, body, Setting(BUCKET, verify="full"))
     assert isinstance(results[1], VerificationError)
     assert "round 2 is not what was sent" in str(results[1])
     assert "w1" in str(results[1])
@@ -203,3 +205,20 @@ def test_a_bucket_is_never_taken_before_all_have_read_it(rounds: list[tuple[int,
         for lane in range(3):
             used = {b for b, own in zip(staging.bucket_of, lanes, strict=True) if own == lane and b >= 0}
             assert len(used) <= 2
+
+
+def test_more_trainers_than_lanes_send_to_one_engine_whose_rounds_share_a_lane() -> None:
+    # 17 trainers take turns in blocks of rounds: all rounds of the engine are far apart and fall on lane 0.
+    specs = [TensorSpec(f"w{i}", (64, 32), torch.float32) for i in range(17)]
+    box = ((0, 64), (0, 32))
+    results = run_threads(
+        specs,
+        [SyntheticSource(specs, {s.name: [box]}) for s in specs],
+        [SyntheticDestination(specs, {s.name: [box] for s in specs})],
+        lambda rank: (rank.transport._lanes, [rank.refit(version) for version in (1, 2)]),
+        Setting(lanes=4, verify="full"),
+    )
+    raise_failures(results)
+    lanes, _ = results[-1]
+    assert len(lanes) > 2 and len({*lanes}) == 1
+    assert all(wrong == [] for _, refits in results for _, wrong in refits)
