@@ -170,7 +170,9 @@ def peer(scene: Scene, name: str) -> PeerResult:
     if not reason:
         scene.advance()
         scene.poison()
-        reason = _attempt(ranks, made[0].run)
+        # Timed as the others are, for what comes before a run: a peer's own streams would not wait for the
+        # kernels that have just been started above.
+        reason = _attempt(ranks, lambda: ranks.timed(made[0].run))
     if not reason:
         faults = scene.faults()
         reason = f"not bit-exact in {len(faults)} places, the first on {faults[0]}" if faults else ""

@@ -24,7 +24,7 @@ class Peer(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """Move all weights once. The caller synchronizes devices and ranks before and after."""
+        """Move all weights once, on streams of its choice. The caller synchronizes devices and ranks before and after."""
 
     @abstractmethod
     def close(self) -> None:
