@@ -128,7 +128,7 @@ class RefitSession:
             manifest = checkpoint_engine.prepare(endpoint)
             checkpoint_engine.init_process_group()
             channel.barrier("ready")
-        except Exception as error:
+        except BaseException as error:  # an interrupt, too: the others would wait for their whole limit
             channel.abort(f"{type(error).__name__}: {error}")
             if checkpoint_engine is not None:
                 checkpoint_engine.finalize(failed=True)
@@ -177,7 +177,7 @@ class RefitSession:
             )
         try:
             return self._refit(version, timeline)
-        except Exception as error:
+        except BaseException as error:  # an interrupt, too: communicators with work under way can't be closed
             self._failed = f"{type(error).__name__}: {error}"
             self._channel.abort(self._failed)
             self.engine.finalize(failed=True)

@@ -174,7 +174,7 @@ def run_world(
                 return body(rank, session, endpoints[rank])
             finally:
                 session.close()
-        except Exception as error:
+        except BaseException as error:  # an interrupt of one rank is a result like others
             return error
 
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import socket
 import time
@@ -298,6 +299,75 @@ def test_a_rank_that_never_comes_ends_in_a_timeout_that_names_it() -> None:
     results = run_world(sources, destinations, body, config)
     assert time.monotonic() - start < 5
     assert all(isinstance(r, RefitTimeout) and "generation rank 1" in str(r) for r in results[:3])
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+@pytest.mark.parametrize("where", ["settle", "begin"])
+def test_an_interrupt_ends_the_refit_on_all_ranks_at_once_and_closes_as_after_a_failure(
+    interrupt: type[BaseException], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources, destinations = world(1)
+    endings: list[tuple[int, bool]] = []
+
+    def stop(*_: object) -> None:
+        raise interrupt("the driver asks for it")
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        finalize = session.engine.finalize
+
+        def recorded(*, failed: bool = False) -> None:
+            endings.append((rank, failed))
+            finalize(failed=failed)
+
+        session.engine.finalize = recorded  # type: ignore[method-assign]
+        refit_versions(1)(rank, session, endpoint)
+        if rank == 1 and where == "settle":
+            endpoint.settle = stop
+        if rank == 1 and where == "begin":
+            # As a signal does: after the request has gone out, before its answer is read.
+            monkeypatch.setattr(session._channel._connection, "_receive_frame", stop_once(session))
+        start = time.monotonic()
+        try:
+            session.refit(2)
+        except BaseException as error:
+            session.close()
+            return error, time.monotonic() - start
+        return None
+
+    def stop_once(session: RefitSession) -> Callable[[], bytes]:
+        connection = session._channel._connection
+        receive = connection._receive_frame
+
+        def stopped() -> bytes:
+            connection._receive_frame = receive  # type: ignore[method-assign]
+            return stop()  # type: ignore[return-value]
+
+        return stopped
+
+    results = run_world(sources, destinations, body)
+    assert isinstance(results[1][0], interrupt)
+    for rank in (0, 2):
+        error, seconds = results[rank]
+        assert isinstance(error, PeerLost)
+        # A rank that exchanges at that moment may see the end of its pair before it hears the reason.
+        assert f"trainer rank 1 (refit rank 1) gave up: {interrupt.__name__}" in str(error) or where == "settle"
+        assert seconds < 5
+    assert {rank for rank, failed in endings if failed} == {0, 1, 2}
+    assert all(failed for _, failed in endings)
+
+
+def test_an_interrupt_while_a_session_opens_reaches_all_ranks() -> None:
+    sources, _ = world(1)
+
+    class Interrupted(SyntheticDestination):
+        def fragments(self, specs: Any) -> Any:
+            raise KeyboardInterrupt
+
+    start = time.monotonic()
+    results = run_world(sources, [Interrupted(SPECS, engine_layout(0, 1))], refit_versions(1))
+    assert time.monotonic() - start < 10
+    assert isinstance(results[2], KeyboardInterrupt)
+    assert all(isinstance(r, PeerLost) and "KeyboardInterrupt" in str(r) for r in results[:2])
 
 
 def test_a_loader_that_does_not_take_all_weights_is_an_error_and_commits_nothing() -> None:
