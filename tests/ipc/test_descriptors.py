@@ -6,10 +6,13 @@ import logging
 import os
 import socket
 import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from rlrefit.integration.transport.ipc import descriptors as module
 from rlrefit.integration.transport.ipc.descriptors import TOKEN_BYTES, DescriptorServer, fetch
 
 
@@ -31,6 +34,11 @@ def read_all(server: DescriptorServer, count: int) -> list[str]:
         found.append(os.read(descriptor, 100).decode())
         os.close(descriptor)
     return found
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def open_descriptors() -> int:
@@ -85,12 +93,63 @@ def test_a_reader_that_asks_for_too_much_or_breaks_off_does_not_keep_the_next_on
     server.close()
 
 
-def test_a_silent_reader_is_dropped_after_the_timeout(files: list[Path]) -> None:
-    server = serve(files, timeout_s=0.3)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
-        silent.connect("\0" + server.address)
+def connect(server: DescriptorServer) -> socket.socket:
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stranger.settimeout(5.0)
+    stranger.connect("\0" + server.address)
+    return stranger
+
+
+def test_silent_strangers_keep_no_reader_waiting(files: list[Path]) -> None:
+    server = serve(files, timeout_s=60.0)
+    with connect(server), connect(server) as half:
+        half.sendall(bytes.fromhex(server.token)[:5])
+        start = time.monotonic()
         assert len(read_all(server, 70)) == 70
+        assert time.monotonic() - start < 1.0
     server.close()
+
+
+def test_a_stranger_that_shows_no_token_is_dropped_soon(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_TOKEN_WITHIN", 0.2)
+    server = serve(files, timeout_s=60.0)
+    with connect(server) as silent:
+        assert silent.recv(1) == b""
+    assert len(read_all(server, 70)) == 70
+    server.close()
+
+
+def test_another_users_process_is_dropped_before_anything_is_read(
+    files: list[Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(files, timeout_s=60.0)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(module.os, "getuid", lambda: os.geteuid() + 1)
+        start = time.monotonic()
+        with connect(server) as other:
+            assert other.recv(1) == b""
+        assert time.monotonic() - start < 1.0
+    assert "another user" in caplog.text
+    assert len(read_all(server, 70)) == 70
+    server.close()
+
+
+def test_closing_breaks_off_whoever_is_being_served(files: list[Path]) -> None:
+    before = open_descriptors()
+    server = serve(files, readers=2, timeout_s=60.0)
+    descriptors = fetch(server.address, server.token, 70, 5.0)
+    os.close(next(descriptors))
+    with connect(server) as silent:
+        start = time.monotonic()
+        server.close()
+        assert time.monotonic() - start < 1.0
+        assert silent.recv(1) == b""
+        with pytest.raises(OSError):
+            close_all(descriptors)
+    assert not server._attended
+    assert open_descriptors() == before
 
 
 def test_an_exporter_that_can_not_open_a_descriptor_is_an_error_for_its_reader(files: list[Path]) -> None:

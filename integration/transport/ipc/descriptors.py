@@ -19,13 +19,16 @@ _BATCH = 32
 _REQUEST = struct.Struct("<II")
 _CREDENTIALS = struct.Struct("3i")
 TOKEN_BYTES = 32
+# Seconds for showing the token, which readers send as they connect.
+_TOKEN_WITHIN = 2.0
 
 
 class DescriptorServer:
-    """Hands out descriptors, which it opens on demand, to readers that know the token; in a thread of its own.
+    """Hands out descriptors, which it opens on demand, to readers that know the token; in threads of its own.
 
     It listens on an abstract address, which leaves nothing behind in the file system, and answers processes of
-    its own user only. It ends by itself when all readers have been served.
+    its own user only. It ends by itself when all readers have been served. Whoever connects has a thread, so that
+    nobody keeps another one waiting.
 
     Attributes:
         address: to connect to, without the leading zero byte.
@@ -36,10 +39,11 @@ class DescriptorServer:
         """Begin to serve.
 
         Args:
-            open_descriptor: opens descriptor ``i`` (< ``count``); each is closed here after it was sent.
+            open_descriptor: opens descriptor ``i`` (< ``count``); each is closed here after it was sent. Called
+                by several threads at a time.
             count: of descriptors.
             readers: that will come, each once.
-            timeout_s: seconds that a reader may keep the others waiting.
+            timeout_s: seconds that a reader may be silent.
         """
         self._open = open_descriptor
         self._count = count
@@ -50,46 +54,75 @@ class DescriptorServer:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("\0" + self.address)
         self._listener.listen(64)
-        self._closed = False
+        self._lock = threading.Lock()
+        self._ended = False
+        self._attended: dict[socket.socket, threading.Thread] = {}
         self._thread = threading.Thread(target=self._serve, name="rlrefit-descriptors", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; safe to call twice."""
-        if not self._closed:
-            self._closed = True
-            try:
-                # Wakes the thread out of its accept.
-                self._listener.shutdown(socket.SHUT_RDWR)
-            except OSError as error:
-                logger.debug("the listener was closed already: %s", error)
+        """Stop, and break off whoever is being served; safe to call twice."""
+        self._end()
         self._thread.join(self._timeout)
+        with self._lock:
+            attended = dict(self._attended)
+            for connection in attended:
+                _shut(connection)
+        for thread in attended.values():
+            thread.join(self._timeout)
+
+    def _end(self) -> None:
+        """Let nobody in any more."""
+        with self._lock:
+            if not self._ended:
+                self._ended = True
+                # Wakes the thread out of its accept.
+                _shut(self._listener)
 
     def _serve(self) -> None:
         with closing(self._listener):
-            while self._readers and not self._closed:
+            while True:
                 try:
                     connection, _ = self._listener.accept()
-                except OSError:
-                    # Only ``close`` ends an accept.
+                except OSError as error:
+                    if not self._ended:
+                        logger.warning("GPU memory handles are not served any more: %s", error)
                     return
-                with closing(connection):
-                    connection.settimeout(self._timeout)
-                    try:
-                        if self._admits(connection):
-                            self._answer(connection)
-                            self._readers -= 1
-                    except Exception as error:
-                        # The reader sees its connection end, and says so on its side.
-                        logger.warning("a reader of GPU memory handles was not served: %s", error)
+                # Before anything is read: a process of another user gets no thread to keep.
+                if not _is_ours(connection):
+                    connection.close()
+                    continue
+                thread = threading.Thread(
+                    target=self._attend, args=(connection,), name="rlrefit-descriptors-reader", daemon=True
+                )
+                with self._lock:
+                    self._attended[connection] = thread
+                    thread.start()
+
+    def _attend(self, connection: socket.socket) -> None:
+        served = False
+        try:
+            connection.settimeout(min(_TOKEN_WITHIN, self._timeout))
+            if self._admits(connection):
+                connection.settimeout(self._timeout)
+                self._answer(connection)
+                served = True
+        except Exception as error:
+            # The reader sees its connection end, and says so on its side.
+            logger.warning("a reader of GPU memory handles was not served: %s", error)
+        finally:
+            with self._lock:
+                del self._attended[connection]
+                connection.close()
+                self._readers -= served
+                finished = self._readers <= 0
+            if finished:
+                self._end()
 
     def _admits(self, connection: socket.socket) -> bool:
-        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, user, _ = _CREDENTIALS.unpack(raw)
-        shown = _read(connection, TOKEN_BYTES)
-        if user == os.getuid() and hmac.compare_digest(shown, bytes.fromhex(self.token)):
+        if hmac.compare_digest(_read(connection, TOKEN_BYTES), bytes.fromhex(self.token)):
             return True
-        logger.warning("process %d of user %d asked for GPU memory handles without the token", pid, user)
+        logger.warning("process %d asked for GPU memory handles without the token", _peer(connection)[0])
         return False
 
     def _answer(self, connection: socket.socket) -> None:
@@ -130,6 +163,29 @@ def fetch(address: str, token: str, count: int, timeout_s: float) -> Iterator[in
             finally:
                 for descriptor in pending:
                     os.close(descriptor)
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(raw)
+    return pid, user
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether a process of this process's user is at the other end."""
+    pid, user = _peer(connection)
+    if user != os.getuid():
+        logger.warning("process %d of user %d, another user, asked for GPU memory handles", pid, user)
+    return user == os.getuid()
+
+
+def _shut(connection: socket.socket) -> None:
+    """End it for whoever waits on it, here or at the other end."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        logger.debug("a socket was closed already: %s", error)
 
 
 def _read(connection: socket.socket, nbytes: int, *, may_end: bool = False) -> bytes:
