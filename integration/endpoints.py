@@ -67,8 +67,14 @@ class WeightDestination(Protocol):
 
 
 def storage_key(tensors: Iterable[torch.Tensor]) -> Hashable:
-    """Addresses of ``tensors``' storages: the usual answer to ``storage_key()``."""
-    return tuple(t.data_ptr() for t in tensors)
+    """Addresses of ``tensors``' data: the usual answer to ``storage_key()``.
+
+    Asked in every refit before the ranks meet, so it costs all of them. Each address has to be read, since
+    ``p.data = …`` moves one parameter alone. Parameters of a subclass (vLLM's) would run its
+    ``__torch_function__`` for each of them, which takes 15 times as long and can't change the address.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(map(torch.Tensor.data_ptr, tensors))
 
 
 def holdings_of(

@@ -350,7 +350,9 @@ def test_an_interrupt_ends_the_refit_on_all_ranks_at_once_and_closes_as_after_a_
         error, seconds = results[rank]
         assert isinstance(error, PeerLost)
         # A rank that exchanges at that moment may see the end of its pair before it hears the reason.
-        assert f"trainer rank 1 (refit rank 1) gave up: {interrupt.__name__}" in str(error) or where == "settle"
+        assert (
+            f"trainer rank 1 (refit rank 1) gave up: {interrupt.__name__}" in str(error) or where == "settle"
+        )
         assert seconds < 5
     assert {rank for rank, failed in endings if failed} == {0, 1, 2}
     assert all(failed for _, failed in endings)
