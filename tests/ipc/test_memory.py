@@ -3,10 +3,54 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
-from rlrefit.integration.transport.ipc.memory import process_name
+import pytest
+import torch
+
+from rlrefit.integration.errors import TransportUnavailable
+from rlrefit.integration.transport.ipc import memory
+from rlrefit.integration.transport.ipc.description import Allocation, Description
+from rlrefit.integration.transport.ipc.descriptors import DescriptorServer
+from rlrefit.integration.transport.ipc.driver import DriverError
+from rlrefit.integration.transport.ipc.memory import ImportedMemory, process_name
+
+DEVICE = torch.device("cuda", 0)
+CHUNK = 2 << 20
+
+
+class Driver:
+    """Maps chunks, but fails at one of them; notes what is still mapped and held."""
+
+    def __init__(self, fails_at: int):
+        self.fails_at = fails_at
+        self.imports = 0
+        self.open: list[str] = []
+
+    def __call__(self, function: str, *args: Any) -> Any:
+        ends = {"cuMemUnmap": "cuMemMap", "cuMemAddressFree": "cuMemAddressReserve"}
+        if function == "cuMemImportFromShareableHandle":
+            if self.imports == self.fails_at:
+                raise DriverError(function, "CUDA_ERROR_OUT_OF_MEMORY")
+            self.imports += 1
+        elif function in ends:
+            self.open.remove(ends[function])
+        elif function in ends.values():
+            self.open.append(function)
+        return 1 << 40
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def _tell_name(pipe: Connection) -> None:
@@ -34,3 +78,28 @@ def test_a_process_that_was_started_anew_has_another_name() -> None:
     child.start()
     assert inner.recv() != process_name()
     child.join()
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("fails_at", [0, 5, 39, 69])
+def test_memory_that_can_not_be_mapped_leaves_no_descriptor_and_no_mapping(
+    monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    driver = Driver(fails_at)
+    monkeypatch.setattr(memory, "call", driver)
+    before = open_descriptors()
+    server = DescriptorServer(lambda i: os.open(os.devnull, os.O_RDONLY), 70, 1, 5.0)
+    peer = Description(
+        "another",
+        "GPU-0",
+        (Allocation(1 << 41, 70 * CHUNK, "", (CHUNK,) * 70),),
+        server.address,
+        server.token,
+    )
+    # The error is kept, and with it all that its frames hold: nothing may depend on their end.
+    with pytest.raises(TransportUnavailable, match="CUDA_ERROR_OUT_OF_MEMORY") as kept:
+        ImportedMemory(peer, DEVICE, 5.0)
+    server.close()
+    assert kept.value is not None
+    assert driver.open == []
+    assert open_descriptors() == before

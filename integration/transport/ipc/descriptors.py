@@ -9,7 +9,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 
 logger = logging.getLogger(__name__)
@@ -140,12 +140,16 @@ class DescriptorServer:
                     os.close(descriptor)
 
 
-def fetch(address: str, token: str, count: int, timeout_s: float) -> Iterator[int]:
-    """Descriptors 0 … ``count`` - 1 of a :class:`DescriptorServer`, in order; the caller closes each.
+def fetch(address: str, token: str, count: int, timeout_s: float) -> Generator[int]:
+    """Descriptors 0 … ``count`` - 1 of a :class:`DescriptorServer`, in order; the caller closes each, and the generator.
+
+    For none of them the server is not asked.
 
     Raises:
         OSError: the server is not there, refuses, or does not answer in time.
     """
+    if not count:
+        return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         connection.connect("\0" + address)

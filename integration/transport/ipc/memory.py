@@ -13,6 +13,7 @@ import os
 import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -119,14 +120,15 @@ class ImportedMemory:
             self.bases = [a.base for a in description.allocations]
             return
         count = sum(len(a.chunks) for a in description.allocations)
-        descriptors = fetch(description.address, description.token, count, timeout_s) if count else iter(())
+        # Descriptors come in batches; those of the last one that were not used must not stay open.
+        descriptors = closing(fetch(description.address, description.token, count, timeout_s))
         try:
-            with torch.cuda.device(device):
+            with descriptors as following, torch.cuda.device(device):
                 for allocation in description.allocations:
                     if allocation.handle:
                         self.bases.append(self._open_classic(allocation))
                     else:
-                        self.bases.append(self._map_chunks(allocation, lambda: next(descriptors)))
+                        self.bases.append(self._map_chunks(allocation, lambda: next(following)))
         except (DriverError, OSError) as error:
             self.close()
             raise TransportUnavailable(
