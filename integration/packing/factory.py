@@ -30,7 +30,7 @@ class Checksums(Protocol):
         """Set ``out`` (int64, ``[2]`` or ``[slots, 2]``) to the checksums."""
 
     def add_to(self, out: torch.Tensor) -> None:
-        """Add the checksums to ``out``, whose rows concerned have to be zero before."""
+        """Add the checksums to ``out``, modulo 2^64."""
 
 
 class PairedViews:

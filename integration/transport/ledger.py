@@ -1,18 +1,29 @@
-"""The checksums of one refit: of what a rank sent, of what it was told was sent to it, and of what landed."""
+"""The checksums of one refit: of what a rank sent, of what it was told was sent to it, and of what landed.
+
+Each begins with its message's *mark*, which both ends derive from the plan and the refit's number. A message
+that arrives in another's place, or once more from an earlier refit, so shows even where its bytes agree with the
+checksum that they carry, and even where its turn to be checked has not come.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 
+import numpy as np
 import torch
 
 from ..process_groups import Exchange, Group, Parcel
 from .cargo import Cargo, Item
 from .views import flat_bytes
 
+# Added to every mark from refit to refit: an odd number, so that none comes again within 2^64 refits.
+_STEP = 0x9E3779B97F4A7C15
+_WORD = 1 << 64
+
 
 class Ledger:
-    """Rows of checksums, one for each message; 0 where a message is not checked in this refit.
+    """Rows of checksums, one for each message; only its mark where it is not checked in this refit.
 
     The checksums of staged messages travel in them; those of messages without staging lie in one piece for
     each peer and travel after all rounds.
@@ -40,6 +51,8 @@ class Ledger:
         self.sent_rows = _rows(own, direct, cargo.outgoing)
         received = [item for items in cargo.receives for item in items]
         self.landed_rows = _rows(received, direct, cargo.incoming)
+        self._sent_marks = _marks(self.sent_rows, device)
+        self._landed_marks = _marks(self.landed_rows, device)
         self.sent = torch.zeros(len(self.sent_rows), 2, dtype=torch.int64, device=device)
         self.told = torch.zeros(len(self.landed_rows), 2, dtype=torch.int64, device=device)
         self.landed = torch.zeros_like(self.told)
@@ -51,6 +64,16 @@ class Ledger:
             _parcels(cargo.outgoing, direct, self.sent, self.sent_rows) if on else [],
             _parcels(cargo.incoming, direct, self.told, self.landed_rows) if on else [],
         )
+
+    def begin_sent(self, refit: int) -> None:
+        """Set ``sent`` to the marks of refit number ``refit``; enqueued on the current stream of a GPU."""
+        if self._on:
+            torch.add(self._sent_marks, _signed(refit * _STEP), out=self.sent)
+
+    def begin_landed(self, refit: int) -> None:
+        """The same for ``landed``."""
+        if self._on:
+            torch.add(self._landed_marks, _signed(refit * _STEP), out=self.landed)
 
     def compare(self) -> None:
         """Compare what was told with what landed; enqueued on the current stream of a GPU."""
@@ -70,6 +93,27 @@ def _rows(items: Sequence[Item], direct: set[Item], pairs: Mapping[int, Sequence
     ordered = [item for item in items if item not in direct]
     ordered += [item for peer in sorted(pairs) for item in pairs[peer] if item in direct]
     return {item: row for row, item in enumerate(ordered)}
+
+
+def _marks(rows: Mapping[Item, int], device: torch.device) -> torch.Tensor:
+    """Each row's mark, int64 ``[n, 2]``.
+
+    A relay carries the checksum that the origin gave to its first destination, which passes it on in the round
+    after.
+    """
+    found = []
+    for item in sorted(rows, key=rows.__getitem__):
+        message = item.message
+        first = message.source if message.is_relay else message.destination
+        text = f"{message.origin} {first} {message.round_index & ~1}"
+        found.append(np.frombuffer(sha256(text.encode()).digest(), dtype="<i8", count=2))
+    return torch.from_numpy(np.array(found, dtype=np.int64).reshape(-1, 2)).to(device)
+
+
+def _signed(value: int) -> int:
+    """``value`` modulo 2^64 as the int64 with the same bits."""
+    value %= _WORD
+    return value - _WORD if value >= _WORD // 2 else value
 
 
 def _parcels(

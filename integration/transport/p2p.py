@@ -94,9 +94,11 @@ class P2PTransport(GroupTransport):
 
     def run(self, clock: StageClock) -> TransferResult:
         assert self._replay is not None, "connect comes before run"
+        # Counted even if it fails: all ranks have to agree on the number.
+        refit, self._refits = self._refits, self._refits + 1
         caller = torch.cuda.current_stream(self.group.device) if self.group.device.type == "cuda" else None
         try:
-            waited_for = self._enqueue(self._replay, clock)
+            waited_for = self._enqueue(self._replay, refit, clock)
         finally:
             if caller is not None:
                 torch.cuda.set_stream(caller)
@@ -104,18 +106,16 @@ class P2PTransport(GroupTransport):
             self.group.wait_for(waited_for, "transfer")
         for item in self._replay.ledger.damaged():
             raise damaged(item.message, self.rank)
-        verified = self._replay.verified_bytes(self._refits)
-        self._refits += 1
-        return TransferResult(self._payload, verified)
+        return TransferResult(self._payload, self._replay.verified_bytes(refit))
 
-    def _enqueue(self, replay: Replay, clock: StageClock) -> list[Span]:
+    def _enqueue(self, replay: Replay, refit: int, clock: StageClock) -> list[Span]:
         """Enqueue the whole refit, at most ``_AHEAD`` rounds ahead of the wire; returns the spans that end it."""
         for line in (self._pack, self._unpack, *self._wires):
             line.begin()
         self._pack.enter()
-        replay.ledger.sent.zero_()
+        replay.ledger.begin_sent(refit)
         self._unpack.enter()
-        replay.ledger.landed.zero_()
+        replay.ledger.begin_landed(refit)
         # Unpacking follows as many rounds behind as there are lanes: if all streams share one hardware queue
         # (CUDA_DEVICE_MAX_CONNECTIONS=1), it must not hold up the next lane's wire.
         behind = self.group.lanes - 1
@@ -125,24 +125,26 @@ class P2PTransport(GroupTransport):
             if 0 <= index < count:
                 # Whatever arrives in a bucket comes after its last tenant was unpacked: rounds of a lane can
                 # follow each other more closely than the lanes are many.
-                unpacked = self._unpack_until(replay, unpacked, replay.incoming.before[index] + 1, clock)
+                unpacked = self._unpack_until(
+                    replay, refit, unpacked, replay.incoming.before[index] + 1, clock
+                )
                 if index >= _AHEAD and not self._sent[index - _AHEAD].query():
                     with clock.waiting():
                         self.group.wait_for([self._sent[index - _AHEAD]], "transfer")
                 self._send_round(replay, index, clock)
             if index + 1 < count and replay.packs[index + 1]:
-                self._pack_round(replay, index + 1, clock)
-            unpacked = self._unpack_until(replay, unpacked, index - behind + 1, clock)
+                self._pack_round(replay, index + 1, refit, clock)
+            unpacked = self._unpack_until(replay, refit, unpacked, index - behind + 1, clock)
         self._compare(replay, clock)
         return [*(self._sent[index] for index in self._last), self._told, self._compared]
 
-    def _pack_round(self, replay: Replay, index: int, clock: StageClock) -> None:
+    def _pack_round(self, replay: Replay, index: int, refit: int, clock: StageClock) -> None:
         line, before = self._pack, replay.outgoing.before[index]
         line.enter()
         if before >= 0:
             line.after(self._sent[before])
         with line.timed(clock, "pack", self._packed[index]):
-            replay.pack(index, self._refits)
+            replay.pack(index, refit)
 
     def _send_round(self, replay: Replay, index: int, clock: StageClock) -> None:
         line = self._wires[self._lanes[index]]
@@ -159,19 +161,19 @@ class P2PTransport(GroupTransport):
         with line.timed(clock, "transfer", self._sent[index]):
             replay.exchanges[index].start("transfer")
 
-    def _unpack_until(self, replay: Replay, begin: int, end: int, clock: StageClock) -> int:
+    def _unpack_until(self, replay: Replay, refit: int, begin: int, end: int, clock: StageClock) -> int:
         """Unpack rounds from ``begin`` to before ``end``; returns where to go on."""
         for index in range(begin, end):
             if replay.unpacks[index]:
-                self._unpack_round(replay, index, clock)
+                self._unpack_round(replay, index, refit, clock)
         return max(begin, end)
 
-    def _unpack_round(self, replay: Replay, index: int, clock: StageClock) -> None:
+    def _unpack_round(self, replay: Replay, index: int, refit: int, clock: StageClock) -> None:
         line = self._unpack
         line.enter()
         line.after(self._sent[index])
         with line.timed(clock, "unpack", self._landed[index]):
-            replay.unpack(index, self._refits)
+            replay.unpack(index, refit)
 
     def _compare(self, replay: Replay, clock: StageClock) -> None:
         """After all rounds: the checksums of what went without staging, and the comparison of all."""

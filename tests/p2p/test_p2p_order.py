@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -103,6 +104,12 @@ class FakeGroup:
         return SimpleNamespace(start=lambda stage: self._work.touch(touched, written))
 
 
+def _message(place: int, number: int, source: int, destination: int, part: int) -> Message:
+    start = 4 * (3 * place + part)
+    segment = Segment("w", ((start, start + 4),), 0, 16)
+    return Message(source, destination, number, (segment,), 32, source)
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """A rank that sends, receives and passes on in rounds of any numbers."""
@@ -112,12 +119,7 @@ def plans(draw: st.DrawFn) -> Plan:
     number = 0
     for place in range(draw(st.integers(1, 14))):
         number += draw(st.sampled_from([1, 2, 3, 6, 8, 14]))
-
-        def message(source: int, destination: int, part: int) -> Message:
-            start = 4 * (3 * place + part)
-            segment = Segment("w", ((start, start + 4),), 0, 16)
-            return Message(source, destination, number, (segment,), 32, source)
-
+        message = partial(_message, place, number)
         out = [message(SELF, TAKER, 0)] if draw(st.booleans()) else []
         if arrived and draw(st.booleans()):
             again = draw(st.sampled_from(arrived))

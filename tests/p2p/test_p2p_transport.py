@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from rlrefit.integration.errors import PlanError, RefitMismatch, VerificationError
 from rlrefit.integration.manifest import TensorSpec
-from rlrefit.integration.plan import LARGE_SEGMENT, Message, Plan, Segment
+from rlrefit.integration.plan import Message, Plan, Segment, own_part
+from rlrefit.integration.transport import cargo
 from rlrefit.integration.transport.cargo import Cargo
 from rlrefit.integration.transport.staging import share_buckets
 from rlrefit.integration.transport.views import LiveViews
@@ -20,9 +21,14 @@ from tests.p2p.worlds import Rank, Setting, contiguous, run_threads
 from tests.plan.worlds import Layouts, layouts
 from tests.refit.synthetic import SyntheticDestination, SyntheticSource
 
-# A weight that goes without staging where it can, and a bucket for it.
-LARGE_ROWS = LARGE_SEGMENT // 1024 + 1024
-BUCKET = LARGE_SEGMENT + (4 << 20)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages of 1 MiB go without staging: as good a test as large ones, and quicker."""
+    for module in (own_part, cargo):
+        monkeypatch.setattr(module, "LARGE_SEGMENT", MIB)
 
 
 def refit_versions(*versions: int) -> Any:
@@ -91,9 +97,9 @@ def test_engines_that_want_the_same_pass_it_on_and_every_message_gets_its_turn_t
 
 
 def large(*, gaps_in: str = "") -> tuple[Any, Any, Any]:
-    """Two large weights from one trainer to one engine; ``gaps_in`` one side's storage or none's."""
-    specs = [TensorSpec(f"w{i}", (LARGE_ROWS, 512), torch.bfloat16) for i in range(2)]
-    layout = {s.name: [((0, LARGE_ROWS), (0, 512))] for s in specs}
+    """Two weights of 2 MiB from one trainer to one engine; ``gaps_in`` one side's storage or none's."""
+    specs = [TensorSpec(f"w{i}", (2048, 512), torch.bfloat16) for i in range(2)]
+    layout = {s.name: [((0, 2048), (0, 512))] for s in specs}
     source, destination = SyntheticSource(specs, layout), SyntheticDestination(specs, layout)
     return (
         specs,
@@ -102,21 +108,23 @@ def large(*, gaps_in: str = "") -> tuple[Any, Any, Any]:
     )
 
 
+@pytest.mark.usefixtures("small_is_large")
 @pytest.mark.parametrize("gaps_in", ["", "trainer", "engine"])
 def test_large_messages_go_without_staging_only_if_both_ends_are_contiguous(gaps_in: str) -> None:
     def body(rank: Rank) -> Any:
         return rank.transport.staging_bytes, [rank.refit(version) for version in (1, 2)]
 
-    setting = Setting(bucket_bytes=BUCKET, verify="full")
+    setting = Setting(bucket_bytes=3 * MIB, verify="full")
     results = run_threads(*large(gaps_in=gaps_in), body, setting)
     raise_failures(results)
     for staging, refits in results:
         assert (staging == 0) == (not gaps_in)
         assert staging <= 2 * setting.bucket_bytes
         assert all(wrong == [] for _, wrong in refits)
-    assert all(result.verified_bytes == 2 * 1024 * LARGE_ROWS for result, _ in results[1][1])
+    assert all(result.verified_bytes == 4 * MIB for result, _ in results[1][1])
 
 
+@pytest.mark.usefixtures("small_is_large")
 @pytest.mark.parametrize("gaps_in", ["", "engine"])
 def test_a_byte_that_the_wire_changes_is_caught_with_and_without_staging(gaps_in: str) -> None:
     specs, sources, destinations = large(gaps_in=gaps_in)
@@ -136,10 +144,50 @@ def test_a_byte_that_the_wire_changes_is_caught_with_and_without_staging(gaps_in
             last.start = start  # type: ignore[method-assign]
         return rank.refit(2)
 
-    results = run_threads(specs, sources, destinations, body, Setting(BUCKET, verify="full"))
+    results = run_threads(specs, sources, destinations, body, Setting(3 * MIB, verify="full"))
     assert isinstance(results[1], VerificationError)
     assert "round 2 is not what was sent" in str(results[1])
     assert "w1" in str(results[1])
+
+
+@pytest.mark.parametrize("verify", ["sampled", "full"])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_message_in_the_place_of_another_one_or_from_an_earlier_refit_is_caught(
+    verify: str, earlier: bool
+) -> None:
+    # Whole messages, with the checksums that they carry: each agrees with itself.
+    specs = [TensorSpec(f"w{i}", (32, 64), torch.bfloat16) for i in range(4)]
+    box = ((0, 32), (0, 64))
+    sources = [
+        SyntheticSource(specs, {s.name: [box] for s in specs[:2]}),
+        SyntheticSource(specs, {s.name: [box] for s in specs[2:]}),
+    ]
+    destinations = [SyntheticDestination(specs, {s.name: [box] for s in specs})]
+
+    def body(rank: Rank) -> Any:
+        replay = rank.transport._replay
+        assert replay is not None
+        exchange = replay.exchanges[0]
+        buffers = [parcel.buffer for parcel in exchange._receives]
+        rank.refit(1)
+        if rank.rank == 2:
+            assert len(buffers) == 2
+            assert buffers[0].shape == buffers[1].shape
+            assert len(replay.exchanges) == 1
+            arrived = [buffer.clone() for buffer in buffers]
+            receive = exchange.start
+
+            def start(stage: str) -> None:
+                receive(stage)
+                found = arrived if earlier else [buffer.clone() for buffer in buffers][::-1]
+                for buffer, other in zip(buffers, found, strict=True):
+                    buffer.copy_(other)
+
+            exchange.start = start  # type: ignore[method-assign]
+        return rank.refit(2)
+
+    results = run_threads(specs, sources, destinations, body, Setting(bucket_bytes=1 << 20, verify=verify))
+    assert isinstance(results[2], VerificationError)
 
 
 def test_storage_that_moved_is_bound_again_with_the_same_buckets() -> None:
@@ -220,5 +268,6 @@ def test_more_trainers_than_lanes_send_to_one_engine_whose_rounds_share_a_lane()
     )
     raise_failures(results)
     lanes, _ = results[-1]
-    assert len(lanes) > 2 and len({*lanes}) == 1
+    assert len(lanes) > 2
+    assert len({*lanes}) == 1
     assert all(wrong == [] for _, refits in results for _, wrong in refits)
