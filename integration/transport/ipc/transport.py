@@ -206,18 +206,21 @@ class IpcTransport(Transport):
     def _write(self, clock: StageClock) -> None:
         """Enqueue the whole refit of a sender."""
         stream = torch.cuda.current_stream(self._device)
-        with clock.stage("transfer"):
-            self._copies.launch()
-            for bell in self._bells:
-                ring(bell, landed(self._refits), stream)
-        if self.verify != "off":
-            # After the copies: the receivers compute theirs at the same time.
-            with clock.stage("verify"):
-                self._sent_proofs.compute(self._refits)
-                self._tell.launch()
+        try:
+            with clock.stage("transfer"):
+                self._copies.launch()
                 for bell in self._bells:
-                    ring(bell, proven(self._refits), stream)
-        self._ended.record(stream)
+                    ring(bell, landed(self._refits), stream)
+            if self.verify != "off":
+                # After the copies: the receivers compute theirs at the same time.
+                with clock.stage("verify"):
+                    self._sent_proofs.compute(self._refits)
+                    self._tell.launch()
+                    for bell in self._bells:
+                        ring(bell, proven(self._refits), stream)
+        finally:
+            # Whatever broke off in between: the peers' memory stays mapped until what was enqueued has ended.
+            self._ended.record(stream)
 
     def _await_bells(self, mailbox: Mailbox, number: int, stage: str) -> None:
         late = sorted(self._receives)
