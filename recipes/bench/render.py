@@ -17,7 +17,7 @@ from .run import BenchResult
 
 
 def json_records(options: BenchOptions, result: BenchResult) -> list[dict[str, Any]]:
-    """A record for each transport; a peer that did not run has ``null`` for its seconds."""
+    """A record for each transport; a peer that was not timed has ``null`` for its seconds."""
     peers = {
         name: peer.timing.median if peer.timing is not None else None for name, peer in result.peers.items()
     }
@@ -143,7 +143,7 @@ def _notes(result: BenchResult) -> list[str]:
         found += [f"{count} weights on the misc path, {reason}" for reason, count in refit.misc.items()]
     return [
         *dict.fromkeys(found),
-        *(f"peer {name} did not run: {p.reason}" for name, p in result.peers.items() if p.timing is None),
+        *(f"peer {name} was not timed: {p.reason}" for name, p in result.peers.items() if p.timing is None),
     ]
 
 

@@ -78,7 +78,7 @@ def test_a_run_gives_a_record_for_each_transport_peers_that_are_exact_and_a_pict
         assert record["peers"]["per-tensor"] > 0
         assert record["peers"]["vllm"] is None
         assert record["peers"]["m2n"] is None
-    assert "peer m2n did not run: nccl.m2n needs GPUs" in said.out
+    assert "peer m2n was not timed: nccl.m2n needs GPUs" in said.out
     assert "2 weights on the misc path, trainer: MoE router" in said.out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
