@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TRANSPORTS = ("auto", "p2p", "ipc", "golden")
+TRANSPORTS = ("auto", "p2p", "ipc", "m2n", "golden")
 VERIFY_MODES = ("off", "sampled", "full")
 
 
@@ -19,7 +19,8 @@ class RefitConfig:
         transport: ``p2p`` sends each shard straight to the shards that want it, over NCCL or gloo; ``ipc``
             writes straight into the engines' parameters, on GPUs of one host; ``golden`` broadcasts every
             held fragment to everyone (slow, the oracle); ``auto`` takes ``ipc`` where it can work, else
-            ``p2p``, and says why.
+            ``p2p``, and says why. ``m2n`` (NVIDIA's ``nccl.m2n``) carries no refits: ``p2p`` serves, and
+            trainer rank 0 logs the reason.
         bucket_mb: size of a bucket in MiB. ``p2p`` stages through two of them for each direction and stream,
             so that packing, wire and unpacking overlap; ``ipc`` needs none. The packed misc path uses one.
         streams: rounds of ``p2p`` that are on the wire at a time, each with a communicator of its own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from typing import cast
 
@@ -21,6 +22,8 @@ from ..world import RefitWorld, host_identity
 from .agreement import agree_on_plan, agree_on_specs, make_packed_broadcast
 from .base import CheckpointEngine, SendResult
 from .bulk import BulkPath
+
+logger = logging.getLogger(__name__)
 
 
 class NcclXferEngine(CheckpointEngine):
@@ -46,6 +49,8 @@ class NcclXferEngine(CheckpointEngine):
         self._chosen = choose(
             self.config.transport, [answer["gpu"] for answer in answers], self.world.train_ranks
         )
+        if self.world.rank == 0 and self.config.transport not in ("auto", self._chosen[0]):
+            logger.warning("policy.refit.transport: %s", self._chosen[1])
         everyone = [Holdings.from_json(answer["holdings"], table) for answer in answers]
         sources = [everyone[rank] for rank in self.world.sources]
         destinations = [everyone[rank] for rank in self.world.destinations]

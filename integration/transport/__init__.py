@@ -13,6 +13,7 @@ from ..process_groups import Group
 from .base import TransferResult, Transport
 from .golden import GoldenTransport
 from .ipc import IpcTransport, availability, facts
+from .m2n import WHY_NO_TRANSPORT
 from .p2p import P2PTransport
 
 __all__ = [
@@ -33,7 +34,7 @@ FALLBACK = "p2p"
 
 
 def choose(transport: str, told: Sequence[object], train_ranks: int) -> tuple[str, str]:
-    """The transport that ``auto`` means here, and why; any other name is returned as it is.
+    """The transport that serves, and why: ``auto`` and ``m2n`` mean another one, any other name means itself.
 
     Args:
         transport: of the configuration.
@@ -43,6 +44,8 @@ def choose(transport: str, told: Sequence[object], train_ranks: int) -> tuple[st
     Raises:
         RefitMismatch: what a rank told can't be read.
     """
+    if transport == "m2n":
+        return FALLBACK, f"m2n: {WHY_NO_TRANSPORT}; {FALLBACK} serves"
     if transport != "auto":
         return transport, "asked for by policy.refit.transport"
     able, reason = availability(told, train_ranks)

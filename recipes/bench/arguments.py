@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transport",
         action="append",
         metavar="NAMES",
-        help="auto (default), p2p, ipc, golden; repeat or set apart by commas",
+        help="auto (default), p2p, ipc, m2n (says why p2p serves), golden; repeat or set apart by commas",
     )
     parser.add_argument("--dtype", default="bf16", help="of the weights: bf16, fp16 or fp32")
     parser.add_argument(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.layout import Fragment, box_of
 from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.transport.m2n import M2nReshard, mesh_transfer
 from rlrefit.integration.transport.whole_tensors import whole_tensors
+from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world
 
 EXPERTS, ROWS, COLUMNS = 4, 6, 8
 SPECS = [
@@ -96,3 +99,24 @@ def test_a_communicator_that_does_not_come_up_is_an_error_with_the_remedy(librar
     library.communicator.init = refuse
     with pytest.raises(RefitError, match=r"unhandled system error.*transport p2p"):
         moved(0, {})
+
+
+def test_a_session_under_m2n_says_on_trainer_rank_0_why_p2p_serves_and_refits_are_exact(caplog):
+    box = {"w": [((0, 8), (0, 4))]}
+    specs = [TensorSpec("w", (8, 4), torch.float32)]
+
+    def body(rank, session, endpoint):
+        refits = [refit_changed(session, endpoint, version) for version in (1, 2)]
+        return [(record.transport, wrong) for record, wrong in refits], session.engine.transport_reason
+
+    config = RefitConfig(bucket_mb=1, timeout_s=20.0, transport="m2n", verify="full")
+    assert config.violations() == []
+    with caplog.at_level(logging.WARNING):
+        results = run_world(
+            [SyntheticSource(specs, box) for _ in range(2)], [SyntheticDestination(specs, box)], body, config
+        )
+    for refits, reason in results:
+        assert refits == [("p2p", []), ("p2p", [])]
+        assert reason.startswith("m2n: nccl.m2n carries no refits")
+    said = [record.getMessage() for record in caplog.records if "m2n" in record.getMessage()]
+    assert said == [f"policy.refit.transport: {results[0][1]}"]
