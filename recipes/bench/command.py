@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ...workers.catalog import CatalogError, LayoutError, parse_gen, parse_train, violations
+from ..option_checks import PICTURES, output_problems
 from .launch import BenchFailed, run_ranks
 from .options import PEERS, BenchOptions, names_of
 from .render import draw_timeline, json_records, show, write_json
@@ -28,7 +29,11 @@ def main(arguments: argparse.Namespace, console: Console, errors: Console) -> in
     except LayoutError as error:
         errors.print(escape(str(error)), highlight=False, soft_wrap=True)
         return _MISUSED
-    problems = [*options.violations(torch.cuda.device_count()), *_model_problems(options)]
+    problems = [
+        *_output_problems(arguments),
+        *options.violations(torch.cuda.device_count()),
+        *_model_problems(options),
+    ]
     if problems:
         errors.print(escape("\n".join(problems)), highlight=False, soft_wrap=True)
         return _MISUSED
@@ -38,11 +43,34 @@ def main(arguments: argparse.Namespace, console: Console, errors: Console) -> in
         errors.print(escape(str(error)), highlight=False, soft_wrap=True)
         return _FAILED
     show(console, options, result)
+    written = _write(arguments, options, result, errors)
+    return max(written, _report_faults(options, result, errors))
+
+
+def _output_problems(arguments: argparse.Namespace) -> list[str]:
+    found = []
     if arguments.json is not None:
-        write_json(arguments.json, json_records(options, result))
+        found += output_problems("--json", arguments.json)
     if arguments.timeline is not None:
-        draw_timeline(arguments.timeline, result.refits[0], options.train_ranks)
-    return _report_faults(options, result, errors)
+        found += output_problems("--timeline", arguments.timeline, PICTURES)
+    return found
+
+
+def _write(arguments: argparse.Namespace, options: BenchOptions, result: BenchResult, errors: Console) -> int:
+    """Write what was asked for; a file that fails keeps nothing else from being written or said."""
+    code = 0
+    for path, write in (
+        (arguments.json, lambda path: write_json(path, json_records(options, result))),
+        (arguments.timeline, lambda path: draw_timeline(path, result.refits[0], options.train_ranks)),
+    ):
+        if path is None:
+            continue
+        try:
+            write(path)
+        except OSError as error:
+            errors.print(escape(f"{path} can't be written: {error}"), highlight=False, soft_wrap=True)
+            code = _FAILED
+    return code
 
 
 def _model_problems(options: BenchOptions) -> list[str]:

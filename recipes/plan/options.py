@@ -19,6 +19,7 @@ from ...workers.catalog import (
     parse_train,
     violations,
 )
+from ..option_checks import output_problems
 from .arguments import DTYPES
 from .hosts import Hosts, HostsError, read_hosts
 
@@ -89,10 +90,8 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
     if arguments.bucket_mb < 1:
         wrong.append(f"bucket-mb is {arguments.bucket_mb}; give at least 1")
     heat_map = Path(arguments.heat_map) if arguments.heat_map else None
-    if heat_map is not None and heat_map.suffix.lower() not in HEAT_MAPS:
-        wrong.append(f"heat-map: {heat_map} ends in none of {', '.join(HEAT_MAPS)}")
-    if heat_map is not None and not heat_map.absolute().parent.is_dir():
-        wrong.append(f"heat-map: the folder {heat_map.absolute().parent} does not exist")
+    if heat_map is not None:
+        wrong += output_problems("heat-map", heat_map, HEAT_MAPS)
     ranks = None if arguments.compile_ranks == "all" else arguments.compile_ranks
     if ranks is not None and not (ranks.isdecimal() and int(ranks) >= 1):
         wrong.append(f"compile-ranks is {ranks!r}; give all, or a number of at least 1")

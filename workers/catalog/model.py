@@ -112,7 +112,10 @@ def _from_hub(name: str) -> dict[str, Any]:
     try:
         from huggingface_hub import hf_hub_download
     except ImportError as error:
-        raise CatalogError(f"{name!r} looks like a model of the hub, which needs huggingface_hub") from error
+        raise CatalogError(
+            f"{name!r} looks like a model of the hub, which needs huggingface_hub: pip install 'rlrefit[hub]'; or give "
+            "the path of its config.json"
+        ) from error
     # It logs each of its retries, and the error below says all of it.
     log = logging.getLogger("huggingface_hub")
     level = log.level

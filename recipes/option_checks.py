@@ -1,0 +1,31 @@
+"""What commands check of their options before they start: what is found only at the end costs the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def output_problems(option: str, path: Path, suffixes: Sequence[str] = ()) -> list[str]:
+    """Why a file could not be written, one sentence each; empty if it can.
+
+    Args:
+        option: that names the file, for the texts.
+        path: of the file.
+        suffixes: that the file may have, in lower case; empty for any. Those of ``PICTURES`` need matplotlib.
+    """
+    found: list[str] = []
+    suffix, folder = path.suffix.lower(), path.absolute().parent
+    if suffixes and suffix not in suffixes:
+        found.append(f"{option}: {path} ends in none of {', '.join(suffixes)}")
+    elif suffixes and suffix in PICTURES and find_spec("matplotlib") is None:
+        page = "; or give .html" if ".html" in suffixes else ""
+        found.append(f"{option}: {path} needs matplotlib: pip install 'rlrefit[plots]'{page}")
+    if not folder.is_dir():
+        found.append(f"{option}: the folder {folder} does not exist")
+    elif path.is_dir():
+        found.append(f"{option}: {path} is a folder; give a file in it")
+    return found
