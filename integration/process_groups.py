@@ -20,6 +20,8 @@ from .errors import PeerLost, RefitError, RefitTimeout
 # Seconds between looks at a GPU's progress, and between looks at the other ranks meanwhile.
 _PAUSE = 2e-5
 _WATCH_EVERY = 0.5
+# Seconds that a wait on gloo has at least: it may have ended already when the time is up.
+_LEAST_WAIT = 0.01
 # Seconds that giving up a communicator may itself take; it can be stuck in its set-up.
 _ABORT_WITHIN = 10.0
 
@@ -79,7 +81,15 @@ class Group:
         """
         self._configure(rank, size, device, timeout_s, watch, lanes)
         try:
-            for lane in range(lanes):
+            self._open_lanes(store, name)
+        except BaseException:
+            # The lanes that are open already: peers would wait for them.
+            self.close(failed=True)
+            raise
+
+    def _open_lanes(self, store: Store, name: str) -> None:
+        try:
+            for lane in range(self.lanes):
                 self._backends.append(self._make(PrefixStore(f"{name}/{lane}", store)))
                 # NCCL connects all ranks at the first use, and a rank without messages would never come to it.
                 self._guarded(partial(self._hello, lane), "connect")
@@ -87,10 +97,10 @@ class Group:
             raise
         except RuntimeError as error:
             raise RefitError(
-                f"the refit's process group {name!r} of {size} ranks could not be made: {error}. Can all ranks reach "
-                "each other, and does the host name resolve to an address that the other hosts see?",
+                f"the refit's process group {name!r} of {self.size} ranks could not be made: {error}. Can all ranks "
+                "reach each other, and does the host name resolve to an address that the other hosts see?",
                 stage="process group",
-                rank=rank,
+                rank=self.rank,
             ) from error
 
     def _configure(
@@ -118,7 +128,7 @@ class Group:
         one call travel together, so a call should hold all that is ready.
         """
         kind = _NcclExchange if self.device.type == "cuda" else _GlooExchange
-        return kind(self, self._backends[lane], sends, receives)
+        return kind(self, lane, sends, receives)
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stage: str) -> None:
         """Send and receive all parcels at once and wait for them; as :meth:`prepare`.
@@ -151,6 +161,16 @@ class Group:
             exchange = self.prepare(sends, [Parcel(peer, buffer) for peer, buffer in out.items()], lane)
 
             self._guarded(partial(self._greet, exchange), "connect")
+
+    def backend(self, lane: int) -> Any:
+        """The communicator of a lane.
+
+        Raises:
+            RefitError: the group is closed.
+        """
+        if lane >= len(self._backends):
+            raise RefitError("the process group is closed", stage="process group", rank=self.rank)
+        return self._backends[lane]
 
     def broadcast(self, buffer: torch.Tensor, root: int, stage: str) -> None:
         """Broadcast a contiguous buffer from the group's rank ``root`` and wait; errors as in :meth:`exchange`."""
@@ -338,9 +358,9 @@ class BorrowedGroup(Group):
 class Exchange:
     """Parcels that are exchanged at once; made by :meth:`Group.prepare`."""
 
-    def __init__(self, group: Group, backend: Any, sends: Sequence[Parcel], receives: Sequence[Parcel]):
+    def __init__(self, group: Group, lane: int, sends: Sequence[Parcel], receives: Sequence[Parcel]):
         self._group = group
-        self._backend = backend
+        self._lane = lane
         self._sends = list(sends)
         self._receives = list(receives)
         self.peers = sorted({p.peer for p in (*sends, *receives)})
@@ -363,11 +383,23 @@ class Exchange:
 
 
 class _GlooExchange(Exchange):
+    """Looks its backend up at each use: whoever keeps the exchange, as a traceback does, must not keep gloo's
+    connections open, for only their end tells the peers that this rank has given up.
+    """
+
     def _start(self) -> None:
-        works = [self._backend.recv([p.buffer], p.peer, 0) for p in self._receives]
-        works += [self._backend.send([p.buffer], p.peer, 0) for p in self._sends]
-        for work in works:
-            work.wait(self._group.timeout)
+        deadline = time.monotonic() + self._group.timeout.total_seconds()
+        works: list[Any] = []
+        try:
+            for parcel in self._receives:
+                works.append(self._group.backend(self._lane).recv([parcel.buffer], parcel.peer, 0))
+            for parcel in self._sends:
+                works.append(self._group.backend(self._lane).send([parcel.buffer], parcel.peer, 0))
+            for index in range(len(works)):
+                # A timeout of 0 would mean none at all.
+                works[index].wait(timedelta(seconds=max(deadline - time.monotonic(), _LEAST_WAIT)))
+        finally:
+            works.clear()
 
 
 class _NcclExchange(Exchange):
@@ -377,8 +409,9 @@ class _NcclExchange(Exchange):
     so hangs where a rank has nothing to exchange and does not take part.
     """
 
-    def __init__(self, group: Group, backend: Any, sends: Sequence[Parcel], receives: Sequence[Parcel]):
-        super().__init__(group, backend, sends, receives)
+    def __init__(self, group: Group, lane: int, sends: Sequence[Parcel], receives: Sequence[Parcel]):
+        super().__init__(group, lane, sends, receives)
+        backend = self._backend = group.backend(lane)
         self._calls = [(backend.send, [p.buffer], p.peer) for p in sends]
         self._calls += [(backend.recv, [p.buffer], p.peer) for p in receives]
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlrefit.integration.errors import PlanError, RefitMismatch, VerificationError
+from rlrefit.integration.errors import (
+    PeerLost,
+    PlanError,
+    RefitError,
+    RefitMismatch,
+    RefitTimeout,
+    VerificationError,
+)
 from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.plan import Message, Plan, Segment, own_part
+from rlrefit.integration.process_groups import Group, Parcel
 from rlrefit.integration.transport import cargo
 from rlrefit.integration.transport.cargo import Cargo
 from rlrefit.integration.transport.staging import share_buckets
@@ -271,3 +283,67 @@ def test_more_trainers_than_lanes_send_to_one_engine_whose_rounds_share_a_lane()
     assert len(lanes) > 2
     assert len({*lanes}) == 1
     assert all(wrong == [] for _, refits in results for _, wrong in refits)
+
+
+def test_a_rank_that_fails_ends_the_others_at_once_though_its_error_is_kept() -> None:
+    specs, sources, destinations = replicas((64, 96), 4, trainers=1, engines=2)
+
+    def body(rank: Rank) -> Any:
+        rank.refit(1)
+        if rank.rank == 2:
+            replay = rank.transport._replay
+            assert replay is not None
+
+            def fail(stage: str) -> None:
+                raise ValueError("this rank alone")
+
+            replay.exchanges[0].start = fail  # type: ignore[method-assign]
+        return rank.refit(2)
+
+    start = time.monotonic()
+    setting = Setting(bucket_bytes=8192, lanes=2, fan_out=True, timeout_s=30.0)
+    results = run_threads(specs, sources, destinations, body, setting)
+    assert time.monotonic() - start < 10
+    assert [type(result) for result in results] == [PeerLost, PeerLost, ValueError]
+
+
+def test_the_limit_of_an_exchange_is_that_of_all_its_messages_together() -> None:
+    store = dist.HashStore()
+
+    def run(rank: int) -> Any:
+        group = Group(store, "late", rank, 2, torch.device("cpu"), 1.0, lambda stage: None)
+        if rank == 0:
+            ended.wait(20)
+            return group.close()
+        buffers = [torch.zeros(16, dtype=torch.uint8) for _ in range(4)]
+        start = time.monotonic()
+        with pytest.raises(RefitTimeout):
+            group.exchange([], [Parcel(0, buffer) for buffer in buffers], "transfer")
+        ended.set()
+        group.close(failed=True)
+        return time.monotonic() - start
+
+    ended = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        _, seconds = pool.map(run, range(2))
+    assert seconds < 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_group_that_can_not_open_all_its_lanes_closes_those_that_it_has(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    closed: list[bool] = []
+
+    def make(group: Group, store: Any) -> Any:
+        if made:
+            raise error("no more")
+        made.append(object())
+        return made[0]
+
+    monkeypatch.setattr(Group, "_make", make)
+    monkeypatch.setattr(Group, "close", lambda group, *, failed: closed.append(failed))
+    with pytest.raises(RefitError if error is RuntimeError else error):
+        Group(dist.HashStore(), "few", 0, 1, torch.device("cpu"), 1.0, lambda stage: None, 2)
+    assert closed == [True]
