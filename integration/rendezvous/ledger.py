@@ -187,7 +187,8 @@ class Ledger:
             answer = pack_body(Status.DIFFER, values)
         else:
             answer = pack_body(Status.OK, [b"\1" if any(flag for _, flag, _ in arrived) else b"\0"])
-        return [(who, answer) for who, _, _ in arrived]
+        # Rank 0 last: it shares the interpreter with the server, and once it runs on it would hold up the rest.
+        return [(who, answer) for who, _, _ in reversed(arrived)]
 
     def _give_up_meetings_without(self, *gone: int) -> list[Answer]:
         """A rank that has left comes to no meeting any more."""

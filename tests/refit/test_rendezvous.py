@@ -27,6 +27,7 @@ from rlrefit.integration.rendezvous import (
 from rlrefit.integration.rendezvous import (
     server as server_module,
 )
+from rlrefit.integration.rendezvous.ledger import Ledger
 from rlrefit.integration.rendezvous.wire import (
     GREETING_BYTES,
     HELLO_BYTES,
@@ -36,6 +37,7 @@ from rlrefit.integration.rendezvous.wire import (
     Role,
     pack_body,
     pack_hello,
+    pack_int,
 )
 from rlrefit.integration.world import RefitWorld
 
@@ -317,6 +319,19 @@ def test_closing_admits_nobody_any_more_and_serves_those_who_are_there_to_the_en
         channel.close()
     server._thread.join(2.0)
     assert not server._thread.is_alive(), "with its last rank the thread ends"
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 0, 2, 1)])
+def test_a_meeting_that_is_complete_releases_the_rank_beside_the_server_last(order: tuple[int, ...]) -> None:
+    # The interpreter is theirs together: rank 0 would compute while the server has answers left to send.
+    ledger = Ledger(RefitWorld(0, 2, 2))
+    answers = []
+    for rank in order:
+        fields = [b"begin/0", pack_int(1000), b"\1", b"\0", b"7"]
+        answers = ledger.request(f"connection {rank}", rank, Op.MEET, fields, 0.0)
+    callers = [caller for caller, _ in answers]
+    assert sorted(map(str, callers)) == [f"connection {rank}" for rank in range(4)]
+    assert callers[-1] == "connection 0"
 
 
 def test_a_process_that_exits_without_closing_it_ends_the_others_waits_at_once() -> None:
