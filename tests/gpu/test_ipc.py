@@ -67,6 +67,18 @@ def test_a_killed_receiver_keeps_neither_the_senders_nor_the_other_receivers(mee
     assert [ranks[rank]["ended"] for rank in (0, 1, 3)] == ["done"] * 3
 
 
+def test_a_sender_whose_gpu_was_busy_too_long_writes_nothing_into_engines_that_gave_it_up(
+    meeting: str,
+) -> None:
+    ranks = run(Scenario(meeting, action="busy", timeout_s=3.0))
+    assert ranks[0]["ended"].startswith("RefitTimeout: this rank's earlier work on its GPU")
+    for rank in ranks[2:]:
+        assert rank["ended"].startswith("RefitTimeout: refit rank 0 did not finish")
+        # Experts are dealt out to the trainers in turn, and rank 0 has the first.
+        assert any(name.startswith("experts.0.") for name in rank["missing"])
+        assert not any(name.startswith("experts.1.") for name in rank["missing"])
+
+
 def test_a_checksum_that_differs_is_an_error_that_names_sender_and_weight(meeting: str) -> None:
     ranks = run(Scenario(meeting, action="lie"))
     assert ranks[2]["ended"].startswith("VerificationError: what landed from refit rank 0")

@@ -28,6 +28,7 @@ ALLOCATIONS = (
 DESCRIPTION = Description(
     "process",
     "GPU-1",
+    60.5,
     ALLOCATIONS,
     "somewhere",
     "00ff",
@@ -73,6 +74,12 @@ def broken(change: Any) -> dict[str, Any]:
         lambda d: d.update(token="no hex"),
         lambda d: d.update(address="a" * 1000),
         lambda d: d.update(process=7),
+        lambda d: d.pop("timeout_s"),
+        lambda d: d.update(timeout_s=0),
+        lambda d: d.update(timeout_s=True),
+        lambda d: d.update(timeout_s="60"),
+        lambda d: d.update(timeout_s=float("nan")),
+        lambda d: d.update(timeout_s=float("inf")),
     ],
 )
 def test_a_description_that_is_malformed_is_refused(change: Any) -> None:

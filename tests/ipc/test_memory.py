@@ -92,6 +92,7 @@ def test_memory_that_can_not_be_mapped_leaves_no_descriptor_and_no_mapping(
     peer = Description(
         "another",
         "GPU-0",
+        5.0,
         (Allocation(1 << 41, 70 * CHUNK, "", (CHUNK,) * 70),),
         server.address,
         server.token,

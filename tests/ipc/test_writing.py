@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from rlrefit.integration.clock import StageClock
+from rlrefit.integration.errors import RefitTimeout
+from rlrefit.integration.packing import Strided
 from rlrefit.integration.plan import Message, Plan, Segment
+from rlrefit.integration.transport.ipc import lease
 from rlrefit.integration.transport.ipc import transport as module
+from rlrefit.integration.transport.ipc.description import Allocation, Description, Inbox, Place, View
 from rlrefit.integration.transport.ipc.transport import IpcTransport
 
 PLAN = Plan(0, ((Message(0, 1, 0, (Segment("w", ((0, 4),), 0, 8),), 32, 0),),), ((),), "digest", {})
@@ -82,3 +86,63 @@ def test_writes_that_break_off_are_still_waited_for_before_memory_is_unmapped(
     one._imported.append(peer)
     one.close(failed=True)
     assert gpu.log[-3:] == ["record writes", "writes ended", "unmap"]
+
+
+def test_a_sender_writes_once_its_gpu_has_done_what_was_enqueued_since_it_settled(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = sender(gpu)
+    monkeypatch.setattr(one._lease, "use", lambda rank: gpu.step("lease"))
+    one.settle()
+    gpu.log.clear()
+    gpu.looks = 3
+    one.run(CLOCK)
+    assert gpu.log[:4] == ["record earlier work", "earlier work ended", "lease", "copy"]
+    assert gpu.log[-2:] == ["record writes", "writes ended"]
+
+
+def test_a_sender_whose_gpu_is_busy_until_its_peers_give_up_writes_nothing(gpu: Gpu) -> None:
+    one = sender(gpu, timeout_s=0.1)
+    one.settle()
+    gpu.looks = 1 << 40
+    with pytest.raises(RefitTimeout, match="earlier work on its GPU"):
+        one.run(CLOCK)
+    assert "copy" not in gpu.log
+
+
+def receiver(timeout_s: float) -> object:
+    view = View(Place(0, 0), (2,), 2)
+    inbox = Inbox((view,), Place(0, 1024), Place(0, 2048))
+    memory = (Allocation(1 << 40, 4096, "ab" * 64),)
+    return Description("another", "GPU-0", timeout_s, memory, inboxes={0: inbox}).to_json()
+
+
+@pytest.mark.parametrize(("ours", "theirs", "allowed"), [(600.0, 60.0, 60.0), (60.0, 600.0, 60.0)])
+def test_a_sender_writes_no_later_than_the_receiver_waits(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, ours: float, theirs: float, allowed: float
+) -> None:
+    monkeypatch.setattr(module, "ImportedMemory", lambda *_: SimpleNamespace(bases=[0], close=lambda: None))
+    copies = SimpleNamespace(launch=lambda: gpu.step("copy"))
+    monkeypatch.setattr(module, "CopyTable", SimpleNamespace(build=lambda pairs, device: copies))
+    one = sender(gpu, ours)
+    source = Strided.packed(0, (4,), 2)
+    parts: dict[str, Any] = {
+        "_bound_sends": {1: [(PLAN.sends[0][0], [source])]},
+        "_sent_proofs": SimpleNamespace(
+            sums=torch.zeros(1, 2, dtype=torch.int64), compute=lambda refit: None
+        ),
+    }
+    for name, part in parts.items():
+        setattr(one, name, part)
+    one.connect([None, receiver(theirs)])
+    now = 1000.0
+    monkeypatch.setattr(lease, "time", SimpleNamespace(monotonic=lambda: now))
+    one.settle()
+    now += allowed - 1
+    one.run(CLOCK)
+    assert gpu.log.count("copy") == 2  # the checksums are told by a copy as well
+    one.settle()
+    now += allowed + 1
+    with pytest.raises(RefitTimeout, match="late writes"):
+        one.run(CLOCK)
+    assert gpu.log.count("copy") == 2

@@ -36,7 +36,8 @@ class Scenario:
         sources: trainer ranks, which hold whole experts.
         destinations: engine ranks, which want a part of every expert.
         action: ``refits``, ``move`` (the engines' storage moves before the last refit), ``kill`` (the ``victim``
-            dies instead of the second refit), ``lie`` (trainer rank 0 tells another checksum in the second), or
+            dies instead of the second refit), ``busy`` (trainer rank 0 has its GPU busy beyond the timeout when it
+            comes to write the second), ``lie`` (trainer rank 0 tells another checksum in the second), or
             ``epochs`` (as many epochs as ``times``).
         times: refits or epochs.
         victim: the rank that dies.
@@ -267,6 +268,29 @@ def _kill(rank: Rank) -> dict[str, Any]:
     return {"ended": ended, "seconds": seconds}
 
 
+def _busy(rank: Rank) -> dict[str, Any]:
+    rank.open()
+    rank.refit(1)
+    rank.prepare(2)
+    rank.transport.settle()
+    rank.meeting.vote()
+    if rank.rank == 0:
+        # Some 3e9 cycles are 1.5 s and more, on any GPU.
+        for _ in range(int(rank.scenario.timeout_s) + 2):
+            torch.cuda._sleep(3_000_000_000)
+    try:
+        rank.transport.run(rank.clock)
+        ended = "done"
+    except RefitError as error:
+        ended = f"{type(error).__name__}: {error}"
+    torch.cuda.synchronize()
+    rank.meeting.vote()
+    # What trainer rank 0 holds must not have come, however late.
+    late = [] if rank.is_source else rank.endpoint.wrong(2)
+    rank.transport.close(failed=True)
+    return {"ended": ended, "missing": late}
+
+
 def _lie(rank: Rank) -> dict[str, Any]:
     rank.open()
     rank.refit(1)
@@ -311,4 +335,4 @@ def _resources(rank: Rank) -> tuple[int, int]:
     return found
 
 
-_ACTIONS = {"refits": _refits, "move": _move, "kill": _kill, "lie": _lie, "epochs": _epochs}
+_ACTIONS = {"refits": _refits, "move": _move, "kill": _kill, "busy": _busy, "lie": _lie, "epochs": _epochs}

@@ -16,6 +16,7 @@ _MOST_CHUNKS = 1 << 18
 _MOST_VIEWS = 1 << 24
 _MOST_DIMS = 8
 _MOST_BYTES = 1 << 46
+_MOST_SECONDS = 1e9
 _ITEM_SIZES = (1, 2, 4, 8, 16)
 # A classic CUDA IPC handle: 64 bytes.
 HANDLE_HEX = 128
@@ -72,6 +73,7 @@ class Description:
     Attributes:
         process: name of the process; equal only inside one.
         device: UUID of the GPU.
+        timeout_s: seconds for which it waits for its senders.
         allocations: all that ``inboxes`` point into.
         address: of the exporter's descriptor server; empty if no allocation has chunks.
         token: to be shown there, hex.
@@ -80,6 +82,7 @@ class Description:
 
     process: str
     device: str
+    timeout_s: float
     allocations: tuple[Allocation, ...] = ()
     address: str = ""
     token: str = ""
@@ -101,6 +104,7 @@ class Description:
         return {
             "process": self.process,
             "device": self.device,
+            "timeout_s": self.timeout_s,
             "allocations": [[a.base, a.size, a.handle, list(a.chunks)] for a in self.allocations],
             "address": self.address,
             "token": self.token,
@@ -190,6 +194,7 @@ def _read(data: object) -> Description:
     return Description(
         process=_text(data["process"]),
         device=_text(data["device"]),
+        timeout_s=_seconds(data["timeout_s"]),
         allocations=allocations,
         address=_text(data["address"]),
         token=_hex(data["token"]),
@@ -235,6 +240,12 @@ def _int(value: object, below: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < below:
         raise ValueError(f"{value!r} is no whole number from 0 to {below - 1}")
     return value
+
+
+def _seconds(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < _MOST_SECONDS:
+        raise ValueError(f"{value!r} is no time in seconds")
+    return float(value)
 
 
 def _text(value: object) -> str:

@@ -12,10 +12,16 @@ class Lease:
 
     A sender that is held up afterwards (stopped, swapped out) would wake into a world whose receivers have timed
     out, and may have been refitted by others meanwhile: its late writes would put old weights into an engine that
-    serves. Receivers wait at least as long as a lease runs, since they begin to wait later.
+    serves. Receivers wait at least as long as a lease runs, since they begin to wait later, and it runs for the
+    shortest time that any of them waits.
     """
 
     def __init__(self, limit_s: float):
+        """Make one that has yet to be renewed.
+
+        Args:
+            limit_s: for how long it runs, in seconds: no longer than any receiver waits.
+        """
         self._limit = limit_s
         self._since: float | None = None
 

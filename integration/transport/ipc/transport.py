@@ -122,12 +122,13 @@ class IpcTransport(Transport):
         self._landed_proofs = Proofs(self._bound_receives, self.verify, self._device)
 
     def describe(self) -> object:
-        description = Description(process_name(), device_uuid(self._device))
+        description = Description(process_name(), device_uuid(self._device), self._timeout)
         if self._exported is not None and self._mailbox is not None:
             address, token = self._exported.serve(len(self._receives), self._timeout)
             description = Description(
                 process_name(),
                 device_uuid(self._device),
+                self._timeout,
                 self._exported.allocations,
                 address,
                 token,
@@ -140,10 +141,12 @@ class IpcTransport(Transport):
         told: list[tuple[Strided, Strided]] = []
         bells: list[int] = []
         rows = 0
+        limit = self._timeout
         for receiver, bound in sorted(self._bound_sends.items()):
             peer = Description.from_json(described[receiver], receiver)
             mapped = ImportedMemory(peer, self._device, self._timeout)
             self._imported.append(mapped)
+            limit = min(limit, peer.timeout_s)
             try:
                 inbox = peer.inboxes[self.rank]
                 targets = self._targets(bound, peer, inbox, mapped.bases)
@@ -166,6 +169,7 @@ class IpcTransport(Transport):
             )
         self._bells = bells
         # Peers meet again after this, and only then begin to wait.
+        self._lease = Lease(limit)
         self._lease.renew()
         self._copies = CopyTable.build(interleave(writes, self.rank), self._device)
         self._tell = CopyTable.build(told if self.verify != "off" else (), self._device)
@@ -173,10 +177,8 @@ class IpcTransport(Transport):
     def settle(self) -> None:
         # What was enqueued before still uses the parameters that peers are about to overwrite, or would keep
         # this rank's writes waiting until after its peers have given it up.
-        event = torch.cuda.Event()
         with self._classifying():
-            event.record(torch.cuda.current_stream(self._device))
-            self._wait(event.query, "handshake", lambda: "this rank's earlier work on its GPU")
+            self._catch_up("handshake")
         self._lease.renew()
 
     def run(self, clock: StageClock) -> TransferResult:
@@ -184,6 +186,10 @@ class IpcTransport(Transport):
         verified = 0
         with torch.cuda.device(self._device), self._classifying():
             if self._sends:
+                with clock.waiting():
+                    # The endpoint may have enqueued more since (Megatron's gather); the writes would start after
+                    # it, however long it takes, and the lease says until when they may.
+                    self._catch_up("transfer")
                 self._lease.use(self.rank)
                 self._write(clock)
                 with clock.waiting():
@@ -271,6 +277,12 @@ class IpcTransport(Transport):
                 raise ValueError(f"items of {view.itemsize} bytes for {segment.name}")
             found.append(peer.target(view, [stop - start for start, stop in segment.box], bases))
         return found
+
+    def _catch_up(self, stage: str) -> None:
+        """Wait until this rank's GPU has done what was enqueued on the current stream."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        self._wait(event.query, stage, lambda: "this rank's earlier work on its GPU")
 
     def _wait(self, done: Callable[[], bool], stage: str, late: Callable[[], str]) -> None:
         """Poll until ``done``; ``late`` says who or what is waited for."""
