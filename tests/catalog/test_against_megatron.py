@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +11,7 @@ import torch
 from rlrefit.integration.manifest import TensorSpec
 from rlrefit.workers.catalog import Model, Param, TrainLayout, train_storage
 
+from .real import ask
 from .shrunken import CONFIGS
 
 ARCHITECTURES = {
@@ -58,7 +54,6 @@ def _label(case: tuple[str, TrainLayout, int]) -> str:
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    path = tmp_path_factory.mktemp("megatron") / "cases.json"
     cases = [
         {
             "config": CONFIGS[name],
@@ -70,20 +65,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         }
         for name, layout, rank in _CASES
     ]
-    path.write_text(json.dumps(cases))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.catalog.real_megatron", str(path)],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-1500:]
-    found = json.loads(path.with_suffix(".found.json").read_text())
-    assert isinstance(found, list)
-    return found
+    return ask("real_megatron", cases, tmp_path_factory.mktemp("megatron"), {"CUDA_VISIBLE_DEVICES": ""})
 
 
 @pytest.mark.parametrize("index", range(len(_CASES)), ids=[_label(case) for case in _CASES])

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +11,7 @@ import torch
 from rlrefit.integration.manifest import dtype_name
 from rlrefit.workers.catalog import GenLayout, Model, Param, gen_storage
 
+from .real import ask
 from .shrunken import CONFIGS
 from .test_against_megatron import ARCHITECTURES
 
@@ -67,21 +63,8 @@ def _case(name: str, layout: GenLayout, rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    path = tmp_path_factory.mktemp("vllm") / "cases.json"
-    path.write_text(json.dumps([_case(*case) for case in _CASES]))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.catalog.real_vllm", str(path)],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-1500:]
-    found = json.loads(path.with_suffix(".found.json").read_text())
-    assert isinstance(found, list)
-    return found
+    cases = [_case(*case) for case in _CASES]
+    return ask("real_vllm", cases, tmp_path_factory.mktemp("vllm"), {})
 
 
 @pytest.mark.parametrize("index", range(len(_CASES)), ids=[_label(case) for case in _CASES])
