@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..integration.config import RefitConfig
+
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -29,3 +31,21 @@ def output_problems(option: str, path: Path, suffixes: Sequence[str] = ()) -> li
     elif path.is_dir():
         found.append(f"{option}: {path} is a folder; give a file in it")
     return found
+
+
+def refit_problems(config: RefitConfig) -> list[str]:
+    """What is wrong with values of ``policy.refit`` that were given as options, told by the options' names."""
+    found = []
+    for problem in config.violations("--"):
+        name, told, rest = problem.removeprefix("--.").partition(":")
+        found.append(f"--{name.replace('_', '-')}{told}{rest}")
+    return found
+
+
+def empty_layouts(train: str, gen: str) -> list[str]:
+    """A complaint for each layout that is given and empty, as an unset variable of a shell leaves it."""
+    return [
+        f"{who}: the layout is empty; give e.g. tp=4,pp=2, or tp=1 for one rank"
+        for who, text in (("train", train), ("gen", gen))
+        if not text.strip()
+    ]

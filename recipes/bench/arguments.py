@@ -42,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for tests with small models"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the figures there: an object for one transport, a list for several",
+    )
     parser.add_argument(
         "--timeline", type=Path, metavar="FILE.png", help="draw the stages of one refit there"
     )

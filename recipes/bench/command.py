@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ...workers.catalog import CatalogError, LayoutError, parse_gen, parse_train, violations
-from ..option_checks import PICTURES, output_problems
+from ..option_checks import PICTURES, empty_layouts, output_problems
 from .launch import BenchFailed, run_ranks
 from .options import PEERS, BenchOptions, names_of
 from .render import draw_timeline, json_records, show, write_json
@@ -30,6 +30,7 @@ def main(arguments: argparse.Namespace, console: Console, errors: Console) -> in
         errors.print(escape(str(error)), highlight=False, soft_wrap=True)
         return _MISUSED
     problems = [
+        *empty_layouts(arguments.train, arguments.gen),
         *_output_problems(arguments),
         *options.violations(torch.cuda.device_count()),
         *_model_problems(options),
@@ -74,6 +75,8 @@ def _write(arguments: argparse.Namespace, options: BenchOptions, result: BenchRe
 
 
 def _model_problems(options: BenchOptions) -> list[str]:
+    if options.layers is not None and options.layers < 1:
+        return []  # said already, and what is wrong with a model of so many layers would mislead
     try:
         model = open_shortened(options.model, torch.bfloat16, options.layers)
         return [*violations(model, options.train), *violations(model, options.gen)]

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from ...integration.errors import RefitError
+from ...workers.catalog import CatalogError, LayoutError
 from .options import BenchOptions
 
 _HOST = "127.0.0.1"
@@ -112,8 +114,11 @@ def _rank(
         )
         # Pickled here and not by the pipe: torch makes that pass tensors through a socket of the sender.
         pipe.send_bytes(pickle.dumps((True, main(rank, options, store))))
-    except BaseException:
-        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    except BaseException as error:
+        # These say themselves what is wrong and what to do; of others it matters where they arose.
+        told = isinstance(error, (RefitError, CatalogError, LayoutError))
+        text = f"{type(error).__name__}: {error}" if told else traceback.format_exc()
+        pipe.send_bytes(pickle.dumps((False, text)))
         # Peers may sit in a collective with this one; leave without the exit handlers that wait for them.
         os._exit(1)
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...integration.config import TRANSPORTS, VERIFY_MODES
+from ...integration.config import TRANSPORTS, RefitConfig
 from ...workers.catalog import GenLayout, TrainLayout
+from ..option_checks import refit_problems
 
 PEERS = ("broadcast", "per-tensor", "vllm", "m2n")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -77,6 +78,15 @@ class BenchOptions:
         """Ranks on both sides: one process each, and on GPUs one GPU each."""
         return self.train_ranks + self.gen_ranks
 
+    def refit_config(self, transport: str) -> RefitConfig:
+        """``policy.refit`` of the run, with one of its transports."""
+        config = RefitConfig(transport=transport, timeout_s=self.timeout_s, verify=self.verify)
+        if self.bucket_mb is not None:
+            config.bucket_mb = self.bucket_mb
+        if self.streams is not None:
+            config.streams = self.streams
+        return config
+
     def violations(self, gpus: int) -> list[str]:
         """All that is wrong, one sentence each with the remedy; empty if nothing is.
 
@@ -84,10 +94,11 @@ class BenchOptions:
             gpus: GPUs of this host.
         """
         found = [
-            f"--transport: {name!r} is not one of {', '.join(TRANSPORTS)}"
-            for name in self.transports
-            if name not in TRANSPORTS
+            text
+            for transport in self.transports or (RefitConfig().transport,)
+            for text in refit_problems(self.refit_config(transport))
         ]
+        found = list(dict.fromkeys(found))
         if not self.transports:
             found.append(f"--transport: give at least one of {', '.join(TRANSPORTS)}")
         found += [
@@ -97,18 +108,16 @@ class BenchOptions:
         ]
         if self.dtype not in DTYPES:
             found.append(f"--dtype: {self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if self.verify not in VERIFY_MODES:
-            found.append(f"--verify: {self.verify!r} is not one of {', '.join(VERIFY_MODES)}")
         for option, value, least in (
             ("--refits", self.refits, 1),
             ("--warm-up", self.warm_up, 1),
             ("--peer-refits", self.peer_refits, 1),
-            ("--bucket-mb", self.bucket_mb, 1),
-            ("--streams", self.streams, 1),
             ("--layers", self.layers, 1),
         ):
             if value is not None and value < least:
                 found.append(f"{option}: {value} is too small; give at least {least}")
+        if self.device == "cpu" and "ipc" in self.transports:
+            found.append("--transport: ipc needs GPUs; with --device cpu give auto, p2p or golden")
         if self.device == "cuda" and self.world_size > gpus:
             found.append(
                 f"{self.train_ranks} trainer and {self.gen_ranks} engine ranks need {self.world_size} GPUs, and this "

@@ -1,0 +1,98 @@
+"""What ``rlrefit bench`` refuses before it starts, and how it tells what went wrong later."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlrefit.integration.errors import RefitError
+from rlrefit.recipes.bench import command
+from rlrefit.recipes.bench.launch import BenchFailed, run_ranks
+from rlrefit.recipes.bench.options import BenchOptions
+from rlrefit.recipes.cli import main
+from rlrefit.workers.catalog import parse_gen, parse_train
+from tests.catalog.shrunken import CONFIGS
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS["qwen3_moe"]))
+    return str(path)
+
+
+def _bench(model: str, *arguments: str, layouts: tuple[str, str] = ("tp=1", "tp=1")) -> int:
+    train, gen = layouts
+    given = ("--device", "cpu", "--model", model, "--train", train, "--gen", gen, *arguments)
+    return main(["bench", *given])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--json", "/nonexist/x.json"), "--json: the folder /nonexist does not exist"),
+        (("--json", "/"), "--json: / is a folder"),
+        (("--timeline", "x.abc"), "--timeline: x.abc ends in none of .png, .svg, .pdf"),
+        (("--transport", "p2p,ipc"), "--transport: ipc needs GPUs"),
+        (("--streams", "99"), "--streams: 99 is not between 1 and 8"),
+        (("--bucket-mb", "0"), "--bucket-mb: 0 leaves no room"),
+        (("--layers", "0"), "--layers: 0 is too small"),
+    ],
+)
+def test_an_option_that_cannot_work_is_the_only_complaint_and_nothing_starts(
+    model: str,
+    arguments: tuple[str, ...],
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "run_ranks", lambda *_: pytest.fail("it started"))
+    assert _bench(model, *arguments) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith(complaint)
+    assert "\n" not in said
+
+
+def test_an_empty_layout_is_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _bench(model, layouts=("", "tp=1")) == 2
+    assert "train: the layout is empty" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_told_after_the_figures(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, picture = tmp_path / "bench.json", tmp_path / "stages.png"
+
+    def full(path: Path, records: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(command, "write_json", full)
+    quick = ("--layers", "1", "--refits", "1", "--peers", "none", "--no-check")
+    assert _bench(model, *quick, "--json", str(target), "--timeline", str(picture)) == 1
+    said = capsys.readouterr()
+    assert "refit p2p" in said.out
+    assert f"{target} can't be written: [Errno 28] No space left on device" in said.err
+    assert picture.exists()
+
+
+def _refuse(rank: int, options: BenchOptions, store: object) -> None:
+    raise RefitError("the second rank has no such weight", stage="handshake", rank=rank)
+
+
+def _break(rank: int, options: BenchOptions, store: object) -> None:
+    raise KeyError("unexpected")
+
+
+@pytest.mark.parametrize(("fault", "is_traced"), [(_refuse, False), (_break, True)])
+def test_only_unexpected_errors_of_a_rank_come_with_a_traceback(
+    model: str, fault: object, is_traced: bool
+) -> None:
+    options = BenchOptions(
+        model, parse_train("tp=1"), parse_gen("tp=1"), "tp=1", "tp=1", device="cpu", timeout_s=30
+    )
+    with pytest.raises(BenchFailed) as failed:
+        run_ranks(fault, options)  # type: ignore[arg-type]
+    assert ("Traceback" in str(failed.value)) == is_traced
+    assert ("RefitError: the second rank has no such weight" in str(failed.value)) != is_traced
