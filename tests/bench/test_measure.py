@@ -44,6 +44,7 @@ class LazyScene:
         self.ranks = OneRank()
         self.options = SimpleNamespace(peer_refits=2)
         self.version, self.trainer, self.engine = 0, 0, -1
+        self.opened = 0
 
     def advance(self) -> None:
         self.version += 1
@@ -67,11 +68,21 @@ class OtherStream(Peer):
 
     def __init__(self, scene: Scene):
         self.scene = cast(Any, scene)
+        self.scene.opened += 1
 
     def run(self) -> None:
         self.scene.engine = self.scene.trainer
 
     def close(self) -> None:
+        self.scene.opened -= 1
+
+
+class Forgetful(OtherStream):
+    """Moves nothing."""
+
+    name = "forgetful"
+
+    def run(self) -> None:
         pass
 
 
@@ -82,3 +93,12 @@ def test_a_peer_with_streams_of_its_own_starts_when_the_weights_have_changed(
     found = measure.peer(cast(Scene, LazyScene()), OtherStream.name)
     assert found.reason == ""
     assert found.timing is not None
+
+
+def test_a_peer_whose_weights_are_wrong_is_closed_and_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PEERS, Forgetful.name, Forgetful)
+    scene = LazyScene()
+    found = measure.peer(cast(Scene, scene), Forgetful.name)
+    assert found.timing is None
+    assert found.reason == "not bit-exact in 1 places, the first on -1 is not version 1"
+    assert scene.opened == 0
