@@ -153,6 +153,7 @@ class Holdings:
             ) from error
         for group in read:
             _check_inside(group, table, rank)
+        _check_disjoint(read, table, rank)
         return Holdings(rank, read, reasons)
 
 
@@ -193,6 +194,21 @@ def _check_inside(group: HoldingGroup, table: SpecTable, rank: int) -> None:
                     rank=rank,
                     parameter=table.specs[position].name,
                 )
+
+
+def _check_disjoint(groups: Sequence[HoldingGroup], table: SpecTable, rank: int) -> None:
+    """A weight that stood in two groups would get the bytes of one alone."""
+    counts = np.zeros(len(table.specs), dtype=np.int64)
+    for group in groups:
+        counts[group.indices] += 1
+    if counts.max(initial=0) > 1:
+        raise RefitMismatch(
+            "a peer names this weight in two groups of its holdings; nothing was written. Do both sides run the same "
+            "rlrefit?",
+            stage="handshake",
+            rank=rank,
+            parameter=table.specs[int(counts.argmax())].name,
+        )
 
 
 def _position(name: str, positions: Mapping[str, int], rank: int) -> int:

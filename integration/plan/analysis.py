@@ -17,11 +17,13 @@ from .classes import TensorClass, classify
 from .geometry import check
 from .model import Plan
 from .own_part import compile_own_part
-from .schedule import message_room, simulate
+from .schedule import arrange, message_room, peers_at_a_time, simulate, slots
 from .topology import LinkLoad, Topology
 
 # Fan-out makes a receiver wait for its siblings; it has to save at least this share of the time.
 _FAN_OUT_GAIN = 0.1
+# Rounds this near to the busiest link's time are not arranged in another way.
+_GOOD_ENOUGH = 1.1
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Analysis:
     room: int
     classes: tuple[TensorClass, ...] = field(repr=False)
     assignment: Assignment = field(repr=False)
+    blocks: Ints = field(repr=False)
 
     @property
     def busiest_link(self) -> LinkLoad | None:
@@ -72,14 +75,7 @@ class Analysis:
         """The part of ``rank`` (of the refit world)."""
         names = [entry.spec.name for entry in self.manifest]
         return compile_own_part(
-            rank,
-            names,
-            self.classes,
-            self.assignment,
-            self.train_ranks,
-            self.gen_ranks,
-            self.room,
-            self.digest,
+            rank, names, self.classes, self.assignment, self.blocks, self.room, self.digest
         )
 
 
@@ -115,40 +111,72 @@ def analyse(
     for tensor_class in classes:
         check(tensor_class, specs)
     alone = [Receiver((h.rank,), topology.host_of[h.rank]) for h in destinations]
-    candidates: list[tuple[Assignment, int, bool]] = []
-    if fan_out is not True:
-        room = message_room(bucket_bytes, train, gen, 1)
-        candidates.append((Assignment(classes, alone, room, topology), room, False))
     families = _families(destinations, topology)
-    if fan_out is not False and (fan_out or any(len(f.ranks) > 1 for f in families)):
-        room = message_room(bucket_bytes, train, gen, max(len(f.ranks) for f in families))
-        candidates.append((Assignment(classes, families, room, topology), room, True))
-    chosen, room, fans = candidates[0]
-    least = chosen.least_seconds()
-    for other, its_room, its_fans in candidates[1:]:
-        seconds = other.least_seconds()
-        if seconds < (1 - _FAN_OUT_GAIN) * least:
-            chosen, room, fans, least = other, its_room, its_fans, seconds
-    pairs = chosen.pair_bytes(train + gen)
-    links = chosen.links(pairs)
-    simulated = simulate(pairs[:train, train:], train, gen, room, topology)
-    slowest = max((link.seconds for link in links), default=0.0)
+    choices = [alone] if fan_out is not True else []
+    if fan_out is not False and (fan_out or len(families) < len(alone)):
+        choices.append(families)
+    layouts = [_Layout.make(classes, receivers, train, gen, bucket_bytes, topology) for receivers in choices]
+    chosen = layouts[0]
+    for other in layouts[1:]:
+        if other.predicted_seconds < (1 - _FAN_OUT_GAIN) * chosen.predicted_seconds:
+            chosen = other
     return Analysis(
         manifest=manifest,
         topology=topology,
-        pair_bytes=pairs,
-        links=links,
-        bound_seconds=least,
-        predicted_seconds=max(simulated, slowest),
-        fan_out=fans,
+        pair_bytes=chosen.pairs,
+        links=chosen.links,
+        bound_seconds=chosen.assignment.least_seconds(),
+        predicted_seconds=chosen.predicted_seconds,
+        fan_out=any(len(receiver.ranks) > 1 for receiver in chosen.assignment.receivers),
         bucket_bytes=bucket_bytes,
-        digest=_digest(manifest, chosen, room),
+        digest=_digest(manifest, chosen),
         train_ranks=train,
         gen_ranks=gen,
-        room=room,
+        room=chosen.room,
         classes=classes,
-        assignment=chosen,
+        assignment=chosen.assignment,
+        blocks=chosen.blocks,
     )
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What one choice of receivers comes to."""
+
+    assignment: Assignment
+    pairs: Ints
+    blocks: Ints
+    room: int
+    links: tuple[LinkLoad, ...]
+    predicted_seconds: float
+
+    @staticmethod
+    def make(
+        classes: Sequence[TensorClass],
+        receivers: Sequence[Receiver],
+        train: int,
+        gen: int,
+        bucket_bytes: int,
+        topology: Topology,
+    ) -> _Layout:
+        siblings = max(len(receiver.ranks) for receiver in receivers)
+        # Pieces are cut for as many peers as there may be; messages are filled up for those that there are.
+        cut_for = message_room(bucket_bytes, slots(train, gen), siblings)
+        assignment = Assignment(classes, receivers, cut_for, topology)
+        pairs = assignment.pair_bytes(train + gen)
+        links = assignment.links(pairs)
+        families = [receiver.ranks for receiver in receivers if len(receiver.ranks) > 1]
+        slowest = max((link.seconds for link in links), default=0.0)
+        schedules: list[tuple[float, int, Ints]] = []
+        for by_size in (False, True):
+            blocks = arrange(assignment.amounts(train, gen), by_size=by_size)
+            room = message_room(bucket_bytes, peers_at_a_time(blocks), siblings)
+            seconds = simulate(pairs[:train, train:], blocks, families, room, topology)
+            schedules.append((seconds, room, blocks))
+            if seconds <= _GOOD_ENOUGH * slowest:
+                break
+        simulated, room, blocks = min(schedules, key=lambda schedule: schedule[0])
+        return _Layout(assignment, pairs, blocks, room, links, max(simulated, slowest))
 
 
 def _families(destinations: Sequence[Holdings], topology: Topology) -> list[Receiver]:
@@ -160,9 +188,11 @@ def _families(destinations: Sequence[Holdings], topology: Topology) -> list[Rece
     return [Receiver(tuple(ranks), topology.host_of[ranks[0]]) for ranks in families.values()]
 
 
-def _digest(manifest: Manifest, assignment: Assignment, room: int) -> str:
+def _digest(manifest: Manifest, layout: _Layout) -> str:
+    assignment = layout.assignment
     digest = hashlib.sha256(manifest.digest().encode())
-    digest.update(repr((room, assignment.sets, [r.ranks for r in assignment.receivers])).encode())
+    digest.update(layout.blocks.tobytes())
+    digest.update(repr((layout.room, assignment.sets, [r.ranks for r in assignment.receivers])).encode())
     digest.update(assignment.nbytes.tobytes())
     for order, ends in assignment.cut_points():
         digest.update(order.tobytes())

@@ -25,6 +25,8 @@ Ints = npt.NDArray[np.int64]
 
 # Cut points are rounded to this many bytes, so that the last digits of a processor's floats can't matter.
 _GRAIN = 16
+# A replica set this many times smaller than the average one is not worth balancing.
+_SMALL = 100
 
 
 class Cut(NamedTuple):
@@ -128,12 +130,17 @@ class Assignment:
         return Items(blocks, self._sources(number, receiver, middles), ranks[stripe % len(ranks)])
 
     def cut_points(self) -> list[tuple[Ints, Ints]]:
-        """For each replica set and host: the replicas in order, and where each one's part of the list ends."""
-        return list(self._ends.values())
+        """For each replica set and host: the replicas in order, and where each one's part of the list ends.
+
+        Small sets follow, with the replica that serves each receiver.
+        """
+        return [*self._ends.values(), *((ranks, ranks) for ranks in self._served.values())]
 
     def _sources(self, number: int, receiver: int, middles: npt.NDArray[np.float64]) -> Ints:
         if len(self.sets[number]) == 1:
             return np.full(len(middles), self.sets[number][0], dtype=np.int64)
+        if number in self._served:
+            return np.full(len(middles), self._served[number][receiver], dtype=np.int64)
         order, ends = self._ends[number, self.receivers[receiver].host]
         place = np.searchsorted(ends[:-1], self._starts[number, receiver] + middles, side="right")
         sources: Ints = order[place]
@@ -159,7 +166,10 @@ class Assignment:
         hosts = np.array([r.host for r in self.receivers])
         keys: list[tuple[int, int]] = []
         self.demands: list[Demand] = []
+        self._serve_small_sets()
         for number, ranks in enumerate(self.sets):
+            if number in self._served:
+                continue
             by_host = np.bincount(hosts, weights=self.nbytes[number], minlength=self._topology.hosts)
             for host in np.flatnonzero(by_host).tolist():
                 keys.append((number, host))
@@ -179,25 +189,36 @@ class Assignment:
             ends[-1] = demand.nbytes
             self._ends[number, host] = np.array(demand.replicas, dtype=np.int64)[order], ends
 
+    def _serve_small_sets(self) -> None:
+        """Let small weights that many hold (norms) come from whoever sends a receiver most anyway.
+
+        Balancing them gains nothing, and would add pairs that exchange next to nothing and hold up the others.
+        """
+        self._served: dict[int, Ints] = {}
+        everything = int(self.nbytes.sum())
+        forced = np.zeros((1 + max(map(max, self.sets), default=0), len(self.receivers)), dtype=np.int64)
+        small: list[int] = []
+        for number, ranks in enumerate(self.sets):
+            if len(ranks) == 1:
+                forced[ranks[0]] += self.nbytes[number]
+            elif int(self.nbytes[number].sum()) * _SMALL <= everything / len(self.sets):
+                small.append(number)
+        for number in small:
+            replicas = np.array(self.sets[number], dtype=np.int64)
+            # Rotated, so that where nobody sends more than others the same replica is not taken by all.
+            turn = (np.arange(len(replicas))[:, None] - np.arange(len(self.receivers))[None, :]) % len(
+                replicas
+            )
+            best = np.lexsort((turn, -forced[replicas]), axis=0)[0]
+            self._served[number] = replicas[best]
+
     def pair_bytes(self, ranks: int) -> Ints:
         """Bytes from each rank to each rank, relays included; where replicas share, exact to one piece.
 
         Returns:
             int64 of shape ``[ranks, ranks]``.
         """
-        # First by receiver, then shared out among each receiver's ranks.
-        direct = np.zeros((ranks, len(self.receivers)), dtype=np.int64)
-        hosts = np.array([r.host for r in self.receivers])
-        for number, replicas in enumerate(self.sets):
-            if len(replicas) == 1:
-                direct[replicas[0]] += self.nbytes[number]
-        for (number, host), (order, ends) in self._ends.items():
-            on_host = np.flatnonzero(hosts == host)
-            starts = self._starts[number, on_host]
-            begins = np.concatenate(([0], ends[:-1]))
-            common = np.minimum.outer(ends, starts + self.nbytes[number, on_host])
-            common -= np.maximum.outer(begins, starts)
-            direct[order[:, None], on_host[None, :]] += np.maximum(common, 0)
+        direct = self._by_receiver(ranks)
         pairs = np.zeros((ranks, ranks), dtype=np.int64)
         for index, receiver in enumerate(self.receivers):
             size = len(receiver.ranks)
@@ -207,6 +228,37 @@ class Assignment:
                     if sibling != rank:
                         pairs[rank, sibling] += int(direct[:, index].sum()) // size
         return pairs
+
+    def amounts(self, train_ranks: int, gen_ranks: int) -> Ints:
+        """Bytes from trainers to engine ranks: exact to one piece, and 0 only where nothing is sent.
+
+        Returns:
+            int64 of shape ``[train_ranks, gen_ranks]``.
+        """
+        direct = self._by_receiver(train_ranks + gen_ranks)[:train_ranks]
+        amounts = np.zeros((train_ranks, gen_ranks), dtype=np.int64)
+        for index, receiver in enumerate(self.receivers):
+            for rank in receiver.ranks:
+                amounts[:, rank - train_ranks] = -(-direct[:, index] // len(receiver.ranks))
+        return amounts
+
+    def _by_receiver(self, ranks: int) -> Ints:
+        """Bytes from each rank to each receiver: int64 of shape ``[ranks, receivers]``."""
+        direct = np.zeros((ranks, len(self.receivers)), dtype=np.int64)
+        hosts = np.array([r.host for r in self.receivers])
+        for number, replicas in enumerate(self.sets):
+            if len(replicas) == 1:
+                direct[replicas[0]] += self.nbytes[number]
+            elif number in self._served:
+                direct[self._served[number], np.arange(len(self.receivers))] += self.nbytes[number]
+        for (number, host), (order, ends) in self._ends.items():
+            on_host = np.flatnonzero(hosts == host)
+            starts = self._starts[number, on_host]
+            begins = np.concatenate(([0], ends[:-1]))
+            common = np.minimum.outer(ends, starts + self.nbytes[number, on_host])
+            common -= np.maximum.outer(begins, starts)
+            direct[order[:, None], on_host[None, :]] += np.maximum(common, 0)
+        return direct
 
     def least_seconds(self) -> float:
         """The speed of light: seconds that some link needs at least, however the replicas share."""

@@ -22,7 +22,7 @@ ALIGNMENT = 16
 CHECKSUM_BYTES = 16
 # A segment of at least this many bytes gets a message of its own: where it is contiguous on both ends it
 # travels from parameter to parameter, without a copy into a bucket.
-LARGE_SEGMENT = 8 << 20
+LARGE_SEGMENT = 32 << 20
 # The destination of a message that is broadcast to all.
 EVERYONE = -1
 

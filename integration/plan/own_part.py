@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from ..layout import Box
 from .assignment import Assignment
 from .classes import TensorClass
 from .model import CHECKSUM_BYTES, LARGE_SEGMENT, Message, Plan, Segment, aligned, messages_digest
-from .schedule import block_of, round_index
+from .schedule import Matrix, round_index
 
 # What one pair exchanges, in the order that both ends know: (name, box, bytes).
 Row = tuple[str, Box, int]
@@ -47,12 +46,12 @@ def compile_own_part(
     names: Sequence[str],
     classes: Sequence[TensorClass],
     assignment: Assignment,
-    train_ranks: int,
-    gen_ranks: int,
+    blocks: Matrix,
     room: int,
     digest: str,
 ) -> Plan:
     """List and pack what ``rank`` sends or receives; see :class:`~.model.Plan`."""
+    train_ranks = len(blocks)
     rows = _Rows(names, classes, defaultdict(list))
     if rank < train_ranks:
         for number in assignment.sets_of(rank):
@@ -68,7 +67,7 @@ def compile_own_part(
     receives: dict[int, list[Message]] = defaultdict(list)
     pair_digests: dict[tuple[int, int], str] = {}
     for (source, target), listed in sorted(rows.pairs.items()):
-        block = block_of(source, target, train_ranks, gen_ranks)
+        block = int(blocks[source, target - train_ranks])
         messages = [
             Message(source, target, round_index(block, i, relay=False), segments, nbytes, source)
             for i, (segments, nbytes) in enumerate(pack(listed, room))
@@ -119,14 +118,6 @@ def pack(rows: Iterable[Row], room: int) -> list[tuple[tuple[Segment, ...], int]
         cursor = aligned(cursor + nbytes)
     close()
     return messages
-
-
-def combined_digest(pair_digests: Iterable[str]) -> str:
-    """One digest of a set of pair digests, whatever their order."""
-    digest = hashlib.sha256()
-    for part in sorted(pair_digests):
-        digest.update(part.encode())
-    return digest.hexdigest()
 
 
 def _relay(message: Message, sibling: int) -> Message:
