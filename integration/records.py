@@ -26,12 +26,13 @@ class RefitRecord:
         bytes_misc: misc bytes that this rank sent or received.
         bytes_kept: bytes of the parameters that a generation rank keeps (its shard of the model); 0 on trainers.
         bytes_verified: bytes whose checksums were compared.
-        seconds_total: wall time on this rank, until all its work on the device is done.
+        seconds_total: wall time on this rank, until all its work on the device is done, every rank has said so
+            and this record is made.
         seconds: time by stage, as :class:`~.clock.StageClock` defines it; stages may overlap, so that
             their sum may be more than ``seconds_total``.
-        host_seconds: CPU time of the thread that ran the refit, without its waits.
-        peak_extra_bytes: staging and misc buffers at their largest; on a GPU the allocator's peak
-            above the start of the refit if that is larger.
+        host_seconds: CPU time of the thread that ran the refit and made this record, without its waits.
+        peak_extra_bytes: bytes of the staging that is held between refits, and the larger of two: the buffers
+            that a refit takes beside it, or on a GPU the allocator's peak above the start of this refit.
         timeline: every interval of every stage, in seconds after the refit's start; empty unless asked for.
     """
 

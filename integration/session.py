@@ -196,7 +196,7 @@ class RefitSession:
     def _refit(self, version: int, timeline: bool) -> RefitRecord:
         device, clock = self._endpoint.device, self._clock
         memory_before = _memory_mark(device)
-        clock.restart()
+        clock.restart(timeline=timeline)
         with clock.stage("handshake"):
             self._begin(version)
         if self.world.is_source:
@@ -216,6 +216,8 @@ class RefitSession:
             self.state.commit(version)
         # Counted once it is over on all ranks: a refit that failed here has no successor in this epoch.
         self._refits += 1
+        peak_extra_bytes = self._peak_extra_bytes(memory_before)
+        seconds, intervals = clock.seconds, tuple(clock.intervals()) if timeline else ()
         return RefitRecord(
             version=version,
             epoch=self.world.epoch,
@@ -227,11 +229,12 @@ class RefitSession:
             bytes_misc=moved.bytes_misc,
             bytes_kept=self._kept_bytes(),
             bytes_verified=moved.bytes_verified,
+            # Last, so that they count what the record itself takes.
             seconds_total=clock.wall_seconds,
             host_seconds=clock.host_seconds,
-            seconds=clock.seconds,
-            peak_extra_bytes=max(self.engine.staging_bytes, _memory_peak(device) - memory_before),
-            timeline=clock.intervals() if timeline else (),
+            seconds=seconds,
+            peak_extra_bytes=peak_extra_bytes,
+            timeline=intervals,
         )
 
     def _begin(self, version: int) -> None:
@@ -271,6 +274,11 @@ class RefitSession:
                 self._channel.check_abort("transfer")
                 next_watch = now + _WATCH_EVERY
             time.sleep(_PAUSE)
+
+    def _peak_extra_bytes(self, memory_before: int) -> int:
+        """What is held between refits, and the larger of what this one is known and was seen to take beside it."""
+        held, seen = self.engine.held_bytes, _memory_peak(self._endpoint.device) - memory_before
+        return held + max(self.engine.staging_bytes - held, seen)
 
     def _kept_bytes(self) -> int:
         return 0 if self.world.is_source else cast(WeightDestination, self._endpoint).kept_bytes

@@ -78,6 +78,11 @@ class CheckpointEngine(ABC):
     def staging_bytes(self) -> int:
         """Bytes of buffers on this rank at their largest."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Those of :attr:`staging_bytes` that are held between refits; the others are taken anew in each."""
+        return 0
+
 
 EngineFactory = Callable[[RefitConfig, RefitWorld, Channel], CheckpointEngine]
 _REGISTRY: dict[str, EngineFactory] = {}

@@ -134,7 +134,11 @@ class NcclXferEngine(CheckpointEngine):
 
     @property
     def staging_bytes(self) -> int:
-        return self._open_bulk.staging_bytes + self._misc.staging_bytes
+        return self.held_bytes + self._misc.staging_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        return self._open_bulk.staging_bytes
 
     @property
     def _open_bulk(self) -> BulkPath:

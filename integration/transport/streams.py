@@ -113,13 +113,14 @@ class _CudaTimed:
         self._stream, self._clock, self._stage, self._span = stream, clock, stage, span
 
     def __enter__(self) -> None:
-        self._span.start.record(self._stream)
+        if self._clock.wants_start(self._stage, self._stream.cuda_stream):
+            self._span.start.record(self._stream)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._span.end.record(self._stream)
-        self._clock.mark(self._stage, self._span.start, self._span.end)
+        self._clock.mark(self._stage, self._stream.cuda_stream, self._span.start, self._span.end)
 
 
 def make_line(device: torch.device) -> Line:

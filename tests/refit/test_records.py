@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,62 @@ def test_a_summary_takes_the_slowest_rank_and_refuses_mixed_versions() -> None:
         summarize([record(0, "trainer", 1.0), other])
 
 
+class Recorded:
+    """An event on a device whose clock the test sets."""
+
+    reads = 0
+
+    def __init__(self, seconds: float):
+        self.at = seconds
+
+    def synchronize(self) -> None:
+        Recorded.reads += 1
+
+    def elapsed_time(self, end: Recorded) -> float:
+        return (end.at - self.at) * 1e3
+
+
+def marked_clock(timeline: bool) -> Any:
+    """A clock with 1,000 spans of a stage on each of two streams that run side by side, and one of another."""
+    clock: Any = StageClock(torch.device("cpu"))
+    clock.restart(timeline=timeline)
+    clock._origin = Recorded(0.0)
+    for index in range(1000):
+        for stream, ahead in ((1, 0.0), (2, 0.5)):
+            start = Recorded(1.0 + index + ahead)
+            if not clock.wants_start("transfer", stream):
+                start.at = -99.0  # what the event has from an earlier refit
+            clock.mark("transfer", stream, start, Recorded(1.25 + index + ahead))
+    clock.mark("pack", 1, Recorded(0.5), Recorded(0.75))
+    return clock
+
+
+@pytest.mark.parametrize("timeline", [False, True])
+def test_marked_work_counts_from_its_first_start_to_its_last_end_over_all_streams(timeline: bool) -> None:
+    seconds = marked_clock(timeline).seconds
+    assert seconds == {"transfer": pytest.approx(1000.75 - 1.0), "pack": pytest.approx(0.25)}
+
+
+def test_few_events_are_read_without_a_timeline_and_all_with_one() -> None:
+    clock = marked_clock(timeline=False)
+    Recorded.reads = 0
+    assert clock.seconds
+    assert clock.intervals() == []
+    assert Recorded.reads == 2 * 3
+    timed = marked_clock(timeline=True).intervals()
+    assert len(timed) == 2001
+    assert timed[0] == Interval("pack", 0.5, 0.75)
+    assert timed[1] == Interval("transfer", 1.0, 1.25)
+    assert timed[-1] == Interval("transfer", 1000.5, 1000.75)
+
+
+def test_a_new_refit_forgets_what_was_marked() -> None:
+    clock = marked_clock(timeline=True)
+    clock.restart()
+    assert clock.seconds == {}
+    assert clock.intervals() == []
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_a_stage_lasts_as_long_as_its_work_and_another_streams_marks_count() -> None:
@@ -79,10 +136,11 @@ def test_on_a_gpu_a_stage_lasts_as_long_as_its_work_and_another_streams_marks_co
             torch.cuda._sleep(20_000_000)
         assert clock.wall_seconds < 0.005, "the stage must not wait for the device"
         with torch.cuda.stream(side):
+            assert clock.wants_start("unpack", side.cuda_stream)
             start.record()
             torch.cuda._sleep(20_000_000)
             end.record()
-        clock.mark("unpack", start, end)
+        clock.mark("unpack", side.cuda_stream, start, end)
         torch.cuda.current_stream(device).wait_stream(side)
         seconds = clock.seconds
         assert 0.005 < seconds["pack"] < 0.2

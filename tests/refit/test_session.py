@@ -14,8 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlrefit.integration import session as session_module
 from rlrefit.integration.channel import Channel
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.engines.nccl_xfer import NcclXferEngine
 from rlrefit.integration.errors import (
     EngineDirty,
     PeerLost,
@@ -26,6 +28,7 @@ from rlrefit.integration.errors import (
     VerificationError,
 )
 from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.records import StageClock
 from rlrefit.integration.session import RefitSession, ServingState
 
 from .synthetic import Layout, SyntheticDestination, SyntheticSource, refit_changed, run_world
@@ -522,3 +525,34 @@ def test_a_record_says_where_the_time_went_and_a_timeline_only_if_it_is_asked_fo
         stages = [interval.stage for interval in timed.timeline]
         assert (stages[0], stages[-1]) == ("handshake", "commit")
         assert all(0 <= i.start <= i.end <= timed.seconds_total for i in timed.timeline)
+
+
+def test_a_record_counts_the_time_that_it_takes_to_make_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources, destinations = world(1)
+    read = StageClock.seconds.fget
+    assert read is not None
+
+    def slowly(clock: StageClock) -> dict[str, float]:
+        start = time.thread_time()
+        while time.thread_time() - start < 0.1:
+            pass
+        return read(clock)
+
+    monkeypatch.setattr(StageClock, "seconds", property(slowly))
+    for [(record, _, _)] in run_world(sources, destinations, refit_versions(1)):
+        assert record.host_seconds > 0.1
+        assert record.seconds_total > 0.1
+
+
+@pytest.mark.parametrize(("seen", "expected"), [(0, 1300), (200, 1300), (700, 1700)])
+def test_peak_memory_adds_what_a_refit_takes_to_what_is_held(
+    seen: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources, destinations = world(1)
+    # The allocator's peak counts what is taken in the refit, and not what was held before.
+    monkeypatch.setattr(session_module, "_memory_mark", lambda device: 5000)
+    monkeypatch.setattr(session_module, "_memory_peak", lambda device: 5000 + seen)
+    monkeypatch.setattr(NcclXferEngine, "held_bytes", 1000)
+    monkeypatch.setattr(NcclXferEngine, "staging_bytes", 1300)
+    for [(record, _, _)] in run_world(sources, destinations, refit_versions(1)):
+        assert record.peak_extra_bytes == expected
