@@ -104,3 +104,23 @@ def test_query_groups_that_tensor_parallelism_splits_are_refused_and_not_misplac
     assert fused.reason == "QKV: 4 query groups can't be split over TP 8"
     assert fused.parts == ()
     assert len(fused.refused) == 3
+
+
+def test_unequal_stages_come_with_megatrons_settings() -> None:
+    last = "num_layers_in_last_pipeline_stage"
+    assert TrainLayout(pp=5).uneven_stages(36) == f"stages of 7,7,7,7,8 layers; in Megatron set {last}=8"
+    assert TrainLayout(pp=3, first=2, last=4).uneven_stages(9) == (
+        f"stages of 2,3,4 layers; in Megatron set num_layers_in_first_pipeline_stage=2 and {last}=4"
+    )
+    assert TrainLayout(pp=4).uneven_stages(36) == ""
+    assert TrainLayout().uneven_stages(36) == ""
+
+
+def test_stages_ends_without_a_pipeline_and_experts_of_a_dense_model_are_refused() -> None:
+    assert "give pp above 1" in TrainLayout(last=4).violations()[0]
+    dense, sparse = open_model("qwen3-8b"), open_model("qwen3-30b-a3b")
+    for layout, side in ((TrainLayout(ep=2), "train"), (GenLayout(tp=2, ep=2), "gen")):
+        assert violations(dense, layout) == [
+            f"{side}: ep is 2, and the model has no experts to share; give ep = 1"
+        ]
+        assert violations(sparse, layout) == []

@@ -101,6 +101,10 @@ class TrainLayout:
             )
         if self.vpp > 1 and self.pp == 1:
             found.append("train: vpp needs pp above 1")
+        if self.pp == 1 and (self.first is not None or self.last is not None):
+            found.append(
+                "train: first and last are layers of pipeline stages; leave them out, or give pp above 1"
+            )
         return found
 
     def stage_layers(self, layers: int) -> tuple[tuple[int, ...], ...]:
@@ -124,6 +128,25 @@ class TrainLayout:
             starts = [chunk * sum(chunks) + sum(chunks[:stage]) for chunk in range(self.vpp)]
             stages.append(tuple(i for start in starts for i in range(start, start + size)))
         return tuple(stages)
+
+    def uneven_stages(self, layers: int) -> str:
+        """Pipeline stages of unequal length and how to tell Megatron of them; empty where all are equal.
+
+        Raises:
+            LayoutError: Megatron can't split them so.
+        """
+        counts = self._stage_counts(layers)
+        if len(set(counts)) == 1:
+            return ""
+        first, last = self.first, self.last
+        if first is None and last is None:
+            last = counts[-1]
+        settings = [
+            f"num_layers_in_{end}_pipeline_stage={count}"
+            for end, count in (("first", first), ("last", last))
+            if count is not None
+        ]
+        return f"stages of {','.join(map(str, counts))} layers; in Megatron set {' and '.join(settings)}"
 
     def _stage_counts(self, layers: int) -> tuple[int, ...]:
         if self.first is None and self.last is None and layers % self.pp:
@@ -255,7 +278,7 @@ def _parse[L: (TrainLayout, GenLayout)](text: str, kind: type[L], who: str) -> L
         elif key in sizes:
             wrong.append(f"{key} stands twice")
         elif not value.isdecimal():
-            wrong.append(f"{key} is {value!r}, not a whole number")
+            wrong.append(f"{key} is {value!r}; give a whole number of at least 1")
         else:
             sizes[key] = int(value)
     if wrong:

@@ -42,6 +42,8 @@ def violations(model: Model, layout: Layout) -> list[str]:
         for what, length, mesh in divisions:
             if length % sizes[mesh]:
                 found.append(f"{side}: {what} can't be divided: {length} by {mesh} = {sizes[mesh]}")
+    if at.ep.size > 1 and not any(mesh == "ep" for unit in units for *_, mesh in unit.train_divisions(sizes)):
+        found.append(f"{side}: ep is {at.ep.size}, and the model has no experts to share; give ep = 1")
     return list(dict.fromkeys(found))
 
 
