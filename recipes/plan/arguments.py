@@ -33,10 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="gpus_per_host=8, nic=50, nvlink=350 and host (GB/s and direction), colocated=false; or a YAML or JSON "
         "file with these keys",
     )
-    add("--bucket-mb", type=int, default=256, help="staging memory for each direction on a rank, MiB (256)")
+    add("--bucket-mb", type=int, help="policy.refit.bucket_mb: size of a staging bucket, MiB")
+    add("--streams", type=int, help="policy.refit.streams: rounds of p2p that are on the wire at a time")
     add("--dtype", choices=DTYPES, default="bf16", help="of the weights (bf16)")
     add("--json", action="store_true", help="print one JSON object")
-    add("--explain", default="", metavar="NAME", help="show who holds, wants and sends one weight")
+    add(
+        "--explain",
+        default="",
+        metavar="NAME",
+        help="show who holds, wants and sends one weight; not with --json",
+    )
     add("--heat-map", default="", metavar="FILE", help="write bytes by pair of ranks as .png or .html")
     add(
         "--compile-ranks",

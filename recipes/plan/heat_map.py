@@ -39,25 +39,32 @@ def _title(study: Study) -> str:
     analysis = study.analysis
     return (
         f"{study.options.model.name}: {analysis.train_ranks} trainer ranks to {analysis.gen_ranks} engine ranks, "
-        f"T = {seconds(analysis.bound_seconds)}, predicted {seconds(analysis.predicted_seconds)}"
+        f"shard to shard T = {seconds(analysis.bound_seconds)}, predicted {seconds(analysis.predicted_seconds)}"
     )
 
 
 def _write_png(study: Study, path: Path) -> None:
     # A picture is seldom asked for, and the library is slow to load.
+    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 6), layout="constrained")
     FigureCanvasAgg(figure)
     pairs, links = figure.subplots(1, 2, width_ratios=(3, 2))
-    matrix = _matrix(study) / 1e6
-    image = pairs.imshow(matrix, aspect="auto", interpolation="nearest", cmap="viridis")
+    # Pairs differ by orders of magnitude; those that exchange nothing stay white.
+    matrix = np.ma.masked_equal(_matrix(study) / 1e6, 0.0)
+    scale = LogNorm(matrix.min(), matrix.max()) if matrix.count() else None
+    colors = colormaps["viridis"].with_extremes(bad="white")
+    image = pairs.imshow(matrix, aspect="auto", interpolation="nearest", cmap=colors, norm=scale)
     pairs.set(xlabel="engine rank (of the engines)", ylabel="sending rank (of the refit)", title="MB by pair")
     figure.colorbar(image, ax=pairs, label="MB")
     by_way = _links_by_way(study)
     for label, times in by_way.items():
-        links.plot(sorted(times, reverse=True), label=label)
+        # The two directions of a link often take as long: dashes let the other line through.
+        style = "--" if label.endswith(" in") else "-"
+        links.plot(sorted(times, reverse=True), style, label=label)
     links.axhline(study.analysis.bound_seconds, color="black", linestyle=":", label="speed of light T")
     links.set(xlabel="links, busiest first", ylabel="seconds", title="time of each link", ylim=(0, None))
     links.legend()

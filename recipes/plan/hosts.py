@@ -46,9 +46,13 @@ class Hosts:
             host_of = Topology.blocks(train_ranks, gen_ranks, self.gpus_per_host).host_of
         return Topology(host_of, self.nic, self.nvlink, self.host)
 
-    def __str__(self) -> str:
+    def describe(self, train_ranks: int, gen_ranks: int) -> str:
+        """Rates, and where the ranks of the two sides are, as a line for people."""
         uplink = f", uplink {self.host:g} GB/s a host" if self.host is not None else ""
-        where = "engines on the trainers' hosts" if self.colocated else "engines on hosts of their own"
+        if self.topology(train_ranks, gen_ranks).hosts == 1:
+            where = "all on one host"
+        else:
+            where = "engines on the trainers' hosts" if self.colocated else "engines on hosts of their own"
         return f"{self.gpus_per_host} GPUs a host, NIC {self.nic:g} GB/s, NVLink {self.nvlink:g} GB/s{uplink}; {where}"
 
 
@@ -63,6 +67,10 @@ def read_hosts(text: str) -> Hosts:
     if "=" in text and not Path(text).is_file():
         parts = [part.partition("=") for part in text.split(",") if part.strip()]
         return _hosts({key.strip(): value.strip() for key, _, value in parts})
+    if not Path(text).is_file():
+        raise HostsError(
+            f"{text!r} is neither key=value pairs (e.g. gpus_per_host=8,nic=50) nor a YAML or JSON file with such keys"
+        )
     try:
         found = OmegaConf.to_container(OmegaConf.load(text))
     except (OSError, YAMLError, OmegaConfBaseException) as error:

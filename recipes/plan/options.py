@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ...integration.config import RefitConfig
 from ...workers.catalog import (
     CatalogError,
     GenLayout,
@@ -19,7 +20,7 @@ from ...workers.catalog import (
     parse_train,
     violations,
 )
-from ..option_checks import output_problems
+from ..option_checks import empty_layouts, output_problems, refit_problems
 from .arguments import DTYPES
 from .hosts import Hosts, HostsError, read_hosts
 
@@ -44,7 +45,8 @@ class PlanOptions:
         train: layout of the trainers.
         gen: layout of the engines.
         hosts: where the ranks are.
-        bucket_bytes: staging memory for each direction on a rank.
+        bucket_bytes: size of a staging bucket.
+        streams: rounds of ``p2p`` that are on the wire at a time.
         compile_ranks: how many ranks' own parts are compiled and measured; None for all.
         explain: a weight to explain; empty for none.
         heat_map: file for the heat map; None for none.
@@ -55,6 +57,7 @@ class PlanOptions:
     gen: GenLayout
     hosts: Hosts
     bucket_bytes: int
+    streams: int
     compile_ranks: int | None
     explain: str
     heat_map: Path | None
@@ -87,8 +90,11 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
     layouts: list[TrainLayout | GenLayout] = [layout for layout in (train, gen) if layout is not None]
     for layout in layouts:
         wrong += violations(model, layout) if model is not None else layout.violations()
-    if arguments.bucket_mb < 1:
-        wrong.append(f"bucket-mb is {arguments.bucket_mb}; give at least 1")
+    wrong += empty_layouts(arguments.train, arguments.gen)
+    config = _refit_config(arguments)
+    wrong += refit_problems(config)
+    if arguments.json and arguments.explain:
+        wrong.append("explain: tables for people, which --json has no keys for; leave one of the two out")
     heat_map = Path(arguments.heat_map) if arguments.heat_map else None
     if heat_map is not None:
         wrong += output_problems("heat-map", heat_map, HEAT_MAPS)
@@ -102,8 +108,18 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
         train,
         gen,
         hosts,
-        arguments.bucket_mb << 20,
+        config.bucket_bytes,
+        config.streams,
         None if ranks is None else int(ranks),
         arguments.explain,
         heat_map,
     )
+
+
+def _refit_config(arguments: argparse.Namespace) -> RefitConfig:
+    config = RefitConfig()
+    if arguments.bucket_mb is not None:
+        config.bucket_mb = arguments.bucket_mb
+    if arguments.streams is not None:
+        config.streams = arguments.streams
+    return config

@@ -15,6 +15,8 @@ from .explain import Explanation
 from .study import Study
 
 _LINKS = 10
+# Below it the misc path is no side matter any more.
+_USUAL_BULK_SHARE = 0.9
 # Rows of a table that lists pieces; the command's JSON and the plan itself hold all.
 _ROWS = 40
 
@@ -27,10 +29,14 @@ def show_study(console: Console, study: Study) -> None:
     console.print(
         f"[bold]{escape(options.model.name)}[/bold]: {len(manifest):,} weights, "
         f"{size(sum(spec.nbytes for spec in study.specs))} {dtype_name(options.model.dtype)}; "
-        f"ranks 0-{train - 1} train, ranks {train}-{train + gen - 1} generate",
+        f"{_those(0, train)} train{'s' if train == 1 else ''}, "
+        f"{_those(train, gen)} generate{'s' if gen == 1 else ''}",
         highlight=False,
     )
-    console.print(f"{options.hosts}", highlight=False)
+    console.print(options.hosts.describe(train, gen), highlight=False)
+    uneven = options.train.uneven_stages(options.model.architecture.layers)
+    if uneven:
+        console.print(f"trainer: {uneven}", highlight=False, soft_wrap=True)
     console.print(_routes(study))
     console.print(_ranks(study))
     console.print(_links(study))
@@ -39,14 +45,17 @@ def show_study(console: Console, study: Study) -> None:
     lines = [
         (
             "speed of light T",
-            f"{seconds(analysis.bound_seconds)} (the least that some link needs, whoever sends)",
+            f"{seconds(analysis.bound_seconds)} of bulk (the least that some link needs, whoever sends)",
         ),
         ("predicted, bulk", f"{seconds(analysis.predicted_seconds)}{relays}"),
+        ("predicted, misc", _misc(study)),
+        ("predicted, total", f"{seconds(study.predicted_seconds)}"),
         ("busiest link", f"{analysis.busiest_link_ratio:.3f} x the least that ownership allows"),
         (
             "staging memory",
-            f"{size(max(part.staging_bytes for part in study.parts))} of {size(analysis.bucket_bytes)} "
-            "for each direction and rank",
+            f"p2p: 2 x {options.streams} streams x {size(analysis.bucket_bytes)} = {size(study.staging_bytes)} at most "
+            f"for each direction and rank (a round fills {size(max(p.staging_bytes for p in study.parts))}); "
+            "ipc needs none",
         ),
         (
             "a rank's own part",
@@ -60,16 +69,28 @@ def show_study(console: Console, study: Study) -> None:
             f"measured), {size(study.peak_rss_bytes)} of memory in this process",
         ),
     ]
-    misc = manifest.bytes_of("misc")
-    if misc:
-        topology = analysis.topology
-        rate = topology.nvlink_gb_per_s if topology.hosts == 1 else topology.nic_gb_per_s
-        least = seconds(misc / rate / 1e9)
-        lines.insert(2, ("misc path", f"{size(misc)} go whole to every engine rank: at least {least} more"))
     summary = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for key, value in lines:
         summary.add_row(key, escape(value))
     console.print(summary, highlight=False)
+    if study.bulk_share < _USUAL_BULK_SHARE:
+        console.print(
+            f"warning: only {study.bulk_share:.1%} of the bytes go shard to shard; the rest goes whole to every engine "
+            "rank, for the reasons under routes",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _misc(study: Study) -> str:
+    if not study.misc_bytes:
+        return "none"
+    return f"at least {seconds(study.misc_seconds)}: {size(study.misc_bytes)} go whole to every engine rank"
+
+
+def _those(first: int, count: int) -> str:
+    return f"rank {first}" if count == 1 else f"ranks {first}-{first + count - 1}"
 
 
 def _routes(study: Study) -> Table:
@@ -135,9 +156,16 @@ def show_explanation(console: Console, explanation: Explanation) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    why = explanation.entry.reason or "shard to shard"
-    console.print(f"route: {explanation.entry.route} ({escape(why)})", highlight=False, soft_wrap=True)
+    entry = explanation.entry
+    why = escape(entry.reason or "shard to shard")
+    console.print(
+        f"goes over the misc path: {why}" if entry.route == "misc" else f"route: {entry.route} ({why})",
+        highlight=False,
+        soft_wrap=True,
+    )
     for title, boxes in (("held by trainers", explanation.held), ("wanted by engines", explanation.wanted)):
+        if not boxes:
+            continue
         table = Table(title=title, title_justify="left")
         table.add_column("ranks", overflow="fold")
         table.add_column("boxes", overflow="fold")

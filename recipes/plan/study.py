@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import resource
 import time
 from collections import defaultdict
@@ -76,10 +75,41 @@ class Study:
         return max(self.parts, key=lambda part: part.seconds)
 
     @property
+    def misc_bytes(self) -> int:
+        """Bytes of the weights that go whole to every engine rank."""
+        return self.analysis.manifest.bytes_of("misc")
+
+    @property
+    def misc_seconds(self) -> float:
+        """The least that the misc path takes: an engine rank's link must carry all of it once.
+
+        The path runs after the shards, so its time comes on top of theirs.
+        """
+        topology = self.analysis.topology
+        rate = topology.nvlink_gb_per_s if topology.hosts == 1 else topology.nic_gb_per_s
+        return self.misc_bytes / rate / 1e9
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Of the whole refit: shard to shard as predicted, and the least of the misc path."""
+        return self.analysis.predicted_seconds + self.misc_seconds
+
+    @property
+    def bound_seconds(self) -> float:
+        """The least that the shards need on some link, whoever sends, and the least of the misc path."""
+        return self.analysis.bound_seconds + self.misc_seconds
+
+    @property
+    def staging_bytes(self) -> int:
+        """What ``p2p`` stages at most for each direction on a rank: two buckets for each stream."""
+        return 2 * self.options.streams * self.analysis.bucket_bytes
+
+    @property
     def bulk_share(self) -> float:
         """Of the bytes that an engine takes at all, those that go shard to shard."""
-        bulk, misc = (self.analysis.manifest.bytes_of(route) for route in ("bulk", "misc"))
-        return bulk / (bulk + misc) if bulk + misc else 1.0
+        bulk = self.analysis.manifest.bytes_of("bulk")
+        taken = bulk + self.misc_bytes
+        return bulk / taken if taken else 1.0
 
     def routes(self) -> list[RouteRow]:
         """All routes and reasons, the largest first within a route."""
@@ -92,20 +122,19 @@ class Study:
 
     def as_json(self, train: str, gen: str) -> dict[str, object]:
         """The keys that ``--json`` prints; ``train`` and ``gen`` as the user wrote them."""
-        manifest = self.analysis.manifest
         misc = {row.reason: row.nbytes for row in self.routes() if row.route == "misc"}
         return {
             "model": self.options.model.name,
             "train": train,
             "gen": gen,
             "bulk_share": self.bulk_share,
-            "bytes": {"bulk": manifest.bytes_of("bulk"), "misc": manifest.bytes_of("misc")},
+            "bytes": {"bulk": self.analysis.manifest.bytes_of("bulk"), "misc": self.misc_bytes},
             "misc_reasons": misc,
             "seconds_compile_max": self.slowest_part.seconds,
             "peak_rss_bytes": self.peak_rss_bytes,
             "busiest_link_ratio": self.analysis.busiest_link_ratio,
-            "predicted_seconds": self.analysis.predicted_seconds,
-            "bound_seconds": self.analysis.bound_seconds,
+            "predicted_seconds": self.predicted_seconds,
+            "bound_seconds": self.bound_seconds,
             "violations": [],
         }
 
@@ -141,15 +170,11 @@ def study(options: PlanOptions) -> Study:
     train, gen = options.train.world_size, options.gen.world_size
     sources, destinations = all_holdings(options.model, options.train, options.gen, positions)
     topology = options.hosts.topology(train, gen)
-    # The names and holdings of all ranks stay; the collector would walk over them again and again.
-    gc.freeze()
     started = time.perf_counter()
     try:
         analysis = analyse(specs, sources, destinations, bucket_bytes=options.bucket_bytes, topology=topology)
     except PlanError as error:
         raise PlanProblems([str(error)]) from error
-    finally:
-        gc.unfreeze()
     shared = time.perf_counter() - started
     parts = tuple(_part(analysis, rank, shared) for rank in _measured(train, gen, options.compile_ranks))
     # ru_maxrss is in KiB on Linux.

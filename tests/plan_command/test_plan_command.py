@@ -96,8 +96,22 @@ def test_tables_tell_routes_links_and_what_planning_took(
         "NVLink",
         "speed of light T",
         "staging memory",
+        "2 x 3 streams x 134 MB = 805 MB at most",
+        "predicted, total",
+        "ranks 0-3 train, ranks 4-7 generate",
+        "all on one host",
     ):
-        assert text in out
+        assert text in " ".join(out.split())
+    code, out, _ = _plan(
+        capsys, "--model", moe, "--train", "", "--gen", "tp=1", "--bucket-mb", "64", "--streams", "1"
+    )
+    assert code == 2
+    code, out, _ = _plan(
+        capsys, "--model", moe, "--train", "tp=1", "--gen", "tp=1", "--bucket-mb", "64", "--streams", "1"
+    )
+    out = " ".join(out.split())
+    assert "rank 0 trains, rank 1 generates" in out
+    assert "2 x 1 streams x 67.1 MB = 134 MB at most" in out
 
 
 def test_all_violations_are_told_at_once_with_exit_code_2(
@@ -129,6 +143,64 @@ def test_all_violations_are_told_at_once_with_exit_code_2(
     assert found["bound_seconds"] is None
 
 
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        (("--train", ""), "train: the layout is empty"),
+        (("--train", "first=1"), "first and last are layers of pipeline stages"),
+        (("--train", "tp=-1"), "tp is '-1'; give a whole number of at least 1"),
+        (("--streams", "99"), "--streams: 99 is not between 1 and 8"),
+        (("--topology", "bogus"), "'bogus' is neither key=value pairs"),
+        (("--json", "--explain", "lm_head.weight"), "explain: tables for people"),
+    ],
+)
+def test_one_wrong_option_is_the_only_violation(
+    capsys: pytest.CaptureFixture[str], moe: str, changed: tuple[str, ...], complaint: str
+) -> None:
+    code, out, err = _plan(capsys, "--model", moe, "--train", "tp=1", "--gen", "tp=1", *changed, "--json")
+    found = json.loads(out)
+    assert code == 2
+    assert not err
+    (violation,) = found["violations"]
+    assert complaint in violation
+
+
+def test_misc_bytes_take_their_time_in_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    layouts = (
+        "--model",
+        "gpt-oss-20b",
+        "--train",
+        "tp=2",
+        "--gen",
+        "tp=2",
+        "--topology",
+        "gpus_per_host=2,nic=25",
+    )
+    code, out, _ = _plan(capsys, *layouts, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["bulk_share"] < 0.9
+    misc = found["bytes"]["misc"] / 25e9
+    # Two trainers share out the bulk, and each engine rank keeps half of it at most.
+    bulk = found["bytes"]["bulk"] / 2 / 25e9
+    assert misc + 0.5 * bulk < found["bound_seconds"] <= found["predicted_seconds"] < misc + 3 * bulk
+    code, out, _ = _plan(capsys, *layouts)
+    out = " ".join(out.split())
+    assert f"warning: only {found['bulk_share']:.1%} of the bytes go shard to shard" in out
+    assert f"predicted, total {found['predicted_seconds']:.3f} s" in out
+    assert f"predicted, misc at least {misc:.3f} s" in out
+
+
+def test_stages_that_the_planner_chose_are_told_with_megatrons_setting(
+    capsys: pytest.CaptureFixture[str], moe: str
+) -> None:
+    code, out, _ = _plan(capsys, "--model", moe, "--train", "pp=3", "--gen", "tp=1")
+    assert code == 0
+    assert "stages of 1,1,2 layers; in Megatron set num_layers_in_last_pipeline_stage=2" in out
+    code, out, _ = _plan(capsys, "--model", moe, "--train", "pp=2", "--gen", "tp=1")
+    assert "stages of" not in out
+
+
 def test_a_model_that_is_not_known_is_a_violation(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = _plan(capsys, "--model", "nothing-like-it", "--train", "tp=1", "--gen", "tp=1")
     assert code == 2
@@ -153,7 +225,8 @@ def test_a_weight_is_explained(capsys: pytest.CaptureFixture[str], moe: str) -> 
     assert "route: bulk" in out
     assert "[8:16, 0:64]" in out
     code, out, _ = _plan(capsys, "--model", moe, *layouts, "--explain", "model.layers.1.mlp.gate.weight")
-    assert "route: misc (trainer: MoE router" in out
+    assert "goes over the misc path: trainer: MoE router" in out
+    assert "held by" not in out
     assert "sent" not in out
 
 
