@@ -17,7 +17,7 @@ from rlrefit.recipes.plan.study import study
 from tests.catalog.shrunken import CONFIGS
 
 
-@pytest.mark.parametrize("topology", ["gpus_per_host=1", "gpus_per_host=8,nvlink=0.001"])
+@pytest.mark.parametrize("topology", ["gpus_per_host=1", "gpus_per_host=4,nic=0.0001"])
 @pytest.mark.parametrize(
     "name",
     [
