@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from .errors import PeerLost, RefitError, RefitTimeout
 
+logger = logging.getLogger(__name__)
+
 # Seconds between looks at a GPU's progress, and between looks at the other ranks meanwhile.
 _PAUSE = 2e-5
 _WATCH_EVERY = 0.5
@@ -24,6 +27,8 @@ _WATCH_EVERY = 0.5
 _LEAST_WAIT = 0.01
 # Seconds that giving up a communicator may itself take; it can be stuck in its set-up.
 _ABORT_WITHIN = 10.0
+# Seconds that closing a communicator may take at most: NCCL waits for the peers there.
+_CLOSE_WITHIN = 30.0
 
 
 @dataclass(frozen=True)
@@ -206,12 +211,18 @@ class Group:
                 time.sleep(_PAUSE)
         self._raise_nccl_errors(stage)
 
-    def abort(self) -> None:
-        """Give up all that is under way, without waiting for peers."""
-        # In a thread of its own: a communicator that is stuck in its set-up can hold up even its abort.
-        done = threading.Thread(target=lambda: [backend.abort() for backend in self._backends], daemon=True)
-        done.start()
-        done.join(_ABORT_WITHIN)
+    def abort(self) -> bool:
+        """Give up all that is under way, without waiting for peers.
+
+        Returns:
+            Whether it has ended. If not, the device may still write to what was being received.
+        """
+        if self.device.type != "cuda":
+            return True
+        wrong = _in_thread([backend.abort for backend in self._backends], _ABORT_WITHIN)
+        if wrong:
+            logger.warning("rank %d could not give up its communicators: %s", self.rank, wrong)
+        return not wrong
 
     def close(self, *, failed: bool = False) -> None:
         """Close the connections.
@@ -220,12 +231,18 @@ class Group:
             failed: a peer may be gone or stuck: give up what is under way instead of finishing it. Peers
                 that still wait then get an error instead of a hang.
         """
-        if self.device.type == "cuda":
-            if failed:
+        if failed:
+            self.abort()
+        elif self.device.type == "cuda":
+            limit = min(self.timeout.total_seconds(), _CLOSE_WITHIN)
+            wrong = _in_thread([backend.shutdown for backend in self._backends], limit)
+            if wrong:
+                logger.warning(
+                    "rank %d gives up its communicators instead of closing them: %s. Did a peer end early?",
+                    self.rank,
+                    wrong,
+                )
                 self.abort()
-            else:
-                for backend in self._backends:
-                    backend.shutdown()
         self._backends = []
 
     def _make(self, store: Store) -> Any:
@@ -430,6 +447,23 @@ class _Ended:
 
     def query(self) -> bool:
         return not self._thread.is_alive()
+
+
+def _in_thread(calls: Sequence[Callable[[], object]], limit_s: float) -> str:
+    """Make calls that can block without limit, in a thread of their own; returns what went wrong, or nothing."""
+    wrong: list[str] = []
+
+    def run() -> None:
+        for call in calls:
+            try:
+                call()
+            except Exception as error:
+                wrong.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return f"not done after {limit_s:.0f} s" if thread.is_alive() else "; ".join(wrong)
 
 
 def _watch_nothing(stage: str) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..clock import StageClock
+from ..errors import VerificationError
 from ..layout import Fragment
 from ..packing import make_copy
 from ..plan import BroadcastPlan, Plan
@@ -19,7 +20,7 @@ from ..process_groups import BorrowedGroup, Group
 from ..transport import GoldenTransport, P2PTransport, TransferResult
 from .reshard import NAME, LocalPart, RankPart, Reshard, Side
 
-# Transfers that are kept for each process group; an older layout is compiled anew, without asking the peers.
+# Transfers that are kept for each process group and set of ranks; an older layout is agreed upon and compiled anew.
 KEPT = 256
 
 
@@ -34,6 +35,11 @@ class Request:
     transport: str
     bucket_bytes: int
     verify: str
+
+    @property
+    def members(self) -> frozenset[int]:
+        """The ranks that take part."""
+        return frozenset(self.source.mesh.ranks) | frozenset(self.destination.mesh.ranks)
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -55,21 +61,26 @@ class Compiled:
         part: this rank's.
         clock: of the runs.
         transport: made at the first run, when all have agreed; none for broadcasts.
+        agreed: whether all ranks have compared the request.
     """
 
     digest: str
     part: RankPart
     clock: StageClock
     transport: P2PTransport | None = None
+    agreed: bool = False
 
 
 class Transfers:
-    """The transfers of one process group, device and timeout."""
+    """The transfers of one process group, device and timeout.
+
+    They are kept, counted and dropped apart for each set of ranks that take part: all of these see the same calls
+    in the same order, so that what one of them has dropped, and asks its peers about anew, they have dropped too.
+    """
 
     def __init__(self, group: BorrowedGroup):
         self.group = group
-        self._agreed: set[Request] = set()
-        self._compiled: OrderedDict[Request, Compiled] = OrderedDict()
+        self._compiled: dict[frozenset[int], OrderedDict[Request, Compiled]] = {}
 
     @staticmethod
     def of(lender: dist.ProcessGroup | Group, device: torch.device, timeout_s: float) -> Transfers:
@@ -86,21 +97,23 @@ class Transfers:
             return found
 
     def agreed(self, request: Request) -> bool:
-        """Whether all ranks have compared this request before. Never forgotten, or ranks would differ in it."""
-        return request in self._agreed
+        """Whether all ranks have compared this request, and keep it since; the same on all of them."""
+        found = self._compiled.get(request.members, {}).get(request)
+        return found is not None and found.agreed
 
     def agree(self, request: Request) -> None:
         """Note that all ranks have compared it."""
-        self._agreed.add(request)
+        self.compile(request).agreed = True
 
     def compile(self, request: Request) -> Compiled:
         """The transfer of a complete request; errors as for :class:`~.reshard.Reshard`."""
-        found = self._compiled.pop(request, None)
+        kept = self._compiled.setdefault(request.members, OrderedDict())
+        found = kept.pop(request, None)
         if found is None:
             found = self._compile(request)
-        self._compiled[request] = found
-        while len(self._compiled) > KEPT:
-            self._compiled.popitem(last=False)
+        kept[request] = found
+        while len(kept) > KEPT:
+            kept.popitem(last=False)
         return found
 
     def run(self, request: Request, src: torch.Tensor | None, dst: torch.Tensor | None) -> TransferResult:
@@ -130,9 +143,18 @@ class Transfers:
         nothing: dict[str, dict[str, str]] = {"sends": {}, "receives": {}, "turns": {}}
         compiled.transport.connect([nothing] * self.group.size)
         try:
-            return compiled.transport.run(compiled.clock)
-        finally:
+            result = compiled.transport.run(compiled.clock)
+        except VerificationError:
+            # All has landed.
             compiled.transport.release()
+            raise
+        except BaseException:
+            # NCCL may be writing the buckets: only when it has given up may their memory become another's.
+            if self.group.abort():
+                compiled.transport.release()
+            raise
+        compiled.transport.release()
+        return result
 
     def _compile(self, request: Request) -> Compiled:
         reshard = Reshard(

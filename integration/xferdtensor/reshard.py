@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..errors import PlanError
 from ..holdings import HoldingGroup, Holdings
 from ..layout import Box, Mesh, Placement, boxes_of, intersect, local_slice, subtract
 from ..manifest import TensorSpec
@@ -82,13 +83,26 @@ class Reshard:
         count = len(self._sources)
         self._bucket_bytes = bucket_bytes
         # Several hosts or one: unknown here. Receivers that want the same each get it from the sources.
-        self.analysis: Analysis = analyse(
-            [spec],
-            [_holdings(i, self._held[rank], dtype) for i, rank in enumerate(self._sources)],
-            [_holdings(count + i, self._missing[rank], dtype) for i, rank in enumerate(self._destinations)],
-            bucket_bytes=bucket_bytes,
-            fan_out=False,
-        )
+        try:
+            self.analysis: Analysis = analyse(
+                [spec],
+                [_holdings(i, self._held[rank], dtype) for i, rank in enumerate(self._sources)],
+                [
+                    _holdings(count + i, self._missing[rank], dtype)
+                    for i, rank in enumerate(self._destinations)
+                ],
+                bucket_bytes=bucket_bytes,
+                fan_out=False,
+            )
+        except PlanError as error:
+            if error.parameter:
+                raise
+            # Of no tensor in particular, so of the bucket, which refits and this call name differently.
+            raise PlanError(
+                f"bucket_bytes={bucket_bytes} is too small for one element from every peer of a rank; give more, on "
+                "all ranks alike",
+                stage="plan",
+            ) from error
         self._dtype = dtype
         # Refit-world ranks, where a rank on both sides counts twice, to ranks of the process group.
         self._physical = [*self._sources, *self._destinations]

@@ -347,3 +347,33 @@ def test_a_group_that_can_not_open_all_its_lanes_closes_those_that_it_has(
     with pytest.raises(RefitError if error is RuntimeError else error):
         Group(dist.HashStore(), "few", 0, 1, torch.device("cpu"), 1.0, lambda stage: None, 2)
     assert closed == [True]
+
+
+class FakeBackend:
+    """A communicator whose end is stuck or fails, until it is aborted."""
+
+    def __init__(self, stuck: bool):
+        self.stuck, self.aborted = stuck, threading.Event()
+
+    def shutdown(self) -> None:
+        if not self.stuck:
+            raise RuntimeError("remote end")
+        self.aborted.wait(20)
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+@pytest.mark.parametrize("stuck", [True, False])
+def test_a_group_whose_peers_do_not_close_it_as_well_gives_it_up_in_time(
+    stuck: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = Group.__new__(Group)
+    group._configure(0, 2, torch.device("cuda", 0), 0.2, lambda stage: None, 2)
+    backends = group._backends = [FakeBackend(stuck), FakeBackend(stuck)]
+    start = time.monotonic()
+    group.close()
+    assert time.monotonic() - start < 5
+    assert all(backend.aborted.is_set() for backend in backends)
+    assert ("not done after" if stuck else "remote end") in caplog.text
+    group.close()
