@@ -87,6 +87,10 @@ class BulkPath:
             reason = str(error)
         self._require_none(self._channel.vote(f"connected/{self._bindings}", reason))
 
+    def moved(self) -> bool:
+        """As :meth:`~..transport.Transport.moved`."""
+        return self._transport.moved()
+
     def settle(self) -> None:
         """Before any rank runs a refit; as :meth:`~..transport.Transport.settle`."""
         self._transport.settle()

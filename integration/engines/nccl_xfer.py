@@ -91,7 +91,7 @@ class NcclXferEngine(CheckpointEngine):
     def stale(self) -> bool:
         self._open_bulk.settle()
         # Parameters move when they are offloaded and brought back; old views would read freed memory.
-        return self._endpoint.storage_key() != self._storage
+        return self._endpoint.storage_key() != self._storage or self._open_bulk.moved()
 
     def rebind(self) -> None:
         fragments, _ = self._fragments(self._endpoint, self.manifest.specs())

@@ -46,6 +46,10 @@ class Transport(ABC):
             TransportUnavailable: a peer's storage can't be reached this way; says why.
         """
 
+    def moved(self) -> bool:
+        """Whether other memory has come to lie at the addresses that were bound, which needs a new ``bind``."""
+        return False
+
     def settle(self) -> None:  # noqa: B027 - most write on streams that follow the caller's
         """Before any rank runs a refit: wait for this rank's earlier work on its storage.
 

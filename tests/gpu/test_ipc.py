@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rlrefit.integration.errors import TransportUnavailable
+from rlrefit.integration.transport.ipc.driver import call, driver
+from rlrefit.integration.transport.ipc.memory import ExportedMemory
 from tests.ipc.worlds import Rank, Scenario, run
 
 pytestmark = [
@@ -49,6 +52,16 @@ def test_parameters_in_expandable_segments_of_many_chunks_are_written(meeting: s
 
 def test_parameters_that_moved_are_found_again_and_the_old_ones_left_alone(meeting: str) -> None:
     for rank in run(Scenario(meeting, action="move"))[2:]:
+        assert [refit["wrong"] for refit in rank["refits"]] == [[], [], []]
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_memory_that_was_given_back_and_came_anew_is_noticed_whatever_its_address_is(
+    meeting: str, expandable: bool
+) -> None:
+    ranks = run(Scenario(meeting, action="remap", expandable=expandable, rows=200_000))
+    assert [rank["moved"] for rank in ranks] == [[False, place >= 2, False] for place in range(4)]
+    for rank in ranks[2:]:
         assert [refit["wrong"] for refit in rank["refits"]] == [[], [], []]
 
 
@@ -124,18 +137,28 @@ def test_parameters_that_lie_on_the_host_are_refused_by_name(meeting: str) -> No
         rank.make_transport().bind(offloaded)
 
 
-def test_memory_made_without_shareable_handles_is_refused_with_the_reason() -> None:
-    from rlrefit.integration.transport.ipc.driver import call, driver
-    from rlrefit.integration.transport.ipc.memory import ExportedMemory
-
+@pytest.fixture
+def device() -> torch.device:
     device = torch.device("cuda", 0)
     torch.zeros(1, device=device)
+    return device
+
+
+def make_chunk(size: int, *, shareable: bool) -> Any:
+    """Physical memory of the virtual-memory interface; the driver's handle."""
     wanted = driver().CUmemAllocationProp()
     wanted.type = driver().CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     wanted.location.type = driver().CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     wanted.location.id = 0
+    if shareable:
+        kinds = driver().CUmemAllocationHandleType
+        wanted.requestedHandleTypes = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    return call("cuMemCreate", size, wanted, 0)
+
+
+def test_memory_made_without_shareable_handles_is_refused_with_the_reason(device: torch.device) -> None:
     size = 2 << 20
-    handle = call("cuMemCreate", size, wanted, 0)
+    handle = make_chunk(size, shareable=False)
     address = call("cuMemAddressReserve", size, 0, 0, 0)
     call("cuMemMap", address, size, 0, handle, 0)
     try:
@@ -145,3 +168,44 @@ def test_memory_made_without_shareable_handles_is_refused_with_the_reason() -> N
         call("cuMemUnmap", address, size)
         call("cuMemAddressFree", address, size)
         call("cuMemRelease", handle)
+
+
+def test_a_chunk_that_was_mapped_where_another_one_was_is_noticed(device: torch.device) -> None:
+    size = 2 << 20
+    access = driver().CUmemAccessDesc()
+    access.location.type = driver().CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = 0
+    access.flags = driver().CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    address = call("cuMemAddressReserve", size, 0, 0, 0)
+    exported: ExportedMemory | None = None
+    for _ in range(3):
+        handle = make_chunk(size, shareable=True)
+        call("cuMemMap", address, size, 0, handle, 0)
+        call("cuMemSetAccess", address, size, [access], 1)
+        call("cuMemRelease", handle)
+        if exported is not None:
+            assert exported.moved()
+            exported.close()
+        exported = ExportedMemory([(int(address) + 512, 1024)], device)
+        assert not exported.moved()
+        call("cuMemUnmap", address, size)
+        assert exported.moved()
+    assert exported is not None
+    exported.close()
+    call("cuMemAddressFree", address, size)
+
+
+def test_memory_of_cudamalloc_that_was_freed_and_allocated_again_is_noticed(device: torch.device) -> None:
+    exported: ExportedMemory | None = None
+    size = 64 << 20
+    for _ in range(3):
+        address = call("cuMemAlloc", size)
+        if exported is not None:
+            assert exported.moved()
+            exported.close()
+        exported = ExportedMemory([(int(address) + 512, 1024)], device)
+        assert not exported.moved()
+        call("cuMemFree", address)
+        assert exported.moved()
+    assert exported is not None
+    exported.close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from contextlib import nullcontext
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,8 @@ from rlrefit.integration.errors import TransportUnavailable
 from rlrefit.integration.transport.ipc import memory
 from rlrefit.integration.transport.ipc.description import Allocation, Description
 from rlrefit.integration.transport.ipc.descriptors import DescriptorServer
-from rlrefit.integration.transport.ipc.driver import DriverError
-from rlrefit.integration.transport.ipc.memory import ImportedMemory, process_name
+from rlrefit.integration.transport.ipc.driver import DriverError, driver
+from rlrefit.integration.transport.ipc.memory import ExportedMemory, ImportedMemory, process_name
 
 DEVICE = torch.device("cuda", 0)
 CHUNK = 2 << 20
@@ -104,3 +106,86 @@ def test_memory_that_can_not_be_mapped_leaves_no_descriptor_and_no_mapping(
     assert kept.value is not None
     assert driver.open == []
     assert open_descriptors() == before
+
+
+class Mapped:
+    """What lies where on a GPU: by address the size, the identity, and whether cudaMalloc made it."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[int, int, bool]] = {}
+        self.retained: list[int] = []
+        self.exportable = True
+
+    def __call__(self, function: str, *args: Any) -> Any:
+        if function == "cuMemRelease":
+            return self.retained.remove(args[0])
+        if function == "cuMemExportToShareableHandle":
+            if not self.exportable:
+                raise DriverError(function, "CUDA_ERROR_NOT_PERMITTED")
+            return os.open(os.devnull, os.O_RDONLY)
+        at = int(args[-1])
+        base = next((b for b, (size, _, _) in self.blocks.items() if b <= at < b + size), None)
+        if base is None:
+            raise DriverError(function, "CUDA_ERROR_INVALID_VALUE")
+        size, identity, classic = self.blocks[base]
+        if function == "cuMemRetainAllocationHandle":
+            self.retained.append(identity)
+            return identity
+        legacy = driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+        return {
+            "cuMemGetAddressRange": (base, size),
+            "cuPointerGetAttribute": classic if args[0] == legacy else identity,
+            "cuIpcGetMemHandle": SimpleNamespace(getPtr=lambda: ctypes.addressof(_HANDLE)),
+        }[function]
+
+
+_HANDLE = ctypes.create_string_buffer(64)
+
+
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch, on_a_gpu: None) -> Mapped:
+    mapped = Mapped()
+    monkeypatch.setattr(memory, "call", mapped)
+    mapped.blocks = {
+        0: (CHUNK, 1, True),
+        CHUNK: (CHUNK, 2, False),
+        2 * CHUNK: (2 * CHUNK, 3, False),
+    }
+    return mapped
+
+
+@pytest.mark.parametrize("base", [0, CHUNK, 2 * CHUNK])
+def test_other_memory_at_the_same_address_is_noticed_and_so_is_none(mapped: Mapped, base: int) -> None:
+    exported = ExportedMemory([(64, CHUNK), (2 * CHUNK + 5, 100)], DEVICE)
+    assert [(a.base, a.size, a.chunks) for a in exported.allocations] == [
+        (0, CHUNK, ()),
+        (CHUNK, 3 * CHUNK, (CHUNK, 2 * CHUNK)),
+    ]
+    assert not exported.moved()
+    size, identity, classic = mapped.blocks.pop(base)
+    assert exported.moved()
+    mapped.blocks[base] = (size, 9, classic)
+    assert exported.moved()
+    mapped.blocks[base] = (size, identity, classic)
+    assert not exported.moved()
+    assert sorted(mapped.retained) == [2, 3]
+    exported.close()
+    exported.close()
+    assert mapped.retained == []
+
+
+def test_memory_beside_that_of_the_parameters_may_come_and_go(mapped: Mapped) -> None:
+    exported = ExportedMemory([(CHUNK, 100)], DEVICE)
+    del mapped.blocks[0], mapped.blocks[2 * CHUNK]
+    assert not exported.moved()
+    exported.close()
+
+
+def test_memory_that_is_refused_is_not_held(mapped: Mapped) -> None:
+    del mapped.blocks[2 * CHUNK]
+    with pytest.raises(TransportUnavailable, match="CUDA_ERROR_INVALID_VALUE"):
+        ExportedMemory([(64, 2 * CHUNK)], DEVICE)
+    mapped.exportable = False
+    with pytest.raises(TransportUnavailable, match="without shareable handles"):
+        ExportedMemory([(CHUNK, 64)], DEVICE)
+    assert mapped.retained == []

@@ -116,6 +116,24 @@ def test_a_session_under_auto_between_cpus_takes_p2p_and_says_why() -> None:
         assert "not ipc, since refit rank 0: its parameters are not on a GPU" in reason
 
 
+def test_memory_that_moved_under_its_addresses_on_one_rank_is_bound_anew_on_all() -> None:
+    specs = [TensorSpec("w", (8, 4), torch.float32)]
+    box = {"w": [((0, 8), (0, 4))]}
+
+    def body(rank: int, session: Any, endpoint: Any) -> Any:
+        bulk = session.engine._bulk
+        counts = []
+        for version, moved in [(1, False), (2, True), (3, False)]:
+            bulk._transport.moved = lambda moved=moved: moved and rank == 1
+            assert refit_changed(session, endpoint, version)[1] == []
+            counts.append(bulk._bindings)
+        return counts
+
+    config = RefitConfig(bucket_mb=1, timeout_s=20.0, transport="p2p")
+    ends = run_world([SyntheticSource(specs, box)], [SyntheticDestination(specs, box)], body, config)
+    assert ends == [[1, 2, 2]] * 2
+
+
 def test_a_plan_with_relays_is_refused() -> None:
     relayed = replace(PLAN, receives=((replace(MESSAGE, source=2),),))
     with pytest.raises(PlanError, match="without fan-out"):

@@ -35,7 +35,8 @@ class Scenario:
         meeting: a file that does not exist yet.
         sources: trainer ranks, which hold whole experts.
         destinations: engine ranks, which want a part of every expert.
-        action: ``refits``, ``move`` (the engines' storage moves before the last refit), ``kill`` (the ``victim``
+        action: ``refits``, ``move`` (the engines' storage moves before the last refit), ``remap`` (it is given back
+            to the driver before the last refit, and comes anew, at the same addresses if they are free), ``kill`` (the ``victim``
             dies instead of the second refit), ``busy`` (trainer rank 0 has its GPU busy beyond the timeout when it
             comes to write the second), ``lie`` (trainer rank 0 tells another checksum in the second), or
             ``epochs`` (as many epochs as ``times``).
@@ -245,6 +246,27 @@ def _move(rank: Rank) -> dict[str, Any]:
     return {"refits": rows}
 
 
+def _remap(rank: Rank) -> dict[str, Any]:
+    rank.open()
+    rows = [rank.refit(1), rank.refit(2)]
+    still = any(rank.meeting.vote(rank.transport.moved()))
+    if not rank.is_source:
+        storages = [held.untyped_storage() for held in rank.endpoint._wanted.values()]
+        sizes = [storage.nbytes() for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+        torch.cuda.empty_cache()
+        for storage, size in zip(storages, sizes, strict=True):
+            storage.resize_(size)
+    moved = rank.transport.moved()
+    rank.meeting.vote()
+    rank.bind()
+    rows.append(rank.refit(3))
+    moved_again = rank.transport.moved()
+    rank.transport.close()
+    return {"refits": rows, "moved": [still, moved, moved_again]}
+
+
 def _kill(rank: Rank) -> dict[str, Any]:
     rank.open()
     rank.refit(1)
@@ -335,4 +357,12 @@ def _resources(rank: Rank) -> tuple[int, int]:
     return found
 
 
-_ACTIONS = {"refits": _refits, "move": _move, "kill": _kill, "busy": _busy, "lie": _lie, "epochs": _epochs}
+_ACTIONS = {
+    "refits": _refits,
+    "move": _move,
+    "remap": _remap,
+    "kill": _kill,
+    "busy": _busy,
+    "lie": _lie,
+    "epochs": _epochs,
+}

@@ -9,6 +9,7 @@ torch_memory_saver) can't be exported at all, and the reason is raised as :class
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import secrets
 from bisect import bisect_right
@@ -23,16 +24,23 @@ from .description import HANDLE_HEX, Allocation, Description, Place
 from .descriptors import DescriptorServer, fetch
 from .driver import DriverError, call, driver
 
+logger = logging.getLogger(__name__)
+
 _TOKEN = secrets.token_hex(16)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Memory that the driver allocated or mapped as a whole; without a handle it is a chunk."""
+    """Memory that the driver allocated or mapped as a whole; without a handle it is a chunk.
+
+    ``identity`` tells it from other memory at the same address: the driver's number of the allocation, which is
+    never used again, or the chunk's handle, which is not used again while it is retained here.
+    """
 
     base: int
     size: int
     handle: str
+    identity: int
 
 
 class ExportedMemory:
@@ -54,17 +62,20 @@ class ExportedMemory:
         """
         self._device = device
         self._server: DescriptorServer | None = None
-        blocks: dict[int, _Block] = {}
-        with torch.cuda.device(device):
-            covered = 0
-            for address, nbytes in sorted(ranges):
-                at = max(address, covered)
-                while at < address + nbytes:
-                    block = _block_at(at)
-                    blocks[block.base] = block
-                    covered = at = block.base + block.size
-        self._chunks = [block.base for block in blocks.values() if not block.handle]
-        self.allocations = _joined(list(blocks.values()))
+        self._blocks: list[_Block] = []
+        try:
+            with torch.cuda.device(device):
+                covered = 0
+                for address, nbytes in sorted(ranges):
+                    at = max(address, covered)
+                    while at < address + nbytes:
+                        self._blocks.append(_block_at(at))
+                        covered = at = self._blocks[-1].base + self._blocks[-1].size
+        except BaseException:
+            self.close()
+            raise
+        self._chunks = [block.base for block in self._blocks if not block.handle]
+        self.allocations = _joined(self._blocks)
         self._bases = [a.base for a in self.allocations]
 
     def place(self, address: int) -> Place:
@@ -79,11 +90,25 @@ class ExportedMemory:
         self._server = DescriptorServer(self._open_chunk, len(self._chunks), readers, timeout_s)
         return self._server.address, self._server.token
 
+    def moved(self) -> bool:
+        """Whether other memory than at first lies at the same addresses, or none at all.
+
+        So it is after ``empty_cache`` between freeing and allocating again, and after a pool has unmapped its chunks
+        and mapped new ones: no address changes, and peers have the old memory mapped.
+        """
+        with torch.cuda.device(self._device):
+            return not all(_is_there(block) for block in self._blocks)
+
     def close(self) -> None:
         """Stop serving; safe to call twice. What peers have mapped stays mapped."""
         if self._server is not None:
             self._server.close()
             self._server = None
+        with torch.cuda.device(self._device):
+            while self._blocks:
+                block = self._blocks.pop()
+                if not block.handle:
+                    _release(block)
 
     def _open_chunk(self, index: int) -> int:
         with torch.cuda.device(self._device):
@@ -190,26 +215,60 @@ def device_uuid(device: torch.device) -> str:
 
 
 def _block_at(address: int) -> _Block:
+    """The block that holds an address; the caller releases the identity of a chunk."""
     try:
-        base, size = call("cuMemGetAddressRange", address)
-        attribute = driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-        if call("cuPointerGetAttribute", attribute, int(base)):
-            handle = call("cuIpcGetMemHandle", int(base))
-            return _Block(int(base), int(size), ctypes.string_at(handle.getPtr(), HANDLE_HEX // 2).hex())
+        base, size = (int(value) for value in call("cuMemGetAddressRange", address))
+        attributes = driver().CUpointer_attribute
+        if call("cuPointerGetAttribute", attributes.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, base):
+            handle = call("cuIpcGetMemHandle", base)
+            shareable = ctypes.string_at(handle.getPtr(), HANDLE_HEX // 2).hex()
+            return _Block(base, size, shareable, _buffer_id(base))
         # Only an attempt tells whether the chunk can be exported.
-        os.close(_chunk_descriptor(int(base)))
+        os.close(_chunk_descriptor(base))
+        return _Block(base, size, "", _retained(base))
     except DriverError as error:
         raise TransportUnavailable(
             f"the parameters' GPU memory can't be shared with other processes ({error}): it comes from a pool that made "
             "it without shareable handles, as vLLM's sleep mode and torch_memory_saver do",
             stage="bind",
         ) from error
-    return _Block(int(base), int(size), "")
+
+
+def _release(chunk: _Block) -> None:
+    try:
+        call("cuMemRelease", chunk.identity)
+    except DriverError as error:
+        # The context is lost, and the chunk with it; what lost it has been raised where it happened.
+        logger.warning("a chunk of GPU memory was not released: %s", error)
+
+
+def _is_there(block: _Block) -> bool:
+    try:
+        if block.handle:
+            return _buffer_id(block.base) == block.identity
+        retained = _retained(block.base)
+    except DriverError as error:
+        # So it says of addresses without memory. Any other trouble shows again when memory is looked up anew.
+        logger.debug("no memory at %#x any more: %s", block.base, error)
+        return False
+    call("cuMemRelease", retained)
+    return retained == block.identity
+
+
+def _buffer_id(base: int) -> int:
+    return int(
+        call("cuPointerGetAttribute", driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, base)
+    )
+
+
+def _retained(base: int) -> int:
+    """The handle of the chunk that is mapped at ``base``: the one it was mapped with, to be released once more."""
+    return int(call("cuMemRetainAllocationHandle", base))
 
 
 def _chunk_descriptor(base: int) -> int:
     """A new file descriptor of the chunk that is mapped at ``base``."""
-    handle = call("cuMemRetainAllocationHandle", base)
+    handle = _retained(base)
     try:
         return int(call("cuMemExportToShareableHandle", handle, _descriptor_type(), 0))
     finally:

@@ -174,6 +174,10 @@ class IpcTransport(Transport):
         self._copies = CopyTable.build(interleave(writes, self.rank), self._device)
         self._tell = CopyTable.build(told if self.verify != "off" else (), self._device)
 
+    def moved(self) -> bool:
+        with self._classifying():
+            return self._exported is not None and self._exported.moved()
+
     def settle(self) -> None:
         # What was enqueued before still uses the parameters that peers are about to overwrite, or would keep
         # this rank's writes waiting until after its peers have given it up.
