@@ -130,6 +130,24 @@ def test_ranks_of_one_process_write_without_handles(meeting: str) -> None:
         transport.close()
 
 
+def test_an_open_transport_does_not_keep_the_memory_of_parameters(meeting: str) -> None:
+    scenario = Scenario(meeting, 1, 1, rows=200_000)
+    ranks = [Rank(scenario, rank, torch.device("cuda", 0)) for rank in range(2)]
+    transports = [rank.make_transport() for rank in ranks]
+    for rank, transport in zip(ranks, transports, strict=True):
+        transport.bind(rank.fragments())
+    described = [transport.describe() for transport in transports]
+    for transport in transports:
+        transport.connect(described)
+    held = torch.cuda.memory_allocated()
+    for rank in ranks:
+        rank.endpoint = None
+    # The embedding alone has 200,000 rows of 256 two-byte elements on each side.
+    assert held - torch.cuda.memory_allocated() >= 2 * 200_000 * 256 * 2
+    for transport in transports:
+        transport.close()
+
+
 def test_parameters_that_lie_on_the_host_are_refused_by_name(meeting: str) -> None:
     rank = Rank(Scenario(meeting), 0, torch.device("cuda", 0))
     offloaded = [replace(fragment, view=fragment.view.cpu()) for fragment in rank.fragments()]

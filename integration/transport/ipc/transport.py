@@ -41,7 +41,8 @@ class IpcTransport(Transport):
     when all that it had for this receiver has landed, and again when its checksums have. Before each refit the
     caller lets all ranks :meth:`settle`, and then meet.
 
-    As long as an epoch is open the driver keeps the receivers' memory, even if an engine frees it.
+    No tensor is kept: a trainer that offloads its parameters has their memory back at once. As long as an epoch is
+    open the driver keeps the receivers' memory, even if an engine frees it; the next ``bind`` lets go of it.
     """
 
     name = "ipc"
@@ -105,9 +106,10 @@ class IpcTransport(Transport):
             )
         self._release(failed=False)
         self._ended = torch.cuda.Event()
-        self._views = LiveViews(fragments)
-        self._bound_sends = self._bound(self._sends)
-        self._bound_receives = self._bound(self._receives)
+        # From here on plain addresses: views would keep the memory of parameters that are offloaded meanwhile.
+        views = LiveViews(fragments)
+        self._bound_sends = _bound(self._sends, views)
+        self._bound_receives = _bound(self._receives, views)
         if self._receives:
             if self._mailbox is None:
                 counts = {sender: len(messages) for sender, messages in self._receives.items()}
@@ -257,12 +259,6 @@ class IpcTransport(Transport):
                 raise damaged(message, self.rank)
         return covered
 
-    def _bound(self, peers: Mapping[int, Sequence[Message]]) -> dict[int, list[Bound]]:
-        return {
-            peer: [(m, [Strided.of(self._views.of(s)) for s in m.segments]) for m in messages]
-            for peer, messages in peers.items()
-        }
-
     def _inbox(self, sender: int, exported: ExportedMemory, mailbox: Mailbox) -> Inbox:
         views = [view for _, live in self._bound_receives[sender] for view in live]
         return Inbox(
@@ -352,3 +348,10 @@ def _by_peer(
         for message in messages:
             found[peer(message)].append(message)
     return {key: tuple(found[key]) for key in sorted(found)}
+
+
+def _bound(peers: Mapping[int, Sequence[Message]], views: LiveViews) -> dict[int, list[Bound]]:
+    return {
+        peer: [(m, [Strided.of(views.of(s)) for s in m.segments]) for m in messages]
+        for peer, messages in peers.items()
+    }
