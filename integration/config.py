@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 TRANSPORTS = ("auto", "p2p", "ipc", "m2n", "golden")
 VERIFY_MODES = ("off", "sampled", "full")
+# Each stream has a communicator, whose kernels take up to 32 of a GPU's multiprocessors.
+MOST_STREAMS = 4
+LONGEST_TIMEOUT_S = 7 * 86400.0
 
 
 @dataclass
@@ -31,8 +34,8 @@ class RefitConfig:
     """
 
     transport: str = "auto"
-    bucket_mb: int = 256
-    streams: int = 1
+    bucket_mb: int = 128
+    streams: int = 3
     timeout_s: float = 300.0
     verify: str = "sampled"
     port: int = 0
@@ -53,10 +56,15 @@ class RefitConfig:
             found.append(
                 f"{prefix}.bucket_mb: {self.bucket_mb} leaves no room for a segment; give at least 1"
             )
-        if not 1 <= self.streams <= 8:
-            found.append(f"{prefix}.streams: {self.streams} is not between 1 and 8")
+        if not 1 <= self.streams <= MOST_STREAMS:
+            found.append(
+                f"{prefix}.streams: {self.streams} is not between 1 and {MOST_STREAMS}; more communicators at a time "
+                "would not fit on a GPU together"
+            )
         if not 0 <= self.port < 65536:
             found.append(f"{prefix}.port: {self.port} is no TCP port; give 0 for any free one, or 1 to 65535")
-        if not self.timeout_s > 0:
-            found.append(f"{prefix}.timeout_s: {self.timeout_s} would fail every wait; give seconds above 0")
+        if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
+            found.append(
+                f"{prefix}.timeout_s: {self.timeout_s} is not above 0 and at most {LONGEST_TIMEOUT_S:.0f} seconds (a week)"
+            )
         return found
