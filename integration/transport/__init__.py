@@ -78,7 +78,12 @@ def make_transport(
         )
 
     if transport == "p2p" and isinstance(plan, Plan):
-        return P2PTransport(group(config.streams), world.rank, plan, config.verify)
+        opened = group(config.streams)
+        try:
+            return P2PTransport(opened, world.rank, plan, config.verify)
+        except BaseException:
+            opened.close(failed=True)
+            raise
     if transport == "ipc" and isinstance(plan, Plan):
         return IpcTransport(
             world.rank,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,13 +99,12 @@ class Cargo:
         direct: set[Item] = set()
         for pairs, key in ((self.outgoing, "receives"), (self.incoming, "sends")):
             for peer, items in pairs.items():
-                mask = _read(described, peer, key, self.rank, "0", str)
-                fits = int(mask, 16)
+                fits = _read(described, peer, key, self.rank, "0", lambda mask: int(_of(str, mask), 16))
                 direct |= {item for k, item in enumerate(items) if fits >> k & 1 and self._fit(item, views)}
         for peer, items in self.incoming.items():
             relays = [item for item in items if item.message.is_relay]
             if relays:
-                turns = _read(described, peer, "turns", self.rank, [], list)
+                turns = _read(described, peer, "turns", self.rank, [], _turns)
                 if len(turns) != len(relays):
                     raise RefitMismatch(
                         f"refit rank {peer} passes on {len(turns)} messages, {len(relays)} are planned. Do both run the "
@@ -113,7 +112,7 @@ class Cargo:
                         stage="connect",
                         rank=self.rank,
                     )
-                self.turns |= {item: (int(k), int(n)) for item, (k, n) in zip(relays, turns, strict=True)}
+                self.turns |= dict(zip(relays, turns, strict=True))
         return direct
 
     def _fit(self, item: Item, views: LiveViews) -> bool:
@@ -161,16 +160,32 @@ def _masks(pairs: Mapping[int, Sequence[Item]], fits: Any) -> dict[str, str]:
     return {peer: f"{mask:x}" for peer, mask in found.items() if mask}
 
 
-def _read(described: Sequence[Any], peer: int, key: str, rank: int, default: Any, kind: type) -> Any:
+def _of(kind: type, value: object) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{kind.__name__} expected, not {type(value).__name__}")
+    return value
+
+
+def _turns(value: object) -> list[tuple[int, int]]:
+    """(k, n) of relays: the k-th of n messages, in their order."""
+    found = []
+    for pair in _of(list, value):
+        k, n = (_of(int, number) for number in pair)
+        if not 0 <= k < n:
+            raise ValueError(f"a message is number {k} of {n}")
+        found.append((k, n))
+    return found
+
+
+def _read[T](
+    described: Sequence[Any], peer: int, key: str, rank: int, default: object, parse: Callable[[object], T]
+) -> T:
     try:
-        value = described[peer][key].get(str(rank), default)
-        if not isinstance(value, kind):
-            raise TypeError(f"{key} is {type(value).__name__}")
-    except (TypeError, KeyError, IndexError, AttributeError) as error:
+        return parse(described[peer][key].get(str(rank), default))
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
         raise RefitMismatch(
             f"what refit rank {peer} says of its storage is malformed ({error}); nothing was written. Do both run the "
             "same rlrefit?",
             stage="connect",
             rank=rank,
         ) from error
-    return value

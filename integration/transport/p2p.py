@@ -96,12 +96,16 @@ class P2PTransport(GroupTransport):
         assert self._replay is not None, "connect comes before run"
         # Counted even if it fails: all ranks have to agree on the number.
         refit, self._refits = self._refits, self._refits + 1
-        caller = torch.cuda.current_stream(self.group.device) if self.group.device.type == "cuda" else None
-        try:
+        if self.group.device.type == "cuda":
+            # Setting a stream sets its device as well; the caller's may be another one.
+            with torch.cuda.device(self.group.device):
+                caller = torch.cuda.current_stream()
+                try:
+                    waited_for = self._enqueue(self._replay, refit, clock)
+                finally:
+                    torch.cuda.set_stream(caller)
+        else:
             waited_for = self._enqueue(self._replay, refit, clock)
-        finally:
-            if caller is not None:
-                torch.cuda.set_stream(caller)
         with clock.waiting():
             self.group.wait_for(waited_for, "transfer")
         for item in self._replay.ledger.damaged():

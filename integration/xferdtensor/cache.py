@@ -98,8 +98,8 @@ class Transfers:
 
     def agreed(self, request: Request) -> bool:
         """Whether all ranks have compared this request, and keep it since; the same on all of them."""
-        found = self._compiled.get(request.members, {}).get(request)
-        return found is not None and found.agreed
+        kept = self._compiled.get(request.members)
+        return kept is not None and request in kept and kept[request].agreed
 
     def agree(self, request: Request) -> None:
         """Note that all ranks have compared it."""

@@ -222,12 +222,23 @@ def test_storage_that_moved_is_bound_again_with_the_same_buckets() -> None:
         assert all(wrong == [] for _, wrong in refits)
 
 
-@pytest.mark.parametrize("said", [None, {"sends": 3}, {"receives": {"0": 7}, "sends": {"0": 7}}, []])
+@pytest.mark.parametrize(
+    "said", [None, {"sends": 3}, {"receives": {"0": 7}, "sends": {"0": 7}}, {"receives": {"0": "0xyz"}}, []]
+)
 def test_what_a_peer_says_of_its_storage_is_not_trusted(said: Any) -> None:
     segment = Segment("w", ((0, 4),), 0, 16)
     plan = Plan(0, ((Message(0, 1, 0, (segment,), 32, 0),),), ((),), "", {})
     with pytest.raises(RefitMismatch, match="malformed"):
         Cargo(plan).settle(LiveViews([]), [None, said])
+
+
+@pytest.mark.parametrize("turns", [7, [3], [[0]], [[0, 1, 2]], [[0, 0]], [[-1, 2]], [[2, 2]], [["0", 1]], []])
+def test_what_a_peer_says_of_the_turns_of_what_it_passes_on_is_not_trusted(turns: Any) -> None:
+    segment = Segment("w", ((0, 4),), 0, 16)
+    plan = Plan(0, ((),), ((Message(1, 0, 1, (segment,), 32, 2),),), "", {})
+    said = {"sends": {}, "receives": {}, "turns": {"0": turns}}
+    with pytest.raises(RefitMismatch, match="malformed" if turns else "passes on 0 messages"):
+        Cargo(plan).settle(LiveViews([]), [None, said, None])
 
 
 def test_a_relay_of_what_did_not_arrive_before_is_a_fault_of_the_plan() -> None:
