@@ -29,7 +29,16 @@ class Strided:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Strided:
-        """The memory that a tensor shows; it does not keep the tensor alive."""
+        """The memory that a tensor shows; it does not keep the tensor alive.
+
+        Raises:
+            ValueError: the tensor has other values than its memory, being a lazy conjugate or negative.
+        """
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError(
+                f"a {tensor.dtype} view of shape {list(tensor.shape)} is a lazy conjugate or negative: its memory holds "
+                "other values, which would be moved instead; hand over tensor.resolve_conj().resolve_neg()"
+            )
         itemsize = tensor.element_size()
         return Strided(
             tensor.data_ptr(), tuple(tensor.shape), tuple(s * itemsize for s in tensor.stride()), itemsize
@@ -64,6 +73,11 @@ class Strided:
                 return False
             step *= n
         return True
+
+    @property
+    def repeats(self) -> bool:
+        """Whether two elements surely share their memory, as after ``expand``; such memory can't be written to."""
+        return any(n > 1 and stride == 0 for n, stride in zip(self.shape, self.strides, strict=True))
 
     def slice(self, box: Box) -> Strided:
         """The elements of ``box``, whose ranges count from this memory's first element.

@@ -62,11 +62,12 @@ class CopyTable:
         """A table of (source, destination) pairs.
 
         Raises:
-            ValueError: a source and a destination of different shapes or item sizes.
+            ValueError: a source and a destination of different shapes or item sizes, or a destination that has
+                several elements at one place.
         """
         from .kernels import COPY_WORDS, copy_segments
 
-        tables = build_tables(((source, target, 0) for source, target in pairs), _COPY_TILE)
+        tables = build_tables(((source, _writable(target), 0) for source, target in pairs), _COPY_TILE)
         launches = [
             _Launch(copy_segments, _COPY_WARPS, t, _constants(t, _COPY_TILE, COPY_WORDS), device, ())
             for t in tables
@@ -127,6 +128,15 @@ class ChecksumTable:
         """Add the checksums to ``out``, whose rows of this table have to be zero before."""
         for launch in self._launches:
             launch(out)
+
+
+def _writable(target: Strided) -> Strided:
+    if target.repeats:
+        raise ValueError(
+            f"memory of shape {list(target.shape)} and byte strides {list(target.strides)} can't be copied to: several "
+            "elements share one place, and it would keep any of them; hand over a tensor that was not expanded"
+        )
+    return target
 
 
 def _constants(table: Table, tile_units: int, words: Mapping[int, tuple[Any, int, int]]) -> tuple[Any, ...]:

@@ -116,6 +116,9 @@ def test_a_view_may_fill_its_allocation_to_the_last_byte_and_not_one_more() -> N
         DESCRIPTION.target(View(Place(0, 4096 - 69), (32, 2), 2), (3, 3), [0, 0])
     with pytest.raises(ValueError, match="strides"):
         DESCRIPTION.target(fits, (3,), [0, 0])
+    with pytest.raises(ValueError, match="several elements at one place"):
+        DESCRIPTION.target(View(Place(0, 0), (0, 2), 2), (3, 3), [0, 0])
+    assert DESCRIPTION.target(View(Place(0, 0), (0, 2), 2), (1, 3), [0, 0]).shape == (1, 3)
     assert DESCRIPTION.region(Place(1, 6136), 8, [0, 1000]) == 7136
     with pytest.raises(ValueError, match="reaches out"):
         DESCRIPTION.region(Place(1, 6137), 8, [0, 0])

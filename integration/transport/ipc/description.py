@@ -142,7 +142,8 @@ class Description:
             bases: address of each allocation as it is mapped here.
 
         Raises:
-            ValueError: it has another number of dimensions, or reaches out of its allocation.
+            ValueError: it has another number of dimensions, reaches out of its allocation, or has several elements
+                at one place.
         """
         if len(view.strides) != len(shape):
             raise ValueError(f"{len(view.strides)} strides for a segment of shape {list(shape)}")
@@ -150,7 +151,10 @@ class Description:
         if view.place.offset + last + view.itemsize > self.allocations[view.place.allocation].size:
             raise ValueError("a segment reaches out of its allocation")
         address = bases[view.place.allocation] + view.place.offset
-        return Strided(address, tuple(shape), view.strides, view.itemsize)
+        target = Strided(address, tuple(shape), view.strides, view.itemsize)
+        if target.repeats:
+            raise ValueError("a segment has several elements at one place; was its parameter expanded?")
+        return target
 
     def region(self, place: Place, nbytes: int, bases: Sequence[int]) -> int:
         """The address of ``nbytes`` at ``place``, as mapped here.
