@@ -42,6 +42,8 @@ def show_study(console: Console, study: Study) -> None:
     console.print(_links(study))
     slowest = study.slowest_part
     relays = ", engine ranks of a host pass on what they share" if analysis.fan_out else ""
+    # A bucket that is passed on in a later round is not free for the next one.
+    held_longer = " (more where a rank passes on)" if analysis.fan_out else ""
     lines = [
         (
             "speed of light T",
@@ -53,8 +55,8 @@ def show_study(console: Console, study: Study) -> None:
         ("busiest link", f"{analysis.busiest_link_ratio:.3f} x the least that ownership allows"),
         (
             "staging memory",
-            f"p2p: 2 x {options.streams} streams x {size(analysis.bucket_bytes)} = {size(study.staging_bytes)} at most "
-            f"for each direction and rank (a round fills {size(max(p.staging_bytes for p in study.parts))}); "
+            f"p2p: 2 x {options.streams} stream{'s' if options.streams > 1 else ''} x {size(analysis.bucket_bytes)} = "
+            f"{size(study.staging_bytes)} at most{held_longer} for each direction and rank (a round fills {size(max(p.staging_bytes for p in study.parts))}); "
             "ipc needs none",
         ),
         (

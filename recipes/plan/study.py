@@ -101,7 +101,10 @@ class Study:
 
     @property
     def staging_bytes(self) -> int:
-        """What ``p2p`` stages at most for each direction on a rank: two buckets for each stream."""
+        """What ``p2p`` stages at most for each direction on a rank: two buckets for each stream.
+
+        With fan-out a stream gets another one where a bucket is still to be passed on.
+        """
         return 2 * self.options.streams * self.analysis.bucket_bytes
 
     @property
