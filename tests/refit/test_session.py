@@ -153,7 +153,8 @@ def test_a_weight_that_is_larger_than_a_bucket_is_cut_and_lands() -> None:
     spec = TensorSpec("w", (3, 700_000), FP32)  # 8.4 MB through buckets of 1 MiB
     source = SyntheticSource([spec], {"w": [((0, 3), (0, 700_000))]})
     destinations = [SyntheticDestination([spec], {"w": columns(700_000, 2, i, 3)}) for i in range(2)]
-    results = run_world([source], destinations, refit_versions(1, 2))
+    config = RefitConfig(bucket_mb=1, streams=1, timeout_s=20.0, verify="full", transport="p2p")
+    results = run_world([source], destinations, refit_versions(1, 2), config)
     assert [wrong for result in results[1:] for _, wrong, _ in result] == [[], [], [], []]
     assert results[1][0][0].peak_extra_bytes <= 1 << 20
 
