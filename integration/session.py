@@ -89,6 +89,8 @@ class RefitSession:
         self.state = state
         self._channel = channel
         self._endpoint = endpoint
+        # Asked for once: it walks through all parameters, and a shard keeps its size.
+        self._kept_bytes = 0 if world.is_source else cast(WeightDestination, endpoint).kept_bytes
         self._clock = StageClock(endpoint.device)
         self._failed = ""
         self._closed = False
@@ -116,8 +118,12 @@ class RefitSession:
             state: serving state of the engine, kept over epochs; generation ranks only.
 
         Raises:
+            RefitError: the configuration is wrong; all that is wrong with it is listed.
             RefitMismatch, PlanError, RefitTimeout, PeerLost: nothing has been written then.
         """
+        problems = config.violations()
+        if problems:
+            raise RefitError("; ".join(problems), stage="settings", rank=rank)
         world = RefitWorld(rank, rendezvous.train_ranks, rendezvous.gen_ranks, rendezvous.epoch)
         channel = Channel(rendezvous, world, config.timeout_s)
         checkpoint_engine: CheckpointEngine | None = None
@@ -227,7 +233,7 @@ class RefitSession:
             transport=self.engine.transport_name,
             bytes_bulk=moved.bytes_bulk,
             bytes_misc=moved.bytes_misc,
-            bytes_kept=self._kept_bytes(),
+            bytes_kept=self._kept_bytes,
             bytes_verified=moved.bytes_verified,
             # Last, so that they count what the record itself takes.
             seconds_total=clock.wall_seconds,
@@ -279,9 +285,6 @@ class RefitSession:
         """What is held between refits, and the larger of what this one is known and was seen to take beside it."""
         held, seen = self.engine.held_bytes, _memory_peak(self._endpoint.device) - memory_before
         return held + max(self.engine.staging_bytes - held, seen)
-
-    def _kept_bytes(self) -> int:
-        return 0 if self.world.is_source else cast(WeightDestination, self._endpoint).kept_bytes
 
 
 def _agree_on_settings(channel: Channel, engine: str, config: RefitConfig) -> None:

@@ -83,10 +83,11 @@ class NcclXferEngine(CheckpointEngine):
         fragments, self._initial = self._initial, []
         self._bulk = BulkPath(self.channel, self.config, device, self.plan, self._chosen, fragments)
         self._storage: Hashable = self._endpoint.storage_key()
+        misc = self.manifest.specs("misc")
+        # Kept, since a refit must not walk through thousands of weights.
+        self._misc_names = [spec.name for spec in misc]
         self._misc: PackedBroadcast
-        self._misc, self._misc_group = make_packed_broadcast(
-            self.channel, self.manifest.specs("misc"), self.config, device
-        )
+        self._misc, self._misc_group = make_packed_broadcast(self.channel, misc, self.config, device)
 
     def stale(self) -> bool:
         self._open_bulk.settle()
@@ -101,16 +102,15 @@ class NcclXferEngine(CheckpointEngine):
     def send_weights(self, version: int, clock: StageClock) -> SendResult:
         source = cast(WeightSource, self._endpoint)
         bulk = self._open_bulk.run(clock)
-        misc = self.manifest.specs("misc")
-        if misc:
-            self._misc.send(source.export([spec.name for spec in misc]), clock)
+        if self._misc_names:
+            self._misc.send(source.export(self._misc_names), clock)
         sends_misc = self._misc.nbytes if self.world.rank == 0 else 0
         return SendResult(bulk.payload_bytes, sends_misc, bulk.verified_bytes)
 
     def receive_weights(self, version: int, clock: StageClock) -> SendResult:
         destination = cast(WeightDestination, self._endpoint)
         bulk = self._open_bulk.run(clock)
-        if self.manifest.specs("misc"):
+        if self._misc_names:
             self._misc.load(destination.load_weights, clock)
         return SendResult(
             bulk.payload_bytes, self._misc.nbytes, bulk.verified_bytes + self._misc.verified_bytes

@@ -43,6 +43,7 @@ _OPENING_S = 10.0
 _LOG_EVERY = 10.0
 # After close(): how long ranks that still read an answer are served; and when this process is about to exit.
 _LINGER_S, _EXIT_LINGER_S = 5.0, 1.0
+_LONGEST_PAUSE_S = 3600.0
 _READ = 1 << 18
 # Of this process beside those of the ranks; and what one rank may open: itself, its groups, NCCL's watchdogs.
 _FILES, _FILES_A_RANK = 1024, 4
@@ -141,7 +142,10 @@ class RendezvousServer:
             oldest.deadline if oldest is not None else float("inf"),
             self._closing if self._closing is not None else float("inf"),
         )
-        return None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+        if deadline == float("inf"):
+            return None
+        # Bounded, since a rank names its own deadline, and the selector takes no pause of months.
+        return min(max(0.0, deadline - time.monotonic()), _LONGEST_PAUSE_S)
 
     def _stop_listening(self, now: float) -> None:
         self._woken.recv(64)

@@ -112,6 +112,20 @@ def test_without_the_token_nobody_joins(server: RendezvousServer, token: str, sa
     assert all(on_all_ranks(server, lambda _, channel: not channel.barrier("b")))
 
 
+def test_a_wait_of_months_does_not_end_the_server(server: RendezvousServer) -> None:
+    rank = Channel(server.rendezvous, WORLD, 1e7)
+    waiting = threading.Thread(target=lambda: rank.read("never", 1), daemon=True)
+    waiting.start()
+    time.sleep(0.3)
+    assert server._thread.is_alive()
+    other = Channel(server.rendezvous, RefitWorld(1, 1, 1), 5.0)
+    other.publish("never", 1)
+    waiting.join(5.0)
+    assert not waiting.is_alive()
+    rank.close()
+    other.close()
+
+
 def test_it_listens_on_its_own_interface_only(server: RendezvousServer) -> None:
     # All of 127/8 is this host, so that a listener on 0.0.0.0 would answer here as well.
     with pytest.raises(ConnectionRefusedError):
