@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -180,8 +180,7 @@ def study(options: PlanOptions) -> Study:
         raise PlanProblems([str(error)]) from error
     shared = time.perf_counter() - started
     parts = tuple(_part(analysis, rank, shared) for rank in _measured(train, gen, options.compile_ranks))
-    # ru_maxrss is in KiB on Linux.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = _peak_rss_bytes()
     return Study(options, specs, sources, destinations, analysis, parts, peak)
 
 
@@ -213,3 +212,12 @@ def _unknown(name: str, known: list[str]) -> str:
 
 def _without_numbers(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _peak_rss_bytes() -> int:
+    """The most memory that this process has held, bytes.
+
+    From VmHWM, in KiB: getrusage's figure survives an exec, and so would count whoever started the command.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM:")).split()[1]) * 1024

@@ -143,6 +143,6 @@ def test_a_large_contiguous_weight_travels_from_parameter_to_parameter(worlds: W
     spec = TensorSpec("w", (LARGE_SEGMENT // 1024 + 1, 512), BF16)
     part = Part(spec.name, spec.shape, box_of(spec.shape), (slice(None), slice(None)))
     plain = [Param("w", spec.shape, BF16, (part,))]
-    mapping = Mapping([spec], [plain], [plain], 1 << 24)
+    mapping = Mapping([spec], [plain], [plain], 2 * LARGE_SEGMENT)
     assert mapping.analysis.compile(0).rounds == 1
     assert wrong_refits(worlds, mapping, ("p2p",), (1, 2)) == []
