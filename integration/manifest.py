@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 Route = Literal["bulk", "misc", "unused"]
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype's name as it travels, e.g. ``bfloat16``."""
     return str(dtype).removeprefix("torch.")

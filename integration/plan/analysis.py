@@ -14,6 +14,7 @@ from ..manifest import Manifest, TensorSpec
 from ..routing import decide_routes
 from .assignment import Assignment, Ints, Receiver
 from .classes import TensorClass, classify
+from .collector import collector_paused
 from .geometry import check
 from .model import Plan
 from .own_part import compile_own_part
@@ -71,6 +72,7 @@ class Analysis:
         busiest = self.busiest_link
         return busiest.seconds / self.bound_seconds if busiest and self.bound_seconds else 1.0
 
+    @collector_paused()
     def compile(self, rank: int) -> Plan:
         """The part of ``rank`` (of the refit world)."""
         names = [entry.spec.name for entry in self.manifest]
@@ -79,6 +81,7 @@ class Analysis:
         )
 
 
+@collector_paused()
 def analyse(
     specs: Sequence[TensorSpec],
     sources: Sequence[Holdings],
