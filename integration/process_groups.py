@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -17,26 +16,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from .errors import PeerLost, RefitError, RefitTimeout
+from .exchanges import Exchange, GlooExchange, NcclExchange, Parcel, classified
 
 logger = logging.getLogger(__name__)
 
 # Seconds between looks at a GPU's progress, and between looks at the other ranks meanwhile.
 _PAUSE = 2e-5
 _WATCH_EVERY = 0.5
-# Seconds that a wait on gloo has at least: it may have ended already when the time is up.
-_LEAST_WAIT = 0.01
 # Seconds that giving up a communicator may itself take; it can be stuck in its set-up.
 _ABORT_WITHIN = 10.0
 # Seconds that closing a communicator may take at most: NCCL waits for the peers there.
 _CLOSE_WITHIN = 30.0
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """A contiguous buffer for, or from, one peer."""
-
-    peer: int
-    buffer: torch.Tensor
 
 
 class Event(Protocol):
@@ -132,7 +122,7 @@ class Group:
         Both sides' parcels must match pairwise, in the same order for each pair. On a GPU, large ones of
         one call travel together, so a call should hold all that is ready.
         """
-        kind = _NcclExchange if self.device.type == "cuda" else _GlooExchange
+        kind = NcclExchange if self.device.type == "cuda" else GlooExchange
         return kind(self, lane, sends, receives)
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stage: str) -> None:
@@ -327,7 +317,7 @@ class Group:
         except RefitError:
             raise
         except RuntimeError as error:
-            raise _classified(error, stage, self.rank, what) from error
+            raise classified(error, stage, self.rank, what) from error
 
 
 class BorrowedGroup(Group):
@@ -370,73 +360,6 @@ class BorrowedGroup(Group):
     def close(self, *, failed: bool = False) -> None:
         """Return the communicators; they stay open."""
         self._backends = []
-
-
-class Exchange:
-    """Parcels that are exchanged at once; made by :meth:`Group.prepare`."""
-
-    def __init__(self, group: Group, lane: int, sends: Sequence[Parcel], receives: Sequence[Parcel]):
-        self._group = group
-        self._lane = lane
-        self._sends = list(sends)
-        self._receives = list(receives)
-        self.peers = sorted({p.peer for p in (*sends, *receives)})
-
-    def start(self, stage: str) -> None:
-        """On a GPU, enqueue the exchange after, and hold up, what the current stream does; else do it.
-
-        Raises:
-            PeerLost, RefitTimeout: as for :meth:`Group.exchange`.
-        """
-        if not self.peers:
-            return
-        try:
-            self._start()
-        except RuntimeError as error:
-            raise _classified(error, stage, self._group.rank, f"with refit ranks {self.peers}") from error
-
-    def _start(self) -> None:
-        raise NotImplementedError
-
-
-class _GlooExchange(Exchange):
-    """Looks its backend up at each use: whoever keeps the exchange, as a traceback does, must not keep gloo's
-    connections open, for only their end tells the peers that this rank has given up.
-    """
-
-    def _start(self) -> None:
-        deadline = time.monotonic() + self._group.timeout.total_seconds()
-        works: list[Any] = []
-        try:
-            for parcel in self._receives:
-                works.append(self._group.backend(self._lane).recv([parcel.buffer], parcel.peer, 0))
-            for parcel in self._sends:
-                works.append(self._group.backend(self._lane).send([parcel.buffer], parcel.peer, 0))
-            for index in range(len(works)):
-                # A timeout of 0 would mean none at all.
-                works[index].wait(timedelta(seconds=max(deadline - time.monotonic(), _LEAST_WAIT)))
-        finally:
-            works.clear()
-
-
-class _NcclExchange(Exchange):
-    """One NCCL group: separate calls could wait on each other in different orders.
-
-    Not torch's all-to-all of lists, which would be fewer calls: it exchanges empty messages with all ranks, and
-    so hangs where a rank has nothing to exchange and does not take part.
-    """
-
-    def __init__(self, group: Group, lane: int, sends: Sequence[Parcel], receives: Sequence[Parcel]):
-        super().__init__(group, lane, sends, receives)
-        backend = self._backend = group.backend(lane)
-        self._calls = [(backend.send, [p.buffer], p.peer) for p in sends]
-        self._calls += [(backend.recv, [p.buffer], p.peer) for p in receives]
-
-    def _start(self) -> None:
-        self._backend._start_coalescing()
-        for call, buffers, peer in self._calls:
-            call(buffers, peer, 0)
-        self._backend._end_coalescing().wait()
 
 
 class _Ended:
@@ -487,10 +410,3 @@ def members(ranks: Iterable[int], rank: int) -> tuple[int, int] | None:
     """(Index in the group, size) of ``rank`` in a group of ``ranks``, or None if it is no member."""
     ordered = sorted(ranks)
     return (ordered.index(rank), len(ordered)) if rank in ordered else None
-
-
-def _classified(error: RuntimeError, stage: str, rank: int, what: str) -> RefitError:
-    text = str(error)
-    if "imed out" in text or "imeout" in text:
-        return RefitTimeout(f"the exchange {what} did not end in time: {text}", stage=stage, rank=rank)
-    return PeerLost(f"the exchange {what} broke: {text}", stage=stage, rank=rank)

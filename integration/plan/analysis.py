@@ -171,8 +171,9 @@ class _Layout:
         families = [receiver.ranks for receiver in receivers if len(receiver.ranks) > 1]
         slowest = max((link.seconds for link in links), default=0.0)
         schedules: list[tuple[float, int, Ints]] = []
+        amounts = assignment.amounts(train, gen)
         for by_size in (False, True):
-            blocks = arrange(assignment.amounts(train, gen), by_size=by_size)
+            blocks = arrange(amounts, by_size=by_size)
             room = message_room(bucket_bytes, peers_at_a_time(blocks), siblings)
             seconds = simulate(pairs[:train, train:], blocks, families, room, topology)
             schedules.append((seconds, room, blocks))

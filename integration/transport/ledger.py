@@ -13,7 +13,8 @@ from hashlib import sha256
 import numpy as np
 import torch
 
-from ..process_groups import Exchange, Group, Parcel
+from ..exchanges import Exchange, Parcel
+from ..process_groups import Group
 from .cargo import Cargo, Item
 from .views import flat_bytes
 

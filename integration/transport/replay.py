@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from ..exchanges import Exchange, Parcel
 from ..packing import Checksums, Copy, make_checksums, make_copy
 from ..plan import CHECKSUM_BYTES
-from ..process_groups import Exchange, Group, Parcel
+from ..process_groups import Group
 from .cargo import Cargo, Item
 from .ledger import Ledger
 from .staging import Staging, share_buckets

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import RefitMismatch
-from ..process_groups import Group, Parcel
+from ..exchanges import Parcel
+from ..process_groups import Group
 from .reshard import Side
 
 # A rank's statement as zero-padded JSON. No multiple of 16 bytes, so that it never has a message's size.

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.clock import StageClock
+from rlrefit.integration.exchanges import Parcel
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.plan import Message, Plan, Segment
-from rlrefit.integration.process_groups import Parcel
 from rlrefit.integration.transport import P2PTransport, p2p
 
 TRAINER, SELF, GIVER, TAKER = range(4)

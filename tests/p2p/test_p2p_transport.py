@@ -22,9 +22,10 @@ from rlrefit.integration.errors import (
     RefitTimeout,
     VerificationError,
 )
+from rlrefit.integration.exchanges import Parcel
 from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.plan import Message, Plan, Segment, own_part
-from rlrefit.integration.process_groups import Group, Parcel
+from rlrefit.integration.process_groups import Group
 from rlrefit.integration.transport import cargo
 from rlrefit.integration.transport.cargo import Cargo
 from rlrefit.integration.transport.staging import share_buckets
