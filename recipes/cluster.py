@@ -63,7 +63,7 @@ def ray_cluster(config: RayConfig, ranks: int) -> Iterator[None]:
 
 
 class ActorGroup:
-    """Actors of one kind, rank by rank, in a placement group of their own.
+    """Actors of one kind, rank by rank, in placement groups of their own.
 
     Args:
         name: what users call the ranks, e.g. ``trainer``.
@@ -72,39 +72,62 @@ class ActorGroup:
         gpus: GPUs of each; 0 on a machine without.
         config: reservation per rank and time limits.
         cpus: CPU cores of each; None takes ``config.cpus_per_rank``.
+        bundles: equal parts that each actor's reservation is cut into. With 1 an actor holds it itself, on one
+            host. With more the parts may lie on several hosts, and it is actors which the actor starts that take
+            them (vLLM's Ray executor: a rank each).
     """
 
     def __init__(
-        self, name: str, actor: type, count: int, gpus: int, config: RayConfig, cpus: float | None = None
+        self,
+        name: str,
+        actor: type,
+        count: int,
+        gpus: int,
+        config: RayConfig,
+        cpus: float | None = None,
+        bundles: int = 1,
     ) -> None:
         self.name = name
         self._timeout_s = config.timeout_s
         cpus = config.cpus_per_rank if cpus is None else cpus
-        bundle = {"CPU": cpus} | ({"GPU": float(gpus)} if gpus else {})
-        self._placement = placement_group([bundle] * count, strategy="PACK")
-        try:
-            ray.get(self._placement.ready(), timeout=config.timeout_s)
-        except GetTimeoutError:
-            offered = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
-            remove_placement_group(self._placement)
-            free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
-            raise RunError(
-                f"{count} {name} ranks with {bundle} each found no place within {config.timeout_s:.0f} s: the cluster "
-                f"offers {offered}, of which {free} are free. Stop what holds the rest, add nodes, or ask for fewer "
-                "ranks."
-            ) from None
+        bundle = {"CPU": cpus / bundles} | ({"GPU": gpus / bundles} if gpus else {})
+        apart = bundles > 1
+        self._placements = [
+            placement_group([bundle] * (bundles if apart else count), strategy="PACK")
+            for _ in range(count if apart else 1)
+        ]
+        self._wait_for_places(bundle, count * bundles)
         remote = ray.remote(actor)
         self.actors = [
             remote.options(
-                num_cpus=cpus,
-                num_gpus=gpus,
+                num_cpus=0 if apart else cpus,
+                num_gpus=0 if apart else gpus,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._placement, placement_group_bundle_index=rank
+                    placement_group=self._placements[rank if apart else 0],
+                    placement_group_bundle_index=0 if apart else rank,
+                    placement_group_capture_child_tasks=apart,
                 ),
             ).remote()
             for rank in range(count)
         ]
+
+    def _wait_for_places(self, bundle: dict[str, float], count: int) -> None:
+        try:
+            ray.get([group.ready() for group in self._placements], timeout=self._timeout_s)
+        except GetTimeoutError:
+            offered = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
+            self._give_places_back()
+            free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
+            raise RunError(
+                f"{count} {self.name} ranks with {bundle} each found no place within {self._timeout_s:.0f} s: the "
+                f"cluster offers {offered}, of which {free} are free. Stop what holds the rest, add nodes, or ask for "
+                "fewer ranks."
+            ) from None
+
+    def _give_places_back(self) -> None:
+        for group in self._placements:
+            remove_placement_group(group)
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -133,7 +156,7 @@ class ActorGroup:
         """Stop the actors and give their places back."""
         for actor in self.actors:
             ray.kill(actor)
-        remove_placement_group(self._placement)
+        self._give_places_back()
 
 
 def gather(calls: Sequence[tuple[str, ray.ObjectRef]], timeout_s: float) -> list[Any]:

@@ -177,13 +177,24 @@ class VllmConfig:
 
     Attributes:
         max_model_len: longest prompt and completion together; null takes what the recipe can produce.
+        max_num_seqs: most sequences of one batch of decoding; null takes vLLM's own.
         enforce_eager: run without compilation and CUDA graphs.
         gpu_memory_utilization: part of a GPU's memory for weights and KV cache, above 0 and at most 1.
+        enable_expert_parallel: share the experts out among an engine's tensor-parallel ranks, instead of cutting
+            each expert.
+        distributed_executor_backend: ``mp``, processes on one host, or ``ray``, actors that may be on several,
+            which an engine needs that is larger than a host.
+        load_format: ``auto`` reads the checkpoint. ``dummy`` starts with random weights, which the refit of step 1
+            replaces before anything is generated; it saves each engine the reading.
     """
 
     max_model_len: int | None = None
+    max_num_seqs: int | None = None
     enforce_eager: bool = False
     gpu_memory_utilization: float = 0.9
+    enable_expert_parallel: bool = False
+    distributed_executor_backend: str = "mp"
+    load_format: str = "auto"
 
 
 @dataclass
@@ -192,8 +203,9 @@ class GenerationConfig:
 
     Attributes:
         backend: ``transformers`` or ``vllm``.
-        tensor_parallel: ranks of one engine.
-        replicas: engines, each with a full copy of the model.
+        tensor_parallel: TP of one engine.
+        pipeline_parallel: PP of one engine; vLLM only.
+        replicas: engines, each with a full copy of the model: data parallelism of the generation.
         max_new_tokens: longest completion.
         temperature: of training rollouts, and of the trainer's log-probabilities with them; above 0.
         vllm: see :class:`VllmConfig`.
@@ -201,6 +213,7 @@ class GenerationConfig:
 
     backend: str = "transformers"
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     replicas: int = 1
     max_new_tokens: int = 4
     temperature: float = 1.0

@@ -12,8 +12,9 @@ import torch
 from ..integration.config import RefitConfig
 from ..workers.completion import Completion
 from .cluster import ActorGroup, RunError, gather
-from .config_schema import TrainConfig, VllmConfig
+from .config_schema import TrainConfig
 from .rollout import Calls, RolloutGroup, Sampling
+from .vllm_arguments import engine_arguments, engine_bundles
 
 logger = logging.getLogger(__name__)
 
@@ -30,33 +31,14 @@ class VllmActor:
 
     _llm: Any = None
 
-    def build(
-        self,
-        model_path: str,
-        dtype: str,
-        tp_size: int,
-        max_model_len: int,
-        eos_token_id: int,
-        config: VllmConfig,
-    ) -> None:
+    def build(self, model_path: str, arguments: dict[str, Any], eos_token_id: int) -> None:
+        """Start the engine; ``arguments`` are those of :func:`~.vllm_arguments.engine_arguments`."""
         if not torch.cuda.is_available():
             os.environ.update(_CPU_ENVIRONMENT)
         from vllm import LLM
 
         self._eos = eos_token_id
-        self._llm = LLM(
-            model_path,
-            skip_tokenizer_init=True,
-            dtype=dtype,
-            tensor_parallel_size=tp_size,
-            distributed_executor_backend="mp",
-            max_model_len=config.max_model_len or max_model_len,
-            enforce_eager=config.enforce_eager,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            worker_extension_cls=_EXTENSION,
-            # The log-probabilities of what was sampled, temperature applied, as the trainer computes them.
-            logprobs_mode="processed_logprobs",
-        )
+        self._llm = LLM(model_path, worker_extension_cls=_EXTENSION, **arguments)
 
     def init_refit(
         self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str
@@ -113,27 +95,19 @@ class VllmRollouts(RolloutGroup):
 
     def __init__(self, config: TrainConfig, model_path: str, eos_token_id: int, gpus: int) -> None:
         super().__init__(config)
-        generation = config.generation
-        self._tp = generation.tensor_parallel
+        self._ranks = config.generation.tensor_parallel * config.generation.pipeline_parallel
         self._refit_config = config.policy.refit
-        self.gen_ranks = self._tp * self._replicas
+        self.gen_ranks = self._ranks * self._replicas
         self._group = ActorGroup(
             "generation engine",
             VllmActor,
             self._replicas,
-            gpus * self._tp,
+            gpus * self._ranks,
             config.ray,
-            cpus=config.ray.cpus_per_rank * self._tp,
+            cpus=config.ray.cpus_per_rank * self._ranks,
+            bundles=engine_bundles(config),
         )
-        length = config.data.max_prompt_tokens + generation.max_new_tokens
-        self._build_arguments = (
-            model_path,
-            config.model.dtype,
-            self._tp,
-            length,
-            eos_token_id,
-            generation.vllm,
-        )
+        self._build_arguments = (model_path, engine_arguments(config), eos_token_id)
 
     def start(self) -> None:
         self._building = self._group.submit("build", *self._build_arguments)
@@ -145,7 +119,7 @@ class VllmRollouts(RolloutGroup):
         return self._group.submit_each(
             "init_refit",
             [
-                (rendezvous, first_rank + i * self._tp, self._refit_config, engine)
+                (rendezvous, first_rank + i * self._ranks, self._refit_config, engine)
                 for i in range(self._replicas)
             ],
         )
