@@ -1,31 +1,32 @@
 """Worker extension: what rlrefit adds to each vLLM worker (``worker_extension_cls``).
 
 Start vLLM with ``worker_extension_cls="rlrefit.workers.vllm.extension.VllmRefitExtension"`` and reach the
-methods with ``llm.collective_rpc(name, args=…)``.
+methods with ``llm.collective_rpc(name, args=…)``, or through :mod:`.driver`.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...integration.errors import RefitError
-from ..destination_mixin import DestinationRefitMixin
-from .destination import VllmDestination
+from ...integration.session import ServingState
+from .answers import REFIT_ERROR, answer, raise_refit_errors
+from .compat import require_supported_vllm
 
-# The key under which a worker answers with an error instead of raising it.
-REFIT_ERROR = "refit_error"
+if TYPE_CHECKING:
+    from .destination import VllmDestination
+    from .worker_refit import WorkerRefit
+
+__all__ = ["REFIT_ERROR", "VllmRefitExtension", "raise_refit_errors"]
 
 
-class VllmRefitExtension(DestinationRefitMixin):
+class VllmRefitExtension:
     """Mixed into vLLM's ``Worker``: the refit's methods, callable through ``collective_rpc``.
 
-    A worker whose refit fails answers ``{"refit_error": text}`` and does not raise: at TP above 1, vLLM's
+    A worker whose refit fails answers ``{"refit_error": …}`` and does not raise: at TP above 1, vLLM's
     executor reads the first worker's exception only, and the next call would meet the others'. Pass the
     answers through :func:`raise_refit_errors`.
     """
@@ -38,58 +39,48 @@ class VllmRefitExtension(DestinationRefitMixin):
     def init_per_pp_refit_comm_group(
         self, rendezvous: dict[str, Any], rank: int, refit_config: dict[str, Any], engine: str = "nccl_xfer"
     ) -> dict[str, Any]:
-        """As :meth:`DestinationRefitMixin.init_per_pp_refit_comm_group`; ``rank`` is the engine's first rank."""
-        # Named class: vLLM puts this class among the bases of its worker, where a bare super() is not ours.
-        self._refuse_to_run_dirty()
-        join = DestinationRefitMixin.init_per_pp_refit_comm_group
-        return _answer(lambda: join(self, rendezvous, rank + self.rank, refit_config, engine))
+        """Meet the trainer's ranks and agree on weights and plan; ``rank`` is that of the deployment's first worker.
+
+        Workers count on from it: the tensor and pipeline ranks of the first data-parallel replica, then the next's.
+        """
+        return answer(lambda: self._refit.join(rendezvous, rank, refit_config, engine))
 
     def nccl_xfer_refit(self, version: int) -> dict[str, Any]:
-        """As :meth:`DestinationRefitMixin.nccl_xfer_refit`. The driver resets the prefix cache afterwards."""
-        return _answer(lambda: DestinationRefitMixin.nccl_xfer_refit(self, version))
+        """Receive all weights once, shard to shard; the driver resets the prefix cache afterwards."""
+        return answer(lambda: self._refit.nccl_xfer_refit(version))
 
     def update_weights_from_collective(self, version: int) -> dict[str, Any]:
-        """As :meth:`DestinationRefitMixin.update_weights_from_collective`."""
-        return _answer(lambda: DestinationRefitMixin.update_weights_from_collective(self, version))
+        """Receive all weights once over the conventional packed broadcast."""
+        return answer(lambda: self._refit.update_weights_from_collective(version))
+
+    def close_refit(self) -> dict[str, Any]:
+        """End the epoch on this rank."""
+
+        def close() -> dict[str, Any]:
+            self._refit.close_refit()
+            return {}
+
+        return answer(close)
 
     def refit_serving_version(self) -> dict[str, Any]:
-        """``{"version": …}`` of the weights that may be served; an error if they were written in part."""
+        """``{"version": …}`` of the weights that may be served; an error if they are not whole."""
+        return answer(lambda: {"version": self._refit.serving_version()})
 
-        def version() -> dict[str, Any]:
-            self.refit_state.require_clean()
-            return {"version": self.refit_state.version}
+    @property
+    def _refit(self) -> WorkerRefit:
+        from .worker_refit import WorkerRefit
 
-        return _answer(version)
+        return WorkerRefit.of(self)
 
-    def _refuse_to_run_dirty(self) -> None:
-        """Put a check before the model runner's steps: weights that were written in part are never served.
+    @property
+    def refit_state(self) -> ServingState:
+        """Version and dirtiness of this worker's weights."""
+        return self._refit.refit_state
 
-        The error ends vLLM's engine core, which can't go on after any error in a step.
-        """
-        if getattr(self, "_refit_guarded", False):
-            return
-        execute = self.model_runner.execute_model
-
-        @functools.wraps(execute)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            self.refit_state.require_clean()
-            return execute(*args, **kwargs)
-
-        self.model_runner.execute_model = guarded
-        self._refit_guarded = True
-
-    def _make_refit_destination(self) -> VllmDestination:
-        return self.refit_destination
-
-    @cached_property
+    @property
     def refit_destination(self) -> VllmDestination:
         """This worker's live model as the destination of refits."""
-        return VllmDestination(
-            self.model_runner.get_model(),
-            self.vllm_config,
-            self.model_runner.device,  # the CPU worker leaves its own device unset
-            reset_caches=(self.model_runner.reset_encoder_cache,),
-        )
+        return self._refit.destination
 
     def refit_trace(self, manifest: Sequence[tuple[str, Sequence[int], str]]) -> dict[str, dict[str, str]]:
         """How this worker takes each tensor of ``manifest`` (name, full shape, dtype name such as ``bfloat16``).
@@ -131,26 +122,11 @@ class VllmRefitExtension(DestinationRefitMixin):
         return {name: parameters[name] for name in names}
 
 
-def raise_refit_errors(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The workers' answers, if none is an error.
-
-    Raises:
-        RefitError: a worker failed; the first worker's text.
-    """
-    for index, answer in enumerate(answers):
-        if REFIT_ERROR in answer:
-            raise RefitError(f"vLLM worker {index}: {answer[REFIT_ERROR]}")
-    return list(answers)
-
-
-def _answer(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return call()
-    # Of any kind: the loader may raise whatever vLLM raises, and the driver has to hear of it.
-    except Exception as error:
-        return {REFIT_ERROR: f"{type(error).__name__}: {error}"}
-
-
 def _bytes_of(parameter: torch.Tensor) -> bytes:
     flat = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
     return flat.cpu().numpy().tobytes()
+
+
+# vLLM imports this module once, when a worker starts: the moment to say what this vLLM lacks, all of it at once. The
+# modules that use vLLM's internals are imported after it, on first use.
+require_supported_vllm()

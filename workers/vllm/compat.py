@@ -1,0 +1,129 @@
+"""Does the installed vLLM have the functions and classes that rlrefit relies on, with their parameters?
+
+Asked once when a worker starts. vLLM's internals move between releases: what is missing shows here, all of it
+and by name, and not as an ``AttributeError`` in the middle of a refit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...integration.errors import RefitError
+
+SUPPORTED = "0.21"
+_LAYERS = "vllm.model_executor.layers"
+_LOADER = "vllm.model_executor.model_loader"
+_TRANSFER = "vllm.distributed.weight_transfer"
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Something of vLLM.
+
+    Attributes:
+        module: where it is.
+        name: its name there, dotted for what a class holds.
+        takes: names of parameters (of a function) or fields (of a dataclass) that are used.
+    """
+
+    module: str
+    name: str
+    takes: tuple[str, ...] = ()
+
+
+REFIT = (
+    Needed("vllm.config", "VllmConfig"),
+    Needed("vllm.config", "CompilationMode.NONE"),
+    Needed("vllm.config", "set_current_vllm_config", ("vllm_config",)),
+    Needed("vllm.platforms", "CpuArchEnum.POWERPC"),
+    Needed("vllm.utils.torch_utils", "set_default_torch_dtype", ("dtype",)),
+    Needed(f"{_LOADER}.utils", "initialize_model", ("vllm_config",)),
+    Needed(f"{_LOADER}.reload", "initialize_layerwise_reload", ("model",)),
+    Needed(f"{_LOADER}.reload", "finalize_layerwise_reload"),
+    Needed(f"{_LOADER}.reload.layerwise", "get_layerwise_info", ("layer",)),
+    Needed(
+        f"{_LOADER}.reload.types",
+        "LayerReloadingInfo",
+        ("restore_metadata", "restore_device", "load_numel", "loaded_weights", "kernel_tensors"),
+    ),
+    Needed("vllm.model_executor.models.utils", "_model_to_pp_missing_layer_names"),
+    Needed(f"{_LAYERS}.rotary_embedding", "_ROPE_DICT"),
+    Needed(f"{_LAYERS}.attention", "Attention"),
+    Needed(f"{_LAYERS}.attention", "MLAAttention.process_weights_after_loading", ("act_dtype",)),
+    Needed(f"{_LAYERS}.attention", "MMEncoderAttention"),
+    Needed(f"{_LAYERS}.fused_moe.oracle.unquantized", "UnquantizedMoeBackend.TRITON"),
+    Needed(f"{_LAYERS}.fused_moe.oracle.unquantized", "UnquantizedMoeBackend.BATCHED_TRITON"),
+    Needed(f"{_LAYERS}.fused_moe.oracle.unquantized", "UnquantizedMoeBackend.CPU"),
+    Needed(f"{_LAYERS}.fused_moe.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod"),
+    Needed(f"{_LAYERS}.fused_moe.cpu_fused_moe", "CPUFusedMOE"),
+    Needed(f"{_LAYERS}.linear", "UnquantizedLinearMethod"),
+    Needed(f"{_LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
+    Needed(
+        f"{_LAYERS}.quantization.base_config", "QuantizeMethodBase.process_weights_after_loading", ("layer",)
+    ),
+    Needed(f"{_LAYERS}.utils", "check_cpu_sgl_kernel", ("n", "k", "dtype")),
+    Needed("vllm.v1.worker.gpu_worker", "Worker.sleep", ("level",)),
+    Needed("vllm.v1.worker.gpu_worker", "Worker.wake_up", ("tags",)),
+    Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.execute_model", ("scheduler_output",)),
+    Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model"),
+    Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reset_encoder_cache"),
+)
+WEIGHT_TRANSFER = (
+    Needed(f"{_TRANSFER}.factory", "WeightTransferEngineFactory.create_engine", ("config",)),
+    Needed(f"{_TRANSFER}.base", "WeightTransferEngine.parse_init_info", ("init_dict",)),
+    Needed(f"{_TRANSFER}.base", "WeightTransferEngine.parse_update_info", ("update_dict",)),
+    Needed("vllm.v1.worker.gpu_worker", "Worker.init_weight_transfer_engine", ("init_info",)),
+    Needed("vllm.v1.worker.gpu_worker", "Worker.start_weight_update"),
+    Needed("vllm.v1.worker.gpu_worker", "Worker.update_weights", ("update_info",)),
+    Needed("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update"),
+)
+
+
+def require_supported_vllm(needed: Sequence[Needed] = REFIT) -> None:
+    """Check what is ``needed`` against the installed vLLM.
+
+    Raises:
+        RefitError: lists everything that is missing or takes other parameters, vLLM's version and the supported one.
+    """
+    wrong = [problem for problem in map(_problem, needed) if problem]
+    if wrong:
+        listed = "\n".join(f"  - {problem}" for problem in wrong)
+        raise RefitError(
+            f"vLLM {_version()} differs from vLLM {SUPPORTED}, for which this rlrefit is made, in {len(wrong)} things "
+            f"that refits rely on:\n{listed}\nNothing was changed in the engine. Install vllm>={SUPPORTED},<0.22, or a "
+            "newer rlrefit",
+            stage="start",
+        )
+
+
+def _problem(needed: Needed) -> str:
+    where = f"{needed.module}.{needed.name}"
+    try:
+        found: Any = importlib.import_module(needed.module)
+    except ImportError as error:
+        return f"{where}: the module can't be imported ({error})"
+    for part in needed.name.split("."):
+        if not hasattr(found, part):
+            return f"{where}: {part} does not exist"
+        found = getattr(found, part)
+    absent = [name for name in needed.takes if name not in _accepted(found, name)]
+    return f"{where}: has no {' and no '.join(absent)}" if absent else ""
+
+
+def _accepted(found: Any, name: str) -> set[str]:
+    """Parameters or fields of ``found``; ``name`` among them if it takes any keyword."""
+    if dataclasses.is_dataclass(found):
+        return {field.name for field in dataclasses.fields(found)}
+    parameters = inspect.signature(found).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return {*parameters, *([name] if takes_all else [])}
+
+
+def _version() -> str:
+    vllm = importlib.import_module("vllm")
+    return str(getattr(vllm, "__version__", "of unknown version"))

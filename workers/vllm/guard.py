@@ -1,0 +1,114 @@
+"""What stands between a vLLM worker's weights and those who would use them while they are not whole or not there.
+
+vLLM itself runs a step with whatever the parameters hold: with weights that a refit wrote in part, and with the
+undefined memory that a level 2 sleep leaves. And a refit into sleeping weights is an access to unmapped memory,
+which takes the worker's CUDA context with it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...integration.errors import EngineDirty, RefitError
+from ...integration.session import ServingState
+from ...integration.transport.ipc.driver import call, driver
+
+WEIGHTS = "weights"
+# What sleep mode manages; vLLM wakes both where it is given no tags.
+_TAGS = frozenset({WEIGHTS, "kv_cache"})
+# The level from which the weights are not kept on the host.
+_DISCARDING = 2
+
+
+class WeightsGuard:
+    """Follows one worker's sleep, and checks before each step and before each refit.
+
+    Args:
+        worker: vLLM's worker. Its ``sleep`` and ``wake_up``, and its model runner's ``execute_model``, are wrapped on
+            the instance, which is where vLLM's executor looks them up.
+        state: whose dirtiness forbids steps.
+    """
+
+    def __init__(self, worker: Any, state: ServingState) -> None:
+        self._state = state
+        self._worker = worker
+        self._asleep: set[str] = set()
+        self._lost = False
+        _before(worker.model_runner, "execute_model", self.require_servable)
+        _after(worker, "sleep", self._slept)
+        _after(worker, "wake_up", self._woke)
+
+    def require_servable(self) -> None:
+        """To be called before each step; the error ends vLLM's engine core, which can't go on after any.
+
+        Raises:
+            EngineDirty: the weights were written in part, or were discarded and not refitted.
+        """
+        self._state.require_clean()
+        if self._lost:
+            raise EngineDirty(
+                "a level 2 sleep discarded the weights and no refit has brought new ones, so the engine would generate "
+                "from undefined memory. Refit after wake_up(tags=['weights']), before anything is generated",
+                stage="generate",
+            )
+
+    def require_awake(self) -> None:
+        """To be called before a refit meets the other ranks.
+
+        Raises:
+            RefitError: the weights have no memory at the moment. No byte was written.
+        """
+        if WEIGHTS in self._asleep or self._unmapped():
+            raise RefitError(
+                "the engine's weights are asleep: their memory is unmapped and nothing can be written into it. Nothing "
+                "has moved. Call wake_up(tags=['weights']), refit, then wake_up(tags=['kv_cache'])",
+                stage="handshake",
+            )
+
+    def refitted(self) -> None:
+        """To be called once a refit has committed."""
+        self._lost = False
+
+    def _slept(self, level: int = 1) -> None:
+        self._asleep = set(_TAGS)
+        self._lost = self._lost or level >= _DISCARDING
+
+    def _woke(self, tags: list[str] | None = None) -> None:
+        self._asleep -= _TAGS if tags is None else set(tags)
+
+    def _unmapped(self) -> bool:
+        """Whether the first weight's address has no memory behind it: the sleep may be older than this guard."""
+        first = next(self._worker.model_runner.get_model().parameters(), None)
+        if first is None or first.device.type != "cuda" or not first.numel():
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            address = first.data_ptr()
+        mapped = driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_MAPPED
+        return not call("cuPointerGetAttribute", mapped, address)
+
+
+def _before(owner: Any, name: str, check: Callable[[], None]) -> None:
+    wrapped = getattr(owner, name)
+
+    @functools.wraps(wrapped)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        check()
+        return wrapped(*args, **kwargs)
+
+    setattr(owner, name, guarded)
+
+
+def _after(owner: Any, name: str, note: Callable[..., None]) -> None:
+    wrapped = getattr(owner, name)
+
+    @functools.wraps(wrapped)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        result = wrapped(*args, **kwargs)
+        note(*args, **kwargs)
+        return result
+
+    setattr(owner, name, noted)

@@ -1,0 +1,94 @@
+"""One vLLM worker's part in refits, whichever way the driver reaches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from ...integration.errors import RefitError
+from ..destination_mixin import DestinationRefitMixin
+from .destination import VllmDestination
+from .guard import WeightsGuard
+
+_ATTRIBUTE = "_rlrefit_worker_refit"
+
+
+class WorkerRefit(DestinationRefitMixin):
+    """The refit of one worker: its live model as destination, its guard, its session.
+
+    Args:
+        worker: vLLM's worker, with its model loaded.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self.guard = WeightsGuard(worker, self.refit_state)
+
+    @staticmethod
+    def of(worker: Any) -> WorkerRefit:
+        """The one of ``worker``, made on first use."""
+        found = getattr(worker, _ATTRIBUTE, None)
+        if found is None:
+            found = WorkerRefit(worker)
+            setattr(worker, _ATTRIBUTE, found)
+        return found
+
+    @cached_property
+    def destination(self) -> VllmDestination:
+        """This worker's live model as the destination of refits; it keeps its trace over epochs."""
+        worker = self._worker
+        return VllmDestination(
+            worker.model_runner.get_model(),
+            worker.vllm_config,
+            worker.model_runner.device,  # the CPU worker leaves its own device unset
+            reset_caches=(worker.model_runner.reset_encoder_cache,),
+        )
+
+    def join(
+        self, rendezvous: dict[str, Any], first_rank: int, refit_config: dict[str, Any], engine: str
+    ) -> dict[str, Any]:
+        """Meet the trainer, as the rank that this worker is in the refit world.
+
+        Args:
+            rendezvous: what trainer rank 0 opened.
+            first_rank: refit rank of this deployment's first worker; its data-parallel replicas, and within each its
+                pipeline and tensor ranks, follow each other.
+            refit_config: fields of ``RefitConfig``.
+            engine: name of the checkpoint engine.
+        """
+        parallel = self._worker.vllm_config.parallel_config
+        rank = first_rank + parallel.data_parallel_index * parallel.world_size + self._worker.rank
+        return self.init_per_pp_refit_comm_group(rendezvous, rank, refit_config, engine)
+
+    def nccl_xfer_refit(self, version: int) -> dict[str, Any]:
+        """As the mixin's, once the weights are seen to be awake."""
+        return self._refit(version, super().nccl_xfer_refit)
+
+    def update_weights_from_collective(self, version: int) -> dict[str, Any]:
+        """As the mixin's, once the weights are seen to be awake."""
+        return self._refit(version, super().update_weights_from_collective)
+
+    def serving_version(self) -> int:
+        """Version of the weights that may be served.
+
+        Raises:
+            EngineDirty: none may.
+        """
+        self.guard.require_servable()
+        return self.refit_state.version
+
+    def _refit(self, version: int, receive: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            self.guard.require_awake()
+        except RefitError:
+            # The others wait for this rank, so it leaves their epoch; init_per_pp_refit_comm_group opens another.
+            self.close_refit()
+            raise
+        record = receive(version)
+        self.guard.refitted()
+        return record
+
+    def _make_refit_destination(self) -> VllmDestination:
+        self.guard.require_awake()
+        return self.destination
