@@ -315,8 +315,14 @@ def _memory_mark(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
+    return _allocated(device, "current")
 
 
 def _memory_peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return _allocated(device, "peak") if device.type == "cuda" else 0
+
+
+def _allocated(device: torch.device, when: str) -> int:
+    # Not torch.cuda.memory_allocated, which flattens hundreds of statistics to return one: a third of a millisecond.
+    found: int = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"][when]
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -95,9 +95,9 @@ class BulkPath:
         """Before any rank runs a refit; as :meth:`~..transport.Transport.settle`."""
         self._transport.settle()
 
-    def run(self, clock: StageClock) -> TransferResult:
-        """Move all bulk bytes of one refit; errors as in :meth:`~..transport.Transport.run`."""
-        return self._transport.run(clock)
+    def run(self, clock: StageClock, aside: Callable[[], None]) -> TransferResult:
+        """Move all bulk bytes of one refit; as :meth:`~..transport.Transport.run`."""
+        return self._transport.run(clock, aside)
 
     def close(self, *, failed: bool = False) -> None:
         """End the epoch of the transport; safe to call twice."""

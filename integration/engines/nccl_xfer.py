@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import cast
+
+import torch
 
 from ..channel import Channel
 from ..config import RefitConfig
@@ -36,6 +39,7 @@ class NcclXferEngine(CheckpointEngine):
         self._chosen = (config.transport, "")
         self._bulk: BulkPath | None = None
         self._misc_group: Group | None = None
+        self._urgent: torch.cuda.Stream | None = None
 
     def prepare(self, endpoint: WeightSource | WeightDestination) -> Manifest:
         self._endpoint = endpoint
@@ -101,20 +105,46 @@ class NcclXferEngine(CheckpointEngine):
 
     def send_weights(self, version: int, clock: StageClock) -> SendResult:
         source = cast(WeightSource, self._endpoint)
-        bulk = self._open_bulk.run(clock)
-        if self._misc_names:
-            self._misc.send(source.export(self._misc_names), clock)
+
+        def send_misc() -> None:
+            if self._misc_names:
+                with self._beside_bulk():
+                    self._misc.send(source.export(self._misc_names), clock)
+
+        bulk = self._open_bulk.run(clock, send_misc)
         sends_misc = self._misc.nbytes if self.world.rank == 0 else 0
         return SendResult(bulk.payload_bytes, sends_misc, bulk.verified_bytes)
 
     def receive_weights(self, version: int, clock: StageClock) -> SendResult:
         destination = cast(WeightDestination, self._endpoint)
-        bulk = self._open_bulk.run(clock)
-        if self._misc_names:
-            self._misc.load(destination.load_weights, clock)
+
+        def load_misc() -> None:
+            if self._misc_names:
+                self._misc.load(destination.load_weights, clock)
+
+        bulk = self._open_bulk.run(clock, load_misc)
         return SendResult(
             bulk.payload_bytes, self._misc.nbytes, bulk.verified_bytes + self._misc.verified_bytes
         )
+
+    @contextmanager
+    def _beside_bulk(self) -> Iterator[None]:
+        """A stream on which kernels overtake the bulk path's, which would else hold up a small export to their end.
+
+        Not for an export of more than a bucket: what Bridge allocates for it would stay with that stream, and the
+        trainer could not use the memory again.
+        """
+        device = self._endpoint.device
+        if device.type != "cuda" or self._misc.nbytes > self.config.bucket_bytes:
+            yield
+            return
+        if self._urgent is None:
+            self._urgent = torch.cuda.Stream(device, priority=-1)
+        caller = torch.cuda.current_stream(device)
+        self._urgent.wait_stream(caller)
+        with torch.cuda.stream(self._urgent):
+            yield
+        caller.wait_stream(self._urgent)
 
     def finalize(self, *, failed: bool = False) -> None:
         if self._bulk is not None:

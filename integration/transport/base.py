@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import VerificationError
@@ -64,12 +64,18 @@ class Transport(ABC):
         """Close communicators and let go of memory; safe to call twice. ``failed``: peers may be gone."""
 
     @abstractmethod
-    def run(self, clock: StageClock) -> TransferResult:
+    def run(self, clock: StageClock, aside: Callable[[], None] | None = None) -> TransferResult:
         """Move all bulk bytes of one refit.
+
+        Args:
+            clock: of the refit.
+            aside: what else this rank exchanges in the refit, called once on the caller's stream, at the same
+                place in every rank's order of exchanges; while bulk bytes are on their way, where that can be.
 
         Raises:
             PeerLost, RefitTimeout: from the wire.
             VerificationError: landed bytes differ from the sent ones.
+            Exception: what ``aside`` raises.
         """
 
     @property

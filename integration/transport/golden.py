@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +51,7 @@ class GoldenTransport(GroupTransport):
             for message in self._plan.messages
         ]
 
-    def run(self, clock: StageClock) -> TransferResult:
+    def run(self, clock: StageClock, aside: Callable[[], None] | None = None) -> TransferResult:
         payload = verified = 0
         for ordinal, (message, bound) in enumerate(zip(self._plan.messages, self._bound, strict=True)):
             checked = self._checked(ordinal, self._plan.rounds)
@@ -77,6 +77,8 @@ class GoldenTransport(GroupTransport):
                             raise damaged(message, self.rank)
                     verified += message.payload_bytes
             payload += bound.gather.nbytes if bound is not None else 0
+        if aside is not None:
+            aside()
         self._refits += 1
         return TransferResult(payload, verified)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -20,6 +20,8 @@ from .views import LiveViews
 # Rounds that are enqueued ahead of the wire: enough for it never to wait for the host, and few enough that
 # CUDA's queues, where a launch would block without a limit of time, never fill up.
 _AHEAD = 16
+# Number of the round before which all ranks exchange what goes aside: the earlier ones keep the wire busy meanwhile.
+_ASIDE_BEFORE = 8
 
 
 class P2PTransport(GroupTransport):
@@ -52,6 +54,7 @@ class P2PTransport(GroupTransport):
             next(iter(chain(*both))).round_index for both in zip(plan.sends, plan.receives, strict=True)
         ]
         self._lanes = [number // 2 % group.lanes for number in numbers]
+        self._aside_at = sum(number < _ASIDE_BEFORE for number in numbers)
         self._last = sorted({lane: index for index, lane in enumerate(self._lanes)}.values())
         self._payload = sum(m.payload_bytes for messages in (*plan.sends, *plan.receives) for m in messages)
         group.connect(self._cargo.peers)
@@ -92,7 +95,7 @@ class P2PTransport(GroupTransport):
         # exchanges go with them, since a communicator that outlived this would end at the interpreter's exit.
         self._replay = None
 
-    def run(self, clock: StageClock) -> TransferResult:
+    def run(self, clock: StageClock, aside: Callable[[], None] | None = None) -> TransferResult:
         assert self._replay is not None, "connect comes before run"
         # Counted even if it fails: all ranks have to agree on the number.
         refit, self._refits = self._refits, self._refits + 1
@@ -100,19 +103,27 @@ class P2PTransport(GroupTransport):
             # Setting a stream sets its device as well; the caller's may be another one.
             with torch.cuda.device(self.group.device):
                 caller = torch.cuda.current_stream()
+
+                def on_callers_stream() -> None:
+                    torch.cuda.set_stream(caller)
+                    if aside is not None:
+                        aside()
+
                 try:
-                    waited_for = self._enqueue(self._replay, refit, clock)
+                    waited_for = self._enqueue(self._replay, refit, clock, on_callers_stream)
                 finally:
                     torch.cuda.set_stream(caller)
         else:
-            waited_for = self._enqueue(self._replay, refit, clock)
+            waited_for = self._enqueue(self._replay, refit, clock, aside)
         with clock.waiting():
             self.group.wait_for(waited_for, "transfer")
         for item in self._replay.ledger.damaged():
             raise damaged(item.message, self.rank)
         return TransferResult(self._payload, self._replay.verified_bytes(refit))
 
-    def _enqueue(self, replay: Replay, refit: int, clock: StageClock) -> list[Span]:
+    def _enqueue(
+        self, replay: Replay, refit: int, clock: StageClock, aside: Callable[[], None] | None
+    ) -> list[Span]:
         """Enqueue the whole refit, at most ``_AHEAD`` rounds ahead of the wire; returns the spans that end it."""
         for line in (self._pack, self._unpack, *self._wires):
             line.begin()
@@ -127,6 +138,10 @@ class P2PTransport(GroupTransport):
         unpacked = 0
         for index in range(-1, count + behind):
             if 0 <= index < count:
+                if index == self._aside_at and aside is not None:
+                    # In the same place of every rank's order, or with one hardware queue two ranks could wait for
+                    # each other: for a round that is behind this on one, and for this behind the round on the other.
+                    aside()
                 # Whatever arrives in a bucket comes after its last tenant was unpacked: rounds of a lane can
                 # follow each other more closely than the lanes are many.
                 unpacked = self._unpack_until(
@@ -139,6 +154,8 @@ class P2PTransport(GroupTransport):
             if index + 1 < count and replay.packs[index + 1]:
                 self._pack_round(replay, index + 1, refit, clock)
             unpacked = self._unpack_until(replay, refit, unpacked, index - behind + 1, clock)
+        if self._aside_at == count and aside is not None:
+            aside()
         self._compare(replay, clock)
         return [*(self._sent[index] for index in self._last), self._told, self._compared]
 

@@ -51,6 +51,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
     monkeypatch.setattr(module, "ring", lambda address, number, stream: gpu.step(f"ring {number}"))
     return gpu
@@ -59,6 +60,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 def sender(gpu: Gpu, timeout_s: float = 10.0) -> IpcTransport:
     one = IpcTransport(0, PLAN, "full", torch.device("cuda", 0), timeout_s, lambda stage: None, str)
     parts: dict[str, Any] = {
+        "_stream": SimpleNamespace(wait_stream=lambda caller: gpu.step("follow the caller")),
         "_ended": gpu.event("writes"),
         "_copies": SimpleNamespace(launch=lambda: gpu.step("copy")),
         "_sent_proofs": SimpleNamespace(compute=lambda refit: gpu.step("prove")),
@@ -97,8 +99,30 @@ def test_a_sender_writes_once_its_gpu_has_done_what_was_enqueued_since_it_settle
     gpu.log.clear()
     gpu.looks = 3
     one.run(CLOCK)
-    assert gpu.log[:4] == ["record earlier work", "earlier work ended", "lease", "copy"]
+    assert gpu.log[:5] == ["record earlier work", "earlier work ended", "lease", "follow the caller", "copy"]
     assert gpu.log[-2:] == ["record writes", "writes ended"]
+
+
+def test_what_goes_aside_does_so_while_the_writes_are_under_way(gpu: Gpu) -> None:
+    one = sender(gpu)
+    one.settle()
+    one.run(CLOCK, lambda: gpu.step("aside"))
+    assert gpu.log.index("record writes") < gpu.log.index("aside") < gpu.log.index("writes ended")
+
+
+def test_writes_are_waited_for_before_memory_is_unmapped_if_what_goes_aside_fails(gpu: Gpu) -> None:
+    def fail() -> None:
+        raise RuntimeError("the export broke")
+
+    one = sender(gpu)
+    one.settle()
+    gpu.looks = 3
+    with pytest.raises(RuntimeError, match="the export broke"):
+        one.run(CLOCK, fail)
+    peer: Any = SimpleNamespace(close=lambda: gpu.step("unmap"))
+    one._imported.append(peer)
+    one.close(failed=True)
+    assert gpu.log[-3:] == ["record writes", "writes ended", "unmap"]
 
 
 def test_a_sender_whose_gpu_is_busy_until_its_peers_give_up_writes_nothing(gpu: Gpu) -> None:

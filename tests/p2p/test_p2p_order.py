@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -160,5 +161,22 @@ def test_what_shares_a_bucket_is_in_order_and_nothing_waits_on_an_earlier_refit(
     replay.unpack = lambda index, refit: work.touch(bucket("in", index), [])
     # Nothing is packed here, so rows of checksums stay what they are.
     replay.ledger.damaged = list
+    begun: list[int] = []
+    aside: list[list[int]] = []
+    replay.exchanges = [_noted(exchange, i, begun) for i, exchange in enumerate(replay.exchanges)]
     for work.refit in (1, 2):
-        transport.run(StageClock(torch.device("cpu")))
+        begun.clear()
+        transport.run(StageClock(torch.device("cpu")), lambda: aside.append([*begun]))
+    # Aside comes in the same place of every rank's order of rounds, which the numbers of the rounds tell.
+    numbers = [next(chain(*both)).round_index for both in zip(plan.sends, plan.receives, strict=True)]
+    first = [index for index, number in enumerate(numbers) if number < p2p._ASIDE_BEFORE]
+    assert aside == [first, first]
+    assert begun == [*range(len(numbers))]
+
+
+def _noted(exchange: Any, index: int, begun: list[int]) -> Any:
+    def start(stage: str) -> None:
+        exchange.start(stage)
+        begun.append(index)
+
+    return SimpleNamespace(start=start)

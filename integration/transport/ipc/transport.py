@@ -74,6 +74,7 @@ class IpcTransport(Transport):
         super().__init__(rank, verify)
         indexed = device.type != "cuda" or device.index is not None
         self._device = device if indexed else torch.device("cuda", torch.cuda.current_device())
+        self._stream: torch.cuda.Stream | None = None
         self._timeout = timeout_s
         self._lease = Lease(timeout_s)
         self._watch = watch
@@ -106,6 +107,8 @@ class IpcTransport(Transport):
             )
         self._release(failed=False)
         self._ended = torch.cuda.Event()
+        # Of its own, so that what goes aside needs not wait for the writes.
+        self._stream = self._stream or torch.cuda.Stream(self._device)
         # From here on plain addresses: views would keep the memory of parameters that are offloaded meanwhile.
         views = LiveViews(fragments)
         self._bound_sends = _bound(self._sends, views)
@@ -187,7 +190,7 @@ class IpcTransport(Transport):
             self._catch_up("handshake")
         self._lease.renew()
 
-    def run(self, clock: StageClock) -> TransferResult:
+    def run(self, clock: StageClock, aside: Callable[[], None] | None = None) -> TransferResult:
         self._refits += 1
         verified = 0
         with torch.cuda.device(self._device), self._classifying():
@@ -198,6 +201,9 @@ class IpcTransport(Transport):
                     self._catch_up("transfer")
                 self._lease.use(self.rank)
                 self._write(clock)
+            if aside is not None:
+                aside()
+            if self._sends:
                 with clock.waiting():
                     self._wait(self._ended.query, "transfer", lambda: "this rank's writes to its peers")
             if self._mailbox is not None:
@@ -217,19 +223,22 @@ class IpcTransport(Transport):
 
     def _write(self, clock: StageClock) -> None:
         """Enqueue the whole refit of a sender."""
-        stream = torch.cuda.current_stream(self._device)
+        stream = self._stream
+        assert stream is not None, "bind comes before run"
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
-            with clock.stage("transfer"):
-                self._copies.launch()
-                for bell in self._bells:
-                    ring(bell, landed(self._refits), stream)
-            if self.verify != "off":
-                # After the copies: the receivers compute theirs at the same time.
-                with clock.stage("verify"):
-                    self._sent_proofs.compute(self._refits)
-                    self._tell.launch()
+            with torch.cuda.stream(stream):
+                with clock.stage("transfer"):
+                    self._copies.launch()
                     for bell in self._bells:
-                        ring(bell, proven(self._refits), stream)
+                        ring(bell, landed(self._refits), stream)
+                if self.verify != "off":
+                    # After the copies: the receivers compute theirs at the same time.
+                    with clock.stage("verify"):
+                        self._sent_proofs.compute(self._refits)
+                        self._tell.launch()
+                        for bell in self._bells:
+                            ring(bell, proven(self._refits), stream)
         finally:
             # Whatever broke off in between: the peers' memory stays mapped until what was enqueued has ended.
             self._ended.record(stream)
