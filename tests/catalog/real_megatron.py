@@ -1,6 +1,6 @@
 """What Bridge really builds on one rank of any layout, in one process: a fake process group, tiny real models.
 
-``python -m tests.catalog.real_megatron FILE`` reads cases from FILE and writes what it found beside it.
+:func:`answers` runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -8,10 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,18 +17,16 @@ import torch.distributed as dist
 SIZES = ("tp", "pp", "ep", "etp", "cp", "vpp")
 
 
-def main(path: str) -> None:
+def answers(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     from rlrefit.workers.megatron.cpu_standins import ensure_megatron
 
     auto_bridge = ensure_megatron()
-    _accept_any_attention()
-    _accept_mamba()
-    cases = json.loads(Path(path).read_text())
-    found = [_one(auto_bridge, case) for case in cases]
-    Path(path).with_suffix(".found.json").write_text(json.dumps(found))
+    accept_any_attention()
+    accept_mamba()
+    return [_one(auto_bridge, case) for case in cases]
 
 
-def _accept_any_attention() -> None:
+def accept_any_attention() -> None:
     """Megatron's own attention, which stands in for Transformer Engine's here, knows neither of head sizes that
     differ nor of context parallelism. It never runs, and has no weights that depend on them.
     """
@@ -50,7 +45,7 @@ def _accept_any_attention() -> None:
     DotProductAttention.__init__ = init
 
 
-def _accept_mamba() -> None:
+def accept_mamba() -> None:
     """Mamba mixers are built without their kernels: parameters only, and the gated norm's weight."""
     from megatron.core.models.hybrid import hybrid_layer_specs
     from megatron.core.ssm import mamba_mixer
@@ -167,7 +162,3 @@ def _specs(bridge: Any, config: Any, model: list[Any]) -> list[Any]:
         bridge, model, parallel_state.get_pipeline_model_parallel_group()
     ).specs
     return [spec.to_json() for spec in specs]
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

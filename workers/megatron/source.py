@@ -12,6 +12,7 @@ from ...integration.layout import Fragment
 from ...integration.manifest import TensorSpec
 from .enumeration import Enumeration, conversion_tasks, enumerate_export
 from .rules import Refused, fragments_of_task
+from .self_check import changes_converted_weights, disproved_tasks
 
 
 class MegatronSource:
@@ -30,9 +31,9 @@ class MegatronSource:
 
         self._bridge = bridge
         self._model = model
-        self._enumeration: Enumeration = enumerate_export(
-            bridge, model, parallel_state.get_pipeline_model_parallel_group()
-        )
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        self._enumeration: Enumeration = enumerate_export(bridge, model, stages)
+        self._disproved = disproved_tasks(bridge, model, self._enumeration, stages)
         self._tasks = conversion_tasks(bridge, model)
         self._vocabulary = _padded_vocabulary(self._enumeration, self._tasks, bridge.hf_pretrained.config)
         self._specs = [
@@ -41,6 +42,7 @@ class MegatronSource:
             else spec
             for spec in self._enumeration.specs
         ]
+        self._exported = {spec.name: spec for spec in self._specs}
         self._shapes = {spec.name: spec.shape for spec in self._specs}
 
     @property
@@ -57,11 +59,13 @@ class MegatronSource:
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
         held: list[Fragment] = []
         refused: dict[str, str] = {}
-        for task, names in zip(self._tasks, self._enumeration.task_names, strict=True):
+        for index, (task, names) in enumerate(zip(self._tasks, self._enumeration.task_names, strict=True)):
             if task.param_weight is None:
                 continue
             try:
-                fragments = [self._without_padding(f) for f in fragments_of_task(task)]
+                fragments = [self._without_padding(f) for f in fragments_of_task(task, self._shapes)]
+                if index in self._disproved:
+                    raise Refused(self._disproved[index])
                 self._check(fragments, task)
                 held.extend(fragments)
             except Refused as reason:
@@ -100,24 +104,21 @@ class MegatronSource:
     def _check(self, fragments: list[Fragment], task: Any) -> None:
         """A rule and the export must speak of the same weights, or the rule is wrong for this model."""
         for fragment in fragments:
-            exported = self._shapes.get(fragment.name)
+            exported = self._exported.get(fragment.name)
             if exported is None:
                 raise Refused(f"its rule names {fragment.name}, which Bridge does not export")
-            if exported != fragment.full_shape:
+            if exported.shape != fragment.full_shape:
                 raise Refused(
-                    f"its rule gives shape {list(fragment.full_shape)}, Bridge exports {list(exported)}"
+                    f"its rule gives shape {list(fragment.full_shape)}, Bridge exports {list(exported.shape)}"
                 )
+            if exported.dtype != fragment.view.dtype:
+                raise Refused(f"stored as {fragment.view.dtype}, which Bridge exports as {exported.dtype}")
         self._check_conversion_hook(fragments, task)
 
     def _check_conversion_hook(self, fragments: list[Fragment], task: Any) -> None:
-        from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
-
-        bridge = self._bridge._model_bridge
-        if (
-            type(bridge).maybe_modify_converted_hf_weight
-            is MegatronModelBridge.maybe_modify_converted_hf_weight
-        ):
+        if not changes_converted_weights(self._bridge):
             return
+        bridge = self._bridge._model_bridge
         # The hook is asked with tensors that it can only pass through or replace.
         probes = {f.name: torch.empty(f.full_shape, dtype=f.view.dtype, device="meta") for f in fragments}
         result = bridge.maybe_modify_converted_hf_weight(task, dict(probes), self._bridge.hf_pretrained.state)

@@ -1,0 +1,77 @@
+"""Families × layouts, each on four ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+WORLD = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of four ranks; what is left over is data parallelism.
+
+    Attributes:
+        tp, pp, ep, etp, cp: sizes.
+        vpp: model chunks of each pipeline rank.
+        first: layers of the first pipeline stage, if the stages are uneven.
+        ddp: wrapped in Megatron's DDP with the distributed optimizer's buffers.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    cp: int = 1
+    vpp: int = 1
+    first: int | None = None
+    ddp: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"{f.name}{getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return "-".join("ddp" if part == "ddpTrue" else part for part in parts)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One family in one layout."""
+
+    family: str
+    layout: Layout
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.layout}"
+
+
+_TP4 = Layout(tp=4)
+_TP2_PP2 = Layout(tp=2, pp=2)
+_UNEVEN = Layout(tp=2, pp=2, first=1)
+_VPP = Layout(tp=2, pp=2, vpp=2)
+_CP = Layout(tp=2, cp=2)
+_DDP = Layout(tp=2, ddp=True)
+_DENSE = (_TP4, _UNEVEN, _VPP, _CP, _DDP)
+_EP4 = Layout(tp=2, ep=4)
+_ETP = Layout(tp=2, ep=2, etp=2)
+_EP_PP = Layout(tp=2, pp=2, ep=2)
+_EP_VPP = Layout(pp=2, ep=2, vpp=2)
+_EP_UNEVEN_ETP = Layout(pp=2, etp=2, first=1)
+_EP_CP_DDP = Layout(ep=2, cp=2, ddp=True)
+_EXPERTS = (_EP4, _ETP, _EP_PP, _EP_VPP, _EP_UNEVEN_ETP, _EP_CP_DDP)
+
+LAYOUTS: dict[str, tuple[Layout, ...]] = {
+    "qwen2": _DENSE,
+    "qwen3": _DENSE,
+    "qwen3-tied": (_TP4, _TP2_PP2, _VPP, _DDP),
+    "llama": _DENSE,
+    "mistral": _DENSE,
+    "gemma2": (_TP4, _UNEVEN, _VPP, _DDP),
+    "gemma3": (_TP4, _UNEVEN, _VPP, _DDP),
+    "qwen3_moe": _EXPERTS,
+    "deepseek_v3": _EXPERTS,
+    "gpt_oss": (_EP4, _EP_PP, _EP_VPP, _EP_CP_DDP),
+    "nemotron_h": (_EP4, _ETP, Layout(tp=4), _EP_CP_DDP),
+    "qwen3_next": _EXPERTS,
+    "qwen3_5_moe": (_EP4, _ETP, _EP_PP, _EP_CP_DDP),
+    "qwen3_5_moe-stacked": (_EP4, _ETP, _EP_PP, _EP_CP_DDP),
+}
+CASES = tuple(Case(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts)

@@ -1,0 +1,149 @@
+"""A tiny random checkpoint of every model family, as transformers writes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_COMMON: dict[str, Any] = {
+    # Odd, so that TP pads it.
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "max_position_embeddings": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "tie_word_embeddings": False,
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_DELTA_NET: dict[str, Any] = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "shared_expert_intermediate_size": 16,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+_NEMOTRON: dict[str, Any] = {
+    "hybrid_override_pattern": "M-M*E",
+    "num_hidden_layers": 5,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 4,
+    "n_groups": 4,
+    "ssm_state_size": 8,
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_latent_size": None,
+    "n_group": 2,
+    "topk_group": 1,
+}
+
+# Family → keys of its configuration.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2": {"model_type": "qwen2", **_COMMON},
+    "qwen3": {"model_type": "qwen3", **_COMMON},
+    "qwen3-tied": {"model_type": "qwen3", **_COMMON, "tie_word_embeddings": True},
+    "qwen3_moe": {"model_type": "qwen3_moe", **_COMMON, **_EXPERTS},
+    "llama": {"model_type": "llama", **_COMMON},
+    "mistral": {"model_type": "mistral", **_COMMON},
+    "deepseek_v3": {"model_type": "deepseek_v3", **_COMMON, **_LATENT, "num_nextn_predict_layers": 1},
+    "nemotron_h": {"model_type": "nemotron_h", **_COMMON, **_NEMOTRON},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **_COMMON,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+    },
+    "qwen3_next": {"model_type": "qwen3_next", **_COMMON, **_EXPERTS, **_DELTA_NET},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **_COMMON, **_EXPERTS, **_DELTA_NET},
+    "qwen3_5_moe-stacked": {"model_type": "qwen3_5_moe_text", **_COMMON, **_EXPERTS, **_DELTA_NET},
+    "gemma2": {"model_type": "gemma2", **_COMMON, "tie_word_embeddings": True},
+    "gemma3": {"model_type": "gemma3_text", **_COMMON, "tie_word_embeddings": True},
+}
+
+
+def write_checkpoint(family: str, folder: Path) -> str:
+    """Write a BF16 checkpoint of one of the families and return its folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**CONFIGS[family])
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    published = _AS_PUBLISHED.get(family)
+    if published is not None:
+        file = folder / "model.safetensors"
+        save_file(published(load_file(file)), file, {"format": "pt"})
+    if family == "nemotron_h":
+        # Published configurations have the pattern, which Bridge reads; transformers writes a list instead.
+        written = json.loads((folder / "config.json").read_text())
+        pattern = CONFIGS[family]["hybrid_override_pattern"]
+        (folder / "config.json").write_text(json.dumps(written | {"hybrid_override_pattern": pattern}))
+    return str(folder)
+
+
+def _with_prediction_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """DeepSeek-V3's multi-token-prediction layer, which transformers leaves out."""
+    count, hidden = CONFIGS["deepseek_v3"]["num_hidden_layers"], CONFIGS["deepseek_v3"]["hidden_size"]
+    last, added = f"model.layers.{count - 1}.", f"model.layers.{count}."
+    more = {added + k.removeprefix(last): v.clone() for k, v in tensors.items() if k.startswith(last)}
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        more[f"{added}{norm}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    more[f"{added}eh_proj.weight"] = torch.randn(hidden, 2 * hidden).to(torch.bfloat16)
+    return tensors | more
+
+
+def _with_published_embedding(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """NemotronH's embedding under its published name."""
+    return {k.replace("backbone.embedding.", "backbone.embeddings."): v for k, v in tensors.items()}
+
+
+def _with_stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Qwen3.5's experts in one tensor for each layer, as it is published."""
+    kept = {k: v for k, v in tensors.items() if ".experts." not in k}
+    for prefix in sorted({k.partition(".experts.")[0] for k in tensors.keys() - kept.keys()}):
+        gate, up, down = (
+            torch.stack([tensors[f"{prefix}.experts.{i}.{part}_proj.weight"] for i in range(_EXPERTS["num_experts"])])
+            for part in ("gate", "up", "down")
+        )
+        kept[f"{prefix}.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
+        kept[f"{prefix}.experts.down_proj"] = down
+    return kept
+
+
+# What transformers writes, turned into what is published.
+_AS_PUBLISHED: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "deepseek_v3": _with_prediction_layer,
+    "nemotron_h": _with_published_embedding,
+    "qwen3_5_moe-stacked": _with_stacked_experts,
+}

@@ -1,0 +1,153 @@
+"""One rank of four: builds families in layouts through the real Bridge, and holds its fragments against the export."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .cases import Case, Layout
+
+
+def walk(rank: int, cases: Sequence[Case], checkpoints: dict[str, str], folder: str) -> None:
+    """Write ``FOLDER/CASE.json`` for one case after another; ends at the first one that raises.
+
+    A rank that raised leaves its peers in a collective, so the caller has to start again with the cases that are left.
+    """
+    from rlrefit.workers.megatron.cpu_standins import ensure_megatron
+    from tests.catalog.real_megatron import accept_any_attention, accept_mamba
+
+    ensure_megatron()
+    accept_any_attention()
+    accept_mamba()
+    for case in cases:
+        try:
+            found = _examine(case, checkpoints[case.family])
+        except BaseException:
+            _write(folder, f"{case}.error{rank}", traceback.format_exc())
+            raise
+        if rank == 0:
+            _write(folder, str(case), found)
+
+
+def _write(folder: str, name: str, data: Any) -> None:
+    (Path(folder) / f"{name}.json").write_text(json.dumps(data))
+
+
+def _examine(case: Case, checkpoint: str) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from rlrefit.workers.megatron.source import MegatronSource
+
+    try:
+        bridge, model = _build(case.layout, checkpoint)
+        for task in bridge.get_conversion_tasks(model):
+            _randomize(task)
+        source = MegatronSource(bridge, model)
+        return _compare(source, _exported(bridge, model))
+    finally:
+        parallel_state.destroy_model_parallel()
+        # Each model wants its own choice of attention kernels, and none may be left from the last one.
+        for key in [key for key in os.environ if key.startswith("NVTE_")]:
+            del os.environ[key]
+
+
+def _build(layout: Layout, checkpoint: str) -> tuple[Any, list[Any]]:
+    from megatron.bridge import AutoBridge
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from rlrefit.workers.megatron.model import MegatronLayout, _set_for_cpu, _set_layout, _set_precision
+
+    bridge = AutoBridge.from_hf_pretrained(checkpoint)
+    provider = bridge.to_megatron_provider(load_weights=False)
+    vpp = layout.vpp if layout.vpp > 1 else None
+    _set_layout(provider, MegatronLayout(layout.tp, layout.pp, vpp, layout.ep, layout.etp, layout.cp))
+    provider.num_layers_in_first_pipeline_stage = layout.first
+    _set_precision(provider, torch.bfloat16)
+    _set_for_cpu(provider)
+    provider.finalize()
+    provider.initialize_model_parallel(seed=0)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    model = provider.provide_distributed_model(
+        ddp_config=ddp if layout.ddp else None,
+        wrap_with_ddp=layout.ddp,
+        use_cpu_initialization=True,
+    )
+    bridge.load_hf_weights(model)
+    return bridge, model
+
+
+def _randomize(task: Any) -> None:
+    """Values that no other parameter and no other shard has, padding of the vocabulary included."""
+    if task is None or task.param_weight is None:
+        return
+    weight = task.param_weight.data
+    # Megatron marks what it cuts; the rest has to be alike on the ranks that hold it.
+    is_cut = getattr(task.param_weight, "tensor_model_parallel", False)
+    place = f"{task.global_param_name} {task.mapping.tp_rank if is_cut else 0}"
+    generator = torch.Generator().manual_seed(zlib.crc32(place.encode()))
+    weight.copy_(torch.randn(weight.shape, generator=generator))
+
+
+def _exported(bridge: Any, model: list[Any]) -> dict[str, torch.Tensor]:
+    """The oracle: Bridge's own export, without the padding of the vocabulary."""
+    vocabulary = bridge.hf_pretrained.config.get_text_config().vocab_size
+    padded = {"model.embed_tokens.weight", "lm_head.weight", "backbone.embeddings.weight"}
+    return {
+        name: weight[:vocabulary] if name in padded else weight
+        for name, weight in bridge.export_hf_weights(model, cpu=True, show_progress=False)
+    }
+
+
+def _compare(source: Any, exported: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What is wrong on any rank, and how the weights travel."""
+    fragments, refused = source.fragments()
+    wrong = [
+        f"rank {dist.get_rank()}: {f.name} {f.box} is not what Bridge exports"
+        for f in fragments
+        if not _same(exported[f.name][tuple(slice(*side) for side in f.box)], f.view)
+    ]
+    specs = {spec.name: spec for spec in source.specs()}
+    wrong += [f"{name}: in one of specs and export" for name in specs.keys() ^ exported.keys()]
+    wrong += [
+        f"{name}: {tuple(weight.shape)}, specs say {specs[name].shape}"
+        for name, weight in exported.items()
+        if tuple(weight.shape) != specs[name].shape or weight.dtype != specs[name].dtype
+    ]
+    digest = zlib.crc32(b"".join(_bytes(weight).numpy().tobytes() for weight in exported.values()))
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (wrong, refused, [(f.name, f.box) for f in fragments], digest))
+    reasons = {name: reason for _, part, _, _ in ranks for name, reason in part.items()}
+    wrong = [line for part, _, _, _ in ranks for line in part]
+    if len({digest for _, _, _, digest in ranks}) > 1:
+        wrong.append("ranks export different weights, so replicas are no replicas and the comparison proves nothing")
+    covered = {name: torch.zeros(spec.shape, dtype=torch.bool) for name, spec in specs.items()}
+    for _, _, boxes, _ in ranks:
+        for name, box in boxes:
+            covered[name][tuple(slice(*side) for side in box)] = True
+    wrong += [f"{name}: no rank holds all" for name, mask in covered.items() if name not in reasons and not mask.all()]
+    misc = dict(source.export(list(reasons)))
+    wrong += [f"{name}: misc" for name in reasons if not _same(misc.get(name), exported[name])]
+    return {
+        "wrong": wrong,
+        "reasons": reasons,
+        "bytes": sum(spec.nbytes for spec in specs.values()),
+        "misc_bytes": sum(specs[name].nbytes for name in reasons),
+        "weights": len(specs),
+        "fragments": sum(len(boxes) for _, _, boxes, _ in ranks),
+    }
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    return one is not None and one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
