@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,10 +17,25 @@ from ...integration.layout import Fragment
 from .derived import refresh_derived_state
 from .layouts import ModuleLayout, has_padding, module_layout
 from .reload import ScopedReload
-from .trace import LoaderTrace, Manifest, trace_loader
+from .trace import Landing, LoaderTrace, Manifest, trace_loader
 from .twin import meta_twin
 
 logger = logging.getLogger(__name__)
+
+_Layout = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class _Routes:
+    """What the trace of one manifest found, for parameters of one layout."""
+
+    manifest: Manifest
+    layout: _Layout
+    landings: dict[str, tuple[Landing, ...]]
+    reasons: dict[str, str]
+
+    def outdated(self, manifest: Manifest, parameters: Mapping[str, torch.Tensor]) -> bool:
+        return self.manifest != manifest or self.layout != _layout_of(parameters)
 
 
 class VllmDestination:
@@ -49,8 +65,9 @@ class VllmDestination:
         self._vllm_config = vllm_config
         self._device = device
         self._reset_caches = tuple(reset_caches)
-        self._parameters = dict(model.named_parameters())
+        self._follow_parameters()
         self._misc: ScopedReload | None = None
+        self._routes: _Routes | None = None
 
     @property
     def device(self) -> torch.device:
@@ -63,11 +80,15 @@ class VllmDestination:
         return sum(p.numel() * p.element_size() for p in self._parameters.values())
 
     def storage_key(self) -> Hashable:
-        """Changes when a live parameter's storage moves."""
-        return storage_key(self._parameters.values())
+        """Changes when a live parameter's storage moves, or when another tensor takes a parameter's place."""
+        # Asked of the modules and not of tensors that were seen once: those may have been replaced since.
+        return storage_key([held[name] for held, name in self._places])
 
     def fragments(self, manifest: Manifest) -> tuple[list[Fragment], dict[str, str]]:
         """Trace the engine's loader on a meta twin and return what this rank wants.
+
+        The trace is kept: asked again for the same manifest, while the live parameters have the layout that they had,
+        only the views are made anew.
 
         Args:
             manifest: checkpoint name, full shape and dtype of every tensor of a refit, of all routes.
@@ -82,28 +103,16 @@ class VllmDestination:
             PlanError: no tensor of the manifest reaches a part of a parameter, which would keep its old
                 weights; or the live model lacks a module of its own architecture.
         """
-        with meta_twin(self._model, self._vllm_config) as twin:
-            loadable = dict(twin.named_parameters()) | dict(twin.named_buffers())
-            trace = trace_loader(twin.load_weights, loadable, manifest)
-            parameters = {name for name, _ in twin.named_parameters()}
-            owners = _owners(twin)
-            layouts = self._layouts(twin, {module for modules in owners.values() for module in modules})
-        reasons = _spread_over_modules(trace, owners, layouts)
-        _check_complete(trace, owners, layouts, self._model, parameters)
-        self._misc = self._misc_path(trace, owners, layouts, reasons)
+        self._follow_parameters()
+        wanted = tuple((name, tuple(shape), dtype) for name, shape, dtype in manifest)
+        if self._routes is None or self._routes.outdated(wanted, self._parameters):
+            self._routes = self._traced(wanted)
         found = [
             landing.fragment(self._parameters[landing.parameter])
-            for name, landings in trace.landings.items()
-            if name not in reasons
+            for name, landings in self._routes.landings.items()
             for landing in landings
         ]
-        logger.info(
-            "refit destination: %d fragments of %d tensors are written in place, %d tensors take the misc path",
-            len(found),
-            len({fragment.name for fragment in found}),
-            len(reasons),
-        )
-        return found, reasons
+        return found, dict(self._routes.reasons)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The misc path: full checkpoint tensors through the engine's own loader.
@@ -136,6 +145,34 @@ class VllmDestination:
         """
         if self._misc is not None:
             self._misc.abandon()
+
+    def _follow_parameters(self) -> None:
+        self._parameters = dict(self._model.named_parameters())
+        self._places = [
+            (module._parameters, name)
+            for module in self._model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+    def _traced(self, manifest: Manifest) -> _Routes:
+        with meta_twin(self._model, self._vllm_config) as twin:
+            loadable = dict(twin.named_parameters()) | dict(twin.named_buffers())
+            trace = trace_loader(twin.load_weights, loadable, manifest)
+            parameters = {name for name, _ in twin.named_parameters()}
+            owners = _owners(twin)
+            layouts = self._layouts(twin, {module for modules in owners.values() for module in modules})
+        reasons = _spread_over_modules(trace, owners, layouts)
+        _check_complete(trace, owners, layouts, self._model, parameters)
+        self._misc = self._misc_path(trace, owners, layouts, reasons)
+        landings = {name: found for name, found in trace.landings.items() if name not in reasons and found}
+        logger.info(
+            "refit destination: %d fragments of %d tensors are written in place, %d tensors take the misc path",
+            sum(map(len, landings.values())),
+            len(landings),
+            len(reasons),
+        )
+        return _Routes(tuple(manifest), _layout_of(self._parameters), landings, reasons)
 
     def _misc_or_raise(self) -> ScopedReload:
         if self._misc is None:
@@ -185,6 +222,11 @@ class VllmDestination:
             {module: live[module] for module in required},
             {module: frozenset(names) for module, names in required.items()},
         )
+
+
+def _layout_of(parameters: Mapping[str, torch.Tensor]) -> _Layout:
+    """What decides where a landing lies in the parameters."""
+    return {name: (p.shape, p.stride(), p.dtype) for name, p in parameters.items()}
 
 
 def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
