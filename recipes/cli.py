@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .bench.arguments import add_arguments as add_bench_arguments
+from .bench.live.arguments import add_arguments as add_live_arguments
 from .plan.arguments import add_arguments as add_plan_arguments
 
 # Exit codes: 1 a run that failed, 2 a configuration that can't run, 130 stopped by the user.
@@ -44,6 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "the same weights: rlrefit bench --model qwen3-30b-a3b --train ep=4 --gen tp=4",
     )
     add_bench_arguments(bench)
+    live = commands.add_parser(
+        "bench-live",
+        help="time refits from a live Megatron model into a live vLLM",
+        description="Time refits from a live Megatron-core model with random weights into a live vLLM on the GPUs of this "
+        "host, beside vLLM's own weight transfer, and compare what they leave, byte for byte: "
+        "rlrefit bench-live --model qwen3-30b-a3b --train ep=2 --gen tp=2",
+    )
+    add_live_arguments(live)
     parsed = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     if parsed.command == "plan":
@@ -54,6 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .bench.command import main as run_bench
 
         return run_bench(parsed, Console(), Console(stderr=True))
+    if parsed.command == "bench-live":
+        from .bench.live.command import main as run_bench_live
+
+        return run_bench_live(parsed, Console(), Console(stderr=True))
     return _train(parsed.overrides)
 
 

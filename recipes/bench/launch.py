@@ -11,24 +11,39 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Protocol
 
 from torch._C._distributed_c10d import TCPStore
 
 from ...integration.errors import RefitError
 from ...workers.catalog import CatalogError, LayoutError
-from .options import BenchOptions
 
 _HOST = "127.0.0.1"
 # Who fails first tells why; the others only lost their peer. They are given this long to say more.
 _GRACE_S = 2.0
 
 
+class RunOptions(Protocol):
+    """What has to be known of a run to start its ranks."""
+
+    @property
+    def world_size(self) -> int:
+        """Processes to start."""
+
+    @property
+    def device(self) -> str:
+        """``cuda`` or ``cpu``."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Limit of any wait, in seconds."""
+
+
 class BenchFailed(RuntimeError):
     """A rank raised or died; the text says which and why."""
 
 
-def run_ranks(main: Callable[[int, BenchOptions, TCPStore], Any], options: BenchOptions) -> Any:
+def run_ranks[O: RunOptions](main: Callable[[int, O, TCPStore], Any], options: O) -> Any:
     """Call ``main(rank, options, store)`` in ``options.world_size`` processes; returns what rank 0 returns.
 
     Args:
@@ -96,10 +111,10 @@ def _collect(pipes: dict[Connection, int], processes: list[Any]) -> Any:
     return result
 
 
-def _rank(
-    main: Callable[[int, BenchOptions, TCPStore], Any],
+def _rank[O: RunOptions](
+    main: Callable[[int, O, TCPStore], Any],
     rank: int,
-    options: BenchOptions,
+    options: O,
     port: int,
     pipe: Connection,
 ) -> None:

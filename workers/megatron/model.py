@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..checkpoint_folder import checkpoint_folder
 from .cpu_standins import ensure_megatron
 from .hf_checkpoint import CheckpointMismatch, check_checkpoint
+from .pipeline_layout import pipeline_layout_violations
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,9 @@ class MegatronLayout:
         expert_parallel: EP size, within the ranks of one pipeline stage.
         expert_tensor_parallel: TP size of the experts.
         context_parallel: CP size.
+        num_layers_in_first_pipeline_stage: of the first pipeline rank, where it has not as many as the others.
+        num_layers_in_last_pipeline_stage: of the last one.
+        pipeline_model_parallel_layout: all stages in Megatron's notation, in place of the two before.
     """
 
     tensor_parallel: int = 1
@@ -33,13 +38,26 @@ class MegatronLayout:
     expert_parallel: int = 1
     expert_tensor_parallel: int = 1
     context_parallel: int = 1
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    pipeline_model_parallel_layout: str | None = None
+
+    @property
+    def sizes(self) -> MegatronLayout:
+        """The parallel sizes alone."""
+        return replace(
+            self,
+            num_layers_in_first_pipeline_stage=None,
+            num_layers_in_last_pipeline_stage=None,
+            pipeline_model_parallel_layout=None,
+        )
 
     def violations(self, world_size: int) -> list[str]:
         """Why ``world_size`` ranks can't have this layout, one sentence each; empty if they can."""
         found = [
             f"{name} is {size}; give at least 1"
             for name, size in vars(self).items()
-            if size is not None and size < 1
+            if isinstance(size, int) and size < 1
         ]
         if found:
             return found
@@ -57,7 +75,41 @@ class MegatronLayout:
             )
         if self.virtual_pipeline is not None and self.pipeline_parallel == 1:
             found.append("virtual_pipeline needs pipeline_parallel above 1; leave it null")
+        ends = (self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage)
+        if self.pipeline_parallel == 1 and ends != (None, None):
+            found.append(
+                "layers of the first and last pipeline stage need pipeline_parallel above 1; leave them null"
+            )
+        if self.pipeline_model_parallel_layout is not None:
+            if ends != (None, None):
+                found.append(
+                    "pipeline_model_parallel_layout tells all stages, num_layers_in_… two of them; give one of both"
+                )
+            stages = self.pipeline_parallel * (self.virtual_pipeline or 1)
+            found += [
+                f"pipeline_model_parallel_layout {self.pipeline_model_parallel_layout!r}: {problem}"
+                for problem in pipeline_layout_violations(self.pipeline_model_parallel_layout, stages)
+            ]
         return found
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Activations that are computed again in the backward pass instead of being kept; Megatron's own settings.
+
+    Attributes:
+        granularity: ``full``, whole layers, or ``selective``, the parts in ``modules``.
+        method: of ``full``: ``uniform``, all layers in units of ``num_layers``, or ``block``, the first
+            ``num_layers`` of each stage.
+        num_layers: of ``full``.
+        modules: of ``selective``, e.g. ``core_attn``, ``moe_act``, ``layernorm``, ``mla_up_proj``, ``mlp``, ``moe``;
+            empty for Megatron's choice, ``core_attn``.
+    """
+
+    granularity: str
+    method: str | None = None
+    num_layers: int | None = None
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,6 +137,8 @@ def build_megatron(
     seed: int = 0,
     wrap_with_ddp: bool = True,
     distributed_optimizer: bool = True,
+    load_weights: bool = True,
+    recompute: Recompute | None = None,
 ) -> MegatronModel:
     """Build this rank's part of the model and load its weights; every rank calls it.
 
@@ -92,13 +146,17 @@ def build_megatron(
     Megatron's model-parallel state and its random states; a later one (a reference policy) joins it.
 
     Args:
-        model_path: a local Hugging Face checkpoint folder, safetensors.
+        model_path: a Hugging Face checkpoint of safetensors: a folder, or a hub name, which is fetched to this
+            host's cache.
         layout: the parallel sizes.
         dtype: of parameters and activations: bfloat16, float16 or float32.
         seed: of Megatron's random states, which differ between tensor- and pipeline-parallel ranks as usual.
         wrap_with_ddp: wrap the chunks in Megatron's ``DistributedDataParallel``, which training needs;
             gradients are then reduced in float32.
         distributed_optimizer: lay out the gradient buffers for Megatron's distributed optimizer.
+        load_weights: without it the weights stay as Megatron initialises them, and of the checkpoint only
+            ``config.json`` and the names in ``model.safetensors.index.json`` are read.
+        recompute: activations to compute again; None keeps them all.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised.
@@ -113,13 +171,15 @@ def build_megatron(
     if violations:
         raise ValueError(f"the layout {layout} is not possible: " + "; ".join(violations))
     auto_bridge = ensure_megatron()
-    config = _check_on_all_ranks(model_path)
+    folder, checked = _check_on_all_ranks(model_path, load_weights)
 
-    bridge = auto_bridge.from_hf_pretrained(str(model_path))
+    bridge = auto_bridge.from_hf_pretrained(str(folder))
     provider = bridge.to_megatron_provider(load_weights=False)
     _set_layout(provider, layout)
     _set_precision(provider, dtype)
     _set_for_reinforcement_learning(provider)
+    if recompute is not None:
+        _set_recompute(provider, recompute)
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         _set_for_cpu(provider)
@@ -139,15 +199,22 @@ def build_megatron(
         wrap_with_ddp=wrap_with_ddp,
         use_cpu_initialization=on_cpu,
     )
-    bridge.load_hf_weights(model)
-    return MegatronModel(bridge=bridge, provider=provider, model=model, config=config)
+    if load_weights:
+        bridge.load_hf_weights(model)
+    return MegatronModel(
+        bridge=bridge, provider=provider, model=model, config=checked or bridge.hf_pretrained.config
+    )
 
 
-def _check_on_all_ranks(model_path: str | Path) -> Any:
-    """The config of the checkpoint; if any rank finds fault with its files, all raise, so that none waits."""
-    config, fault = None, ""
+def _check_on_all_ranks(model_path: str | Path, weights: bool) -> tuple[Path, Any]:
+    """The checkpoint's folder and, if it is to be loaded, its config.
+
+    If any rank finds fault with its files, or can't fetch them, all raise, so that none waits.
+    """
+    folder, config, fault = Path(model_path), None, ""
     try:
-        config = check_checkpoint(model_path)
+        folder = checkpoint_folder(model_path, weights=weights)
+        config = check_checkpoint(folder) if weights else None
     except (OSError, ValueError) as error:  # transformers' own complaints about a config among them
         fault = str(error)
     faults: list[str] = [""] * dist.get_world_size()
@@ -155,7 +222,7 @@ def _check_on_all_ranks(model_path: str | Path) -> Any:
     for rank, text in enumerate(faults):
         if text:
             raise CheckpointMismatch(f"rank {rank}: {text}")
-    return config
+    return folder, config
 
 
 def _set_layout(provider: Any, layout: MegatronLayout) -> None:
@@ -165,6 +232,10 @@ def _set_layout(provider: Any, layout: MegatronLayout) -> None:
     provider.expert_model_parallel_size = layout.expert_parallel
     provider.expert_tensor_parallel_size = layout.expert_tensor_parallel
     provider.context_parallel_size = layout.context_parallel
+    # Bridge has settings of its own here for some models and sizes, which would contradict these.
+    provider.num_layers_in_first_pipeline_stage = layout.num_layers_in_first_pipeline_stage
+    provider.num_layers_in_last_pipeline_stage = layout.num_layers_in_last_pipeline_stage
+    provider.pipeline_model_parallel_layout = layout.pipeline_model_parallel_layout
     provider.sequence_parallel = layout.tensor_parallel > 1
     # The interleaved schedule sends both ways at once. In one batch between two ranks (PP 2: each is the
     # other's predecessor and successor) the messages would be taken for one another, and gradients be wrong.
@@ -173,6 +244,14 @@ def _set_layout(provider: Any, layout: MegatronLayout) -> None:
     # Bridge pads with zero rows, and only where the vocabulary does not divide evenly.
     provider.should_pad_vocab = provider.vocab_size % layout.tensor_parallel != 0
     provider.make_vocab_size_divisible_by = 1
+
+
+def _set_recompute(provider: Any, recompute: Recompute) -> None:
+    provider.recompute_granularity = recompute.granularity
+    provider.recompute_method = recompute.method
+    provider.recompute_num_layers = recompute.num_layers
+    if recompute.modules:
+        provider.recompute_modules = list(recompute.modules)
 
 
 def _set_precision(provider: Any, dtype: torch.dtype) -> None:
@@ -232,8 +311,8 @@ def _initialize_model_parallel(provider: Any, layout: MegatronLayout, seed: int)
         expert_tensor_parallel=parallel_state.get_expert_tensor_parallel_world_size(),
         context_parallel=parallel_state.get_context_parallel_world_size(),
     )
-    if present != layout:
+    if present != layout.sizes:
         raise ValueError(
-            f"this process has Megatron's model-parallel state of {present}, and a model of {layout} is asked "
+            f"this process has Megatron's model-parallel state of {present}, and a model of {layout.sizes} is asked "
             "for; use one layout per process, or call parallel_state.destroy_model_parallel() first"
         )

@@ -1,0 +1,64 @@
+"""The options of ``rlrefit bench-live``. Imports nothing heavy: the command line declares them for every command."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``rlrefit bench-live``."""
+    parser.add_argument(
+        "--model", required=True, help="a catalogued name, the path of a config.json, or a hub name"
+    )
+    parser.add_argument(
+        "--train",
+        required=True,
+        metavar="tp=1,ep=2",
+        help="layout of the Megatron trainer, on the first GPUs",
+    )
+    parser.add_argument(
+        "--gen", required=True, metavar="tp=2", help="layout of the vLLM engine, on the next GPUs: tp, pp, ep"
+    )
+    parser.add_argument(
+        "--transport",
+        action="append",
+        metavar="NAMES",
+        help="of nccl_xfer: auto (default), p2p, ipc, golden; repeat or set apart by commas",
+    )
+    parser.add_argument(
+        "--peers",
+        action="append",
+        metavar="NAMES",
+        help="broadcast (Bridge's export over rlrefit's packed broadcast), vllm (the same export over vLLM's packed "
+        "NCCL engine; default: both) or none",
+    )
+    parser.add_argument("--refits", type=int, default=10, help="timed refits for each transport")
+    parser.add_argument("--warm-up", type=int, default=2, help="refits before them")
+    parser.add_argument("--peer-refits", type=int, default=3, help="timed refits of each peer")
+    parser.add_argument("--dtype", default="bf16", help="of the weights: bf16, fp16 or fp32")
+    parser.add_argument("--layers", type=int, help="keep this many decoder layers of the model")
+    parser.add_argument("--bucket-mb", type=int, help="policy.refit.bucket_mb")
+    parser.add_argument("--streams", type=int, help="policy.refit.streams")
+    parser.add_argument("--verify", default="off", help="policy.refit.verify: off (default), sampled, full")
+    parser.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.8, help="vLLM's; of the engine's GPUs"
+    )
+    parser.add_argument(
+        "--engine-python", metavar="FILE", help="the engine's Python interpreter (default: this one)"
+    )
+    parser.add_argument(
+        "--engine-pythonpath",
+        metavar="PATHS",
+        help="PYTHONPATH of the engine's process, with vLLM and rlrefit on it (default: as it is here)",
+    )
+    parser.add_argument(
+        "--engine-log", type=Path, metavar="FILE", help="keep what the engine's processes print"
+    )
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that any wait may take")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for tests with small models"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all figures there, after each path anew"
+    )

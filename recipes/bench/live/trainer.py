@@ -1,0 +1,144 @@
+"""The trainer's side: a live Megatron-core model with random weights, and a world of its ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from ....integration.config import RefitConfig
+from ....workers.megatron.mixin import MegatronRefitMixin
+from ....workers.megatron.model import build_megatron
+from ....workers.megatron.source import MegatronSource
+from ..options import DTYPES
+from .memory import Memory, memory, restart_peak
+from .options import LiveOptions
+
+_HOST = "127.0.0.1"
+
+
+class TrainerRanks:
+    """All trainer ranks, seen from one of them: a world for Megatron, and a group of hosts for the benchmark."""
+
+    def __init__(self, rank: int, options: LiveOptions, store: TCPStore):
+        """Meet the others; all ranks do so at the same time."""
+        self.rank, self.size = rank, options.world_size
+        # Libraries read these beside the arguments of init_process_group.
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(self.size),
+            MASTER_ADDR=_HOST,
+            MASTER_PORT=str(store.port),
+        )
+        if options.device == "cuda":
+            self.device = torch.device("cuda", rank)
+            torch.cuda.set_device(self.device)
+            backend = "nccl"
+        else:
+            self.device = torch.device("cpu")
+            torch.set_num_threads(1)
+            backend = "gloo"
+        timeout = timedelta(seconds=options.timeout_s)
+        dist.init_process_group(
+            backend, store=PrefixStore("live", store), rank=rank, world_size=self.size, timeout=timeout
+        )
+        self._hosts: Any = dist.new_group(backend="gloo", timeout=timeout)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which has the engine."""
+        return self.rank == 0
+
+    def collect(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in the order of ranks."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._hosts)
+        return found
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's ``value`` on all ranks."""
+        return self.collect(value)[0]
+
+    def timed(self, work: Callable[[], None]) -> float:
+        """Seconds of the slowest rank for ``work``, its device included, begun by all ranks at once."""
+        self.synchronize()
+        dist.barrier(group=self._hosts)
+        start = time.perf_counter()
+        work()
+        self.synchronize()
+        return max(self.collect(time.perf_counter() - start))
+
+    def synchronize(self) -> None:
+        """Wait for this rank's device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def memory(self, *, restart: bool = False) -> Memory:
+        """This rank's memory; ``restart`` lets the peak count anew from here."""
+        self.synchronize()
+        if restart:
+            restart_peak(self.device)
+        return memory(self.device)
+
+
+class LiveTrainer(MegatronRefitMixin):
+    """A trainer's worker with everything but the training.
+
+    Attributes:
+        number: of the weights that the model has now; 0 at first.
+    """
+
+    def __init__(self, folder: Path, options: LiveOptions):
+        """Build this rank's part of the model, on its device, with random weights; all ranks do so together."""
+        built = build_megatron(
+            folder,
+            options.megatron_layout(),
+            dtype=DTYPES[options.dtype],
+            seed=options.world_size,
+            wrap_with_ddp=False,
+            load_weights=False,
+        )
+        self.model, self.bridge = built.model, built.bridge
+        self.refit_config = RefitConfig()
+        self.number = 0
+        self._spread_norms()
+
+    @property
+    def source(self) -> MegatronSource:
+        """The model as a source of weights, as the refit sees it."""
+        source = self._prepared_source()
+        assert isinstance(source, MegatronSource), "the mixin of Megatron's workers makes it"
+        return source
+
+    def change_weights(self, number: int) -> None:
+        """Give the model weights ``number``: every parameter's rows, moved round by one place for each number.
+
+        Any number's weights can be had again exactly, from any other's, and stay as random weights are. Ranks
+        that hold copies of a parameter do the same to them.
+        """
+        shift, self.number = number - self.number, number
+        with torch.no_grad():
+            for chunk in self.model:
+                for parameter in chunk.parameters():
+                    if parameter.dim():
+                        parameter.copy_(torch.roll(parameter, shift, 0))
+
+    def _spread_norms(self) -> None:
+        """Vectors begin as ones or zeros, all alike; moved round they would not change."""
+        with torch.no_grad():
+            for chunk in self.model:
+                for name, parameter in chunk.named_parameters():
+                    if parameter.dim() == 1:
+                        # Equal on all ranks that may hold copies.
+                        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                        noise = torch.randn(parameter.shape, generator=generator)
+                        parameter.add_(0.1 * noise.to(parameter.device, parameter.dtype))
