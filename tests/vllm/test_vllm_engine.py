@@ -1,53 +1,99 @@
-"""Refits of real vLLM engines: after a refit an engine generates as one that was started from the weights."""
+"""Refits of real vLLM engines from real Megatron ranks: after a refit an engine is one that was started from the weights."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from vllm_checkpoints import dense_config, moe_config, read_checkpoint, write_checkpoint
+from vllm_engines import GEN_RANKS, PROMPTS, Engine, Sampled, ScriptEngine, ServerEngine
+from vllm_trainers import CONFIG, RANKS, Trainers
+
+from rlrefit.integration.errors import EngineDirty, RefitError, RefitMismatch
 
 pytestmark = pytest.mark.timeout(600)
 
-PROMPTS = [[5, 17, 33, 90], [101, 7, 8, 9, 10, 11], [64]]
+CONFIGS = {"qwen3": dense_config(tied=True), "qwen3-moe": moe_config(expert_size=32)}
+ENGINES: dict[str, type[Engine]] = {"qwen3": ScriptEngine, "qwen3-moe": ServerEngine}
 
 
 @dataclass
-class Engine:
-    """One running vLLM, the two checkpoints, and what it generated and held when it was started from A."""
+class Scene:
+    """A trainer, and an engine that was started from what Bridge exported of the trainer's weights A.
 
-    llm: Any
-    path_a: str
-    path_b: str
-    tokens_a: list[list[int]]
-    digests_a: list[dict[str, str]]
+    ``paths`` are the checkpoints A and B, both as Bridge exports them.
+    """
 
-    def tokens(self) -> list[list[int]]:
-        from vllm import SamplingParams
-
-        self.llm.reset_prefix_cache()
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in PROMPTS],
-            SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False),
-            use_tqdm=False,
-        )
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """The result of every worker, by rank."""
-        return self.llm.collective_rpc(method, args=args)
+    model: str
+    trainers: Trainers
+    engine: Engine
+    paths: tuple[str, str]
+    sampled_a: list[Sampled] = field(default_factory=list)
+    digests_a: list[dict[str, str]] = field(default_factory=list)
+    version: int = -1
 
     def digests(self) -> list[dict[str, str]]:
-        return self.call("refit_parameter_digests")
+        return self.engine.call("refit_parameter_digests")
+
+    def meet(self) -> None:
+        """A new epoch."""
+        rendezvous = self.trainers.do("open", self.model, GEN_RANKS)[0]
+        joining = self.trainers.start("join", self.model, rendezvous)
+        self.engine.init(rendezvous)
+        assert {routes["bulk"] for routes in joining.result()} == {
+            len(read_checkpoint(self.paths[0])) - self.misc
+        }
+
+    @property
+    def misc(self) -> int:
+        """Weights without a shard rule: the router of each layer."""
+        return CONFIGS[self.model].num_hidden_layers if self.model == "qwen3-moe" else 0
+
+    def send(self, index: int) -> Future[list[Any]]:
+        """The trainer takes on A (0) or B (1) and sends it."""
+        self.version += 1
+        return self.trainers.start("refit", self.model, index, self.version)
+
+    def refit(self, index: int) -> list[dict[str, Any]]:
+        sending = self.send(index)
+        records = self.engine.refit(self.version)
+        assert all(isinstance(record, dict) for record in sending.result())
+        return records
 
 
-@pytest.fixture(scope="module", params=["tied dense TP2", "moe"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {
+        name: tuple(str(write_checkpoint(root / f"{name}-{seed}", config, seed)) for seed in (1, 2))
+        for name, config in CONFIGS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def trainers(checkpoints: dict[str, tuple[str, str]]) -> Iterator[Trainers]:
+    trainers = Trainers(checkpoints)
+    yield trainers
+    trainers.close()
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def scene(
+    request: pytest.FixtureRequest, trainers: Trainers, checkpoints: dict[str, tuple[str, str]]
+) -> Iterator[Scene]:
+    model, paths = request.param, checkpoints[request.param]
+    for index, path in enumerate(paths):
+        trainers.do("export", model, index, path)
     with pytest.MonkeyPatch.context() as patch:
         for key, value in {
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -56,62 +102,189 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
         }.items():
             patch.setenv(key, value)
-        root = tmp_path_factory.mktemp(request.param)
-        dense = request.param == "tied dense TP2"
-        config = dense_config(tied=True) if dense else moe_config(expert_size=32)
-        path_a, path_b = (str(write_checkpoint(root / name, config, seed)) for seed, name in enumerate("ab"))
-        from vllm import LLM
-
-        llm = LLM(
-            path_a,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype="bfloat16",
-            max_model_len=256,
-            tensor_parallel_size=2 if dense else 1,
-            worker_extension_cls="vllm_probe.ProbeExtension",
-        )
-        started = Engine(llm, path_a, path_b, [], [])
-        started.tokens_a, started.digests_a = started.tokens(), started.digests()
+        started = Scene(model, trainers, ENGINES[model](paths[0]), paths)
+        started.sampled_a, started.digests_a = started.engine.generate(), started.digests()
+        started.meet()
         yield started
-        llm.llm_engine.engine_core.shutdown()
+        started.engine.shutdown()
+        trainers.do("close", model)
 
 
-def test_refits_there_and_back_generate_as_the_engine_that_was_started_from_the_weights(engine: Engine):
-    for routes in engine.call("probe_refit", engine.path_b, 1):
-        assert routes["version"] == 1
-        assert routes["bulk"] + routes["misc"] == len(read_checkpoint(engine.path_b))
-    tokens_b = engine.tokens()
-    for held, before in zip(engine.digests(), engine.digests_a, strict=True):
-        assert held.keys() == before.keys()
-        assert all(held[name] != before[name] for name in held)
-    assert tokens_b != engine.tokens_a
+def test_refits_generate_as_the_engine_that_loaded_what_bridge_exported(scene: Scene):
+    digests_b = None
+    for turn in range(2):
+        scene.refit(1)
+        sampled_b = scene.engine.generate()
+        assert [s.tokens for s in sampled_b] != [s.tokens for s in scene.sampled_a]
+        assert digests_b in (None, scene.digests())
+        digests_b = scene.digests()
+        for held, before in zip(digests_b, scene.digests_a, strict=True):
+            assert all(held[name] != before[name] for name in held)
 
-    assert all(routes["version"] == 2 for routes in engine.call("probe_refit", engine.path_a, 2))
-    assert engine.digests() == engine.digests_a
-    assert engine.tokens() == engine.tokens_a
-
-
-def test_a_refit_gives_what_vllms_own_reload_gives(engine: Engine):
-    """Generates for the last time here: on the CPU, vLLM's reload leaves experts computing with copies."""
-    engine.call("probe_refit", engine.path_b, 3)
-    refit_b, tokens_b = engine.digests(), engine.tokens()
-    engine.call("probe_poison")
-    engine.call("probe_engine_load", engine.path_b)
-    assert engine.digests() == refit_b
-    assert engine.tokens() == tokens_b
+        records = scene.refit(0)
+        assert all(record["version"] == scene.version == scene.engine.version() for record in records)
+        assert all(record["bytes_verified"] > 0 for record in records)
+        assert scene.digests() == scene.digests_a, turn
+        sampled = scene.engine.generate()
+        assert [s.values() for s in sampled] == [s.values() for s in scene.sampled_a]
+        assert {v for s in sampled for v in s.versions} == {scene.version}
 
 
-def test_raw_bytes_of_named_parameters_come_back_from_the_worker(engine: Engine):
-    engine.call("probe_refit", engine.path_b, 4)
+def test_the_same_weights_twice_change_nothing(scene: Scene):
+    for _ in range(2):
+        scene.refit(0)
+        assert scene.digests() == scene.digests_a
+        assert [s.values() for s in scene.engine.generate()] == [s.values() for s in scene.sampled_a]
+
+
+def test_prefixes_of_the_old_weights_are_not_used_after_a_refit(scene: Scene):
+    scene.engine.generate()
+    assert scene.engine.generate()[-1].cached > 0
+    scene.refit(0)
+    assert [s.cached for s in scene.engine.generate()] == [0] * len(PROMPTS)
+
+
+def test_a_new_epoch_takes_the_trace_of_the_last_one(scene: Scene):
+    before = scene.engine.call("probe_trace")
+    scene.engine.close_refit()
+    scene.meet()
+    assert scene.engine.call("probe_trace") == before
+    scene.refit(0)
+    assert scene.digests() == scene.digests_a
+
+
+def test_running_requests_go_on_with_the_new_weights(scene: Scene):
+    """Each token after the refit is the one that the new weights give for all that stands before it."""
+    scene.refit(0)
+    first, tokens = scene.version, 40
+    prompts = PROMPTS[:3]
+    sending: list[Any] = []
+
+    def turn(step: int) -> None:
+        if step >= 4 and not sending:
+            sending.append(scene.send(1))
+            scene.engine.refit(scene.version, "keep")
+
+    found = scene.engine.generate_through(turn, prompts, tokens)
+    assert all(isinstance(record, dict) for record in sending[0].result())
+    before = [s.versions.count(first) for s in found]
+    assert all(0 < n < tokens for n in before)
+    assert all(
+        s.versions == [first] * n + [scene.version] * (tokens - n) for s, n in zip(found, before, strict=True)
+    )
+    # Token by token, what the new weights say: one request for each position, of one token.
+    for sampled, prompt, n in zip(found, prompts, before, strict=True):
+        contexts = [prompt + sampled.tokens[:position] for position in range(n, tokens)]
+        expected = scene.engine.generate(contexts, 1)
+        assert [e.tokens[0] for e in expected] == sampled.tokens[n:]
+    scene.refit(0)
+    for sampled, prompt, n in zip(found, prompts, before, strict=True):
+        expected = scene.engine.generate([prompt + sampled.tokens[:position] for position in range(n)], 1)
+        assert [e.tokens[0] for e in expected] == sampled.tokens[:n]
+
+
+@pytest.mark.parametrize(("mode", "reason"), [("wait", "length"), ("abort", "abort")])
+def test_requests_that_may_not_go_on_hold_tokens_of_one_version(scene: Scene, mode: Any, reason: str):
+    scene.refit(0)
+    first = scene.version
+    sending: list[Any] = []
+
+    def turn(step: int) -> None:
+        if step >= 3 and not sending:
+            sending.append(scene.send(1))
+            scene.engine.refit(scene.version, mode)
+
+    found = scene.engine.generate_through(turn, PROMPTS[:2], 40)
+    sending[0].result()
+    assert [s.reason for s in found] == [reason] * 2
+    assert {v for s in found for v in s.versions} == {first}
+    assert scene.engine.generate(PROMPTS[:1])[0].versions == [scene.version] * 16
+
+
+def test_a_failing_refit_raises_the_workers_own_error_and_the_engine_serves_on(scene: Scene):
+    scene.refit(0)
+    sending = scene.trainers.start("refit", scene.model, 1, scene.version + 7)
+    with pytest.raises(RefitMismatch, match="vLLM worker"):
+        scene.engine.refit(scene.version + 1)
+    assert all("RefitMismatch" in answer for answer in sending.result())
+    assert [s.values() for s in scene.engine.generate()] == [s.values() for s in scene.sampled_a]
+    scene.meet()
+    scene.refit(0)
+
+
+def test_weights_that_are_asleep_are_not_written_and_discarded_ones_not_served(scene: Scene):
+    """The CPU has no sleep mode: the calls are vLLM's, its memory stays."""
+    scene.refit(0)
+    scene.engine.sleep(1)
+    sending = scene.trainers.start("refit", scene.model, 1, scene.version + 1)
+    with pytest.raises(RefitError, match=r"asleep.*wake_up\(tags=\['weights'\]\)"):
+        scene.engine.refit(scene.version + 1)
+    assert all("PeerLost" in answer for answer in sending.result())
+    assert scene.digests() == scene.digests_a
+    scene.engine.wake_up(["weights"])
+    scene.engine.wake_up(["kv_cache"])
+
+    scene.meet()
+    scene.engine.sleep(2)
+    scene.engine.wake_up(["weights"])
+    with pytest.raises(EngineDirty, match="level 2 sleep"):
+        scene.engine.version()
+    scene.refit(0)
+    scene.engine.wake_up(["kv_cache"])
+    assert scene.engine.version() == scene.version
+    assert [s.values() for s in scene.engine.generate()] == [s.values() for s in scene.sampled_a]
+
+
+def test_vllms_own_weight_transfer_calls_drive_a_refit_by_the_backends_name(scene: Scene):
+    if not isinstance(scene.engine, ScriptEngine):
+        return  # the other engine was started without the backend
+    llm, trainers = scene.engine.llm, scene.trainers
+    scene.engine.close_refit()
+    with pytest.raises(Exception, match="no trainer has been met"):
+        llm.update_weights({"update_info": {"version": 0}})
+    rendezvous = trainers.do("open", scene.model, GEN_RANKS)[0]
+    joining = trainers.start("join", scene.model, rendezvous)
+    init = {"rendezvous": rendezvous, "first_rank": RANKS, "refit_config": CONFIG}
+    llm.init_weight_transfer_engine({"init_info": init})
+    joining.result()
+    for index in (1, 0):
+        sending = scene.send(index)
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"version": scene.version}})
+        llm.finish_weight_update()
+        llm.reset_prefix_cache()
+        sending.result()
+        assert scene.engine.version() == scene.version
+        assert (scene.digests() == scene.digests_a) == (index == 0)
+    assert [s.values() for s in scene.engine.generate()] == [s.values() for s in scene.sampled_a]
+    llm.start_weight_update()
+    with pytest.raises(Exception, match="without update_weights"):
+        llm.finish_weight_update()
+    # Every worker's answer was read: the next call gets its own.
+    assert [len(digests) for digests in scene.digests()] == [len(digests) for digests in scene.digests_a]
+    scene.engine.close_refit()
+    scene.meet()
+
+
+def test_raw_bytes_of_named_parameters_come_back_from_the_worker(scene: Scene):
+    scene.refit(1)
     name = "model.layers.1.post_attention_layernorm.weight"
-    expected = read_checkpoint(engine.path_b)[name].view(torch.uint8).numpy().tobytes()
-    assert all(got == {name: expected} for got in engine.call("refit_parameter_bytes", [name]))
+    expected = read_checkpoint(scene.paths[1])[name].view(torch.uint8).numpy().tobytes()
+    assert all(got == {name: expected} for got in scene.engine.call("refit_parameter_bytes", [name]))
 
 
-def test_the_trace_is_reported_by_route(engine: Engine):
-    tensors = read_checkpoint(engine.path_a)
+def test_the_trace_is_reported_by_route(scene: Scene):
+    tensors = read_checkpoint(scene.paths[0])
     manifest = [(name, list(tensor.shape), "bfloat16") for name, tensor in tensors.items()]
-    for report in engine.call("refit_trace", manifest):
+    for report in scene.engine.call("refit_trace", manifest):
         assert report["bulk"]["model.norm.weight"] == "((0, 64),)"
         assert report["bulk"].keys() | report["misc"].keys() == tensors.keys()
+
+
+def test_a_refit_gives_what_vllms_own_reload_gives(scene: Scene):
+    """The last one: on the CPU, vLLM's reload leaves experts computing with copies."""
+    scene.refit(1)
+    digests_b = scene.digests()
+    scene.engine.call("probe_poison")
+    scene.engine.call("probe_engine_load", scene.paths[1])
+    assert scene.digests() == digests_b

@@ -1,0 +1,188 @@
+"""A running vLLM behind one synchronous face: the ``LLM`` of a script, or the ``AsyncLLM`` of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_trainers import CONFIG, RANKS
+
+from rlrefit.integration.config import RefitConfig
+from rlrefit.workers.vllm.driver import AsyncVllmDriver, PauseMode, VllmDriver
+from rlrefit.workers.vllm.plugin import transfer_config
+from rlrefit.workers.vllm.token_versions import Generated
+
+# The last one fills whole blocks of the KV cache, so that its prefix is kept for the next request.
+PROMPTS = [[5, 17, 33, 90], [101, 7, 8, 9, 10, 11], [64], [3 + i % 100 for i in range(160)]]
+TOKENS = 16
+GEN_RANKS = 2
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What one request gave: tokens, the log-probability of each, and the version that it came from."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    cached: int
+    reason: str
+
+    def values(self) -> tuple[list[int], list[float]]:
+        return self.tokens, self.logprobs
+
+
+def _sampled(found: Generated) -> Sampled:
+    [completion], [versions] = found.output.outputs, found.versions
+    logprobs = [e[t].logprob for t, e in zip(completion.token_ids, completion.logprobs, strict=True)]
+    cached = found.output.num_cached_tokens or 0
+    return Sampled(
+        list(completion.token_ids), logprobs, list(versions), cached, str(completion.finish_reason)
+    )
+
+
+def _parameters(tokens: int = TOKENS) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
+
+
+def _arguments(path: str) -> dict[str, Any]:
+    return {
+        "model": path,
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "bfloat16",
+        "max_model_len": 256,
+        "tensor_parallel_size": GEN_RANKS,
+        "worker_extension_cls": "vllm_probe.ProbeExtension",
+    }
+
+
+class ScriptEngine:
+    """``vllm.LLM``, started with rlrefit as its weight-transfer backend."""
+
+    def __init__(self, path: str) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**_arguments(path), weight_transfer_config=transfer_config())
+        self.driver = VllmDriver(self.llm)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """The result of every worker, by rank."""
+        return self.llm.collective_rpc(method, args=args)
+
+    def generate(self, prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS) -> list[Sampled]:
+        return self.generate_through(lambda refit: None, prompts, tokens)
+
+    def generate_through(
+        self, meanwhile: Callable[[int], None], prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS
+    ) -> list[Sampled]:
+        """Generate, and call ``meanwhile`` with the number of the step after each of them."""
+        steps = iter(range(10_000))
+        found = self.driver.generate(
+            [{"prompt_token_ids": p} for p in prompts], _parameters(tokens), lambda: meanwhile(next(steps))
+        )
+        return [_sampled(f) for f in found]
+
+    def init(self, rendezvous: dict[str, Any]) -> None:
+        self.driver.init_refit(rendezvous, RANKS, RefitConfig(**CONFIG))
+
+    def refit(self, version: int, mode: PauseMode = "keep") -> list[dict[str, Any]]:
+        return self.driver.refit(version, mode)
+
+    def version(self) -> int:
+        return self.driver.serving_version()
+
+    def close_refit(self) -> None:
+        self.driver.close_refit()
+
+    def sleep(self, level: int) -> None:
+        self.llm.sleep(level)
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.llm.wake_up(tags)
+
+    def shutdown(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+class ServerEngine:
+    """``AsyncLLM`` in an event loop of its own."""
+
+    def __init__(self, path: str) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._requests = iter(range(10_000))
+
+        async def start() -> None:
+            self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**_arguments(path)))
+            self.driver = AsyncVllmDriver(self.engine)
+
+        self._run(start())
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return self._run(self.engine.collective_rpc(method, args=args))
+
+    def generate(self, prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS) -> list[Sampled]:
+        return self.generate_through(None, prompts, tokens)
+
+    def generate_through(
+        self,
+        meanwhile: Callable[[int], None] | None,
+        prompts: list[list[int]] = PROMPTS,
+        tokens: int = TOKENS,
+    ) -> list[Sampled]:
+        """Generate; ``meanwhile`` is called in another thread with the number of outputs that the first request
+        has given."""
+
+        async def one(index: int, prompt: list[int]) -> Sampled:
+            calls = []
+            async for found in self.driver.generate(
+                {"prompt_token_ids": prompt}, _parameters(tokens), f"request {next(self._requests)}"
+            ):
+                last = found
+                if meanwhile is not None and index == 0:
+                    count = len(found.output.outputs[0].token_ids)
+                    calls.append(asyncio.create_task(asyncio.to_thread(meanwhile, count)))
+            await asyncio.gather(*calls)
+            return _sampled(last)
+
+        async def all_of_them() -> list[Sampled]:
+            return await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts)))
+
+        return self._run(all_of_them())
+
+    def init(self, rendezvous: dict[str, Any]) -> None:
+        self._run(self.driver.init_refit(rendezvous, RANKS, RefitConfig(**CONFIG)))
+
+    def refit(self, version: int, mode: PauseMode = "keep") -> list[dict[str, Any]]:
+        return self._run(self.driver.refit(version, mode))
+
+    def version(self) -> int:
+        return self._run(self.driver.serving_version())
+
+    def close_refit(self) -> None:
+        self._run(self.driver.close_refit())
+
+    def sleep(self, level: int) -> None:
+        self._run(self.engine.sleep(level))
+
+    def wake_up(self, tags: list[str]) -> None:
+        self._run(self.engine.wake_up(tags))
+
+    def shutdown(self) -> None:
+        self.engine.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(240)
+
+
+Engine = ScriptEngine | ServerEngine
