@@ -13,6 +13,8 @@ from .config_errors import ConfigError, Violation
 from .config_schema import TrainConfig
 from .config_schema_check import check_tree
 from .config_surroundings import (
+    catalog_model,
+    catalog_violations,
     file_violations,
     gpu_violations,
     local_hf_config,
@@ -41,7 +43,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> TrainConfig:
 
     Returns:
         The configuration, checked against the schema, in itself, against the files it names, this machine's
-        GPUs, and the model where its configuration is local. A hub model's is checked by
+        GPUs, and the model where its configuration is local or bundled. A hub model's own is checked by
         :func:`model_violations` once it has been downloaded.
 
     Raises:
@@ -74,18 +76,26 @@ def model_violations(config: TrainConfig, hf_config: Any) -> list[str]:
         hf_config: a transformers ``PretrainedConfig``, or its keys as a mapping.
     """
     keys = hf_config if isinstance(hf_config, Mapping) else hf_config.to_dict()
-    return [violation.text for violation in shape_violations(config, keys)]
+    return [
+        violation.text for violation in [*shape_violations(config, keys), *catalog_violations(config, keys)]
+    ]
 
 
 def _model_checks(config: TrainConfig) -> list[Violation]:
     sizes = (value for name, value in vars(config.trainer).items() if name.endswith("_parallel"))
-    if min(*sizes, config.generation.tensor_parallel) < 1:
+    if min(*sizes, config.generation.tensor_parallel, config.generation.pipeline_parallel) < 1:
         return []  # reported as such; a remainder by 0 has no meaning
     try:
         hf_config = local_hf_config(config.model.path)
     except ValueError as error:
         return [Violation(("model.path",), f"model.path: {error}")]
-    return shape_violations(config, hf_config) if hf_config is not None else []
+    try:
+        bundled = catalog_model(config)
+    except ValueError as error:
+        return [Violation(("model.catalog",), f"model.catalog: {error}")]
+    if hf_config is not None:
+        return [*shape_violations(config, hf_config), *catalog_violations(config, hf_config)]
+    return shape_violations(config, bundled.config) if bundled is not None else []
 
 
 def _with_origins(violations: Iterable[Violation], origins: Mapping[str, str]) -> Iterable[str]:

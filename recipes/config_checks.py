@@ -10,16 +10,33 @@ from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import Any
 
+from ..workers.megatron.pipeline_layout import pipeline_layout_violations
 from .algorithms.losses import AGGREGATIONS
 from .config_errors import Violation
 from .config_schema import TrainConfig
+from .rewards import BUNDLED
+
+# Megatron-core 0.19's choices of recompute_modules.
+RECOMPUTED_MODULES = (
+    "core_attn",
+    "moe_act",
+    "layernorm",
+    "mla_up_proj",
+    "mlp",
+    "moe",
+    "shared_experts",
+    "gdn_norm_out",
+)
 
 CHOICES = {
     "model.dtype": ("auto", "bfloat16", "float32"),
     "algorithm.name": ("grpo", "dapo"),
     "algorithm.aggregation": AGGREGATIONS,
+    "data.overlong_prompts": ("error", "drop"),
     "trainer.backend": ("megatron",),
     "generation.backend": ("transformers", "vllm"),
+    "generation.vllm.distributed_executor_backend": ("mp", "ray"),
+    "generation.vllm.load_format": ("auto", "dummy"),
 }
 
 # Least value of each whole number, and what a smaller one would mean.
@@ -41,6 +58,7 @@ LEAST = {
     "trainer.micro_batch_size": (1, "leaves a forward pass without sequences"),
     "trainer.optimizer.warmup_steps": (0, "is no number of steps (0 turns the warm-up off)"),
     "generation.tensor_parallel": (1, "is no parallel size"),
+    "generation.pipeline_parallel": (1, "is no parallel size"),
     "generation.replicas": (1, "leaves no engine"),
     "generation.max_new_tokens": (1, "generates nothing"),
     "validation.every": (0, "is no interval (0 turns validation off)"),
@@ -56,6 +74,11 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("algorithm.kl_coef", lambda v: v >= 0, "would reward divergence from the first weights; give 0 or more"),
     ("algorithm.tis_cap", lambda v: v > 0, "would zero every importance weight; give a number above 0, or null for none"),
     ("algorithm.overlong_penalty", lambda v: v >= 0, "would reward overlong completions; give 0 or more"),
+    ("trainer.virtual_pipeline", lambda v: v >= 2, "is no number of chunks to interleave; give at least 2, or null for one"),
+    ("trainer.num_layers_in_first_pipeline_stage", lambda v: v >= 1, "leaves a pipeline stage without layers; give at least 1, or null"),
+    ("trainer.num_layers_in_last_pipeline_stage", lambda v: v >= 1, "leaves a pipeline stage without layers; give at least 1, or null"),
+    ("trainer.recompute.num_layers", lambda v: v >= 1, "is no number of layers; give at least 1, or null"),
+    ("trainer.optimizer.cpu_offload_fraction", lambda v: 0 <= v <= 1, "is no part of the optimizer's state; give 0 (none) to 1 (all)"),
     ("trainer.optimizer.lr", lambda v: v > 0, "learns nothing; give a number above 0"),
     ("trainer.optimizer.weight_decay", lambda v: v >= 0, "would make weights grow; give 0 or more"),
     ("trainer.optimizer.beta1", lambda v: 0 <= v < 1, "is no decay of a moving average; give 0 or more and below 1"),
@@ -63,6 +86,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("trainer.optimizer.eps", lambda v: v > 0, "divides by zero where gradients vanish; give a number above 0"),
     ("trainer.optimizer.grad_clip", lambda v: v >= 0, "is no norm; give a number above 0, or 0 for no clipping"),
     ("generation.temperature", lambda v: v > 0, "makes the rollouts of a group equal, so nothing is learned; give a number above 0"),
+    ("generation.vllm.max_num_seqs", lambda v: v >= 1, "never decodes; give at least 1, or null"),
     ("generation.vllm.gpu_memory_utilization", lambda v: 0 < v <= 1, "is no part of a GPU's memory; give a number above 0 and at most 1"),
     ("generation.vllm.max_model_len", lambda v: v >= 1, "is no length; give at least 1, or null for what the recipe can produce"),
     ("ray.cpus_per_rank", lambda v: v > 0, "lets Ray place any number of ranks on one core; give a number above 0"),
@@ -104,8 +128,8 @@ def _singles(config: TrainConfig) -> Iterator[Violation]:
             ("name",), f"name: {config.name!r} is no folder name under run_root; give one without '/'"
         )
     function = config.reward.function
-    if function != "arithmetic" and not _is_dotted_path(function):
-        remedy = "give arithmetic, package.module.function or package.module:function"
+    if function not in BUNDLED and not _is_dotted_path(function):
+        remedy = f"give {', '.join(BUNDLED)}, package.module.function or package.module:function"
         yield Violation(("reward.function",), f"reward.function: {function!r} names no function; {remedy}")
 
 
@@ -133,6 +157,82 @@ def _layout(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
                 f"trainer.ranks: {trainer.ranks} is no multiple of {world}, the ranks of one copy of the {what} "
                 f"({product}); give {-(-trainer.ranks // world) * world} ranks or smaller parallel sizes",
             )
+
+
+def _stages(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    trainer = config.trainer
+    ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    given = [name for name in ends if getattr(trainer, name) is not None]
+    layout = trainer.pipeline_model_parallel_layout
+    if trainer.pipeline_parallel == 1:
+        for name in (*given, *(("virtual_pipeline",) if trainer.virtual_pipeline is not None else ())):
+            yield Violation(
+                (f"trainer.{name}", "trainer.pipeline_parallel"),
+                f"trainer.{name}: {getattr(trainer, name)} is of pipeline stages, and trainer.pipeline_parallel is 1; "
+                "give more stages, or null",
+            )
+    if layout is None:
+        return
+    keys = ("trainer.pipeline_model_parallel_layout", *(f"trainer.{name}" for name in given))
+    if given:
+        yield Violation(
+            keys, f"{keys[0]}: tells the layers of all stages, and so does {keys[1]}; set one to null"
+        )
+    stages = trainer.pipeline_parallel * (trainer.virtual_pipeline or 1)
+    for problem in pipeline_layout_violations(layout, stages):
+        concerned = (keys[0], "trainer.pipeline_parallel", "trainer.virtual_pipeline")
+        yield Violation(concerned, f"{keys[0]}: {layout!r} can't be used: {problem}")
+
+
+def _context(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    size = config.trainer.context_parallel
+    if size > 1:
+        yield Violation(
+            ("trainer.context_parallel",),
+            f"trainer.context_parallel: {size}, but log-probabilities are computed on whole rows; give 1, and for long "
+            "rows a larger trainer.tensor_parallel (sequence parallelism comes with it) or trainer.recompute",
+        )
+
+
+def _memory(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    recompute, key = config.trainer.recompute, "trainer.recompute"
+    granularity = recompute.granularity
+    if granularity not in (None, "full", "selective"):
+        text = f"{key}.granularity: {granularity!r} is neither full nor selective; give one, or null"
+        yield Violation((f"{key}.granularity",), text)
+        return
+    if granularity == "full":
+        if recompute.method not in ("uniform", "block") or recompute.num_layers is None:
+            yield Violation(
+                (f"{key}.granularity", f"{key}.method", f"{key}.num_layers"),
+                f"{key}.method: full recomputation needs method uniform or block, and num_layers; e.g. "
+                f"{key}.method=uniform {key}.num_layers=1",
+            )
+    else:
+        for name in ("method", "num_layers"):
+            if getattr(recompute, name) is not None:
+                yield Violation(
+                    (f"{key}.{name}", f"{key}.granularity"),
+                    f"{key}.{name}: belongs to granularity full and has no effect here; set "
+                    f"{key}.granularity=full, or null here",
+                )
+    if recompute.modules and granularity != "selective":
+        yield Violation(
+            (f"{key}.modules", f"{key}.granularity"),
+            f"{key}.modules: belongs to granularity selective and has no effect here; set "
+            f"{key}.granularity=selective, or leave it empty",
+        )
+    if unknown := sorted(set(recompute.modules) - set(RECOMPUTED_MODULES)):
+        yield Violation(
+            (f"{key}.modules",),
+            f"{key}.modules: {', '.join(unknown)} is none of Megatron's {', '.join(RECOMPUTED_MODULES)}; choose some",
+        )
+    if config.trainer.optimizer.cpu_offload_fraction > 0 and not config.trainer.distributed_optimizer:
+        yield Violation(
+            ("trainer.optimizer.cpu_offload_fraction", "trainer.distributed_optimizer"),
+            "trainer.optimizer.cpu_offload_fraction: Megatron's hybrid optimizer builds on the distributed one; set "
+            "trainer.distributed_optimizer=true, or 0 here",
+        )
 
 
 def _batches(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
@@ -198,15 +298,34 @@ def _dapo(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
 
 def _generation(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     generation = config.generation
+    ranks = generation.tensor_parallel * generation.pipeline_parallel
+    if generation.backend != "vllm":
+        if generation.pipeline_parallel > 1:
+            yield Violation(
+                ("generation.pipeline_parallel", "generation.backend"),
+                f"generation.pipeline_parallel: {generation.pipeline_parallel}, but transformers generates without "
+                "pipeline stages; give 1, or generation.backend=vllm",
+            )
+        return
     needed = config.data.max_prompt_tokens + generation.max_new_tokens
     longest = generation.vllm.max_model_len
-    if generation.backend == "vllm" and longest is not None and longest < needed:
+    if longest is not None and longest < needed:
         yield Violation(
             ("generation.vllm.max_model_len", "data.max_prompt_tokens", "generation.max_new_tokens"),
             f"generation.vllm.max_model_len: {longest} is less than data.max_prompt_tokens + "
             f"generation.max_new_tokens = {needed}, so vLLM would refuse the longest prompts; give at least {needed}, "
             "or null",
         )
+    if generation.vllm.distributed_executor_backend == "ray" and ranks == 1:
+        yield Violation(
+            (
+                "generation.vllm.distributed_executor_backend",
+                "generation.tensor_parallel",
+                "generation.pipeline_parallel",
+            ),
+            "generation.vllm.distributed_executor_backend: ray spreads the ranks of an engine over hosts, and an engine "
+            "has one here; give mp",
+        )
 
 
-_COMBINATIONS = (_layout, _batches, _schedule, _dapo, _generation)
+_COMBINATIONS = (_layout, _stages, _context, _memory, _batches, _schedule, _dapo, _generation)

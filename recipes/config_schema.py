@@ -17,14 +17,19 @@ class ModelConfig:
     """The policy's architecture and first weights.
 
     Attributes:
-        path: ``tiny:NAME`` for a bundled model that is built with random weights, or a checkpoint folder in
-            Hugging Face form, which all nodes must reach.
+        path: ``tiny:NAME`` for a bundled model that is built with random weights; a checkpoint folder in
+            Hugging Face form, which all nodes must reach; or a hub name (``Qwen/Qwen3-4B``), which each node
+            fetches to its own cache.
+        catalog: bundled model of ``rlrefit plan`` whose shapes this one has. The recipe is checked against them
+            before anything is fetched, and the checkpoint's config.json against them afterwards. Null finds it by
+            the hub name, where it is bundled.
         dtype: ``bfloat16``, ``float32``, or ``auto``: bfloat16 where the cluster has GPUs, else float32,
             which CPUs compute faster. It is the trainer's compute dtype, the dtype on the wire and the
             engine's. The optimizer's master weights are float32 in any case.
     """
 
     path: str = "tiny:qwen3"
+    catalog: str | None = None
     dtype: str = "bfloat16"
 
 
@@ -34,11 +39,16 @@ class DataConfig:
 
     Attributes:
         train: the training prompts: a JSON-lines or Parquet file, ``package:NAME`` for a file that ships
-            with rlrefit's recipes, or a hub data set.
+            with rlrefit's recipes, or a hub data set, ``NAME[:CONFIGURATION][@SPLIT]``, where the split may be a
+            slice (``train[512:]``).
         validation: the same for the prompts that are held out.
         prompt_key: column with the prompt: a string, or a list of chat messages.
         answer_key: column that is handed to the reward function beside the completion.
-        max_prompt_tokens: longest prompt; a longer one is an error when the data are read.
+        validation_prompt_key: the same of ``validation``; null for ``prompt_key``.
+        validation_answer_key: the same of ``validation``; null for ``answer_key``.
+        instruction: put after each prompt that is a string, on a line of its own; empty for none.
+        max_prompt_tokens: longest prompt, with instruction and template.
+        overlong_prompts: what a longer one is when the data are read: ``error``, or ``drop``.
         chat_template: put string prompts through the tokenizer's chat template.
     """
 
@@ -46,7 +56,11 @@ class DataConfig:
     validation: str = "package:tiny/validation.jsonl"
     prompt_key: str = "prompt"
     answer_key: str = "answer"
+    validation_prompt_key: str | None = None
+    validation_answer_key: str | None = None
+    instruction: str = ""
     max_prompt_tokens: int = 16
+    overlong_prompts: str = "error"
     chat_template: bool = False
 
 
@@ -55,8 +69,8 @@ class RewardConfig:
     """How a completion is scored.
 
     Attributes:
-        function: ``arithmetic`` (bundled) or the path of a callable, ``package.module.function`` or
-            ``package.module:function``.
+        function: ``arithmetic``, ``boxed_math`` or ``math_verify`` (bundled), or the path of a callable,
+            ``package.module.function`` or ``package.module:function``.
         kwargs: keyword arguments that the function gets on every call.
     """
 
@@ -118,6 +132,8 @@ class OptimizerConfig:
         eps: term of the denominator.
         grad_clip: largest global norm of the gradient; 0 does not clip.
         warmup_steps: training steps until the rate has reached ``lr``.
+        cpu_offload_fraction: part of the optimizer's state that stays, and is stepped, in host memory, 0 to 1;
+            Megatron's hybrid optimizer, on GPUs and with ``distributed_optimizer`` only.
     """
 
     lr: float = 1e-3
@@ -127,6 +143,24 @@ class OptimizerConfig:
     eps: float = 1e-8
     grad_clip: float = 1.0
     warmup_steps: int = 0
+    cpu_offload_fraction: float = 0.0
+
+
+@dataclass
+class RecomputeConfig:
+    """Activations that the backward pass computes again; names and meanings are Megatron-core's.
+
+    Attributes:
+        granularity: ``full`` or ``selective``; null keeps all activations.
+        method: of ``full``: ``uniform`` or ``block``.
+        num_layers: of ``full``: layers of a unit, or the first layers of each stage.
+        modules: of ``selective``; empty for Megatron's choice, ``core_attn``.
+    """
+
+    granularity: str | None = None
+    method: str | None = None
+    num_layers: int | None = None
+    modules: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -138,11 +172,17 @@ class TrainerConfig:
         ranks: trainer processes, one GPU each where there are GPUs.
         tensor_parallel: TP of attention and dense layers; above 1, sequence parallelism is on as well.
         pipeline_parallel: PP.
+        virtual_pipeline: model chunks of each pipeline rank (interleaved schedule); null for one.
+        num_layers_in_first_pipeline_stage: where the layers don't divide evenly; null for as many as the others.
+        num_layers_in_last_pipeline_stage: the same for the last stage.
+        pipeline_model_parallel_layout: all stages in Megatron's notation, e.g. ``Ettt|(tttt|)*3ttL``, in place of
+            the two before.
         expert_parallel: EP.
         expert_tensor_parallel: TP of the experts. Megatron-core's own default is ``tensor_parallel``.
         context_parallel: CP.
         micro_batch_size: sequences of one forward and backward pass.
         distributed_optimizer: shard the optimizer's state over data-parallel ranks.
+        recompute: see :class:`RecomputeConfig`.
         optimizer: see :class:`OptimizerConfig`.
     """
 
@@ -150,11 +190,16 @@ class TrainerConfig:
     ranks: int = 1
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    virtual_pipeline: int | None = None
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    pipeline_model_parallel_layout: str | None = None
     expert_parallel: int = 1
     expert_tensor_parallel: int = 1
     context_parallel: int = 1
     micro_batch_size: int = 8
     distributed_optimizer: bool = False
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 

@@ -22,6 +22,7 @@ _WANTED = {
     int | None: "a whole number or null",
     float | None: "a number or null",
     str | None: "a string or null",
+    list[str]: "a list of strings",
 }
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..workers.catalog import LayoutError, Model, TrainLayout, bundled_models, bundled_name, open_model
+from ..workers.megatron.pipeline_layout import pipeline_layout_violations
 from .config_errors import Violation
 from .config_schema import TrainConfig
 from .tiny.checkpoints import KINDS, PREFIX
 
 PACKAGE_SCHEME = "package:"
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+_PREDICTION_LAYERS = "num_nextn_predict_layers"
 # Hugging Face's names for the number of routed experts: Qwen and OLMoE; DeepSeek; Mixtral and gpt-oss.
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
@@ -82,6 +86,55 @@ def local_hf_config(path: str) -> Mapping[str, Any] | None:
     return loaded
 
 
+def generation_ranks(config: TrainConfig) -> int:
+    """Ranks of all engines together."""
+    generation = config.generation
+    return generation.replicas * generation.tensor_parallel * generation.pipeline_parallel
+
+
+def catalog_model(config: TrainConfig) -> Model | None:
+    """The bundled model whose shapes the recipe's has: by ``model.catalog``, or by its hub name; else None.
+
+    Without layers for multi-token prediction, as the policy is built and exported.
+
+    Raises:
+        ValueError: ``model.catalog`` names none.
+    """
+    name = config.model.catalog or bundled_name(config.model.path)
+    if name is None:
+        return None
+    if name not in bundled_models():
+        raise ValueError(f"{name!r} is not bundled; give one of {', '.join(bundled_models())}, or null")
+    model = open_model(name)
+    return (
+        replace(model, config={**model.config, _PREDICTION_LAYERS: 0})
+        if _PREDICTION_LAYERS in model.config
+        else model
+    )
+
+
+def catalog_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[Violation]:
+    """Where the checkpoint is not of the shapes that the recipe was checked and planned with."""
+    model = catalog_model(config)
+    if model is None:
+        return []
+    text = hf_config.get("text_config") or hf_config
+    differences = [
+        f"{key} is {text[key]!r} and not {value!r}"
+        for key, value in model.config.items()
+        if not key.startswith("_") and key != _PREDICTION_LAYERS and key in text and text[key] != value
+    ]
+    if not differences:
+        return []
+    return [
+        Violation(
+            ("model.catalog", "model.path"),
+            f"model.catalog: the checkpoint's config.json is not that of {model.name}, with which the recipe was "
+            f"checked and planned: {'; '.join(differences)}. Give the model that it is of, or null",
+        )
+    ]
+
+
 def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[Violation]:
     """What the model's shape rules out.
 
@@ -124,7 +177,7 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
                 )
             )
     divides("trainer.tensor_parallel", trainer.tensor_parallel, "vocab_size", "vocabulary")
-    divides("trainer.pipeline_parallel", trainer.pipeline_parallel, "num_hidden_layers", "layers")
+    found += _stage_violations(config, text.get("num_hidden_layers"))
     if experts is not None:
         name = next(key for key in _EXPERT_KEYS if text.get(key))
         divides("trainer.expert_parallel", trainer.expert_parallel, name, "experts")
@@ -143,6 +196,10 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
                 key = f"trainer.{name}"
                 problem = f"{size}, but the model ({text.get('model_type', 'unknown type')}) has no experts"
                 found.append(Violation((key, "model.path"), f"{key}: {problem}; give 1"))
+        if config.generation.backend == "vllm" and config.generation.vllm.enable_expert_parallel:
+            key = "generation.vllm.enable_expert_parallel"
+            problem = f"true, but the model ({text.get('model_type', 'unknown type')}) has no experts"
+            found.append(Violation((key, "model.path"), f"{key}: {problem}; give false"))
     longest = config.data.max_prompt_tokens + config.generation.max_new_tokens
     positions = text.get("max_position_embeddings")
     if positions is not None and longest > positions:
@@ -156,6 +213,38 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
     return found
 
 
+def _stage_violations(config: TrainConfig, layers: int | None) -> Iterator[Violation]:
+    """Pipeline stages that the model's layers can't be cut into."""
+    if layers is None:
+        return
+    trainer, stages = config.trainer, config.generation.pipeline_parallel
+    if layers < stages:
+        text = f"{stages} is more than the model's layers (num_hidden_layers {layers}); give at most {layers}"
+        key = "generation.pipeline_parallel"
+        yield Violation((key, "model.path"), f"{key}: {text}")
+    first, last = trainer.num_layers_in_first_pipeline_stage, trainer.num_layers_in_last_pipeline_stage
+    key, chunks = "trainer.pipeline_parallel", trainer.virtual_pipeline or 1
+    if trainer.pipeline_model_parallel_layout is not None:
+        key = "trainer.pipeline_model_parallel_layout"
+        total = trainer.pipeline_parallel * chunks
+        for problem in pipeline_layout_violations(trainer.pipeline_model_parallel_layout, total, layers):
+            yield Violation((key, "model.path"), f"{key}: {problem} (num_hidden_layers)")
+        return
+    if first is None and last is None and layers % trainer.pipeline_parallel:
+        yield Violation(
+            (key, "model.path"),
+            f"{key}: {trainer.pipeline_parallel} does not divide the model's layers (num_hidden_layers {layers}); give a "
+            f"divisor of {layers}, or set trainer.num_layers_in_first_pipeline_stage and …_last_…",
+        )
+        return
+    try:
+        TrainLayout(pp=trainer.pipeline_parallel, vpp=chunks, first=first, last=last).stage_layers(layers)
+    except LayoutError as error:
+        ends = tuple(f"trainer.num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
+        keys = (key, *ends, "trainer.virtual_pipeline", "model.path")
+        yield Violation(keys, f"{key}: {str(error).removeprefix('train: ')} (num_hidden_layers {layers})")
+
+
 def gpu_violations(config: TrainConfig, gpus: int) -> Iterator[Violation]:
     """Ranks that a Ray cluster on this machine could not place.
 
@@ -163,11 +252,17 @@ def gpu_violations(config: TrainConfig, gpus: int) -> Iterator[Violation]:
         config: the recipe.
         gpus: CUDA devices of this machine; without any, ranks run on CPUs and nothing is asked.
     """
-    generation = config.generation.replicas * config.generation.tensor_parallel
+    generation = generation_ranks(config)
     needed = config.trainer.ranks + generation
     if config.ray.address is None and 0 < gpus < needed:
         yield Violation(
-            ("trainer.ranks", "generation.replicas", "generation.tensor_parallel", "ray.address"),
+            (
+                "trainer.ranks",
+                "generation.replicas",
+                "generation.tensor_parallel",
+                "generation.pipeline_parallel",
+                "ray.address",
+            ),
             f"trainer.ranks: {config.trainer.ranks} trainer and {generation} generation ranks take a GPU each, "
             f"{needed} in all, and this machine has {gpus}; use fewer ranks, or give ray.address of a larger cluster",
         )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..workers.megatron.model import MegatronLayout, build_megatron
+from ..workers.megatron.model import MegatronLayout, Recompute, build_megatron
 from .algorithms.losses import PolicyLossConfig, loss_normalizer, metric_means, policy_loss
 from .policy_batch import BatchSplit, PolicyBatch
 from .policy_forward import run_schedule, token_logprobs
@@ -37,6 +37,8 @@ class AdamConfig:
         weight_decay: decoupled decay.
         clip_grad: the gradient's global L2 norm is scaled down to it; 0 leaves it.
         warmup_steps: optimizer steps over which the rate rises linearly to ``lr``; 0 for none.
+        cpu_offload_fraction: part of masters and moments that is kept and stepped in host memory (Megatron's
+            hybrid optimizer); 0 for none.
     """
 
     lr: float = 1e-6
@@ -45,6 +47,7 @@ class AdamConfig:
     weight_decay: float = 0.01
     clip_grad: float = 1.0
     warmup_steps: int = 0
+    cpu_offload_fraction: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class PolicyConfig:
         dtype: of parameters and activations; the optimizer keeps float32 masters.
         seed: of Megatron's random states.
         distributed_optimizer: shard masters and moments over data-parallel ranks.
+        recompute: activations that training computes again; None keeps them all.
     """
 
     model_path: str
@@ -72,6 +76,7 @@ class PolicyConfig:
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
     distributed_optimizer: bool = True
+    recompute: Recompute | None = None
 
     def __post_init__(self) -> None:
         found = []
@@ -84,6 +89,8 @@ class PolicyConfig:
             found.append(f"micro_batch is {self.micro_batch}; give at least 1")
         if not self.temperature > 0:
             found.append(f"temperature is {self.temperature}; logits are divided by it, so give more than 0")
+        if self.optimizer.cpu_offload_fraction:
+            found += _offload_problems(self.distributed_optimizer)
         if found:
             raise ValueError("policy: " + "; ".join(found))
 
@@ -231,6 +238,7 @@ class MegatronPolicy:
             seed=self.config.seed,
             wrap_with_ddp=trained,
             distributed_optimizer=self.config.distributed_optimizer,
+            recompute=self.config.recompute if trained else None,
         )
 
     def _build_optimizer(self, model_config: Any) -> tuple[Any, Any]:
@@ -253,6 +261,10 @@ class MegatronPolicy:
                 fp16=self.config.dtype == torch.float16,
                 params_dtype=self.config.dtype,
                 use_distributed_optimizer=self.config.distributed_optimizer,
+                optimizer_cpu_offload=adam.cpu_offload_fraction > 0,
+                optimizer_offload_fraction=adam.cpu_offload_fraction,
+                # The hybrid optimizer keeps the masters, as the precision-aware one does.
+                use_precision_aware_optimizer=adam.cpu_offload_fraction > 0,
             ),
             self.model,
         )
@@ -342,6 +354,19 @@ class MegatronPolicy:
         )
         assert message[0] is not None
         return message[0]
+
+
+def _offload_problems(distributed_optimizer: bool) -> list[str]:
+    found = []
+    if not distributed_optimizer:
+        found.append(
+            "optimizer.cpu_offload_fraction needs distributed_optimizer, which Megatron builds it on"
+        )
+    if not torch.cuda.is_available():
+        found.append(
+            "optimizer.cpu_offload_fraction moves the optimizer off GPUs, and this process has none; give 0"
+        )
+    return found
 
 
 def _device() -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import math
 import re
@@ -13,6 +14,7 @@ from numbers import Real
 from typing import Any, Protocol
 
 from .data.prompts import Prompt
+from .rewards_math import boxed_math, math_verify
 
 _SHOWN = 200  # characters of a completion that an error shows
 _GIVEN = ("prompt", "completion", "answer", "finished")
@@ -85,19 +87,30 @@ def arithmetic(
     return RewardResult(sum(weights[name] * part for name, part in parts.items()), parts)
 
 
-BUNDLED: dict[str, Reward] = {"arithmetic": arithmetic}
+BUNDLED: dict[str, Reward] = {
+    "arithmetic": arithmetic,
+    "boxed_math": boxed_math,
+    "math_verify": math_verify,
+}
 
 
 def load_reward(spec: str, kwargs: Mapping[str, Any] | None = None) -> Reward:
     """The reward function that a recipe names.
 
     Args:
-        spec: ``arithmetic``, or a plug-in's path: ``package.module:function`` or ``package.module.function``.
+        spec: a name of ``BUNDLED``, or a plug-in's path: ``package.module:function`` or
+            ``package.module.function``.
         kwargs: keyword arguments that it gets on every call, beside a reward's own four.
 
     Raises:
-        RewardError: there is no such module or function, or it doesn't take these arguments.
+        RewardError: there is no such module or function, it doesn't take these arguments, or needs a package
+            that is not installed.
     """
+    if spec == "math_verify" and importlib.util.find_spec("math_verify") is None:
+        raise RewardError(
+            "reward math_verify needs the package math-verify where the run is started: pip install "
+            "'rlrefit[math]'; or set reward.function=boxed_math, which compares texts and numbers without it"
+        )
     function = BUNDLED.get(spec) or _import(spec)
     settings = dict(kwargs or {})
     if taken := sorted(set(settings) & set(_GIVEN)):

@@ -14,13 +14,15 @@ from typing import Any
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from ..workers.checkpoint_folder import CheckpointUnreachable, checkpoint_folder, is_hub_name
 from ..workers.megatron.hf_checkpoint import check_checkpoint
 from .algorithms.losses import PolicyLossConfig
 from .checkpoint import CheckpointStore
 from .cluster import RunError, gpus_per_rank, ray_cluster
 from .config import ConfigError, model_violations, resolve_data_path
 from .config_schema import TrainConfig
-from .data.prompts import PromptSampler, load_prompts
+from .config_surroundings import generation_ranks
+from .data.prompts import PromptSampler, held_out, load_prompts
 from .display import RunDisplay
 from .experience import ExperienceCollector
 from .loop import TrainingLoop
@@ -77,7 +79,7 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] =
     keep_json_lines(folder / "refits.jsonl", lambda row: row["version"] < first_step - 1)
     with ExitStack() as stack:
         console.print(_headline(config, model_path))
-        ranks = config.trainer.ranks + config.generation.tensor_parallel * config.generation.replicas
+        ranks = config.trainer.ranks + generation_ranks(config)
         stack.enter_context(ray_cluster(config.ray, ranks))
         gpus = gpus_per_rank()
         config = _with_dtype(config, gpus)
@@ -137,15 +139,20 @@ class _Inputs:
     def __init__(self, config: TrainConfig, model_path: str) -> None:
         from transformers import AutoConfig, AutoTokenizer
 
-        check_checkpoint(model_path)
-        violations = model_violations(config, AutoConfig.from_pretrained(model_path))
+        try:
+            # Of a hub checkpoint the weights are fetched, and checked, where the ranks are.
+            folder = checkpoint_folder(model_path, weights=False)
+        except CheckpointUnreachable as error:
+            raise ConfigError(config.name, [f"model.path: {error}"]) from error
+        if not is_hub_name(model_path):
+            check_checkpoint(folder)
+        violations = model_violations(config, AutoConfig.from_pretrained(folder))
         if violations:
             raise ConfigError(config.name, violations)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
-        self.train, self.validation = (
-            load_prompts(resolve_data_path(source), self.tokenizer, config.data)
-            for source in (config.data.train, config.data.validation)
-        )
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        data = config.data
+        self.train = load_prompts(resolve_data_path(data.train), self.tokenizer, data)
+        self.validation = load_prompts(resolve_data_path(data.validation), self.tokenizer, held_out(data))
         self.sampler = PromptSampler(config.seed, len(self.train))
         self.scorer = RewardScorer(load_reward(config.reward.function, config.reward.kwargs))
 
@@ -177,7 +184,15 @@ def _loss(config: TrainConfig) -> PolicyLossConfig:
 def _layout(config: TrainConfig) -> dict[str, Any]:
     trainer = config.trainer
     names = ("ranks", "tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_tensor_parallel")
-    return {name: getattr(trainer, name) for name in (*names, "context_parallel", "distributed_optimizer")}
+    layout = {name: getattr(trainer, name) for name in (*names, "context_parallel", "distributed_optimizer")}
+    # Only where they are given: checkpoints of runs without them stay as they were.
+    uneven = (
+        "virtual_pipeline",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "pipeline_model_parallel_layout",
+    )
+    return layout | {name: getattr(trainer, name) for name in uneven if getattr(trainer, name) is not None}
 
 
 def _resume(store: CheckpointStore, wanted: bool, console: Console) -> Any:

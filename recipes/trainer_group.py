@@ -121,17 +121,21 @@ class TrainerGroup:
 
 def policy_config(config: TrainConfig, model_path: str, loss: Any) -> PolicyConfig:
     """The policy's configuration from a recipe's."""
-    from ..workers.megatron.model import MegatronLayout
+    from ..workers.megatron.model import MegatronLayout, Recompute
 
-    trainer, adam = config.trainer, config.trainer.optimizer
+    trainer, adam, recompute = config.trainer, config.trainer.optimizer, config.trainer.recompute
     return PolicyConfig(
         model_path=model_path,
         layout=MegatronLayout(
             tensor_parallel=trainer.tensor_parallel,
             pipeline_parallel=trainer.pipeline_parallel,
+            virtual_pipeline=trainer.virtual_pipeline,
             expert_parallel=trainer.expert_parallel,
             expert_tensor_parallel=trainer.expert_tensor_parallel,
             context_parallel=trainer.context_parallel,
+            num_layers_in_first_pipeline_stage=trainer.num_layers_in_first_pipeline_stage,
+            num_layers_in_last_pipeline_stage=trainer.num_layers_in_last_pipeline_stage,
+            pipeline_model_parallel_layout=trainer.pipeline_model_parallel_layout,
         ),
         loss=loss,
         optimizer=AdamConfig(
@@ -142,12 +146,18 @@ def policy_config(config: TrainConfig, model_path: str, loss: Any) -> PolicyConf
             clip_grad=adam.grad_clip,
             # The policy counts optimizer steps.
             warmup_steps=adam.warmup_steps * config.algorithm.minibatches,
+            cpu_offload_fraction=adam.cpu_offload_fraction,
         ),
         micro_batch=trainer.micro_batch_size,
         temperature=config.generation.temperature,
         dtype=getattr(torch, config.model.dtype),
         seed=config.seed,
         distributed_optimizer=trainer.distributed_optimizer,
+        recompute=None
+        if recompute.granularity is None
+        else Recompute(
+            recompute.granularity, recompute.method, recompute.num_layers, tuple(recompute.modules)
+        ),
     )
 
 

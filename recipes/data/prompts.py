@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from .dataset import BadRecord, DataError, Record, read_records, require_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,16 +39,17 @@ class PromptDataset:
     """All prompts of a data set, tokenized.
 
     A string prompt is tokenized with the tokenizer's own special tokens, or, if ``chat_template`` is set,
-    as the user's message of its chat template; a list of messages always goes through the template.
+    as the user's message of its chat template; a list of messages always goes through the template. The
+    configured instruction follows string prompts.
 
     Args:
         records: from :func:`.dataset.load_records`.
         tokenizer: a fast tokenizer of transformers.
-        config: ``max_prompt_tokens`` and ``chat_template`` are read.
+        config: ``max_prompt_tokens``, ``overlong_prompts``, ``instruction`` and ``chat_template`` are read.
 
     Raises:
-        DataError: prompts without or with too many tokens, all of them listed; or a chat template is
-            wanted that the tokenizer lacks.
+        DataError: prompts without or (unless they are to be dropped) with too many tokens, all of them listed;
+            none is left; or a chat template is wanted that the tokenizer lacks.
     """
 
     def __init__(
@@ -54,6 +58,8 @@ class PromptDataset:
         self._prompts, problems = _tokenize(records, tokenizer, config)
         if problems:
             raise DataError(problems)
+        if len(self._prompts) < len(records):
+            _tell_dropped(len(records) - len(self._prompts), len(records), config.max_prompt_tokens)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -79,6 +85,15 @@ def load_prompts(source: str, tokenizer: PreTrainedTokenizerFast, config: DataCo
         raise DataError(sorted(problems + too_long, key=lambda problem: problem.position))
     require_records(records, source)
     return PromptDataset(records, tokenizer, config)
+
+
+def held_out(config: DataConfig) -> DataConfig:
+    """The configuration by which the validation's prompts are read."""
+    return replace(
+        config,
+        prompt_key=config.validation_prompt_key or config.prompt_key,
+        answer_key=config.validation_answer_key or config.answer_key,
+    )
 
 
 class PromptSampler:
@@ -161,7 +176,9 @@ def _tokenize(
             f"({tokenizer.name_or_path or type(tokenizer).__name__}) has none; set data.chat_template to false and "
             "give prompts as strings, or use a model whose tokenizer has a template"
         )
-    texts = [_text(record, tokenizer, templated=not p) for record, p in zip(records, plain, strict=True)]
+    texts = [
+        _text(record, tokenizer, config, templated=not p) for record, p in zip(records, plain, strict=True)
+    ]
     prompts: list[Prompt] = []
     problems: list[BadRecord] = []
     for record, text, is_plain in zip(records, texts, plain, strict=True):
@@ -171,6 +188,8 @@ def _tokenize(
         if 0 < len(token_ids) <= limit:
             prompts.append(Prompt(text, token_ids, record.answer, record.origin))
         elif token_ids:
+            if config.overlong_prompts == "drop":
+                continue
             problem = f"the prompt has {len(token_ids)} tokens, more than data.max_prompt_tokens {limit}; shorten it or raise the limit"
             problems.append(BadRecord(record.origin, record.position, problem))
         else:
@@ -179,13 +198,30 @@ def _tokenize(
     return prompts, problems
 
 
-def _text(record: Record, tokenizer: PreTrainedTokenizerFast, *, templated: bool) -> str:
+def _tell_dropped(dropped: int, of: int, limit: int) -> None:
+    if dropped == of:
+        raise DataError(
+            f"all {of} prompts have more than data.max_prompt_tokens {limit} tokens, and data.overlong_prompts drops "
+            "them; raise the limit"
+        )
+    logger.warning(
+        "%d of %d prompts are dropped: they have more than data.max_prompt_tokens %d tokens",
+        dropped,
+        of,
+        limit,
+    )
+
+
+def _text(record: Record, tokenizer: PreTrainedTokenizerFast, config: DataConfig, *, templated: bool) -> str:
+    prompt = record.prompt
+    if isinstance(prompt, str) and config.instruction:
+        prompt = f"{prompt}\n{config.instruction}"
     if not templated:
-        assert isinstance(record.prompt, str)
-        return record.prompt
+        assert isinstance(prompt, str)
+        return prompt
     messages: list[dict[str, Any]] = (
-        [{"role": "user", "content": record.prompt}]
-        if isinstance(record.prompt, str)
-        else [dict(message) for message in record.prompt]
+        [{"role": "user", "content": prompt}]
+        if isinstance(prompt, str)
+        else [dict(message) for message in prompt]
     )
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

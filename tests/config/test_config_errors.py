@@ -45,7 +45,7 @@ def test_the_error_counts_its_violations_and_names_the_recipe(data) -> None:
         ("lr=1e-4", "did you mean trainer.optimizer.lr?"),
         ("optimizer.lr=1e-4", "did you mean trainer.optimizer?"),
         ("generation.max_model_len=9", "did you mean generation.vllm.max_model_len?"),
-        ("model.quantum=1", "the keys of model are path, dtype"),
+        ("model.quantum=1", "the keys of model are path, catalog, dtype"),
     ],
 )
 def test_an_unknown_key_suggests_the_nearest_one(violations, override: str, suggestion: str) -> None:

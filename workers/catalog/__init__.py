@@ -5,7 +5,7 @@ Pure arithmetic on configurations: no weights, no Megatron, no vLLM, no device.
 
 from .families import FAMILIES
 from .layouts import GenLayout, LayoutError, TrainLayout, parse_gen, parse_train
-from .model import Model, bundled_models, open_model
+from .model import Model, bundled_models, bundled_name, open_model
 from .sections import CatalogError
 from .sides import (
     HoldingsOf,
@@ -31,6 +31,7 @@ __all__ = [
     "Weight",
     "all_holdings",
     "bundled_models",
+    "bundled_name",
     "gen_holdings",
     "gen_storage",
     "open_model",

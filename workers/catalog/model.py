@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,22 @@ def bundled_models() -> list[str]:
     )
 
 
+@cache
+def _hub_names() -> dict[str, str]:
+    """Hub name, in lower case → short name."""
+    found = {}
+    for short in bundled_models():
+        source = json.loads((_CONFIGS / f"{short}.json").read_text(encoding="utf-8"))["_source"]
+        if match := re.search(r"config\.json of (\S+?/\S+?),? ", source):
+            found[match.group(1).rstrip(",").lower()] = short
+    return found
+
+
+def bundled_name(hub_name: str) -> str | None:
+    """The short name of the bundled model whose configuration is that of ``organisation/model``; else None."""
+    return _hub_names().get(hub_name.lower())
+
+
 def open_model(name: str, dtype: torch.dtype = torch.bfloat16) -> Model:
     """A bundled model by short name, a folder or ``config.json`` by path, or a model of the hub by its name.
 
@@ -81,8 +97,9 @@ def open_model(name: str, dtype: torch.dtype = torch.bfloat16) -> Model:
 
 
 def _find_config(name: str) -> dict[str, Any]:
-    if name.lower() in bundled_models():
-        return _read((_CONFIGS / f"{name.lower()}.json").read_text(encoding="utf-8"), name)
+    short = name.lower() if name.lower() in bundled_models() else bundled_name(name)
+    if short is not None:
+        return _read((_CONFIGS / f"{short}.json").read_text(encoding="utf-8"), name)
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
