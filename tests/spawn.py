@@ -1,4 +1,7 @@
-"""Run a function on several ranks over gloo, each in a process of its own, and bring back what they return."""
+"""Run a function on several ranks over gloo, each in a process of its own, and bring back what they return.
+
+Processes are forked from a server that has loaded what their start would otherwise spend most of its time on.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,41 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
+
+# What Megatron, vLLM and transformers engines load, but neither of them itself: each rank must be free to put its
+# stand-ins in place and to choose its environment first.
+_PRELOADED = [
+    "pytest",  # the module that each process takes for the main one
+    "torch.distributed.tensor",
+    "torch._inductor.compile_fx",
+    "torchvision",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+]
 
 
 class RankFailed(AssertionError):
     """A rank raised, died or did not finish in time; the text holds its traceback."""
+
+
+def processes() -> ForkServerContext:
+    """Makes processes that come up in a moment, each as if it were started anew."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+def preload() -> None:
+    """Start the server of :func:`processes`; it loads while the caller goes on."""
+    processes()
+    forkserver.ensure_running()
 
 
 def free_port() -> int:
@@ -30,14 +60,26 @@ def _packed(succeeded: bool, value: Any) -> bytes:
     return pickle.dumps((succeeded, value))
 
 
-def _main(
+def _main(body: Callable[..., None], args: tuple[Any, ...], pipe: Connection) -> None:
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        body(*args, lambda result: pipe.send_bytes(_packed(True, result)))
+    except BaseException:
+        pipe.send_bytes(_packed(False, traceback.format_exc()))
+        # The peers may sit in a collective; leave without the exit handlers that would wait for them.
+        os._exit(1)
+
+
+def _in_a_group(
     fn: Callable[..., Any],
-    rank: int,
+    args: tuple[Any, ...],
     world_size: int,
     port: int,
     timeout_s: float,
-    args: Any,
-    pipe: Connection,
+    rank: int,
+    answer: Callable[[Any], None],
 ) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -47,20 +89,18 @@ def _main(
         MASTER_PORT=str(port),
         CUDA_VISIBLE_DEVICES="",
     )
-    try:
-        import torch
-        import torch.distributed as dist
+    import torch.distributed as dist
 
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
-        )
-        pipe.send_bytes(_packed(True, fn(rank, *args)))
-        dist.destroy_process_group()
-    except BaseException:
-        pipe.send_bytes(_packed(False, traceback.format_exc()))
-        # The peers may sit in a collective; leave without the exit handlers that would wait for them.
-        os._exit(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
+    answer(fn(rank, *args))
+    dist.destroy_process_group()
+
+
+def _alone(
+    fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], answer: Callable[[Any], None]
+) -> None:
+    os.environ.update(environment)
+    answer(fn(*args))
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0) -> list[Any]:
@@ -73,46 +113,59 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
         RankFailed: with the first failing rank's traceback, or the ranks that did not finish in
             ``timeout_s`` seconds. The other ranks are killed.
     """
-    context = mp.get_context("spawn")
-    port = free_port()
+    of_all = (fn, args, world_size, free_port(), timeout_s)
+    return _run(_in_a_group, [(*of_all, rank) for rank in range(world_size)], timeout_s)
+
+
+def run_alone(
+    fn: Callable[..., Any], *args: Any, environment: dict[str, str], timeout_s: float = 240.0
+) -> Any:
+    """Call ``fn(*args)`` in a process of its own, in no group, with the ``environment`` added to this one's.
+
+    Raises:
+        RankFailed: as :func:`run_ranks` does.
+    """
+    return _run(_alone, [(fn, args, environment)], timeout_s)[0]
+
+
+def _run(body: Callable[..., None], arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
+    """What ``body`` answers in one process for each of the ``arguments``."""
+    context = processes()
+    size = len(arguments)
     pipes: dict[Connection, int] = {}
-    processes = []
+    started = []
     results: dict[int, Any] = {}
-    for rank in range(world_size):
+    for rank, args in enumerate(arguments):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_main, args=(fn, rank, world_size, port, timeout_s, args, theirs), daemon=True
-        )
+        process = context.Process(target=_main, args=(body, args, theirs), daemon=True)
         process.start()
         theirs.close()
         pipes[ours] = rank
-        processes.append(process)
+        started.append(process)
     deadline = time.monotonic() + timeout_s
     try:
         while pipes:
             ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RankFailed(
-                    f"ranks {sorted(pipes.values())} of {world_size} ran longer than {timeout_s} s"
-                )
+                raise RankFailed(f"ranks {sorted(pipes.values())} of {size} ran longer than {timeout_s} s")
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = pipes.pop(pipe)
                 try:
                     succeeded, value = pickle.loads(pipe.recv_bytes())
                 except EOFError:
-                    processes[rank].join(5)
+                    started[rank].join(5)
                     raise RankFailed(
-                        f"rank {rank} of {world_size} died with exit code {processes[rank].exitcode}"
+                        f"rank {rank} of {size} died with exit code {started[rank].exitcode}"
                     ) from None
                 if not succeeded:
-                    raise RankFailed(f"rank {rank} of {world_size}:\n{value}")
+                    raise RankFailed(f"rank {rank} of {size}:\n{value}")
                 results[rank] = value
-        for process in processes:
+        for process in started:
             process.join(max(1.0, deadline - time.monotonic()))
     finally:
-        for process in processes:
+        for process in started:
             if process.is_alive():
                 process.kill()
             process.join(5)
-    return [results[rank] for rank in range(world_size)]
+    return [results[rank] for rank in range(size)]

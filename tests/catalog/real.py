@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+from tests.spawn import run_alone
 
-def ask(
-    module: str, cases: list[dict[str, Any]], directory: Path, environment: dict[str, str]
-) -> list[dict[str, Any]]:
-    """What ``tests.catalog.<module>`` answers to ``cases``, one entry each, by files in ``directory``."""
-    path = directory / "cases.json"
-    path.write_text(json.dumps(cases))
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.catalog.{module}", str(path)],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-1500:]
-    found = json.loads(path.with_suffix(".found.json").read_text())
+
+def ask(module: str, cases: list[dict[str, Any]], environment: dict[str, str]) -> list[dict[str, Any]]:
+    """What ``tests.catalog.<module>`` answers to ``cases``, one entry each; both pass as JSON."""
+    answer = run_alone(_answer, module, json.dumps(cases), environment=environment)
+    found = json.loads(answer)
     assert isinstance(found, list)
     return found
+
+
+def _answer(module: str, cases: str) -> str:
+    return json.dumps(importlib.import_module(f"tests.catalog.{module}").answers(json.loads(cases)))

@@ -1,15 +1,12 @@
 """What vLLM's own models and loaders make of a checkpoint on one rank of any layout, in one process, without weights.
 
-``python -m tests.catalog.real_vllm FILE`` reads cases from FILE and writes what it found beside it.
+:func:`answers` runs in a process of its own.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,12 +36,10 @@ class TorchGroup:
         return self._size
 
 
-def main(path: str) -> None:
+def answers(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
     _accept_latent_attention()
-    cases = json.loads(Path(path).read_text())
-    found = [_one(case) for case in cases]
-    Path(path).with_suffix(".found.json").write_text(json.dumps(found))
+    return [_one(case) for case in cases]
 
 
 def _accept_latent_attention() -> None:
@@ -114,7 +109,3 @@ def _config(case: dict[str, Any]) -> Any:
     parallel.data_parallel_rank = case["groups"]["dp"][0]
     parallel.enable_expert_parallel = case["expert_parallel"]
     return config
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -53,7 +53,7 @@ def _label(case: tuple[str, TrainLayout, int]) -> str:
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def real() -> list[dict[str, Any]]:
     cases = [
         {
             "config": CONFIGS[name],
@@ -65,7 +65,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         }
         for name, layout, rank in _CASES
     ]
-    return ask("real_megatron", cases, tmp_path_factory.mktemp("megatron"), {"CUDA_VISIBLE_DEVICES": ""})
+    return ask("real_megatron", cases, {"CUDA_VISIBLE_DEVICES": ""})
 
 
 @pytest.mark.parametrize("index", range(len(_CASES)), ids=[_label(case) for case in _CASES])

@@ -62,9 +62,9 @@ def _case(name: str, layout: GenLayout, rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def real() -> list[dict[str, Any]]:
     cases = [_case(*case) for case in _CASES]
-    return ask("real_vllm", cases, tmp_path_factory.mktemp("vllm"), {})
+    return ask("real_vllm", cases, {})
 
 
 @pytest.mark.parametrize("index", range(len(_CASES)), ids=[_label(case) for case in _CASES])

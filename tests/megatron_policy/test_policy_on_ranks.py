@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import shutil
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from policy_checkpoints import transformers_logprobs, write_checkpoint
 from policy_ranks import TEMPERATURE, Case, one_rank, token_ids, two_ranks
-from spawn import run_ranks
+
+from tests.spawn import run_ranks
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -73,20 +71,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     alone["kl"] = Case(str(paths["qwen3"]), kl_coef=0.1)
     alone["one row at a time"] = Case(str(paths["qwen3"]), micro_batch=1)
     other = Case(str(paths["moe"]), LAYOUTS["TP2 and ETP2"][1], "bfloat16", eps=1e-8)
-    return World(
-        paths,
-        run_ranks(one_rank, 1, alone, timeout_s=400)[0],
-        run_ranks(
-            two_ranks,
-            2,
-            trained,
-            resumed,
-            other,
-            {"good": str(paths["qwen3"]), "bad": str(bad)},
-            str(root),
-            timeout_s=500,
-        ),
-    )
+    folders = {"good": str(paths["qwen3"]), "bad": str(bad)}
+    with ThreadPoolExecutor(2) as pool:
+        single = pool.submit(run_ranks, one_rank, 1, alone, timeout_s=500)
+        double = pool.submit(
+            run_ranks, two_ranks, 2, trained, resumed, other, folders, str(root), timeout_s=500
+        )
+        return World(paths, single.result()[0], double.result())
 
 
 def on_both(world: World, case: str) -> list[Any]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.spawn import processes
+
 TIMEOUT_S = 3.0
 
 
@@ -68,11 +70,12 @@ def rank_main(
 
 def kill_a_rank(moment: str, on_gpu: bool, killed: int = 2, how: int = signal.SIGKILL) -> None:
     """Kill or stop a rank in its second refit, and check how the others end. Trainer rank 0 holds the rendezvous."""
-    spawn = multiprocessing.get_context("spawn")
-    meeting, results = spawn.Queue(), spawn.Queue()
-    ready = spawn.Barrier(3)
+    # CUDA starts in processes that nothing has touched.
+    context: Any = multiprocessing.get_context("spawn") if on_gpu else processes()
+    meeting, results = context.Queue(), context.Queue()
+    ready = context.Barrier(3)
     ranks = [
-        spawn.Process(target=rank_main, args=(r, killed, moment, on_gpu, how, meeting, ready, results))
+        context.Process(target=rank_main, args=(r, killed, moment, on_gpu, how, meeting, ready, results))
         for r in range(3)
     ]
     for rank in ranks:

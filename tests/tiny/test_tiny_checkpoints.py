@@ -1,5 +1,4 @@
-import multiprocessing
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -8,6 +7,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlrefit.recipes.tiny.checkpoints import KINDS, make_checkpoint, resolve_model_path
+from tests.spawn import processes
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))
@@ -121,7 +121,7 @@ def resolve_together(barrier, root, results):
 
 
 def test_processes_that_race_for_a_checkpoint_get_the_same_whole_one(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = processes()
     barrier, results = context.Barrier(3), context.Queue()
     workers = [
         context.Process(target=resolve_together, args=(barrier, str(tmp_path), results)) for _ in range(3)
@@ -137,7 +137,8 @@ def test_processes_that_race_for_a_checkpoint_get_the_same_whole_one(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(folders.pop()).num_parameters() > 0
 
 
-def test_the_module_is_a_command(tmp_path):
-    command = [sys.executable, "-m", "rlrefit.recipes.tiny.checkpoints", "qwen3-moe", str(tmp_path / "moe")]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+def test_the_module_is_a_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["checkpoints", "qwen3-moe", str(tmp_path / "moe")])
+    monkeypatch.delitem(sys.modules, "rlrefit.recipes.tiny.checkpoints")
+    runpy.run_module("rlrefit.recipes.tiny.checkpoints", run_name="__main__", alter_sys=True)
     assert (tmp_path / "moe" / "config.json").is_file()
