@@ -34,8 +34,8 @@ class RefitConfig:
     """
 
     transport: str = "auto"
-    bucket_mb: int = 128
-    streams: int = 3
+    bucket_mb: int = 512
+    streams: int = 2
     timeout_s: float = 300.0
     verify: str = "sampled"
     port: int = 0

@@ -96,7 +96,7 @@ def test_tables_tell_routes_links_and_what_planning_took(
         "NVLink",
         "speed of light T",
         "staging memory",
-        "2 x 3 streams x 134 MB = 805 MB at most",
+        "2 x 2 streams x 537 MB = 2.15 GB at most",
         "predicted, total",
         "ranks 0-3 train, ranks 4-7 generate",
         "all on one host",
