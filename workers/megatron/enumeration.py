@@ -49,24 +49,40 @@ def enumerate_export(bridge: Any, model: list[Any], pp_group: dist.ProcessGroup)
         model: Megatron model chunks of this rank.
         pp_group: pipeline-parallel group, over which the shapes of remote parameters are shared.
     """
+    # Tasks of their own: Bridge's mappings cache who owns a tensor, and here everybody seems to.
+    tasks = _on_meta(conversion_tasks(bridge, model), pp_group)
+    return joined(tasks, run_on_meta(bridge, model, tasks))
+
+
+def run_on_meta(bridge: Any, model: list[Any], tasks: list[Any]) -> list[list[TensorSpec]]:
+    """Bridge's export of ``tasks`` whose parameters are on the meta device: what each of them yields, in its order.
+
+    Raises:
+        RuntimeError: Bridge exports something else than the tasks' parameters.
+    """
     # Registers no-op kernels for c10d collectives on meta tensors.
     import torch.distributed._tools.fake_collectives  # noqa: F401
 
-    # Tasks of their own: Bridge's mappings cache who owns a tensor, and here everybody seems to.
-    tasks = TaskCursor(_on_meta(conversion_tasks(bridge, model), pp_group))
-    specs: list[TensorSpec] = []
-    yielded: list[list[str]] = [[] for _ in tasks]
+    cursor = TaskCursor(tasks)
+    yielded: list[list[TensorSpec]] = [[] for _ in tasks]
     for name, weight in bridge.export_hf_weights(
-        model, cpu=False, show_progress=False, conversion_tasks=tasks
+        model, cpu=False, show_progress=False, conversion_tasks=cursor
     ):
         if weight.device.type != "meta":
             raise RuntimeError(
                 f"Bridge exports {name} from a real tensor during the enumeration on the meta device, so its shape "
                 "can't be trusted; this version of Megatron-Bridge reads parameters outside of its conversion tasks"
             )
-        specs.append(TensorSpec(name, tuple(weight.shape), weight.dtype))
-        yielded[tasks.current].append(name)
-    return Enumeration(specs, _with_group_members(tasks, yielded))
+        yielded[cursor.current].append(TensorSpec(name, tuple(weight.shape), weight.dtype))
+    return yielded
+
+
+def joined(tasks: list[Any], yielded: list[list[TensorSpec]]) -> Enumeration:
+    """The enumeration of an export, from its tasks and what each of them yields."""
+    specs = [spec for found in yielded for spec in found]
+    return Enumeration(
+        specs, _with_group_members(tasks, [[spec.name for spec in found] for found in yielded])
+    )
 
 
 def conversion_tasks(bridge: Any, model: list[Any]) -> list[Any]:
@@ -85,14 +101,21 @@ def _on_meta(tasks: list[Any], pp_group: dist.ProcessGroup) -> list[Any]:
     known: dict[str, Any] = {}
     for stage in stages:
         known.update(stage or {})
-    # Also for remote parameters: Bridge would allocate a real tensor to receive them.
+    # Also for remote parameters: Bridge would allocate a real tensor to receive them. Without a stage of its own, a
+    # task of the embedding's copy beside a prediction layer is not made a receiver, which would wait for a sender.
     return [
-        dataclasses.replace(task, param_weight=_meta_like(task.param_weight, known[task.global_param_name]))
+        dataclasses.replace(
+            task, vp_stage=None, param_weight=_meta_like(task.param_weight, known.get(task.global_param_name))
+        )
         for task in tasks
     ]
 
 
-def _meta_like(weight: torch.Tensor | None, spec: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
+def _meta_like(
+    weight: torch.Tensor | None, spec: tuple[torch.Size, torch.dtype] | None
+) -> torch.Tensor | None:
+    if spec is None:
+        return None  # a parameter that the checkpoint lacks: no stage has a task with it
     shape, dtype = spec
     meta = torch.empty(shape, dtype=dtype, device="meta")
     for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
@@ -104,12 +127,12 @@ def _meta_like(weight: torch.Tensor | None, spec: tuple[torch.Size, torch.dtype]
 def _with_group_members(tasks: list[Any], yielded: list[list[str]]) -> list[tuple[str, ...]]:
     """Give every task of a grouped export the group's names: all of them must run for the group to come out."""
     groups: dict[str, list[str]] = {}
-    for task, names in zip(list.__iter__(tasks), yielded, strict=True):
+    for task, names in zip(tasks, yielded, strict=True):
         if getattr(task.mapping, "is_grouped_export", False):
             groups.setdefault(task.mapping.group_key, []).extend(names)
     return [
         tuple(groups[task.mapping.group_key])
         if getattr(task.mapping, "is_grouped_export", False)
         else tuple(names)
-        for task, names in zip(list.__iter__(tasks), yielded, strict=True)
+        for task, names in zip(tasks, yielded, strict=True)
     ]

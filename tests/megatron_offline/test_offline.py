@@ -1,0 +1,131 @@
+"""What one process says of any layout, beside what ranks with real parameters export and hold."""
+
+from __future__ import annotations
+
+import json
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from rlrefit.integration.layout import volume
+from rlrefit.workers.catalog import Model, TrainLayout, train_holdings
+from rlrefit.workers.megatron.offline import OfflineError, OfflineExport, OfflineQuestion, ask_bridge
+from tests.catalog.shrunken import CONFIGS
+from tests.megatron_offline import real_ranks
+from tests.refit.models import make_model
+from tests.spawn import run_ranks
+
+# name → (model, layout) of two ranks
+REAL: dict[str, tuple[str, TrainLayout]] = {
+    "TP2": ("qwen3", TrainLayout(tp=2, vocabulary_multiple=1)),
+    "a vocabulary that TP2 pads": ("qwen3-odd-vocabulary", TrainLayout(tp=2, vocabulary_multiple=1)),
+    "PP2 x VPP2": ("qwen3-four-layers", TrainLayout(pp=2, vpp=2, vocabulary_multiple=1)),
+    "tied embeddings, PP2": ("qwen3-tied", TrainLayout(pp=2, vocabulary_multiple=1)),
+    "TP2 x EP2": ("qwen3-moe", TrainLayout(tp=2, ep=2, vocabulary_multiple=1)),
+    "TP2 x ETP2": ("qwen3-moe", TrainLayout(tp=2, etp=2, vocabulary_multiple=1)),
+    "PP2, experts": ("qwen3-moe", TrainLayout(pp=2, vocabulary_multiple=1)),
+    "EP2": ("qwen3-moe", TrainLayout(ep=2, dp=2, vocabulary_multiple=1)),
+}
+# Layouts of many ranks, and families that can't be run here: beside the catalogue.
+PREDICTED: dict[str, tuple[str, TrainLayout, int]] = {
+    "qwen3_moe, 16 ranks": ("qwen3_moe", TrainLayout(tp=2, pp=2, ep=4, cp=2, dp=2), 13),
+    "deepseek_v3 with MTP, 16 ranks": ("deepseek_v3", TrainLayout(pp=2, ep=8), 11),
+    "nemotron_h, uneven stages": ("nemotron_h", TrainLayout(tp=2, pp=3), 5),
+    "llama, one rank": ("llama", TrainLayout(), 0),
+}
+_FIELDS = {
+    "tp": "tensor_parallel",
+    "pp": "pipeline_parallel",
+    "ep": "expert_parallel",
+    "etp": "expert_tensor_parallel",
+}
+
+
+def _real_layout(layout: TrainLayout) -> dict[str, int]:
+    sizes = {_FIELDS[key]: getattr(layout, key) for key in _FIELDS}
+    return sizes | ({"virtual_pipeline": layout.vpp} if layout.vpp > 1 else {})
+
+
+class Answers:
+    """One process answers all questions while two ranks build their models."""
+
+    def __init__(self, folder: Path):
+        paths = {
+            kind: str(make_model(kind, folder / kind, 0)) for kind in {kind for kind, _ in REAL.values()}
+        }
+        questions = []
+        for kind, layout in REAL.values():
+            # The configuration alone: nothing may come from the weights beside it.
+            config = folder / f"{kind}-config.json"
+            config.write_text((Path(paths[kind]) / "config.json").read_text())
+            questions.append(OfflineQuestion(config, layout, (0, 1)))
+        for name, layout, rank in PREDICTED.values():
+            config = folder / f"{name}.json"
+            config.write_text(json.dumps(CONFIGS[name]))
+            questions.append(OfflineQuestion(config, layout, (rank,)))
+        with ThreadPoolExecutor(1) as pool:
+            asked: Future[list[OfflineExport]] = pool.submit(ask_bridge, questions)
+            cases = [(paths[kind], _real_layout(layout)) for kind, layout in REAL.values()]
+            self.real: list[list[dict[str, Any]]] = run_ranks(real_ranks.tell, 2, cases)
+            self.offline = dict(zip([*REAL, *PREDICTED], asked.result(), strict=True))
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    return Answers(tmp_path_factory.mktemp("offline"))
+
+
+@pytest.mark.parametrize("case", REAL)
+def test_names_shapes_and_dtypes_are_those_of_the_real_export_in_its_order(
+    case: str, answers: Answers
+) -> None:
+    specs = [spec.to_json() for spec in answers.offline[case].specs]
+    for rank in answers.real:
+        real = rank[list(REAL).index(case)]
+        assert specs == real["specs"]
+        assert {name for name, *_ in specs} == real["exported"]
+
+
+@pytest.mark.parametrize("case", REAL)
+def test_each_rank_holds_and_refuses_what_it_really_does(case: str, answers: Answers) -> None:
+    for rank, told in answers.offline[case].ranks.items():
+        real = answers.real[rank][list(REAL).index(case)]
+        assert [(h.name, h.full_shape, h.box, h.dtype) for h in told.held] == real["held"]
+        assert told.refused == real["refused"]
+
+
+@pytest.mark.parametrize("case", PREDICTED)
+def test_many_ranks_and_other_families_are_as_the_catalogue_predicts(case: str, answers: Answers) -> None:
+    name, layout, rank = PREDICTED[case]
+    told = answers.offline[case]
+    model = Model(name, CONFIGS[name])
+    assert sorted(told.specs) == sorted(model.specs())
+    positions = {spec.name: i for i, spec in enumerate(model.specs())}
+    predicted = train_holdings(model, layout, rank, positions)
+    expected = {
+        (model.specs()[index].name, box)
+        for group in predicted.groups
+        for index in group.indices.tolist()
+        for box in group.boxes
+    }
+    assert {(h.name, h.box) for h in told.ranks[rank].held if volume(h.box)} == expected
+
+
+def test_the_process_that_asks_stays_as_it_was(answers: Answers) -> None:
+    assert not dist.is_initialized()
+    assert "megatron" not in sys.modules
+
+
+def test_memory_is_that_of_the_imports(answers: Answers) -> None:
+    assert all(told.peak_rss_bytes < 1.2e9 for told in answers.offline.values())
+
+
+def test_all_that_is_wrong_with_the_questions_is_told_before_anything_starts() -> None:
+    with pytest.raises(OfflineError) as told:
+        ask_bridge([OfflineQuestion("x", TrainLayout(vpp=2)), OfflineQuestion("y", TrainLayout(tp=2), (2,))])
+    assert "vpp needs pp above 1" in str(told.value)
+    assert "rank 2 is not among the 2 trainer ranks" in str(told.value)

@@ -1,0 +1,112 @@
+"""Bridge from a configuration alone, and parts of models that are built for their parameters and never run."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import json
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_INDEX = "model.safetensors.index.json"
+
+
+def config_only_bridge(auto_bridge: Any, path: str) -> tuple[Any, Any]:
+    """A transformers config, and an ``AutoBridge`` of it that exports as one with the checkpoint would.
+
+    Args:
+        auto_bridge: the class.
+        path: of a ``config.json`` or of its folder. If the folder has an index of safetensors, Bridge sees the
+            index's names; otherwise the names that transformers would save.
+
+    Raises:
+        OSError, ValueError: transformers can't read the configuration, or Bridge has no model of it.
+    """
+    from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
+    from transformers import AutoConfig, GenerationConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = AutoConfig.from_pretrained(path)
+    if not config.architectures:
+        # Bridge goes by the name of the class that was saved; the configuration's own one is the default.
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+
+    class WithoutWeights(PreTrainedCausalLM):  # type: ignore[misc]
+        state = _State(_names(Path(path), config))
+
+    pretrained = WithoutWeights(str(path))
+    pretrained.config, pretrained.generation_config = config, GenerationConfig()
+    if not auto_bridge.supports(config):
+        raise ValueError(f"Megatron-Bridge has no model of {config.architectures[0]}")
+    return config, auto_bridge(pretrained)
+
+
+class _State(dict[str, torch.Tensor]):
+    """Stands for a checkpoint's tensors where Bridge asks which there are; it holds none."""
+
+    def __init__(self, names: Container[str]):
+        super().__init__()
+        self.source = self
+        self._names = names
+
+    def get_all_keys(self) -> Container[str]:
+        return self._names
+
+
+class _AllButTied:
+    """The names of a checkpoint that has everything: of tied embeddings, transformers saves one."""
+
+    def __init__(self, tied: bool):
+        self._tied = tied
+
+    def __contains__(self, name: object) -> bool:
+        return not (self._tied and str(name).endswith("lm_head.weight"))
+
+
+def _names(path: Path, config: Any) -> Container[str]:
+    index = (path if path.is_dir() else path.parent) / _INDEX
+    if index.is_file():
+        return frozenset(json.loads(index.read_text())["weight_map"])
+    return _AllButTied(bool(config.get_text_config().tie_word_embeddings))
+
+
+def accept_any_attention() -> None:
+    """Build Megatron's own attention for any model.
+
+    It stands in for Transformer Engine's, and knows neither of head sizes that differ nor of context parallelism. It
+    never runs, and has no weights that depend on them.
+    """
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    real = DotProductAttention.__init__
+
+    @functools.wraps(real)
+    def init(
+        self: Any, config: Any, *args: Any, k_channels: Any = 0, v_channels: Any = 0, **kwargs: Any
+    ) -> None:
+        config = copy.copy(config)
+        config.context_parallel_size = 1
+        real(self, config, *args, **kwargs)
+
+    DotProductAttention.__init__ = init
+
+
+def accept_mamba() -> None:
+    """Build Mamba mixers without their kernels: parameters only, and the gated norm's weight."""
+    from megatron.core.models.hybrid import hybrid_layer_specs
+    from megatron.core.ssm import mamba_mixer
+
+    class GatedNorm(torch.nn.Module):
+        def __init__(self, size: int, **kwargs: Any) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16))
+
+    mamba_mixer.HAVE_MAMBA_SSM = True
+    mamba_mixer.RMSNormGated = mamba_mixer.ExtendedRMSNorm = GatedNorm
+    mamba_mixer.MAMBA_HAS_STATE_DTYPE = False
+    # Its specification was made of the classes that it found without Transformer Engine.
+    importlib.reload(hybrid_layer_specs)
