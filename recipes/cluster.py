@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,6 +75,7 @@ class ActorGroup:
         bundles: equal parts that each actor's reservation is cut into. With 1 an actor holds it itself, on one
             host. With more the parts may lie on several hosts, and it is actors which the actor starts that take
             them (vLLM's Ray executor: a rank each).
+        env: environment variables of the actors' processes, set before they start.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class ActorGroup:
         config: RayConfig,
         cpus: float | None = None,
         bundles: int = 1,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self._timeout_s = config.timeout_s
@@ -103,6 +105,8 @@ class ActorGroup:
                 num_cpus=0 if apart else cpus,
                 num_gpus=0 if apart else gpus,
                 max_restarts=0,
+                # With nothing to set, Ray need not make processes for these actors alone.
+                runtime_env={"env_vars": dict(env)} if env else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=self._placements[rank if apart else 0],
                     placement_group_bundle_index=0 if apart else rank,

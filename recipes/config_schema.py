@@ -299,11 +299,16 @@ class RayConfig:
         address: of a running cluster (``auto``, ``ray://…``); null starts one on this machine for the run.
         cpus_per_rank: CPU cores that each trainer and generation rank reserves.
         timeout_s: seconds that placing or answering may take before the run fails with what it waited for.
+        trainer_env: environment variables of the trainer's processes, set before they start. ``PYTHONPATH``, say,
+            where trainer and engine have their packages in folders of their own; rlrefit and Ray must be on it.
+        generation_env: the same for the generation processes.
     """
 
     address: str | None = None
     cpus_per_rank: float = 1.0
     timeout_s: float = 600.0
+    trainer_env: dict[str, str] = field(default_factory=dict)
+    generation_env: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -48,7 +48,9 @@ class TransformersRollouts(RolloutGroup):
         self._tp = config.generation.tensor_parallel
         self._refit_config = config.policy.refit
         self.gen_ranks = self._tp * self._replicas
-        self._group = ActorGroup("generation", TransformersActor, self.gen_ranks, gpus, config.ray)
+        self._group = ActorGroup(
+            "generation", TransformersActor, self.gen_ranks, gpus, config.ray, env=config.ray.generation_env
+        )
         self._build_arguments = (model_path, config.model.dtype, self._tp, eos_token_id, pad_token_id)
 
     def start(self) -> None:

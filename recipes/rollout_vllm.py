@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 # Seconds for vLLM's processes to stop before they are killed.
 _CLOSE_S = 30.0
-_EXTENSION = "rlrefit.workers.vllm.extension.VllmRefitExtension"
 # What vLLM on a CPU reads from the environment and nowhere else: KV cache in GiB, and no pinning of
 # threads to cores that the trainer's ranks use too.
 _CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -37,28 +35,24 @@ class VllmActor:
             os.environ.update(_CPU_ENVIRONMENT)
         from vllm import LLM
 
+        from ..workers.vllm.driver import EXTENSION, VllmDriver
+
         self._eos = eos_token_id
-        self._llm = LLM(model_path, worker_extension_cls=_EXTENSION, **arguments)
+        self._llm = LLM(model_path, worker_extension_cls=EXTENSION, **arguments)
+        self._driver = VllmDriver(self._llm)
 
     def init_refit(
         self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str
     ) -> list[dict[str, Any]]:
-        return self._rpc("init_per_pp_refit_comm_group", rendezvous, first_rank, asdict(config), engine)
+        return self._driver.init_refit(rendezvous, first_rank, config, engine)
 
     def refit(self, engine: str, version: int) -> list[dict[str, Any]]:
-        method = "nccl_xfer_refit" if engine == "nccl_xfer" else "update_weights_from_collective"
-        records = self._rpc(method, version)
-        # Cached prefixes hold keys and values of the old weights.
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError(
-                "vLLM keeps cached prefixes of the old weights, because requests are running; refit between requests"
-            )
-        return records
+        return self._driver.refit(version)
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         from vllm import SamplingParams
 
-        [version] = {answer["version"] for answer in self._rpc("refit_serving_version")}
+        version = self._driver.serving_version()
         parameters = [
             SamplingParams(
                 max_tokens=sampling.max_new_tokens,
@@ -71,18 +65,13 @@ class VllmActor:
             )
             for index in range(len(prompts))
         ]
-        outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
-        return [self._completion(output.outputs[0], version) for output in outputs]
+        generated = self._driver.generate([{"prompt_token_ids": p} for p in prompts], parameters)
+        return [self._completion(found.output.outputs[0], version) for found in generated]
 
     def close(self) -> None:
         """Stop vLLM's own processes, which outlive a killed actor for a while."""
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
-
-    def _rpc(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        from ..workers.vllm.extension import raise_refit_errors
-
-        return raise_refit_errors(self._llm.collective_rpc(method, args=arguments))
 
     def _completion(self, output: Any, version: int) -> Completion:
         tokens = list(output.token_ids)
@@ -106,6 +95,7 @@ class VllmRollouts(RolloutGroup):
             config.ray,
             cpus=config.ray.cpus_per_rank * self._ranks,
             bundles=engine_bundles(config),
+            env=config.ray.generation_env,
         )
         self._build_arguments = (model_path, engine_arguments(config), eos_token_id)
 

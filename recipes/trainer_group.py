@@ -67,7 +67,9 @@ class TrainerGroup:
 
     def __init__(self, config: TrainConfig, policy: PolicyConfig, gpus: int) -> None:
         self._timeout_s = config.ray.timeout_s
-        self._group = ActorGroup("trainer", TrainerActor, config.trainer.ranks, gpus, config.ray)
+        self._group = ActorGroup(
+            "trainer", TrainerActor, config.trainer.ranks, gpus, config.ray, env=config.ray.trainer_env
+        )
         self._build_arguments = (policy, config.policy.refit)
 
     def start(self) -> None:
