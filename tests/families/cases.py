@@ -28,7 +28,9 @@ class Layout:
     ddp: bool = False
 
     def __str__(self) -> str:
-        parts = [f"{f.name}{getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        parts = [
+            f"{f.name}{getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default
+        ]
         return "-".join("ddp" if part == "ddpTrue" else part for part in parts)
 
 
@@ -56,6 +58,8 @@ _EP_PP = Layout(tp=2, pp=2, ep=2)
 _EP_VPP = Layout(pp=2, ep=2, vpp=2)
 _EP_UNEVEN_ETP = Layout(pp=2, etp=2, first=1)
 _EP_CP_DDP = Layout(ep=2, cp=2, ddp=True)
+# Megatron's YaRN embedding can't be built for context parallelism without a GPU.
+_EP_DDP = Layout(ep=2, ddp=True)
 _EXPERTS = (_EP4, _ETP, _EP_PP, _EP_VPP, _EP_UNEVEN_ETP, _EP_CP_DDP)
 
 LAYOUTS: dict[str, tuple[Layout, ...]] = {
@@ -67,11 +71,13 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "gemma2": (_TP4, _UNEVEN, _VPP, _DDP),
     "gemma3": (_TP4, _UNEVEN, _VPP, _DDP),
     "qwen3_moe": _EXPERTS,
-    "deepseek_v3": _EXPERTS,
-    "gpt_oss": (_EP4, _EP_PP, _EP_VPP, _EP_CP_DDP),
+    "deepseek_v3": (*_EXPERTS[:-1], _EP_DDP),
+    "gpt_oss": (_EP4, _EP_PP, _EP_VPP, _EP_DDP),
     "nemotron_h": (_EP4, _ETP, Layout(tp=4), _EP_CP_DDP),
     "qwen3_next": _EXPERTS,
     "qwen3_5_moe": (_EP4, _ETP, _EP_PP, _EP_CP_DDP),
     "qwen3_5_moe-stacked": (_EP4, _ETP, _EP_PP, _EP_CP_DDP),
 }
 CASES = tuple(Case(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts)
+# Mapping classes by themselves, see :mod:`.mappings`.
+CONVERSIONS = tuple(Case("mappings", Layout(tp=tp)) for tp in (2, 4))

@@ -133,7 +133,9 @@ def _with_stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     kept = {k: v for k, v in tensors.items() if ".experts." not in k}
     for prefix in sorted({k.partition(".experts.")[0] for k in tensors.keys() - kept.keys()}):
         gate, up, down = (
-            torch.stack([tensors[f"{prefix}.experts.{i}.{part}_proj.weight"] for i in range(_EXPERTS["num_experts"])])
+            torch.stack(
+                [tensors[f"{prefix}.experts.{i}.{part}_proj.weight"] for i in range(_EXPERTS["num_experts"])]
+            )
             for part in ("gate", "up", "down")
         )
         kept[f"{prefix}.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import traceback
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
+from . import mappings
 from .cases import Case, Layout
+
+# Stands in a case where a family's name does, for :mod:`.mappings`.
+MAPPINGS = "mappings"
 
 
 def walk(rank: int, cases: Sequence[Case], checkpoints: dict[str, str], folder: str) -> None:
@@ -27,36 +31,53 @@ def walk(rank: int, cases: Sequence[Case], checkpoints: dict[str, str], folder: 
     ensure_megatron()
     accept_any_attention()
     accept_mamba()
+    _accept_delta_nets()
     for case in cases:
-        try:
-            found = _examine(case, checkpoints[case.family])
-        except BaseException:
-            _write(folder, f"{case}.error{rank}", traceback.format_exc())
-            raise
+        is_mappings = case.family == MAPPINGS
+        found = _examine_mappings(case.layout) if is_mappings else _examine(case, checkpoints[case.family])
+        _forget()
         if rank == 0:
-            _write(folder, str(case), found)
+            (Path(folder) / f"{case}.json").write_text(json.dumps(found))
 
 
-def _write(folder: str, name: str, data: Any) -> None:
-    (Path(folder) / f"{name}.json").write_text(json.dumps(data))
+def _accept_delta_nets() -> None:
+    """Gated delta nets are built without their kernels: parameters only."""
+    from megatron.core.ssm.gated_delta_net import common, gdn
+
+    common.HAVE_FLA = True
+    gdn.chunk_gated_delta_rule = gdn.torch_chunk_gated_delta_rule
 
 
 def _examine(case: Case, checkpoint: str) -> dict[str, Any]:
-    from megatron.core import parallel_state
-
     from rlrefit.workers.megatron.source import MegatronSource
 
-    try:
-        bridge, model = _build(case.layout, checkpoint)
-        for task in bridge.get_conversion_tasks(model):
-            _randomize(task)
-        source = MegatronSource(bridge, model)
-        return _compare(source, _exported(bridge, model))
-    finally:
-        parallel_state.destroy_model_parallel()
-        # Each model wants its own choice of attention kernels, and none may be left from the last one.
-        for key in [key for key in os.environ if key.startswith("NVTE_")]:
-            del os.environ[key]
+    bridge, model = _build(case.layout, checkpoint)
+    for task in bridge.get_conversion_tasks(model):
+        _randomize(task)
+    source = MegatronSource(bridge, model)
+    return _compare(source, _exported(bridge, model))
+
+
+def _forget() -> None:
+    """Leave nothing of a case to the next one: Megatron's state, its groups and their threads, its environment."""
+    from megatron.core import parallel_state
+
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    for group in [group for group in _world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+    # Each model wants its own choice of attention kernels.
+    for key in [key for key in os.environ if key.startswith("NVTE_")]:
+        del os.environ[key]
+
+
+def _examine_mappings(layout: Layout) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tp)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mappings.examine(layout.tp))
+    return {name: [line for part in found for line in part[name]] for name in mappings.CONVERSIONS}
 
 
 def _build(layout: Layout, checkpoint: str) -> tuple[Any, list[Any]]:
@@ -127,12 +148,18 @@ def _compare(source: Any, exported: dict[str, torch.Tensor]) -> dict[str, Any]:
     reasons = {name: reason for _, part, _, _ in ranks for name, reason in part.items()}
     wrong = [line for part, _, _, _ in ranks for line in part]
     if len({digest for _, _, _, digest in ranks}) > 1:
-        wrong.append("ranks export different weights, so replicas are no replicas and the comparison proves nothing")
+        wrong.append(
+            "ranks export different weights, so replicas are no replicas and the comparison proves nothing"
+        )
     covered = {name: torch.zeros(spec.shape, dtype=torch.bool) for name, spec in specs.items()}
     for _, _, boxes, _ in ranks:
         for name, box in boxes:
             covered[name][tuple(slice(*side) for side in box)] = True
-    wrong += [f"{name}: no rank holds all" for name, mask in covered.items() if name not in reasons and not mask.all()]
+    wrong += [
+        f"{name}: no rank holds all"
+        for name, mask in covered.items()
+        if name not in reasons and not mask.all()
+    ]
     misc = dict(source.export(list(reasons)))
     wrong += [f"{name}: misc" for name in reasons if not _same(misc.get(name), exported[name])]
     return {

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .storage import Param, Part, Weight
-from .units import STACKED, Division, Mesh, Place, Shard, cut_box, everything, stack
+from .units import STACKED, TURNED, Division, Mesh, Place, Shard, cut_box, everything, stack
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class GatedExperts:
 class StackedExperts:
     """GPT-OSS: all experts in one checkpoint tensor, gate and up rows interleaved, matrices transposed, biases.
 
-    Bridge exports them stacked and transposed, which no rule of the trainer places; they take the misc path.
+    No rule can place gate and up. The trainer's rule places the down projections, but vLLM's loader copies all of
+    them through a tensor of its own, so here they take the misc path like the others.
 
     Attributes:
         prefix: of the Hugging Face names ``{prefix}{gate_up,down}_proj{,_bias}``.
@@ -107,13 +108,13 @@ class StackedExperts:
         gate_up, gate_up_bias, down, down_bias = (weight.name for weight in self.weights())
         inner = self.inner // place.etp.size
         for expert in range(*place.ep.cut(self.count)):
-            for name, shape, weight in (
-                (f"linear_fc1.weight{expert}", (2 * inner, self.outer), gate_up),
-                (f"linear_fc1.bias{expert}", (2 * inner,), gate_up_bias),
-                (f"linear_fc2.weight{expert}", (self.outer, inner), down),
-                (f"linear_fc2.bias{expert}", (self.outer,), down_bias),
+            for name, shape, weight, reason in (
+                (f"linear_fc1.weight{expert}", (2 * inner, self.outer), gate_up, STACKED),
+                (f"linear_fc1.bias{expert}", (2 * inner,), gate_up_bias, STACKED),
+                (f"linear_fc2.weight{expert}", (self.outer, inner), down, TURNED),
+                (f"linear_fc2.bias{expert}", (self.outer,), down_bias, TURNED),
             ):
-                yield Param(self.megatron + name, shape, place.dtype, (), (weight,), STACKED)
+                yield Param(self.megatron + name, shape, place.dtype, (), (weight,), reason)
 
     def gen(self, place: Place) -> Iterator[Param]:
         gate_up, gate_up_bias, down, down_bias = (weight.name for weight in self.weights())

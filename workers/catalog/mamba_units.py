@@ -13,8 +13,6 @@ from .units import Division, Mesh, Place
 class Blocks:
     """A weight whose first dimension is a row of blocks; a rank stores its part of each, one after another.
 
-    Megatron and vLLM agree on it, but Bridge exports it through a mapping that no rule of the trainer knows.
-
     Attributes:
         hf: Hugging Face name.
         megatron: Megatron's name.
@@ -22,7 +20,6 @@ class Blocks:
         blocks: lengths of the blocks.
         tail: the other dimensions.
         groups: of the state space model; TP has to divide them.
-        train_refused: why Megatron's side does not place it.
     """
 
     hf: str
@@ -31,16 +28,22 @@ class Blocks:
     blocks: tuple[int, ...]
     tail: tuple[int, ...]
     groups: int
-    train_refused: str
 
     def weights(self) -> Iterator[Weight]:
         yield Weight(self.hf, (sum(self.blocks), *self.tail))
 
     def train(self, place: Place) -> Iterator[Param]:
-        shape = (sum(self.blocks) // place.tp.size, *self.tail)
-        yield Param(self.megatron, shape, place.dtype, (), (self.hf,), self.train_refused)
+        yield self._param(self.megatron, place)
 
     def gen(self, place: Place) -> Iterator[Param]:
+        yield self._param(self.vllm, place)
+
+    def train_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
+        yield Division(f"the state space groups of {self.hf}", self.groups, "tp")
+
+    gen_divisions = train_divisions
+
+    def _param(self, name: str, place: Place) -> Param:
         (weight,) = self.weights()
         box = tuple((0, n) for n in self.tail)
         index = tuple(slice(0, n) for n in self.tail)
@@ -59,9 +62,4 @@ class Blocks:
             )
             first += length
             row += rows
-        yield Param(self.vllm, (row, *self.tail), place.dtype, tuple(parts))
-
-    def train_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
-        yield Division(f"the state space groups of {self.hf}", self.groups, "tp")
-
-    gen_divisions = train_divisions
+        return Param(name, (row, *self.tail), place.dtype, tuple(parts))

@@ -79,8 +79,6 @@ def _mamba_mixer(config: Config) -> tuple[Unit, ...]:
     state = groups * config["ssm_state_size"]
     mixer = "MambaMixer2 is not among the modules that are known to use their weights as loaded"
     gated_norm = "Mixer2RMSNormGated is not among the modules that are known to use their weights as loaded"
-    in_proj = "mapping MambaInProjMapping has no shard rule"
-    conv = "mapping MambaConv1dMapping has no shard rule"
 
     def by_heads(name: str, length: int, refused: str) -> Matrix:
         return Matrix(f"mixer.{name}", f"mixer.{name}", f"mixer.{name}", (length,), 0, gen_refused=refused)
@@ -94,7 +92,6 @@ def _mamba_mixer(config: Config) -> tuple[Unit, ...]:
             (inner, inner, state, state, heads),
             (hidden,),
             groups,
-            in_proj,
         ),
         Blocks(
             "mixer.conv1d.weight",
@@ -103,7 +100,6 @@ def _mamba_mixer(config: Config) -> tuple[Unit, ...]:
             (inner, state, state),
             (1, config["conv_kernel"]),
             groups,
-            conv,
         ),
     ]
     if config.get("use_conv_bias", True):
@@ -115,7 +111,6 @@ def _mamba_mixer(config: Config) -> tuple[Unit, ...]:
                 (inner, state, state),
                 (),
                 groups,
-                conv,
             )
         )
     return (

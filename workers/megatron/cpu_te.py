@@ -184,7 +184,8 @@ class TELinear(nn.Module):
 
 
 class _GroupedLinear(nn.Module):
-    """One weight per local expert (``weight0`` …), split over expert tensor parallelism along ``split_dim``."""
+    """One weight per local expert (``weight0`` …), split over expert tensor parallelism along ``split_dim``, and if
+    there are biases one each (``bias0`` …), which are outputs and so whole if inputs are split."""
 
     split_dim: int
 
@@ -202,8 +203,6 @@ class _GroupedLinear(nn.Module):
         pg_collection: Any = None,
         **kwargs: Any,
     ) -> None:
-        if bias:
-            raise ValueError("biases of grouped experts have no CPU stand-in; set add_bias_linear=False")
         super().__init__()
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         split = groups.expt_tp.size()
@@ -211,6 +210,8 @@ class _GroupedLinear(nn.Module):
         shape[self.split_dim] = divide(shape[self.split_dim], split)
         self.config = config
         self.num_gemms = num_gemms
+        self.use_bias = bias
+        self.skip_bias_add = skip_bias_add
         # As Megatron marks Transformer Engine's experts: they have a data-parallel group of their own.
         own_groups = is_expert and (
             groups.ep.size() > 1 or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
@@ -223,11 +224,21 @@ class _GroupedLinear(nn.Module):
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=self.split_dim, stride=1)
             weight.allreduce = not own_groups
             self.register_parameter(f"weight{index}", weight)
+            if bias:
+                offset = nn.Parameter(torch.zeros(shape[0], dtype=config.params_dtype))
+                if self.split_dim == 0:
+                    set_tensor_model_parallel_attributes(offset, is_parallel=True, dim=0, stride=1)
+                offset.allreduce = not own_groups
+                self.register_parameter(f"bias{index}", offset)
 
-    def forward(self, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, None]:
-        chunks = torch.split(x, list(m_splits))
-        outputs = [nn.functional.linear(c, getattr(self, f"weight{i}")) for i, c in enumerate(chunks)]
-        return torch.cat(outputs), None
+    def forward(self, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, list[Tensor] | None]:
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else None
+        inner = biases if biases and not self.skip_bias_add else [None] * self.num_gemms
+        outputs = [
+            nn.functional.linear(chunk, getattr(self, f"weight{i}"), inner[i])
+            for i, chunk in enumerate(torch.split(x, list(m_splits)))
+        ]
+        return torch.cat(outputs), biases if self.skip_bias_add else None
 
 
 class TEColumnParallelGroupedLinear(_GroupedLinear):

@@ -1,0 +1,114 @@
+"""Mapping classes that no family here uses, or not in every way: each one's own conversion over TP, beside its rule."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+_HIDDEN = 32
+_HEADS = {"num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 6}
+_QKV = {key: f"{key}_proj" for key in ("q", "k", "v")}
+_QKVG = {**_QKV, "g": "g_proj"}
+_GROUPS = 4 * (2 + 2) * 6
+
+# Name → class, further arguments, shape of the whole Megatron parameter, class of the module, settings of the model.
+CONVERSIONS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], str, dict[str, Any]]] = {
+    "kv": ("KVMapping", {"k": "k", "v": "v"}, (48, _HIDDEN), "column", {}),
+    "kv bias": ("KVMapping", {"k": "k", "v": "v"}, (48,), "column", {}),
+    "concatenated qkv": ("ConcatenatedQKVMapping", {"hf_param": "qkv"}, (_GROUPS, _HIDDEN), "column", {}),
+    "concatenated qkv bias": ("ConcatenatedQKVMapping", {"hf_param": "qkv"}, (_GROUPS,), "column", {}),
+    "concatenated qkv with gates": (
+        "ConcatenatedQKVMapping",
+        {"hf_param": "qkv"},
+        (_GROUPS + 48, _HIDDEN),
+        "column",
+        {"attention_output_gate": True},
+    ),
+    "qkv bias with gates": ("QKVMapping", _QKV, (_GROUPS + 48,), "column", {"attention_output_gate": True}),
+    "qkvg, gates at the end": ("QKVGMapping", _QKVG, (_GROUPS + 8, _HIDDEN), "column", {}),
+    "qkvg, gates in groups": (
+        "QKVGMapping",
+        _QKVG,
+        (_GROUPS + 48, _HIDDEN),
+        "column",
+        {"attention_output_gate": True},
+    ),
+    "transposed column": (
+        "AutoMapping",
+        {"hf_param": "w", "permute_dims": (1, 0)},
+        (24, _HIDDEN),
+        "column",
+        {},
+    ),
+    "transposed row": ("AutoMapping", {"hf_param": "w", "permute_dims": (1, 0)}, (_HIDDEN, 24), "row", {}),
+    "direct": ("DirectMapping", {"hf_param": "w"}, (24, _HIDDEN), "replicated", {}),
+    "replicated": ("ReplicatedMapping", {"hf_param": "w"}, (24, _HIDDEN), "replicated", {}),
+    "row": ("RowParallelMapping", {"hf_param": "w"}, (_HIDDEN, 24), "row", {}),
+    "row bias": ("RowParallelMapping", {"hf_param": "w"}, (24,), "replicated", {}),
+}
+
+
+def examine(tp: int) -> dict[str, list[str]]:
+    """What is wrong with each of the conversions on this rank; Megatron's parallel state is there already."""
+    return {name: _one(*conversion, tp) for name, conversion in CONVERSIONS.items()}
+
+
+def _one(
+    kind: str,
+    names: dict[str, Any],
+    shape: tuple[int, ...],
+    cut: str,
+    settings: dict[str, Any],
+    tp: int,
+) -> list[str]:
+    from megatron.bridge.models.conversion import param_mapping
+    from megatron.bridge.models.conversion.model_bridge import WeightConversionTask
+    from megatron.core.transformer import TransformerConfig
+
+    from rlrefit.workers.megatron.rules import fragments_of_task
+
+    config = TransformerConfig(num_layers=1, hidden_size=_HIDDEN, **_HEADS, **settings)
+    mapping = getattr(param_mapping, kind)("decoder.layers.0.linear.weight", **names)
+    # Bridge goes by the name of the module's class alone.
+    module_type = {"column": "TEColumnParallelLinear", "row": "TERowParallelLinear", "replicated": "TENorm"}[
+        cut
+    ]
+    module = type(module_type, (torch.nn.Module,), {})()
+    module.config = config
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    dim = {"column": 0, "row": 1, "replicated": None}[cut]
+    part = whole if dim is None else whole.chunk(tp, dim)[mapping.tp_rank].contiguous()
+    module.weight = torch.nn.Parameter(part)
+    exported = mapping.megatron_to_hf(module.weight, module)
+    name = "decoder.layers.0.linear.weight"
+    task = WeightConversionTask(
+        param_name=name,
+        global_param_name=name,
+        mapping=mapping,
+        megatron_module=module,
+        param_weight=module.weight,
+    )
+    fragments = fragments_of_task(task)
+    return [*_differences(fragments, exported), *_holes(fragments, exported, tp)]
+
+
+def _differences(fragments: list[Any], exported: dict[str, torch.Tensor]) -> list[str]:
+    return [
+        f"{f.name} {f.box}"
+        for f in fragments
+        if tuple(exported[f.name].shape) != f.full_shape
+        or not torch.equal(exported[f.name][tuple(slice(*side) for side in f.box)], f.view)
+    ]
+
+
+def _holes(fragments: list[Any], exported: dict[str, torch.Tensor], tp: int) -> list[str]:
+    import torch.distributed as dist
+
+    boxes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(boxes, [(f.name, f.box) for f in fragments])
+    masks = {name: torch.zeros(weight.shape, dtype=torch.bool) for name, weight in exported.items()}
+    for name, box in itertools.chain.from_iterable(boxes):
+        masks[name][tuple(slice(*side) for side in box)] = True
+    return [f"{name} has holes" for name, mask in masks.items() if not mask.all()]

@@ -1,0 +1,63 @@
+"""What all cases found, from as few starts of ranks as it takes: one, if none of them fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.spawn import RankFailed, run_ranks
+
+from .cases import WORLD, Case
+from .checkpoints import write_checkpoint
+from .ranks import MAPPINGS, walk
+
+
+class Report:
+    """Findings by case.
+
+    Args:
+        found: by the case's text.
+        failed: why a case has none.
+    """
+
+    def __init__(self, found: dict[str, dict[str, Any]], failed: dict[str, str]):
+        self._found = found
+        self._failed = failed
+
+    def of(self, case: Case) -> dict[str, Any]:
+        """What :func:`.ranks.walk` wrote of a case.
+
+        Raises:
+            AssertionError: the case failed; with the failing rank's traceback.
+        """
+        assert str(case) not in self._failed, self._failed[str(case)]
+        return self._found[str(case)]
+
+
+def examine(cases: Sequence[Case], folder: Path) -> Report:
+    """Walk through all cases; after one that fails, the others go on in new processes."""
+    checkpoints = {
+        family: write_checkpoint(family, folder / family)
+        for family in dict.fromkeys(case.family for case in cases)
+        if family != MAPPINGS
+    }
+    failed: dict[str, str] = {}
+    found: dict[str, dict[str, Any]] = {}
+    left = list(cases)
+    while left:
+        try:
+            run_ranks(walk, WORLD, left, checkpoints, str(folder), timeout_s=300.0)
+        except RankFailed as failure:
+            reason = str(failure)
+        else:
+            reason = "it wrote nothing"
+        for case in left:
+            file = folder / f"{case}.json"
+            if file.exists():
+                found[str(case)] = json.loads(file.read_text())
+        left = [case for case in left if str(case) not in found]
+        if left:
+            failed[str(left.pop(0))] = reason
+    return Report(found, failed)
