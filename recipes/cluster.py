@@ -138,8 +138,10 @@ class ActorGroup:
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> list[tuple[str, ray.ObjectRef]]:
         """Call a method on all actors without waiting; pass the result to :func:`gather`."""
+        # Stored once: a batch would otherwise be copied into the object store for each rank.
+        shared = [ray.put(argument) for argument in args]
         return [
-            (f"{self.name} rank {rank}", getattr(actor, method).remote(*args, **kwargs))
+            (f"{self.name} rank {rank}", getattr(actor, method).remote(*shared, **kwargs))
             for rank, actor in enumerate(self.actors)
         ]
 

@@ -42,10 +42,10 @@ def refit_problems(config: RefitConfig) -> list[str]:
     return found
 
 
-def empty_layouts(train: str, gen: str) -> list[str]:
+def empty_layouts(train: str | None, gen: str | None) -> list[str]:
     """A complaint for each layout that is given and empty, as an unset variable of a shell leaves it."""
     return [
         f"{who}: the layout is empty; give e.g. tp=4,pp=2, or tp=1 for one rank"
         for who, text in (("train", train), ("gen", gen))
-        if not text.strip()
+        if text is not None and not text.strip()
     ]

@@ -12,17 +12,20 @@ MEASURED_RANKS = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add = parser.add_argument
-    add("--model", required=True, help="bundled short name, path of a config.json or its folder, or hub name")
+    add(
+        "--recipe",
+        metavar="NAME|FILE.yaml",
+        help="take model, layouts, buckets and streams from a recipe; other options go before them",
+    )
+    add("--model", help="bundled short name, path of a config.json or its folder, or hub name")
     add(
         "--train",
-        required=True,
         metavar="tp=4,ep=8,pp=2",
         help="the Megatron trainer: tp, pp, ep, etp (1), cp, dp (the smallest that fits), vpp, first and last (layers of "
         "these pipeline stages)",
     )
     add(
         "--gen",
-        required=True,
         metavar="tp=8,dp=2",
         help="the vLLM engines: tp, dp (equal engines), pp, and ep = 1, tp or tp x dp (one engine with data parallelism)",
     )
@@ -35,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--bucket-mb", type=int, help="policy.refit.bucket_mb: size of a staging bucket, MiB")
     add("--streams", type=int, help="policy.refit.streams: rounds of p2p that are on the wire at a time")
-    add("--dtype", choices=DTYPES, default="bf16", help="of the weights (bf16)")
+    add("--dtype", choices=DTYPES, help="of the weights (bf16, or the recipe's)")
     add("--json", action="store_true", help="print one JSON object")
     add(
         "--explain",

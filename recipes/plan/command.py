@@ -9,7 +9,8 @@ from rich.console import Console
 
 from .explain import explain
 from .heat_map import write_heat_map
-from .options import PlanProblems, read_options
+from .options import PlanOptions, PlanProblems, read_options
+from .recipe import layout_text
 from .render import show_explanation, show_problems, show_study
 from .study import json_of_problems, study
 
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
             Console(stderr=True).print(f"the heat map can't be written: {error}", highlight=False)
             return _FAILED
     if arguments.json:
-        _print_json(planned.as_json(arguments.train, arguments.gen))
+        _print_json(planned.as_json(*_layouts(arguments, options)))
         return _DONE
     if options.explain:
         show_explanation(console, explain(planned, options.explain))
@@ -43,9 +44,15 @@ def run(arguments: argparse.Namespace) -> int:
     return _DONE
 
 
+def _layouts(arguments: argparse.Namespace, options: PlanOptions) -> tuple[str, str]:
+    """Both layouts as the user wrote them, or as the recipe has them."""
+    return arguments.train or layout_text(options.train), arguments.gen or layout_text(options.gen)
+
+
 def _refuse(arguments: argparse.Namespace, violations: list[str]) -> int:
     if arguments.json:
-        _print_json(json_of_problems(arguments.model, arguments.train, arguments.gen, violations))
+        named = (arguments.model or arguments.recipe or "", arguments.train or "", arguments.gen or "")
+        _print_json(json_of_problems(*named, violations))
     else:
         show_problems(Console(stderr=True), violations)
     return _IMPOSSIBLE

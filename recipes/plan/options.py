@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,9 +20,11 @@ from ...workers.catalog import (
     parse_train,
     violations,
 )
+from ..config_errors import ConfigError
 from ..option_checks import empty_layouts, output_problems, refit_problems
 from .arguments import DTYPES
 from .hosts import Hosts, HostsError, read_hosts
+from .recipe import read_recipe
 
 _DTYPES = dict(zip(DTYPES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
 HEAT_MAPS = (".png", ".html", ".htm")
@@ -70,17 +72,33 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
         PlanProblems: with everything that is wrong with them, whatever they concern.
     """
     wrong: list[str] = []
-    model = train = gen = hosts = None
+    model = train = gen = hosts = recipe = None
+    if arguments.recipe:
+        try:
+            recipe = read_recipe(arguments.recipe)
+        except ConfigError as error:
+            wrong += error.violations
+        else:
+            model, train, gen = recipe.model, recipe.train, recipe.gen
+    else:
+        wrong += [
+            f"{name}: is missing; give --{name}, or a recipe that has it with --recipe"
+            for name in ("model", "train", "gen")
+            if getattr(arguments, name) is None
+        ]
     try:
-        model = open_model(arguments.model, _DTYPES[arguments.dtype])
+        if arguments.model is not None:
+            model = open_model(arguments.model, _DTYPES[arguments.dtype or DTYPES[0]])
+        elif model is not None and arguments.dtype is not None:
+            model = replace(model, dtype=_DTYPES[arguments.dtype])
     except CatalogError as error:
         wrong.append(f"model: {error}")
     try:
-        train = parse_train(arguments.train)
+        train = parse_train(arguments.train) if arguments.train is not None else train
     except LayoutError as error:
         wrong.append(str(error))
     try:
-        gen = parse_gen(arguments.gen)
+        gen = parse_gen(arguments.gen) if arguments.gen is not None else gen
     except LayoutError as error:
         wrong.append(str(error))
     try:
@@ -91,7 +109,7 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
     for layout in layouts:
         wrong += violations(model, layout) if model is not None else layout.violations()
     wrong += empty_layouts(arguments.train, arguments.gen)
-    config = _refit_config(arguments)
+    config = _refit_config(arguments, recipe.refit if recipe is not None else RefitConfig())
     wrong += refit_problems(config)
     if arguments.json and arguments.explain:
         wrong.append("explain: tables for people, which --json has no keys for; leave one of the two out")
@@ -116,8 +134,7 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
     )
 
 
-def _refit_config(arguments: argparse.Namespace) -> RefitConfig:
-    config = RefitConfig()
+def _refit_config(arguments: argparse.Namespace, config: RefitConfig) -> RefitConfig:
     if arguments.bucket_mb is not None:
         config.bucket_mb = arguments.bucket_mb
     if arguments.streams is not None:

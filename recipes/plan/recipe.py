@@ -1,0 +1,116 @@
+"""What a recipe trains and where, in the words of ``rlrefit plan``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...integration.config import RefitConfig
+from ...workers.catalog import CatalogError, GenLayout, Model, TrainLayout, open_model
+from ..config_errors import ConfigError
+from ..config_schema import TrainConfig
+
+
+@dataclass(frozen=True)
+class RecipePlan:
+    """A recipe's side of a plan.
+
+    Attributes:
+        model: with the weights that the policy exports.
+        train: its trainer's layout.
+        gen: its engines' layout.
+        refit: its buckets and streams.
+    """
+
+    model: Model
+    train: TrainLayout
+    gen: GenLayout
+    refit: RefitConfig
+
+
+def read_recipe(recipe: str, overrides: Sequence[str] = ()) -> RecipePlan:
+    """A recipe as it would be refitted.
+
+    Args:
+        recipe: name of a bundled recipe, or path of a YAML file.
+        overrides: ``key=value``.
+
+    Raises:
+        ConfigError: with all that is wrong with the recipe, or the one thing that can't be planned.
+    """
+    # Hydra is not there where only `rlrefit plan` is installed.
+    try:
+        from ..config import load_config
+    except ImportError as error:
+        raise ConfigError(
+            recipe,
+            [
+                f"reading recipes needs {error.name}: pip install 'rlrefit[ray]'; or give --model, --train, --gen"
+            ],
+        ) from error
+    return plan_of(load_config(recipe, overrides))
+
+
+def plan_of(config: TrainConfig) -> RecipePlan:
+    """The same of a configuration that was checked.
+
+    Raises:
+        ConfigError: its model is not in the catalogue, or its pipeline stages are of its own making.
+    """
+    trainer, generation = config.trainer, config.generation
+    if trainer.pipeline_model_parallel_layout is not None:
+        raise ConfigError(
+            config.name,
+            [
+                "trainer.pipeline_model_parallel_layout: stages of one's own can't be planned, only equal ones but for "
+                "the first and last; plan with num_layers_in_first_pipeline_stage and …_last_… near to them"
+            ],
+        )
+    dense = trainer.tensor_parallel * trainer.context_parallel * trainer.pipeline_parallel
+    train = TrainLayout(
+        tp=trainer.tensor_parallel,
+        pp=trainer.pipeline_parallel,
+        ep=trainer.expert_parallel,
+        etp=trainer.expert_tensor_parallel,
+        cp=trainer.context_parallel,
+        dp=trainer.ranks // dense,
+        vpp=trainer.virtual_pipeline or 1,
+        first=trainer.num_layers_in_first_pipeline_stage,
+        last=trainer.num_layers_in_last_pipeline_stage,
+        # The trainer pads to a multiple of TP alone.
+        vocabulary_multiple=1,
+    )
+    shares_experts = generation.backend == "vllm" and generation.vllm.enable_expert_parallel
+    gen = GenLayout(
+        tp=generation.tensor_parallel,
+        dp=generation.replicas,
+        pp=generation.pipeline_parallel,
+        ep=generation.tensor_parallel if shares_experts else 1,
+    )
+    return RecipePlan(_model(config), train, gen, config.policy.refit)
+
+
+def _model(config: TrainConfig) -> Model:
+    from ..config_surroundings import catalog_model, local_hf_config
+
+    dtype = torch.bfloat16 if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+    found = catalog_model(config)
+    if found is not None:
+        return replace(found, dtype=dtype)
+    local = local_hf_config(config.model.path)
+    try:
+        if local is None:
+            return open_model(config.model.path, dtype)
+        model = Model(config.model.path, dict(local), dtype)
+        _ = model.architecture
+    except CatalogError as error:
+        raise ConfigError(config.name, [f"model.path: {error}"]) from error
+    return model
+
+
+def layout_text(layout: TrainLayout | GenLayout) -> str:
+    """A layout as ``--train`` and ``--gen`` take it, sizes of 1 left out."""
+    sizes = ((name, size) for name, size in vars(layout).items() if name != "vocabulary_multiple")
+    return ",".join(f"{name}={size}" for name, size in sizes if size is not None and size > 1) or "tp=1"
