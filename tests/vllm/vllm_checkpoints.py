@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 _COMMON = {
@@ -49,6 +51,23 @@ def write_checkpoint(
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
     model.save_pretrained(path)
+    return path
+
+
+def quantize_checkpoint(path: Path) -> Path:
+    """Turn a checkpoint into FP8 (E4M3) with one scale for each linear weight, as llm-compressor and vLLM name them."""
+    tensors = {}
+    for name, tensor in read_checkpoint(path).items():
+        if name.endswith("_proj.weight"):
+            scale = tensor.abs().max().float() / torch.finfo(torch.float8_e4m3fn).max
+            tensors[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
+            tensors[name.replace(".weight", ".weight_scale")] = scale
+        else:
+            tensors[name] = tensor
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (path / "config.json").write_text(json.dumps(config))
     return path
 
 

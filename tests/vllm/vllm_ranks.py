@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class Case:
     path_b: str
     layout: Layout = Layout()
     packed: bool = False  # float32, linear weights packed for oneDNN as vLLM does without the plug-in
+    quantization: str | None = None  # what the engine makes of BF16 weights as it loads them
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class RankResult:
     process_state_untouched: bool
     version: int
     failures: dict[str, str]
+    processed: list[
+        set[int]
+    ]  # how often the first and the second refit processed an FP8 layer after loading it
+    bare_load: str  # why an FP8 model's own loader can't take new weights after it was started
 
 
 def _config(path: str, case: Case) -> Any:
@@ -63,7 +69,12 @@ def _config(path: str, case: Case) -> Any:
         enforce_eager=True,
         dtype="float32" if case.packed else "bfloat16",
         max_model_len=256,
+        quantization=case.quantization,
     ).create_engine_config()
+
+
+def _raw(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _differing(live: torch.nn.Module, expected: torch.nn.Module) -> list[str]:
@@ -72,9 +83,7 @@ def _differing(live: torch.nn.Module, expected: torch.nn.Module) -> list[str]:
     found = [
         name
         for name, parameter in live.named_parameters()
-        if not torch.equal(
-            parameter.contiguous().view(torch.uint8), other[name].contiguous().view(torch.uint8)
-        )
+        if not torch.equal(_raw(parameter), _raw(other[name]))
     ]
     dtype = next(iter(live.parameters())).dtype  # the embedding's, which is never emptied
     for name, module in live.named_modules():
@@ -163,9 +172,14 @@ def _one_case(case: Case) -> RankResult:
         and rotary == _ROPE_DICT
     )
     failures = _failures(destination, live, misc, case) if case.packed else {}
+    bare_load = _bare_load(live, b) if _fp8_methods(live) else ""
+    counts = _count_processing(live)
     refit(destination, fragments, misc, b, version=1)
+    processed = [set(counts.values())]
     differing = _differing(live, _loaded(case, case.path_b)[0])
+    counts.update(dict.fromkeys(counts, 0))
     refit(destination, fragments, misc, a, version=2)
+    processed.append(set(counts.values()))
     bulk: dict[str, list[tuple[tuple[int, int], ...]]] = {}
     for fragment in fragments:
         bulk.setdefault(fragment.name, []).append(fragment.box)
@@ -178,7 +192,43 @@ def _one_case(case: Case) -> RankResult:
         process_state_untouched=untouched,
         version=destination.version,
         failures=failures,
+        processed=processed,
+        bare_load=bare_load,
     )
+
+
+def _fp8_methods(live: torch.nn.Module) -> list[Any]:
+    methods = [getattr(module, "quant_method", None) for module in live.modules()]
+    return [method for method in methods if type(method).__name__.startswith("Fp8")]
+
+
+def _bare_load(live: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> str:
+    """The error of ``model.load_weights`` without a reload, tried on a copy since it may write a part."""
+    try:
+        with torch.no_grad():
+            copy.deepcopy(live).load_weights(iter(tensors.items()))
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def _count_processing(live: torch.nn.Module) -> dict[int, int]:
+    """Calls of post-load processing by FP8 layer, from now on."""
+    counts: dict[int, int] = {}
+
+    def count(method: Any) -> None:
+        process = method.process_weights_after_loading
+
+        def counted(layer: torch.nn.Module) -> None:
+            counts[id(method)] += 1
+            process(layer)
+
+        counts[id(method)] = 0
+        method.process_weights_after_loading = counted
+
+    for method in _fp8_methods(live):
+        count(method)
+    return counts
 
 
 def _loaded(case: Case, path: str = "") -> tuple[torch.nn.Module, Any]:

@@ -1,0 +1,69 @@
+"""Tiny Qwen3 checkpoints whose sizes vLLM's GPU kernels take, in BF16 or block-quantized FP8."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+BLOCK = 128
+_COMMON = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_checkpoint(path: Path, seed: int, *, fp8: bool, experts: bool = False) -> str:
+    """Save a model with weights of ``seed``, and return its folder."""
+    import transformers
+
+    config: transformers.PretrainedConfig = transformers.Qwen3Config(**_COMMON)
+    if experts:
+        config = transformers.Qwen3MoeConfig(
+            **_COMMON, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256, decoder_sparse_step=1
+        )
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
+    model.save_pretrained(path)
+    if fp8:
+        _quantize(path)
+    return str(path)
+
+
+def read_checkpoint(path: str) -> dict[str, torch.Tensor]:
+    return load_file(Path(path) / "model.safetensors")
+
+
+def _quantize(path: Path) -> None:
+    tensors = {}
+    for name, tensor in read_checkpoint(str(path)).items():
+        tensors[name] = tensor
+        if name.endswith("_proj.weight"):
+            rows, columns = tensor.shape
+            blocks = tensor.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+            scale = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+            tensors[name] = (blocks / scale[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
+            tensors[name + "_scale_inv"] = scale
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(2))],
+    }
+    (path / "config.json").write_text(json.dumps(config))

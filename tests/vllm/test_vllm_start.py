@@ -1,0 +1,214 @@
+"""What a vLLM worker says at its start and at its end: what this vLLM lacks, errors with their type, sleep, the backend."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
+
+from rlrefit.integration.errors import EngineDirty, PlanError, RefitError, RefitTimeout
+from rlrefit.integration.session import ServingState
+from rlrefit.workers.vllm import plugin
+from rlrefit.workers.vllm.answers import answer, raise_refit_errors
+from rlrefit.workers.vllm.compat import REFIT, WEIGHT_TRANSFER, Needed, require_supported_vllm
+from rlrefit.workers.vllm.guard import WeightsGuard
+from rlrefit.workers.vllm.token_versions import TokenVersions
+
+
+def test_the_installed_vllm_has_all_that_refits_rely_on():
+    require_supported_vllm((*REFIT, *WEIGHT_TRANSFER))
+
+
+def test_all_that_a_vllm_lacks_is_told_at_once_with_its_version():
+    import vllm
+
+    reload = "vllm.model_executor.model_loader.reload"
+    lacking = (
+        Needed(f"{reload}.gone", "anything"),
+        Needed(reload, "initialize_layerwise_reload.phase"),
+        Needed(reload, "initialize_layerwise_reload", ("model", "device", "phase")),
+        Needed(f"{reload}.types", "LayerReloadingInfo", ("load_numel", "loaded_bytes")),
+        Needed(reload, "finalize_layerwise_reload", ("takes_any_keyword",)),
+    )
+    with pytest.raises(RefitError, match=f"vLLM {vllm.__version__} differs from vLLM 0.21") as caught:
+        require_supported_vllm(lacking)
+    text = str(caught.value)
+    assert "in 4 things" in text
+    assert f"{reload}.gone.anything: the module can't be imported" in text
+    assert "initialize_layerwise_reload.phase: phase does not exist" in text
+    assert "initialize_layerwise_reload: has no device and no phase" in text
+    assert "LayerReloadingInfo: has no loaded_bytes" in text
+    assert "vllm>=0.21,<0.22" in text
+
+
+def _failing(error: Exception) -> dict[str, Any]:
+    def fail() -> dict[str, Any]:
+        raise error
+
+    return answer(fail)
+
+
+def test_a_workers_error_comes_back_with_its_type_and_place():
+    failed = _failing(PlanError("a hole", stage="plan", rank=3, parameter="w"))
+    with pytest.raises(
+        PlanError, match=r"^vLLM worker 1: a hole \[stage plan, rank 3, parameter w\]$"
+    ) as caught:
+        raise_refit_errors([{}, failed])
+    assert (caught.value.stage, caught.value.rank, caught.value.parameter) == ("plan", 3, "w")
+
+
+def test_of_several_failing_workers_the_one_with_the_cause_is_heard():
+    from rlrefit.integration.errors import PeerLost
+
+    lost, late = _failing(PeerLost("rank 3 gave up")), _failing(RefitTimeout("too late"))
+    with pytest.raises(RefitTimeout, match="vLLM worker 1: too late"):
+        raise_refit_errors([lost, late, lost])
+    with pytest.raises(PeerLost, match="vLLM worker 0"):
+        raise_refit_errors([lost, lost])
+
+
+def test_an_error_that_is_not_ours_keeps_its_name():
+    with pytest.raises(RefitError, match="vLLM worker 0: ZeroDivisionError: by zero"):
+        raise_refit_errors([_failing(ZeroDivisionError("by zero"))])
+    assert raise_refit_errors([{"version": 1}]) == [{"version": 1}]
+
+
+def test_vllm_takes_the_backends_name_and_still_refuses_unknown_ones():
+    plugin.register()
+    plugin.register()
+    assert plugin.transfer_config().backend == WeightTransferConfig(backend="rlrefit").backend == "rlrefit"
+    assert WeightTransferConfig().backend == "nccl"
+    with pytest.raises(ValueError, match="'nccl', 'ipc' or 'rlrefit'"):
+        WeightTransferConfig(backend="nonsense")
+    assert list(WeightTransferEngineFactory._registry) == ["nccl", "ipc", "rlrefit"]
+
+
+def test_the_command_line_takes_the_backends_name():
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    found = parser.parse_args(["--weight-transfer-config", '{"backend": "rlrefit"}'])
+    assert found.weight_transfer_config.backend == "rlrefit"
+
+
+def test_a_later_vllm_whose_backend_is_a_plain_string_is_left_alone():
+    from pydantic.dataclasses import dataclass
+
+    @dataclass
+    class Later:
+        backend: str = "nccl"
+
+    plugin._accept_backend(Later)
+    assert Later(backend="anything").backend == "anything"
+
+
+class _Worker:
+    """What the guard touches of vLLM's worker, whose sleep leaves memory where it is."""
+
+    def __init__(self) -> None:
+        self.slept: list[int] = []
+        model = nn.Linear(2, 2)
+        self.model_runner = SimpleNamespace(execute_model=lambda step: f"ran {step}", get_model=lambda: model)
+
+    def sleep(self, level: int = 1) -> None:
+        self.slept.append(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        pass
+
+
+@pytest.fixture
+def worker() -> Any:
+    worker = _Worker()
+    worker.state = ServingState()
+    worker.guard = WeightsGuard(worker, worker.state)
+    return worker
+
+
+def test_weights_that_were_written_in_part_are_not_run(worker: Any):
+    assert worker.model_runner.execute_model(1) == "ran 1"
+    worker.state.mark_dirty(4)
+    with pytest.raises(EngineDirty, match="refit 4 began"):
+        worker.model_runner.execute_model(2)
+    worker.state.commit(5)
+    assert worker.model_runner.execute_model(3) == "ran 3"
+
+
+@pytest.mark.parametrize(("tags", "awake"), [(["kv_cache"], False), (["weights"], True), (None, True)])
+def test_a_refit_needs_the_weights_awake(worker: Any, tags: list[str] | None, awake: bool):
+    worker.guard.require_awake()
+    worker.sleep(level=1)
+    assert worker.slept == [1]
+    with pytest.raises(RefitError, match="asleep"):
+        worker.guard.require_awake()
+    worker.wake_up(tags)
+    if awake:
+        worker.guard.require_awake()
+        assert worker.model_runner.execute_model(1) == "ran 1"
+    else:
+        with pytest.raises(RefitError, match="asleep"):
+            worker.guard.require_awake()
+
+
+def test_discarded_weights_are_not_run_before_a_refit(worker: Any):
+    worker.sleep(2)
+    worker.wake_up(tags=["weights"])
+    worker.guard.require_awake()
+    # A later sleep of level 1 keeps what is undefined.
+    worker.sleep(1)
+    worker.wake_up()
+    with pytest.raises(EngineDirty, match="level 2 sleep discarded"):
+        worker.model_runner.execute_model(1)
+    worker.guard.refitted()
+    assert worker.model_runner.execute_model(2) == "ran 2"
+
+
+class _State:
+    parent_req: ClassVar[None] = None
+
+    def __init__(self, request: str, tokens: int) -> None:
+        self.external_req_id, self.request_index = request, 0
+        self.detokenizer = SimpleNamespace(num_output_tokens=lambda: tokens)
+
+
+def _output(request: str, tokens: int) -> Any:
+    return SimpleNamespace(
+        request_id=request, outputs=[SimpleNamespace(index=0, token_ids=list(range(tokens)))]
+    )
+
+
+def test_each_token_has_the_version_that_was_served_when_it_came():
+    versions = TokenVersions()
+    versions.begin("long", 3)
+    versions.begin("finished", 3)
+    versions.refitted({"x": _State("long", 2), "foreign": _State("other", 1)}, 4)
+    versions.begin("late", 4)
+    versions.refitted({"x": _State("long", 2), "y": _State("late", 0)}, 5)
+    versions.refitted({"x": _State("long", 5)}, 6)
+    assert versions.of(_output("long", 6)).versions == ((3, 3, 5, 5, 5, 6),)
+    assert versions.of(_output("long", 1)).versions == ((3,),)
+    assert versions.of(_output("finished", 2)).versions == ((3, 3),)
+    assert versions.of(_output("late", 1)).versions == ((5,),)
+    versions.end("long")
+    versions.begin("long", 7)
+    assert versions.of(_output("long", 1)).versions == ((7,),)
+
+
+def test_deepgemms_requantization_changes_the_bytes_that_a_checkpoint_holds():
+    """Why FP8 layers take the reload: bytes of the checkpoint, written in place, would not be what the kernel reads."""
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
+    scale = weight.view(2, 128, 2, 128).abs().amax(dim=(1, 3)) / 448.0
+    quantized = (weight.view(2, 128, 2, 128) / scale[:, None, :, None]).view(256, 256).to(torch.float8_e4m3fn)
+    kernel_weight, kernel_scale = quantized.clone(), scale.clone()
+    with torch.compiler.set_stance("force_eager"):  # compiling takes seconds
+        requant_weight_ue8m0_inplace(kernel_weight, kernel_scale)
+    assert torch.equal(kernel_scale, torch.exp2(torch.log2(kernel_scale).round()))
+    assert not torch.equal(kernel_scale, scale)
+    assert not torch.equal(kernel_weight.view(torch.uint8), quantized.view(torch.uint8))
