@@ -8,14 +8,20 @@ from typing import Protocol
 import torch
 
 from .checksum import ChecksumViews
+from .host import PushedChecksums, PushedViews, kernels_read
 from .strided import Strided
 from .tables import ChecksumTable, CopyTable
 
 
 class Copy(Protocol):
-    """Prepared copies; ``nbytes`` of them altogether."""
+    """Prepared copies; ``nbytes`` of them altogether.
+
+    Attributes:
+        blocks: whether ``launch`` may hold up its caller until a device's earlier work on the current stream is done.
+    """
 
     nbytes: int
+    blocks: bool
 
     def launch(self) -> None:
         """Do the copies; on a GPU, enqueue them on the current stream."""
@@ -36,6 +42,8 @@ class Checksums(Protocol):
 class PairedViews:
     """Copies between CPU tensors."""
 
+    blocks = False
+
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]):
         self._sources = [source for source, _ in pairs]
         self._targets = [target for _, target in pairs]
@@ -47,22 +55,64 @@ class PairedViews:
             torch._foreach_copy_(self._targets, self._sources)
 
 
+class JoinedCopies:
+    """Copies of several kinds, one after another."""
+
+    def __init__(self, copies: Sequence[Copy]):
+        self._copies = list(copies)
+        self.nbytes = sum(copy.nbytes for copy in copies)
+        self.blocks = any(copy.blocks for copy in copies)
+
+    def launch(self) -> None:
+        """Do all of them."""
+        for copy in self._copies:
+            copy.launch()
+
+
+class JoinedChecksums:
+    """Checksums of several kinds of memory, added up."""
+
+    def __init__(self, parts: Sequence[Checksums]):
+        self._parts = list(parts)
+        self.nbytes = sum(part.nbytes for part in parts)
+
+    def compute(self, out: torch.Tensor) -> None:
+        """Set ``out`` to the checksums."""
+        out.zero_()
+        self.add_to(out)
+
+    def add_to(self, out: torch.Tensor) -> None:
+        """Add the checksums to ``out``."""
+        for part in self._parts:
+            part.add_to(out)
+
+
 def make_copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> Copy:
     """Copies from the first to the second tensor of each pair, in any order.
 
-    The tensors must stay where they are as long as the copies are used.
+    On a GPU the first may be host memory: its kernels read what is page-locked, and the host pushes the rest. The
+    tensors must stay where they are as long as the copies are used.
 
     Raises:
-        ValueError: the tensors of a pair differ in shape or dtype.
+        ValueError: the tensors of a pair differ in shape or dtype, or the second is host memory and ``device`` a GPU.
     """
     for source, target in pairs:
         if source.shape != target.shape or source.dtype != target.dtype:
             raise ValueError(
                 f"{source.dtype}{list(source.shape)} can't be copied to {target.dtype}{list(target.shape)} as bytes"
             )
-    if device.type == "cuda":
-        return CopyTable.build(((Strided.of(source), Strided.of(target)) for source, target in pairs), device)
-    return PairedViews(pairs)
+    if device.type != "cuda":
+        return PairedViews(pairs)
+    for _, target in pairs:
+        if target.device.type != "cuda":
+            raise ValueError(
+                f"{target.dtype}{list(target.shape)} lies on {target.device} and can't be written by {device}; bring it "
+                "to the GPU first"
+            )
+    pushed = [pair for pair in pairs if not kernels_read(pair[0])]
+    read = [pair for pair in pairs if kernels_read(pair[0])] if pushed else pairs
+    table = CopyTable.build(((Strided.of(source), Strided.of(target)) for source, target in read), device)
+    return JoinedCopies([PushedViews(pushed), table]) if pushed else table
 
 
 def make_checksums(
@@ -72,9 +122,19 @@ def make_checksums(
 
     Args:
         views: (view, offset of its first element in its message).
-        device: of the views.
+        device: where the sums are; that of the views, or views may be host memory.
         slots: for each view the row of the result that its message has; all 0 if left out.
     """
-    if device.type == "cuda":
-        return ChecksumTable.build([(Strided.of(view), offset) for view, offset in views], device, slots)
-    return ChecksumViews(views, slots)
+    if device.type != "cuda":
+        return ChecksumViews(views, slots)
+    rows = slots or [0] * len(views)
+    parts: list[Checksums] = []
+    pushed = [i for i, (view, _) in enumerate(views) if not kernels_read(view)]
+    if pushed:
+        parts.append(PushedChecksums([views[i] for i in pushed], [rows[i] for i in pushed]))
+    apart = set(pushed)
+    read = [i for i in range(len(views)) if i not in apart]
+    table = ChecksumTable.build(
+        [(Strided.of(views[i][0]), views[i][1]) for i in read], device, [rows[i] for i in read]
+    )
+    return JoinedChecksums([*parts, table]) if parts else table

@@ -50,8 +50,10 @@ class _Launch:
 class CopyTable:
     """Copies between strided memory, prepared once and launched at every refit.
 
-    Addresses must be reachable from ``device``: its own memory, or a peer's that is mapped.
+    Addresses must be reachable from ``device``: its own memory, page-locked host memory, or a peer's that is mapped.
     """
+
+    blocks = False
 
     def __init__(self, launches: Sequence[_Launch], nbytes: int):
         self._launches = launches

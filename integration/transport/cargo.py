@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..errors import PlanError, RefitMismatch
 from ..packing import Strided
 from ..plan import LARGE_SEGMENT, Message, Plan
@@ -123,7 +125,7 @@ class Cargo:
             and segments[0].nbytes >= LARGE_SEGMENT
             and not item.message.is_relay
             and item not in self._relayed_items
-            and Strided.of(views.of(segments[0])).contiguous
+            and _travels_alone(views.of(segments[0]), views)
         )
 
     def _relayed(
@@ -139,6 +141,11 @@ class Cargo:
             rank=self.rank,
             parameter=message.segments[0].name,
         )
+
+
+def _travels_alone(live: torch.Tensor, views: LiveViews) -> bool:
+    # The wire of a GPU does not read host memory.
+    return views.at_home(live) and Strided.of(live).contiguous
 
 
 def _key(message: Message) -> tuple[int, int, str]:

@@ -44,7 +44,9 @@ class GoldenTransport(GroupTransport):
         return self._staging.numel()
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
-        views = LiveViews(fragments)
+        views = LiveViews(fragments, self.group.device)
+        if not self._is_source:
+            views.require_home()
         # A trainer that does not own a box only takes part in its broadcast and writes nothing.
         self._bound = [
             self._bind(message, views) if not self._is_source or message.source == self.rank else None
@@ -88,6 +90,6 @@ class GoldenTransport(GroupTransport):
         device = self.group.device
         return _Bound(
             make_copy([(part.live, part.packed) for part in parts], device),
-            make_copy([(part.packed, part.live) for part in parts], device),
+            make_copy([(part.packed, part.live) for part in parts if not self._is_source], device),
             make_checksums([(buffer[:-CHECKSUM_BYTES], 0)], device),
         )

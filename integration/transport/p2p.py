@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from itertools import chain
 
@@ -13,13 +15,18 @@ from ..process_groups import Group
 from ..records import StageClock
 from .base import GroupTransport, TransferResult, damaged
 from .cargo import Cargo
+from .host_memory import HostMemory
 from .replay import Replay
 from .streams import Span, make_line, make_span
 from .views import LiveViews
 
+logger = logging.getLogger(__name__)
+
 # Rounds that are enqueued ahead of the wire: enough for it never to wait for the host, and few enough that
 # CUDA's queues, where a launch would block without a limit of time, never fill up.
 _AHEAD = 16
+# Seconds that a failed epoch waits for packing to end, and between looks.
+_DRAIN_WITHIN, _PAUSE = 5.0, 1e-3
 # Number of the round before which all ranks exchange what goes aside: the earlier ones keep the wire busy meanwhile.
 _ASIDE_BEFORE = 8
 
@@ -65,14 +72,20 @@ class P2PTransport(GroupTransport):
         self._sent: list[Span] = [make_span(device) for _ in numbers]
         self._landed: list[Span] = [make_span(device) for _ in numbers]
         self._told, self._compared = make_span(device), make_span(device)
+        self._idle = make_span(device)
         self._replay: Replay | None = None
+        self._host: HostMemory | None = None
 
     @property
     def staging_bytes(self) -> int:
         return self._replay.staging_bytes if self._replay is not None else 0
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
-        self._views = LiveViews(fragments)
+        self._views = LiveViews(fragments, self.group.device)
+        if self._cargo.incoming:
+            self._views.require_home()
+        self._let_go()
+        self._host = HostMemory((fragment.view for fragment in fragments), self.group.device)
 
     def describe(self) -> object:
         return self._cargo.describe(self._views)
@@ -81,6 +94,7 @@ class P2PTransport(GroupTransport):
         direct = self._cargo.settle(self._views, described)
         buckets = self._replay.buckets if self._replay is not None else {}
         self._replay = Replay(self._cargo, self._views, direct, self.group, self._lanes, self.verify, buckets)
+        self._views = LiveViews([])
         if self.group.device.type == "cuda":
             # The tables' way to the device: a refit may run on another stream than this one.
             torch.cuda.current_stream(self.group.device).synchronize()
@@ -88,12 +102,37 @@ class P2PTransport(GroupTransport):
     def release(self) -> None:
         """Let go of the storage and the buckets; bind and connect again before the next run."""
         self._views, self._replay = LiveViews([]), None
+        self._let_go()
+
+    def moved(self) -> bool:
+        return self._host is not None and self._host.moved()
 
     def close(self, *, failed: bool = False) -> None:
         super().close(failed=failed)
         # Only now: until the communicators have been given up, a failed refit may still write the buckets. The
         # exchanges go with them, since a communicator that outlived this would end at the interpreter's exit.
         self._replay = None
+        self._let_go(failed=failed)
+
+    def _let_go(self, *, failed: bool = False) -> None:
+        """Of host memory; after a refit that ``failed``, something that was enqueued may still read it."""
+        if self._host is not None:
+            self._host.close(idle=not failed or not self._host.locked_here or self._drained())
+        self._host = None
+
+    def _drained(self) -> bool:
+        """Whether all packing ends soon, after the communicators have been given up."""
+        deadline = time.monotonic() + _DRAIN_WITHIN
+        try:
+            self._pack.mark(self._idle)
+            while not self._idle.query():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_PAUSE)
+        except torch.AcceleratorError as error:
+            logger.warning("the GPU is lost: %s", error)
+            return False
+        return True
 
     def run(self, clock: StageClock, aside: Callable[[], None] | None = None) -> TransferResult:
         assert self._replay is not None, "connect comes before run"
@@ -164,6 +203,12 @@ class P2PTransport(GroupTransport):
         line.enter()
         if before >= 0:
             line.after(self._sent[before])
+        if replay.blocks[index]:
+            # The host brings memory that the GPU can't read. CUDA would keep it waiting for the line without a limit
+            # of time, and blind to other ranks that give up.
+            line.mark(self._idle)
+            with clock.waiting():
+                self.group.wait_for([self._idle], "transfer")
         with line.timed(clock, "pack", self._packed[index]):
             replay.pack(index, refit)
 

@@ -15,7 +15,7 @@ from ..process_groups import Group
 from .cargo import Cargo, Item
 from .ledger import Ledger
 from .staging import Staging, share_buckets
-from .views import LiveViews, flat_bytes, packed_view
+from .views import LiveViews, flat_bytes, packed_view, unowned
 
 # The buckets of a rank: (direction, number) → uint8.
 Buckets = dict[tuple[str, int], torch.Tensor]
@@ -41,6 +41,7 @@ class Replay:
         unpacks: the same for what arrives.
         relayed_rounds: for each round those in which what it passes on arrived.
         ledger: the checksums.
+        blocks: for each round whether packing may hold up the host until the device's earlier work is done.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Replay:
         self._packs = [self._pack_copy(items) for items in staged_out]
         self._unpacks = [self._unpack_copy(items) for items in staged_in]
         own = [[i for i in items if i.relays is None] for items in cargo.sends]
+        self.blocks = [pack.blocks for pack in self._packs]
         self._sent_checks = [self._checks(cargo, items, self.ledger.sent_rows) for items in own]
         self._landed_checks = [
             self._checks(cargo, items, self.ledger.landed_rows) for items in cargo.receives
@@ -97,6 +99,8 @@ class Replay:
             )
             for sends, receives, lane in zip(cargo.sends, cargo.receives, lanes, strict=True)
         ]
+        # From here on plain addresses on a GPU: views would keep the memory of parameters that are offloaded meanwhile.
+        self._views = LiveViews([])
 
     @property
     def staging_bytes(self) -> int:
@@ -151,7 +155,7 @@ class Replay:
         """What the wire carries for an item: its part of a bucket, or the live storage itself."""
         if item in self._buffers:
             return self._buffers[item]
-        return flat_bytes(self._views.of(item.message.segments[0]))
+        return unowned(flat_bytes(self._views.of(item.message.segments[0])))
 
     def _pack_copy(self, items: Sequence[Item]) -> Copy:
         pairs = [(live, packed) for item in items for live, packed in self._segments(item)]

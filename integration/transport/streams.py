@@ -32,6 +32,9 @@ class Line(Protocol):
     def after_line(self, line: Line) -> None:
         """Hold this line up until all that was begun on another one has ended."""
 
+    def mark(self, span: Span) -> None:
+        """End ``span`` behind all that this line has been given so far."""
+
     def timed(self, clock: StageClock, stage: str, span: Span) -> Timed:
         """A context in which work on this line makes up ``span``, billed to ``stage``."""
 
@@ -68,6 +71,9 @@ class HostLine:
     def after_line(self, line: Line) -> None:
         return None
 
+    def mark(self, span: Span) -> None:
+        return None
+
     def timed(self, clock: StageClock, stage: str, span: Span) -> Timed:
         return clock.stage(stage)  # type: ignore[return-value]  # contextlib's classes are no Protocol's subtypes
 
@@ -102,6 +108,10 @@ class CudaLine:
     def after_line(self, line: Line) -> None:
         assert isinstance(line, CudaLine)
         self.stream.wait_stream(line.stream)
+
+    def mark(self, span: Span) -> None:
+        assert isinstance(span, CudaSpan)
+        span.end.record(self.stream)
 
     def timed(self, clock: StageClock, stage: str, span: Span) -> Timed:
         assert isinstance(span, CudaSpan)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import PlanError
+from ..errors import PlanError, RefitError
 from ..layout import Fragment, intersect, local_slice
 from ..plan import Message, Segment
 
@@ -23,10 +23,41 @@ class Part(NamedTuple):
 class LiveViews:
     """A rank's fragments, looked up by weight and box."""
 
-    def __init__(self, fragments: Sequence[Fragment]):
+    def __init__(self, fragments: Sequence[Fragment], device: torch.device | None = None):
+        """Look at where they lie.
+
+        Args:
+            fragments: of this rank.
+            device: that works on them; None for the CPU.
+
+        Raises:
+            RefitError: the storage of a fragment has been freed.
+        """
+        self._device = device
         self._by_name: dict[str, list[Fragment]] = defaultdict(list)
         for fragment in fragments:
+            _require_storage(fragment)
             self._by_name[fragment.name].append(fragment)
+
+    def at_home(self, view: torch.Tensor) -> bool:
+        """Whether a view is in the memory of the device that works on it, and not offloaded to the host."""
+        return self._device is None or view.device.type == self._device.type
+
+    def require_home(self) -> None:
+        """Check that everything can be written.
+
+        Raises:
+            RefitError: a fragment lies in host memory beside a GPU.
+        """
+        for fragments in self._by_name.values():
+            for fragment in fragments:
+                if not self.at_home(fragment.view) and fragment.view.numel():
+                    raise RefitError(
+                        f"this weight of the engine lies on {fragment.view.device}, and refits write engines on "
+                        f"{self._device}; nothing was written. Bring the engine's weights back to its GPU before the refit",
+                        stage="bind",
+                        parameter=fragment.name,
+                    )
 
     def of(self, segment: Segment) -> torch.Tensor:
         """The live view of a planned segment, which lies in one fragment.
@@ -78,3 +109,41 @@ def flat_bytes(view: torch.Tensor) -> torch.Tensor:
     """A contiguous view as uint8 ``[n]``, on the same storage."""
     # as_strided, since one element counts as contiguous whatever its stride is, and could not be seen as bytes.
     return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
+
+
+def unowned(raw: torch.Tensor) -> torch.Tensor:
+    """The same bytes, without keeping GPU memory from being freed: as a plain address, which its owner may outlive.
+
+    Args:
+        raw: uint8 ``[n]``.
+    """
+    return torch.as_tensor(_Address(raw), device=raw.device) if raw.device.type == "cuda" else raw
+
+
+class _Address:
+    """GPU memory in the form in which libraries hand it to each other."""
+
+    def __init__(self, raw: torch.Tensor):
+        self.__cuda_array_interface__ = {
+            "shape": (raw.numel(),),
+            "typestr": "|u1",
+            "data": (raw.data_ptr(), False),
+            "version": 2,
+        }
+
+
+def _require_storage(fragment: Fragment) -> None:
+    view = fragment.view
+    if not view.numel():
+        return
+    last = sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
+    end = (view.storage_offset() + last + 1) * view.element_size()
+    present = view.untyped_storage().nbytes()
+    if present < end:
+        raise RefitError(
+            f"this weight was offloaded with its storage freed: it needs {end} bytes of a storage that has {present}. "
+            "Nothing was read or written. Bring the parameters back before the refit, or hand over fragments of their "
+            "host copies",
+            stage="bind",
+            parameter=fragment.name,
+        )

@@ -82,7 +82,9 @@ def _with_probe(task: Any, kind: tuple[Any, ...], free: bool) -> Any:
     # Alike on ranks that hold the same shard: Bridge exports only one of them.
     place = (mapping.tp_rank, mapping.ep_rank if mapping.is_expert else 0, task.global_param_name, kind)
     generator = torch.Generator().manual_seed(zlib.crc32(repr(place).encode()))
-    values = torch.randn(shape, generator=generator).to(weight.dtype).to(weight.device)
+    # Not where the parameter is, which may be offloaded: Bridge's collectives work on the GPU.
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    values = torch.randn(shape, generator=generator).to(weight.dtype).to(device)
     probe = torch.nn.Parameter(values, requires_grad=False)
     for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
         if hasattr(weight, attribute):

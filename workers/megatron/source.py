@@ -10,6 +10,7 @@ import torch
 from ...integration.endpoints import storage_key
 from ...integration.layout import Fragment
 from ...integration.manifest import TensorSpec
+from ..offload import Residence
 from .enumeration import Enumeration, conversion_tasks, enumerate_export
 from .rules import Refused, fragments_of_task
 from .self_check import changes_converted_weights, disproved_tasks
@@ -31,6 +32,7 @@ class MegatronSource:
 
         self._bridge = bridge
         self._model = model
+        self._residence = Residence(model, self.device)
         stages = parallel_state.get_pipeline_model_parallel_group()
         self._enumeration: Enumeration = enumerate_export(bridge, model, stages)
         self._disproved = disproved_tasks(bridge, model, self._enumeration, stages)
@@ -59,7 +61,8 @@ class MegatronSource:
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
         held: list[Fragment] = []
         refused: dict[str, str] = {}
-        for index, (task, names) in enumerate(zip(self._tasks, self._enumeration.task_names, strict=True)):
+        tasks = self._residence.tasks(self._tasks)
+        for index, (task, names) in enumerate(zip(tasks, self._enumeration.task_names, strict=True)):
             if task.param_weight is None:
                 continue
             try:
@@ -77,20 +80,25 @@ class MegatronSource:
         # forward pass; until then the parameters hold old values.
         for chunk in self._model:
             if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+                self._residence.require_gathered(chunk)
                 chunk.start_param_sync(force_sync=True)
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = set(names)
         tasks = [self._tasks[i] for i in self._enumeration.tasks_for(wanted)]
         exported = self._bridge.export_hf_weights(
-            self._model, cpu=False, show_progress=False, conversion_tasks=tasks
+            self._model,
+            cpu=False,
+            show_progress=False,
+            conversion_tasks=self._residence.on_device(tasks),
         )
         for name, weight in exported:
             if name in wanted:
                 yield name, weight.detach()[: self._vocabulary.get(name)]
 
     def storage_key(self) -> Hashable:
-        return storage_key(task.param_weight for task in self._tasks if task.param_weight is not None)
+        weights = (task.param_weight for task in self._tasks if task.param_weight is not None)
+        return storage_key(weights), self._residence.key()
 
     def _without_padding(self, fragment: Fragment) -> Fragment:
         rows = self._vocabulary.get(fragment.name)

@@ -13,9 +13,11 @@ import torch
 from ...errors import PeerLost, PlanError, RefitMismatch, RefitTimeout, TransportUnavailable
 from ...layout import Fragment, volume
 from ...packing import CopyTable, Strided
+from ...packing.host import kernels_read
 from ...plan import Message, Plan
 from ...records import StageClock
 from ..base import TransferResult, Transport, damaged
+from ..host_memory import HostMemory
 from ..views import LiveViews
 from .description import Description, Inbox, View, extent
 from .driver import DriverError, missing
@@ -41,8 +43,9 @@ class IpcTransport(Transport):
     when all that it had for this receiver has landed, and again when its checksums have. Before each refit the
     caller lets all ranks :meth:`settle`, and then meet.
 
-    No tensor is kept: a trainer that offloads its parameters has their memory back at once. As long as an epoch is
-    open the driver keeps the receivers' memory, even if an engine frees it; the next ``bind`` lets go of it.
+    No tensor of a GPU is kept: a trainer that offloads its parameters has their memory back at once. A sender's
+    parameters may be in host memory that the GPU can read. As long as an epoch is open the driver keeps the
+    receivers' memory, even if an engine frees it; the next ``bind`` lets go of it.
     """
 
     name = "ipc"
@@ -90,6 +93,7 @@ class IpcTransport(Transport):
         self._payload = sum(
             m.payload_bytes for side in (self._sends, self._receives) for ms in side.values() for m in ms
         )
+        self._host: HostMemory | None = None
         self._exported: ExportedMemory | None = None
         self._imported: list[ImportedMemory] = []
         self._mailbox: Mailbox | None = None
@@ -98,19 +102,16 @@ class IpcTransport(Transport):
         reason = "the parameters are not on a GPU" if self._device.type != "cuda" else missing()
         if reason:
             raise TransportUnavailable(reason, stage="bind", rank=self.rank)
-        elsewhere = next((f for f in fragments if f.view.device != self._device and f.view.numel()), None)
-        if elsewhere is not None:
-            raise TransportUnavailable(
-                f"{elsewhere.name} lies on {elsewhere.view.device}, and ipc writes between GPUs",
-                stage="bind",
-                rank=self.rank,
-            )
+        views = LiveViews(fragments, self._device)
+        if self._receives:
+            views.require_home()
         self._release(failed=False)
         self._ended = torch.cuda.Event()
         # Of its own, so that what goes aside needs not wait for the writes.
         self._stream = self._stream or torch.cuda.Stream(self._device)
+        self._host = HostMemory((fragment.view for fragment in fragments), self._device)
+        self._require_reach(fragments)
         # From here on plain addresses: views would keep the memory of parameters that are offloaded meanwhile.
-        views = LiveViews(fragments)
         self._bound_sends = _bound(self._sends, views)
         self._bound_receives = _bound(self._receives, views)
         if self._receives:
@@ -181,7 +182,9 @@ class IpcTransport(Transport):
 
     def moved(self) -> bool:
         with self._classifying():
-            return self._exported is not None and self._exported.moved()
+            return (self._exported is not None and self._exported.moved()) or (
+                self._host is not None and self._host.moved()
+            )
 
     def settle(self) -> None:
         # What was enqueued before still uses the parameters that peers are about to overwrite, or would keep
@@ -268,6 +271,16 @@ class IpcTransport(Transport):
                 raise damaged(message, self.rank)
         return covered
 
+    def _require_reach(self, fragments: Sequence[Fragment]) -> None:
+        for fragment in fragments:
+            on_device = fragment.view.device == self._device
+            if not on_device and (fragment.view.is_cuda or not kernels_read(fragment.view)):
+                raise TransportUnavailable(
+                    f"{fragment.name} lies on {fragment.view.device}, where {self._device} can't read it",
+                    stage="bind",
+                    rank=self.rank,
+                )
+
     def _inbox(self, sender: int, exported: ExportedMemory, mailbox: Mailbox) -> Inbox:
         views = [view for _, live in self._bound_receives[sender] for view in live]
         return Inbox(
@@ -324,14 +337,18 @@ class IpcTransport(Transport):
             ) from error
 
     def _release(self, *, failed: bool) -> None:
-        """Unmap the peers' memory and stop serving handles."""
+        """Unmap the peers' memory, stop serving handles, and let go of host memory."""
         if self._exported is not None:
             self._exported.close()
             self._exported = None
-        if self._imported and failed and not self._drained():
+        drained = not (self._imported and failed) or self._drained()
+        if not drained:
             # Unmapping under a running kernel would break this process's context, and the trainer with it.
             logger.warning("writes of a failed refit are still under way; their peers' memory stays mapped")
             self._imported = []
+        if self._host is not None:
+            self._host.close(idle=drained)
+            self._host = None
         while self._imported:
             self._imported.pop().close()
 
