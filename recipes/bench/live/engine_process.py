@@ -79,8 +79,10 @@ class EngineProcess:
                 self._fail(f"it did not answer within {self._timeout_s:.0f} s; --timeout sets the limit")
         try:
             answer = json.loads(self._connection.recv_bytes())
-        except EOFError:
-            self._fail("it closed the connection")
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_WATCH_EVERY)
+            self._fail(f"it closed the connection; exit code {self._process.returncode}")
         if "error" in answer:
             self._fail(answer["error"])
         return answer["result"]
