@@ -77,7 +77,12 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "qwen3_next": _EXPERTS,
     "qwen3_5_moe": (_EP4, _ETP, _EP_PP, _EP_CP_DDP),
     "qwen3_5_moe-stacked": (_EP4, _ETP, _EP_PP, _EP_CP_DDP),
+    "qwen3_5_moe-transposed": (_EP4, _ETP, _EP_PP, _EP_CP_DDP),
 }
 CASES = tuple(Case(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts)
+# A checkpoint that has its tied embedding under both names.
+COPIED = Case("qwen3-tied-twice", _TP2_PP2)
+# Bridge changed, see :mod:`.variants`: what its rules no longer fit.
+CHANGED = tuple(Case(f"qwen3-{change}", _UNEVEN) for change in ("exchanged", "shifted"))
 # Mapping classes by themselves, see :mod:`.mappings`.
 CONVERSIONS = tuple(Case("mappings", Layout(tp=tp)) for tp in (2, 4))

@@ -72,6 +72,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **_COMMON},
     "qwen3": {"model_type": "qwen3", **_COMMON},
     "qwen3-tied": {"model_type": "qwen3", **_COMMON, "tie_word_embeddings": True},
+    "qwen3-tied-twice": {"model_type": "qwen3", **_COMMON, "tie_word_embeddings": True},
     "qwen3_moe": {"model_type": "qwen3_moe", **_COMMON, **_EXPERTS},
     "llama": {"model_type": "llama", **_COMMON},
     "mistral": {"model_type": "mistral", **_COMMON},
@@ -87,6 +88,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"model_type": "qwen3_next", **_COMMON, **_EXPERTS, **_DELTA_NET},
     "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **_COMMON, **_EXPERTS, **_DELTA_NET},
     "qwen3_5_moe-stacked": {"model_type": "qwen3_5_moe_text", **_COMMON, **_EXPERTS, **_DELTA_NET},
+    "qwen3_5_moe-transposed": {
+        "model_type": "qwen3_5_moe_text",
+        **_COMMON,
+        **_EXPERTS,
+        **_DELTA_NET,
+        "moe_intermediate_size": 24,
+    },
+    "qwen3-exchanged": {"model_type": "qwen3", **_COMMON},
+    "qwen3-shifted": {"model_type": "qwen3", **_COMMON},
     "gemma2": {"model_type": "gemma2", **_COMMON, "tie_word_embeddings": True},
     "gemma3": {"model_type": "gemma3_text", **_COMMON, "tie_word_embeddings": True},
 }
@@ -143,9 +153,24 @@ def _with_stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return kept
 
 
+def _with_transposed_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same transposed, as Qwen3-VL's are."""
+    return {
+        k: v.transpose(1, 2).contiguous() if ".experts." in k else v
+        for k, v in _with_stacked_experts(tensors).items()
+    }
+
+
+def _with_output_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A tied embedding that the checkpoint has under both names."""
+    return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+
+
 # What transformers writes, turned into what is published.
 _AS_PUBLISHED: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
     "deepseek_v3": _with_prediction_layer,
     "nemotron_h": _with_published_embedding,
+    "qwen3-tied-twice": _with_output_layer,
     "qwen3_5_moe-stacked": _with_stacked_experts,
+    "qwen3_5_moe-transposed": _with_transposed_experts,
 }

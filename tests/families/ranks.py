@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zlib
@@ -15,6 +16,7 @@ from torch.distributed.distributed_c10d import _world
 
 from . import mappings
 from .cases import Case, Layout
+from .variants import VARIANTS
 
 # Stands in a case where a family's name does, for :mod:`.mappings`.
 MAPPINGS = "mappings"
@@ -51,11 +53,12 @@ def _accept_delta_nets() -> None:
 def _examine(case: Case, checkpoint: str) -> dict[str, Any]:
     from rlrefit.workers.megatron.source import MegatronSource
 
-    bridge, model = _build(case.layout, checkpoint)
-    for task in bridge.get_conversion_tasks(model):
-        _randomize(task)
-    source = MegatronSource(bridge, model)
-    return _compare(source, _exported(bridge, model))
+    with VARIANTS.get(case.family, contextlib.nullcontext)():
+        bridge, model = _build(case.layout, checkpoint)
+        for task in bridge.get_conversion_tasks(model):
+            _randomize(task)
+        source = MegatronSource(bridge, model)
+        return _compare(source, _exported(bridge, model))
 
 
 def _forget() -> None:

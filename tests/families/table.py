@@ -34,6 +34,9 @@ _TITLES = {
     "qwen3_5_moe-transposed": "the same, stacked and transposed",
 }
 
+# Further model types of the same family.
+_ALIKE = {"deepseek_v3": ("kimi_k2",)}
+
 
 def section(report: Report) -> str:
     """The text between the markers."""
@@ -63,17 +66,21 @@ def _percent(share: float) -> str:
     return "100%" if share == 1 else f"{int(share * 10000) / 100:.2f}%"
 
 
+def true_share(name: str) -> float:
+    """What the trainer's rules place of a bundled model."""
+    model = open_model(name)
+    bytes_of = {spec.name: spec.nbytes for spec in model.specs()}
+    params = train_storage(model, TrainLayout(), 0)
+    refused = {weight for param in params for weight in param.refused if param.reason != TURNED}
+    return 1 - sum(bytes_of[weight] for weight in refused) / sum(bytes_of.values())
+
+
 def _true_shares(family: str) -> str:
-    """Bulk shares of the bundled models of a family, by what the trainer's rules place."""
-    shares = {}
-    for name in bundled_models():
-        model = open_model(name)
-        if model.config["model_type"] == family:
-            bytes_of = {spec.name: spec.nbytes for spec in model.specs()}
-            params = train_storage(model, TrainLayout(), 0)
-            refused = {name for param in params for name in param.refused if param.reason != TURNED}
-            shares[name] = 1 - sum(bytes_of[name] for name in refused) / sum(bytes_of.values())
-    return ", ".join(f"{name} {_percent(share)}" for name, share in shares.items()) or "not in the catalogue"
+    if "-" in family:
+        return "as above"
+    kinds = {family, *_ALIKE.get(family, ())}
+    names = [name for name in bundled_models() if open_model(name).config["model_type"] in kinds]
+    return ", ".join(f"{name} {_percent(true_share(name))}" for name in names) or "not in the catalogue"
 
 
 def main() -> None:

@@ -16,6 +16,9 @@ import torch.distributed as dist
 
 from ...integration.manifest import TensorSpec
 
+# How the names of Megatron's parameters over the vocabulary end.
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
 
 class TaskCursor(list[Any]):
     """A list of conversion tasks that knows which one a running export is at."""

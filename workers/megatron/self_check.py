@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import re
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...integration.layout import Fragment, box_of, local_slice
-from .enumeration import Enumeration, conversion_tasks
+from .enumeration import VOCABULARY, Enumeration, conversion_tasks
 from .rules import Refused, fits_any_shape, fragments_of_task
 
 # Sides of a probe whose shape is free: even, for gate and up, and not 1, which Bridge's stacking drops.
@@ -40,10 +39,13 @@ def disproved_tasks(
     chosen = enumeration.tasks_for(
         name for kind in dict.fromkeys(kinds) for name in enumeration.task_names[kinds.index(kind)]
     )
-    free = not changes_converted_weights(bridge)
-    probes = [_with_probe(tasks[i], kinds[i], free) for i in chosen]
+    any_shape = not changes_converted_weights(bridge)
+    probes = [_with_probe(tasks[i], kinds[i], any_shape) for i in chosen]
+    shapes = {spec.name: spec.shape for spec in enumeration.specs}
     wrong = {
-        kinds[i]: reason for i, reason in zip(chosen, _compare(bridge, model, probes), strict=True) if reason
+        kinds[i]: f"this version of Megatron-Bridge converts {kinds[i][1]} in another way than its rule"
+        for i, holds in zip(chosen, _hold(bridge, model, probes, shapes), strict=True)
+        if not holds
     }
     found: list[dict[Any, str]] = [{} for _ in range(dist.get_world_size(pp_group))]
     dist.all_gather_object(found, wrong, group=pp_group)
@@ -72,44 +74,43 @@ def _kinds(tasks: list[Any], enumeration: Enumeration) -> list[tuple[Any, ...]]:
     ]
 
 
-def _with_probe(task: Any, kind: tuple[Any, ...], free: bool) -> Any:
+def _with_probe(task: Any, kind: tuple[Any, ...], any_shape: bool) -> Any:
     weight, mapping = task.param_weight, task.mapping
     if type(weight) is not torch.nn.Parameter or type(weight.data) is not torch.Tensor:
         return task
     shape = weight.shape
-    if free and fits_any_shape(task):
+    # A hook of the model's bridge may want true shapes, but not of the vocabulary, whose size would be felt.
+    of_vocabulary = task.global_param_name.endswith(VOCABULARY)
+    if fits_any_shape(task) and (any_shape or of_vocabulary):
         shape = torch.Size(min(n, _SIDE) for n in shape)
     # Alike on ranks that hold the same shard: Bridge exports only one of them.
     place = (mapping.tp_rank, mapping.ep_rank if mapping.is_expert else 0, task.global_param_name, kind)
     generator = torch.Generator().manual_seed(zlib.crc32(repr(place).encode()))
+    values = torch.randint(-100, 100, shape, dtype=torch.int8, generator=generator)
     # Not where the parameter is, which may be offloaded: Bridge's collectives work on the GPU.
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    values = torch.randn(shape, generator=generator).to(weight.dtype).to(device)
-    probe = torch.nn.Parameter(values, requires_grad=False)
+    probe = torch.nn.Parameter(values.to(device).to(weight.dtype), requires_grad=False)
     for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
         if hasattr(weight, attribute):
             setattr(probe, attribute, getattr(weight, attribute))
     return dataclasses.replace(task, param_weight=probe)
 
 
-def _compare(bridge: Any, model: list[Any], tasks: list[Any]) -> Iterator[str]:
-    """For each task, what is wrong with its rule here; empty if nothing is, or this rank has no part of it."""
-    exported = {
-        name: weight.detach()
-        for name, weight in bridge.export_hf_weights(
-            model, cpu=False, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=False
-        )
-    }
-    shapes = {name: tuple(weight.shape) for name, weight in exported.items()}
-    for task in tasks:
-        holds = all(_holds(f, exported.get(f.name)) for f in _fragments(task, shapes))
-        yield (
-            ""
-            if holds
-            else (
-                f"this version of Megatron-Bridge converts {type(task.mapping).__name__} in another way than its rule"
-            )
-        )
+def _hold(bridge: Any, model: list[Any], tasks: list[Any], shapes: dict[str, tuple[int, ...]]) -> list[bool]:
+    """For each task, whether all fragments that this rank has of it hold what Bridge exports."""
+    wanted: dict[str, list[tuple[int, Fragment]]] = {}
+    for index, task in enumerate(tasks):
+        for fragment in _fragments(task, shapes):
+            wanted.setdefault(fragment.name, []).append((index, fragment))
+    holds = [True] * len(tasks)
+    for name, weight in bridge.export_hf_weights(
+        model, cpu=False, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=False
+    ):
+        for index, fragment in wanted.pop(name, []):
+            holds[index] &= _holds(fragment, weight.detach())
+    for index, _ in (pair for never_exported in wanted.values() for pair in never_exported):
+        holds[index] = False
+    return holds
 
 
 def _fragments(task: Any, shapes: dict[str, tuple[int, ...]]) -> list[Fragment]:
@@ -121,10 +122,9 @@ def _fragments(task: Any, shapes: dict[str, tuple[int, ...]]) -> list[Fragment]:
         return []
 
 
-def _holds(fragment: Fragment, whole: torch.Tensor | None) -> bool:
+def _holds(fragment: Fragment, whole: torch.Tensor) -> bool:
     return (
-        whole is not None
-        and tuple(whole.shape) == fragment.full_shape
+        tuple(whole.shape) == fragment.full_shape
         and whole.dtype == fragment.view.dtype
         and torch.equal(whole[local_slice(box_of(whole.shape), fragment.box)], fragment.view)
     )

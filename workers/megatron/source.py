@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from ...integration.endpoints import storage_key
 from ...integration.layout import Fragment
 from ...integration.manifest import TensorSpec
 from ..offload import Residence
-from .enumeration import Enumeration, conversion_tasks, enumerate_export
+from .enumeration import VOCABULARY, Enumeration, conversion_tasks, enumerate_export
 from .rules import Refused, fragments_of_task
 from .self_check import changes_converted_weights, disproved_tasks
 
@@ -24,7 +25,7 @@ class MegatronSource:
         model: model chunks of this rank, as ``provide_distributed_model`` returns them.
 
     Building it is a collective of all trainer ranks (names and shapes of other pipeline stages are
-    exchanged); nothing else is, but ``export``.
+    exchanged, and each rule is tried on the installed Bridge); nothing else is, but ``export``.
     """
 
     def __init__(self, bridge: Any, model: list[Any]):
@@ -71,6 +72,7 @@ class MegatronSource:
                     raise Refused(self._disproved[index])
                 self._check(fragments, task)
                 held.extend(fragments)
+                refused.update(_made_of_others(task, names))
             except Refused as reason:
                 refused.update(dict.fromkeys(names, str(reason)))
         return held, refused
@@ -135,6 +137,24 @@ class MegatronSource:
                 raise Refused(f"{type(bridge).__name__} changes the converted weight")
 
 
+def _made_of_others(task: Any, names: Sequence[str]) -> dict[str, str]:
+    """Weights that the export of a task yields and its mapping doesn't name, with the reason to refuse them.
+
+    They are copies (of a tied embedding, of the embedding beside a prediction layer) or tensors of the checkpoint.
+    """
+    named = task.mapping.hf_param
+    own = {_of_any_expert(name) for name in ([named] if isinstance(named, str) else named.values())}
+    return {
+        name: f"made of {' and '.join(sorted(own))} by Bridge's export, and no part of {task.global_param_name}"
+        for name in names
+        if _of_any_expert(name) not in own
+    }
+
+
+def _of_any_expert(name: str) -> str:
+    return re.sub(r"experts\.\d+", "experts.*", name)
+
+
 def _padded_vocabulary(enumeration: Enumeration, tasks: list[Any], hf_config: Any) -> dict[str, int]:
     """Weights that Bridge exports with Megatron's padding of the vocabulary, and the rows that are the model's.
 
@@ -145,7 +165,7 @@ def _padded_vocabulary(enumeration: Enumeration, tasks: list[Any], hf_config: An
     return {
         name: rows
         for task, names in zip(tasks, enumeration.task_names, strict=True)
-        if task.global_param_name.endswith(("embedding.word_embeddings.weight", "output_layer.weight"))
+        if task.global_param_name.endswith(VOCABULARY)
         for name in names
         if rows is not None and exported[name][0] > rows
     }
