@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from .spawn import preload
+import sys
 
-# The server of processes loads while the tests are collected. It starts here and not in a hook: what its processes
-# write is captured only if it starts while pytest captures, as it does now.
-preload()
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_of_processes() -> None:
+    """Starts to load beside the first tests, if any test that was collected starts processes.
+
+    In a fixture and not in a hook: what its processes write is captured only if it starts while pytest captures.
+    """
+    for name in ("tests.spawn", "spawn"):
+        if name in sys.modules:
+            sys.modules[name].preload()

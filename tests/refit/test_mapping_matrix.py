@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,51 +12,12 @@ from hypothesis import strategies as st
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.session import RefitSession
-from rlrefit.workers.catalog import GenLayout, Model, TrainLayout, gen_storage, train_storage, violations
+from rlrefit.workers.catalog import GenLayout, TrainLayout, violations
+from tests.spawn import run_alone
 
-from .mappings import Mapping, Worlds, wrong_refits
+from .mappings import Worlds, wrong_refits
+from .matrix import GEN, ROUTER, TRAIN, model, stored, wrong_mappings
 from .synthetic import refit_changed, run_world
-
-TRAIN = [
-    TrainLayout(tp=tp, ep=ep, pp=pp, etp=etp, vocabulary_multiple=4)
-    for tp, ep, pp, etp in product((1, 2, 4), (1, 2), (1, 2), (1, 2))
-]
-GEN = [GenLayout(tp=tp, dp=dp, ep=ep) for tp in (1, 2, 4) for ep in sorted({1, tp}) for dp in (1, 2)]
-
-
-ROUTER = "model.layers.{}.mlp.gate.weight"
-
-
-def model(
-    *,
-    groups: int = 4,
-    per_group: int = 1,
-    width: int = 3,
-    experts: int = 4,
-    inner: int = 8,
-    vocabulary: int = 18,
-    hidden: int = 12,
-) -> Model:
-    """Two layers, of experts or (``experts=0``) dense; sizes that leave vocabularies padded."""
-    return Model(
-        "small",
-        {
-            "model_type": "qwen3_moe" if experts else "qwen3",
-            "vocab_size": vocabulary,
-            "hidden_size": hidden,
-            "intermediate_size": 2 * inner,
-            "moe_intermediate_size": inner,
-            "num_hidden_layers": 2,
-            "num_attention_heads": groups * per_group,
-            "num_key_value_heads": groups,
-            "head_dim": width,
-            "num_experts": experts,
-            "num_experts_per_tok": 2,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "tie_word_embeddings": False,
-        },
-    )
 
 
 @pytest.fixture(scope="module")
@@ -66,43 +27,42 @@ def worlds() -> Iterator[Worlds]:
     made.close()
 
 
-def stored(
-    small: Model, train: TrainLayout, gen: GenLayout, bucket_bytes: int, verify: str = "sampled"
-) -> Mapping:
-    return Mapping(
-        small.specs(),
-        [train_storage(small, train, rank) for rank in range(train.world_size)],
-        [gen_storage(small, gen, rank) for rank in range(gen.world_size)],
-        bucket_bytes,
-        verify=verify,
-    )
-
-
 def name_of(layout: TrainLayout | GenLayout) -> str:
     sizes = {key: getattr(layout, key, None) for key in ("tp", "ep", "pp", "etp", "dp")}
     return "-".join(f"{key}{size}" for key, size in sizes.items() if size is not None)
 
 
-@pytest.mark.parametrize("train", TRAIN, ids=name_of)
+EXPERTS = [("experts", train) for train in TRAIN]
+DENSE = [("dense", train) for train in TRAIN if train.ep == train.etp == 1]
+
+
+@pytest.fixture(scope="module")
+def wrong() -> dict[tuple[str, TrainLayout], str]:
+    """What is wrong with each case; two processes share them, since the ranks of one are its threads."""
+    cases = EXPERTS + DENSE
+    halves = [cases[::2], cases[1::2]]
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(lambda half: run_alone(wrong_mappings, half, environment={}, timeout_s=540), halves)
+        return {
+            case: text
+            for half, texts in zip(halves, found, strict=True)
+            for case, text in zip(half, texts, strict=True)
+        }
+
+
+@pytest.mark.timeout(600)  # the first test to ask for it waits for all cases
+@pytest.mark.parametrize("case", EXPERTS, ids=lambda case: name_of(case[1]))
 def test_every_mapping_of_experts_lands_bit_for_bit_by_p2p_and_by_golden(
-    worlds: Worlds, train: TrainLayout
+    wrong: dict[tuple[str, TrainLayout], str], case: tuple[str, TrainLayout]
 ) -> None:
-    small = model()
-    assert violations(small, train) == []
-    for gen in GEN:
-        mapping = stored(small, train, gen, 4096)
-        routes = {entry.spec.name: entry.route for entry in mapping.analysis.manifest}
-        assert {n for n, route in routes.items() if route != "bulk"} == {ROUTER.format(i) for i in range(2)}
-        assert wrong_refits(worlds, mapping, ("p2p", "golden"), (1, 2, 3)) == [], f"to {name_of(gen)}"
+    assert wrong[case] == ""
 
 
-@pytest.mark.parametrize("train", [t for t in TRAIN if t.ep == t.etp == 1], ids=name_of)
-def test_every_mapping_of_a_dense_model_lands_bit_for_bit(worlds: Worlds, train: TrainLayout) -> None:
-    small = model(experts=0, groups=4, per_group=2)
-    for gen in (g for g in GEN if g.ep == 1):
-        mapping = stored(small, train, gen, 2048)
-        assert {entry.route for entry in mapping.analysis.manifest} == {"bulk"}
-        assert wrong_refits(worlds, mapping, ("p2p", "golden"), (1, 2)) == [], f"to {name_of(gen)}"
+@pytest.mark.parametrize("case", DENSE, ids=lambda case: name_of(case[1]))
+def test_every_mapping_of_a_dense_model_lands_bit_for_bit(
+    wrong: dict[tuple[str, TrainLayout], str], case: tuple[str, TrainLayout]
+) -> None:
+    assert wrong[case] == ""
 
 
 @given(
