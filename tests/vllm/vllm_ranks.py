@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -146,6 +147,7 @@ def refit_there_and_back(rank: int, cases: Sequence[Case]) -> list[RankResult]:
             init_distributed_environment(case.layout.ranks, rank, "env://", rank, "gloo")
             initialize_model_parallel(case.layout.tensor, case.layout.pipeline)
         _custom_ops._supports_onednn = case.packed
+        _custom_ops.scaled_fp8_quant = _scaled_fp8_quant
         results.append(_one_case(case))
         destroy_model_parallel()
         # vLLM keys this by id(model), so a later case's model could inherit the layers of a dead one.
@@ -197,9 +199,19 @@ def _one_case(case: Case) -> RankResult:
     )
 
 
+def _scaled_fp8_quant(
+    values: torch.Tensor, scale: torch.Tensor | None = None, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The arithmetic of vLLM's kernel for a scale per tensor, which its CPU build is without."""
+    most = torch.finfo(torch.float8_e4m3fn).max
+    if scale is None:
+        scale = (values.abs().max().float() / most).reshape(1)
+    return (values.float() / scale).clamp(-most, most).to(torch.float8_e4m3fn), scale
+
+
 def _fp8_methods(live: torch.nn.Module) -> list[Any]:
     methods = [getattr(module, "quant_method", None) for module in live.modules()]
-    return [method for method in methods if type(method).__name__.startswith("Fp8")]
+    return [method for method in methods if re.fullmatch(r"Fp8\w*LinearMethod", type(method).__name__)]
 
 
 def _bare_load(live: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> str:
