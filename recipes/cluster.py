@@ -12,7 +12,12 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from .config_schema import RayConfig
@@ -99,6 +104,8 @@ class ActorGroup:
             for _ in range(count if apart else 1)
         ]
         self._wait_for_places(bundle, count * bundles)
+        # Ranks in a row share a host: tensor-parallel groups are cut from them.
+        places = [0] * count if apart else bundles_by_host(_hosts_of(self._placements[0]))
         remote = ray.remote(actor)
         self.actors = [
             remote.options(
@@ -109,7 +116,7 @@ class ActorGroup:
                 runtime_env={"env_vars": dict(env)} if env else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=self._placements[rank if apart else 0],
-                    placement_group_bundle_index=0 if apart else rank,
+                    placement_group_bundle_index=places[rank],
                     placement_group_capture_child_tasks=apart,
                 ),
             ).remote()
@@ -163,6 +170,21 @@ class ActorGroup:
         for actor in self.actors:
             ray.kill(actor)
         self._give_places_back()
+
+
+def bundles_by_host(host_of: Mapping[int, str]) -> list[int]:
+    """Numbers of the bundles, those of one host together; hosts in the order of their first bundles.
+
+    Ray fills host after host, but promises nothing of which bundle lies where.
+    """
+    first: dict[str, int] = {}
+    for bundle in sorted(host_of):
+        first.setdefault(host_of[bundle], bundle)
+    return sorted(host_of, key=lambda bundle: (first[host_of[bundle]], bundle))
+
+
+def _hosts_of(group: PlacementGroup) -> dict[int, str]:
+    return dict(placement_group_table(group)["bundles_to_node_id"])
 
 
 def gather(calls: Sequence[tuple[str, ray.ObjectRef]], timeout_s: float) -> list[Any]:

@@ -42,12 +42,14 @@ class Explanation:
         held: boxes → trainer ranks that hold exactly these.
         wanted: boxes → engine ranks that want exactly these.
         sendings: empty unless it goes shard to shard.
+        way: what happens to it where it does not; else empty.
     """
 
     entry: ManifestEntry
     held: dict[tuple[Box, ...], list[int]]
     wanted: dict[tuple[Box, ...], list[int]]
     sendings: tuple[Sending, ...]
+    way: str
 
 
 def explain(study: Study, name: str) -> Explanation:
@@ -57,7 +59,18 @@ def explain(study: Study, name: str) -> Explanation:
     held = _by_boxes(study.sources, position)
     wanted = _by_boxes(study.destinations, position)
     sendings = tuple(_sendings(study, position)) if entry.route == "bulk" else ()
-    return Explanation(entry, held, wanted, sendings)
+    return Explanation(entry, held, wanted, sendings, _way(study, entry))
+
+
+def _way(study: Study, entry: ManifestEntry) -> str:
+    first, last = study.analysis.train_ranks, study.analysis.train_ranks + study.analysis.gen_ranks - 1
+    engines = f"engine rank {first}" if first == last else f"engine ranks {first}-{last}"
+    if entry.route == "misc":
+        return (
+            f"Megatron-Bridge's export gathers it on the trainers; trainer rank 0 broadcasts all {entry.spec.nbytes:,} "
+            f"bytes to {engines}, whose own load_weights puts them in place"
+        )
+    return f"not sent: {engines} load no weight of this name" if entry.route == "unused" else ""
 
 
 def _by_boxes(side: Sequence[Holdings], position: int) -> dict[tuple[Box, ...], list[int]]:

@@ -165,6 +165,8 @@ def show_explanation(console: Console, explanation: Explanation) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if explanation.way:
+        console.print(explanation.way, highlight=False, soft_wrap=True)
     for title, boxes in (("held by trainers", explanation.held), ("wanted by engines", explanation.wanted)):
         if not boxes:
             continue
