@@ -100,14 +100,14 @@ class HostMemory:
 
 
 def page_ranges(ranges: Iterable[tuple[int, int]], page: int = mmap.PAGESIZE) -> list[tuple[int, int]]:
-    """The pages that (address, bytes) ranges lie in, as (start, stop) addresses, ascending and joined.
+    """The pages that (address, bytes) ranges lie in, as (start, stop) addresses, ascending; those that share one joined.
 
     Pages are locked as a whole, and none twice: small parameters share them.
     """
     found: list[tuple[int, int]] = []
     for address, nbytes in sorted(ranges):
         start, stop = address // page * page, -(-(address + nbytes) // page) * page
-        if found and start <= found[-1][1]:
+        if found and start < found[-1][1]:
             found[-1] = found[-1][0], max(stop, found[-1][1])
         else:
             found.append((start, stop))

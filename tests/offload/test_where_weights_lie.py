@@ -1,0 +1,117 @@
+"""What the transports do with weights that lie in host memory, or nowhere; without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.errors import PeerLost, RefitError
+from rlrefit.integration.layout import Fragment
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.packing import ChecksumViews, make_copy
+from rlrefit.integration.packing.factory import JoinedChecksums, JoinedCopies, PairedViews
+from rlrefit.integration.packing.host import PushedChecksums, PushedViews, kernels_read
+from rlrefit.integration.plan import Message, Plan, Segment
+from rlrefit.integration.transport.cargo import Cargo
+from rlrefit.integration.transport.host_memory import HostMemory, page_ranges
+from rlrefit.integration.transport.views import LiveViews
+from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+ROWS = 36 * 1024
+
+
+def large(storage: torch.Tensor | None = None) -> tuple[Fragment, Plan]:
+    """A weight that may travel without staging, and the plan of the trainer rank that sends it."""
+    view = torch.zeros(ROWS, 512, dtype=torch.bfloat16) if storage is None else storage
+    segment = Segment("w", ((0, ROWS), (0, 512)), 0, view.nbytes)
+    plan = Plan(0, ((Message(0, 1, 0, (segment,), view.nbytes + 16, 0),),), ((),), "", {})
+    return Fragment("w", (ROWS, 512), ((0, ROWS), (0, 512)), view), plan
+
+
+def test_pages_are_locked_once_and_as_a_whole_however_many_parameters_share_them() -> None:
+    ranges = [(8192, 4096), (100, 50), (200, 4000), (30, 10), (20000, 1)]
+    assert page_ranges(ranges, 4096) == [(0, 8192), (8192, 12288), (16384, 20480)]
+    assert page_ranges([], 4096) == []
+
+
+def test_nothing_is_locked_or_watched_for_a_cpu() -> None:
+    held = torch.zeros(1024)
+    memory = HostMemory([held], CPU)
+    del held
+    assert not memory.locked_here
+    assert not memory.moved()
+    memory.close()
+    memory.close()
+
+
+def test_pageable_memory_is_not_for_kernels_and_empty_memory_is() -> None:
+    assert not kernels_read(torch.zeros(3))
+    assert kernels_read(torch.zeros(3, 0))
+
+
+def test_what_the_host_pushes_is_what_the_others_copy_and_add_up() -> None:
+    views = [torch.randn(7, 9)[:, 2:5], torch.randn(64), torch.tensor(3.0)]
+    targets = [torch.full(view.shape, float("nan")) for view in views]
+    copies = JoinedCopies(
+        [PushedViews(list(zip(views[:2], targets[:2], strict=True))), PairedViews([(views[2], targets[2])])]
+    )
+    copies.launch()
+    assert all(torch.equal(a, b) for a, b in zip(views, targets, strict=True))
+    assert copies.blocks
+    assert copies.nbytes == sum(view.nbytes for view in views)
+    places = [(views[0], 0), (views[1], 84), (views[2], 4)]
+    expected, found = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2, dtype=torch.int64)
+    ChecksumViews(places, [0, 0, 2]).compute(expected)
+    JoinedChecksums([PushedChecksums(places[:2], [0, 0]), ChecksumViews(places[2:], [2])]).compute(found)
+    assert torch.equal(expected, found)
+
+
+def test_a_gpu_does_not_copy_into_host_memory() -> None:
+    with pytest.raises(ValueError, match="can't be written by cuda:0"):
+        make_copy([(torch.zeros(2), torch.zeros(2))], GPU)
+
+
+def test_a_large_weight_in_host_memory_is_staged_on_its_way_between_gpus() -> None:
+    fragment, plan = large()
+    assert Cargo(plan).describe(LiveViews([fragment], CPU))["sends"] == {"1": "1"}
+    assert Cargo(plan).describe(LiveViews([fragment], GPU))["sends"] == {}
+
+
+def test_an_engine_in_host_memory_beside_a_gpu_is_refused_by_name() -> None:
+    fragment, _ = large()
+    LiveViews([fragment], CPU).require_home()
+    with pytest.raises(RefitError, match=r"lies on cpu.*parameter w"):
+        LiveViews([fragment], GPU).require_home()
+
+
+def test_a_storage_that_is_too_small_is_found_before_anything_reads_it() -> None:
+    fragment, _ = large()
+    LiveViews([fragment], GPU)
+    fragment.view.untyped_storage().resize_(0)
+    with pytest.raises(RefitError, match=r"offloaded with its storage freed.*parameter w"):
+        LiveViews([fragment], GPU)
+
+
+@pytest.mark.parametrize("transport", ["p2p", "golden"])
+def test_a_trainer_whose_storage_was_freed_ends_the_refit_on_all_ranks_and_names_the_weight(
+    transport: str,
+) -> None:
+    specs = [TensorSpec(f"w{i}", (8, 6), torch.float32) for i in range(3)]
+    whole = {spec.name: [((0, 8), (0, 6))] for spec in specs}
+    source, destination = SyntheticSource(specs, whole), SyntheticDestination(specs, whole)
+
+    def body(rank: int, session: object, endpoint: object) -> object:
+        refit_changed(session, endpoint, 1)  # type: ignore[arg-type]
+        if rank == 0:
+            list(source._held.values())[1].untyped_storage().resize_(0)
+        return session.refit(2)  # type: ignore[attr-defined]
+
+    config = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full", transport=transport)
+    trainer, engine = run_world([source], [destination], body, config)
+    assert isinstance(trainer, RefitError)
+    assert trainer.parameter == "w1"
+    assert isinstance(engine, PeerLost)
+    assert "w1" in str(engine)
+    assert destination.wrong(1) == []
