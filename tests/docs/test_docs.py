@@ -1,0 +1,126 @@
+"""The pages of ``docs/`` beside the code that they speak of: tables, keys, scripts and error texts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlrefit.recipes.config import TrainConfig, load_config
+from rlrefit.recipes.plan.explain import explain
+from rlrefit.recipes.plan.recipe_table import Row, plan_recipe, real_recipes, replaced, table
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+CLUSTER = (DOCS / "cluster.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Row]:
+    return {name: plan_recipe(name) for name in real_recipes()}
+
+
+def test_every_recipe_for_a_real_model_can_be_planned_and_goes_shard_to_shard(rows: dict[str, Row]) -> None:
+    assert len(rows) == 6
+    for name, row in rows.items():
+        assert row.planned.bulk_share >= 0.99, name
+        assert row.planned.analysis.busiest_link_ratio <= 1.1, name
+
+
+def test_the_table_of_recipes_is_up_to_date(rows: dict[str, Row]) -> None:
+    page = (DOCS / "recipes.md").read_text()
+    remedy = "run python -m rlrefit.recipes.plan.recipe_table docs/recipes.md"
+    assert page == replaced(page, table(rows.values())), remedy
+
+
+def test_every_misc_weight_of_the_recipes_is_explained(rows: dict[str, Row]) -> None:
+    explained = set()
+    for row in rows.values():
+        for entry in row.planned.analysis.manifest:
+            kind = (row.recipe, entry.reason, entry.spec.name.rpartition("layers.")[2].partition(".")[2])
+            if entry.route != "misc" or kind in explained:
+                continue
+            explained.add(kind)
+            found = explain(row.planned, entry.spec.name)
+            assert entry.reason, entry.spec.name
+            assert f"broadcasts all {entry.spec.nbytes:,} bytes to engine ranks" in found.way
+            assert not found.sendings
+    assert {recipe for recipe, *_ in explained} >= {"grpo_qwen3_30b_a3b", "grpo_deepseek_v3"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_key_that_a_page_names_is_in_the_schema(page: str) -> None:
+    sections = "|".join(name for name, value in vars(TrainConfig()).items() if hasattr(value, "__dict__"))
+    named = set(
+        re.findall(rf"\b((?:{sections})(?:\.[a-z][a-z_0-9]*)+)\b(?![./(])", (DOCS / page).read_text())
+    )
+    assert named
+    for key in sorted(named):
+        value: object = TrainConfig()
+        for part in key.split("."):
+            if isinstance(value, dict):
+                break  # of the user's own keys
+            assert hasattr(value, part), f"{page}: {key}"
+            value = getattr(value, part)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", (DOCS / page).read_text()):
+        assert (DOCS / target).exists(), target
+
+
+def test_shell_scripts_parse() -> None:
+    scripts = re.findall(r"```bash\n(.*?)```", CLUSTER, re.DOTALL)
+    assert len(scripts) == 6
+    for script in scripts:
+        done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=10)
+        assert (done.returncode, done.stderr) == (0, ""), script
+
+
+def test_the_kubernetes_job_is_yaml_with_a_gpu_for_each_rank_of_its_recipe(rows: dict[str, Row]) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", CLUSTER, re.DOTALL)
+    job = yaml.safe_load(text)
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    for group in (cluster["headGroupSpec"], workers):
+        pod = group["template"]["spec"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    analysis = rows["grpo_qwen3_30b_a3b"].planned.analysis
+    assert workers["replicas"] * int(workers["rayStartParams"]["num-gpus"]) == (
+        analysis.train_ranks + analysis.gen_ranks
+    )
+    assert "recipe=grpo_qwen3_30b_a3b" in job["spec"]["entrypoint"]
+
+
+def test_every_error_that_the_page_quotes_is_one_of_the_code() -> None:
+    code = "\n".join(
+        path.read_text()
+        for top in ("integration", "workers", "recipes")
+        for path in (ROOT / top).rglob("*.py")
+    )
+    # Texts go over several lines of code, and values stand in them.
+    code = re.sub(r'"\s*\n\s*f?"', "", code)
+    page = CLUSTER.partition("## A run or a refit fails")[2]
+    quoted = [
+        text
+        for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+        for text in re.findall(r"`([^`]+)`", row)
+    ]
+    assert len(quoted) >= 12
+    for text in quoted:
+        for piece in re.split(r"…|HOST:PORT", text):
+            assert piece.strip() in code, text
+
+
+def test_variables_for_one_side_are_set_by_the_overrides_that_the_page_gives() -> None:
+    overrides = re.findall(r"'(\+ray\.[^']+)'", CLUSTER)
+    config = load_config("grpo_qwen3_30b_a3b", overrides)
+    assert config.ray.trainer_env == config.ray.generation_env == {"NCCL_DEBUG": "INFO"}
