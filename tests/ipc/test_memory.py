@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 from contextlib import nullcontext
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from rlrefit.integration.transport.ipc.description import Allocation, Descriptio
 from rlrefit.integration.transport.ipc.descriptors import DescriptorServer
 from rlrefit.integration.transport.ipc.driver import DriverError, driver
 from rlrefit.integration.transport.ipc.memory import ExportedMemory, ImportedMemory, process_name
+from tests.spawn import processes
 
 DEVICE = torch.device("cuda", 0)
 CHUNK = 2 << 20
@@ -74,9 +74,9 @@ def test_a_forked_process_does_not_take_its_parent_for_itself() -> None:
 
 
 def test_a_process_that_was_started_anew_has_another_name() -> None:
-    spawn = get_context("spawn")
-    inner, outer = spawn.Pipe(duplex=False)
-    child = spawn.Process(target=_tell_name, args=(outer,))
+    context = processes()
+    inner, outer = context.Pipe(duplex=False)
+    child = context.Process(target=_tell_name, args=(outer,))
     child.start()
     assert inner.recv() != process_name()
     child.join()

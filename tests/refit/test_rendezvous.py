@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import random
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -41,6 +39,7 @@ from rlrefit.integration.rendezvous.wire import (
     pack_int,
 )
 from rlrefit.integration.world import RefitWorld
+from tests.spawn import processes
 
 from .meeting import join, on_all_ranks
 
@@ -351,23 +350,23 @@ def test_a_meeting_that_is_complete_releases_the_rank_beside_the_server_last(ord
     assert callers[-1] == "connection 0"
 
 
+def _open_and_exit(pipe: Connection) -> None:
+    server = open_rendezvous("127.0.0.1", 1, 1)
+    pipe.send(server.rendezvous.to_json())
+    pipe.recv()
+
+
 def test_a_process_that_exits_without_closing_it_ends_the_others_waits_at_once() -> None:
-    code = (
-        "from rlrefit.integration.rendezvous import open_rendezvous\n"
-        "import json, sys\n"
-        "server = open_rendezvous('127.0.0.1', 1, 1)\n"
-        "print(json.dumps(server.rendezvous.to_json()), flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    channel = Channel(Rendezvous.from_json(json.loads(process.stdout.readline())), WORLD, 30.0)
-    threading.Timer(0.2, process.stdin.close).start()
+    context = processes()
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_open_and_exit, args=(theirs,))
+    process.start()
+    channel = Channel(Rendezvous.from_json(pipe.recv()), WORLD, 30.0)
+    threading.Timer(0.2, pipe.send, ["exit"]).start()
     start = time.monotonic()
     with pytest.raises(PeerLost, match="rendezvous on trainer rank 0"):
         channel.barrier("b")
     assert time.monotonic() - start < 8
     channel.close()
-    process.wait(10)
-    process.stdout.close()
+    process.join(10)
+    assert process.exitcode == 0
