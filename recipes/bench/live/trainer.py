@@ -120,7 +120,7 @@ class LiveTrainer(MegatronRefitMixin):
         return source
 
     def change_weights(self, number: int) -> None:
-        """Give the model weights ``number``: every parameter's rows, moved round by one place for each number.
+        """Give the model weights ``number``: every parameter's elements, moved round by one place for each number.
 
         Any number's weights can be had again exactly, from any other's, and stay as random weights are. Ranks
         that hold copies of a parameter do the same to them.
@@ -129,8 +129,7 @@ class LiveTrainer(MegatronRefitMixin):
         with torch.no_grad():
             for chunk in self.model:
                 for parameter in chunk.parameters():
-                    if parameter.dim():
-                        parameter.copy_(torch.roll(parameter, shift, 0))
+                    parameter.copy_(torch.roll(parameter, shift))
 
     def _spread_norms(self) -> None:
         """Vectors begin as ones or zeros, all alike; moved round they would not change."""
