@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-import importlib
 import os
 from typing import Any
 
@@ -19,47 +16,12 @@ SIZES = ("tp", "pp", "ep", "etp", "cp", "vpp")
 
 def answers(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     from rlrefit.workers.megatron.cpu_standins import ensure_megatron
+    from rlrefit.workers.megatron.offline_bridge import accept_any_attention, accept_mamba
 
     auto_bridge = ensure_megatron()
     accept_any_attention()
     accept_mamba()
     return [_one(auto_bridge, case) for case in cases]
-
-
-def accept_any_attention() -> None:
-    """Megatron's own attention, which stands in for Transformer Engine's here, knows neither of head sizes that
-    differ nor of context parallelism. It never runs, and has no weights that depend on them.
-    """
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    real = DotProductAttention.__init__
-
-    @functools.wraps(real)
-    def init(
-        self: Any, config: Any, *args: Any, k_channels: Any = 0, v_channels: Any = 0, **kwargs: Any
-    ) -> None:
-        config = copy.copy(config)
-        config.context_parallel_size = 1
-        real(self, config, *args, **kwargs)
-
-    DotProductAttention.__init__ = init
-
-
-def accept_mamba() -> None:
-    """Mamba mixers are built without their kernels: parameters only, and the gated norm's weight."""
-    from megatron.core.models.hybrid import hybrid_layer_specs
-    from megatron.core.ssm import mamba_mixer
-
-    class GatedNorm(torch.nn.Module):
-        def __init__(self, size: int, **kwargs: Any) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16))
-
-    mamba_mixer.HAVE_MAMBA_SSM = True
-    mamba_mixer.RMSNormGated = mamba_mixer.ExtendedRMSNorm = GatedNorm
-    mamba_mixer.MAMBA_HAS_STATE_DTYPE = False
-    # Its specification was made of the classes that it found without Transformer Engine.
-    importlib.reload(hybrid_layer_specs)
 
 
 def _one(auto_bridge: Any, case: dict[str, Any]) -> dict[str, Any]:

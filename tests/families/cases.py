@@ -51,7 +51,6 @@ _UNEVEN = Layout(tp=2, pp=2, first=1)
 _VPP = Layout(tp=2, pp=2, vpp=2)
 _CP = Layout(tp=2, cp=2)
 _DDP = Layout(tp=2, ddp=True)
-_DENSE = (_TP4, _UNEVEN, _VPP, _CP, _DDP)
 _EP4 = Layout(tp=2, ep=4)
 _ETP = Layout(tp=2, ep=2, etp=2)
 _EP_PP = Layout(tp=2, pp=2, ep=2)
@@ -63,17 +62,17 @@ _EP_DDP = Layout(ep=2, ddp=True)
 _EXPERTS = (_EP4, _ETP, _EP_PP, _EP_VPP, _EP_UNEVEN_ETP, _EP_CP_DDP)
 
 LAYOUTS: dict[str, tuple[Layout, ...]] = {
-    "qwen2": _DENSE,
-    "qwen3": _DENSE,
+    "qwen2": (_TP4, _UNEVEN, _VPP, _DDP),
+    "qwen3": (_TP4, _UNEVEN, _VPP, _CP, _DDP),
     "qwen3-tied": (_TP4, _TP2_PP2, _VPP, _DDP),
-    "llama": _DENSE,
-    "mistral": _DENSE,
+    "llama": (_TP4, _UNEVEN, _CP, _DDP),
+    "mistral": (_TP4, _UNEVEN, _VPP, _CP),
     "gemma2": (_TP4, _UNEVEN, _VPP, _DDP),
     "gemma3": (_TP4, _UNEVEN, _VPP, _DDP),
     "qwen3_moe": _EXPERTS,
     "deepseek_v3": (*_EXPERTS[:-1], _EP_DDP),
     "gpt_oss": (_EP4, _EP_PP, _EP_VPP, _EP_DDP),
-    "nemotron_h": (_EP4, _ETP, Layout(tp=4), _EP_CP_DDP),
+    "nemotron_h": (_EP4, _ETP, _EP_PP, _TP4, _EP_CP_DDP),
     "qwen3_next": _EXPERTS,
     "qwen3_5_moe": (_EP4, _ETP, _EP_PP, _EP_CP_DDP),
     "qwen3_5_moe-stacked": (_EP4, _ETP, _EP_PP, _EP_CP_DDP),

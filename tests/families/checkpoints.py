@@ -49,8 +49,8 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 8,
 }
 _NEMOTRON: dict[str, Any] = {
-    "hybrid_override_pattern": "M-M*E",
-    "num_hidden_layers": 5,
+    "hybrid_override_pattern": "M-M*EM",
+    "num_hidden_layers": 6,
     "mamba_num_heads": 8,
     "mamba_head_dim": 4,
     "n_groups": 4,
