@@ -12,7 +12,9 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.mark.timeout(300)
-def test_a_third_party_worker_that_inherits_the_mixin_keeps_its_engine_up_to_date() -> None:
+def test_a_third_party_ppo_worker_that_inherits_the_mixin_learns_from_its_engine_while_it_is_offloaded() -> (
+    None
+):
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "inherit_the_mixin.py")],
         capture_output=True,
@@ -22,5 +24,9 @@ def test_a_third_party_worker_that_inherits_the_mixin_keeps_its_engine_up_to_dat
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert sum("bytes shard to shard" in line for line in lines) == 3
-    assert lines[-1] == "the engine follows the trainer"
+    assert sum("bytes shard to shard" in line for line in lines) == 6
+    assert lines[-2:] == ["the engine follows the actor", "the actor learns"]
+
+
+def test_the_third_party_worker_knows_nothing_of_rlrefit() -> None:
+    assert "rlrefit." not in (EXAMPLES / "ppo_worker.py").read_text()
