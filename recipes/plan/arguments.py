@@ -46,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="show who holds, wants and sends one weight; not with --json",
     )
+    add(
+        "--enumerate-with-bridge",
+        action="store_true",
+        help="hold the plan against what the installed Megatron-Bridge would export; takes half a minute",
+    )
     add("--heat-map", default="", metavar="FILE", help="write bytes by pair of ranks as .png or .html")
     add(
         "--compile-ranks",

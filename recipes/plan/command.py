@@ -25,6 +25,13 @@ def run(arguments: argparse.Namespace) -> int:
         planned = study(read_options(arguments))
     except PlanProblems as problems:
         return _refuse(arguments, problems.violations)
+    if arguments.enumerate_with_bridge:
+        # Imported here: without it the command needs nothing of Megatron's workers.
+        from .with_bridge import differences_from_bridge
+
+        differences = differences_from_bridge(planned)
+        if differences:
+            return _refuse(arguments, differences)
     options = planned.options
     if options.heat_map is not None:
         try:
@@ -39,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         show_explanation(console, explain(planned, options.explain))
     else:
         show_study(console, planned)
+    if arguments.enumerate_with_bridge:
+        console.print("Megatron-Bridge exports and holds what the plan has", highlight=False)
     if options.heat_map is not None:
         console.print(f"heat map {options.heat_map}", highlight=False, soft_wrap=True)
     return _DONE

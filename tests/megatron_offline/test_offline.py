@@ -12,12 +12,18 @@ import pytest
 import torch.distributed as dist
 
 from rlrefit.integration.layout import volume
-from rlrefit.workers.catalog import Model, TrainLayout, train_holdings
+from rlrefit.recipes.plan.hosts import Hosts
+from rlrefit.recipes.plan.options import PlanOptions
+from rlrefit.recipes.plan.study import Study, study
+from rlrefit.recipes.plan.with_bridge import differences
+from rlrefit.workers.catalog import GenLayout, Model, TrainLayout, train_holdings
 from rlrefit.workers.megatron.offline import OfflineError, OfflineExport, OfflineQuestion, ask_bridge
 from tests.catalog.shrunken import CONFIGS
 from tests.megatron_offline import real_ranks
 from tests.refit.models import make_model
 from tests.spawn import run_ranks
+
+pytestmark = pytest.mark.timeout(600)  # the first test waits for all processes
 
 # name → (model, layout) of two ranks
 REAL: dict[str, tuple[str, TrainLayout]] = {
@@ -113,6 +119,28 @@ def test_many_ranks_and_other_families_are_as_the_catalogue_predicts(case: str, 
         for box in group.boxes
     }
     assert {(h.name, h.box) for h in told.ranks[rank].held if volume(h.box)} == expected
+
+
+def test_a_plan_is_told_what_bridge_sees_otherwise(answers: Answers) -> None:
+    name, layout, rank = PREDICTED["qwen3_moe, 16 ranks"]
+    told = answers.offline["qwen3_moe, 16 ranks"]
+
+    def planned(**changed: int) -> Study:
+        model = Model(name, CONFIGS[name] | changed)
+        options = PlanOptions(model, layout, GenLayout(tp=2), Hosts(), 1 << 20, 1, 1, "", None)
+        return study(options)
+
+    assert differences(planned(), told) == []
+    [shape] = differences(planned(vocab_size=304), told)[:1]
+    assert shape.startswith("bridge: exports lm_head.weight as torch.bfloat16[300, 64], the plan has")
+    more = differences(planned(num_hidden_layers=6), told)
+    assert any(
+        "does not export model.layers.4." in line and "more that the plan counts on" in line for line in more
+    )
+    assert any(line.startswith(f"bridge: trainer rank {rank} ") for line in more)
+    assert any(
+        "that the catalogue does not know" in line for line in differences(planned(num_experts=4), told)
+    )
 
 
 def test_the_process_that_asks_stays_as_it_was(answers: Answers) -> None:

@@ -1,0 +1,86 @@
+"""The catalogue's prediction held against what real Megatron-Bridge would export."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ...integration.holdings import Holdings
+from ...integration.layout import Box, volume
+from ...integration.manifest import TensorSpec
+from ...workers.megatron.offline import OfflineError, OfflineExport, enumerate_offline
+from .study import Study
+
+# Names in one sentence.
+_NAMED = 3
+
+
+def differences_from_bridge(study: Study) -> list[str]:
+    """Where Bridge disagrees with the plan on the export or on what the first and last trainer rank hold.
+
+    Returns:
+        One sentence for each kind of difference, or why Bridge can't be asked; empty if all agrees.
+    """
+    options = study.options
+    ranks = tuple(dict.fromkeys((0, options.train.world_size - 1)))
+    with tempfile.TemporaryDirectory() as scratch:
+        config = Path(scratch) / "config.json"
+        config.write_text(json.dumps(options.model.config))
+        given = Path(options.model.name)
+        try:
+            export = enumerate_offline(
+                given if given.exists() else config, options.train, ranks, options.model.dtype
+            )
+        except OfflineError as error:
+            return [f"bridge: {error}"]
+    return differences(study, export)
+
+
+def differences(study: Study, export: OfflineExport) -> list[str]:
+    """Where an export of the study's model and layout disagrees with it, one sentence for each kind."""
+    return [*_of_specs(study.specs, export.specs), *_of_ranks(study, export)]
+
+
+def _of_specs(ours: Iterable[TensorSpec], theirs: Iterable[TensorSpec]) -> Iterator[str]:
+    predicted = {spec.name: spec for spec in ours}
+    exported = {spec.name: spec for spec in theirs}
+    yield from _some("exports", exported.keys() - predicted.keys(), "that the catalogue does not know")
+    yield from _some("does not export", predicted.keys() - exported.keys(), "that the plan counts on")
+    for name in sorted(predicted.keys() & exported.keys()):
+        if predicted[name] != exported[name]:
+            shape, dtype = list(exported[name].shape), exported[name].dtype
+            yield (
+                f"bridge: exports {name} as {dtype}{shape}, the plan has {predicted[name].dtype}"
+                f"{list(predicted[name].shape)}"
+            )
+            return  # one says enough of a model that is read wrongly
+
+
+def _of_ranks(study: Study, export: OfflineExport) -> Iterator[str]:
+    for rank, told in export.ranks.items():
+        held = {(held.name, held.box) for held in told.held if volume(held.box)}
+        predicted = set(_boxes(study.sources[rank], study.specs))
+        yield from _some(
+            f"trainer rank {rank} holds",
+            {name for name, _ in held - predicted},
+            "in parts that the plan lacks",
+        )
+        yield from _some(
+            f"trainer rank {rank} does not hold", {name for name, _ in predicted - held}, "as the plan has it"
+        )
+
+
+def _boxes(holdings: Holdings, specs: list[TensorSpec]) -> Iterator[tuple[str, Box]]:
+    for group in holdings.groups:
+        for index in group.indices.tolist():
+            for box in group.boxes:
+                yield specs[index].name, box
+
+
+def _some(what: str, names: Iterable[str], why: str) -> Iterator[str]:
+    found = sorted(names)
+    if found:
+        rest = f" and {len(found) - _NAMED:,} more" if len(found) > _NAMED else ""
+        yield f"bridge: {what} {', '.join(found[:_NAMED])}{rest} {why}"
