@@ -21,6 +21,7 @@ class Case:
     distributed_optimizer: bool = True
     micro_batch: int = 2
     kl_coef: float = 0.0
+    recompute: dict[str, Any] | None = None
     # So large that Adam's step is smooth in the gradient: where a gradient is nearly 0, its rounding would
     # otherwise decide the step's sign.
     eps: float = 0.1
@@ -71,7 +72,7 @@ def make_policy(case: Case) -> Any:
 
     from rlrefit.recipes.algorithms.losses import PolicyLossConfig
     from rlrefit.recipes.policy import AdamConfig, MegatronPolicy, PolicyConfig
-    from rlrefit.workers.megatron.model import MegatronLayout
+    from rlrefit.workers.megatron.model import MegatronLayout, Recompute
 
     return MegatronPolicy(
         PolicyConfig(
@@ -83,6 +84,7 @@ def make_policy(case: Case) -> Any:
             temperature=TEMPERATURE,
             dtype=getattr(torch, case.dtype),
             distributed_optimizer=case.distributed_optimizer,
+            recompute=None if case.recompute is None else Recompute(**case.recompute),
         )
     )
 

@@ -30,10 +30,27 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "TP2 with a padded vocabulary": ("odd vocabulary", {"tensor_parallel": 2}),
     "PP2 with tied embeddings": ("tied", {"pipeline_parallel": 2}),
     "PP2 with two virtual stages": ("llama", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "PP2 with three layers and one": (
+        "llama",
+        {
+            "pipeline_parallel": 2,
+            "num_layers_in_first_pipeline_stage": 3,
+            "num_layers_in_last_pipeline_stage": 1,
+        },
+    ),
+    "PP2 with virtual stages of its own": (
+        "llama",
+        {"pipeline_parallel": 2, "virtual_pipeline": 2, "pipeline_model_parallel_layout": "Et|tt|t|L"},
+    ),
     "TP2 and EP2": ("moe", {"tensor_parallel": 2, "expert_parallel": 2}),
     "TP2 and ETP2": ("moe", {"tensor_parallel": 2, "expert_tensor_parallel": 2}),
     "DP2": ("qwen3", {}),
     "DP2 and EP2": ("moe", {"expert_parallel": 2}),
+}
+# Name of a layout's case: what its training computes again.
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "TP2": {"granularity": "full", "method": "uniform", "num_layers": 1},
+    "TP2 and EP2": {"granularity": "selective", "modules": ("core_attn", "moe")},
 }
 IN_BFLOAT16 = ("TP2", "PP2 with tied embeddings", "TP2 and EP2")
 
@@ -59,6 +76,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     trained = {name: Case(str(paths[of]), layout) for name, (of, layout) in LAYOUTS.items()}
     for name in IN_BFLOAT16:
         trained[f"{name} in bfloat16"] = Case(trained[name].model_path, trained[name].layout, "bfloat16")
+    for name, recompute in RECOMPUTED.items():
+        trained[f"{name} recomputing"] = Case(
+            trained[name].model_path, trained[name].layout, recompute=recompute
+        )
     trained["DP2 without distributed optimizer"] = Case(str(paths["qwen3"]), distributed_optimizer=False)
     resumed = {
         "TP2_EP2": Case(str(paths["moe"]), LAYOUTS["TP2 and EP2"][1], "bfloat16", eps=1e-8),
@@ -119,6 +140,13 @@ def test_training_on_two_ranks_moves_the_weights_as_a_single_rank_does(world: Wo
             # Bridge exports the vocabulary's padding too.
             ours = report.weights[name][: len(wanted)]
             np.testing.assert_allclose(ours, wanted, atol=5e-6, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("case", RECOMPUTED)
+def test_activations_that_are_computed_again_train_bit_for_bit_as_kept_ones(world: World, case: str) -> None:
+    for kept, again in zip(on_both(world, case), on_both(world, f"{case} recomputing"), strict=True):
+        assert again.digests == kept.digests
+        assert again.metrics == kept.metrics
 
 
 def test_the_warm_up_starts_above_zero_and_every_weight_moves(world: World) -> None:

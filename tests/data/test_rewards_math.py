@@ -1,0 +1,71 @@
+"""The reward that reads the last box of a completion."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from rlrefit.recipes.rewards import RewardError, load_reward
+from rlrefit.recipes.rewards_math import boxed_math, last_boxed, reference_answer
+
+
+def score(completion: str, answer: str) -> float:
+    return boxed_math(prompt="", completion=completion, answer=answer, finished=True)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        (r"6 times 12 is \boxed{72}.", "6 * 12 = <<6*12=72>>72\n#### 72"),
+        (r"\boxed{1,234}", "1234"),
+        (r"\boxed{72.0}", "72"),
+        (r"\boxed{\frac{1}{2}}", "0.5"),
+        (r"\boxed{\dfrac34}", r"\frac{3}{4}"),
+        (r"\boxed{-\frac{3}{4}}", r"-\frac{3}{4}"),
+        (r"\boxed{90^\circ}", "90"),
+        (r"\boxed{\text{Evelyn}}", "Evelyn"),
+        (r"\boxed{\left( 3, \frac{\pi}{2} \right)}", r"(3,\frac{\pi}{2})"),
+        (r"first \boxed{1}, no: \boxed{x_{1}^{2}}", r"so it is \boxed{x_{1}^{2}}"),
+        (r"\boxed{7} and then \boxed{8, cut off", "7"),
+    ],
+)
+def test_equal_answers_are_found_equal_however_they_are_typeset(completion: str, answer: str) -> None:
+    assert score(completion, answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("72", "72"),  # no box
+        (r"\boxed{72} or rather \boxed{73}", "72"),
+        (r"\boxed{12}", "1 2/3"),
+        (r"\boxed{}", "0"),
+        (r"\boxed{}", ""),
+        (r"\boxed{1/0}", "0"),
+        (r"\boxed{1,23}", "123"),
+        (r"\boxed{x+1}", "1+x"),  # symbolic equality is math_verify's
+    ],
+)
+def test_other_answers_are_not(completion: str, answer: str) -> None:
+    assert score(completion, answer) == 0.0
+
+
+def test_braces_inside_a_box_are_balanced() -> None:
+    assert last_boxed(r"\boxed{\frac{a}{b_{1}}} is it") == r"\frac{a}{b_{1}}"
+    assert last_boxed(r"\boxed{a") is None
+    assert reference_answer("5 apples\n#### 1,000") == "1,000"
+
+
+def test_a_reward_whose_package_is_not_installed_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "math_verify" else found(name, *rest)
+    )
+    with pytest.raises(
+        RewardError, match=r"pip install 'rlrefit\[math\]'; or set reward.function=boxed_math"
+    ):
+        load_reward("math_verify")
+    assert load_reward("boxed_math")
