@@ -20,13 +20,13 @@ def refit_to_oneself(lanes: int, contiguous: bool) -> None:
 
     from rlrefit.integration.clock import StageClock
     from rlrefit.integration.layout import Fragment, box_of
-    from rlrefit.integration.plan import CHECKSUM_BYTES, Message, Plan, Segment, aligned
+    from rlrefit.integration.plan import CHECKSUM_BYTES, LARGE_SEGMENT, Message, Plan, Segment, aligned
     from rlrefit.integration.process_groups import Group
     from rlrefit.integration.transport import P2PTransport
 
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    shapes = [(96, 40), (8192, 600), (257, 31), (1, 7)] * 10
+    shapes = [(96, 40), (8192, 2100), (257, 31), (1, 7)] * 10
     sides: dict[str, list[torch.Tensor]] = {"a": [], "b": []}
     for held in sides.values():
         for rows, columns in shapes:
@@ -60,7 +60,7 @@ def refit_to_oneself(lanes: int, contiguous: bool) -> None:
         result = transport.run(clock)
         assert result.verified_bytes == sum(t.nbytes for t in sides["a"])
         assert all(torch.equal(a, b) for a, b in zip(sides["a"], sides["b"], strict=True))
-    assert (transport.staging_bytes < 8192 * 600 * 2) == contiguous
+    assert (transport.staging_bytes < LARGE_SEGMENT) == contiguous
     transport.close()
 
 
