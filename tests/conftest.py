@@ -15,4 +15,4 @@ def server_of_processes() -> None:
     """
     for name in ("tests.spawn", "spawn"):
         if name in sys.modules:
-            sys.modules[name].preload()
+            sys.modules[name].processes()

@@ -17,6 +17,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
+from unittest import mock
 
 # What Megatron, vLLM and transformers engines load, but neither of them itself: each rank must be free to put its
 # stand-ins in place and to choose its environment first.
@@ -36,16 +37,15 @@ class RankFailed(AssertionError):
 
 
 def processes() -> ForkServerContext:
-    """Makes processes that come up in a moment, each as if it were started anew."""
+    """Makes processes without GPUs that come up in a moment, each as if it were started anew.
+
+    The first call starts the server, which loads while the caller goes on.
+    """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # CUDA would not outlive a fork
+        forkserver.ensure_running()
     return context
-
-
-def preload() -> None:
-    """Start the server of :func:`processes`; it loads while the caller goes on."""
-    processes()
-    forkserver.ensure_running()
 
 
 def free_port() -> int:
