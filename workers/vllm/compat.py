@@ -72,6 +72,9 @@ REFIT = (
     Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.execute_model", ("scheduler_output",)),
     Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model"),
     Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reset_encoder_cache"),
+    Needed(
+        "vllm.v1.core.sched.async_scheduler", "AsyncScheduler.reset_prefix_cache", ("reset_running_requests",)
+    ),
 )
 WEIGHT_TRANSFER = (
     Needed(f"{_TRANSFER}.factory", "WeightTransferEngineFactory.create_engine", ("config",)),

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from ...integration.config import RefitConfig
 from ...integration.errors import RefitError
 from .answers import raise_refit_errors
+from .preemption import require_kept_tokens
 from .token_versions import Generated, TokenVersions
 
 EXTENSION = "rlrefit.workers.vllm.extension.VllmRefitExtension"
@@ -96,6 +97,7 @@ class VllmDriver(_Driver):
         """
         method, engine = self._method, self._llm.llm_engine
         if engine.has_unfinished_requests():
+            require_kept_tokens(engine.vllm_config)
             self._llm.sleep(level=0, mode=mode)
             self._paused = True
             self._drain()
@@ -233,6 +235,7 @@ class AsyncVllmDriver(_Driver):
     async def refit(self, version: int, mode: PauseMode = "keep") -> list[dict[str, Any]]:
         """As :meth:`VllmDriver.refit`; requests that come meanwhile wait."""
         method = self._method
+        require_kept_tokens(self._llm.vllm_config)
         async with self._admission:
             await self._llm.pause_generation(mode=mode, clear_cache=False)
             try:

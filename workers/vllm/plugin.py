@@ -10,6 +10,8 @@ import dataclasses
 import logging
 from typing import Any, Literal, get_args, get_origin
 
+from .preemption import keep_tokens_of_preempted_requests
+
 logger = logging.getLogger(__name__)
 
 BACKEND = "rlrefit"
@@ -18,7 +20,8 @@ BACKEND = "rlrefit"
 def register() -> None:
     """Prepare this process; safe to call again.
 
-    Everywhere, ``rlrefit`` becomes a backend of vLLM's weight transfer.
+    Everywhere, ``rlrefit`` becomes a backend of vLLM's weight transfer, and requests that run through a refit keep all
+    their tokens (:mod:`.preemption`).
 
     On the CPU platform, linear weights keep their plain layout, which the log says once. vLLM would pack them for
     oneDNN, which replaces each linear parameter by one of shape ``[0]`` behind an opaque handle: no live bytes to write
@@ -28,6 +31,7 @@ def register() -> None:
     activation layer in the forward pass, which fails outside of model construction.
     """
     _register_backend()
+    keep_tokens_of_preempted_requests()
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
