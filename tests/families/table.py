@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from pathlib import Path
 
-from rlrefit.workers.catalog import TrainLayout, bundled_models, open_model, train_storage
+from rlrefit.workers.catalog import TrainLayout, bundled_models, open_model, train_holdings
 from rlrefit.workers.catalog.units import TURNED
 
 from .cases import CASES
@@ -66,13 +67,14 @@ def _percent(share: float) -> str:
     return "100%" if share == 1 else f"{int(share * 10000) / 100:.2f}%"
 
 
+@functools.cache
 def true_share(name: str) -> float:
     """What the trainer's rules place of a bundled model."""
     model = open_model(name)
-    bytes_of = {spec.name: spec.nbytes for spec in model.specs()}
-    params = train_storage(model, TrainLayout(), 0)
-    refused = {weight for param in params for weight in param.refused if param.reason != TURNED}
-    return 1 - sum(bytes_of[weight] for weight in refused) / sum(bytes_of.values())
+    specs = model.specs()
+    held = train_holdings(model, TrainLayout(), 0, {spec.name: i for i, spec in enumerate(specs)})
+    refused = {int(i) for reason, found in held.refused.items() if reason != TURNED for i in found}
+    return 1 - sum(specs[i].nbytes for i in refused) / sum(spec.nbytes for spec in specs)
 
 
 def _true_shares(family: str) -> str:

@@ -38,7 +38,7 @@ def test_the_copy_of_a_tied_embedding_takes_the_misc_path(report: Report) -> Non
 
 @pytest.mark.parametrize(
     ("case", "parts", "mapping"),
-    zip(CHANGED, (("q_proj", "k_proj", "v_proj"), ("norm",)), ("QKVMapping", "AutoMapping"), strict=True),
+    [(CHANGED[0], ("q_proj", "k_proj", "v_proj"), "QKVMapping"), (CHANGED[1], ("norm",), "AutoMapping")],
     ids=str,
 )
 def test_a_rule_that_bridge_no_longer_follows_is_not_used(
