@@ -35,9 +35,11 @@ class LiveViews:
         """
         self._device = device
         self._by_name: dict[str, list[Fragment]] = defaultdict(list)
-        for fragment in fragments:
-            _require_storage(fragment)
-            self._by_name[fragment.name].append(fragment)
+        # Subclasses (vLLM's parameters) would run their own code for each question.
+        with torch._C.DisableTorchFunctionSubclass():
+            for fragment in fragments:
+                _require_storage(fragment)
+                self._by_name[fragment.name].append(fragment)
 
     def at_home(self, view: torch.Tensor) -> bool:
         """Whether a view is in the memory of the device that works on it, and not offloaded to the host."""

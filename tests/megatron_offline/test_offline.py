@@ -104,6 +104,15 @@ def test_each_rank_holds_and_refuses_what_it_really_does(case: str, answers: Ans
         assert told.refused == real["refused"]
 
 
+@pytest.mark.parametrize("case", REAL)
+def test_offloaded_parameters_are_held_and_exported_from_their_host_copies(
+    case: str, answers: Answers
+) -> None:
+    for rank in answers.real:
+        told = rank[list(REAL).index(case)]["offloaded"]
+        assert told == {"key changes": True, "equal fragments": True, "equal export": True}
+
+
 @pytest.mark.parametrize("case", PREDICTED)
 def test_many_ranks_and_other_families_are_as_the_catalogue_predicts(case: str, answers: Answers) -> None:
     name, layout, rank = PREDICTED[case]

@@ -72,14 +72,19 @@ def _source(bridge: Any, layout: TrainLayout, model_of: ModelOf, rank: int) -> I
         with model_of(rank % stage_size + stage * stage_size) as model, _object_collectives(None):
             tasks = enumeration.conversion_tasks(bridge, model)
             names.append([task.global_param_name for task in tasks])
-            # A parameter that two stages hold (tied embeddings) is the first one's.
-            tasks = [task for task in tasks if task.global_param_name not in exported]
+            # A parameter that two stages hold (tied embeddings) is the first one's; one that the checkpoint lacks has
+            # a task without it.
+            tasks = [
+                task
+                for task in tasks
+                if task.param_weight is not None and task.global_param_name not in exported
+            ]
             for task, specs in zip(tasks, enumeration.run_on_meta(bridge, model, tasks), strict=True):
                 exported[task.global_param_name] = specs
 
     def all_stages(bridge: Any, model: list[Any], pp_group: Any) -> enumeration.Enumeration:
         tasks = enumeration.conversion_tasks(bridge, model)
-        return enumeration.joined(tasks, [exported[task.global_param_name] for task in tasks])
+        return enumeration.joined(tasks, [exported.get(task.global_param_name, []) for task in tasks])
 
     with (
         model_of(rank) as model,
