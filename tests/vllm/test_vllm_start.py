@@ -19,6 +19,7 @@ from rlrefit.workers.vllm.answers import answer, raise_refit_errors
 from rlrefit.workers.vllm.compat import REFIT, WEIGHT_TRANSFER, Needed, require_supported_vllm
 from rlrefit.workers.vllm.guard import WeightsGuard
 from rlrefit.workers.vllm.token_versions import TokenVersions
+from rlrefit.workers.vllm.worker_refit import WorkerRefit
 
 
 def test_the_installed_vllm_has_all_that_refits_rely_on():
@@ -112,8 +113,9 @@ def test_a_later_vllm_whose_backend_is_a_plain_string_is_left_alone():
 class _Worker:
     """What the guard touches of vLLM's worker, whose sleep leaves memory where it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, load_format: str = "auto") -> None:
         self.slept: list[int] = []
+        self.vllm_config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
         model = nn.Linear(2, 2)
         self.model_runner = SimpleNamespace(execute_model=lambda step: f"ran {step}", get_model=lambda: model)
 
@@ -168,6 +170,30 @@ def test_discarded_weights_are_not_run_before_a_refit(worker: Any):
         worker.model_runner.execute_model(1)
     worker.guard.refitted()
     assert worker.model_runner.execute_model(2) == "ran 2"
+
+
+def test_dummy_weights_are_not_run_before_a_refit():
+    worker: Any = _Worker("dummy")
+    guard = WeightsGuard(worker, ServingState())
+    guard.require_awake()
+    with pytest.raises(EngineDirty, match="load_format=dummy"):
+        worker.model_runner.execute_model(1)
+    guard.refitted()
+    assert worker.model_runner.execute_model(2) == "ran 2"
+
+
+def test_ranks_count_over_data_parallel_replicas(monkeypatch: pytest.MonkeyPatch):
+    joined: list[int] = []
+    monkeypatch.setattr(
+        WorkerRefit, "init_per_pp_refit_comm_group", lambda self, meeting, rank, *rest: joined.append(rank)
+    )
+    for replica in range(2):
+        for rank in range(2):
+            worker: Any = _Worker()
+            worker.rank = rank
+            worker.vllm_config.parallel_config = SimpleNamespace(data_parallel_index=replica, world_size=2)
+            WorkerRefit.of(worker).join({}, 3, {}, "nccl_xfer")
+    assert joined == [3, 4, 5, 6]
 
 
 class _State:

@@ -1,7 +1,7 @@
 """What stands between a vLLM worker's weights and those who would use them while they are not whole or not there.
 
-vLLM itself runs a step with whatever the parameters hold: with weights that a refit wrote in part, and with the
-undefined memory that a level 2 sleep leaves. And a refit into sleeping weights is an access to unmapped memory,
+vLLM itself runs a step with whatever the parameters hold: with weights that a refit wrote in part, with the undefined
+memory that a level 2 sleep leaves, and with the random numbers of ``load_format=dummy``. And a refit into sleeping weights is an access to unmapped memory,
 which takes the worker's CUDA context with it.
 """
 
@@ -37,7 +37,9 @@ class WeightsGuard:
         self._state = state
         self._worker = worker
         self._asleep: set[str] = set()
-        self._lost = False
+        dummy = worker.vllm_config.load_config.load_format == "dummy"
+        # Why the weights are nobody's; empty if they are somebody's.
+        self._undefined = "the engine was started with load_format=dummy" if dummy else ""
         _before(worker.model_runner, "execute_model", self.require_servable)
         _after(worker, "sleep", self._slept)
         _after(worker, "wake_up", self._woke)
@@ -46,13 +48,13 @@ class WeightsGuard:
         """To be called before each step; the error ends vLLM's engine core, which can't go on after any.
 
         Raises:
-            EngineDirty: the weights were written in part, or were discarded and not refitted.
+            EngineDirty: the weights were written in part, or are no version's yet.
         """
         self._state.require_clean()
-        if self._lost:
+        if self._undefined:
             raise EngineDirty(
-                "a level 2 sleep discarded the weights and no refit has brought new ones, so the engine would generate "
-                "from undefined memory. Refit after wake_up(tags=['weights']), before anything is generated",
+                f"{self._undefined} and no refit has brought weights since, so the engine would generate from undefined "
+                "ones. Refit (after wake_up(tags=['weights']), if it sleeps) before anything is generated",
                 stage="generate",
             )
 
@@ -71,11 +73,12 @@ class WeightsGuard:
 
     def refitted(self) -> None:
         """To be called once a refit has committed."""
-        self._lost = False
+        self._undefined = ""
 
     def _slept(self, level: int = 1) -> None:
         self._asleep = set(_TAGS)
-        self._lost = self._lost or level >= _DISCARDING
+        if level >= _DISCARDING:
+            self._undefined = f"a level {level} sleep discarded the weights"
 
     def _woke(self, tags: list[str] | None = None) -> None:
         self._asleep -= _TAGS if tags is None else set(tags)
