@@ -31,10 +31,29 @@ def _inner_optimizers(optimizer: Any) -> list[Any]:
     """The torch-like optimizers inside Megatron's: their parameters are this rank's float32 masters.
 
     Megatron keeps one for dense and one for expert parameters; under the distributed optimizer the masters
-    are this data-parallel rank's shards. A rank without parameters of a kind has none.
+    are this data-parallel rank's shards. A rank without parameters of a kind has none. The hybrid optimizer
+    (``optimizer_cpu_offload``) consists of one on the host and one on the GPU.
     """
     wrapped = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [each.optimizer for each in wrapped if getattr(each, "optimizer", None) is not None]
+    found = [each.optimizer for each in wrapped if getattr(each, "optimizer", None) is not None]
+    return [part for inner in found for part in getattr(inner, "sub_optimizers", [inner])]
+
+
+def _plain_state(inner: Any) -> dict[str, Any]:
+    """The optimizer's state without what the hybrid one adds: its own settings, classes among them, and masters."""
+    state = inner.state_dict()
+    groups = [{k: v for k, v in group.items() if not isinstance(v, type)} for group in state["param_groups"]]
+    values = {
+        number: {name: value for name, value in values.items() if name != "master_param"}
+        for number, values in state["state"].items()
+    }
+    return {"state": values, "param_groups": groups}
+
+
+def _load_plain_state(inner: Any, saved: dict[str, Any]) -> None:
+    present = inner.state_dict()["param_groups"]
+    groups = [live | kept for live, kept in zip(present, saved["param_groups"], strict=True)]
+    inner.load_state_dict({"state": saved["state"], "param_groups": groups})
 
 
 def _masters(inner: Any) -> list[Tensor]:
@@ -49,7 +68,7 @@ def training_state(model: list[Any], optimizer: Any, scheduler: Any) -> dict[str
     return {
         "model": {name: tensor.detach() for name, tensor in _tensors(model)},
         "optimizers": [
-            {"state": inner.state_dict(), "masters": [master.detach() for master in _masters(inner)]}
+            {"state": _plain_state(inner), "masters": [master.detach() for master in _masters(inner)]}
             for inner in _inner_optimizers(optimizer)
         ],
         "scheduler": scheduler.state_dict(),
@@ -70,7 +89,7 @@ def restore_training_state(state: dict[str, Any], model: list[Any], optimizer: A
         for name, tensor in live.items():
             tensor.copy_(state["model"][name])
         for inner, saved in zip(inners, state["optimizers"], strict=True):
-            inner.load_state_dict(saved["state"])
+            _load_plain_state(inner, saved["state"])
             for master, value in zip(_masters(inner), saved["masters"], strict=True):
                 master.copy_(value)
     scheduler.load_state_dict(state["scheduler"])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlrefit.recipes.policy import MegatronPolicy, PolicyConfig
+from rlrefit.recipes.policy import AdamConfig, MegatronPolicy, PolicyConfig
 from rlrefit.recipes.policy_batch import BatchSplit, PolicyBatch
 from rlrefit.workers.megatron import cpu_standins
 from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
@@ -126,3 +126,21 @@ def test_stand_ins_are_refused_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     with pytest.raises(RuntimeError, match=r"torch sees 8 GPU.*CUDA_VISIBLE_DEVICES"):
         cpu_standins.install()
+
+
+def test_an_optimizer_off_the_gpu_needs_a_gpu_and_the_distributed_optimizer() -> None:
+    with pytest.raises(ValueError) as found:
+        PolicyConfig("model", optimizer=AdamConfig(cpu_offload_fraction=1.0), distributed_optimizer=False)
+    assert "needs distributed_optimizer, which Megatron builds it on" in str(found.value)
+    assert torch.cuda.is_available() or "this process has none; give 0" in str(found.value)
+
+
+def test_stages_of_its_own_are_checked_with_the_layout() -> None:
+    layout = MegatronLayout(
+        pipeline_parallel=2, num_layers_in_last_pipeline_stage=1, pipeline_model_parallel_layout="Et|t|tL"
+    )
+    both, stages = layout.violations(2)
+    assert both.startswith("pipeline_model_parallel_layout tells all stages")
+    assert "it has 3 stages where PP x virtual stages = 2" in stages
+    (alone,) = MegatronLayout(num_layers_in_first_pipeline_stage=3).violations(1)
+    assert "need pipeline_parallel above 1" in alone
