@@ -15,11 +15,11 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 from vllm.platforms import current_platform
 
-from rlrefit.integration.errors import PlanError, RefitMismatch
+from rlrefit.integration.errors import PlanError, RefitError, RefitMismatch
 from rlrefit.workers.vllm import plugin
 from rlrefit.workers.vllm.derived import refresh_absorbed_projections
 from rlrefit.workers.vllm.destination import _check_complete, _owners, _spread_over_modules
-from rlrefit.workers.vllm.extension import VllmRefitExtension
+from rlrefit.workers.vllm.extension import VllmRefitExtension, raise_refit_errors
 from rlrefit.workers.vllm.layouts import ModuleLayout, module_layout
 from rlrefit.workers.vllm.trace import LoaderTrace, trace_loader
 
@@ -230,5 +230,5 @@ def test_asking_for_an_unknown_parameter_names_it():
     extension.model_runner = SimpleNamespace(get_model=lambda: nn.Linear(2, 3))
     assert extension.refit_parameter_bytes(["bias"]).keys() == {"bias"}
     assert extension.refit_parameter_digests().keys() == {"weight", "bias"}
-    with pytest.raises(KeyError, match="no parameter nonsense"):
-        extension.refit_parameter_bytes(["nonsense"])
+    with pytest.raises(RefitError, match="vLLM worker 0: this worker's model has no parameter nonsense"):
+        raise_refit_errors([extension.refit_parameter_bytes(["nonsense"])])

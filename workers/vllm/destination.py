@@ -26,13 +26,22 @@ _Layout = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
-class _Routes:
-    """What the trace of one manifest found, for parameters of one layout."""
+class Routes:
+    """What the trace of one manifest found, for parameters of one layout.
+
+    Attributes:
+        manifest: the traced one.
+        layout: of the live parameters at that time.
+        landings: of the tensors that are written in place.
+        reasons: of the tensors that take the misc path.
+        misc: that path.
+    """
 
     manifest: Manifest
     layout: _Layout
     landings: dict[str, tuple[Landing, ...]]
     reasons: dict[str, str]
+    misc: ScopedReload
 
     def outdated(self, manifest: Manifest, parameters: Mapping[str, torch.Tensor]) -> bool:
         return self.manifest != manifest or self.layout != _layout_of(parameters)
@@ -66,8 +75,7 @@ class VllmDestination:
         self._device = device
         self._reset_caches = tuple(reset_caches)
         self._follow_parameters()
-        self._misc: ScopedReload | None = None
-        self._routes: _Routes | None = None
+        self._routes: Routes | None = None
 
     @property
     def device(self) -> torch.device:
@@ -104,15 +112,20 @@ class VllmDestination:
                 weights; or the live model lacks a module of its own architecture.
         """
         self._follow_parameters()
-        wanted = tuple((name, tuple(shape), dtype) for name, shape, dtype in manifest)
-        if self._routes is None or self._routes.outdated(wanted, self._parameters):
-            self._routes = self._traced(wanted)
+        self._routes = self.routes(manifest)
         found = [
             landing.fragment(self._parameters[landing.parameter])
             for name, landings in self._routes.landings.items()
             for landing in landings
         ]
         return found, dict(self._routes.reasons)
+
+    def routes(self, manifest: Manifest) -> Routes:
+        """What :meth:`fragments` goes by; asking for it changes nothing for a refit that goes by another manifest."""
+        wanted = tuple((name, tuple(shape), dtype) for name, shape, dtype in manifest)
+        if self._routes is None or self._routes.outdated(wanted, self._parameters):
+            return self._traced(wanted)
+        return self._routes
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The misc path: full checkpoint tensors through the engine's own loader.
@@ -143,8 +156,8 @@ class VllmDestination:
         Modules under reload get their old kernel tensors back, so that the next refit starts clean. Bytes
         that were written in place stay; the engine must not generate before a refit commits.
         """
-        if self._misc is not None:
-            self._misc.abandon()
+        if self._routes is not None:
+            self._routes.misc.abandon()
 
     def _follow_parameters(self) -> None:
         self._parameters = dict(self._model.named_parameters())
@@ -155,7 +168,7 @@ class VllmDestination:
             if parameter is not None
         ]
 
-    def _traced(self, manifest: Manifest) -> _Routes:
+    def _traced(self, manifest: Manifest) -> Routes:
         with meta_twin(self._model, self._vllm_config) as twin:
             loadable = dict(twin.named_parameters()) | dict(twin.named_buffers())
             trace = trace_loader(twin.load_weights, loadable, manifest)
@@ -164,7 +177,6 @@ class VllmDestination:
             layouts = self._layouts(twin, {module for modules in owners.values() for module in modules})
         reasons = _spread_over_modules(trace, owners, layouts)
         _check_complete(trace, owners, layouts, self._model, parameters)
-        self._misc = self._misc_path(trace, owners, layouts, reasons)
         landings = {name: found for name, found in trace.landings.items() if name not in reasons and found}
         logger.info(
             "refit destination: %d fragments of %d tensors are written in place, %d tensors take the misc path",
@@ -172,16 +184,17 @@ class VllmDestination:
             len(landings),
             len(reasons),
         )
-        return _Routes(tuple(manifest), _layout_of(self._parameters), landings, reasons)
+        misc = self._misc_path(trace, owners, layouts, reasons)
+        return Routes(tuple(manifest), _layout_of(self._parameters), landings, reasons, misc)
 
     def _misc_or_raise(self) -> ScopedReload:
-        if self._misc is None:
+        if self._routes is None:
             raise RefitError(
                 "fragments(manifest) has to be called once before weights are loaded: it finds the modules "
                 "that need the engine's reload",
                 stage="misc",
             )
-        return self._misc
+        return self._routes.misc
 
     def _layouts(self, twin: nn.Module, modules: set[str]) -> dict[str, ModuleLayout]:
         live = dict(self._model.named_modules())

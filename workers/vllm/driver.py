@@ -253,8 +253,14 @@ class AsyncVllmDriver(_Driver):
     async def generate(self, prompt: Any, parameters: Any, request_id: str) -> AsyncIterator[Generated]:
         """Outputs of one request as they grow, as ``AsyncLLM.generate`` yields them; the last one is finished.
 
-        ``parameters.output_kind`` must not be ``DELTA``.
+        Raises:
+            ValueError: ``parameters.output_kind`` is ``DELTA``, whose outputs do not hold all tokens.
         """
+        if parameters.output_kind.name == "DELTA":
+            raise ValueError(
+                "parameters.output_kind: DELTA gives each token once, so that its place among the versions is not known; "
+                "use CUMULATIVE or FINAL_ONLY"
+            )
         async with self._admission:
             queue = await self._llm.add_request(request_id, prompt, parameters)
             self._versions.begin(request_id, self.version)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...integration.errors import RefitError
+from ...integration.manifest import dtype_of
 from ...integration.session import ServingState
 from .answers import REFIT_ERROR, answer, raise_refit_errors
 from .compat import require_supported_vllm
@@ -26,7 +28,7 @@ __all__ = ["REFIT_ERROR", "VllmRefitExtension", "raise_refit_errors"]
 class VllmRefitExtension:
     """Mixed into vLLM's ``Worker``: the refit's methods, callable through ``collective_rpc``.
 
-    A worker whose refit fails answers ``{"refit_error": …}`` and does not raise: at TP above 1, vLLM's
+    A worker that fails answers ``{"refit_error": …}`` and does not raise: at TP above 1, vLLM's
     executor reads the first worker's exception only, and the next call would meet the others'. Pass the
     answers through :func:`raise_refit_errors`.
     """
@@ -89,25 +91,24 @@ class VllmRefitExtension:
             ``{"bulk": {name: its boxes as text}, "misc": {name: reason}}``; a tensor in neither is not
             loaded on this rank.
         """
-        fragments, misc = self.refit_destination.fragments(
-            [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in manifest]
-        )
-        bulk: dict[str, list[str]] = {}
-        for fragment in fragments:
-            bulk.setdefault(fragment.name, []).append(str(fragment.box))
-        return {"bulk": {name: " ".join(boxes) for name, boxes in bulk.items()}, "misc": misc}
+
+        def trace() -> dict[str, dict[str, str]]:
+            wanted = [(name, tuple(shape), dtype_of(dtype)) for name, shape, dtype in manifest]
+            routes = self.refit_destination.routes(wanted)
+            bulk = {name: " ".join(str(found.box) for found in at) for name, at in routes.landings.items()}
+            return {"bulk": bulk, "misc": routes.reasons}
+
+        return answer(trace)
 
     def refit_parameter_bytes(self, names: Sequence[str] = ()) -> dict[str, bytes]:
         """Raw bytes of live parameters, contiguous, by the engine's names; of all of them without names."""
-        return {name: _bytes_of(parameter) for name, parameter in self._refit_selected(names).items()}
+        return answer(lambda: {name: _bytes_of(found) for name, found in self._refit_selected(names).items()})
 
     def refit_parameter_digests(self, names: Sequence[str] = ()) -> dict[str, str]:
         """SHA-256 of what :meth:`refit_parameter_bytes` returns, with shape and dtype, for large models."""
-        digests = {}
-        for name, parameter in self._refit_selected(names).items():
-            header = f"{tuple(parameter.shape)} {parameter.dtype} ".encode()
-            digests[name] = hashlib.sha256(header + _bytes_of(parameter)).hexdigest()
-        return digests
+        return answer(
+            lambda: {name: _digest_of(found) for name, found in self._refit_selected(names).items()}
+        )
 
     def _refit_selected(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         parameters = dict(self.model_runner.get_model().named_parameters())
@@ -115,11 +116,17 @@ class VllmRefitExtension:
             return parameters
         absent = sorted(set(names) - parameters.keys())
         if absent:
-            raise KeyError(
+            raise RefitError(
                 f"this worker's model has no parameter {absent[0]} ({len(absent)} of the names are unknown); use "
-                "vLLM's own names, e.g. model.layers.0.self_attn.qkv_proj.weight"
+                "vLLM's own names, e.g. model.layers.0.self_attn.qkv_proj.weight",
+                parameter=absent[0],
             )
         return {name: parameters[name] for name in names}
+
+
+def _digest_of(parameter: torch.Tensor) -> str:
+    header = f"{tuple(parameter.shape)} {parameter.dtype} ".encode()
+    return hashlib.sha256(header + _bytes_of(parameter)).hexdigest()
 
 
 def _bytes_of(parameter: torch.Tensor) -> bytes:

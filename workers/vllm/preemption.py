@@ -18,12 +18,14 @@ _MARK = "_keeps_tokens_by_rlrefit"
 
 
 def keep_tokens_of_preempted_requests() -> None:
-    """Let the scheduler of this process discard a token only where one is in flight; safe to call again."""
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    """Let the scheduler of this process discard a token only where one is in flight; safe to call again.
 
-    original = AsyncScheduler.reset_prefix_cache
-    if hasattr(original, _MARK):
+    A vLLM whose scheduler knows no such flag is left alone.
+    """
+    scheduler_class = _discarding_scheduler()
+    if scheduler_class is None or hasattr(scheduler_class.reset_prefix_cache, _MARK):
         return
+    original = scheduler_class.reset_prefix_cache
 
     @functools.wraps(original)
     def reset_prefix_cache(scheduler: Any, *args: Any, **kwargs: Any) -> bool:
@@ -38,7 +40,7 @@ def keep_tokens_of_preempted_requests() -> None:
         return done
 
     setattr(reset_prefix_cache, _MARK, True)
-    AsyncScheduler.reset_prefix_cache = reset_prefix_cache
+    scheduler_class.reset_prefix_cache = reset_prefix_cache
 
 
 def require_kept_tokens(vllm_config: Any) -> None:
@@ -51,12 +53,22 @@ def require_kept_tokens(vllm_config: Any) -> None:
     """
     if not vllm_config.scheduler_config.async_scheduling:
         return
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-    if not hasattr(AsyncScheduler.reset_prefix_cache, _MARK):
+    scheduler_class = _discarding_scheduler()
+    if scheduler_class is not None and not hasattr(scheduler_class.reset_prefix_cache, _MARK):
         raise RefitError(
             "vLLM's asynchronous scheduler would lose one token of each running request, because rlrefit's plug-in is not "
             "loaded. Nothing has moved. Name rlrefit in VLLM_PLUGINS, or start the engine with async_scheduling=False, "
             "or refit between requests",
             stage="handshake",
         )
+
+
+def _discarding_scheduler() -> Any:
+    """vLLM's asynchronous scheduler, if it discards tokens after a preemption; else None."""
+    try:
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    except ImportError:
+        return None
+    update = getattr(AsyncScheduler, "_update_request_with_output", None)
+    names = update.__code__.co_names if update is not None else ()
+    return AsyncScheduler if "discard_latest_async_tokens" in names else None

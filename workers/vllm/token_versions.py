@@ -1,7 +1,8 @@
 """Which version of the weights generated each token.
 
 vLLM 0.21 has no place for it in a response: neither its outputs nor its server's answers carry a field that a worker or
-a driver may fill. So the driver notes, at every refit, how far each running request has come.
+a driver may fill. So the driver notes, at every refit, how far each running request has come. Of a server, whose requests
+no driver sees, ``refit_serving_version`` tells what it serves now (``POST /collective_rpc`` in its development mode).
 """
 
 from __future__ import annotations
