@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.errors import TransportUnavailable
+from rlrefit.integration.errors import RefitError, TransportUnavailable
 from rlrefit.integration.transport.ipc.driver import call, driver
 from rlrefit.integration.transport.ipc.memory import ExportedMemory
 from tests.ipc.worlds import Rank, Scenario, run
@@ -148,10 +148,10 @@ def test_an_open_transport_does_not_keep_the_memory_of_parameters(meeting: str) 
         transport.close()
 
 
-def test_parameters_that_lie_on_the_host_are_refused_by_name(meeting: str) -> None:
-    rank = Rank(Scenario(meeting), 0, torch.device("cuda", 0))
+def test_an_engines_parameters_that_lie_on_the_host_are_refused_by_name(meeting: str) -> None:
+    rank = Rank(Scenario(meeting), 2, torch.device("cuda", 0))
     offloaded = [replace(fragment, view=fragment.view.cpu()) for fragment in rank.fragments()]
-    with pytest.raises(TransportUnavailable, match=r"experts\.0\.gate lies on cpu"):
+    with pytest.raises(RefitError, match=r"lies on cpu.*parameter experts\.0\.gate"):
         rank.make_transport().bind(offloaded)
 
 
