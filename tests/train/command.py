@@ -1,4 +1,4 @@
-"""The command line as a user runs it, in a process of its own."""
+"""The command line as a user runs it, in a process of its own or in the test's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
+from rlrefit.recipes.cli import main
 from rlrefit.recipes.run_files import read_json_lines
 
 # Small enough to be quick, large enough that every part of a step has something to do.
@@ -49,6 +51,17 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 280.0) -> tuple[in
 def run(*arguments: str, cwd: Path) -> tuple[int, str]:
     """Exit code and output of ``rlrefit`` with the arguments."""
     return finish(rlrefit(*arguments, cwd=cwd))
+
+
+def run_here(
+    *arguments: str, cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str]:
+    """As :func:`run`, in the test's own process, which has loaded already what the command needs."""
+    monkeypatch.chdir(cwd)
+    monkeypatch.setenv("COLUMNS", "200")
+    code = main(arguments)
+    said = capsys.readouterr()
+    return code, said.out + said.err
 
 
 def wait_for_step(process: subprocess.Popen[str], step: int, timeout_s: float = 200.0) -> str:

@@ -12,7 +12,7 @@ import pytest
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.rendezvous import open_rendezvous
 
-from .command import run
+from .command import run, run_here
 
 
 def test_bad_records_are_listed_by_file_and_line_before_anything_starts(tmp_path: Path) -> None:
@@ -44,7 +44,9 @@ def test_every_violation_of_a_configuration_is_told_at_once_with_exit_code_2(tmp
     assert "group_size" in output
 
 
-def test_a_checkpoint_without_one_of_its_tensors_names_it_before_anything_starts(tmp_path: Path) -> None:
+def test_a_checkpoint_without_one_of_its_tensors_names_it_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from safetensors.torch import load_file, save_file
 
     from rlrefit.recipes.tiny.checkpoints import make_checkpoint
@@ -53,19 +55,23 @@ def test_a_checkpoint_without_one_of_its_tensors_names_it_before_anything_starts
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    code, output = run("train", "recipe=grpo_tiny", f"model.path={folder}", cwd=tmp_path)
+    arguments = ("train", "recipe=grpo_tiny", f"model.path={folder}")
+    code, output = run_here(*arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     assert code == 1
     assert "model.layers.1.mlp.up_proj.weight" in output
     assert "Traceback" not in output
 
 
-def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 
     folder = make_checkpoint("qwen3", tmp_path / "model")
     other = make_checkpoint("qwen3-moe", tmp_path / "other")
     shutil.copy(other / "model.safetensors", folder / "model.safetensors")
-    code, output = run("train", "recipe=grpo_tiny", f"model.path={folder}", cwd=tmp_path)
+    arguments = ("train", "recipe=grpo_tiny", f"model.path={folder}")
+    code, output = run_here(*arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     assert code == 1
     assert "mlp" in output
 

@@ -6,11 +6,24 @@ import json
 import shutil
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
-from .command import SHORT, curve, finish, kill_rank, metrics, ray_processes_of, rlrefit, run, wait_for_step
+from .command import (
+    SHORT,
+    curve,
+    finish,
+    kill_rank,
+    metrics,
+    ray_processes_of,
+    rlrefit,
+    run,
+    run_here,
+    wait_for_step,
+)
 
 KEYS = {
     "step",
@@ -24,15 +37,16 @@ KEYS = {
     "refit/bytes_misc",
     "refit/kept_gb_per_s",
 }
+GO_ON = ("train", "recipe=grpo_tiny", "name=died", "algorithm.steps=50", *SHORT)
 
 
 @pytest.mark.timeout(400)
 def test_the_demo_learns_and_its_validation_reward_rises_with_it(tmp_path: Path) -> None:
-    code, output = run("train", "recipe=grpo_tiny", "algorithm.steps=40", cwd=tmp_path)
+    code, output = run("train", "recipe=grpo_tiny", "algorithm.steps=32", cwd=tmp_path)
     assert code == 0, output
     folder = tmp_path / "runs" / "grpo_tiny"
     rows = metrics(folder)
-    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert [row["step"] for row in rows] == list(range(1, 33))
     assert all(row.keys() >= KEYS for row in rows)
     first, last = (sum(r["reward/mean"] for r in part) / 5 for part in (rows[:5], rows[-5:]))
     assert last >= 2 * first
@@ -44,84 +58,111 @@ def test_the_demo_learns_and_its_validation_reward_rises_with_it(tmp_path: Path)
     assert all(row["weights/version"] == row["refit/version"] == row["step"] - 1 for row in rows)
     assert all(row["refit/bytes_verified"] > 0 for row in rows)
     assert (folder / "report.png").stat().st_size > 20_000
-    assert "grpo_tiny: 40 steps" in output
+    assert "grpo_tiny: 32 steps" in output
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that was started in a folder, and ended before its time."""
+
+    cwd: Path
+    code: int
+    output: str
+    seconds: float
+    ranks: list[psutil.Process]
 
 
 @pytest.fixture(scope="module")
-def four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of four steps that saved a checkpoint after the second and the fourth."""
-    cwd = tmp_path_factory.mktemp("whole")
-    code, output = run(
-        "train", "recipe=grpo_tiny", "name=whole", "algorithm.steps=4", "checkpoint.every=2", *SHORT, cwd=cwd
-    )
-    assert code == 0, output
-    return cwd
+def died(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A run that saved a checkpoint after its second and its fourth step, and lost a rank after that."""
+    cwd = tmp_path_factory.mktemp("died")
+    steps = ("algorithm.steps=200", "checkpoint.every=2")
+    process = rlrefit("train", "recipe=grpo_tiny", "name=died", *steps, *SHORT, cwd=cwd)
+    wait_for_step(process, 5, timeout_s=300)  # a step is told before its checkpoint is written
+    ranks = ray_processes_of(process)
+    kill_rank(process, "TransformersActor")
+    start = time.monotonic()
+    code, output = finish(process, timeout_s=90)
+    return Ended(cwd, code, output, time.monotonic() - start, ranks)
+
+
+@pytest.mark.timeout(600)
+def test_the_death_of_a_rank_ends_the_run_with_its_name_and_leaves_no_process(died: Ended) -> None:
+    assert died.code == 1, died.output
+    assert "rank" in died.output
+    assert "died" in died.output or "failed" in died.output
+    assert died.seconds < 60
+    lines = (died.cwd / "runs" / "died" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) >= 5
+    assert all(json.loads(line) for line in lines)
+    _require_gone(died.ranks)
+
+
+@dataclass(frozen=True)
+class Resumed(Ended):
+    """A run that went on where another had died, until it was interrupted.
+
+    Attributes:
+        good: the newest checkpoint that was whole.
+        damaged: the file of the checkpoint after it that was cut off.
+    """
+
+    good: Path
+    damaged: Path
+
+
+@pytest.fixture(scope="module")
+def resumed(died: Ended, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
+    cwd = tmp_path_factory.mktemp("resumed")
+    shutil.copytree(died.cwd / "runs", cwd / "runs")
+    good, newest = sorted((cwd / "runs" / "died" / "checkpoints").glob("step_*"))[-2:]
+    damaged = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    with damaged.open("r+b") as file:
+        file.truncate(damaged.stat().st_size // 2)
+    process = rlrefit(*GO_ON, "resume=true", cwd=cwd)
+    output = wait_for_step(process, _step_of(newest))
+    ranks = ray_processes_of(process)
+    process.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    code, rest = finish(process)
+    return Resumed(cwd, code, output + rest, time.monotonic() - start, ranks, good, damaged)
 
 
 @pytest.mark.timeout(600)
 def test_a_run_resumes_from_the_last_good_checkpoint_with_the_same_curve(
-    four_steps: Path, tmp_path: Path
+    died: Ended, resumed: Resumed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(four_steps / "runs", tmp_path / "runs")
-    folder = tmp_path / "runs" / "whole"
-    newest = folder / "checkpoints" / "step_000004"
-    largest = max(newest.iterdir(), key=lambda path: path.stat().st_size)
-    with largest.open("r+b") as file:
-        file.truncate(largest.stat().st_size // 2)
-    arguments = ["train", "recipe=grpo_tiny", "name=whole", "algorithm.steps=4", "checkpoint.every=0", *SHORT]
-    code, output = run(*arguments, cwd=tmp_path)
+    code, output = run_here(*GO_ON, cwd=died.cwd, monkeypatch=monkeypatch, capsys=capsys)
     assert code == 1
     assert "resume=true" in output
-    code, output = run(*arguments, "resume=true", cwd=tmp_path)
-    assert code == 0, output
-    assert "step_000004 is skipped" in output
-    assert largest.name in output
-    assert "resuming after step 2" in output
-    assert curve(metrics(folder)) == curve(metrics(four_steps / "runs" / "whole"))
+    assert f"{resumed.damaged.parent.name} is skipped" in resumed.output
+    assert resumed.damaged.name in resumed.output
+    assert f"resuming after step {_step_of(resumed.good)}" in resumed.output
+    before, after = (metrics(ended.cwd / "runs" / "died") for ended in (died, resumed))
+    twice = _step_of(resumed.damaged.parent)  # the steps from the good checkpoint to here were done twice
+    assert twice == _step_of(resumed.good) + 2
+    assert [row["step"] for row in after] == list(range(1, len(after) + 1))
+    both = min(len(before), len(after))
+    assert both >= twice
+    assert curve(after)[:both] == curve(before)[:both]
+
+
+@pytest.mark.timeout(600)
+def test_an_interrupt_finishes_the_step_saves_it_and_leaves_no_process(resumed: Resumed) -> None:
+    assert resumed.code == 130, resumed.output
+    assert "which is saved; resume=true goes on" in resumed.output
+    folder = resumed.cwd / "runs" / "died"
+    last = metrics(folder)[-1]["step"]
+    assert last < 50
+    assert (folder / "checkpoints" / f"step_{last:06d}" / "manifest.json").exists()
+    _require_gone(resumed.ranks)
 
 
 @pytest.mark.timeout(400)
-def test_an_interrupt_finishes_the_step_saves_it_and_leaves_no_process(
-    four_steps: Path, tmp_path: Path
+def test_dapo_trains_a_mixture_of_experts_whose_router_takes_the_misc_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    process = rlrefit("train", "recipe=grpo_tiny", "name=stopped", "algorithm.steps=50", *SHORT, cwd=tmp_path)
-    wait_for_step(process, 1)
-    ranks = ray_processes_of(process)
-    process.send_signal(signal.SIGINT)
-    code, output = finish(process)
-    assert code == 130, output
-    assert "which is saved; resume=true goes on" in output
-    folder = tmp_path / "runs" / "stopped"
-    rows = metrics(folder)
-    assert (folder / "checkpoints" / f"step_{rows[-1]['step']:06d}" / "manifest.json").exists()
-    assert curve(rows) == curve(metrics(four_steps / "runs" / "whole"))[: len(rows)]
-    _require_gone(ranks)
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("actor", ["TransformersActor"])
-def test_the_death_of_a_rank_ends_the_run_with_its_name_and_leaves_no_process(
-    actor: str, tmp_path: Path
-) -> None:
-    process = rlrefit("train", "recipe=grpo_tiny", "name=died", "algorithm.steps=200", *SHORT, cwd=tmp_path)
-    wait_for_step(process, 1)
-    ranks = ray_processes_of(process)
-    kill_rank(process, actor)
-    start = time.monotonic()
-    code, output = finish(process, timeout_s=90)
-    assert code == 1, output
-    assert "rank" in output
-    assert "died" in output or "failed" in output
-    assert time.monotonic() - start < 60
-    assert all(
-        json.loads(line) for line in (tmp_path / "runs" / "died" / "metrics.jsonl").read_text().splitlines()
-    )
-    _require_gone(ranks)
-
-
-@pytest.mark.timeout(400)
-def test_dapo_trains_a_mixture_of_experts_whose_router_takes_the_misc_path(tmp_path: Path) -> None:
-    code, output = run(
+    code, output = run_here(
         "train",
         "recipe=dapo_tiny",
         "model.path=tiny:qwen3-moe",
@@ -130,6 +171,8 @@ def test_dapo_trains_a_mixture_of_experts_whose_router_takes_the_misc_path(tmp_p
         "algorithm.max_sampling_rounds=2",
         *SHORT,
         cwd=tmp_path,
+        monkeypatch=monkeypatch,
+        capsys=capsys,
     )
     assert code == 0, output
     rows = metrics(tmp_path / "runs" / "dapo_tiny")
@@ -139,8 +182,11 @@ def test_dapo_trains_a_mixture_of_experts_whose_router_takes_the_misc_path(tmp_p
 
 
 @pytest.mark.timeout(500)
-def test_two_grpo_steps_with_vllm_keep_the_generation_kl_below_a_thousandth_in_bf16(tmp_path: Path) -> None:
-    code, output = run("train", "recipe=grpo_tiny_vllm", "algorithm.steps=3", *SHORT, cwd=tmp_path)
+def test_two_grpo_steps_with_vllm_keep_the_generation_kl_below_a_thousandth_in_bf16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("train", "recipe=grpo_tiny_vllm", "algorithm.steps=3", *SHORT)
+    code, output = run_here(*arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     assert code == 0, output
     rows = metrics(tmp_path / "runs" / "grpo_tiny_vllm")
     # The first step samples from the checkpoint's weights, the others from trained and refitted ones.
@@ -149,7 +195,11 @@ def test_two_grpo_steps_with_vllm_keep_the_generation_kl_below_a_thousandth_in_b
     assert rows[0]["refit/bytes_misc"] == 0
 
 
-def _require_gone(processes: list) -> None:
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def _require_gone(processes: list[psutil.Process]) -> None:
     deadline = time.monotonic() + 20
     while (
         left := [p for p in processes if p.is_running() and p.status() != "zombie"]

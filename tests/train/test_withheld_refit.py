@@ -28,7 +28,7 @@ def test_without_refits_the_reward_stays_and_the_generation_kl_grows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = load_config("grpo_tiny", ["algorithm.steps=12", "validation.every=11", "name=withheld"])
+    config = load_config("grpo_tiny", ["algorithm.steps=7", "validation.every=6", "name=withheld"])
     train(config, Console(file=io.StringIO()), refits=WithheldRefits)
     rows = metrics(tmp_path / "runs" / "withheld")
     assert {row["weights/version"] for row in rows} == {0}
