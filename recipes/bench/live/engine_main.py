@@ -17,8 +17,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _EXTENSION = "rlrefit.recipes.bench.live.extension.LiveExtension"
-# What vLLM on a CPU reads from the environment and nowhere else.
-_CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# What vLLM on a CPU reads from the environment and nowhere else. It starts no process without need: each would be
+# spawned there, and import all of vLLM anew.
+_CPU_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 _MAX_MODEL_LEN, _MAX_SEQUENCES = 256, 8
 
 
@@ -40,7 +45,7 @@ class LiveEngine:
             tensor_parallel_size=settings["tp"],
             pipeline_parallel_size=settings["pp"],
             enable_expert_parallel=settings["ep"] > 1,
-            distributed_executor_backend="mp",
+            distributed_executor_backend="mp" if settings["tp"] * settings["pp"] > 1 else None,
             max_model_len=_MAX_MODEL_LEN,
             max_num_seqs=_MAX_SEQUENCES,
             # Captured graphs would take most of the start's time, and a refit writes below them anyway.
