@@ -15,6 +15,7 @@ class Layout:
         tp, pp, ep, etp, cp: sizes.
         vpp: model chunks of each pipeline rank.
         first: layers of the first pipeline stage, if the stages are uneven.
+        stages: Megatron's own text of a custom pipeline, e.g. ``Et|tttL``.
         ddp: wrapped in Megatron's DDP with the distributed optimizer's buffers.
     """
 
@@ -25,13 +26,14 @@ class Layout:
     cp: int = 1
     vpp: int = 1
     first: int | None = None
+    stages: str | None = None
     ddp: bool = False
 
     def __str__(self) -> str:
         parts = [
             f"{f.name}{getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default
         ]
-        return "-".join("ddp" if part == "ddpTrue" else part for part in parts)
+        return "-".join(part.removesuffix("True").replace("|", ".") for part in parts)
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ _TP4 = Layout(tp=4)
 _TP2_PP2 = Layout(tp=2, pp=2)
 _UNEVEN = Layout(tp=2, pp=2, first=1)
 _VPP = Layout(tp=2, pp=2, vpp=2)
+_CUSTOM = Layout(tp=2, pp=2, vpp=2, stages="E|ttt|t|L")
 _CP = Layout(tp=2, cp=2)
 _DDP = Layout(tp=2, ddp=True)
 _EP4 = Layout(tp=2, ep=4)
@@ -63,7 +66,7 @@ _EXPERTS = (_EP4, _ETP, _EP_PP, _EP_VPP, _EP_UNEVEN_ETP, _EP_CP_DDP)
 
 LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "qwen2": (_TP4, _UNEVEN, _VPP, _DDP),
-    "qwen3": (_TP4, _UNEVEN, _VPP, _CP, _DDP),
+    "qwen3": (_TP4, _UNEVEN, _CUSTOM, _CP, _DDP),
     "qwen3-tied": (_TP4, _TP2_PP2, _VPP, _DDP),
     "llama": (_TP4, _UNEVEN, _CP, _DDP),
     "mistral": (_TP4, _UNEVEN, _VPP, _CP),

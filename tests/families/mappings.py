@@ -55,6 +55,23 @@ def examine(tp: int) -> dict[str, list[str]]:
     return {name: _one(*conversion, tp) for name, conversion in CONVERSIONS.items()}
 
 
+def unclassified() -> list[str]:
+    """Mapping classes of the installed Bridge's own module that the rules have never heard of."""
+    from megatron.bridge.models.conversion import param_mapping
+
+    from rlrefit.workers.megatron.rules import is_classified
+
+    bases = {"MegatronParamMapping", "ChunkedMapping", "_LooseGatedMLPMapping"}
+    return [
+        name
+        for name, value in vars(param_mapping).items()
+        if isinstance(value, type)
+        and issubclass(value, param_mapping.MegatronParamMapping)
+        and name not in bases
+        and not is_classified(value)
+    ]
+
+
 def _one(
     kind: str,
     names: dict[str, Any],

@@ -83,7 +83,10 @@ def _examine_mappings(layout: Layout) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tp)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mappings.examine(layout.tp))
-    return {name: [line for part in found for line in part[name]] for name in mappings.CONVERSIONS}
+    return {
+        **{name: [line for part in found for line in part[name]] for name in mappings.CONVERSIONS},
+        "unclassified": mappings.unclassified(),
+    }
 
 
 def _build(layout: Layout, checkpoint: str) -> tuple[Any, list[Any]]:
@@ -97,6 +100,7 @@ def _build(layout: Layout, checkpoint: str) -> tuple[Any, list[Any]]:
     vpp = layout.vpp if layout.vpp > 1 else None
     _set_layout(provider, MegatronLayout(layout.tp, layout.pp, vpp, layout.ep, layout.etp, layout.cp))
     provider.num_layers_in_first_pipeline_stage = layout.first
+    provider.pipeline_model_parallel_layout = layout.stages
     _set_precision(provider, torch.bfloat16)
     _set_for_cpu(provider)
     provider.finalize()

@@ -48,7 +48,7 @@ def examine(cases: Sequence[Case], folder: Path) -> Report:
     left = list(cases)
     while left:
         try:
-            run_ranks(walk, WORLD, left, checkpoints, str(folder), timeout_s=300.0)
+            run_ranks(walk, WORLD, left, checkpoints, str(folder), timeout_s=400.0)
         except RankFailed as failure:
             reason = str(failure)
         else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlrefit.workers.catalog import TrainLayout, bundled_models, open_model, train_holdings
 from rlrefit.workers.catalog.units import TURNED
 
-from .cases import CASES
+from .cases import CASES, Layout
 from .expected import MISC
 from .report import Report, examine
 
@@ -49,7 +49,7 @@ def section(report: Report) -> str:
         cases = [case for case in CASES if case.family == family]
         found = [report.of(case) for case in cases]
         share = min(1 - case["misc_bytes"] / case["bytes"] for case in found)
-        layouts = ", ".join(str(case.layout).replace("-", "·").upper() for case in cases)
+        layouts = ", ".join(_told(case.layout) for case in cases)
         names = ", ".join(f"`{part}`" for part, _ in MISC.get(family, ()))
         lines.append(
             f"| {_TITLES[family]} | {_percent(share)} | {_true_shares(family)} | {layouts} | {names or 'nothing'} |"
@@ -60,6 +60,11 @@ def section(report: Report) -> str:
 def written() -> str:
     """What the README says now."""
     return README.read_text().partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def _told(layout: Layout) -> str:
+    sizes, custom, _ = str(layout).partition("-stages")
+    return sizes.replace("-", "·").upper() + ("·CUSTOM" if custom else "")
 
 
 def _percent(share: float) -> str:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import ClassVar
+
 import pytest
+import torch
+
+from rlrefit.workers.megatron.rules import Refused, fragments_of_task
 
 from . import mappings
 from .cases import CASES, CHANGED, CONVERSIONS, COPIED, Case
@@ -61,3 +67,22 @@ def test_a_rule_places_what_its_mapping_class_converts(
     name: str, tensor_parallel: Case, report: Report
 ) -> None:
     assert report.of(tensor_parallel)[name] == []
+
+
+def test_every_mapping_class_of_bridges_own_module_has_a_rule_or_a_reason(report: Report) -> None:
+    assert report.of(CONVERSIONS[0])["unclassified"] == []
+
+
+def test_a_class_that_only_bears_a_known_name_is_refused() -> None:
+    class QKVMapping:
+        hf_param: ClassVar = {"q": "q", "k": "k", "v": "v"}
+
+    task = SimpleNamespace(
+        mapping=QKVMapping(),
+        param_weight=torch.nn.Parameter(torch.zeros(4, 4)),
+        global_param_name="decoder.layers.0.self_attention.linear_qkv.weight",
+        export_hook=None,
+        weight_dtype=None,
+    )
+    with pytest.raises(Refused, match=rf"{__name__} has no shard rule"):
+        fragments_of_task(task)

@@ -24,7 +24,7 @@ from .pieces import Refused
 from .plain import auto, column, gated, row, whole
 from .state_space import gdn_convolution, gdn_projection, gdn_projections, mamba_convolution, mamba_projection
 
-__all__ = ["Refused", "fits_any_shape", "fragments_of_task"]
+__all__ = ["Refused", "fits_any_shape", "fragments_of_task", "is_classified"]
 
 Rule = Callable[[Any], list[Fragment]]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -84,14 +84,18 @@ def fragments_of_task(task: Any, exported: Shapes | None = None) -> list[Fragmen
         raise Refused(_KNOWN_MISC[key])
     if getattr(task.mapping, "is_grouped_export", False):
         if key not in _STACKED:
-            raise Refused(
-                f"grouped export of mapping {key[1]}, which has no shard rule: Bridge stacks the experts"
-            )
+            raise Refused(f"{_told(key)} has no shard rule, and Bridge stacks its experts into one tensor")
         return _STACKED[key](task, exported or {})
     rule = _PLAIN.get(key) or _BY_CONFIG.get(key)
     if rule is None:
-        raise Refused(f"mapping {key[1]} has no shard rule")
+        raise Refused(f"{_told(key)} has no shard rule")
     return rule(task)
+
+
+def is_classified(mapping_class: type) -> bool:
+    """Whether this exact class has a rule, or a reason for having none."""
+    key = (mapping_class.__module__, mapping_class.__qualname__)
+    return any(key in table for table in (_PLAIN, _BY_CONFIG, _STACKED, _KNOWN_MISC))
 
 
 def fits_any_shape(task: Any) -> bool:
@@ -103,6 +107,11 @@ def fits_any_shape(task: Any) -> bool:
 
 def _key(mapping: Any) -> tuple[str, str]:
     return type(mapping).__module__, type(mapping).__qualname__
+
+
+def _told(key: tuple[str, str]) -> str:
+    module, name = key
+    return f"mapping {name}" if module == _MAPPINGS else f"mapping {name} of {module}"
 
 
 def _require_plain(task: Any) -> None:
