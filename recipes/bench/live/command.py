@@ -41,11 +41,14 @@ def main(arguments: argparse.Namespace, console: Console, errors: Console) -> in
     ]
     if problems:
         return say("\n".join(problems), _MISUSED)
+    if options.json is not None:
+        # What stands there afterwards is of this run.
+        options.json.unlink(missing_ok=True)
     try:
         result = run_ranks(run_rank, options)
     except BenchFailed as error:
         kept = (
-            f"\nthe paths before it are in {options.json}" if options.json and options.json.exists() else ""
+            f"\nthe paths that ran before it are in {options.json}" if options.json and options.json.exists() else ""
         )
         return say(f"{error}{kept}", _FAILED)
     show(console, options, result)
