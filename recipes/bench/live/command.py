@@ -48,7 +48,9 @@ def main(arguments: argparse.Namespace, console: Console, errors: Console) -> in
         result = run_ranks(run_rank, options)
     except BenchFailed as error:
         kept = (
-            f"\nthe paths that ran before it are in {options.json}" if options.json and options.json.exists() else ""
+            f"\nthe paths that ran before it are in {options.json}"
+            if options.json and options.json.exists()
+            else ""
         )
         return say(f"{error}{kept}", _FAILED)
     show(console, options, result)
