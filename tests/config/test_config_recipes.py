@@ -38,7 +38,7 @@ def test_every_bundled_recipe_runs_as_it_is_and_is_named_like_its_file(recipe: s
 
 
 def test_the_recipes_differ_in_what_their_names_say(data) -> None:
-    recipes = {name: load_config(name, data) for name in bundled_recipes()}
+    recipes = {name: load_config(name, data) for name in bundled_recipes() if "tiny" in name}
     assert recipes["dapo_tiny"].algorithm.dynamic_sampling
     assert recipes["dapo_tiny"].algorithm.aggregation == "token"
     assert recipes["grpo_tiny_moe"].trainer.expert_parallel == 2
