@@ -165,8 +165,7 @@ def _provider(bridge: Any, layout: TrainLayout, dtype: torch.dtype) -> Any:
     _set_precision(provider, dtype)
     provider.perform_initialization = False
     _set_for_cpu(provider)
-    # The stand-in for grouped experts has no biases.
-    provider.moe_grouped_gemm = not provider.add_bias_linear
+    provider.moe_grouped_gemm = provider.num_moe_experts is not None
     provider.finalize()
     return provider
 
