@@ -64,8 +64,7 @@ def _provider(bridge: Any, layout: dict[str, Any]) -> Any:
     provider.num_layers_in_last_pipeline_stage = layout.get("last")
     _set_precision(provider, torch.bfloat16)
     provider.perform_initialization = False
-    # The stand-in for grouped experts has no biases.
-    provider.moe_grouped_gemm = not provider.add_bias_linear
+    provider.moe_grouped_gemm = True
     _set_for_cpu(provider)
     provider.finalize()
     return provider

@@ -74,9 +74,9 @@ def test_a_trainer_rank_stores_what_the_catalogue_says(index: int, real: list[di
     model = Model(name, CONFIGS[name])
     stored = {param.name: param for param in train_storage(model, layout, rank)}
     theirs = {param["name"]: param for param in real[index]["params"]}
-    if name == "gpt_oss":  # built with an expert a module, as the stand-in for grouped ones has no biases
-        stored = {key: param for key, param in stored.items() if ".experts." not in key}
-        theirs = {key: param for key, param in theirs.items() if ".experts." not in key}
+    if name == "gpt_oss":  # a rule places the down projections, but the catalogue has no engine that would
+        stored = {key: param for key, param in stored.items() if ".experts.linear_fc2." not in key}
+        theirs = {key: param for key, param in theirs.items() if ".experts.linear_fc2." not in key}
     if CONFIGS[name].get("tie_word_embeddings") and layout.pp > 1:
         stored.pop("output_layer.weight", None)  # the copy, for which Bridge makes no task
     assert stored.keys() == theirs.keys()
@@ -101,9 +101,6 @@ def test_weights_stand_in_the_order_of_bridges_export(index: int, real: list[dic
             continue  # repeated only where a checkpoint has it, or where there is none, as here
         exported.append(spec._replace(shape=(rows, *spec.shape[1:])))
     ours = Model(name, config).specs()
-    if name == "gpt_oss":  # sorted by other expert names, see above
-        exported.sort()
-        ours.sort()
     assert ours == exported
 
 
