@@ -24,7 +24,8 @@ BLOCKS = 100
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("model")
-    dense_config().save_pretrained(folder)
+    # With its architecture, or vLLM looks for one in a process of its own.
+    dense_config(architectures=["Qwen3ForCausalLM"]).save_pretrained(folder)
     arguments = EngineArgs(model=str(folder), skip_tokenizer_init=True, enforce_eager=True, max_model_len=256)
     config = arguments.create_engine_config()
     config.scheduler_config.async_scheduling = True  # which vLLM turns off on the CPU

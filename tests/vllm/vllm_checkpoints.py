@@ -23,8 +23,10 @@ _COMMON = {
 }
 
 
-def dense_config(*, tied: bool = False, kv_heads: int = 2) -> Qwen3Config:
-    shape = _COMMON | {"num_key_value_heads": kv_heads}
+def dense_config(
+    *, tied: bool = False, kv_heads: int = 2, architectures: list[str] | None = None
+) -> Qwen3Config:
+    shape = _COMMON | {"num_key_value_heads": kv_heads, "architectures": architectures}
     return Qwen3Config(**shape, intermediate_size=96, tie_word_embeddings=tied)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from ...integration.errors import EngineDirty, RefitError
 from ...integration.session import ServingState
-from ...integration.transport.ipc.driver import call, driver
+from ...integration.transport.ipc.driver import DriverError, call, driver, missing
 
 WEIGHTS = "weights"
 # What sleep mode manages; vLLM wakes both where it is given no tags.
@@ -86,12 +86,17 @@ class WeightsGuard:
     def _unmapped(self) -> bool:
         """Whether the first weight's address has no memory behind it: the sleep may be older than this guard."""
         first = next(self._worker.model_runner.get_model().parameters(), None)
-        if first is None or first.device.type != "cuda" or not first.numel():
+        if first is None or first.device.type != "cuda" or not first.numel() or missing():
             return False
         with torch._C.DisableTorchFunctionSubclass():
             address = first.data_ptr()
         mapped = driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_MAPPED
-        return not call("cuPointerGetAttribute", mapped, address)
+        try:
+            return not call("cuPointerGetAttribute", mapped, address)
+        except DriverError as error:
+            if error.status != "CUDA_ERROR_INVALID_VALUE":
+                raise
+            return True  # an address that CUDA knows nothing about
 
 
 def _before(owner: Any, name: str, check: Callable[[], None]) -> None:
