@@ -84,6 +84,8 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 CASES = tuple(Case(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts)
 # A checkpoint that has its tied embedding under both names.
 COPIED = Case("qwen3-tied-twice", _TP2_PP2)
+# More ranks than key heads.
+FEW_GROUPS = Case("qwen3-few-groups", _TP4)
 # Bridge changed, see :mod:`.variants`: what its rules no longer fit.
 CHANGED = tuple(Case(f"qwen3-{change}", _UNEVEN) for change in ("exchanged", "shifted"))
 # Mapping classes by themselves, see :mod:`.mappings`.

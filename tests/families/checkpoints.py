@@ -72,6 +72,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **_COMMON},
     "qwen3": {"model_type": "qwen3", **_COMMON},
     "qwen3-tied": {"model_type": "qwen3", **_COMMON, "tie_word_embeddings": True},
+    "qwen3-few-groups": {"model_type": "qwen3", **_COMMON, "num_key_value_heads": 2},
     "qwen3-tied-twice": {"model_type": "qwen3", **_COMMON, "tie_word_embeddings": True},
     "qwen3_moe": {"model_type": "qwen3_moe", **_COMMON, **_EXPERTS},
     "llama": {"model_type": "llama", **_COMMON},

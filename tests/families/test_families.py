@@ -11,7 +11,7 @@ import torch
 from rlrefit.workers.megatron.rules import Refused, fragments_of_task
 
 from . import mappings
-from .cases import CASES, CHANGED, CONVERSIONS, COPIED, Case
+from .cases import CASES, CHANGED, CONVERSIONS, COPIED, FEW_GROUPS, Case
 from .checkpoints import CONFIGS
 from .expected import MISC
 from .report import Report
@@ -31,6 +31,13 @@ def test_only_weights_without_a_safe_rule_take_the_misc_path(case: Case, report:
     assert {reason for _, reason in expected} == set(reasons.values())
     for name, reason in reasons.items():
         assert any(part in name and reason == why for part, why in expected), (name, reason)
+
+
+def test_projections_whose_heads_ranks_can_not_share_take_the_misc_path(report: Report) -> None:
+    found = report.of(FEW_GROUPS)
+    assert found["wrong"] == []
+    assert set(found["reasons"].values()) == {"QKV: 2 query groups can't be split over TP 4"}
+    assert {name.rsplit(".", 2)[1] for name in found["reasons"]} == {"q_proj", "k_proj", "v_proj"}
 
 
 def test_the_copy_of_a_tied_embedding_takes_the_misc_path(report: Report) -> None:
