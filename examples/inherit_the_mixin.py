@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def trainer(rank: int, model_path: str, meeting: Any, samples: Any, results: Any
         actor.offload()
         record = actor.nccl_xfer_refit(version)  # every step, from the device or from host memory
         actor.load()
-        rollouts, theirs = samples.get(timeout=120)
+        rollouts, theirs = pickle.loads(samples.get(timeout=120))
         apart = (actor.log_probs(rollouts).cpu() - theirs).abs() * rollouts.mask
         difference = apart.sum() / rollouts.mask.sum()
         actor.update_policy(rollouts)
@@ -72,7 +73,8 @@ def engine(model_path: str, meeting: Any, samples: list[Any], results: Any) -> N
         record = worker.nccl_xfer_refit(version)
         rollouts, log_probs, reward = sample(worker, version)
         for queue in samples:
-            queue.put((rollouts, log_probs))
+            # By value: a queue would pass tensors on as files of this process, which may have ended by then.
+            queue.put(pickle.dumps((rollouts, log_probs)))
         results.put(("engine", 0, version, reward, record))
     worker.close_refit()
 
