@@ -17,7 +17,9 @@ from rlrefit.integration.session import ServingState
 from rlrefit.workers.vllm import plugin
 from rlrefit.workers.vllm.answers import answer, raise_refit_errors
 from rlrefit.workers.vllm.compat import REFIT, WEIGHT_TRANSFER, Needed, require_supported_vllm
+from rlrefit.workers.vllm.destination import Routes
 from rlrefit.workers.vllm.guard import WeightsGuard
+from rlrefit.workers.vllm.reload import ScopedReload
 from rlrefit.workers.vllm.token_versions import TokenVersions
 from rlrefit.workers.vllm.worker_refit import WorkerRefit
 
@@ -194,6 +196,17 @@ def test_ranks_count_over_data_parallel_replicas(monkeypatch: pytest.MonkeyPatch
             worker.vllm_config.parallel_config = SimpleNamespace(data_parallel_index=replica, world_size=2)
             WorkerRefit.of(worker).join({}, 3, {}, "nccl_xfer")
     assert joined == [3, 4, 5, 6]
+
+
+def test_a_trace_is_outdated_by_another_manifest_and_by_parameters_of_another_layout():
+    manifest = (("w", (4, 2), torch.bfloat16),)
+    live = {"weight": torch.zeros(4, 2)}
+    layout = {"weight": ((4, 2), (2, 1), torch.float32)}
+    routes = Routes(manifest, layout, {}, {}, ScopedReload(nn.Module(), None, torch.device("cpu"), {}, {}))
+    assert not routes.outdated(manifest, live)
+    assert routes.outdated((("w", (4, 2), torch.float32),), live)
+    assert routes.outdated(manifest, {"weight": torch.zeros(2, 4).t()})
+    assert routes.outdated(manifest, {"weight": torch.zeros(4, 2, dtype=torch.float16)})
 
 
 class _State:

@@ -97,7 +97,8 @@ class VllmDriver(_Driver):
         """
         method, engine = self._method, self._llm.llm_engine
         if engine.has_unfinished_requests():
-            require_kept_tokens(engine.vllm_config)
+            if mode == "keep":
+                require_kept_tokens(engine.vllm_config)
             self._llm.sleep(level=0, mode=mode)
             self._paused = True
             self._drain()
@@ -235,7 +236,8 @@ class AsyncVllmDriver(_Driver):
     async def refit(self, version: int, mode: PauseMode = "keep") -> list[dict[str, Any]]:
         """As :meth:`VllmDriver.refit`; requests that come meanwhile wait."""
         method = self._method
-        require_kept_tokens(self._llm.vllm_config)
+        if mode == "keep":
+            require_kept_tokens(self._llm.vllm_config)
         async with self._admission:
             await self._llm.pause_generation(mode=mode, clear_cache=False)
             try:

@@ -79,7 +79,7 @@ class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]
     init_info_cls = RefitInitInfo
     update_info_cls = RefitUpdateInfo
 
-    def __init__(self, config: Any, *of_vllm: Any) -> None:
+    def __init__(self, config: Any, *of_vllm: Any, **named_by_vllm: Any) -> None:
         require_supported_vllm((*REFIT, *WEIGHT_TRANSFER))
         self.config = config
         self._refit: WorkerRefit | None = None
