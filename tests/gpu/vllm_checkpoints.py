@@ -64,6 +64,9 @@ def _quantize(path: Path) -> None:
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(_COMMON["num_hidden_layers"]))],
+        "modules_to_not_convert": [
+            "lm_head",
+            *(f"model.layers.{layer}.mlp.gate" for layer in range(_COMMON["num_hidden_layers"])),
+        ],
     }
     (path / "config.json").write_text(json.dumps(config))
