@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Sequence
 from itertools import chain
 
@@ -20,13 +18,9 @@ from .replay import Replay
 from .streams import Span, make_line, make_span
 from .views import LiveViews
 
-logger = logging.getLogger(__name__)
-
 # Rounds that are enqueued ahead of the wire: enough for it never to wait for the host, and few enough that
 # CUDA's queues, where a launch would block without a limit of time, never fill up.
 _AHEAD = 16
-# Seconds that a failed epoch waits for packing to end, and between looks.
-_DRAIN_WITHIN, _PAUSE = 5.0, 1e-3
 # Number of the round before which all ranks exchange what goes aside: the earlier ones keep the wire busy meanwhile.
 _ASIDE_BEFORE = 8
 
@@ -84,7 +78,6 @@ class P2PTransport(GroupTransport):
         self._views = LiveViews(fragments, self.group.device)
         if self._cargo.incoming:
             self._views.require_home()
-        self._let_go()
         self._host = HostMemory((fragment.view for fragment in fragments), self.group.device)
 
     def describe(self) -> object:
@@ -101,8 +94,7 @@ class P2PTransport(GroupTransport):
 
     def release(self) -> None:
         """Let go of the storage and the buckets; bind and connect again before the next run."""
-        self._views, self._replay = LiveViews([]), None
-        self._let_go()
+        self._views, self._replay, self._host = LiveViews([]), None, None
 
     def moved(self) -> bool:
         return self._host is not None and self._host.moved()
@@ -111,28 +103,7 @@ class P2PTransport(GroupTransport):
         super().close(failed=failed)
         # Only now: until the communicators have been given up, a failed refit may still write the buckets. The
         # exchanges go with them, since a communicator that outlived this would end at the interpreter's exit.
-        self._replay = None
-        self._let_go(failed=failed)
-
-    def _let_go(self, *, failed: bool = False) -> None:
-        """Of host memory; after a refit that ``failed``, something that was enqueued may still read it."""
-        if self._host is not None:
-            self._host.close(idle=not failed or not self._host.locked_here or self._drained())
-        self._host = None
-
-    def _drained(self) -> bool:
-        """Whether all packing ends soon, after the communicators have been given up."""
-        deadline = time.monotonic() + _DRAIN_WITHIN
-        try:
-            self._pack.mark(self._idle)
-            while not self._idle.query():
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(_PAUSE)
-        except torch.AcceleratorError as error:
-            logger.warning("the GPU is lost: %s", error)
-            return False
-        return True
+        self._replay = self._host = None
 
     def run(self, clock: StageClock, aside: Callable[[], None] | None = None) -> TransferResult:
         assert self._replay is not None, "connect comes before run"

@@ -14,7 +14,7 @@ from rlrefit.integration.packing.factory import JoinedChecksums, JoinedCopies, P
 from rlrefit.integration.packing.host import PushedChecksums, PushedViews, kernels_read
 from rlrefit.integration.plan import Message, Plan, Segment
 from rlrefit.integration.transport.cargo import Cargo
-from rlrefit.integration.transport.host_memory import HostMemory, page_ranges
+from rlrefit.integration.transport.host_memory import HostMemory
 from rlrefit.integration.transport.views import LiveViews
 from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world
 
@@ -30,20 +30,11 @@ def large(storage: torch.Tensor | None = None) -> tuple[Fragment, Plan]:
     return Fragment("w", (ROWS, 512), ((0, ROWS), (0, 512)), view), plan
 
 
-def test_pages_are_locked_once_and_as_a_whole_however_many_parameters_share_them() -> None:
-    ranges = [(8192, 4096), (100, 50), (200, 4000), (30, 10), (20000, 1)]
-    assert page_ranges(ranges, 4096) == [(0, 8192), (8192, 12288), (16384, 20480)]
-    assert page_ranges([], 4096) == []
-
-
-def test_nothing_is_locked_or_watched_for_a_cpu() -> None:
+def test_nothing_is_watched_for_a_cpu() -> None:
     held = torch.zeros(1024)
     memory = HostMemory([held], CPU)
     del held
-    assert not memory.locked_here
     assert not memory.moved()
-    memory.close()
-    memory.close()
 
 
 def test_pageable_memory_is_not_for_kernels_and_empty_memory_is() -> None:

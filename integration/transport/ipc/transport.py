@@ -276,7 +276,8 @@ class IpcTransport(Transport):
             on_device = fragment.view.device == self._device
             if not on_device and (fragment.view.is_cuda or not kernels_read(fragment.view)):
                 raise TransportUnavailable(
-                    f"{fragment.name} lies on {fragment.view.device}, where {self._device} can't read it",
+                    f"{fragment.name} lies on {fragment.view.device}, where {self._device} can't read it; offload to "
+                    "pinned memory",
                     stage="bind",
                     rank=self.rank,
                 )
@@ -341,14 +342,11 @@ class IpcTransport(Transport):
         if self._exported is not None:
             self._exported.close()
             self._exported = None
-        drained = not (self._imported and failed) or self._drained()
-        if not drained:
+        self._host = None
+        if self._imported and failed and not self._drained():
             # Unmapping under a running kernel would break this process's context, and the trainer with it.
             logger.warning("writes of a failed refit are still under way; their peers' memory stays mapped")
             self._imported = []
-        if self._host is not None:
-            self._host.close(idle=drained)
-            self._host = None
         while self._imported:
             self._imported.pop().close()
 
