@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ...integration.config import RefitConfig
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``rlrefit bench``."""
@@ -32,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bucket-mb", type=int, help="policy.refit.bucket_mb")
     parser.add_argument("--streams", type=int, help="policy.refit.streams")
     parser.add_argument("--layers", type=int, help="keep this many decoder layers of the model")
-    parser.add_argument("--verify", default="off", help="policy.refit.verify: off (default), sampled, full")
+    parser.add_argument(
+        "--verify", default=RefitConfig().verify, help="policy.refit.verify: off, sampled (default), full"
+    )
     parser.add_argument(
         "--check",
         action=argparse.BooleanOptionalAction,

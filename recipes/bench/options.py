@@ -56,7 +56,7 @@ class BenchOptions:
     bucket_mb: int | None = None
     streams: int | None = None
     layers: int | None = None
-    verify: str = "off"
+    verify: str = RefitConfig().verify
     check: bool = True
     timeline: bool = False
     device: str = "cuda"

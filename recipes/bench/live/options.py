@@ -58,7 +58,7 @@ class LiveOptions:
     bucket_mb: int | None = None
     streams: int | None = None
     layers: int | None = None
-    verify: str = "off"
+    verify: str = RefitConfig().verify
     gpu_memory_utilization: float = 0.8
     engine_python: str | None = None
     engine_pythonpath: str | None = None
