@@ -1,0 +1,104 @@
+"""What trainer ranks under FSDP2 do in the tests; run in processes of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+_TP_PLAN = {
+    **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+    "self_attn.o_proj": RowwiseParallel(),
+    **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
+    "mlp.down_proj": RowwiseParallel(),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is sharded over the first ranks of the world.
+
+    Attributes:
+        replicate: HSDP's replicas.
+        shard: ranks of FSDP.
+        tensor: ranks of tensor parallelism inside.
+        expert: ranks that share the experts, inside of FSDP.
+        dtype: that the optimizer keeps.
+        reshard: ``reshard_after_forward``.
+        offload: whether shards stay on the CPU.
+        columns: whether FSDP cuts matrices along their second dimension.
+    """
+
+    shard: int
+    replicate: int = 1
+    tensor: int = 1
+    expert: int = 1
+    dtype: torch.dtype = torch.float32
+    reshard: bool = True
+    offload: bool = False
+    columns: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.replicate * self.shard * self.tensor * self.expert
+
+
+def mesh_of(layout: Layout) -> DeviceMesh:
+    """The mesh of a layout; to be made by all ranks of the world, since it makes groups."""
+    grid = (layout.replicate, layout.shard, layout.tensor, layout.expert)
+    names = ("replicate", "shard", "tensor", "expert")
+    sizes = {name: n for name, n in zip(names, grid, strict=True) if n > 1 or name == "shard"}
+    ranks = torch.arange(layout.ranks).view(list(sizes.values()))
+    return DeviceMesh("cpu", ranks, mesh_dim_names=tuple(sizes))
+
+
+def build(checkpoint: str, layout: Layout, mesh: DeviceMesh) -> Any:
+    """The model of a checkpoint, sharded."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=layout.dtype)
+    layers = model.model.layers
+    if layout.tensor > 1:
+        for layer in layers:
+            parallelize_module(layer, mesh["tensor"], _TP_PLAN)
+    if layout.expert > 1:
+        for layer in layers:
+            experts = layer.mlp.experts
+            for name, weight in list(experts.named_parameters()):
+                whole = distribute_tensor(weight.detach(), mesh["expert"], [Shard(0)], src_data_rank=None)
+                experts.register_parameter(name, torch.nn.Parameter(whole))
+    options: dict[str, Any] = {
+        "mesh": mesh["replicate", "shard"] if layout.replicate > 1 else mesh["shard"],
+        "reshard_after_forward": layout.reshard,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    }
+    if layout.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if layout.columns:
+        options["shard_placement_fn"] = lambda p: Shard(p.dim() - 1) if p.dim() > 1 else None
+    for layer in layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """A step of real training; then a forward pass, after which some layouts keep parameters gathered."""
+    tokens = torch.randint(0, 61, (2, 5), generator=torch.Generator().manual_seed(seed))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(input_ids=tokens)
+
+
+def gathered(model: Any) -> dict[str, torch.Tensor]:
+    """Every tensor of the model whole, by torch's own means; a collective."""
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+        for name, tensor in model.state_dict().items()
+    }

@@ -1,0 +1,124 @@
+"""The tensors of a model under FSDP2 as they are kept between steps: the shards that the optimizer writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from ...integration.errors import RefitError
+from .checkpoint import saved_names
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a module keeps a tensor; ``shard`` is FSDP's record of it, None for what FSDP does not manage."""
+
+    module: torch.nn.Module
+    key: str
+    shard: Any
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor that is the truth now.
+
+        While FSDP has a parameter gathered (``reshard_after_forward=False``, and always the root's after a forward
+        pass), the module shows a copy that the optimizer does not write; the shard stands in FSDP's record alone.
+        """
+        registered = self.module._parameters.get(self.key)
+        if registered is None:
+            found: torch.Tensor = self.module._buffers[self.key]  # type: ignore[assignment]
+            return found
+        gathered = self.shard is not None and self.shard.sharded_state.name != "SHARDED"
+        return self.shard.sharded_param if gathered else registered
+
+
+class KeptTensors:
+    """The tensors that a model is saved from, by their names in its state dict, as they are at the moment.
+
+    Args:
+        model: ``fully_shard`` was applied to it or its modules.
+
+    Attributes:
+        names: one for each tensor.
+
+    Raises:
+        RefitError: the state dict holds what is no parameter or buffer of a module.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        # Brings gathered parameters back to shards once, so that it and the modules show these.
+        state = model.state_dict(keep_vars=True)
+        places = dict(_places(model))
+        strangers = [name for name, tensor in state.items() if id(tensor) not in places]
+        if strangers:
+            raise RefitError(
+                f"{len(strangers)} entries of the model's state dict are neither parameters nor buffers of its modules "
+                f"({', '.join(strangers[:5])}{' …' if len(strangers) > 5 else ''}); they could not be followed from one "
+                "step to the next. Nothing was sent. Remove the hook or extra state that adds them",
+                stage="prepare",
+                parameter=strangers[0],
+            )
+        self._places = {name: places[id(state[name])] for name in saved_names(model, state)}
+        self.names = tuple(self._places)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._places[name].tensor()
+
+    def local(self, name: str) -> torch.Tensor:
+        """What this rank keeps of a tensor, without gradients: its shard, or all of what is not sharded."""
+        tensor = self[name]
+        with torch.no_grad():
+            return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+    def is_parameter(self, name: str) -> bool:
+        """Whether the optimizer may train it; else it is a buffer."""
+        return isinstance(self[name], torch.nn.Parameter)
+
+
+def require_known(model: torch.nn.Module) -> None:
+    """Check that a model's weights are its parameters' values and its names those of a checkpoint.
+
+    Raises:
+        RefitError: they are not; lists all reasons.
+    """
+    problems = []
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        problems.append(
+            "it is wrapped by FSDP1, whose flat parameters have no names or shapes of their own; use fully_shard"
+        )
+    if getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
+        problems.append(
+            "it has PEFT adapters, which the checkpoint's weights do not hold; merge them before the refit"
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        problems.append(
+            "it is quantized, so its parameters are not its weights; load it without quantization"
+        )
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        problems.append(
+            "transformers itself sharded it (tp_plan), in plain tensors that do not tell which part they are; use "
+            "parallelize_module, whose DTensors do"
+        )
+    if problems:
+        raise RefitError(
+            f"{type(model).__name__} can't be a source of a refit:\n  " + "\n  ".join(problems),
+            stage="prepare",
+        )
+
+
+def _places(model: torch.nn.Module) -> Iterator[tuple[int, _Place]]:
+    """Every parameter and buffer of the modules by its identity."""
+    shards = {
+        id(shard.sharded_param): shard
+        for module in model.modules()
+        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group)
+        for shard in group.fsdp_params
+    }
+    for module in model.modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield id(tensor), _Place(module, key, shards.get(id(tensor)))
