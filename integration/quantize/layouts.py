@@ -97,7 +97,9 @@ def packed_ue8m0(scale: torch.Tensor) -> torch.Tensor:
 
 def unpacked_ue8m0(packed: torch.Tensor, k: int) -> torch.Tensor:
     """The FP32 scales ``[..., mn, k]`` that :func:`packed_ue8m0` packed."""
-    return from_e8m0(packed.contiguous().view(torch.uint8)[..., :k].contiguous())
+    # A clone, since a single column counts as contiguous whatever its stride is, and could not be seen as bytes.
+    raw = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return from_e8m0(raw[..., :k])
 
 
 def swizzle_128x4(scale: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,171 @@
+"""NVFP4 against ModelOpt's formula step by step in FP32, and against vLLM's and compressed-tensors' own functions."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlrefit.integration.quantize import nvfp4
+from rlrefit.integration.quantize.nvfp4 import Arithmetic
+
+from .scalars import E2M1, E4M3, nearest
+from .weights import cuts, same, weights
+
+ARITHMETICS = st.sampled_from(Arithmetic)
+quick = settings(max_examples=60, deadline=None)
+rows_of_blocks = st.integers(1, 6).map(lambda n: 16 * n)
+
+
+@settings(max_examples=15, deadline=None)
+@given(weights(st.integers(1, 4), st.just(48), special=False))
+def test_weights_are_what_modelopts_formula_gives(w: torch.Tensor) -> None:
+    packed, scales, scale_2 = nvfp4.quantize(w)
+    codes = nvfp4.unpack(packed)
+    amax = np.float32(w.abs().max().item())
+    g = np.float32(1) if amax == 0 else max(amax / np.float32(2688), np.float32(2.0**-126))
+    assert scale_2.item() == g
+    for row, column in product(range(w.shape[0]), range(w.shape[1] // 16)):
+        elements = w[row, column * 16 : column * 16 + 16].tolist()
+        largest = np.float32(max(map(abs, elements)))
+        wanted = np.float32(1) if largest == 0 else largest / (np.float32(6) * g)
+        scale = E4M3[max(1, nearest(Fraction(float(wanted)), E4M3))]
+        assert scales[row, column].item() == scale
+        divisor = np.float32(float(scale)) * g
+        for element, code in zip(elements, codes[row, column * 16 : column * 16 + 16].tolist(), strict=True):
+            scaled = np.float32(element) / divisor
+            assert code & 7 == nearest(Fraction(float(scaled)), E2M1)
+            assert code >> 3 == (scaled < 0)
+
+
+@quick
+@given(weights(st.integers(1, 6), rows_of_blocks, special=False), st.sampled_from((1.0, 0.125, 0.7)))
+def test_activations_are_what_vllms_reference_gives(x: torch.Tensor, share: float) -> None:
+    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import ref_nvfp4_quant
+
+    scale_2 = nvfp4.global_scale(x.abs().max()) * share
+    values, expected_scales = ref_nvfp4_quant(x, scale_2.reciprocal(), 16)
+    packed, scales, _ = nvfp4.quantize(x, scale_2, Arithmetic.ACTIVATIONS)
+    assert torch.equal(scales.float(), expected_scales)
+    ones = torch.ones(())
+    read = nvfp4.dequantize(packed, torch.ones_like(scales.float()).to(torch.float8_e4m3fn), ones)
+    assert torch.equal(read, values)
+
+
+@quick
+@given(weights(st.integers(1, 6), rows_of_blocks, special=False), ARITHMETICS)
+def test_vllm_reads_the_values(w: torch.Tensor, arithmetic: Arithmetic) -> None:
+    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
+
+    packed, scales, scale_2 = nvfp4.quantize(w, arithmetic=arithmetic)
+    expected = dequantize_to_dtype(packed, scales, scale_2, torch.float32, swizzle=False)
+    assert torch.equal(nvfp4.dequantize(packed, scales, scale_2), expected)
+
+
+def test_codes_are_packed_as_compressed_tensors_packs_them() -> None:
+    codes = torch.tensor(list(product(range(16), range(16))), dtype=torch.uint8).reshape(16, 32)
+    packed = nvfp4.pack(codes)
+    assert torch.equal(nvfp4.unpack(packed), codes)
+    values = unpack_fp4_from_uint8(packed, 16, 32, torch.float32)
+    ones = torch.ones(16, 2).to(torch.float8_e4m3fn)
+    assert same(nvfp4.dequantize(packed, ones, torch.ones(())), values)
+    assert torch.equal(pack_fp4_to_uint8(values), packed)
+
+
+@quick
+@given(st.data(), weights(st.integers(1, 4), rows_of_blocks), ARITHMETICS)
+def test_shards_with_the_shared_global_scale_give_slices_of_the_full_tensor(
+    data: st.DataObject, w: torch.Tensor, arithmetic: Arithmetic
+) -> None:
+    packed, scales, scale_2 = nvfp4.quantize(w, arithmetic=arithmetic)
+    pieces = list(product(cuts(data.draw, w.shape[0]), cuts(data.draw, w.shape[1], unit=16)))
+    shards = [w[top:bottom, left:right] for (top, bottom), (left, right) in pieces]
+    shared = nvfp4.global_scale(*(shard.abs().max() for shard in shards))
+    assert same(shared[None], scale_2[None])
+    for shard, ((top, bottom), (left, right)) in zip(shards, pieces, strict=True):
+        part, part_scales, _ = nvfp4.quantize(shard, shared, arithmetic)
+        assert torch.equal(part, packed[top:bottom, left // 2 : right // 2])
+        assert same(part_scales, scales[top:bottom, left // 16 : right // 16])
+
+
+def test_experts_may_have_a_global_scale_each() -> None:
+    w = (
+        torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(0))
+        * torch.tensor([1.0, 9.0, 0.1])[:, None, None]
+    )
+    packed, scales, scale_2 = nvfp4.quantize(w, nvfp4.global_scale(w.abs().amax((1, 2))))
+    for expert in range(3):
+        for ours, own in zip((packed, scales, scale_2[:, None]), nvfp4.quantize(w[expert]), strict=True):
+            assert same(ours[expert], own.reshape(ours[expert].shape))
+    back = nvfp4.dequantize(packed, scales, scale_2)
+    assert same(back[1], nvfp4.dequantize(packed[1], scales[1], scale_2[1]))
+
+
+def test_a_block_far_below_the_largest_does_not_vanish() -> None:
+    w = torch.zeros(1, 32)
+    w[0, 0], w[0, 16:] = 1.0, 2.0**-20
+    packed, scales, scale_2 = nvfp4.quantize(w)
+    assert scales[0, 1].item() == 2.0**-9
+    assert nvfp4.dequantize(packed, scales, scale_2)[0, 16:].eq(0.5 * 2.0**-9 * scale_2).sum() in (0, 16)
+    assert nvfp4.unpack(packed)[0, 16:].unique().tolist() == [3]
+
+
+def test_a_tensor_of_zeros_has_finite_scales() -> None:
+    packed, scales, scale_2 = nvfp4.quantize(torch.zeros(2, 16))
+    assert (packed.sum().item(), scales.float().unique().tolist(), scale_2.item()) == (0, [1.0], 1.0)
+    assert nvfp4.global_scale(torch.tensor(1e-44)).reciprocal().isfinite()
+
+
+@pytest.mark.parametrize("arithmetic", Arithmetic)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_block_that_is_not_finite_is_nan_and_with_a_static_scale_its_neighbours_are_not(
+    value: float, arithmetic: Arithmetic
+) -> None:
+    w = torch.ones(2, 32)
+    w[1, 20] = value
+    back = nvfp4.dequantize(*nvfp4.quantize(w, nvfp4.global_scale(torch.ones(())), arithmetic))
+    assert torch.equal(back.isnan(), torch.tensor([[False, False], [False, True]]).repeat_interleave(16, 1))
+    assert nvfp4.dequantize(*nvfp4.quantize(w, arithmetic=arithmetic)).isnan()[1, 16:].all()
+
+
+@pytest.mark.parametrize("arithmetic", Arithmetic)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fake_quantization_is_what_the_engine_reads_and_passes_gradients_through(
+    dtype: torch.dtype, arithmetic: Arithmetic
+) -> None:
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    fake = nvfp4.fake_quantize(x, arithmetic=arithmetic)
+    assert same(fake.detach(), nvfp4.dequantize(*nvfp4.quantize(x, arithmetic=arithmetic), dtype=dtype))
+    gradient = torch.randn(4, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
+    fake.backward(gradient)
+    assert x.grad is not None
+    assert torch.equal(x.grad, gradient)
+
+
+def test_elements_that_a_static_scale_cuts_off_get_no_gradient() -> None:
+    scale_2 = nvfp4.global_scale(torch.ones(()))
+    x = torch.full((1, 16), 0.5)
+    x[0, 3], x[0, 5], x[0, 7] = 2.0, -2.0, 1.0
+    x.requires_grad_()
+    fake = nvfp4.fake_quantize(x, scale_2, Arithmetic.ACTIVATIONS)
+    assert fake.detach().abs().max().item() == pytest.approx(1.0)
+    fake.sum().backward()
+    assert x.grad is not None
+    expected = torch.ones(1, 16)
+    expected[0, 3] = expected[0, 5] = 0
+    assert torch.equal(x.grad, expected)
+
+
+def test_what_cannot_be_quantized_says_so() -> None:
+    with pytest.raises(ValueError, match="multiple of 16 elements, not of 8"):
+        nvfp4.quantize(torch.ones(2, 8))
+    with pytest.raises(ValueError, match=r"global scale of shape \(3,\) does not fit a tensor of \(2, 16\)"):
+        nvfp4.quantize(torch.ones(2, 16), torch.ones(3))
+    with pytest.raises(ValueError, match=r"is FP32, not torch.float64"):
+        nvfp4.quantize(torch.ones(2, 16), torch.ones((), dtype=torch.float64))
