@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -52,26 +53,38 @@ class BulkPath:
         self._channel = channel
         self._bindings = 0
         self.name, self.reason = chosen
-        self._transport = make_transport(self.name, channel, device, plan, config)
+        self._falls_back = config.transport == "auto" and self.name != FALLBACK
+        self._make = partial(make_transport, channel=channel, device=device, plan=plan, config=config)
+        self._transport = self._make(self.name)
         try:
             self.bind(fragments)
-        except Exception as error:
-            unavailable = isinstance(error, TransportUnavailable)
-            self._transport.close(failed=not unavailable)
-            if not unavailable or config.transport != "auto" or self.name == FALLBACK:
-                raise
-            self.name, self.reason = FALLBACK, f"auto: {self.name} did not come up: {error}"
-            if channel.world.rank == 0:
-                logger.warning("%s; %s serves instead", self.reason, FALLBACK)
-            self._transport = make_transport(self.name, channel, device, plan, config)
-            self.bind(fragments)
+        except BaseException as error:
+            self._transport.close(failed=not isinstance(error, TransportUnavailable))
+            raise
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
-        """Bind the transport to this rank's storage and tell all peers of it.
+        """Bind the transport to this rank's storage and tell all peers of it; again whenever some rank's has moved.
 
         Raises:
-            TransportUnavailable: names the first rank that can't, and its reason.
+            TransportUnavailable: names the first rank that can't, and its reason; under ``auto`` only if the
+                fallback can't either, which serves from then on.
         """
+        try:
+            self._bind(fragments)
+        except TransportUnavailable as error:
+            # Raised on all ranks, whichever could not.
+            if not self._falls_back:
+                raise
+            self._falls_back = False
+            self._transport.close()
+            self.reason = f"auto: {self.name} can't serve: {error}"
+            if self._channel.world.rank == 0:
+                logger.warning("%s; %s serves instead, by the plan that was made", self.reason, FALLBACK)
+            self.name = FALLBACK
+            self._transport = self._make(FALLBACK)
+            self._bind(fragments)
+
+    def _bind(self, fragments: Sequence[Fragment]) -> None:
         self._bindings += 1
         described, reason = None, ""
         try:

@@ -28,6 +28,9 @@ from .bulk import BulkPath
 
 logger = logging.getLogger(__name__)
 
+# Of an export that goes beside the bulk path: above the routers of the largest model that fits on one host.
+_MOST_URGENT_BYTES = 128 << 20
+
 
 class NcclXferEngine(CheckpointEngine):
     """Compiles both sides' fragments into a plan once per epoch and replays it every refit."""
@@ -131,11 +134,11 @@ class NcclXferEngine(CheckpointEngine):
     def _beside_bulk(self) -> Iterator[None]:
         """A stream on which kernels overtake the bulk path's, which would else hold up a small export to their end.
 
-        Not for an export of more than a bucket: what Bridge allocates for it would stay with that stream, and the
-        trainer could not use the memory again.
+        Not for a large export: what Bridge allocates for it would stay with that stream, and the trainer could not use
+        the memory again.
         """
         device = self._endpoint.device
-        if device.type != "cuda" or self._misc.nbytes > self.config.bucket_bytes:
+        if device.type != "cuda" or self._misc.nbytes > _MOST_URGENT_BYTES:
             yield
             return
         if self._urgent is None:

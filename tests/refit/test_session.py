@@ -214,7 +214,7 @@ def test_trainer_ranks_with_different_models_name_the_first_weight_that_differs(
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("bucket_mb", 2), ("verify", "off"), ("transport", "golden"), ("streams", 2)]
+    ("setting", "value"), [("bucket_mb", 2), ("verify", "off"), ("transport", "golden"), ("streams", 3)]
 )
 def test_a_rank_that_is_set_up_differently_is_named_on_all_ranks_before_anything_moves(
     setting: str, value: object

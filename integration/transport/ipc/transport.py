@@ -195,26 +195,19 @@ class IpcTransport(Transport):
 
     def run(self, clock: StageClock, aside: Callable[[], None] | None = None) -> TransferResult:
         self._refits += 1
-        verified = 0
-        with torch.cuda.device(self._device), self._classifying():
+        with torch.cuda.device(self._device):
             if self._sends:
-                with clock.waiting():
-                    # The endpoint may have enqueued more since (Megatron's gather); the writes would start after
-                    # it, however long it takes, and the lease says until when they may.
-                    self._catch_up("transfer")
-                self._lease.use(self.rank)
-                self._write(clock)
+                with self._classifying():
+                    with clock.waiting():
+                        # The endpoint may have enqueued more since (Megatron's gather); the writes would start
+                        # after it, however long it takes, and the lease says until when they may.
+                        self._catch_up("transfer")
+                    self._lease.use(self.rank)
+                    self._write(clock)
             if aside is not None:
                 aside()
-            if self._sends:
-                with clock.waiting():
-                    self._wait(self._ended.query, "transfer", lambda: "this rank's writes to its peers")
-            if self._mailbox is not None:
-                with clock.stage("transfer"), clock.waiting():
-                    self._await_bells(self._mailbox, landed(self._refits), "transfer")
-                if self.verify != "off":
-                    with clock.stage("verify"):
-                        verified = self._verify(self._mailbox, clock)
+            with self._classifying():
+                verified = self._await_landing(clock)
         return TransferResult(self._payload, verified)
 
     def close(self, *, failed: bool = False) -> None:
@@ -223,6 +216,20 @@ class IpcTransport(Transport):
     @property
     def staging_bytes(self) -> int:
         return self._mailbox.memory.nbytes if self._mailbox is not None else 0
+
+    def _await_landing(self, clock: StageClock) -> int:
+        """Wait until what this rank sends and receives has landed; returns the bytes that were verified."""
+        if self._sends:
+            with clock.waiting():
+                self._wait(self._ended.query, "transfer", lambda: "this rank's writes to its peers")
+        if self._mailbox is None:
+            return 0
+        with clock.stage("transfer"), clock.waiting():
+            self._await_bells(self._mailbox, landed(self._refits), "transfer")
+        if self.verify == "off":
+            return 0
+        with clock.stage("verify"):
+            return self._verify(self._mailbox, clock)
 
     def _write(self, clock: StageClock) -> None:
         """Enqueue the whole refit of a sender."""

@@ -1,0 +1,87 @@
+"""What serves under ``auto`` where the transport that it chose does not, or can't any more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlrefit.integration.channel import Channel
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.engines import bulk, nccl_xfer
+from rlrefit.integration.errors import PeerLost, RefitError, TransportUnavailable
+from rlrefit.integration.plan import Plan
+from rlrefit.integration.process_groups import Group
+from rlrefit.integration.session import RefitSession
+from rlrefit.integration.transport import P2PTransport, Transport, make_transport
+
+from .synthetic import refit_changed, run_world
+from .test_session import world
+
+RANKS = 5
+
+
+class OnceShareable(P2PTransport):
+    """Moves bytes as ``p2p`` does, until one rank's storage is where its peers don't reach it."""
+
+    name = "ipc"
+    refuses_from = 1
+
+    def __init__(self, group: Group, rank: int, plan: Plan, verify: str):
+        super().__init__(group, rank, plan, verify)
+        self.bindings = 0
+
+    def bind(self, fragments: Any) -> None:
+        self.bindings += 1
+        if self.rank == 1 and self.bindings >= self.refuses_from:
+            raise TransportUnavailable("the parameters lie in pageable memory", stage="bind", rank=self.rank)
+        super().bind(fragments)
+
+
+def make(transport: str, channel: Channel, device: torch.device, plan: Any, config: RefitConfig) -> Transport:
+    if transport != "ipc":
+        return make_transport(transport, channel, device, plan, config)
+    rank = channel.world.rank
+    group = Group(channel.store, "one-sided", rank, RANKS, device, channel.timeout_s, channel.check_abort)
+    return OnceShareable(group, rank, plan, config.verify)
+
+
+def four_refits(rank: int, session: RefitSession, endpoint: Any) -> list[Any]:
+    found = []
+    for version in range(1, 5):
+        if rank == 1 and version == 3:
+            endpoint._held = {key: storage.clone() for key, storage in endpoint._held.items()}
+        record, wrong = refit_changed(session, endpoint, version)
+        found.append((record.transport, wrong, session.state.version))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("refuses_from", "carried_by"), [(1, ["p2p"] * 4), (2, ["ipc"] * 2 + ["p2p"] * 2), (3, ["ipc"] * 4)]
+)
+def test_auto_goes_on_over_p2p_when_a_rank_can_not_be_reached_any_more(
+    monkeypatch: pytest.MonkeyPatch, refuses_from: int, carried_by: list[str]
+) -> None:
+    monkeypatch.setattr(bulk, "make_transport", make)
+    monkeypatch.setattr(nccl_xfer, "choose", lambda *_: ("ipc", "the test says so"))
+    monkeypatch.setattr(OnceShareable, "refuses_from", refuses_from)
+    config = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full")
+    results = run_world(*world(RANKS - 2), four_refits, config)
+    for rank, found in enumerate(results):
+        assert [carrier for carrier, _, _ in found] == carried_by
+        assert [wrong for _, wrong, _ in found] == [[]] * 4
+        assert rank < 2 or [version for _, _, version in found] == [1, 2, 3, 4]
+
+
+def test_a_transport_that_was_asked_for_by_name_ends_the_refit_on_all_ranks_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bulk, "make_transport", make)
+    monkeypatch.setattr(nccl_xfer, "choose", lambda *_: ("ipc", "asked for"))
+    monkeypatch.setattr(OnceShareable, "refuses_from", 2)
+    config = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full", transport="ipc")
+    results = run_world(*world(RANKS - 2), four_refits, config)
+    assert all(isinstance(result, TransportUnavailable | PeerLost) for result in results)
+    assert all("pageable memory" in str(result) for result in results)
+    assert isinstance(results[1], RefitError)
