@@ -1,0 +1,65 @@
+"""The Triton kernel of blockwise FP8: reads weights once, writes codes and scales. Imported only where it runs.
+
+A program quantizes one block of one weight of the table. Addresses are plain integers.
+"""
+
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+WORDS = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
+
+
+@triton.jit
+def _e4m3(x):
+    """The bits of torch's own conversion (``c10/util/Float8_e4m3fn.h``), which GPUs before Ada do not have."""
+    bits = x.to(tl.uint32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # Up to 2**-6: adding 2**14, whose last bit is worth 2**-9, rounds to E4M3's denormals.
+    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - (141 << 23)
+    code = (size + ((size >> 20) & 1) + 0x7FFFF - (120 << 23)) >> 20
+    code = tl.where(size < (121 << 23), small, code)
+    code = tl.where(size >= (1087 << 20), 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def quantize_blocks(
+    tiles,
+    rows,
+    COLUMNS: tl.constexpr,
+    WORD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FLOOR: tl.constexpr,
+    UE8M0: tl.constexpr,
+):
+    """:func:`.fp8_blockwise.quantize`, the same operations in the same order."""
+    pid = tl.program_id(0)
+    row = rows + tl.load(tiles + pid).to(tl.int64) * COLUMNS
+    source = tl.load(row).to(tl.pointer_type(WORD))
+    codes = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
+    scales = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+    height = tl.load(row + 3)
+    width = tl.load(row + 4)
+    across = (width + BLOCK - 1) // BLOCK
+    tile = pid - tl.load(row + 11)
+    down = tile // across
+    right = tile - down * across
+    r = (down * BLOCK + tl.arange(0, BLOCK))[:, None]
+    c = (right * BLOCK + tl.arange(0, BLOCK))[None, :]
+    mask = (r < height) & (c < width)
+    x = tl.load(source + (r * tl.load(row + 5) + c * tl.load(row + 6)), mask=mask, other=0.0).to(tl.float32)
+    amax = tl.maximum(tl.max(tl.max(tl.abs(x), axis=1), axis=0), FLOOR)
+    # The hardware's maximum passes over NaN.
+    unordered = tl.max(tl.max((x != x).to(tl.int32), axis=1), axis=0)
+    amax = tl.where(unordered != 0, float("nan"), amax)
+    scale = tl.div_rn(amax, 448.0)
+    if UE8M0:
+        bits = scale.to(tl.uint32, bitcast=True)
+        power = ((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.uint32)) << 23
+        scale = tl.where(scale < float("inf"), power.to(tl.float32, bitcast=True), scale)
+    q = _e4m3(x * tl.div_rn(1.0, scale))
+    tl.store(codes + (r * tl.load(row + 7) + c * tl.load(row + 8)), q, mask=mask)
+    tl.store(scales + (down * tl.load(row + 9) + right * tl.load(row + 10)), scale)

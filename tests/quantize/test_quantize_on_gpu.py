@@ -1,0 +1,55 @@
+"""Quantized bytes on a GPU: those of the CPU, and the FP8 kernel's those of torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlrefit.integration.quantize import fp8_blockwise, layouts, mxfp8, nvfp4
+from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
+
+from .test_fp8_kernels import compare_kernel_with_torch, hard_weights
+from .weights import same
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_every_format_has_the_bytes_that_it_has_on_the_cpu() -> None:
+    gpu = torch.device("cuda", 0)
+    for w in hard_weights(torch.device("cpu")):
+        w = w.contiguous()
+        whole = w[..., : w.shape[-1] // 32 * 32]
+        for here, there, on in ((w, w.to(gpu), fp8_blockwise), (whole, whole.to(gpu), mxfp8)):
+            options = ScaleFormat if on is fp8_blockwise else mxfp8.Rounding
+            for option in options:
+                name = "scale" if on is fp8_blockwise else "rounding"
+                for a, b in zip(
+                    on.quantize(here, **{name: option}), on.quantize(there, **{name: option}), strict=True
+                ):
+                    assert same(a, b.cpu())
+        for arithmetic in nvfp4.Arithmetic:
+            ours = nvfp4.quantize(whole, arithmetic=arithmetic)
+            theirs = nvfp4.quantize(whole.to(gpu), arithmetic=arithmetic)
+            for a, b in zip(ours, theirs, strict=True):
+                assert same(a[None], b.cpu()[None])
+            assert same(nvfp4.dequantize(*ours), nvfp4.dequantize(*theirs).cpu())
+
+
+def test_layouts_are_those_of_the_cpu() -> None:
+    _, scales = fp8_blockwise.quantize(torch.randn(1000, 700), scale=ScaleFormat.UE8M0)
+    rows = layouts.rows_of_blocks(scales, 1000)
+    there = layouts.packed_ue8m0(layouts.rows_of_blocks(scales.cuda(), 1000))
+    here = layouts.packed_ue8m0(rows)
+    assert torch.equal(there.cpu(), here)
+    assert there.stride() == here.stride()
+    assert torch.equal(
+        layouts.swizzle_128x4(layouts.to_e8m0(rows).cuda()).cpu(),
+        layouts.swizzle_128x4(layouts.to_e8m0(rows)),
+    )
+
+
+def test_the_kernel_gives_torchs_bytes() -> None:
+    compare_kernel_with_torch(torch.device("cuda", 0))
