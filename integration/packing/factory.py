@@ -8,20 +8,15 @@ from typing import Protocol
 import torch
 
 from .checksum import ChecksumViews
-from .host import PushedChecksums, PushedViews, kernels_read
+from .host import PushedViews, pushed_to
 from .strided import Strided
 from .tables import ChecksumTable, CopyTable
 
 
 class Copy(Protocol):
-    """Prepared copies; ``nbytes`` of them altogether.
-
-    Attributes:
-        blocks: whether ``launch`` may hold up its caller until a device's earlier work on the current stream is done.
-    """
+    """Prepared copies; ``nbytes`` of them altogether."""
 
     nbytes: int
-    blocks: bool
 
     def launch(self) -> None:
         """Do the copies; on a GPU, enqueue them on the current stream."""
@@ -42,8 +37,6 @@ class Checksums(Protocol):
 class PairedViews:
     """Copies between CPU tensors."""
 
-    blocks = False
-
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]):
         self._sources = [source for source, _ in pairs]
         self._targets = [target for _, target in pairs]
@@ -61,7 +54,6 @@ class JoinedCopies:
     def __init__(self, copies: Sequence[Copy]):
         self._copies = list(copies)
         self.nbytes = sum(copy.nbytes for copy in copies)
-        self.blocks = any(copy.blocks for copy in copies)
 
     def launch(self) -> None:
         """Do all of them."""
@@ -69,29 +61,12 @@ class JoinedCopies:
             copy.launch()
 
 
-class JoinedChecksums:
-    """Checksums of several kinds of memory, added up."""
-
-    def __init__(self, parts: Sequence[Checksums]):
-        self._parts = list(parts)
-        self.nbytes = sum(part.nbytes for part in parts)
-
-    def compute(self, out: torch.Tensor) -> None:
-        """Set ``out`` to the checksums."""
-        out.zero_()
-        self.add_to(out)
-
-    def add_to(self, out: torch.Tensor) -> None:
-        """Add the checksums to ``out``."""
-        for part in self._parts:
-            part.add_to(out)
-
-
 def make_copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> Copy:
     """Copies from the first to the second tensor of each pair, in any order.
 
-    On a GPU the first may be host memory: its kernels read what is page-locked, and the host pushes the rest. The
-    tensors must stay where they are as long as the copies are used.
+    On a GPU the first may be host memory: its kernels read what is page-locked, and the host pushes the rest
+    (:class:`.host.PushedViews`, which says when it blocks). The tensors must stay where they are as long as the copies
+    are used.
 
     Raises:
         ValueError: the tensors of a pair differ in shape or dtype, or the second is host memory and ``device`` a GPU.
@@ -109,8 +84,8 @@ def make_copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.
                 f"{target.dtype}{list(target.shape)} lies on {target.device} and can't be written by {device}; bring it "
                 "to the GPU first"
             )
-    pushed = [pair for pair in pairs if not kernels_read(pair[0])]
-    read = [pair for pair in pairs if kernels_read(pair[0])] if pushed else pairs
+    pushed = [pair for pair in pairs if pushed_to(device, pair[0])]
+    read = [pair for pair in pairs if not pushed_to(device, pair[0])] if pushed else pairs
     table = CopyTable.build(((Strided.of(source), Strided.of(target)) for source, target in read), device)
     return JoinedCopies([PushedViews(pushed), table]) if pushed else table
 
@@ -122,19 +97,18 @@ def make_checksums(
 
     Args:
         views: (view, offset of its first element in its message).
-        device: where the sums are; that of the views, or views may be host memory.
+        device: where the sums are; that of the views, or views may be page-locked host memory.
         slots: for each view the row of the result that its message has; all 0 if left out.
+
+    Raises:
+        ValueError: a view lies in pageable host memory, and ``device`` is a GPU.
     """
     if device.type != "cuda":
         return ChecksumViews(views, slots)
-    rows = slots or [0] * len(views)
-    parts: list[Checksums] = []
-    pushed = [i for i, (view, _) in enumerate(views) if not kernels_read(view)]
-    if pushed:
-        parts.append(PushedChecksums([views[i] for i in pushed], [rows[i] for i in pushed]))
-    apart = set(pushed)
-    read = [i for i in range(len(views)) if i not in apart]
-    table = ChecksumTable.build(
-        [(Strided.of(views[i][0]), views[i][1]) for i in read], device, [rows[i] for i in read]
-    )
-    return JoinedChecksums([*parts, table]) if parts else table
+    for view, _ in views:
+        if pushed_to(device, view):
+            raise ValueError(
+                f"{view.dtype}{list(view.shape)} lies in pageable host memory, which kernels of {device} can't add up; add "
+                "up its bytes where the host has pushed them to"
+            )
+    return ChecksumTable.build([(Strided.of(view), offset) for view, offset in views], device, slots)

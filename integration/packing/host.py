@@ -7,10 +7,12 @@ serve it as they serve the device's own memory. Pageable memory would fault; the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from .checksum import ChecksumViews
+from ..errors import RefitError
 
 
 def kernels_read(view: torch.Tensor) -> bool:
@@ -20,40 +22,57 @@ def kernels_read(view: torch.Tensor) -> bool:
     return view.is_pinned() and view[(-1,) * view.dim()].is_pinned()
 
 
+def pushed_to(device: torch.device, view: torch.Tensor) -> bool:
+    """Whether the host has to push a view to ``device``, whose kernels don't reach it."""
+    return device.type == "cuda" and not kernels_read(view)
+
+
+class _Push(NamedTuple):
+    """A view of a storage that is not kept, and where it goes."""
+
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    target: torch.Tensor
+
+
 class PushedViews:
     """Copies from pageable host memory to a device, one call for each.
 
-    ``launch`` reads the sources before it returns. It may hold up its caller, without a limit of time, until the
-    device has done what was enqueued on the current stream before; wait for that first.
+    The sources are not kept: parameters that are loaded and offloaded anew would else have their old memory beside
+    the new one. ``launch`` reads them before it returns. It may hold up its caller, without a limit of time, until
+    the device has done what was enqueued on the current stream before; wait for that first.
     """
 
-    blocks = True
-
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]):
-        self._pairs = list(pairs)
+        self._pushes = [
+            _Push(
+                StorageWeakRef(source.untyped_storage()),
+                source.dtype,
+                source.storage_offset(),
+                source.shape,
+                source.stride(),
+                target,
+            )
+            for source, target in pairs
+        ]
         self.nbytes = sum(source.nbytes for source, _ in pairs)
 
     def launch(self) -> None:
-        """Do the copies, in the order of the current stream."""
-        for source, target in self._pairs:
-            target.copy_(source, non_blocking=True)
+        """Do the copies, in the order of the current stream.
 
-
-class PushedChecksums:
-    """Checksums of pageable host memory, computed by the host and added to sums on a device; it blocks as copies do."""
-
-    def __init__(self, views: Sequence[tuple[torch.Tensor, int]], slots: Sequence[int]):
-        self._views = ChecksumViews(views, slots)
-        self._rows = max(slots) + 1
-        self.nbytes = self._views.nbytes
-
-    def compute(self, out: torch.Tensor) -> None:
-        """Set ``out`` (int64, ``[2]`` or ``[slots, 2]``) to the checksums."""
-        out.zero_()
-        self.add_to(out)
-
-    def add_to(self, out: torch.Tensor) -> None:
-        """Add the checksums to ``out``."""
-        sums = torch.zeros(self._rows, 2, dtype=torch.int64)
-        self._views.add_to(sums)
-        out.view(-1, 2)[: self._rows] += sums.to(out.device)
+        Raises:
+            RefitError: the memory of a source was freed.
+        """
+        for push in self._pushes:
+            storage = torch.UntypedStorage._new_with_weak_ptr(push.storage.cdata)
+            if storage is None:
+                raise RefitError(
+                    f"host memory of a {push.dtype}{list(push.shape)} weight was freed after the refit had begun; it can't "
+                    "be sent. Leave offloaded parameters where they are until the refit has returned",
+                    stage="pack",
+                )
+            source = torch.empty(0, dtype=push.dtype).set_(storage, push.offset, push.shape, push.strides)
+            push.target.copy_(source, non_blocking=True)

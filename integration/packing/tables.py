@@ -53,8 +53,6 @@ class CopyTable:
     Addresses must be reachable from ``device``: its own memory, page-locked host memory, or a peer's that is mapped.
     """
 
-    blocks = False
-
     def __init__(self, launches: Sequence[_Launch], nbytes: int):
         self._launches = launches
         self.nbytes = nbytes

@@ -13,6 +13,7 @@ from ..plan import CHECKSUM_BYTES, BroadcastPlan, Message
 from ..process_groups import Group
 from ..records import StageClock
 from .base import GroupTransport, TransferResult, damaged
+from .host_memory import HostMemory
 from .views import LiveViews
 
 
@@ -38,6 +39,7 @@ class GoldenTransport(GroupTransport):
         self._staging = torch.zeros(longest, dtype=torch.uint8, device=group.device)
         self._sum = torch.zeros(2, dtype=torch.int64, device=group.device)
         self._bound: list[_Bound | None] = []
+        self._host: HostMemory | None = None
 
     @property
     def staging_bytes(self) -> int:
@@ -47,11 +49,15 @@ class GoldenTransport(GroupTransport):
         views = LiveViews(fragments, self.group.device)
         if not self._is_source:
             views.require_home()
+        self._host = HostMemory((fragment.view for fragment in fragments), self.group.device)
         # A trainer that does not own a box only takes part in its broadcast and writes nothing.
         self._bound = [
             self._bind(message, views) if not self._is_source or message.source == self.rank else None
             for message in self._plan.messages
         ]
+
+    def moved(self) -> bool:
+        return self._host is not None and self._host.moved()
 
     def run(self, clock: StageClock, aside: Callable[[], None] | None = None) -> TransferResult:
         payload = verified = 0

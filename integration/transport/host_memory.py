@@ -1,4 +1,4 @@
-"""Parameters in page-locked host memory, which a GPU's kernels read at its own address.
+"""Parameters in host memory: page-locked, which a GPU's kernels read at its own address, or pageable.
 
 Pageable memory is not registered with the driver to the same end: pages are locked as a whole, the first and last ones
 hold other tensors' bytes as well, and CUDA refuses to copy a tensor that lies in registered memory only in part. The
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostMemory:
-    """Watches the page-locked host memory that some views lie in; it stays its owner's and is not kept."""
+    """Watches the host memory that some views lie in beside a GPU; it stays its owner's and is not kept."""
 
     def __init__(self, views: Iterable[torch.Tensor], device: torch.device):
         """
@@ -32,9 +32,8 @@ class HostMemory:
             return
         pageable = 0
         for storage in _storages(views):
-            if kernels_read(torch.empty(0, dtype=torch.uint8).set_(storage)):
-                self._watched.append(StorageWeakRef(storage))
-            else:
+            self._watched.append(StorageWeakRef(storage))
+            if not kernels_read(torch.empty(0, dtype=torch.uint8).set_(storage)):
                 pageable += storage.nbytes()
         if pageable:
             logger.info(
@@ -44,7 +43,7 @@ class HostMemory:
             )
 
     def moved(self) -> bool:
-        """Whether page-locked memory has been freed, so that anything may lie at its addresses."""
+        """Whether some of it has been freed, so that anything may lie at its addresses, or nothing."""
         return any(reference.expired() for reference in self._watched)
 
 

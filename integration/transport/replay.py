@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from ..exchanges import Exchange, Parcel
 from ..packing import Checksums, Copy, make_checksums, make_copy
-from ..plan import CHECKSUM_BYTES
+from ..packing.host import PushedViews, pushed_to
+from ..plan import CHECKSUM_BYTES, Segment
 from ..process_groups import Group
 from .cargo import Cargo, Item
 from .ledger import Ledger
@@ -77,13 +78,17 @@ class Replay:
             "in", self.incoming, staged_in
         )
         self.ledger = Ledger(cargo, direct, group, on=verify != "off")
+        self._pushes = [self._pushed_views(items) for items in staged_out]
         self._packs = [self._pack_copy(items) for items in staged_out]
         self._unpacks = [self._unpack_copy(items) for items in staged_in]
         own = [[i for i in items if i.relays is None] for items in cargo.sends]
-        self.blocks = [pack.blocks for pack in self._packs]
-        self._sent_checks = [self._checks(cargo, items, self.ledger.sent_rows) for items in own]
+        self.blocks = [push.nbytes > 0 for push in self._pushes]
+        self._sent_checks = [
+            self._checks(cargo, items, self.ledger.sent_rows, self._readable) for items in own
+        ]
         self._landed_checks = [
-            self._checks(cargo, items, self.ledger.landed_rows) for items in cargo.receives
+            self._checks(cargo, items, self.ledger.landed_rows, lambda _, segment: self._views.of(segment))
+            for items in cargo.receives
         ]
         self._turns = [(i.message.payload_bytes, cargo.turns[i]) for items in cargo.receives for i in items]
         self.packs = [bool(items) for items in own]
@@ -109,7 +114,8 @@ class Replay:
 
     def pack(self, index: int, refit: int) -> None:
         """Fill a round's bucket, with the checksums that are due in refit number ``refit``."""
-        # First the checksums: the copies carry them into the messages.
+        # What the host pushes is added up in the bucket, and the copies carry the checksums into the messages.
+        self._pushes[index].launch()
         for turn, of, checksums in self._sent_checks[index]:
             if refit % of == turn:
                 checksums.add_to(self.ledger.sent)
@@ -157,8 +163,13 @@ class Replay:
             return self._buffers[item]
         return unowned(flat_bytes(self._views.of(item.message.segments[0])))
 
+    def _pushed_views(self, items: Sequence[Item]) -> PushedViews:
+        pairs = [pair for item in items for pair in self._segments(item)]
+        return PushedViews([pair for pair in pairs if pushed_to(self._group.device, pair[0])])
+
     def _pack_copy(self, items: Sequence[Item]) -> Copy:
-        pairs = [(live, packed) for item in items for live, packed in self._segments(item)]
+        pairs = [pair for item in items for pair in self._segments(item)]
+        pairs = [pair for pair in pairs if not pushed_to(self._group.device, pair[0])]
         if self._verify != "off":
             rows = self.ledger.sent_rows
             pairs += [(self.ledger.sent[rows[item]], self._slot(item)) for item in items]
@@ -182,7 +193,20 @@ class Replay:
     def _slot(self, item: Item) -> torch.Tensor:
         return self._buffers[item][-CHECKSUM_BYTES:].view(torch.int64)
 
-    def _checks(self, cargo: Cargo, items: Sequence[Item], rows: Mapping[Item, int]) -> list[Check]:
+    def _readable(self, item: Item, segment: Segment) -> torch.Tensor:
+        """A segment to be sent where the device can read it: live, or in its bucket if the host pushes it there."""
+        live = self._views.of(segment)
+        if item in self._buffers and pushed_to(self._group.device, live):
+            return packed_view(self._buffers[item], segment, live.dtype)
+        return live
+
+    def _checks(
+        self,
+        cargo: Cargo,
+        items: Sequence[Item],
+        rows: Mapping[Item, int],
+        view: Callable[[Item, Segment], torch.Tensor],
+    ) -> list[Check]:
         """The checksums of one round's items, together where they are due in the same refits."""
         if self._verify == "off":
             return []
@@ -191,7 +215,7 @@ class Replay:
             due[cargo.turns[item] if self._verify == "sampled" else (0, 1)].append(item)
         checks = []
         for (turn, of), together in sorted(due.items(), key=lambda entry: entry[0]):
-            views = [(self._views.of(s), s.offset) for item in together for s in item.message.segments]
+            views = [(view(item, s), s.offset) for item in together for s in item.message.segments]
             slots = [rows[item] for item in together for _ in item.message.segments]
             checks.append(Check(turn, of, make_checksums(views, self._group.device, slots)))
         return checks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -9,10 +11,11 @@ from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import PeerLost, RefitError
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.manifest import TensorSpec
-from rlrefit.integration.packing import ChecksumViews, make_copy
-from rlrefit.integration.packing.factory import JoinedChecksums, JoinedCopies, PairedViews
-from rlrefit.integration.packing.host import PushedChecksums, PushedViews, kernels_read
+from rlrefit.integration.packing import make_checksums, make_copy
+from rlrefit.integration.packing.factory import JoinedCopies, PairedViews
+from rlrefit.integration.packing.host import PushedViews, kernels_read
 from rlrefit.integration.plan import Message, Plan, Segment
+from rlrefit.integration.transport import replay
 from rlrefit.integration.transport.cargo import Cargo
 from rlrefit.integration.transport.host_memory import HostMemory
 from rlrefit.integration.transport.views import LiveViews
@@ -37,26 +40,82 @@ def test_nothing_is_watched_for_a_cpu() -> None:
     assert not memory.moved()
 
 
+def test_host_memory_beside_a_gpu_is_watched_and_not_kept() -> None:
+    held = torch.zeros(1024)
+    memory = HostMemory([held[3:9]], GPU)
+    assert not memory.moved()
+    del held
+    assert memory.moved()
+
+
 def test_pageable_memory_is_not_for_kernels_and_empty_memory_is() -> None:
     assert not kernels_read(torch.zeros(3))
     assert kernels_read(torch.zeros(3, 0))
 
 
-def test_what_the_host_pushes_is_what_the_others_copy_and_add_up() -> None:
-    views = [torch.randn(7, 9)[:, 2:5], torch.randn(64), torch.tensor(3.0)]
+def test_what_the_host_pushes_is_what_the_others_copy() -> None:
+    views = [
+        torch.randn(7, 9)[:, 2:5],
+        torch.randn(64),
+        torch.tensor(3.0),
+        torch.randn(4, 6, 5).permute(2, 0, 1)[1:],
+    ]
     targets = [torch.full(view.shape, float("nan")) for view in views]
-    copies = JoinedCopies(
-        [PushedViews(list(zip(views[:2], targets[:2], strict=True))), PairedViews([(views[2], targets[2])])]
-    )
-    copies.launch()
-    assert all(torch.equal(a, b) for a, b in zip(views, targets, strict=True))
-    assert copies.blocks
+    pairs = list(zip(views, targets, strict=True))
+    copies = JoinedCopies([PushedViews([*pairs[:2], pairs[3]]), PairedViews([pairs[2]])])
+    for _ in range(2):
+        copies.launch()
+        assert all(torch.equal(a, b) for a, b in pairs)
+        for view in views:
+            view.mul_(-2)
     assert copies.nbytes == sum(view.nbytes for view in views)
-    places = [(views[0], 0), (views[1], 84), (views[2], 4)]
-    expected, found = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2, dtype=torch.int64)
-    ChecksumViews(places, [0, 0, 2]).compute(expected)
-    JoinedChecksums([PushedChecksums(places[:2], [0, 0]), ChecksumViews(places[2:], [2])]).compute(found)
-    assert torch.equal(expected, found)
+
+
+def test_what_the_host_pushes_is_not_kept_and_an_error_once_it_is_freed() -> None:
+    source = torch.randn(5, 7)
+    pushed = PushedViews([(source[1:3], torch.zeros(2, 7))])
+    watched = weakref.ref(source)
+    del source
+    assert watched() is None
+    with pytest.raises(
+        RefitError, match=r"torch\.float32\[2, 7\] weight was freed after the refit had begun"
+    ):
+        pushed.launch()
+
+
+def test_a_gpu_does_not_add_up_pageable_memory() -> None:
+    with pytest.raises(ValueError, match=r"pageable host memory, which kernels of cuda:0 can't add up"):
+        make_checksums([(torch.zeros(2), 0)], GPU)
+
+
+@pytest.mark.parametrize("verify", ["sampled", "full"])
+def test_what_the_host_pushes_is_added_up_in_its_bucket_and_verified(
+    monkeypatch: pytest.MonkeyPatch, verify: str
+) -> None:
+    specs = [TensorSpec(f"w{i}", (33, 7), torch.bfloat16) for i in range(9)]
+    whole = {spec.name: [((0, 33), (0, 7))] for spec in specs}
+    source, destination = SyntheticSource(specs, whole), SyntheticDestination(specs, whole)
+    pageable = [storage.data_ptr() for storage in source._held.values()][::2]
+    # As if a GPU sent: every second weight is out of its kernels' reach.
+    monkeypatch.setattr(replay, "pushed_to", lambda _, view: view.data_ptr() in pageable)
+    added: list[torch.Tensor] = []
+
+    def making(views: list[tuple[torch.Tensor, int]], *rest: object) -> object:
+        added.extend(view for view, _ in views)
+        return make_checksums(views, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(replay, "make_checksums", making)
+
+    def body(rank: int, session: object, endpoint: object) -> object:
+        return [refit_changed(session, endpoint, version) for version in (1, 2, 3)]  # type: ignore[arg-type]
+
+    config = RefitConfig(bucket_mb=1, timeout_s=20.0, verify=verify, transport="p2p")
+    trainer, engine = run_world([source], [destination], body, config)
+    assert isinstance(trainer, list), trainer
+    assert isinstance(engine, list), engine
+    assert [wrong for _, wrong in engine] == [[], [], []]
+    assert sum(record.bytes_verified for record, _ in engine) >= 9 * 33 * 7 * 2
+    assert not {view.data_ptr() for view in added} & set(pageable)
 
 
 def test_a_gpu_does_not_copy_into_host_memory() -> None:
