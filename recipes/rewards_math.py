@@ -8,19 +8,31 @@ from fractions import Fraction
 _BOX = r"\boxed{"
 # GSM8K writes its answers behind the worked solution.
 _GSM8K_MARK = "####"
-# Typesetting that does not change what is said.
-_NOISE = re.compile(r"\\left|\\right|\\!|\\,|\\;|\\ |\\\$|\$|\\%|%|\^\{?\\circ\}?|\s")
+# Typesetting that does not change what is said. It leaves a space: what stands on its two sides is not one number.
+_NOISE = re.compile(r"\\(?:left|right)(?![A-Za-z])|\\[,; $%]|[$%~]|\^\{?\\circ\}?")
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
-_FRACTION = re.compile(r"\\[dt]?frac\{?(-?\d+)\}?\{?(\d+)\}?")
-_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?:\D|$))")
+_SPACE_NOT_IN_NUMBERS = re.compile(r"(?<![\d.]) | (?![\d.])")
+# TeX takes a single character for an argument with braces and without.
+_SINGLE = re.compile(r"(?<!\\)\{([0-9A-Za-z])\}")
+# 1{,}234 and 1\,234 are one number anywhere; 1,234 is two in a tuple or a set.
+_TYPESET_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\{,\}|\\,)\d{3})+(?!\d)")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
+_BRACKET = re.compile(r"[()\[\]{}]")
+_TUPLE = re.compile(r"(\(|\[|\\\{)(.*)(\)|\]|\\\})")
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+|\d+/\d+)")
+_ARGUMENT = r" ?(?:\{(-?\d+)\}|(\d))"
+# A fraction, alone or behind a whole number: 1\frac{1}{2}, 1 1/2.
+_FRACTION = re.compile(rf"([-+]?)(\d*)(?:\\frac{_ARGUMENT}{_ARGUMENT}|(?<=\d) (\d+)/(\d+))")
+# Python refuses to read much longer ones, and a policy that repeats itself writes them.
+_LONGEST_NUMBER = 1000
 
 
 def boxed_math(*, prompt: str, completion: str, answer: str, finished: bool) -> float:
     r"""1 if the completion's last ``\boxed{…}`` says what ``answer`` says, else 0.
 
-    Equal are equal texts without typesetting (spaces, ``\left``, ``\text``, ``$``, thousands' commas, degree and
-    percent signs), and equal rational numbers in any notation. Symbolic equality is :func:`math_verify`'s.
+    Equal are equal texts without typesetting (spaces but for those between digits, ``\left``, ``\text``, ``$``,
+    thousands' commas outside of brackets, degree and percent signs), equal rational numbers in any notation (mixed
+    ones too), and tuples of such. Symbolic equality is :func:`math_verify`'s.
 
     Args:
         prompt: not read.
@@ -57,35 +69,80 @@ def reference_answer(answer: str) -> str:
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last complete ``\boxed{…}``, braces balanced; None if there is none."""
-    start = len(text)
-    while (start := text.rfind(_BOX, 0, start)) >= 0:
-        depth = 1
-        begin = start + len(_BOX)
-        for end in range(begin, len(text)):
-            depth += (text[end] == "{") - (text[end] == "}")
-            if depth == 0:
-                return text[begin:end]
-    return None
+    # One pass, whatever a policy repeats.
+    opened: list[int] = []
+    last: tuple[int, int] | None = None
+    for at, character in enumerate(text):
+        if character == "{":
+            opened.append(at + 1)
+        elif character == "}" and opened:
+            begin = opened.pop()
+            if text.endswith(_BOX, 0, begin) and (last is None or begin > last[0]):
+                last = begin, at
+    return None if last is None else text[slice(*last)]
 
 
 def _same(found: str, wanted: str) -> bool:
     ours, theirs = _plain(found), _plain(wanted)
-    if ours == theirs:
+    if _equal(ours, theirs):
         return bool(ours)
-    numbers = _number(ours), _number(theirs)
-    return None not in numbers and numbers[0] == numbers[1]
+    parts, others = _parts(ours), _parts(theirs)
+    return bool(parts) and len(parts) == len(others) and all(map(_equal, parts, others))
+
+
+def _equal(ours: str, theirs: str) -> bool:
+    return ours == theirs or (None is not _number(ours) == _number(theirs))
 
 
 def _plain(text: str) -> str:
-    text = _WRAPPED.sub(r"\1", text)
-    text = _FRACTION.sub(r"\1/\2", _NOISE.sub("", text))
-    return _THOUSANDS.sub("", text).rstrip(".")
+    text = _WRAPPED.sub(r"\1", text).replace(r"\!", "")
+    text = _TYPESET_THOUSANDS.sub(_digits, text)
+    text = " ".join(_NOISE.sub(" ", text).split())
+    if not _BRACKET.search(text):
+        text = _THOUSANDS.sub(_digits, text)
+    text = _SPACE_NOT_IN_NUMBERS.sub("", text)
+    text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+    return _SINGLE.sub(r"\1", text).rstrip(". ")
+
+
+def _digits(number: re.Match[str]) -> str:
+    return re.sub(r"\D", "", number[0])
+
+
+def _parts(text: str) -> list[str]:
+    """A tuple's, interval's or set's brackets and members; nothing for other texts."""
+    whole = _TUPLE.fullmatch(text)
+    if whole is None:
+        return []
+    members, depth = [""], 0
+    for character in whole[2]:
+        depth += (character in "([{") - (character in ")]}")
+        if depth < 0:
+            return []
+        if character == "," and depth == 0:
+            members.append("")
+        else:
+            members[-1] += character
+    return [whole[1], *members, whole[3]]
 
 
 def _number(text: str) -> Fraction | None:
-    if not _NUMBER.fullmatch(text):
+    if len(text) > _LONGEST_NUMBER:
         return None
     try:
-        return Fraction(text)
+        if _NUMBER.fullmatch(text):
+            return Fraction(text)
+        fraction = _FRACTION.fullmatch(text)
+        return _fraction(fraction) if fraction is not None else None
     except ZeroDivisionError:
         return None
+
+
+def _fraction(found: re.Match[str]) -> Fraction | None:
+    sign, whole, *arguments = found.groups()
+    above, below = (int(argument) for argument in arguments if argument is not None)
+    part = Fraction(above, below)
+    # 3\frac{5}{2} is no mixed number, and may be a product.
+    if whole and not (0 < above < below):
+        return None
+    return (int(whole or 0) + part) * (-1 if sign == "-" else 1)

@@ -28,6 +28,19 @@ def score(completion: str, answer: str) -> float:
         (r"\boxed{\left( 3, \frac{\pi}{2} \right)}", r"(3,\frac{\pi}{2})"),
         (r"first \boxed{1}, no: \boxed{x_{1}^{2}}", r"so it is \boxed{x_{1}^{2}}"),
         (r"\boxed{7} and then \boxed{8, cut off", "7"),
+        (r"\boxed{1\frac{1}{2}}", r"\frac{3}{2}"),
+        (r"\boxed{-1 \dfrac12}", "-1.5"),
+        (r"\boxed{1 2/3}", r"\frac53"),
+        (r"\boxed{\frac{\sqrt{3}}{2}}", r"\frac{\sqrt3}{2}"),
+        (r"\boxed{\dfrac{\sqrt 3}2}", r"\frac{\sqrt{3}}{2}"),
+        (r"\boxed{10,\!000}", "10000"),
+        (r"\boxed{10{,}000}", r"10\,000"),
+        (r"\boxed{\$1,234,567.50}", "1234567.5"),
+        (r"\boxed{x=1,234}", "x = 1234"),
+        (r"\boxed{(0.5,1{,}200)}", r"\left(\frac12,1200\right)"),
+        (r"\boxed{[1, 200)}", r"[1,200)"),
+        (r"\boxed{\{1,\tfrac{2}{4}\}}", r"\{1,0.5\}"),
+        (r"\boxed{3\text{ cm}}", r"3 \mathrm{cm}"),
     ],
 )
 def test_equal_answers_are_found_equal_however_they_are_typeset(completion: str, answer: str) -> None:
@@ -44,6 +57,22 @@ def test_equal_answers_are_found_equal_however_they_are_typeset(completion: str,
         (r"\boxed{}", ""),
         (r"\boxed{1/0}", "0"),
         (r"\boxed{1,23}", "123"),
+        (r"\boxed{1\frac{1}{2}}", r"\frac{11}{2}"),
+        (r"\boxed{\frac{1}{2}3}", r"\frac{1}{23}"),
+        (r"\boxed{3\frac{5}{2}}", "5.5"),
+        (r"\boxed{1 2}", "12"),
+        (r"\boxed{1\ 2}", "12"),
+        (r"\boxed{1$2$}", "12"),
+        (r"\boxed{90^\circ5}", "905"),
+        (r"\boxed{(1,200)}", "(1200)"),
+        (r"\boxed{\{1,200\}}", r"\{1200\}"),
+        (r"\boxed{1, 200}", "1200"),
+        (r"\boxed{0.5,123}", "0.5123"),
+        (r"\boxed{12345,678}", "12345678"),
+        (r"\boxed{[1,2)}", "(1,2)"),
+        (r"\boxed{(1,2)}", "(1,2,3)"),
+        (r"\boxed{x^\frac{1}{2}}", "x^1/2"),
+        (r"\boxed{\sqrt{3}4}", r"\sqrt{34}"),
         (r"\boxed{x+1}", "1+x"),  # symbolic equality is math_verify's
     ],
 )
@@ -55,6 +84,13 @@ def test_braces_inside_a_box_are_balanced() -> None:
     assert last_boxed(r"\boxed{\frac{a}{b_{1}}} is it") == r"\frac{a}{b_{1}}"
     assert last_boxed(r"\boxed{a") is None
     assert reference_answer("5 apples\n#### 1,000") == "1,000"
+
+
+def test_what_a_policy_repeats_is_judged_in_time() -> None:
+    assert score(r"\boxed{" + "9" * 20_000 + "}", "9") == 0.0
+    assert score(r"\boxed{" * 20_000 + "7}", "7") == 1.0
+    assert score(r"\boxed{" + "(" * 20_000 + ")" * 20_000 + "}", "7") == 0.0
+    assert score(r"\boxed{" + "1 " * 20_000 + "}", "7") == 0.0
 
 
 def test_a_reward_whose_package_is_not_installed_says_how_to_install_it(
