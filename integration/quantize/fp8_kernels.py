@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-WORDS = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
+WORDS = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16, "torch.float32": tl.float32}
 
 
 @triton.jit
@@ -34,15 +34,28 @@ def quantize_blocks(
     BLOCK: tl.constexpr,
     FLOOR: tl.constexpr,
     UE8M0: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
-    """:func:`.fp8_blockwise.quantize`, the same operations in the same order."""
+    """:func:`.fp8_blockwise.quantize`, the same operations in the same order.
+
+    With ``UNIT`` above 1, rows of weights and codes are contiguous, and their addresses, distances and lengths are
+    multiples of that many elements: what the compiler needs to know for wide accesses.
+    """
     pid = tl.program_id(0)
     row = rows + tl.load(tiles + pid).to(tl.int64) * COLUMNS
-    source = tl.load(row).to(tl.pointer_type(WORD))
-    codes = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
+    source = tl.multiple_of(tl.load(row).to(tl.pointer_type(WORD)), UNIT * WORD.primitive_bitwidth // 8)
+    codes = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.uint8)), UNIT)
     scales = tl.load(row + 2).to(tl.pointer_type(tl.float32))
     height = tl.load(row + 3)
-    width = tl.load(row + 4)
+    width = tl.multiple_of(tl.load(row + 4), UNIT)
+    source_row = tl.multiple_of(tl.load(row + 5), UNIT)
+    codes_row = tl.multiple_of(tl.load(row + 7), UNIT)
+    if UNIT > 1:
+        source_column = 1
+        codes_column = 1
+    else:
+        source_column = tl.load(row + 6)
+        codes_column = tl.load(row + 8)
     across = (width + BLOCK - 1) // BLOCK
     tile = pid - tl.load(row + 11)
     down = tile // across
@@ -50,7 +63,7 @@ def quantize_blocks(
     r = (down * BLOCK + tl.arange(0, BLOCK))[:, None]
     c = (right * BLOCK + tl.arange(0, BLOCK))[None, :]
     mask = (r < height) & (c < width)
-    x = tl.load(source + (r * tl.load(row + 5) + c * tl.load(row + 6)), mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(source + (r * source_row + c * source_column), mask=mask, other=0.0).to(tl.float32)
     amax = tl.maximum(tl.max(tl.max(tl.abs(x), axis=1), axis=0), FLOOR)
     # The hardware's maximum passes over NaN.
     unordered = tl.max(tl.max((x != x).to(tl.int32), axis=1), axis=0)
@@ -61,5 +74,5 @@ def quantize_blocks(
         power = ((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.uint32)) << 23
         scale = tl.where(scale < float("inf"), power.to(tl.float32, bitcast=True), scale)
     q = _e4m3(x * tl.div_rn(1.0, scale))
-    tl.store(codes + (r * tl.load(row + 7) + c * tl.load(row + 8)), q, mask=mask)
+    tl.store(codes + (r * codes_row + c * codes_column), q, mask=mask)
     tl.store(scales + (down * tl.load(row + 9) + right * tl.load(row + 10)), scale)

@@ -1,4 +1,4 @@
-"""Blockwise FP8 of many weights in one kernel launch per source dtype, prepared once."""
+"""Blockwise FP8 of many weights in one kernel launch per source dtype and alignment, prepared once."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from .fp8_blockwise import AMAX_FLOOR, BLOCK, ScaleFormat
 _COLUMNS = 12
 # 128×128 FP32 values are 64 registers a thread.
 _WARPS = 8
+# Elements: 16 bytes of codes.
+_UNIT = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,17 +54,17 @@ class Fp8Table:
         from .fp8_kernels import WORDS, quantize_blocks
 
         kept = [item for item in items if _checked(item).weight.numel()]
+        groups: dict[tuple[str, int], list[Quantization]] = {}
+        for item in kept:
+            groups.setdefault((str(item.weight.dtype), _unit(item)), []).append(item)
         launches = []
-        for name, word in WORDS.items():
-            tiles, rows = _table(item for item in kept if str(item.weight.dtype) == f"torch.{name}")
-            if not tiles:
-                continue
-            tensors = (
+        for (dtype, unit), group in groups.items():
+            tiles, rows = _table(group)
+            arguments = (
                 torch.tensor(tiles, dtype=torch.int32, device=device),
                 torch.tensor(rows, dtype=torch.int64, device=device),
+                *(_COLUMNS, WORDS[dtype], BLOCK[0], AMAX_FLOOR, scale is ScaleFormat.UE8M0, unit),
             )
-            constants = (_COLUMNS, word, BLOCK[0], AMAX_FLOOR, scale is ScaleFormat.UE8M0)
-            arguments = (*tensors, *constants)
             if device.type == "cuda":
                 with torch.cuda.device(device):
                     compiled = quantize_blocks.warmup(*arguments, grid=(len(tiles),), num_warps=_WARPS)
@@ -75,6 +77,15 @@ class Fp8Table:
         """Enqueue the quantizations on the current stream."""
         for launch in self._launches:
             launch()
+
+
+def _unit(item: Quantization) -> int:
+    """Elements that one access can move: 16, or 1 where rows are not contiguous or not aligned to that."""
+    aligned = item.weight.shape[-1] % _UNIT == 0
+    for tensor in (item.weight, item.codes):
+        aligned &= tensor.stride(-1) == 1 and tensor.data_ptr() % (_UNIT * tensor.element_size()) == 0
+        aligned &= all(stride % _UNIT == 0 for stride in tensor.stride()[:-1])
+    return _UNIT if aligned else 1
 
 
 def _table(items: Iterable[Quantization]) -> tuple[list[int], list[list[int]]]:

@@ -40,6 +40,8 @@ def hard_weights(device: torch.device) -> list[torch.Tensor]:
             edges,
             base.half()[3:190, 1:299],
             base.bfloat16().t(),
+            base.bfloat16()[:, 16:272],  # rows of 16-element units
+            torch.stack((base, special))[:, 1:, :160],
             torch.randn(2, 2, 130, 10, generator=generator).bfloat16()[:, :, :, ::3],
             torch.empty(0, 128).bfloat16(),
         )
@@ -52,27 +54,28 @@ def compare_kernel_with_torch(device: torch.device) -> None:
         items, bytes_, scales_ = [], [], []
         for w in weights:
             *leading, n, k = w.shape
-            room = torch.full((*leading, n + 2, k + 3), 0x55, dtype=torch.uint8, device=device)
+            left = 16 if k % 16 == 0 else 2
+            room = torch.full((*leading, n + 2, left + k + left), 0x55, dtype=torch.uint8, device=device)
             scales = torch.full((*leading, -(-k // 128), -(-n // 128)), NAN, device=device).transpose(-1, -2)
-            codes = room[..., 1 : n + 1, 2 : k + 2].view(torch.float8_e4m3fn)
+            codes = room[..., 1 : n + 1, left : left + k].view(torch.float8_e4m3fn)
             items.append(Quantization(w, codes, scales))
-            bytes_.append(room)
+            bytes_.append((room, left))
             scales_.append(scales)
         table = Fp8Table.build(items, device, scale)
         for sign in (1, -1):  # changed weights before the second launch
             for w in weights:
                 w.mul_(sign)
             table.launch()
-            for w, room, scales in zip(weights, bytes_, scales_, strict=True):
+            for w, (room, left), scales in zip(weights, bytes_, scales_, strict=True):
                 n, k = w.shape[-2:]
                 q, expected_scales = fp8_blockwise.quantize(w, scale=scale)
-                got = room[..., 1 : n + 1, 2 : k + 2]
+                got = room[..., 1 : n + 1, left : left + k]
                 nan = q.float().isnan()
                 assert torch.equal(got.view(torch.float8_e4m3fn).float().isnan(), nan)
                 assert torch.equal(got[~nan], q.view(torch.uint8)[~nan])
                 torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
                 outside = room.clone()
-                outside[..., 1 : n + 1, 2 : k + 2] = 0x55
+                outside[..., 1 : n + 1, left : left + k] = 0x55
                 assert (outside == 0x55).all()
 
 

@@ -54,7 +54,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
         nan = torch.isnan(a.float())
         if not torch.equal(nan, torch.isnan(b.float())):
             return False
-        a, b = a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+        a, b = (t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in (a, b))
         nan = nan.repeat_interleave(a.shape[-1] // nan.shape[-1], -1) if nan.dim() and nan.shape[-1] else nan
         return bool(((a == b) | nan).all())
     return torch.equal(a, b)
