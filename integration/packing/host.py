@@ -32,7 +32,7 @@ class _Push(NamedTuple):
 
     storage: StorageWeakRef
     dtype: torch.dtype
-    offset: int
+    offset: int | torch.SymInt
     shape: torch.Size
     strides: tuple[int, ...]
     target: torch.Tensor

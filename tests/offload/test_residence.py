@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlrefit.integration.errors import RefitError
 from rlrefit.workers.offload import Residence
@@ -23,12 +26,14 @@ class Task:
     param_weight: Any
 
 
-@dataclass
+@dataclass(eq=False)
 class Buffer:
     """What is used of Megatron's buffers of parameters."""
 
     param_data: torch.Tensor
     param_data_cpu: torch.Tensor | None = None
+    grad_data: torch.Tensor = field(default_factory=lambda: torch.zeros(40))
+    params: list[torch.nn.Parameter] = field(default_factory=list)
 
 
 @dataclass
@@ -43,6 +48,8 @@ class Chunk:
         data = self.buffers[0].param_data
         self.weights = [torch.nn.Parameter(data[4:16].view(3, 4)), torch.nn.Parameter(data[32:37])]
         self.weights[0].partition_dim = 1  # type: ignore[attr-defined]
+        self.buffers[0].params = self.weights
+        self._nbytes = data.untyped_storage().nbytes()
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return self.weights
@@ -53,12 +60,34 @@ class Chunk:
 
     def offload(self, way: str) -> None:
         buffer = self.buffers[0]
-        copy = buffer.param_data.clone()
         if way in ("megatron", "both"):
-            buffer.param_data_cpu = copy
+            if buffer.param_data_cpu is None:
+                buffer.param_data_cpu = buffer.param_data.clone()
+            else:
+                buffer.param_data_cpu.copy_(buffer.param_data)
         if way in ("verl", "both"):
-            buffer.param_data.cpu_data = copy  # type: ignore[attr-defined]
-        buffer.param_data.untyped_storage().resize_(0)
+            buffer.param_data.cpu_data = buffer.param_data.clone()  # type: ignore[attr-defined]
+        self.free()
+
+    def load(self) -> None:
+        buffer = self.buffers[0]
+        copy = buffer.param_data_cpu if buffer.param_data_cpu is not None else buffer.param_data.cpu_data  # type: ignore[attr-defined]
+        buffer.param_data.untyped_storage().resize_(self._nbytes)
+        buffer.param_data.copy_(copy)
+
+    def wake(self, values: torch.Tensor) -> None:
+        """Back from elsewhere, by a write that torch does not count."""
+        self.buffers[0].param_data.untyped_storage().resize_(self._nbytes)
+        self.buffers[0].param_data.data.copy_(values)
+
+    def train(self) -> None:
+        """A step, whose writes of parameters torch does not count, as Megatron's optimizers do."""
+        self.buffers[0].grad_data.zero_()
+        for weight in self.weights:
+            weight.data.add_(1000)
+
+    def free(self) -> None:
+        self.buffers[0].param_data.untyped_storage().resize_(0)
 
 
 def test_parameters_with_memory_are_left_as_they_are() -> None:
@@ -106,14 +135,131 @@ def test_a_copy_of_another_size_is_not_read() -> None:
         Residence([chunk], CPU).tasks(chunk.tasks)
 
 
-def test_the_export_sees_one_parameter_after_another_on_its_device() -> None:
+@pytest.mark.parametrize("way", ["megatron", "verl"])
+def test_a_copy_that_was_written_anew_at_each_offload_is_read_each_time(way: str) -> None:
+    chunk = Chunk()
+    residence = Residence([chunk], CPU)
+    for seen_in_use in (True, False, True):
+        chunk.train()
+        values = [weight.detach().clone() for weight in chunk.weights]
+        chunk.offload(way)
+        for _ in range(2):  # two refits of the same weights
+            assert residence.key() != (0,)
+            found = residence.tasks(chunk.tasks)
+            assert all(torch.equal(task.param_weight, v) for task, v in zip(found, values, strict=False))
+        chunk.load()
+        if seen_in_use:
+            assert residence.key() == ()
+
+
+@pytest.mark.parametrize("seen_in_use", [True, False])
+@pytest.mark.parametrize("back", ["load", "wake"])
+@pytest.mark.parametrize("way", ["megatron", "verl"])
+def test_the_copy_of_an_earlier_offload_is_not_served_for_storage_that_was_freed_later(
+    way: str, back: str, seen_in_use: bool
+) -> None:
+    chunk = Chunk()
+    values = chunk.buffers[0].param_data.clone()
+    residence = Residence([chunk], CPU)
+    chunk.offload(way)
+    bound = residence.key()
+    if back == "load":
+        chunk.load()
+    else:
+        chunk.wake(values)
+    if seen_in_use:
+        assert residence.key() == ()
+    chunk.train()
+    chunk.free()
+    for _ in range(2):
+        assert residence.key() not in (bound, ()), "the refit would not look again"
+        with pytest.raises(RefitError, match="was not written since the parameters were last in use") as told:
+            residence.tasks(chunk.tasks)
+        assert told.value.parameter == "a.weight"
+    with pytest.raises(RefitError, match="would get old weights"):
+        residence.on_device(chunk.tasks)
+    # The remedy that it names.
+    chunk.wake(values)
+    chunk.offload(way)
+    assert torch.equal(residence.tasks(chunk.tasks)[1].param_weight, values[32:37])
+
+
+def test_a_copy_from_before_the_first_look_is_old_while_the_parameters_are_in_use() -> None:
+    chunk = Chunk()
+    chunk.offload("megatron")
+    chunk.load()
+    residence = Residence([chunk], CPU)
+    chunk.free()
+    with pytest.raises(RefitError, match="param_data_cpu"):
+        residence.tasks(chunk.tasks)
+
+
+def test_of_two_copies_the_one_that_was_written_since_is_read() -> None:
+    chunk = Chunk()
+    chunk.offload("megatron")
+    chunk.load()
+    residence = Residence([chunk], CPU)
+    chunk.train()
+    values = [weight.detach().clone() for weight in chunk.weights]
+    chunk.offload("verl")
+    found = residence.tasks(chunk.tasks)
+    assert all(torch.equal(task.param_weight, value) for task, value in zip(found, values, strict=False))
+
+
+def test_a_copy_made_in_inference_mode_is_read_once_and_not_after_the_parameters_were_in_use() -> None:
+    chunk = Chunk()
+    residence = Residence([chunk], CPU)
+    with torch.inference_mode():
+        chunk.offload("verl")
+    assert torch.equal(residence.tasks(chunk.tasks)[1].param_weight, torch.arange(32.0, 37.0))
+    chunk.load()
+    residence.key()
+    chunk.free()
+    with pytest.raises(RefitError, match="cpu_data"):
+        residence.tasks(chunk.tasks)
+
+
+def test_old_copies_are_not_kept() -> None:
+    chunk = Chunk()
+    residence = Residence([chunk], CPU)
+    for _ in range(3):
+        chunk.offload("verl")
+        residence.tasks(chunk.tasks)
+        old = StorageWeakRef(chunk.buffers[0].param_data.cpu_data.untyped_storage())  # type: ignore[attr-defined]
+        chunk.load()
+        residence.key()
+        del chunk.buffers[0].param_data.cpu_data  # type: ignore[attr-defined]
+        residence.key()
+        assert old.expired()
+
+
+class Brought(TorchDispatchMode):
+    """Counts copies from device to device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_export_sees_one_parameter_after_another_on_its_device_and_each_is_let_go() -> None:
     chunk = Chunk()
     chunk.offload("verl")
-    brought = Residence([chunk], META).on_device(chunk.tasks)
-    assert [task.param_weight.device.type for task in brought if task.param_weight is not None] == [
-        "meta"
-    ] * 2
-    assert len(brought) == 3
+    tasks = Residence([chunk], META).on_device(chunk.tasks * 3)
+    assert len(tasks) == 9
+    with Brought() as brought:
+        assert brought.count == 0
+        seen: list[weakref.ref[Any]] = []
+        for task in tasks:
+            if task.param_weight is None:
+                continue
+            assert task.param_weight.device.type == "meta"
+            seen.append(weakref.ref(task.param_weight))
+            assert brought.count == len(seen), "brought before its turn"
+            del task
+            assert all(reference() is None for reference in seen), "kept after its turn"
+    assert len(seen) == 6
 
 
 def test_a_delayed_gather_is_not_made_up_for_after_offloading() -> None:
