@@ -9,6 +9,8 @@ from pathlib import Path
 from ..integration.config import RefitConfig
 
 PICTURES = (".png", ".svg", ".pdf")
+# Keys of policy.refit whose options have names of their own.
+_OPTIONS = {"timeout_s": "timeout"}
 
 
 def output_problems(option: str, path: Path, suffixes: Sequence[str] = ()) -> list[str]:
@@ -38,7 +40,7 @@ def refit_problems(config: RefitConfig) -> list[str]:
     found = []
     for problem in config.violations("--"):
         name, told, rest = problem.removeprefix("--.").partition(":")
-        found.append(f"--{name.replace('_', '-')}{told}{rest}")
+        found.append(f"--{_OPTIONS.get(name, name).replace('_', '-')}{told}{rest}")
     return found
 
 

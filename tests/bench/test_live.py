@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from rlrefit.integration.errors import RefitError
 from rlrefit.recipes.bench.live.engine_process import EngineProcess
-from rlrefit.recipes.bench.live.measure import Held, Oracle
+from rlrefit.recipes.bench.live.measure import Held, Oracle, PathResult
 from rlrefit.recipes.bench.live.options import LiveOptions
+from rlrefit.recipes.bench.live.render import json_record, show
+from rlrefit.recipes.bench.live.run import LiveResult
 from rlrefit.recipes.bench.live.trainer import LiveTrainer
+from rlrefit.recipes.bench.measure import Timing
 from rlrefit.recipes.cli import main
 from rlrefit.workers.catalog import parse_gen, parse_train
 
@@ -75,7 +81,7 @@ def test_a_live_megatron_refits_a_live_vllm_and_all_paths_leave_the_same_bytes(m
     told = capsys.readouterr()
     assert code == 0, told.err + (log.read_text() if log.exists() else "")
     record = json.loads(figures.read_text())
-    assert record["bit_exact"]
+    assert record["bit_exact"] is True
     assert record["engine"].keys() == {"vllm", "torch", "python"}
     sharded, broadcast, vllm = record["paths"]
     assert sharded["carrier"] == "p2p"
@@ -111,6 +117,7 @@ def test_all_that_is_wrong_with_the_options_is_told_at_once(moe, capsys):
                 "2",
                 "--json",
                 "/no/folder/x.json",
+                "--timeout=-5",
             ),
         ]
     )
@@ -119,7 +126,7 @@ def test_all_that_is_wrong_with_the_options_is_told_at_once(moe, capsys):
     for option in (
         "--transport: 'tcp'", "--transport: ipc needs GPUs", "--peers: 'gossip'", "--refits: 0", "--dtype: 'fp4'",
         "--engine-python: /no/python", "--gpu-memory-utilization: 2", "--json: the folder", "--gen: one engine",
-        "--train: the live trainer",
+        "--train: the live trainer", "--timeout: -5.0 is not above 0",
     ):  # fmt: skip
         assert option in told
 
@@ -171,6 +178,25 @@ def test_the_oracle_names_what_is_wrong(later, fault):
     oracle = Oracle()
     oracle.faults("auto", [held(1)])
     assert fault in oracle.faults("broadcast", later)
+
+
+def test_nothing_is_called_exact_without_a_second_path_to_compare_with():
+    ran = PathResult(
+        "auto", timing=Timing.of([0.1]), peak_extra_bytes={"trainer": 0}, growth_bytes={"trainer": 0}
+    )
+    absent = PathResult("vllm", not_run="no NCCL")
+    versions = {"vllm": "0", "torch": "0", "python": "0"}
+
+    def result(*paths):
+        return LiveResult("CPU", versions, 1000, {}, list(paths))
+
+    assert json_record(options(), result(ran, absent))["bit_exact"] is None
+    assert json_record(options(), result(ran, replace(ran, name="broadcast")))["bit_exact"] is True
+    damaged = replace(ran, faults=["refit 1 left the poison"])
+    assert json_record(options(), result(damaged, absent))["bit_exact"] is False
+    printed = Console(file=io.StringIO(), width=200)
+    show(printed, options(), result(ran, absent))
+    assert "unchecked" in printed.file.getvalue()
 
 
 def test_an_engine_that_does_not_start_is_told_with_the_end_of_its_log(tmp_path):

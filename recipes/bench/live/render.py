@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def json_record(options: LiveOptions, result: LiveResult) -> dict[str, Any]:
-    """All figures; a path that did not run has ``null`` for its seconds."""
+    """All figures; ``null`` are the seconds of a path that did not run, and ``bit_exact`` without a second path."""
     return {
         "model": options.model,
         "layers": options.layers,
@@ -32,7 +32,7 @@ def json_record(options: LiveOptions, result: LiveResult) -> dict[str, Any]:
         "engine": result.engine,
         "kept_bytes": result.kept_bytes,
         "startup_seconds": result.startup_seconds,
-        "bit_exact": not result.faults,
+        "bit_exact": result.bit_exact,
         "paths": [_path_record(result, path) for path in result.paths],
     }
 
@@ -65,13 +65,13 @@ def show(console: Console, options: LiveOptions, result: LiveResult) -> None:
     for column in ("", "ms", "min", "max", "own", "GB/s", "peak", "growth", "exact"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for path in result.paths:
-        table.add_row(*_row(path, result.kept_bytes))
+        table.add_row(*_row(result, path))
     console.print(table)
     for note in _notes(result):
         console.print(escape(note), highlight=False, soft_wrap=True)
 
 
-def _row(path: PathResult, kept_bytes: int) -> list[str]:
+def _row(result: LiveResult, path: PathResult) -> list[str]:
     if path.timing is None:
         return [path.name, "not run", *[""] * 7]
     timing = path.timing
@@ -79,10 +79,10 @@ def _row(path: PathResult, kept_bytes: int) -> list[str]:
         path.name,
         *(f"{seconds * 1e3:.1f}" for seconds in (timing.median, timing.minimum, timing.maximum)),
         f"{path.own_seconds * 1e3:.1f}" if path.own_seconds else "",
-        f"{kept_bytes / timing.median / 1e9:.1f}",
+        f"{result.kept_bytes / timing.median / 1e9:.1f}",
         _both(path.peak_extra_bytes),
         _both(path.growth_bytes),
-        "NO" if path.faults else "yes",
+        "NO" if path.faults else "unchecked" if result.bit_exact is None else "yes",
     ]
 
 

@@ -48,6 +48,13 @@ class LiveResult:
         """All faults, with the path's name."""
         return [f"{path.name}: {fault}" for path in self.paths for fault in path.faults]
 
+    @property
+    def bit_exact(self) -> bool | None:
+        """Whether all paths left the same bytes; None where fewer than two ran, and nothing was compared."""
+        if self.faults:
+            return False
+        return True if sum(path.timing is not None for path in self.paths) > 1 else None
+
 
 def run_rank(rank: int, options: LiveOptions, store: TCPStore) -> LiveResult:
     """Everything on one rank; all ranks of the run call it and get the same.
