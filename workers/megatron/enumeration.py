@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...integration.manifest import TensorSpec
+from .agreement import on_all_ranks
 
 # How the names of Megatron's parameters over the vocabulary end.
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -51,10 +52,15 @@ def enumerate_export(bridge: Any, model: list[Any], pp_group: dist.ProcessGroup)
         bridge: ``AutoBridge`` with its Hugging Face checkpoint.
         model: Megatron model chunks of this rank.
         pp_group: pipeline-parallel group, over which the shapes of remote parameters are shared.
+
+    Raises:
+        RefitError: on every rank, if Bridge exports something else than the tasks' parameters on any. If Bridge
+            itself raises on one rank, the others are in its collective until Megatron's own timeout.
     """
     # Tasks of their own: Bridge's mappings cache who owns a tensor, and here everybody seems to.
     tasks = _on_meta(conversion_tasks(bridge, model), pp_group)
-    return joined(tasks, run_on_meta(bridge, model, tasks))
+    yielded = _walk_on_meta(bridge, model, tasks)
+    return on_all_ranks("the enumeration of Bridge's export", lambda: joined(tasks, _specs_of(yielded)))
 
 
 def run_on_meta(bridge: Any, model: list[Any], tasks: list[Any]) -> list[list[TensorSpec]]:
@@ -63,21 +69,33 @@ def run_on_meta(bridge: Any, model: list[Any], tasks: list[Any]) -> list[list[Te
     Raises:
         RuntimeError: Bridge exports something else than the tasks' parameters.
     """
+    return _specs_of(_walk_on_meta(bridge, model, tasks))
+
+
+def _walk_on_meta(
+    bridge: Any, model: list[Any], tasks: list[Any]
+) -> list[list[tuple[TensorSpec, torch.device]]]:
     # Registers no-op kernels for c10d collectives on meta tensors.
     import torch.distributed._tools.fake_collectives  # noqa: F401
 
     cursor = TaskCursor(tasks)
-    yielded: list[list[TensorSpec]] = [[] for _ in tasks]
+    yielded: list[list[tuple[TensorSpec, torch.device]]] = [[] for _ in tasks]
+    # To its end, whatever it yields: other pipeline stages are in the same export.
     for name, weight in bridge.export_hf_weights(
         model, cpu=False, show_progress=False, conversion_tasks=cursor
     ):
-        if weight.device.type != "meta":
+        yielded[cursor.current].append((TensorSpec(name, tuple(weight.shape), weight.dtype), weight.device))
+    return yielded
+
+
+def _specs_of(yielded: list[list[tuple[TensorSpec, torch.device]]]) -> list[list[TensorSpec]]:
+    for spec, device in (pair for found in yielded for pair in found):
+        if device.type != "meta":
             raise RuntimeError(
-                f"Bridge exports {name} from a real tensor during the enumeration on the meta device, so its shape "
+                f"Bridge exports {spec.name} from a real tensor during the enumeration on the meta device, so its shape "
                 "can't be trusted; this version of Megatron-Bridge reads parameters outside of its conversion tasks"
             )
-        yielded[cursor.current].append(TensorSpec(name, tuple(weight.shape), weight.dtype))
-    return yielded
+    return [[spec for spec, _ in found] for found in yielded]
 
 
 def joined(tasks: list[Any], yielded: list[list[TensorSpec]]) -> Enumeration:

@@ -10,46 +10,61 @@ from __future__ import annotations
 import dataclasses
 import re
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...integration.layout import Fragment, box_of, local_slice
+from .agreement import on_all_ranks
 from .enumeration import VOCABULARY, Enumeration, conversion_tasks
 from .rules import Refused, fits_any_shape, fragments_of_task
 
 # Sides of a probe whose shape is free: even, for gate and up, and not 1, which Bridge's stacking drops.
 _SIDE = 8
 
+Kind = tuple[Any, ...]
+Shapes = Mapping[str, tuple[int, ...]]
 
-def disproved_tasks(
-    bridge: Any, model: list[Any], enumeration: Enumeration, pp_group: dist.ProcessGroup
-) -> dict[int, str]:
+
+def disproved_tasks(bridge: Any, model: list[Any], enumeration: Enumeration) -> dict[int, str]:
     """Tasks whose rule and Bridge's export disagree, with the reason; a collective of all trainer ranks.
+
+    What one rank finds holds for the same kind of parameter on all others. Bridge's collectives run under the timeout
+    of Megatron's own groups: if Bridge itself raises on one rank, the others are in its collective until then.
 
     Args:
         bridge: ``AutoBridge`` with its Hugging Face checkpoint.
         model: Megatron model chunks of this rank.
         enumeration: of the same model.
-        pp_group: pipeline-parallel group; what one stage finds holds for the layers of all others.
+
+    Raises:
+        RefitError: a rule or its comparison failed on some rank; on all ranks.
     """
     tasks = conversion_tasks(bridge, model)
     kinds = _kinds(tasks, enumeration)
-    chosen = enumeration.tasks_for(
-        name for kind in dict.fromkeys(kinds) for name in enumeration.task_names[kinds.index(kind)]
-    )
-    any_shape = not changes_converted_weights(bridge)
-    probes = [_with_probe(tasks[i], kinds[i], any_shape) for i in chosen]
     shapes = {spec.name: spec.shape for spec in enumeration.specs}
-    wrong = {
-        kinds[i]: f"this version of Megatron-Bridge converts {kinds[i][1]} in another way than its rule"
-        for i, holds in zip(chosen, _hold(bridge, model, probes, shapes), strict=True)
-        if not holds
-    }
-    found: list[dict[Any, str]] = [{} for _ in range(dist.get_world_size(pp_group))]
-    dist.all_gather_object(found, wrong, group=pp_group)
-    reasons = {kind: reason for stage in found for kind, reason in stage.items()}
+    chosen = _representatives(kinds, enumeration)
+    refusals = on_all_ranks("a shard rule", lambda: _refusals(tasks, chosen, shapes))
+    everywhere: list[dict[Kind, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, refusals)
+    # A kind without a rule on some rank has none: nothing is probed, and no rank may use a rule that wasn't.
+    reasons = {kind: why for found in everywhere for kind, why in found.items() if why}
+    served = {kind for found in everywhere for kind in found} - reasons.keys()
+    any_shape = not changes_converted_weights(bridge)
+    of_any_shape = [kind for kind in chosen if _is_small(tasks[chosen[kind][0]], any_shape)]
+    # Probes of true shapes may be large: one kind of them at a time.
+    batches = [of_any_shape, *([kind] for kind in chosen if kind not in of_any_shape)]
+    wrong: dict[Kind, str] = {}
+    for batch in batches:
+        indices = sorted(i for kind in batch if kind in served for i in chosen[kind])
+        if indices:
+            disproved = _disproved(bridge, model, [tasks[i] for i in indices], shapes, any_shape)
+            wrong |= {kinds[indices[i]]: _changed(tasks[indices[i]]) for i in disproved}
+    dist.all_gather_object(everywhere, wrong)
+    for found in everywhere:
+        reasons |= found
     return {i: reasons[kind] for i, kind in enumerate(kinds) if kind in reasons}
 
 
@@ -61,7 +76,13 @@ def changes_converted_weights(bridge: Any) -> bool:
     return own is not MegatronModelBridge.maybe_modify_converted_hf_weight
 
 
-def _kinds(tasks: list[Any], enumeration: Enumeration) -> list[tuple[Any, ...]]:
+def _changed(task: Any) -> str:
+    return (
+        f"this version of Megatron-Bridge converts {type(task.mapping).__name__} in another way than its rule"
+    )
+
+
+def _kinds(tasks: list[Any], enumeration: Enumeration) -> list[Kind]:
     """What Bridge converts alike: the same parameter of other layers and experts, if it is of the same shape."""
     shapes = {spec.name: spec.shape for spec in enumeration.specs}
     return [
@@ -74,52 +95,99 @@ def _kinds(tasks: list[Any], enumeration: Enumeration) -> list[tuple[Any, ...]]:
     ]
 
 
-def _with_probe(task: Any, kind: tuple[Any, ...], any_shape: bool) -> Any:
-    weight, mapping = task.param_weight, task.mapping
-    if type(weight) is not torch.nn.Parameter or type(weight.data) is not torch.Tensor:
-        return task
-    shape = weight.shape
-    # A hook of the model's bridge may want true shapes, but not of the vocabulary, whose size would be felt.
-    of_vocabulary = task.global_param_name.endswith(VOCABULARY)
-    if fits_any_shape(task) and (any_shape or of_vocabulary):
-        shape = torch.Size(min(n, _SIDE) for n in shape)
-    # Alike on ranks that hold the same shard: Bridge exports only one of them.
-    place = (mapping.tp_rank, mapping.ep_rank if mapping.is_expert else 0, task.global_param_name, kind)
-    generator = torch.Generator().manual_seed(zlib.crc32(repr(place).encode()))
-    values = torch.randint(-100, 100, shape, dtype=torch.int8, generator=generator)
-    # Not where the parameter is, which may be offloaded: Bridge's collectives work on the GPU.
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    probe = torch.nn.Parameter(values.to(device).to(weight.dtype), requires_grad=False)
+def _representatives(kinds: list[Kind], enumeration: Enumeration) -> dict[Kind, list[int]]:
+    """For each kind, the tasks that yield the weights of its first one; alike on all ranks."""
+    first = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
+    return {
+        kind: [i for i in enumeration.tasks_for(enumeration.task_names[first[kind]]) if kinds[i] == kind]
+        for kind in dict.fromkeys(kinds)
+        if enumeration.task_names[first[kind]]
+    }
+
+
+def _refusals(tasks: list[Any], chosen: dict[Kind, list[int]], shapes: Shapes) -> dict[Kind, str]:
+    """Of the kinds that this rank holds: why no rule places them, empty for those that one does."""
+    found: dict[Kind, str] = {}
+    for kind, indices in chosen.items():
+        for task in (tasks[i] for i in indices if tasks[i].param_weight is not None):
+            # Parameters may be offloaded, with their storage freed, and rules read no values.
+            weight = task.param_weight
+            if _is_plain(weight):
+                task = dataclasses.replace(
+                    task, param_weight=_parameter_like(weight, torch.empty_like(weight, device="meta"))
+                )
+            try:
+                fragments_of_task(task, shapes)
+                found.setdefault(kind, "")
+            except Refused as reason:
+                found[kind] = str(reason)
+    return found
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    return type(weight) is torch.nn.Parameter and type(weight.data) is torch.Tensor
+
+
+def _is_small(task: Any, any_shape: bool) -> bool:
+    """Whether a probe may have any shape.
+
+    A hook of the model's bridge may want true shapes, but not of the vocabulary, whose size would be felt.
+    """
+    return fits_any_shape(task) and (any_shape or task.global_param_name.endswith(VOCABULARY))
+
+
+def _parameter_like(weight: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(data, requires_grad=False)
     for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
         if hasattr(weight, attribute):
-            setattr(probe, attribute, getattr(weight, attribute))
-    return dataclasses.replace(task, param_weight=probe)
+            setattr(parameter, attribute, getattr(weight, attribute))
+    return parameter
 
 
-def _hold(bridge: Any, model: list[Any], tasks: list[Any], shapes: dict[str, tuple[int, ...]]) -> list[bool]:
-    """For each task, whether all fragments that this rank has of it hold what Bridge exports."""
-    wanted: dict[str, list[tuple[int, Fragment]]] = {}
-    for index, task in enumerate(tasks):
-        for fragment in _fragments(task, shapes):
-            wanted.setdefault(fragment.name, []).append((index, fragment))
-    holds = [True] * len(tasks)
-    for name, weight in bridge.export_hf_weights(
-        model, cpu=False, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=False
-    ):
-        for index, fragment in wanted.pop(name, []):
-            holds[index] &= _holds(fragment, weight.detach())
-    for index, _ in (pair for never_exported in wanted.values() for pair in never_exported):
-        holds[index] = False
-    return holds
+def _with_probe(task: Any, any_shape: bool) -> Any:
+    """The task with random values in the parameter's place; as it is where another pipeline stage has that."""
+    weight, mapping = task.param_weight, task.mapping
+    if weight is None:
+        return task
+    small = _is_small(task, any_shape)
+    shape = torch.Size(min(n, _SIDE) for n in weight.shape) if small else weight.shape
+    # Alike on ranks that hold the same shard: Bridge exports only one of them.
+    place = (mapping.tp_rank, mapping.ep_rank if mapping.is_expert else 0, task.global_param_name)
+    # Not where the parameter is, which may be offloaded: Bridge's collectives work on the GPU.
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(zlib.crc32(repr(place).encode()))
+    values = torch.randint(-100, 100, shape, dtype=torch.int8, device=device, generator=generator)
+    return dataclasses.replace(task, param_weight=_parameter_like(weight, values.to(weight.dtype)))
 
 
-def _fragments(task: Any, shapes: dict[str, tuple[int, ...]]) -> list[Fragment]:
-    if task.param_weight is None:
-        return []
-    try:
-        return fragments_of_task(task, shapes)
-    except Refused:
-        return []
+def _disproved(bridge: Any, model: list[Any], tasks: list[Any], shapes: Shapes, any_shape: bool) -> set[int]:
+    """Which tasks have a fragment on this rank that does not hold what Bridge exports of their probes."""
+
+    def prepare() -> tuple[list[Any], dict[str, list[tuple[int, Fragment]]]]:
+        probes = [_with_probe(task, any_shape) for task in tasks]
+        wanted: dict[str, list[tuple[int, Fragment]]] = {}
+        for index, probe in enumerate(probes):
+            if probe.param_weight is not None:
+                for fragment in fragments_of_task(probe, shapes):
+                    wanted.setdefault(fragment.name, []).append((index, fragment))
+        return probes, wanted
+
+    probes, wanted = on_all_ranks("a probe of a shard rule", prepare)
+    exported = {
+        name: weight.detach()
+        for name, weight in bridge.export_hf_weights(
+            model, cpu=False, show_progress=False, conversion_tasks=probes, merge_adapter_weights=False
+        )
+    }
+    return on_all_ranks(
+        "the comparison of a shard rule with Bridge's export",
+        lambda: {
+            index
+            for name, parts in wanted.items()
+            for index, fragment in parts
+            if name not in exported or not _holds(fragment, exported[name])
+        },
+    )
 
 
 def _holds(fragment: Fragment, whole: torch.Tensor) -> bool:

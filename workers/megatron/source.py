@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,26 +18,46 @@ from .rules import Refused, fragments_of_task
 from .self_check import changes_converted_weights, disproved_tasks
 
 
+@dataclass(frozen=True)
+class Survey:
+    """What is known of Bridge's export of a model.
+
+    Attributes:
+        enumeration: names and shapes, and the tasks that yield them.
+        disproved: tasks whose shard rule the installed Bridge does not follow, with the reason.
+    """
+
+    enumeration: Enumeration
+    disproved: Mapping[int, str]
+
+
+def survey(bridge: Any, model: list[Any]) -> Survey:
+    """Ask Bridge; a collective of all trainer ranks. See :func:`.enumerate_export` and :func:`.disproved_tasks`."""
+    from megatron.core import parallel_state
+
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    enumeration = enumerate_export(bridge, model, stages)
+    return Survey(enumeration, disproved_tasks(bridge, model, enumeration))
+
+
 class MegatronSource:
     """Implements :class:`rlrefit.integration.endpoints.WeightSource` for a Megatron model under Bridge.
 
     Args:
         bridge: ``AutoBridge`` made from the Hugging Face checkpoint.
         model: model chunks of this rank, as ``provide_distributed_model`` returns them.
+        known: of Bridge's export; None asks it, with all trainer ranks.
 
     Building it is a collective of all trainer ranks (names and shapes of other pipeline stages are
     exchanged, and each rule is tried on the installed Bridge); nothing else is, but ``export``.
     """
 
-    def __init__(self, bridge: Any, model: list[Any]):
-        from megatron.core import parallel_state
-
+    def __init__(self, bridge: Any, model: list[Any], known: Survey | None = None):
         self._bridge = bridge
         self._model = model
         self._residence = Residence(model, self.device)
-        stages = parallel_state.get_pipeline_model_parallel_group()
-        self._enumeration: Enumeration = enumerate_export(bridge, model, stages)
-        self._disproved = disproved_tasks(bridge, model, self._enumeration, stages)
+        known = known or survey(bridge, model)
+        self._enumeration, self._disproved = known.enumeration, known.disproved
         self._tasks = conversion_tasks(bridge, model)
         # On any pipeline stage: the tasks name the parameters of all.
         self._has_adapters = any(
@@ -106,7 +127,8 @@ class MegatronSource:
         )
         for name, weight in exported:
             if name in wanted:
-                yield name, weight.detach()[: self._vocabulary.get(name)]
+                rows = self._vocabulary.get(name)
+                yield name, weight.detach() if rows is None else weight.detach()[:rows]
 
     def storage_key(self) -> Hashable:
         weights = (task.param_weight for task in self._tasks if task.param_weight is not None)

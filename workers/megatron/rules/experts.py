@@ -69,6 +69,8 @@ def _turned(task: Any, part: Fragment, exported: Shapes) -> Fragment:
 
 
 def _transposed(part: Fragment) -> Fragment:
+    if len(part.full_shape) != 3:
+        raise Refused(f"stacked experts of shape {list(part.full_shape)}: Bridge transposes matrices alone")
     count, rows, columns = part.full_shape
     expert, down, across = part.box
     return Fragment(part.name, (count, columns, rows), (expert, across, down), part.view.transpose(-1, -2))
