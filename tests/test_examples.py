@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,30 @@ def test_a_third_party_ppo_worker_that_inherits_the_mixin_learns_from_its_engine
     lines = done.stdout.splitlines()
     assert sum("bytes shard to shard" in line for line in lines) == 6
     assert lines[-2:] == ["the engine follows the actor", "the actor learns"]
+
+
+def children_of(pid: int) -> list[int]:
+    """Ranks that the example's process has started."""
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(p) for p in listed if "spawn_main" in Path(f"/proc/{p}/cmdline").read_text()]
+
+
+@pytest.mark.timeout(120)
+def test_the_example_ends_with_an_error_when_one_of_its_ranks_is_killed(tmp_path: Path) -> None:
+    # No rank comes to read the checkpoint.
+    command = [sys.executable, str(EXAMPLES / "inherit_the_mixin.py"), "--model", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as example:
+        try:
+            while len(ranks := children_of(example.pid)) < 3:
+                assert example.poll() is None, example.communicate()
+                time.sleep(0.02)
+            os.kill(ranks[1], signal.SIGKILL)
+            out, err = example.communicate(timeout=60)
+        finally:
+            example.kill()
+    assert example.returncode == 1, out + err
+    assert "trainer rank 1 (exit code -9)" in err
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks), "a rank was left behind"
 
 
 def test_the_third_party_worker_knows_nothing_of_rlrefit() -> None:

@@ -190,6 +190,14 @@ def test_where_host_memory_is_pageable_auto_takes_p2p_and_ipc_says_why() -> None
     trainer, engine = run(Case("auto", ("pageable", "pageable", "gpu")))
     assert [row["wrong"] for row in engine] == [[], [], []]
     assert {row["transport"] for row in (*trainer, *engine)} == {"p2p"}
+    # It was ipc to begin with, and does not come back to it.
+    trainer, engine = run(Case("auto", ("gpu", "pageable", "gpu")))
+    assert isinstance(trainer, list), trainer
+    assert isinstance(engine, list), engine
+    assert [row["wrong"] for row in engine] == [[], [], []]
+    assert (
+        [row["transport"] for row in trainer] == [row["transport"] for row in engine] == ["ipc", "p2p", "p2p"]
+    )
     trainer, _ = run(Case("ipc", ("gpu", "pageable")))
     assert trainer.startswith("TransportUnavailable")
     assert "w0 lies on cpu" in trainer
