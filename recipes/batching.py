@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from ..workers.completion import Completion
 from .policy_batch import PolicyBatch
@@ -31,8 +30,8 @@ class Rollout:
 
 def policy_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> PolicyBatch:
     """Rows of prompt and completion, padded on the right; the mask selects the completions' tokens."""
-    width = max(len(r.prompt_ids) + len(r.completion.token_ids) for r in rollouts)
-    shape = (len(rollouts), width)
+    lengths = torch.tensor([len(r.prompt_ids) + len(r.completion.token_ids) for r in rollouts])
+    shape = (len(rollouts), int(lengths.max()))
     input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
     mask = torch.zeros(shape)
     rollout_logprobs = torch.zeros(shape)
@@ -43,7 +42,7 @@ def policy_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> PolicyBatch:
         input_ids[row, start:stop] = torch.tensor(rollout.completion.token_ids)
         mask[row, start:stop] = 1.0
         rollout_logprobs[row, start:stop] = torch.tensor(rollout.completion.logprobs)
-    return PolicyBatch(input_ids, mask, rollout_logprobs=rollout_logprobs)
+    return PolicyBatch(input_ids, mask, rollout_logprobs=rollout_logprobs, lengths=lengths)
 
 
 def minibatches(
@@ -63,10 +62,4 @@ def minibatches(
         return [batch]
     order = torch.randperm(groups, generator=generator).reshape(count, -1)
     rows = (order.unsqueeze(-1) * group_size + torch.arange(group_size)).reshape(count, -1)
-    return [select(batch, chosen) for chosen in rows]
-
-
-def select(batch: PolicyBatch, rows: Tensor) -> PolicyBatch:
-    """The given rows of a batch."""
-    present = {name: tensor for name, tensor in vars(batch).items() if tensor is not None}
-    return replace(batch, **{name: tensor[rows] for name, tensor in present.items()})
+    return [batch.select(chosen) for chosen in rows]

@@ -302,7 +302,7 @@ class MegatronPolicy:
 
         layout = self.config.layout
         split = BatchSplit.of(
-            *batch.input_ids.shape,
+            batch,
             data_parallel=parallel_state.get_data_parallel_world_size(),
             micro_batch=self.config.micro_batch,
             token_multiple=layout.tensor_parallel,
@@ -324,17 +324,16 @@ class MegatronPolicy:
         for chunk in model:
             chunk.eval()
         parts = run_schedule(model, local, split, logprobs_of, forward_only=True)
-        shape = (split.local_rows, split.padded_tokens)
-        own = torch.cat(parts) if parts else torch.empty(shape, device=_device())
+        shape = (split.local_rows, split.widths[0])
+        own = split.joined(parts) if parts else torch.empty(shape, device=_device())
         dist.broadcast(
             own,
             src=parallel_state.get_pipeline_model_parallel_last_rank(),
             group=parallel_state.get_pipeline_model_parallel_group(),
         )
-        whole = own.new_empty(split.data_parallel * split.local_rows, split.padded_tokens)
-        group = parallel_state.get_data_parallel_group()
-        dist.all_gather(list(whole.chunk(split.data_parallel)), own.contiguous(), group=group)
-        return whole[: split.rows, : split.tokens].cpu()
+        ranks = own.new_empty(split.data_parallel, *shape)
+        dist.all_gather(list(ranks), own.contiguous(), group=parallel_state.get_data_parallel_group())
+        return split.restored(ranks).cpu()
 
     def _sum_over_batch(self, results: list[dict[str, Tensor]]) -> dict[str, float]:
         """Sums of the metrics over micro-batches and data-parallel ranks, the same on all ranks."""

@@ -59,6 +59,7 @@ def run_schedule(
         The results in the order of the micro-batches; empty on all but the last pipeline stage.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
 
     def step(micro_batches: Any, chunk: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]:
         part = next(micro_batches)
@@ -67,14 +68,16 @@ def run_schedule(
         output = chunk(part.input_ids, positions.expand_as(part.input_ids), None)
         return output, lambda logits: on_logits(logits, part)
 
-    iterators = [batch.micro_batches(split.micro_batch) for _ in model]
+    iterators = [split.parts(batch) for _ in model]
+    # Stages then tell each other the shapes: they are not the same for all micro-batches.
+    get_model_config(model[0]).variable_seq_lengths = len(set(split.widths)) > 1
     with torch.set_grad_enabled(not forward_only):
         return get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators if len(model) > 1 else iterators[0],
             model=model if len(model) > 1 else model[0],
             num_microbatches=split.micro_batches,
-            seq_length=split.padded_tokens,
+            seq_length=split.widths[0],
             micro_batch_size=split.micro_batch,
             forward_only=forward_only,
         )

@@ -9,6 +9,8 @@ from typing import Any
 
 TEMPERATURE = 0.7
 STEPS = 2
+# Of the rows of a training batch; of 19 columns.
+LENGTHS = (19, 12, 9, 17, 19)
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Case:
     distributed_optimizer: bool = True
     micro_batch: int = 2
     kl_coef: float = 0.0
+    trimmed: bool = True
     recompute: dict[str, Any] | None = None
     # So large that Adam's step is smooth in the gradient: where a gradient is nearly 0, its rounding would
     # otherwise decide the step's sign.
@@ -32,6 +35,7 @@ class Report:
     """What one rank saw of a case. Plain values and arrays, since Megatron changes how torch pickles."""
 
     logprobs: Any
+    trimmed_logprobs: Any
     metrics: list[dict[str, float]]
     weights: dict[str, Any]
     digests: list[str]
@@ -46,8 +50,8 @@ def token_ids(rows: int = 5, tokens: int = 19) -> Any:
     return torch.randint(0, 64, (rows, tokens), generator=torch.Generator().manual_seed(1))
 
 
-def training_batch(logprobs: Any, reference: Any = None) -> Any:
-    """A batch whose completions differ in length and whose ratios differ from 1."""
+def training_batch(logprobs: Any, reference: Any = None, *, trimmed: bool = True) -> Any:
+    """A batch whose completions differ in length and whose ratios differ from 1; ``trimmed`` tells the lengths."""
     import torch
 
     from rlrefit.recipes.policy import PolicyBatch
@@ -55,7 +59,7 @@ def training_batch(logprobs: Any, reference: Any = None) -> Any:
     ids = token_ids()
     generator = torch.Generator().manual_seed(2)
     mask = torch.zeros(ids.shape)
-    for row, end in enumerate((19, 12, 9, 17, 19)):
+    for row, end in enumerate(LENGTHS):
         mask[row, 7:end] = 1
     noise = torch.randn(ids.shape, generator=generator) * 0.05
     return PolicyBatch(
@@ -64,6 +68,7 @@ def training_batch(logprobs: Any, reference: Any = None) -> Any:
         advantages=torch.randn(len(ids), generator=generator),
         old_logprobs=logprobs + noise,
         ref_logprobs=reference,
+        lengths=torch.tensor(LENGTHS) if trimmed else None,
     )
 
 
@@ -120,7 +125,8 @@ def train_all(rank: int, cases: dict[str, Case]) -> dict[str, Report]:
         policy = make_policy(case)
         logprobs = policy.compute_logprobs(unmasked_batch())
         reference = policy.compute_reference_logprobs(unmasked_batch()) if case.kl_coef else None
-        batch = training_batch(logprobs, reference)
+        batch = training_batch(logprobs, reference, trimmed=case.trimmed)
+        trimmed = policy.compute_logprobs(batch)
         # The warm-up starts at rate 0: the first step moves nothing.
         metrics, digests = [policy.train_step(batch)], [digest(policy)]
         for _ in range(STEPS):
@@ -128,6 +134,7 @@ def train_all(rank: int, cases: dict[str, Case]) -> dict[str, Report]:
             digests.append(digest(policy))
         reports[name] = Report(
             logprobs=logprobs.numpy(),
+            trimmed_logprobs=trimmed.numpy(),
             metrics=metrics,
             weights=exported(policy),
             digests=digests,

@@ -24,44 +24,79 @@ def make_batch(rows: int, tokens: int) -> PolicyBatch:
     return PolicyBatch(ids, mask, advantages=torch.arange(rows).float(), old_logprobs=ids * -0.5)
 
 
-@given(rows=COUNTS, tokens=COUNTS, ranks=COUNTS, micro=COUNTS, token_multiple=COUNTS, multiple=COUNTS)
-def test_the_ranks_parts_put_together_are_the_batch_and_padding_that_no_mask_selects(
-    rows: int, tokens: int, ranks: int, micro: int, token_multiple: int, multiple: int
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=20),
+    ranks=COUNTS,
+    micro=COUNTS,
+    token_multiple=COUNTS,
+    multiple=COUNTS,
+)
+def test_all_tokens_before_the_rows_lengths_are_computed_and_come_back_in_their_places(
+    lengths: list[int], ranks: int, micro: int, token_multiple: int, multiple: int
 ) -> None:
-    batch = make_batch(rows, tokens)
+    tokens = 9
+    within = torch.arange(tokens) < torch.tensor(lengths).unsqueeze(1)
+    batch = make_batch(len(lengths), tokens)
+    batch = dataclasses.replace(
+        batch, loss_mask=batch.loss_mask * within, old_logprobs=batch.old_logprobs * within
+    )
+    batch = dataclasses.replace(batch, lengths=torch.tensor(lengths))
     split = BatchSplit.of(
-        rows,
-        tokens,
+        batch,
         data_parallel=ranks,
         micro_batch=micro,
         token_multiple=token_multiple,
         micro_batch_multiple=multiple,
     )
-    parts = [split.local(batch, rank) for rank in range(ranks)]
-    micro_batches = [part for local in parts for part in local.micro_batches(split.micro_batch)]
+    parts = [list(split.parts(split.local(batch, rank))) for rank in range(ranks)]
     assert split.micro_batches % multiple == 0
     assert split.micro_batch <= micro
-    assert split.padded_tokens % token_multiple == 0
-    assert split.padded_tokens - tokens < token_multiple
-    assert len(micro_batches) == ranks * split.micro_batches
-    assert {tuple(part.input_ids.shape) for part in micro_batches} == {
-        (split.micro_batch, split.padded_tokens)
-    }
-    for name in ("input_ids", "loss_mask", "old_logprobs", "advantages"):
-        whole = torch.cat([getattr(part, name) for part in micro_batches])
-        kept = whole[:rows, :tokens] if whole.dim() == 2 else whole[:rows]
-        assert torch.equal(kept, getattr(batch, name))
-        assert whole.abs().sum() == getattr(batch, name).abs().sum()
+    for of_rank in parts:
+        assert [tuple(part.input_ids.shape) for part in of_rank] == [
+            (split.micro_batch, width) for width in split.widths
+        ]
+    assert list(split.widths) == sorted(split.widths, reverse=True)
+    for number, width in enumerate(split.widths):
+        assert width % token_multiple == 0
+        # No wider than the longest row of the ranks' micro-batches asks for.
+        longest = max(int(rank[number].loss_mask.sum(1).max()) for rank in parts) + 1
+        assert width < max(longest, 2) + token_multiple
+    for name in ("loss_mask", "old_logprobs", "advantages"):
+        found = sum(float(getattr(part, name).sum()) for of_rank in parts for part in of_rank)
+        assert found == float(getattr(batch, name).sum())
+    computed = torch.stack([split.joined([part.old_logprobs for part in of_rank]) for of_rank in parts])
+    assert torch.equal(split.restored(computed), batch.old_logprobs)
+
+
+def split_of(*lengths: int, tokens: int = 16, micro_batch: int = 2) -> BatchSplit:
+    batch = dataclasses.replace(make_batch(len(lengths), tokens), loss_mask=torch.zeros(len(lengths), tokens))
+    batch = dataclasses.replace(batch, lengths=torch.tensor(lengths))
+    return BatchSplit.of(
+        batch, data_parallel=2, micro_batch=micro_batch, token_multiple=4, micro_batch_multiple=1
+    )
 
 
 def test_a_micro_batch_larger_than_the_batch_is_not_filled_up_with_padding() -> None:
-    split = BatchSplit.of(9, 16, data_parallel=2, micro_batch=512, token_multiple=4, micro_batch_multiple=1)
+    split = split_of(*[16] * 9, micro_batch=512)
     assert (split.micro_batches, split.local_rows) == (1, 5)
 
 
-def test_a_batch_is_split_into_as_few_micro_batches_as_hold_it() -> None:
-    split = BatchSplit.of(9, 16, data_parallel=2, micro_batch=2, token_multiple=4, micro_batch_multiple=1)
-    assert (split.micro_batches, split.local_rows, split.padded_tokens) == (3, 6, 16)
+def test_one_long_row_widens_no_other_micro_batch_than_its_own() -> None:
+    assert split_of(*[3] * 8, 16, 5).widths == (16, 4, 4)
+    split = split_of(*[16] * 9)
+    assert (split.widths, split.local_rows) == ((16, 16, 16), 6)
+
+
+def test_a_batch_without_lengths_is_computed_whole() -> None:
+    split = BatchSplit.of(
+        make_batch(3, 7), data_parallel=1, micro_batch=2, token_multiple=2, micro_batch_multiple=1
+    )
+    assert (split.widths, split.order.tolist()) == ((8, 8), [0, 1, 2])
+
+
+def test_a_length_that_would_leave_trained_tokens_out_is_refused() -> None:
+    with pytest.raises(ValueError, match="behind the lengths of their rows"):
+        dataclasses.replace(make_batch(2, 5), lengths=torch.tensor([5, 4]))
 
 
 @pytest.mark.parametrize("name", ["loss_mask", "old_logprobs", "rollout_logprobs", "ref_logprobs"])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from policy_checkpoints import transformers_logprobs, write_checkpoint
-from policy_ranks import TEMPERATURE, Case, one_rank, token_ids, two_ranks
+from policy_ranks import LENGTHS, TEMPERATURE, Case, one_rank, token_ids, two_ranks
 
 from tests.spawn import run_ranks
 
@@ -90,6 +90,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     }
     alone = {name: Case(str(path)) for name, path in paths.items()}
     alone["kl"] = Case(str(paths["qwen3"]), kl_coef=0.1)
+    # The oracle of all layouts computes every row as wide as the longest.
+    alone = {name: replace(case, trimmed=False) for name, case in alone.items()}
     alone["one row at a time"] = Case(str(paths["qwen3"]), micro_batch=1)
     other = Case(str(paths["moe"]), LAYOUTS["TP2 and ETP2"][1], "bfloat16", eps=1e-8)
     folders = {"good": str(paths["qwen3"]), "bad": str(bad)}
@@ -111,6 +113,14 @@ def test_log_probabilities_on_two_ranks_are_those_of_transformers(world: World, 
     for report in on_both(world, case):
         np.testing.assert_allclose(report.logprobs, wanted, atol=2e-5, rtol=0)
         assert (report.logprobs[:, 0] == 0).all()
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_log_probabilities_do_not_depend_on_how_wide_a_row_is_computed(world: World, case: str) -> None:
+    for report in on_both(world, case):
+        for row, length in enumerate(LENGTHS):
+            ours, wanted = report.trimmed_logprobs[row, :length], report.logprobs[row, :length]
+            np.testing.assert_allclose(ours, wanted, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("case", IN_BFLOAT16)
