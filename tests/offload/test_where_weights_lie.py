@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import PeerLost, RefitError
@@ -107,7 +108,14 @@ def test_what_the_host_pushes_is_added_up_in_its_bucket_and_verified(
     monkeypatch.setattr(replay, "make_checksums", making)
 
     def body(rank: int, session: object, endpoint: object) -> object:
-        return [refit_changed(session, endpoint, version) for version in (1, 2, 3)]  # type: ignore[arg-type]
+        found = [refit_changed(session, endpoint, version) for version in (1, 2)]  # type: ignore[arg-type]
+        if rank == 0:  # loaded and offloaded anew
+            for key in list(source._held)[::2]:
+                old = StorageWeakRef(source._held[key].untyped_storage())
+                source._held[key] = source._held[key].clone()
+                assert old.expired(), "two copies would be on the host"
+            pageable.extend(storage.data_ptr() for storage in list(source._held.values())[::2])
+        return [*found, refit_changed(session, endpoint, 3)]  # type: ignore[arg-type]
 
     config = RefitConfig(bucket_mb=1, timeout_s=20.0, verify=verify, transport="p2p")
     trainer, engine = run_world([source], [destination], body, config)
