@@ -194,6 +194,7 @@ def gather(calls: Sequence[tuple[str, ray.ObjectRef]], timeout_s: float) -> list
         RunError: a rank raised, died, or did not answer within ``timeout_s`` seconds; names it.
     """
     names = {ref: name for name, ref in calls}
+    results: dict[ray.ObjectRef, Any] = {}
     pending = [ref for _, ref in calls]
     deadline = time.monotonic() + timeout_s
     while pending:
@@ -204,13 +205,13 @@ def gather(calls: Sequence[tuple[str, ray.ObjectRef]], timeout_s: float) -> list
                 f"{late} did not answer within {timeout_s:.0f} s; raise ray.timeout_s if the work is only slow"
             )
         for ref in done:
-            _raise_failure(names[ref], ref)
-    return [ray.get(ref) for _, ref in calls]
+            results[ref] = _result(names[ref], ref)
+    return [results[ref] for _, ref in calls]
 
 
-def _raise_failure(name: str, ref: ray.ObjectRef) -> None:
+def _result(name: str, ref: ray.ObjectRef) -> Any:
     try:
-        ray.get(ref)
+        return ray.get(ref)
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error
         raise RunError(f"{name} failed: {type(cause).__name__}: {cause}") from error

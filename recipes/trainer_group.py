@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+import torch.distributed as dist
 
 from ..integration.config import RefitConfig
 from ..workers.megatron.mixin import MegatronRefitMixin
@@ -32,13 +33,11 @@ class TrainerActor(RankActor):
         """Build the model and load the checkpoint's weights."""
         self._policy = RefittingPolicy(config, refit_config)
 
-    # Arrays and not tensors go back to the driver: Megatron patches how torch pickles storages, and the
-    # driver would have to import Megatron to read them.
-    def compute_logprobs(self, batch: PolicyBatch) -> np.ndarray:
-        return self._policy.compute_logprobs(batch).numpy()
+    def compute_logprobs(self, batch: PolicyBatch) -> np.ndarray | None:
+        return _from_rank_0(self._policy.compute_logprobs(batch))
 
-    def compute_reference_logprobs(self, batch: PolicyBatch) -> np.ndarray:
-        return self._policy.compute_reference_logprobs(batch).numpy()
+    def compute_reference_logprobs(self, batch: PolicyBatch) -> np.ndarray | None:
+        return _from_rank_0(self._policy.compute_reference_logprobs(batch))
 
     def train_step(self, batch: PolicyBatch) -> dict[str, float]:
         return self._policy.train_step(batch)
@@ -161,6 +160,15 @@ def policy_config(config: TrainConfig, model_path: str, loss: Any) -> PolicyConf
             recompute.granularity, recompute.method, recompute.num_layers, tuple(recompute.modules)
         ),
     )
+
+
+def _from_rank_0(logprobs: torch.Tensor) -> np.ndarray | None:
+    """The whole batch's log-probabilities, which all ranks have, once: as many gigabytes as ranks would pass Ray.
+
+    An array and not a tensor: Megatron patches how torch pickles storages, and the driver would have to import
+    Megatron to read it.
+    """
+    return logprobs.numpy() if dist.get_rank() == 0 else None
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
