@@ -18,8 +18,8 @@ _COMMON: dict[str, Any] = {
     "head_dim": 8,
     "max_position_embeddings": 64,
 }
-# Over four ranks, two, two and one of the experts, and none.
-_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+# Over four ranks, two of the experts on three, and none on the last.
+_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 KINDS = ("qwen3", "qwen3-tied", "qwen3-moe")
 
 

@@ -32,6 +32,7 @@ class Layout:
         dtype: that the optimizer keeps.
         reshard: ``reshard_after_forward``.
         offload: whether shards stay on the CPU.
+        own_plan: whether transformers itself does the tensor or expert parallelism, and not DTensors.
         columns: whether FSDP cuts matrices along their second dimension.
     """
 
@@ -42,6 +43,7 @@ class Layout:
     dtype: torch.dtype = torch.float32
     reshard: bool = True
     offload: bool = False
+    own_plan: bool = False
     columns: bool = False
 
     @property
@@ -52,7 +54,7 @@ class Layout:
 def mesh_of(layout: Layout) -> DeviceMesh:
     """The mesh of a layout; to be made by all ranks of the world, since it makes groups."""
     grid = (layout.replicate, layout.shard, layout.tensor, layout.expert)
-    names = ("replicate", "shard", "tensor", "expert")
+    names = ("replicate", "shard", "tp", "expert")
     sizes = {name: n for name, n in zip(names, grid, strict=True) if n > 1 or name == "shard"}
     ranks = torch.arange(layout.ranks).view(list(sizes.values()))
     return DeviceMesh("cpu", ranks, mesh_dim_names=tuple(sizes))
@@ -61,13 +63,23 @@ def mesh_of(layout: Layout) -> DeviceMesh:
 def build(checkpoint: str, layout: Layout, mesh: DeviceMesh) -> Any:
     """The model of a checkpoint, sharded."""
     from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
 
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=layout.dtype)
+    own: dict[str, Any] = {}
+    if layout.own_plan and layout.tensor > 1:
+        own = {"tp_plan": "auto", "device_mesh": mesh["tp"]}
+    elif layout.own_plan:
+        own = {
+            "tp_plan": "auto",
+            "device_mesh": mesh["expert"],
+            "distributed_config": DistributedConfig(enable_expert_parallel=True),
+        }
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=layout.dtype, **own)
     layers = model.model.layers
-    if layout.tensor > 1:
+    if layout.tensor > 1 and not own:
         for layer in layers:
-            parallelize_module(layer, mesh["tensor"], _TP_PLAN)
-    if layout.expert > 1:
+            parallelize_module(layer, mesh["tp"], _TP_PLAN)
+    if layout.expert > 1 and not own:
         for layer in layers:
             experts = layer.mlp.experts
             for name, weight in list(experts.named_parameters()):
@@ -92,11 +104,11 @@ def step(model: Any, optimizer: torch.optim.Optimizer, layout: Layout, mesh: Dev
     tokens = torch.randint(0, 62, (2, 5), generator=torch.Generator().manual_seed(seed))
     if layout.expert == 1:
         model(input_ids=tokens, labels=tokens).loss.backward()
-        if layout.tensor > 1:
+        if layout.tensor > 1 and not layout.own_plan:
             # Each rank has seen the heads of its own alone.
             for name, parameter in model.named_parameters():
                 if "q_norm" in name or "k_norm" in name:
-                    dist.all_reduce(parameter.grad.to_local(), group=mesh["tensor"].get_group())
+                    dist.all_reduce(parameter.grad.to_local(), group=mesh["tp"].get_group())
     else:  # transformers' own forward pass has no experts elsewhere
         for parameter in model.parameters():
             parameter.grad = parameter.detach().clone()
@@ -107,9 +119,20 @@ def step(model: Any, optimizer: torch.optim.Optimizer, layout: Layout, mesh: Dev
             model(input_ids=tokens)
 
 
-def gathered(model: Any) -> dict[str, torch.Tensor]:
-    """Every tensor of the model whole, by torch's own means; a collective."""
-    return {
+def gathered(model: Any, layout: Layout, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """Every tensor of the model whole, by torch's and transformers' own means; a collective."""
+    from transformers.integrations.tensor_parallel import gather_state_dict_for_save
+
+    whole = {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
         for name, tensor in model.state_dict().items()
     }
+    if layout.own_plan and layout.tensor > 1:
+        return gather_state_dict_for_save(whole, model.tp_plan, mesh["tp"], layout.tensor)
+    if layout.own_plan:  # which transformers does not gather
+        for name, part in whole.items():
+            if ".experts." in name:
+                parts = [torch.empty_like(part) for _ in range(layout.expert)]
+                dist.all_gather(parts, part.contiguous(), group=mesh["expert"].get_group())
+                whole[name] = torch.cat(parts)
+    return whole

@@ -36,9 +36,14 @@ CASES = {
         "qwen3-tied", Layout(2, tensor=2, reshard=False), gen_tp=1
     ),
     "qwen3, FSDP2 over columns": _Case("qwen3", Layout(2, columns=True)),
-    "qwen3-moe, FSDP4 of five experts": _Case("qwen3-moe", Layout(4)),
+    "qwen3-moe, FSDP4 of six experts": _Case("qwen3-moe", Layout(4)),
     "qwen3-moe, HSDP 2x2, not resharded": _Case("qwen3-moe", Layout(2, replicate=2, reshard=False)),
     "qwen3-moe, FSDP2 x EP2": _Case("qwen3-moe", Layout(2, expert=2), ways=(SHARDS, CONVENTIONAL)),
+    "qwen3, FSDP2 x transformers' own TP2": _Case(
+        "qwen3", Layout(2, tensor=2, own_plan=True), ways=(SHARDS, CONVENTIONAL)
+    ),
+    "qwen3-moe, FSDP2 x transformers' own TP2": _Case("qwen3-moe", Layout(2, tensor=2, own_plan=True)),
+    "qwen3-moe, FSDP2 x transformers' own EP2": _Case("qwen3-moe", Layout(2, expert=2, own_plan=True)),
     "qwen3, FSDP2 on the CPU": _Case("qwen3", Layout(2, offload=True)),
     "FP32 for an engine of BF16": _Case("qwen3", Layout(2), refit_dtype=None),
 }

@@ -51,8 +51,8 @@ class Case:
 def run_cases(cases: Sequence[Case]) -> list[tuple[list[Any], list[Any]]]:
     """Run cases one after another in the same processes; for each, the reports of trainer and generation ranks."""
     with ThreadPoolExecutor(2) as pool:
-        trainers = pool.submit(run_ranks, train, TRAIN_RANKS, cases, timeout_s=200.0)
-        engines = pool.submit(run_ranks, serve, GEN_RANKS, cases, timeout_s=200.0)
+        trainers = pool.submit(run_ranks, train, TRAIN_RANKS, cases, timeout_s=60.0)
+        engines = pool.submit(run_ranks, serve, GEN_RANKS, cases, timeout_s=60.0)
         reports = list(zip(*trainers.result(), strict=True)), list(zip(*engines.result(), strict=True))
     return [(list(t), list(g)) for t, g in zip(*reports, strict=True)]
 
@@ -93,7 +93,7 @@ def _train(rank: int, case: Case, mesh: Any) -> list[dict[str, Any]]:
         for version in range(VERSIONS):
             step(trained, optimizer, case.layout, mesh, 10 * epoch + version)
             records.append(send(version))  # first: what follows brings all parameters back to shards
-            whole = gathered(trained)
+            whole = gathered(trained, case.layout, mesh)
             exported = dict(worker._prepared_source().export(list(worker.prepare_refit_info())))
             if rank == 0:
                 dtype = case.refit_dtype or case.layout.dtype
@@ -149,7 +149,7 @@ def _meeting(case: Case, epoch: int) -> dict[str, Any]:
 
 
 def _await(path: Path) -> None:
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + 60
     while not path.exists():
         assert time.monotonic() < deadline, f"no trainer wrote {path}"
         time.sleep(0.02)

@@ -98,11 +98,6 @@ def require_known(model: torch.nn.Module) -> None:
         problems.append(
             "it is quantized, so its parameters are not its weights; load it without quantization"
         )
-    if (getattr(model, "_tp_size", None) or 1) > 1:
-        problems.append(
-            "transformers itself sharded it (tp_plan), in plain tensors that do not tell which part they are; use "
-            "parallelize_module, whose DTensors do"
-        )
     if problems:
         raise RefitError(
             f"{type(model).__name__} can't be a source of a refit:\n  " + "\n  ".join(problems),

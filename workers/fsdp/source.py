@@ -14,14 +14,16 @@ from ...integration.layout import Fragment, box_of, layout_of, local_fragments
 from ...integration.manifest import TensorSpec
 from .casting import CastShards
 from .checkpoint import CheckpointWeight, conversion_of, trace_checkpoint
+from .own_plan import OwnPlan
 from .parameters import KeptTensors, require_known
 
 
 class FSDPSource:
     """Implements :class:`rlrefit.integration.endpoints.WeightSource` for a model under ``fully_shard``.
 
-    FSDP2 and HSDP, over tensor or expert parallelism in DTensors too (``parallelize_module``), resharded after the
-    forward pass or not, offloaded to the CPU or not. What is a plain tensor counts as whole on every rank.
+    FSDP2 and HSDP, resharded after the forward pass or not, offloaded to the CPU or not; over tensor or expert
+    parallelism too, in DTensors (``parallelize_module``) or by transformers' own plan. A plain tensor otherwise counts
+    as whole on every rank.
 
     Args:
         model: a transformers model, whose weights get the names that ``save_pretrained`` gives them, or another
@@ -43,9 +45,16 @@ class FSDPSource:
         self._convert = conversion_of(model)
         self._cast = CastShards()
         kept = {name: self._kept[name] for name in self._kept.names}
+        shapes = {name: tuple(tensor.shape) for name, tensor in kept.items()}
+        self._plan: OwnPlan | None = None
+        if (getattr(model, "_tp_size", None) or 1) > 1:
+            self._plan = OwnPlan(model, shapes)
+            shapes = {name: self._plan.shape(name) for name in shapes}
         self._weights = trace_checkpoint(
-            self._convert, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in kept.items()}
+            self._convert, {name: (shapes[name], tensor.dtype) for name, tensor in kept.items()}
         )
+        if self._plan is not None:
+            self._plan.check(self._weights)
         self._dtypes = _export_dtypes(model, self._kept, dtype)
         self._specs = [TensorSpec(w.name, w.shape, self._dtype(w)) for w in self._weights]
         self._chosen: tuple[frozenset[str], list[CheckpointWeight]] = frozenset(), []
@@ -119,24 +128,26 @@ class FSDPSource:
             if mesh.coordinate(dist.get_rank()) is None:
                 return []
             local = self._cast.of(name, local, self._dtypes[name])
-            return local_fragments(name, tensor.shape, mesh, placements, dist.get_rank(), local)
-        local = self._cast.of(name, local, self._dtypes[name])
-        return [Fragment(name, tuple(local.shape), box_of(local.shape), local)]
+            held = local_fragments(name, tensor.shape, mesh, placements, dist.get_rank(), local)
+        else:
+            local = self._cast.of(name, local, self._dtypes[name])
+            held = [Fragment(name, tuple(local.shape), box_of(local.shape), local)]
+        return held if self._plan is None else self._plan.placed(name, held)
 
     def _whole(self, name: str) -> torch.Tensor:
         tensor, local = self._kept[name], self._kept.local(name).to(self.device)
-        if not isinstance(tensor, DTensor):
-            return local
-        # Anew, since an offloaded shard is on the host, where the mesh's backend may not gather.
-        shards = DTensor.from_local(
-            local,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-        return shards.full_tensor()
+        if isinstance(tensor, DTensor):
+            # Anew, since an offloaded shard is on the host, where the mesh's backend may not gather.
+            shards = DTensor.from_local(
+                local,
+                tensor.device_mesh,
+                tensor.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            )
+            local = shards.full_tensor()
+        return local if self._plan is None else self._plan.gathered(name, local)
 
 
 def _export_dtypes(

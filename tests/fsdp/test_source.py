@@ -1,0 +1,246 @@
+"""An FSDP source without an engine: names of the checkpoint, live storage, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+
+from rlrefit.integration.errors import RefitError
+from rlrefit.integration.layout import Fragment
+from rlrefit.workers.fsdp.checkpoint import trace_checkpoint
+from rlrefit.workers.fsdp.own_plan import OwnPlan
+from rlrefit.workers.fsdp.part import Part
+from rlrefit.workers.fsdp.source import FSDPSource
+from tests.catalog.shrunken import CONFIGS
+from tests.spawn import run_ranks
+
+from .models import make_model
+from .ranks import Layout, build, mesh_of
+
+_KNOWN = [name for name, config in CONFIGS.items() if config["model_type"] != "kimi_k2"]
+
+
+def _tiny(**changes: Any) -> Any:
+    config = {
+        "vocab_size": 12,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+    }
+    return AutoModelForCausalLM.from_config(Qwen3Config(**{**config, **changes}))
+
+
+@pytest.mark.parametrize("name", _KNOWN)
+def test_fragments_and_export_are_what_save_pretrained_writes(name: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[name]))
+    model.save_pretrained(tmp_path)
+    saved = {
+        key: tensor for file in tmp_path.glob("*.safetensors") for key, tensor in load_file(file).items()
+    }
+    source = FSDPSource(model)
+    fragments, refused = source.fragments()
+    assert {spec.name: (spec.shape, spec.dtype) for spec in source.specs()} == {
+        key: (tuple(tensor.shape), tensor.dtype) for key, tensor in saved.items()
+    }
+    assert refused == {}
+    assert sorted(f.name for f in fragments) == sorted(saved)
+    assert [f.name for f in fragments if not torch.equal(f.view, saved[f.name])] == []
+    assert [key for key, tensor in source.export(list(saved)) if not torch.equal(tensor, saved[key])] == []
+
+
+def test_what_a_conversion_computes_is_refused_with_its_sources_and_exported_whole() -> None:
+    def convert(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        made = {}
+        if "a" in state:
+            made["joined"] = torch.cat((state["a"], state["b"]))
+            made["every second"] = state["c"][::2]
+        if "d" in state:
+            made["turned"] = state["d"].t()
+            made["scaled"] = state["d"] * 2
+        if "e" in state:
+            made["written"] = state["e"].mul_(2)[:1]
+        return made
+
+    shapes = dict.fromkeys("abcde", ((4, 6), torch.float32))
+    traced = {weight.name: weight for weight in trace_checkpoint(convert, shapes)}
+    assert traced["turned"].part == Part(((0, 4), (0, 6)), (1, 0))
+    assert {name: weight.reason for name, weight in traced.items() if weight.part is None} == {
+        "joined": "transformers' conversion makes it of a, b together",
+        "every second": "transformers' conversion makes it of elements of c that are no box of it",
+        "scaled": "transformers' conversion computes it from d",
+        "written": "transformers' conversion writes into e",
+    }
+    assert traced["joined"].made_of == ("a", "b")
+
+
+def test_a_weight_made_of_none_of_the_tensors_is_an_error() -> None:
+    with pytest.raises(RefitError, match="of none of the model's tensors"):
+        trace_checkpoint(lambda state: {"new": torch.zeros(2)}, {"a": ((2,), torch.float32)})
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda t: t[1],
+        lambda t: t[1:3, :, 2:4],
+        lambda t: t[2, 1].t(),
+        lambda t: t[:, 0, 3].permute(1, 0).unsqueeze(0),
+        lambda t: t.permute(3, 0, 2, 1)[1:, 1:2],
+        lambda t: t[1, 1, 2, 3],
+        lambda t: t,
+    ],
+)
+def test_a_part_cuts_any_held_box_to_the_elements_of_the_view(cut: Any) -> None:
+    shape = (3, 2, 5, 4)
+    whole = torch.arange(120).view(shape)
+    view = cut(whole)
+    part = Part.of_view(view, shape)
+    assert part is not None
+    assert part.shape == tuple(view.shape)
+    found = torch.full(view.shape, -1)
+    for rows in ((0, 2), (2, 3)):
+        for columns in ((0, 3), (3, 5)):
+            box = (rows, (0, 2), columns, (0, 4))
+            held = Fragment("p", shape, box, whole[tuple(slice(*side) for side in box)])
+            piece = part.cut("w", held)
+            if piece is not None:
+                found[tuple(slice(*side) for side in piece.box)] = piece.view
+                assert piece.view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    assert torch.equal(found, view)
+
+
+@pytest.mark.parametrize(
+    "cut", [lambda t: t[::2], lambda t: t.flatten(), lambda t: t[:1].expand(3, 4), lambda t: t.diagonal()]
+)
+def test_a_view_that_is_no_box_is_no_part(cut: Any) -> None:
+    assert Part.of_view(cut(torch.zeros(3, 4)), (3, 4)) is None
+
+
+def test_parameters_kept_in_fp32_are_cast_anew_before_each_refit_and_buffers_are_not() -> None:
+    model = _tiny()
+    model.register_buffer("scale", torch.ones(2))
+    source = FSDPSource(model, torch.bfloat16)
+    dtypes = {spec.name: spec.dtype for spec in source.specs()}
+    assert dtypes.pop("scale") == torch.float32
+    assert set(dtypes.values()) == {torch.bfloat16}
+    fragments = {fragment.name: fragment for fragment in source.fragments()[0]}
+    key = source.storage_key()
+    for value in (1.2345, 2.3456):
+        model.lm_head.weight.data.fill_(value)
+        source.settle()
+        assert torch.equal(fragments["lm_head.weight"].view, model.lm_head.weight.bfloat16())
+    assert source.storage_key() == key
+
+
+def test_what_transformers_keeps_in_fp32_is_not_cast() -> None:
+    model = _tiny()
+    model._keep_in_fp32_modules_strict = {"q_norm"}
+    kept = [s.name for s in FSDPSource(model, torch.bfloat16).specs() if s.dtype == torch.float32]
+    assert kept == ["model.layers.0.self_attn.q_norm.weight"]
+
+
+def test_a_storage_that_moves_changes_the_key_and_the_next_fragments() -> None:
+    model = _tiny()
+    source = FSDPSource(model)
+    before = source.storage_key()
+    model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+    assert source.storage_key() != before
+    fragment = next(f for f in source.fragments()[0] if f.name == "lm_head.weight")
+    assert fragment.view.data_ptr() == model.lm_head.weight.data_ptr()
+
+
+def test_models_whose_weights_are_not_their_parameters_are_refused_with_all_reasons() -> None:
+    model = _tiny()
+    model.peft_config, model.hf_quantizer = {"default": None}, object()
+    with pytest.raises(RefitError) as raised:
+        FSDPSource(model)
+    assert "merge them before the refit" in str(raised.value)
+    assert "load it without quantization" in str(raised.value)
+
+
+def test_extra_state_that_is_no_weight_is_refused_by_name() -> None:
+    model = _tiny()
+    model.register_state_dict_post_hook(lambda module, state, prefix, meta: state.update(extra=torch.ones(1)))
+    with pytest.raises(RefitError, match="extra"):
+        FSDPSource(model)
+
+
+def test_a_joined_tensor_that_transformers_cut_by_an_unfit_style_is_refused() -> None:
+    plan = OwnPlan.__new__(OwnPlan)
+    plan._cuts, plan._styles, plan._shapes = {"p": (0, 1)}, {"p": "colwise"}, {"p": (8, 2)}
+    weights = trace_checkpoint(
+        lambda state: dict(zip(("gate", "up"), state["p"].chunk(2), strict=True)),
+        {"p": ((8, 2), torch.float32)},
+    )
+    with pytest.raises(RefitError, match="'colwise' does not say how it is joined of weights like"):
+        plan.check(weights)
+    plan._cuts, plan._styles = {"p": (0, 2)}, {"p": "packed_colwise"}
+    plan.check(weights)
+
+
+def _on_two_ranks(rank: int, checkpoint: str) -> dict[str, Any]:
+    from torch.distributed.tensor import DTensor, Partial
+
+    gathering = Layout(2, reshard=False)
+    model = build(checkpoint, gathering, mesh_of(gathering))
+    tokens = torch.arange(6).view(1, 6)
+    seen: dict[str, Any] = {}
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    with torch.no_grad():
+        model(input_ids=tokens)
+    seen["gathered before"] = not isinstance(model.lm_head.weight, DTensor)
+    source = FSDPSource(model)
+    with torch.no_grad():
+        model(input_ids=tokens)
+    seen["gathered"] = not isinstance(model.lm_head.weight, DTensor)
+    key = source.storage_key()
+    shard = next(
+        s for s in model._get_fsdp_state()._fsdp_param_group.fsdp_params if "lm_head" in s._param_fqn
+    )
+    with torch.no_grad():
+        shard.sharded_param.fill_(7)  # as an optimizer does, which knows nothing of the gathered copy
+    (held,) = (f for f in source.fragments()[0] if f.name == "lm_head.weight")
+    seen["rows"] = held.box[0]
+    seen["values"] = held.view.unique().tolist()
+    seen["kept key"] = source.storage_key() == key
+
+    model.reshard()
+    summed = DTensor.from_local(torch.ones(62, 32), model.lm_head.weight.device_mesh, [Partial()])
+    model.lm_head.register_parameter("weight", torch.nn.Parameter(summed))
+    unsure = FSDPSource(model)
+    seen["refused"] = unsure.fragments()[1]
+    ((_, whole),) = unsure.export(["lm_head.weight"])
+    seen["summed"] = whole.unique().tolist()
+
+    own = Layout(1, tensor=2, own_plan=True)
+    planned = build(checkpoint, own, mesh_of(own))
+    planned._tp_plan["model.layers.*.self_attn.o_proj"] = "colwise"
+    planned._tp_plan["model.layers.*.mlp.down_proj"] = "of another version"
+    try:
+        FSDPSource(planned)
+    except RefitError as error:
+        seen["plan"] = str(error)
+    return seen
+
+
+def test_on_ranks_gathered_parameters_are_read_as_shards_and_unsure_layouts_refused(tmp_path: Path) -> None:
+    ranks = run_ranks(_on_two_ranks, 2, make_model("qwen3", tmp_path / "model"), timeout_s=60.0)
+    for rank, seen in enumerate(ranks):
+        assert seen["gathered before"]
+        assert seen["gathered"]
+        assert seen["rows"] == (31 * rank, 31 * rank + 31)
+        assert seen["values"] == [7.0]
+        assert seen["kept key"]
+        assert list(seen["refused"]) == ["lm_head.weight"]
+        assert "redistribute the tensor" in seen["refused"]["lm_head.weight"]
+        assert seen["summed"] == [2.0]
+        assert "no shard rule for the style 'of another version'" in seen["plan"]
+        assert "is not what the style 'colwise' makes of [32, 32]" in seen["plan"]
