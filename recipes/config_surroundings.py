@@ -18,7 +18,7 @@ PACKAGE_SCHEME = "package:"
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 # Hugging Face's names for the number of routed experts: Qwen and OLMoE; DeepSeek; Mixtral and gpt-oss.
-_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 def resolve_data_path(path: str) -> str:
@@ -156,7 +156,7 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
             found.append(Violation((key, "model.path"), f"{key}: {problem}; give a divisor of {total}"))
 
     trainer = config.trainer
-    experts = next((text[key] for key in _EXPERT_KEYS if text.get(key)), None)
+    experts = next((text[key] for key in EXPERT_KEYS if text.get(key)), None)
     sizes = {
         "trainer.tensor_parallel": trainer.tensor_parallel,
         "generation.tensor_parallel": config.generation.tensor_parallel,
@@ -179,7 +179,7 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
     divides("trainer.tensor_parallel", trainer.tensor_parallel, "vocab_size", "vocabulary")
     found += _stage_violations(config, text.get("num_hidden_layers"))
     if experts is not None:
-        name = next(key for key in _EXPERT_KEYS if text.get(key))
+        name = next(key for key in EXPERT_KEYS if text.get(key))
         divides("trainer.expert_parallel", trainer.expert_parallel, name, "experts")
         divides(
             "trainer.expert_tensor_parallel",

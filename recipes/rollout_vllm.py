@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from ..integration.config import RefitConfig
+from ..workers.checkpoint_folder import checkpoint_folder
 from ..workers.completion import Completion
 from .cluster import ActorGroup, RunError, gather
 from .config_schema import TrainConfig
+from .config_surroundings import local_hf_config
 from .rollout import Calls, RolloutGroup, Sampling
 from .vllm_arguments import engine_arguments, engine_bundles
 
@@ -97,7 +99,8 @@ class VllmRollouts(RolloutGroup):
             bundles=engine_bundles(config),
             env=config.ray.generation_env,
         )
-        self._build_arguments = (model_path, engine_arguments(config), eos_token_id)
+        hf_config = local_hf_config(str(checkpoint_folder(model_path, weights=False)))
+        self._build_arguments = (model_path, engine_arguments(config, hf_config), eos_token_id)
 
     def start(self) -> None:
         self._building = self._group.submit("build", *self._build_arguments)

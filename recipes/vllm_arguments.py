@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from .config_schema import TrainConfig
+from .config_surroundings import EXPERT_KEYS
 
 
-def engine_arguments(config: TrainConfig) -> dict[str, Any]:
-    """Keyword arguments of ``vllm.LLM`` for one engine of the recipe; ``model.dtype`` must be settled."""
+def engine_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Keyword arguments of ``vllm.LLM`` for one engine of the recipe; ``model.dtype`` must be settled.
+
+    ``hf_config`` is the checkpoint's config.json; without it, the model is taken for one without experts.
+    """
     generation, vllm = config.generation, config.generation.vllm
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -26,7 +31,17 @@ def engine_arguments(config: TrainConfig) -> dict[str, Any]:
     }
     if vllm.max_num_seqs is not None:
         arguments["max_num_seqs"] = vllm.max_num_seqs
+    if hf_config is not None and _has_plain_experts(hf_config):
+        # Left to itself, vLLM takes FlashInfer's kernels where they can be imported, which rearrange the experts as
+        # they are loaded: then none of them can be written in place.
+        arguments["moe_backend"] = "triton"
     return arguments
+
+
+def _has_plain_experts(hf_config: Mapping[str, Any]) -> bool:
+    text = hf_config.get("text_config", hf_config)
+    quantized = hf_config.get("quantization_config") or text.get("quantization_config")
+    return any(text.get(key) for key in EXPERT_KEYS) and not quantized
 
 
 def engine_bundles(config: TrainConfig) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from vllm_checkpoints import dense_config, moe_config, read_checkpoint, write_ch
 from vllm_engines import GEN_RANKS, PROMPTS, Engine, Sampled, ScriptEngine, ServerEngine
 from vllm_trainers import CONFIG, RANKS, Trainers
 
-from rlrefit.integration.errors import EngineDirty, RefitError, RefitMismatch
+from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitMismatch
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -40,6 +41,7 @@ class Scene:
     paths: tuple[str, str]
     sampled_a: list[Sampled] = field(default_factory=list)
     digests_a: list[dict[str, str]] = field(default_factory=list)
+    guarded: list[bool] = field(default_factory=list)
     version: int = -1
 
     def digests(self) -> list[dict[str, str]]:
@@ -103,11 +105,16 @@ def scene(
         }.items():
             patch.setenv(key, value)
         started = Scene(model, trainers, ENGINES[model](paths[0]), paths)
+        started.guarded = started.engine.call("probe_guarded")
         started.sampled_a, started.digests_a = started.engine.generate(), started.digests()
         started.meet()
         yield started
         started.engine.shutdown()
         trainers.do("close", model)
+
+
+def test_weights_are_guarded_as_soon_as_they_are_loaded(scene: Scene):
+    assert scene.guarded == [True] * GEN_RANKS
 
 
 def test_refits_generate_as_the_engine_that_loaded_what_bridge_exported(scene: Scene):
@@ -210,6 +217,85 @@ def test_a_failing_refit_raises_the_workers_own_error_and_the_engine_serves_on(s
     assert [s.values() for s in scene.engine.generate()] == [s.values() for s in scene.sampled_a]
     scene.meet()
     scene.refit(0)
+
+
+def test_a_refit_that_fails_half_way_ends_the_requests_and_the_next_one_resumes(scene: Scene):
+    scene.refit(0)
+    failed: list[Exception] = []
+
+    def turn(step: int) -> None:
+        if step >= 3 and not failed:
+            scene.engine.call("probe_fail_next")
+            try:
+                scene.engine.refit(scene.version + 1)
+            except RefitError as error:
+                failed.append(error)
+
+    with pytest.raises(EngineDirty, match="died in the middle"):
+        scene.engine.generate_through(turn, PROMPTS[:2], 60)
+    assert isinstance(failed[0], PeerLost)
+    for _ in range(2):
+        with pytest.raises(EngineDirty, match="Refit again, which resumes it"):
+            scene.engine.generate(PROMPTS[:1])
+    scene.refit(0)
+    assert [s.values() for s in scene.engine.generate()] == [s.values() for s in scene.sampled_a]
+
+
+def test_prefixes_that_vllm_keeps_leave_the_engine_paused(scene: Scene, monkeypatch: pytest.MonkeyPatch):
+    """A KV connector's transfer may hold blocks."""
+    llm = scene.engine.llm if isinstance(scene.engine, ScriptEngine) else scene.engine.engine
+
+    async def keep(**_: bool) -> bool:
+        return False
+
+    with monkeypatch.context() as patch:
+        keeping = (lambda **_: False) if isinstance(scene.engine, ScriptEngine) else keep
+        patch.setattr(llm, "reset_prefix_cache", keeping)
+        sending = scene.send(0)
+        with pytest.raises(RefitError, match="KV connector"):
+            scene.engine.refit(scene.version)
+        sending.result()
+    with pytest.raises(EngineDirty, match="KV connector"):
+        scene.engine.generate(PROMPTS[:1])
+    scene.refit(0)
+    assert [s.values() for s in scene.engine.generate()] == [s.values() for s in scene.sampled_a]
+
+
+def test_an_exception_between_steps_leaves_no_request_behind(scene: Scene):
+    if not isinstance(scene.engine, ScriptEngine):
+        return  # nothing of the caller's runs between an AsyncLLM's steps
+
+    def turn(step: int) -> None:
+        if step == 3:
+            raise ZeroDivisionError
+
+    scene.refit(0)
+    with pytest.raises(ZeroDivisionError):
+        scene.engine.generate_through(turn)
+    assert not scene.engine.llm.llm_engine.has_unfinished_requests()
+    assert [s.tokens for s in scene.engine.generate()] == [s.tokens for s in scene.sampled_a]
+
+
+def test_requests_that_came_while_the_engine_slept_run_when_all_of_it_is_awake(scene: Scene):
+    scene.refit(1)
+    scene.engine.sleep(2)
+    with ThreadPoolExecutor() as pool:
+        waiting = None
+        if isinstance(scene.engine, ScriptEngine):
+            with pytest.raises(EngineDirty, match="sleep"):
+                scene.engine.generate()
+        else:
+            waiting = pool.submit(scene.engine.generate)
+        scene.engine.wake_up(["weights"])
+        time.sleep(0.3)
+        scene.refit(0)
+        if isinstance(scene.engine, ScriptEngine):
+            with pytest.raises(EngineDirty, match=r"kv_cache of the engine are asleep"):
+                scene.engine.generate()
+        scene.engine.wake_up(["kv_cache"])
+        found = waiting.result(120) if waiting else scene.engine.generate()
+    assert [s.values() for s in found] == [s.values() for s in scene.sampled_a]
+    assert {v for s in found for v in s.versions} == {scene.version}
 
 
 def test_weights_that_are_asleep_are_not_written_and_discarded_ones_not_served(scene: Scene):

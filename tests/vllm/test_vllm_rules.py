@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from vllm import _custom_ops
+from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -16,9 +17,10 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 from vllm.platforms import current_platform
 
 from rlrefit.integration.errors import PlanError, RefitError, RefitMismatch
-from rlrefit.workers.vllm import plugin
+from rlrefit.workers.vllm import plugin, routing_cost, worker_process
+from rlrefit.workers.vllm.completeness import check_complete
 from rlrefit.workers.vllm.derived import refresh_absorbed_projections
-from rlrefit.workers.vllm.destination import _check_complete, _owners, _spread_over_modules
+from rlrefit.workers.vllm.destination import _owners, _spread_over_modules
 from rlrefit.workers.vllm.extension import VllmRefitExtension, raise_refit_errors
 from rlrefit.workers.vllm.layouts import ModuleLayout, module_layout
 from rlrefit.workers.vllm.trace import LoaderTrace, trace_loader
@@ -90,7 +92,7 @@ def test_tied_parameters_belong_to_every_module_that_holds_them():
 def test_a_manifest_that_leaves_rows_of_a_parameter_stale_is_a_plan_error():
     model = _Model()
     with pytest.raises(PlanError, match=r"12 elements of attn\.qkv\.weight") as caught:
-        _check_complete(
+        check_complete(
             _traced(model, "q", "o", "norm"),
             _owners(model),
             _layouts(),
@@ -107,7 +109,68 @@ def test_a_whole_manifest_and_a_parameter_on_the_misc_path_are_complete():
         (_Model(), _layouts(attn_qkv=PACKED)),
     ):
         names = set(dict(model.named_parameters()))
-        _check_complete(_traced(model), _owners(model), layouts, model, names)
+        check_complete(_traced(model), _owners(model), layouts, model, names)
+
+
+class _Blocks(nn.Module):
+    """Two blocks of a weight each, a norm, and a buffer in the state; one tensor goes through a temporary."""
+
+    def __init__(self, temporary: str = "") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Linear(2, 3), _Linear(2, 3)])
+        self.norm = nn.RMSNorm(6, dtype=BF16, device="meta")
+        self.norm.register_buffer("running", torch.zeros(6, dtype=BF16, device="meta"))
+        self.norm.register_buffer("rebuilt", torch.zeros(6, dtype=BF16, device="meta"), persistent=False)
+        self.temporary = temporary
+
+    def load_weights(self, weights):
+        tensors = dict(self.named_parameters()) | dict(self.named_buffers())
+        for name, tensor in weights:
+            value = torch.empty_like(tensors[name]).copy_(tensor) if name == self.temporary else tensor
+            tensors[name].data.copy_(value)
+
+    def check(self, *names: str, dummy: bool = False) -> None:
+        tensors = dict(self.named_parameters()) | dict(self.named_buffers())
+        manifest = [(name, tuple(tensors[name].shape), BF16) for name in names]
+        trace = trace_loader(self.load_weights, tensors, manifest)
+        assert (self.temporary in trace.unknown) == bool(self.temporary)
+        layouts = dict.fromkeys(("layers.0", "layers.1", "norm"), DIRECT)
+        parameters = {name for name, _ in self.named_parameters()}
+        check_complete(trace, _owners(self), layouts, self, parameters, dummy=dummy)
+
+
+FIRST, SECOND, NORM, BUFFER = "layers.0.weight", "layers.1.weight", "norm.weight", "norm.running"
+
+
+def test_a_tensor_that_could_not_be_followed_excuses_its_own_block_only():
+    _Blocks(SECOND).check(FIRST, SECOND, NORM)
+    for missing in (FIRST, NORM):
+        with pytest.raises(PlanError, match=missing):
+            _Blocks(SECOND).check(*{FIRST, SECOND, NORM} - {missing})
+    # Of no block: it may be all of them in one tensor.
+    _Blocks(NORM).check(FIRST, NORM)
+    with pytest.raises(PlanError, match=r"load_format=auto.*parameter layers.1.weight"):
+        _Blocks(NORM).check(FIRST, NORM, dummy=True)
+
+
+def test_a_buffer_of_the_state_has_to_come_where_it_holds_random_numbers():
+    _Blocks().check(FIRST, SECOND, NORM)
+    _Blocks().check(FIRST, SECOND, NORM, BUFFER, dummy=True)
+    with pytest.raises(PlanError, match=r"random numbers.*parameter norm\.running"):
+        _Blocks().check(FIRST, SECOND, NORM, dummy=True)
+
+
+def test_a_large_misc_share_is_told_with_its_bytes_its_main_reason_and_the_remedy(caplog):
+    manifest = [(f"experts.{i}", (100, 10), BF16) for i in range(8)] + [("gate", (10, 10), BF16)]
+    experts = "the FlashInfer CUTLASS experts backend rewrites (start vLLM with moe_backend='triton')"
+    with caplog.at_level(logging.WARNING, logger=routing_cost.logger.name):
+        routing_cost.warn_of_misc(manifest, {"gate": "layer gate: other"})
+        assert not caplog.records
+        reasons = {name: f"layer model.{name}: {experts}" for name, _, _ in manifest[:8]}
+        routing_cost.warn_of_misc(manifest, reasons | {"gate": "layer gate: other"})
+    [record] = caplog.records
+    assert "100% of the weights" in record.getMessage()
+    assert record.getMessage().endswith(experts)
 
 
 def test_a_tensor_that_the_engine_does_not_know_is_a_mismatch_before_anything_is_written():
@@ -168,6 +231,8 @@ def test_experts_are_direct_only_for_backends_that_keep_the_loaders_layout(backe
     layout = module_layout("experts", module, _Linear(6, 4))
     assert layout.direct == (backend in (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON))
     assert layout.direct or "experts" in layout.reason
+    flashinfer = backend.value.startswith("FlashInfer")
+    assert ("moe_backend='triton'" in layout.reason) >= flashinfer
 
 
 class _LatentAttention(nn.Module):
@@ -205,18 +270,25 @@ def test_absorbed_projections_follow_new_weights_without_moving(weight_dtype):
     assert layer._k_scale.item() == layer._k_scale_float == 0.5
 
 
-def test_the_plug_in_keeps_plain_linear_weights_on_the_cpu_and_says_it_once(monkeypatch, caplog):
+def test_linear_weights_on_the_cpu_stay_plain_for_our_workers_only_and_the_log_says_it_once(
+    monkeypatch, caplog
+):
     if not current_platform.is_cpu():
         pytest.fail("these tests need vLLM's CPU build")
     monkeypatch.setattr(_custom_ops, "_supports_onednn", True)
-    with caplog.at_level(logging.INFO, logger=plugin.logger.name):
-        plugin.register()
-        plugin.register()
+    monkeypatch.setattr(cpu_fused_moe, "_CPU_MOE_ACT_FN", dict(cpu_fused_moe._CPU_MOE_ACT_FN))
+    before = dict(cpu_fused_moe._CPU_MOE_ACT_FN)
+    plugin.register()
+    assert _custom_ops._supports_onednn is True
+    assert before == cpu_fused_moe._CPU_MOE_ACT_FN
+    with caplog.at_level(logging.INFO, logger=worker_process.logger.name):
+        worker_process.prepare_worker_process()
+        worker_process.prepare_worker_process()
     assert _custom_ops._supports_onednn is False
     assert len(caplog.records) == 1
 
 
-def test_without_the_plug_in_linear_weights_on_the_cpu_are_not_direct(monkeypatch):
+def test_without_our_workers_linear_weights_on_the_cpu_are_not_direct(monkeypatch):
     module = _Linear(6, 4)
     module.quant_method = UnquantizedLinearMethod()
     monkeypatch.setattr(_custom_ops, "_supports_onednn", True)

@@ -21,6 +21,8 @@ from rlrefit.workers.vllm.destination import Routes
 from rlrefit.workers.vllm.guard import WeightsGuard
 from rlrefit.workers.vllm.reload import ScopedReload
 from rlrefit.workers.vllm.token_versions import TokenVersions
+from rlrefit.workers.vllm.waking import stay_paused_while_asleep
+from rlrefit.workers.vllm.worker_process import guard_loaded_models
 from rlrefit.workers.vllm.worker_refit import WorkerRefit
 
 
@@ -101,6 +103,43 @@ def test_the_command_line_takes_the_backends_name():
     assert found.weight_transfer_config.backend == "rlrefit"
 
 
+def test_a_vllm_that_lacks_a_name_starts_without_the_plug_in_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    from vllm.v1.engine.core import EngineCore
+
+    monkeypatch.delattr(EngineCore, "wake_up")
+    monkeypatch.setattr(plugin, "_accept_backend", lambda config: {}["backend"])
+    plugin.register()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert "_register_backend: KeyError" in told[0]
+    assert "stay_paused_while_asleep: AttributeError" in told[1]
+
+
+@pytest.mark.parametrize(("ours", "resumes"), [(True, [False, True]), (False, [True, True])])
+def test_an_engine_that_wakes_in_parts_resumes_when_all_of_it_is_awake(ours: bool, resumes: list[bool]):
+    from vllm.v1.engine.core import EngineCore
+
+    stay_paused_while_asleep()
+    sleeping, resumed = {"weights", "kv_cache"}, []
+    transfer = SimpleNamespace(backend="rlrefit" if ours else "nccl")
+    executor = SimpleNamespace(wake_up=lambda tags: sleeping.difference_update(tags), is_sleeping=True)
+    core: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            weight_transfer_config=transfer, parallel_config=SimpleNamespace(worker_extension_cls="")
+        ),
+        model_executor=executor,
+        resume_scheduler=lambda: resumed.append(True),
+    )
+    for tag, expected in zip(("weights", "kv_cache"), resumes, strict=True):
+        resumed.clear()
+        executor.is_sleeping = sleeping > {tag}
+        EngineCore.wake_up(core, [tag])
+        assert bool(resumed) == expected
+    assert not sleeping
+
+
 def test_a_later_vllm_whose_backend_is_a_plain_string_is_left_alone():
     from pydantic.dataclasses import dataclass
 
@@ -119,7 +158,17 @@ class _Worker:
         self.slept: list[int] = []
         self.vllm_config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
         model = nn.Linear(2, 2)
-        self.model_runner = SimpleNamespace(execute_model=lambda step: f"ran {step}", get_model=lambda: model)
+        self.model_runner = SimpleNamespace(
+            execute_model=lambda step: f"ran {step.number}", get_model=lambda: model
+        )
+
+    def run(self, number: int, tokens: int = 1) -> str:
+        return self.model_runner.execute_model(
+            SimpleNamespace(number=number, total_num_scheduled_tokens=tokens)
+        )
+
+    def load_model(self) -> None:
+        pass
 
     def sleep(self, level: int = 1) -> None:
         self.slept.append(level)
@@ -137,12 +186,14 @@ def worker() -> Any:
 
 
 def test_weights_that_were_written_in_part_are_not_run(worker: Any):
-    assert worker.model_runner.execute_model(1) == "ran 1"
+    assert worker.run(1) == "ran 1"
     worker.state.mark_dirty(4)
     with pytest.raises(EngineDirty, match="refit 4 began"):
-        worker.model_runner.execute_model(2)
+        worker.run(2)
+    # By a step without tokens vLLM tells its workers of requests that were aborted: that must not end them.
+    assert worker.run(2, tokens=0) == "ran 2"
     worker.state.commit(5)
-    assert worker.model_runner.execute_model(3) == "ran 3"
+    assert worker.run(3) == "ran 3"
 
 
 @pytest.mark.parametrize(("tags", "awake"), [(["kv_cache"], False), (["weights"], True), (None, True)])
@@ -155,10 +206,21 @@ def test_a_refit_needs_the_weights_awake(worker: Any, tags: list[str] | None, aw
     worker.wake_up(tags)
     if awake:
         worker.guard.require_awake()
-        assert worker.model_runner.execute_model(1) == "ran 1"
     else:
         with pytest.raises(RefitError, match="asleep"):
             worker.guard.require_awake()
+
+
+def test_nothing_runs_before_weights_and_kv_cache_are_awake(worker: Any):
+    worker.sleep(level=1)
+    for tags, asleep in ((["weights"], "kv_cache of the engine are asleep"), (["kv_cache"], "")):
+        worker.wake_up(tags)
+        assert worker.run(0, tokens=0) == "ran 0"
+        if asleep:
+            with pytest.raises(EngineDirty, match=asleep):
+                worker.run(1)
+        else:
+            assert worker.run(1) == "ran 1"
 
 
 def test_discarded_weights_are_not_run_before_a_refit(worker: Any):
@@ -169,19 +231,23 @@ def test_discarded_weights_are_not_run_before_a_refit(worker: Any):
     worker.sleep(1)
     worker.wake_up()
     with pytest.raises(EngineDirty, match="level 2 sleep discarded"):
-        worker.model_runner.execute_model(1)
+        worker.run(1)
     worker.guard.refitted()
-    assert worker.model_runner.execute_model(2) == "ran 2"
+    assert worker.run(2) == "ran 2"
 
 
-def test_dummy_weights_are_not_run_before_a_refit():
+def test_dummy_weights_are_not_run_before_a_refit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_Worker, "load_model", _Worker.load_model)
+    guard_loaded_models(_Worker)
+    guard_loaded_models(_Worker)
     worker: Any = _Worker("dummy")
-    guard = WeightsGuard(worker, ServingState())
+    worker.load_model()  # nobody has called a refit's method yet
+    guard = WorkerRefit.of(worker).guard
     guard.require_awake()
     with pytest.raises(EngineDirty, match="load_format=dummy"):
-        worker.model_runner.execute_model(1)
+        worker.run(1)
     guard.refitted()
-    assert worker.model_runner.execute_model(2) == "ran 2"
+    assert worker.run(2) == "ran 2"
 
 
 def test_ranks_count_over_data_parallel_replicas(monkeypatch: pytest.MonkeyPatch):

@@ -59,6 +59,7 @@ def _arguments(path: str) -> dict[str, Any]:
         "max_model_len": 256,
         "tensor_parallel_size": GEN_RANKS,
         "worker_extension_cls": "vllm_probe.ProbeExtension",
+        "moe_backend": "triton",  # as recipes start engines with experts; the CPU has one backend only
     }
 
 

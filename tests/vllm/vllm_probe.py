@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from vllm_checkpoints import read_checkpoint
 
+from rlrefit.integration.errors import PeerLost
 from rlrefit.workers.vllm.extension import VllmRefitExtension
 
 
@@ -12,6 +13,21 @@ class ProbeExtension(VllmRefitExtension):
     def probe_trace(self) -> int:
         """Which trace this worker goes by."""
         return id(self.refit_destination._routes)
+
+    def probe_guarded(self) -> bool:
+        """Whether the weights are guarded already."""
+        return "_rlrefit_worker_refit" in vars(self)
+
+    def probe_fail_next(self) -> None:
+        """Let the next refit fail after its first write."""
+        refit = self._refit
+
+        def failing(version: int) -> None:
+            del refit.nccl_xfer_refit
+            refit.refit_state.mark_dirty(version)
+            raise PeerLost("a trainer died in the middle")
+
+        refit.nccl_xfer_refit = failing
 
     def probe_engine_load(self, path: str) -> None:
         """Load the checkpoint as vLLM itself does in place, through its layerwise reload of the whole model."""

@@ -67,6 +67,7 @@ REFIT = (
         f"{_LAYERS}.quantization.base_config", "QuantizeMethodBase.process_weights_after_loading", ("layer",)
     ),
     Needed(f"{_LAYERS}.utils", "check_cpu_sgl_kernel", ("n", "k", "dtype")),
+    Needed("vllm.v1.worker.gpu_worker", "Worker.load_model"),
     Needed("vllm.v1.worker.gpu_worker", "Worker.sleep", ("level",)),
     Needed("vllm.v1.worker.gpu_worker", "Worker.wake_up", ("tags",)),
     Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.execute_model", ("scheduler_output",)),

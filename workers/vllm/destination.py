@@ -14,9 +14,11 @@ from vllm.config import VllmConfig
 from ...integration.endpoints import storage_key
 from ...integration.errors import PlanError, RefitError
 from ...integration.layout import Fragment
+from .completeness import check_complete
 from .derived import refresh_derived_state
-from .layouts import ModuleLayout, has_padding, module_layout
+from .layouts import ModuleLayout, module_layout
 from .reload import ScopedReload
+from .routing_cost import warn_of_misc
 from .trace import Landing, LoaderTrace, Manifest, trace_loader
 from .twin import meta_twin
 
@@ -176,7 +178,8 @@ class VllmDestination:
             owners = _owners(twin)
             layouts = self._layouts(twin, {module for modules in owners.values() for module in modules})
         reasons = _spread_over_modules(trace, owners, layouts)
-        _check_complete(trace, owners, layouts, self._model, parameters)
+        dummy = self._vllm_config.load_config.load_format == "dummy"
+        check_complete(trace, owners, layouts, self._model, parameters, dummy=dummy)
         landings = {name: found for name, found in trace.landings.items() if name not in reasons and found}
         logger.info(
             "refit destination: %d fragments of %d tensors are written in place, %d tensors take the misc path",
@@ -184,6 +187,7 @@ class VllmDestination:
             len(landings),
             len(reasons),
         )
+        warn_of_misc(manifest, reasons)
         misc = self._misc_path(trace, owners, layouts, reasons)
         return Routes(tuple(manifest), _layout_of(self._parameters), landings, reasons, misc)
 
@@ -303,31 +307,3 @@ def _spread_over_modules(
                     )
                     pending.append(name)
     return {name: reasons[name] for name in trace.touched if name in reasons}
-
-
-def _check_complete(
-    trace: LoaderTrace,
-    owners: dict[str, frozenset[str]],
-    layouts: dict[str, ModuleLayout],
-    model: nn.Module,
-    parameters: set[str],
-) -> None:
-    """Raise where the manifest leaves a part of a parameter with the weights of an earlier version."""
-    if trace.unknown:
-        return  # such a tensor may reach what looks unwritten
-    misc = {parameter for name in trace.misc_reasons for parameter in trace.touched[name]}
-    stale = [
-        (parameter, trace.unwritten[parameter])
-        for parameter in sorted(parameters - misc)
-        if trace.unwritten[parameter]
-        and all(layouts[m].direct and not has_padding(model.get_submodule(m)) for m in owners[parameter])
-    ]
-    if stale:
-        parameter, elements = stale[0]
-        raise PlanError(
-            f"no tensor of the manifest reaches {elements} elements of {parameter}, nor a part of "
-            f"{len(stale) - 1} other parameters; they would keep old weights and the engine would serve a "
-            "mixture. Give the trainer's whole manifest, in checkpoint names that the engine's loader knows.",
-            stage="trace",
-            parameter=parameter,
-        )

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from ...integration.config import RefitConfig
-from ...integration.errors import RefitError
+from ...integration.errors import EngineDirty, RefitError
 from .answers import raise_refit_errors
 from .preemption import require_kept_tokens
 from .token_versions import Generated, TokenVersions
@@ -35,6 +35,16 @@ class _Driver:
         self.version = -1
         self._engine = ""
         self._versions = TokenVersions()
+        # What a refit left that failed: until one succeeds, nothing is generated.
+        self._unusable: RefitError | None = None
+
+    def _require_usable(self) -> None:
+        if self._unusable is not None:
+            raise EngineDirty(
+                f"the last refit failed and left the engine paused, so that nothing would be generated: "
+                f"{self._unusable}. Refit again, which resumes it, or start the engine anew",
+                stage="generate",
+            )
 
     @property
     def _method(self) -> str:
@@ -63,6 +73,8 @@ class VllmDriver(_Driver):
         self._llm = llm
         self._paused = False
         self._finished: list[Any] = []
+        # Here and not in the first refit: an engine without rlrefit's workers has nothing that guards its weights.
+        self._rpc("refit_asleep")
 
     def init_refit(
         self,
@@ -93,24 +105,33 @@ class VllmDriver(_Driver):
 
         Raises:
             RefitError: of the kind that the worker raised. If weights were written in part the engine stays paused,
-                and the next refit that succeeds resumes it.
+                :meth:`generate` refuses, and the next refit that succeeds resumes it.
         """
         method, engine = self._method, self._llm.llm_engine
+        # Nothing runs while memory sleeps, so that there is nothing to wait for and nothing to end.
+        mode = "keep" if self._asleep() else mode
         if engine.has_unfinished_requests():
             if mode == "keep":
                 require_kept_tokens(engine.vllm_config)
-            self._llm.sleep(level=0, mode=mode)
-            self._paused = True
+            self._pause(mode)
             self._drain()
         try:
             records = self._rpc(method, version)
-        except RefitError:
+        except RefitError as error:
             if self._servable():
                 self._resume()
+            else:
+                self._unusable = error
             raise
         self.version = version
-        self._reset_caches()
+        try:
+            self._reset_caches()
+        except RefitError as error:
+            self._pause("keep")
+            self._unusable = error
+            raise
         self._versions.refitted(engine.output_processor.request_states, version)
+        self._unusable = None
         self._resume()
         return records
 
@@ -126,7 +147,13 @@ class VllmDriver(_Driver):
             prompts: as vLLM takes them.
             parameters: one ``SamplingParams``, or one for each prompt; their ``output_kind`` is vLLM's default here.
             between_steps: called after each step of the engine's output; it may call :meth:`refit`.
+
+        Raises:
+            EngineDirty: the engine may not generate, or a refit in ``between_steps`` failed and left it so. The
+                requests of this call are aborted, as they are by any exception of ``between_steps``.
         """
+        self._require_usable()
+        self._rpc("refit_require_servable")
         requests = self._llm.enqueue(prompts, parameters, use_tqdm=False)
         names = [self._external_name(request) for request in requests]
         for name in names:
@@ -137,8 +164,15 @@ class VllmDriver(_Driver):
                 self._take(engine.step())
                 if between_steps is not None:
                     between_steps()
-            outputs = {output.request_id: self._versions.of(output) for output in self._finished}
+                    self._require_usable()
+            own = set(names)
+            outputs = {
+                output.request_id: self._versions.of(output)
+                for output in self._finished
+                if output.request_id in own
+            }
         finally:
+            engine.abort_request(requests, internal=True)
             self._finished.clear()
             for name in names:
                 self._versions.end(name)
@@ -169,11 +203,18 @@ class VllmDriver(_Driver):
             return False
         return True
 
+    def _asleep(self) -> bool:
+        return any(answer["asleep"] for answer in self._rpc("refit_asleep"))
+
+    def _pause(self, mode: PauseMode) -> None:
+        self._llm.sleep(level=0, mode=mode)
+        self._paused = True
+
     def _resume(self) -> None:
-        if self._paused:
-            # Only the scheduler: level 0 put nothing else to sleep.
+        if self._paused and not self._asleep():
+            # Only the scheduler: level 0 put nothing else to sleep. Where memory sleeps, waking it resumes.
             self._llm.wake_up(tags=["scheduling"])
-            self._paused = False
+        self._paused = False
 
     def _external_name(self, request: str) -> str:
         """The name under which outputs of a queued request come."""
@@ -219,6 +260,8 @@ class AsyncVllmDriver(_Driver):
         self._llm = engine
         # Held while weights move, so that no request begins with an unknown version.
         self._admission = asyncio.Lock()
+        # Where the outputs of running requests come.
+        self._queues: dict[str, Any] = {}
 
     async def init_refit(
         self,
@@ -239,17 +282,26 @@ class AsyncVllmDriver(_Driver):
         if mode == "keep":
             require_kept_tokens(self._llm.vllm_config)
         async with self._admission:
+            if await self._asleep():
+                mode = "keep"
             await self._llm.pause_generation(mode=mode, clear_cache=False)
             try:
                 records = await self._rpc(method, version)
-            except RefitError:
+            except RefitError as error:
                 if await self._servable():
-                    await self._llm.resume_generation()
+                    await self._resume()
+                else:
+                    self._end_requests(error)
                 raise
             self.version = version
-            await self._reset_caches()
+            try:
+                await self._reset_caches()
+            except RefitError as error:
+                self._end_requests(error)
+                raise
             self._versions.refitted(self._llm.output_processor.request_states, version)
-            await self._llm.resume_generation()
+            self._unusable = None
+            await self._resume()
         return records
 
     async def generate(self, prompt: Any, parameters: Any, request_id: str) -> AsyncIterator[Generated]:
@@ -257,6 +309,7 @@ class AsyncVllmDriver(_Driver):
 
         Raises:
             ValueError: ``parameters.output_kind`` is ``DELTA``, whose outputs do not hold all tokens.
+            EngineDirty: a refit failed, before or meanwhile, and left the engine paused.
         """
         if parameters.output_kind.name == "DELTA":
             raise ValueError(
@@ -264,8 +317,10 @@ class AsyncVllmDriver(_Driver):
                 "use CUMULATIVE or FINAL_ONLY"
             )
         async with self._admission:
+            self._require_usable()
             queue = await self._llm.add_request(request_id, prompt, parameters)
             self._versions.begin(request_id, self.version)
+            self._queues[request_id] = queue
         finished = False
         try:
             while not finished:
@@ -274,6 +329,7 @@ class AsyncVllmDriver(_Driver):
                 yield self._versions.of(output)
         finally:
             self._versions.end(request_id)
+            del self._queues[request_id]
             if not finished:
                 await self._llm.abort(request_id)
 
@@ -295,6 +351,20 @@ class AsyncVllmDriver(_Driver):
         except RefitError:
             return False
         return True
+
+    async def _asleep(self) -> bool:
+        return any(answer["asleep"] for answer in await self._rpc("refit_asleep"))
+
+    async def _resume(self) -> None:
+        # Where memory sleeps, waking it resumes.
+        if not await self._asleep():
+            await self._llm.resume_generation()
+
+    def _end_requests(self, error: RefitError) -> None:
+        """Let nobody wait for tokens of an engine that stays paused."""
+        self._unusable = error
+        for queue in self._queues.values():
+            queue.put(EngineDirty(f"a refit failed in the middle of this request: {error}", stage="generate"))
 
     async def _reset_caches(self) -> None:
         config = self._llm.vllm_config
@@ -319,7 +389,7 @@ def _one_version(found: Sequence[int]) -> int:
 
 def _stale_prefixes() -> RefitError:
     return RefitError(
-        "vLLM keeps cached prefixes of the old weights, so new requests would mix both; the engine stays paused. End "
-        "what holds them (a KV connector's transfers) and refit again",
+        "vLLM keeps cached prefixes of the old weights, so new requests would mix both; the engine is paused and "
+        "generate() refuses. End what holds them (a KV connector's transfers) and refit again",
         stage="post_load",
     )

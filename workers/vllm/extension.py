@@ -17,6 +17,7 @@ from ...integration.manifest import dtype_of
 from ...integration.session import ServingState
 from .answers import REFIT_ERROR, answer, raise_refit_errors
 from .compat import require_supported_vllm
+from .worker_process import prepare_worker_process
 
 if TYPE_CHECKING:
     from .destination import VllmDestination
@@ -67,6 +68,19 @@ class VllmRefitExtension:
     def refit_serving_version(self) -> dict[str, Any]:
         """``{"version": …}`` of the weights that may be served; an error if they are not whole."""
         return answer(lambda: {"version": self._refit.serving_version()})
+
+    def refit_require_servable(self) -> dict[str, Any]:
+        """An error if a step would compute with weights that are not whole, or with memory that is asleep."""
+
+        def check() -> dict[str, Any]:
+            self._refit.guard.require_servable()
+            return {}
+
+        return answer(check)
+
+    def refit_asleep(self) -> dict[str, Any]:
+        """``{"asleep": …}``: what of ``weights`` and ``kv_cache`` has no memory at the moment."""
+        return answer(lambda: {"asleep": sorted(self._refit.guard.asleep)})
 
     @property
     def _refit(self) -> WorkerRefit:
@@ -134,6 +148,7 @@ def _bytes_of(parameter: torch.Tensor) -> bytes:
     return flat.cpu().numpy().tobytes()
 
 
-# vLLM imports this module once, when a worker starts: the moment to say what this vLLM lacks, all of it at once. The
-# modules that use vLLM's internals are imported after it, on first use.
+# vLLM imports this module once, when a worker starts and before its model is loaded: the moment to say what this vLLM
+# lacks, all of it at once. The modules that use vLLM's internals are imported after it, on first use.
 require_supported_vllm()
+prepare_worker_process()

@@ -1,8 +1,8 @@
 """What stands between a vLLM worker's weights and those who would use them while they are not whole or not there.
 
 vLLM itself runs a step with whatever the parameters hold: with weights that a refit wrote in part, with the undefined
-memory that a level 2 sleep leaves, and with the random numbers of ``load_format=dummy``. And a refit into sleeping weights is an access to unmapped memory,
-which takes the worker's CUDA context with it.
+memory that a level 2 sleep leaves, and with the random numbers of ``load_format=dummy``. And a step or a refit into
+memory that is asleep is an access to unmapped memory, which takes the worker's CUDA context with it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,42 @@ class WeightsGuard:
         dummy = worker.vllm_config.load_config.load_format == "dummy"
         # Why the weights are nobody's; empty if they are somebody's.
         self._undefined = "the engine was started with load_format=dummy" if dummy else ""
-        _before(worker.model_runner, "execute_model", self.require_servable)
+        _before(worker.model_runner, "execute_model", self.before_step)
         _after(worker, "sleep", self._slept)
         _after(worker, "wake_up", self._woke)
 
-    def require_servable(self) -> None:
+    @property
+    def asleep(self) -> frozenset[str]:
+        """What of ``weights`` and ``kv_cache`` has no memory at the moment."""
+        return frozenset(self._asleep)
+
+    def before_step(self, scheduler_output: Any, *_: Any, **__: Any) -> None:
         """To be called before each step; the error ends vLLM's engine core, which can't go on after any.
+
+        A step without tokens computes nothing: by it a paused scheduler tells the worker of requests that ended.
+
+        Raises:
+            EngineDirty: as :meth:`require_servable`.
+        """
+        if scheduler_output.total_num_scheduled_tokens:
+            self.require_servable()
+
+    def require_servable(self) -> None:
+        """To be called before anything is generated.
+
+        Raises:
+            EngineDirty: as :meth:`require_whole`, or weights or KV cache are asleep.
+        """
+        self.require_whole()
+        if self._asleep:
+            raise EngineDirty(
+                f"{' and '.join(sorted(self._asleep))} of the engine are asleep: their memory is unmapped, and a step "
+                f"would end the worker. Call wake_up(tags={sorted(self._asleep)}) before anything is generated",
+                stage="generate",
+            )
+
+    def require_whole(self) -> None:
+        """To be called by who asks for the version.
 
         Raises:
             EngineDirty: the weights were written in part, or are no version's yet.
@@ -54,7 +84,7 @@ class WeightsGuard:
         if self._undefined:
             raise EngineDirty(
                 f"{self._undefined} and no refit has brought weights since, so the engine would generate from undefined "
-                "ones. Refit (after wake_up(tags=['weights']), if it sleeps) before anything is generated",
+                "ones. Refit (after wake_up(tags=['weights']), if it sleeps), and wake the KV cache after that",
                 stage="generate",
             )
 
@@ -67,7 +97,8 @@ class WeightsGuard:
         if WEIGHTS in self._asleep or self._unmapped():
             raise RefitError(
                 "the engine's weights are asleep: their memory is unmapped and nothing can be written into it. Nothing "
-                "has moved. Call wake_up(tags=['weights']), refit, then wake_up(tags=['kv_cache'])",
+                "has moved. Call wake_up(tags=['weights']), refit, then wake_up(tags=['kv_cache']), which lets queued "
+                "requests run",
                 stage="handshake",
             )
 
@@ -99,12 +130,12 @@ class WeightsGuard:
             return True  # an address that CUDA knows nothing about
 
 
-def _before(owner: Any, name: str, check: Callable[[], None]) -> None:
+def _before(owner: Any, name: str, check: Callable[..., None]) -> None:
     wrapped = getattr(owner, name)
 
     @functools.wraps(wrapped)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        check()
+        check(*args, **kwargs)
         return wrapped(*args, **kwargs)
 
     setattr(owner, name, guarded)

@@ -108,7 +108,10 @@ def _cpu_packing(weight: torch.Tensor) -> str:
     if envs.VLLM_CPU_SGL_KERNEL and check_cpu_sgl_kernel(*weight.shape, weight.dtype):
         return "the SGL kernel computes with a packed copy of the weight"
     if _custom_ops._supports_onednn and current_platform.get_cpu_architecture() != CpuArchEnum.POWERPC:
-        return "oneDNN may compute with a packed copy of the weight (vLLM did not load the rlrefit plug-in)"
+        return (
+            "oneDNN may compute with a packed copy of the weight (rlrefit's worker extension was not in use as the model "
+            "was loaded)"
+        )
     return ""
 
 
@@ -117,7 +120,10 @@ def _experts_effect(method: UnquantizedFusedMoEMethod) -> str:
     if backend in _PLAIN_MOE_BACKENDS:
         return ""
     if backend is not UnquantizedMoeBackend.CPU:
-        return f"process_weights_after_loading of the {backend.value} experts backend rewrites the layout"
+        return (
+            f"process_weights_after_loading of the {backend.value} experts backend rewrites the layout (start vLLM with "
+            "moe_backend='triton', which computes with the experts as they are loaded)"
+        )
     kernel = method.cpu_fused_moe
     if not isinstance(kernel, CPUFusedMOE):
         return f"process_weights_after_loading packs the experts for {type(kernel).__name__}"

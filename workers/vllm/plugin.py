@@ -10,42 +10,34 @@ import dataclasses
 import logging
 from typing import Any, Literal, get_args, get_origin
 
+from .compat import SUPPORTED
 from .preemption import keep_tokens_of_preempted_requests
+from .waking import BACKEND, stay_paused_while_asleep
 
 logger = logging.getLogger(__name__)
-
-BACKEND = "rlrefit"
 
 
 def register() -> None:
     """Prepare this process; safe to call again.
 
-    Everywhere, ``rlrefit`` becomes a backend of vLLM's weight transfer, and requests that run through a refit keep all
-    their tokens (:mod:`.preemption`).
+    ``rlrefit`` becomes a backend of vLLM's weight transfer, requests that run through a refit keep all their tokens
+    (:mod:`.preemption`), and an engine with rlrefit's workers stays paused until all of it is awake (:mod:`.waking`).
 
-    On the CPU platform, linear weights keep their plain layout, which the log says once. vLLM would pack them for
-    oneDNN, which replaces each linear parameter by one of shape ``[0]`` behind an opaque handle: no live bytes to write
-    into, and every linear weight on the misc path. Plain weights go through ``torch.nn.functional.linear``.
-
-    Experts run where vLLM has no packed kernel for them (x86 without AVX-512): its fallback builds an
-    activation layer in the forward pass, which fails outside of model construction.
+    vLLM runs this in every process of every engine of the environment, and an exception of a plug-in ends the process. So
+    where another vLLM lacks a name, the log says so and its users go on; who asks for rlrefit gets its own error then.
     """
-    _register_backend()
-    keep_tokens_of_preempted_requests()
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    from vllm import _custom_ops
-
-    if not _custom_ops._supports_onednn:
-        return
-    _custom_ops._supports_onednn = False
-    _call_silu_without_a_layer()
-    logger.info(
-        "CPU platform: linear weights keep their plain layout (no oneDNN packing), so that a refit can write "
-        "into them"
-    )
+    for prepare in (_register_backend, keep_tokens_of_preempted_requests, stay_paused_while_asleep):
+        try:
+            prepare()
+        except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
+            logger.warning(
+                "rlrefit's plug-in is made for vLLM %s and does not fit this one (%s: %s: %s). Refits may be refused; "
+                "everything else of vLLM is as it was",
+                SUPPORTED,
+                prepare.__name__,
+                type(error).__name__,
+                error,
+            )
 
 
 def transfer_config() -> Any:
@@ -95,12 +87,3 @@ def _accept_backend(config: type[Any]) -> None:
     backend.type = Literal[(*get_args(backend.type), BACKEND)]
     config.__annotations__["backend"] = backend.type
     rebuild_dataclass(config, force=True)
-
-
-def _call_silu_without_a_layer() -> None:
-    """Let the CPU's experts call SiluAndMul's arithmetic itself, the static method that they would reach."""
-    from vllm.model_executor.layers.activation import SiluAndMul
-    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
-    cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = SiluAndMul.forward_native

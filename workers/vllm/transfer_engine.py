@@ -10,6 +10,10 @@ the reload. So the worker's four calls go straight to the engine, as they do in 
 ``update_weights``                   one refit: all weights, committed on all ranks or on none
 ``finish_weight_update``             makes sure that there was one
 ==================================== ==========================================================
+
+These calls reach workers only. Prefixes that the scheduler cached with the old weights are the caller's to drop: call
+``reset_prefix_cache()`` (``POST /reset_prefix_cache``) before the next request, or start the engine with
+``enable_prefix_caching=False``. :mod:`.driver` does it itself.
 """
 
 from __future__ import annotations
@@ -86,6 +90,7 @@ class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]
         self._engine = ""
         self._updating = False
         self._committed = 0
+        self._told_of_prefixes = False
         _hand_over(Worker)
 
     def open(self, worker: Any, init_info: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +142,19 @@ class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]
                 f"version {refit.refit_state.version} as before. Call update_weights between the two",
                 stage="commit",
             )
+        self._tell_of_prefixes(worker)
         return {"version": refit.serving_version()}
+
+    def _tell_of_prefixes(self, worker: Any) -> None:
+        """Once, on the first worker: no call of a worker reaches the scheduler's prefixes."""
+        if self._told_of_prefixes or worker.rank or not worker.vllm_config.cache_config.enable_prefix_caching:
+            return
+        self._told_of_prefixes = True
+        logger.warning(
+            "vLLM's weight-transfer calls leave the prefixes that were cached with the old weights: new requests that "
+            "share one would mix both. Call reset_prefix_cache() (POST /reset_prefix_cache) after each "
+            "finish_weight_update, or start the engine with enable_prefix_caching=False"
+        )
 
     def _opened(self) -> WorkerRefit:
         if self._refit is None:

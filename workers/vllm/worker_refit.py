@@ -75,7 +75,7 @@ class WorkerRefit(DestinationRefitMixin):
         Raises:
             EngineDirty: none may.
         """
-        self.guard.require_servable()
+        self.guard.require_whole()
         return self.refit_state.version
 
     def _refit(self, version: int, receive: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
