@@ -50,6 +50,8 @@ class DataConfig:
         max_prompt_tokens: longest prompt, with instruction and template.
         overlong_prompts: what a longer one is when the data are read: ``error``, or ``drop``.
         chat_template: put string prompts through the tokenizer's chat template.
+        chat_template_kwargs: variables of the template, e.g. ``enable_thinking: false``; one that it does not read
+            is an error.
     """
 
     train: str = "package:tiny/train.jsonl"
@@ -62,6 +64,7 @@ class DataConfig:
     max_prompt_tokens: int = 16
     overlong_prompts: str = "error"
     chat_template: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -144,12 +144,20 @@ class _Inputs:
             folder = checkpoint_folder(model_path, weights=False)
         except CheckpointUnreachable as error:
             raise ConfigError(config.name, [f"model.path: {error}"]) from error
+        try:
+            # Said, and not left out: transformers would ask at the terminal.
+            hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except (ValueError, OSError) as error:
+            unreadable = (
+                f"model.path: transformers can't read the configuration or the tokenizer of {model_path}: {error} Code "
+                "that comes with a checkpoint (trust_remote_code) is not run; give a model that transformers has itself"
+            )
+            raise ConfigError(config.name, [unreadable]) from error
         if not is_hub_name(model_path):
             check_checkpoint(folder)
-        violations = model_violations(config, AutoConfig.from_pretrained(folder))
-        if violations:
+        if violations := model_violations(config, hf_config):
             raise ConfigError(config.name, violations)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         data = config.data
         self.train = load_prompts(resolve_data_path(data.train), self.tokenizer, data)
         self.validation = load_prompts(resolve_data_path(data.validation), self.tokenizer, held_out(data))

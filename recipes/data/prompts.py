@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -45,11 +47,11 @@ class PromptDataset:
     Args:
         records: from :func:`.dataset.load_records`.
         tokenizer: a fast tokenizer of transformers.
-        config: ``max_prompt_tokens``, ``overlong_prompts``, ``instruction`` and ``chat_template`` are read.
+        config: ``max_prompt_tokens``, ``overlong_prompts``, ``instruction`` and the chat template's keys are read.
 
     Raises:
         DataError: prompts without or (unless they are to be dropped) with too many tokens, all of them listed;
-            none is left; or a chat template is wanted that the tokenizer lacks.
+            none is left; or a chat template is wanted that the tokenizer lacks, or that does not read its variables.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ def load_prompts(source: str, tokenizer: PreTrainedTokenizerFast, config: DataCo
     Args:
         source: as for :func:`.dataset.load_records`.
         tokenizer: a fast tokenizer of transformers.
-        config: keys, ``max_prompt_tokens`` and ``chat_template`` are read.
+        config: keys and what :class:`PromptDataset` takes are read.
 
     Raises:
         DataError: the source can't be read, or some of its records can't be used.
@@ -176,6 +178,7 @@ def _tokenize(
             f"({tokenizer.name_or_path or type(tokenizer).__name__}) has none; set data.chat_template to false and "
             "give prompts as strings, or use a model whose tokenizer has a template"
         )
+    _check_template_kwargs(tokenizer, config, used=not all(plain))
     texts = [
         _text(record, tokenizer, config, templated=not p) for record, p in zip(records, plain, strict=True)
     ]
@@ -224,4 +227,33 @@ def _text(record: Record, tokenizer: PreTrainedTokenizerFast, config: DataConfig
         if isinstance(prompt, str)
         else [dict(message) for message in prompt]
     )
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    return str(
+        tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **config.chat_template_kwargs
+        )
+    )
+
+
+def _check_template_kwargs(tokenizer: PreTrainedTokenizerFast, config: DataConfig, *, used: bool) -> None:
+    """A template ignores a variable that it does not know: the prompts would be others than were asked for."""
+    given = config.chat_template_kwargs
+    if not given:
+        return
+    if not used:
+        raise DataError(
+            f"data.chat_template_kwargs gives {', '.join(given)}, and no prompt goes through the chat template; set "
+            "data.chat_template to true, or leave the variables out"
+        )
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    if taken := [name for name in given if name in own]:
+        raise DataError(
+            f"data.chat_template_kwargs gives {', '.join(taken)}, which the recipe passes to the tokenizer itself; leave "
+            "it out"
+        )
+    template = tokenizer.get_chat_template()
+    if unread := [name for name in given if not re.search(rf"\b{re.escape(name)}\b", template)]:
+        raise DataError(
+            f"data.chat_template_kwargs gives {', '.join(unread)}, which the chat template of "
+            f"{tokenizer.name_or_path or type(tokenizer).__name__} never reads: it would change nothing; correct the "
+            "name, or leave it out"
+        )

@@ -35,6 +35,27 @@ def test_a_string_prompt_becomes_the_users_message_of_the_chat_template(tokenize
     assert dataset[0].token_ids == tuple(tokenizer("<user>hi>", add_special_tokens=False)["input_ids"])
 
 
+def test_the_templates_variables_reach_it(tokenizer):
+    tokenizer.chat_template = TEMPLATE + "{% if enable_thinking is false %}!{% endif %}"
+    told = {"chat_template": True, "chat_template_kwargs": {"enable_thinking": False}}
+    assert PromptDataset(records("hi"), tokenizer, DataConfig(**told))[0].text == "<user>hi>!"
+
+
+@pytest.mark.parametrize(
+    ("variables", "chat_template", "told"),
+    [
+        ({"enable_thinkng": False}, True, "gives enable_thinkng, which the chat template of .* never reads"),
+        ({"tokenize": True}, True, "gives tokenize, which the recipe passes to the tokenizer itself"),
+        ({"enable_thinking": False}, False, "no prompt goes through the chat template"),
+    ],
+)
+def test_variables_that_would_change_nothing_are_refused(tokenizer, variables, chat_template, told):
+    tokenizer.chat_template = TEMPLATE + "{% if enable_thinking is false %}!{% endif %}"
+    config = DataConfig(chat_template=chat_template, chat_template_kwargs=variables)
+    with pytest.raises(DataError, match=told):
+        PromptDataset(records("hi"), tokenizer, config)
+
+
 def test_messages_go_through_the_chat_template_in_any_case(tokenizer):
     tokenizer.chat_template = TEMPLATE
     messages = ({"role": "system", "content": "a"}, {"role": "user", "content": "b"})

@@ -76,6 +76,22 @@ def test_weights_of_another_model_are_refused_by_name(
     assert "mlp" in output
 
 
+def test_a_checkpoint_that_needs_code_of_its_own_is_refused_and_none_of_it_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rlrefit.recipes.tiny.checkpoints import make_checkpoint
+
+    folder = make_checkpoint("qwen3", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    own = {"model_type": "of_its_own", "auto_map": {"AutoConfig": "configuration.Config"}}
+    (folder / "config.json").write_text(json.dumps(config | own))
+    (folder / "configuration.py").write_text("raise SystemExit('it ran')\n")
+    arguments = ("train", "recipe=grpo_tiny", f"model.path={folder}")
+    code, output = run_here(*arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    assert code == 2
+    assert "Code that comes with a checkpoint (trust_remote_code) is not run" in output
+
+
 def test_a_taken_port_is_named_with_the_key_to_change() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
