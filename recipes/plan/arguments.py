@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--enumerate-with-bridge",
         action="store_true",
-        help="hold the plan against what the installed Megatron-Bridge would export; takes half a minute",
+        help="hold the plan against what the installed Megatron-Bridge would export and one rank of each pipeline stage "
+        "hold; takes half a minute",
     )
     add("--heat-map", default="", metavar="FILE", help="write bytes by pair of ranks as .png or .html")
     add(

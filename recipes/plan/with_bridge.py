@@ -10,6 +10,7 @@ from pathlib import Path
 from ...integration.holdings import Holdings
 from ...integration.layout import Box, volume
 from ...integration.manifest import TensorSpec
+from ...workers.catalog import bundled_models, bundled_name
 from ...workers.megatron.offline import OfflineError, OfflineExport, enumerate_offline
 from .study import Study
 
@@ -18,24 +19,33 @@ _NAMED = 3
 
 
 def differences_from_bridge(study: Study) -> list[str]:
-    """Where Bridge disagrees with the plan on the export or on what the first and last trainer rank hold.
+    """Where Bridge disagrees with the plan on the export or on what trainer ranks hold: the first one of each pipeline
+    stage, and the last one of all.
 
     Returns:
         One sentence for each kind of difference, or why Bridge can't be asked; empty if all agrees.
     """
     options = study.options
-    ranks = tuple(dict.fromkeys((0, options.train.world_size - 1)))
+    world = options.train.world_size
+    # Stages differ in their layers, and one has all kinds of shapes that its ranks have; the last rank has the highest
+    # place in every group.
+    ranks = tuple(dict.fromkeys((*range(0, world, world // options.train.pp), world - 1)))
     with tempfile.TemporaryDirectory() as scratch:
         config = Path(scratch) / "config.json"
         config.write_text(json.dumps(options.model.config))
-        given = Path(options.model.name)
+        # The folder may have an index of safetensors.
+        given = opened_path(options.model.name)
         try:
-            export = enumerate_offline(
-                given if given.exists() else config, options.train, ranks, options.model.dtype
-            )
+            export = enumerate_offline(given or config, options.train, ranks, options.model.dtype)
         except OfflineError as error:
             return [f"bridge: {error}"]
     return differences(study, export)
+
+
+def opened_path(name: str) -> Path | None:
+    """The path that a model of this name was opened from; None if it is bundled or of the hub, whatever lies here."""
+    bundled = name.lower() in bundled_models() or bundled_name(name) is not None
+    return Path(name) if not bundled and Path(name).exists() else None
 
 
 def differences(study: Study, export: OfflineExport) -> list[str]:

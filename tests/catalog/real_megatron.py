@@ -53,19 +53,19 @@ def _one(auto_bridge: Any, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _provider(bridge: Any, layout: dict[str, Any]) -> Any:
-    from rlrefit.workers.megatron.model import MegatronLayout, _set_for_cpu, _set_layout, _set_precision
+    from rlrefit.workers.megatron.model import MegatronLayout, set_for_cpu, set_layout, set_precision
 
     provider = bridge.to_megatron_provider(load_weights=False)
     tp, pp, ep, etp, cp, vpp = (layout.get(key, 1) for key in SIZES)
-    _set_layout(provider, MegatronLayout(tp, pp, vpp if vpp > 1 else None, ep, etp, cp))
+    set_layout(provider, MegatronLayout(tp, pp, vpp if vpp > 1 else None, ep, etp, cp))
     provider.should_pad_vocab = True
     provider.make_vocab_size_divisible_by = layout["vocabulary_multiple"]
     provider.num_layers_in_first_pipeline_stage = layout.get("first")
     provider.num_layers_in_last_pipeline_stage = layout.get("last")
-    _set_precision(provider, torch.bfloat16)
+    set_precision(provider, torch.bfloat16)
     provider.perform_initialization = False
     provider.moe_grouped_gemm = True
-    _set_for_cpu(provider)
+    set_for_cpu(provider)
     provider.finalize()
     return provider
 

@@ -93,16 +93,16 @@ def _build(layout: Layout, checkpoint: str) -> tuple[Any, list[Any]]:
     from megatron.bridge import AutoBridge
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from rlrefit.workers.megatron.model import MegatronLayout, _set_for_cpu, _set_layout, _set_precision
+    from rlrefit.workers.megatron.model import MegatronLayout, set_for_cpu, set_layout, set_precision
 
     bridge = AutoBridge.from_hf_pretrained(checkpoint)
     provider = bridge.to_megatron_provider(load_weights=False)
     vpp = layout.vpp if layout.vpp > 1 else None
-    _set_layout(provider, MegatronLayout(layout.tp, layout.pp, vpp, layout.ep, layout.etp, layout.cp))
+    set_layout(provider, MegatronLayout(layout.tp, layout.pp, vpp, layout.ep, layout.etp, layout.cp))
     provider.num_layers_in_first_pipeline_stage = layout.first
     provider.pipeline_model_parallel_layout = layout.stages
-    _set_precision(provider, torch.bfloat16)
-    _set_for_cpu(provider)
+    set_precision(provider, torch.bfloat16)
+    set_for_cpu(provider)
     provider.finalize()
     provider.initialize_model_parallel(seed=0)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -111,7 +111,6 @@ def _build(layout: Layout, checkpoint: str) -> tuple[Any, list[Any]]:
         wrap_with_ddp=layout.ddp,
         use_cpu_initialization=True,
     )
-    bridge.load_hf_weights(model)
     return bridge, model
 
 

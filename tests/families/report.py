@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from tests.spawn import RankFailed, run_ranks
 from .cases import WORLD, Case
 from .checkpoints import write_checkpoint
 from .ranks import MAPPINGS, walk
+
+# Of all cases together, however many of them fail or hang.
+_WALK_S = 400.0
 
 
 class Report:
@@ -46,9 +50,14 @@ def examine(cases: Sequence[Case], folder: Path) -> Report:
     failed: dict[str, str] = {}
     found: dict[str, dict[str, Any]] = {}
     left = list(cases)
+    deadline = time.monotonic() + _WALK_S
     while left:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            failed.update((str(case), f"the walk took longer than {_WALK_S:.0f} s") for case in left)
+            break
         try:
-            run_ranks(walk, WORLD, left, checkpoints, str(folder), timeout_s=400.0)
+            run_ranks(walk, WORLD, left, checkpoints, str(folder), timeout_s=remaining)
         except RankFailed as failure:
             reason = str(failure)
         else:

@@ -21,7 +21,8 @@ from unittest.mock import MagicMock
 import torch
 
 _LOG = logging.getLogger(__name__)
-_CPU = torch.device("cpu")
+# Where the stand-ins put what Megatron asks to have on CUDA.
+DEVICE = torch.device("cpu")
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 
 
@@ -68,7 +69,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
+            kwargs["device"] = DEVICE
         return factory(*args, **kwargs)
 
     return make
@@ -87,7 +88,7 @@ def _cpu_view_of_torch() -> _View:
     cuda = _View(
         torch.cuda,
         {
-            "current_device": lambda: _CPU,
+            "current_device": lambda: DEVICE,
             "set_device": nothing,
             "synchronize": nothing,
             "empty_cache": nothing,

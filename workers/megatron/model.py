@@ -175,14 +175,14 @@ def build_megatron(
 
     bridge = auto_bridge.from_hf_pretrained(str(folder))
     provider = bridge.to_megatron_provider(load_weights=False)
-    _set_layout(provider, layout)
-    _set_precision(provider, dtype)
+    set_layout(provider, layout)
+    set_precision(provider, dtype)
     _set_for_reinforcement_learning(provider)
     if recompute is not None:
         _set_recompute(provider, recompute)
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
-        _set_for_cpu(provider)
+        set_for_cpu(provider)
     elif importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         # Bridge turns it on wherever there is a GPU, but the output layer needs Apex's extension for it.
         provider.gradient_accumulation_fusion = False
@@ -225,7 +225,8 @@ def _check_on_all_ranks(model_path: str | Path, weights: bool) -> tuple[Path, An
     return folder, config
 
 
-def _set_layout(provider: Any, layout: MegatronLayout) -> None:
+def set_layout(provider: Any, layout: MegatronLayout) -> None:
+    """Give Bridge's model provider the layout, and all that follows from it."""
     provider.tensor_model_parallel_size = layout.tensor_parallel
     provider.pipeline_model_parallel_size = layout.pipeline_parallel
     provider.virtual_pipeline_model_parallel_size = layout.virtual_pipeline
@@ -254,7 +255,8 @@ def _set_recompute(provider: Any, recompute: Recompute) -> None:
         provider.recompute_modules = list(recompute.modules)
 
 
-def _set_precision(provider: Any, dtype: torch.dtype) -> None:
+def set_precision(provider: Any, dtype: torch.dtype) -> None:
+    """Give Bridge's model provider the dtype of parameters and activations."""
     provider.params_dtype = provider.pipeline_dtype = provider.autocast_dtype = dtype
     provider.bf16 = dtype == torch.bfloat16
     provider.fp16 = dtype == torch.float16
@@ -281,7 +283,8 @@ def _set_for_reinforcement_learning(provider: Any) -> None:
     provider.moe_router_dtype = "fp32"
 
 
-def _set_for_cpu(provider: Any) -> None:
+def set_for_cpu(provider: Any) -> None:
+    """Turn off what Bridge's model provider would have GPU kernels do."""
     for fusion in (
         "apply_rope_fusion",
         "bias_activation_fusion",

@@ -23,6 +23,7 @@ import torch
 from ...integration.layout import Box
 from ...integration.manifest import TensorSpec, dtype_name, dtype_of
 from ..catalog import TrainLayout
+from .offline_bridge import config_file
 
 # Of the child's output in an error, the last characters: the exception is at the end.
 _TOLD = 1500
@@ -89,7 +90,7 @@ class OfflineExport:
         specs: names, shapes and dtypes of the whole export, in its order; the vocabulary without padding.
         ranks: by trainer rank.
         seconds: that it took after the imports.
-        peak_rss_bytes: of the process, with all that it was asked before.
+        peak_rss_bytes: of the process, with its imports and all that it was asked before.
     """
 
     specs: list[TensorSpec]
@@ -112,8 +113,8 @@ def ask_bridge(questions: Sequence[OfflineQuestion], timeout_s: float = 600.0) -
     """Answer all questions, in order, in one process of its own: most of the time goes into its imports.
 
     Raises:
-        OfflineError: a layout that is not possible or has no such rank (all that is wrong is listed), a
-            configuration that Bridge can't read, Megatron is not installed, or it took longer than ``timeout_s``.
+        OfflineError: a layout that is not possible or has no such rank, a configuration that is not there (all that is
+            wrong is listed) or that Bridge can't read, Megatron is not installed, or it took longer than ``timeout_s``.
     """
     problems = [problem for question in questions for problem in _problems(question)]
     if problems:
@@ -133,7 +134,7 @@ def ask_bridge(questions: Sequence[OfflineQuestion], timeout_s: float = 600.0) -
             done = subprocess.run(
                 [sys.executable, "-m", f"{__package__}.offline_child", str(answers)],
                 input=json.dumps(asked),
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
                 capture_output=True,
                 text=True,
                 timeout=timeout_s,
@@ -154,11 +155,16 @@ def ask_bridge(questions: Sequence[OfflineQuestion], timeout_s: float = 600.0) -
 
 
 def _problems(question: OfflineQuestion) -> list[str]:
+    missing = (
+        []
+        if config_file(question.config).is_file()
+        else [f"{config_file(question.config)} is no file; give a config.json or the folder that has one"]
+    )
     found = question.layout.violations()
     if found:
-        return found
+        return [*missing, *found]
     world = question.layout.world_size
-    return [
+    return missing + [
         f"rank {rank} is not among the {world} trainer ranks of {question.layout}"
         for rank in question.ranks
         if not 0 <= rank < world

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
 import json
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,15 @@ def config_only_bridge(auto_bridge: Any, path: str) -> tuple[Any, Any]:
             index's names; otherwise the names that transformers would save.
 
     Raises:
-        OSError, ValueError: transformers can't read the configuration, or Bridge has no model of it.
+        OSError, ValueError: there is no such file, transformers can't read it, or Bridge has no model of it.
     """
     from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
     from transformers import AutoConfig, GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    # transformers would take any other text for a hub name, and wait for the network.
+    if not config_file(path).is_file():
+        raise FileNotFoundError(f"there is no configuration at {config_file(path)}")
     config = AutoConfig.from_pretrained(path)
     if not config.architectures:
         # Bridge goes by the name of the class that was saved; the configuration's own one is the default.
@@ -43,6 +47,11 @@ def config_only_bridge(auto_bridge: Any, path: str) -> tuple[Any, Any]:
     if not auto_bridge.supports(config):
         raise ValueError(f"Megatron-Bridge has no model of {config.architectures[0]}")
     return config, auto_bridge(pretrained)
+
+
+def config_file(path: str | Path) -> Path:
+    """The ``config.json`` that is meant by its path or its folder's."""
+    return Path(path) / "config.json" if Path(path).is_dir() else Path(path)
 
 
 class _State(dict[str, torch.Tensor]):
@@ -72,6 +81,19 @@ def _names(path: Path, config: Any) -> Container[str]:
     if index.is_file():
         return frozenset(json.loads(index.read_text())["weight_map"])
     return _AllButTied(bool(config.get_text_config().tie_word_embeddings))
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Other attributes of a module or class for a while; those that it had come back, whatever happens."""
+    own = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(owner, name, value)
 
 
 def accept_any_attention() -> None:

@@ -10,14 +10,13 @@ import contextlib
 import functools
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,10 +24,9 @@ import torch.distributed as dist
 from ...integration.manifest import TensorSpec, dtype_name
 from ..catalog import TrainLayout
 from . import cpu_standins, enumeration
-from . import source as source_module
-from .model import MegatronLayout, _set_for_cpu, _set_layout, _set_precision
-from .offline_bridge import accept_any_attention, accept_mamba, config_only_bridge
-from .source import MegatronSource
+from .model import MegatronLayout, set_for_cpu, set_layout, set_precision
+from .offline_bridge import accept_any_attention, accept_mamba, config_only_bridge, replaced
+from .source import MegatronSource, Survey
 
 # Makes the model chunks of one rank.
 ModelOf = Callable[[int], AbstractContextManager[list[Any]]]
@@ -51,48 +49,69 @@ def _answer(auto_bridge: Any, question: dict[str, Any]) -> dict[str, Any]:
     if config.model_type == "nemotron_h":
         accept_mamba()
     model_of = functools.partial(_model, bridge, layout, getattr(torch, question["dtype"]))
+    ranks = question["ranks"] or [0]
+    stage_size = layout.world_size // layout.pp
+    exports = {
+        column: _export_of(bridge, layout, model_of, column) for column in {r % stage_size for r in ranks}
+    }
     answer: dict[str, Any] = {"ranks": []}
-    for rank in question["ranks"] or [0]:
-        with _source(bridge, layout, model_of, rank) as source:
+    for rank in ranks:
+        with _source(bridge, model_of, rank, exports[rank % stage_size]) as source:
             answer["specs"] = [spec.to_json() for spec in source.specs()]
             if question["ranks"]:
                 answer["ranks"].append(_held(source))
     answer["seconds"] = time.monotonic() - started
-    answer["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    answer["peak_rss_bytes"] = _peak_rss_bytes()
     return answer
 
 
-@contextlib.contextmanager
-def _source(bridge: Any, layout: TrainLayout, model_of: ModelOf, rank: int) -> Iterator[MegatronSource]:
-    """The rank as a source of weights, after the ranks of its pipeline have exported their stages one by one."""
+def _peak_rss_bytes() -> int:
+    # Not getrusage's: that has the peak of the process that started this one, too.
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+@dataclass(frozen=True)
+class _PipelineExport:
+    """What the ranks of one pipeline export.
+
+    Attributes:
+        names: of the parameters of each stage's tasks.
+        specs: what is exported of a parameter.
+    """
+
+    names: list[list[str]]
+    specs: dict[str, list[TensorSpec]]
+
+
+def _export_of(bridge: Any, layout: TrainLayout, model_of: ModelOf, column: int) -> _PipelineExport:
+    """The stages of one pipeline, which has ``column`` in the first stage, export one by one."""
     stage_size = layout.world_size // layout.pp
-    names: list[list[str]] = []
-    exported: dict[str, list[TensorSpec]] = {}
+    found = _PipelineExport([], {})
     for stage in range(layout.pp):
-        with model_of(rank % stage_size + stage * stage_size) as model, _object_collectives(None):
+        with model_of(column + stage * stage_size) as model, _object_collectives(None):
             tasks = enumeration.conversion_tasks(bridge, model)
-            names.append([task.global_param_name for task in tasks])
+            found.names.append([task.global_param_name for task in tasks])
             # A parameter that two stages hold (tied embeddings) is the first one's; one that the checkpoint lacks has
             # a task without it.
             tasks = [
                 task
                 for task in tasks
-                if task.param_weight is not None and task.global_param_name not in exported
+                if task.param_weight is not None and task.global_param_name not in found.specs
             ]
             for task, specs in zip(tasks, enumeration.run_on_meta(bridge, model, tasks), strict=True):
-                exported[task.global_param_name] = specs
+                found.specs[task.global_param_name] = specs
+    return found
 
-    def all_stages(bridge: Any, model: list[Any], pp_group: Any) -> enumeration.Enumeration:
+
+@contextlib.contextmanager
+def _source(bridge: Any, model_of: ModelOf, rank: int, export: _PipelineExport) -> Iterator[MegatronSource]:
+    """The rank as a source of weights."""
+    with model_of(rank) as model, _object_collectives(export.names):
         tasks = enumeration.conversion_tasks(bridge, model)
-        return enumeration.joined(tasks, [exported.get(task.global_param_name, []) for task in tasks])
-
-    with (
-        model_of(rank) as model,
-        _object_collectives(names),
+        joined = enumeration.joined(tasks, [export.specs.get(task.global_param_name, []) for task in tasks])
         # Probing Bridge with values needs real memory and ranks; what it would disprove here shows on the cluster.
-        patch.multiple(source_module, enumerate_export=all_stages, disproved_tasks=lambda *args: {}),
-    ):
-        yield MegatronSource(bridge, model)
+        yield MegatronSource(bridge, model, Survey(joined, disproved={}))
 
 
 def _held(source: MegatronSource) -> dict[str, Any]:
@@ -119,10 +138,7 @@ def _object_collectives(stages: list[list[str]] | None) -> Iterator[None]:
     def broadcast(objects: list[Any], *args: Any, **kwargs: Any) -> None:
         """Everybody has them already."""
 
-    with (
-        patch.object(dist, "all_gather_object", gather),
-        patch.object(dist, "broadcast_object_list", broadcast),
-    ):
+    with replaced(dist, all_gather_object=gather, broadcast_object_list=broadcast):
         yield
 
 
@@ -138,7 +154,7 @@ def _model(bridge: Any, layout: TrainLayout, dtype: torch.dtype, rank: int) -> I
         provider = _provider(bridge, layout, dtype)
         provider.initialize_model_parallel(seed=0, create_gloo_process_groups=False)
         # The stand-ins answer with their device where Megatron names CUDA.
-        with meta, patch.object(cpu_standins, "_CPU", meta):
+        with meta, replaced(cpu_standins, DEVICE=meta):
             model = provider.provide_distributed_model(
                 wrap_with_ddp=False, init_model_with_meta_device=True, bf16=provider.bf16, fp16=provider.fp16
             )
@@ -154,7 +170,7 @@ def _model(bridge: Any, layout: TrainLayout, dtype: torch.dtype, rank: int) -> I
 def _provider(bridge: Any, layout: TrainLayout, dtype: torch.dtype) -> Any:
     provider = bridge.to_megatron_provider(load_weights=False)
     chunks = layout.vpp if layout.vpp > 1 else None
-    _set_layout(provider, MegatronLayout(layout.tp, layout.pp, chunks, layout.ep, layout.etp, layout.cp))
+    set_layout(provider, MegatronLayout(layout.tp, layout.pp, chunks, layout.ep, layout.etp, layout.cp))
     provider.should_pad_vocab = True
     provider.make_vocab_size_divisible_by = layout.vocabulary_multiple
     counts = [len(stage) for stage in layout.stage_layers(provider.num_layers)]
@@ -162,9 +178,9 @@ def _provider(bridge: Any, layout: TrainLayout, dtype: torch.dtype) -> Any:
         uneven_last = counts[-1] if layout.first is None else None
         provider.num_layers_in_first_pipeline_stage = layout.first
         provider.num_layers_in_last_pipeline_stage = layout.last or uneven_last
-    _set_precision(provider, dtype)
+    set_precision(provider, dtype)
     provider.perform_initialization = False
-    _set_for_cpu(provider)
+    set_for_cpu(provider)
     provider.moe_grouped_gemm = provider.num_moe_experts is not None
     provider.finalize()
     return provider
