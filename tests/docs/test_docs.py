@@ -82,6 +82,53 @@ def test_shell_scripts_parse() -> None:
         assert (done.returncode, done.stderr) == (0, ""), script
 
 
+def _script(beginning: str) -> str:
+    (found,) = re.findall(rf"```bash\n({re.escape(beginning)}.*?)```", CLUSTER, re.DOTALL)
+    return found
+
+
+def test_a_head_that_never_answers_ends_the_slurm_job_with_what_it_said(tmp_path: Path) -> None:
+    for name, text in {
+        "scontrol": "echo host1",
+        "srun": 'case "$*" in *ip-address) echo 127.0.0.1;; *) echo no route to host1 >&2; exit 1;; esac',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    script = _script("#!/bin/bash").replace("SECONDS + 300", "SECONDS + 0")
+    done = subprocess.run(
+        ["bash", "-s", "grpo_tiny"],
+        input=script,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "host1", "SLURM_CPUS_PER_TASK": "1"},
+    )
+    assert done.returncode == 1
+    assert "Ray on host1 did not answer in time; it said last: no route to host1" in done.stderr
+
+
+def test_a_limit_of_locked_memory_that_cannot_be_lifted_is_told_and_ray_starts(tmp_path: Path) -> None:
+    activate, environment = _script("source /opt/rlrefit/.venv").split("\n", 1)
+    assert activate.startswith("source ")
+    (tmp_path / "env.sh").write_text('ulimit() { [ "$1" = -H ] && echo 64; }\n' + environment)
+    done = subprocess.run(
+        ["bash", "-c", "source env.sh && echo started"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.stdout == "started\n"
+    assert "is limited to 64 KiB" in done.stderr
+
+
+def test_every_recipe_has_time_to_save_before_slurm_ends_its_job(rows: dict[str, Row]) -> None:
+    told = re.findall(r"^\| (`.*`.*) \| (\d+) \|$", CLUSTER, re.MULTILINE)
+    recipes = {name: int(seconds) for row, seconds in told for name in re.findall(r"`(\w+_\w+)`", row)}
+    assert recipes.keys() == rows.keys()
+    assert f"--signal=B:TERM@{recipes['grpo_qwen3_30b_a3b']}\n" in _script("#!/bin/bash")
+
+
 def test_the_kubernetes_job_is_yaml_with_a_gpu_for_each_rank_of_its_recipe(rows: dict[str, Row]) -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", CLUSTER, re.DOTALL)
     job = yaml.safe_load(text)
