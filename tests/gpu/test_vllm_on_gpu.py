@@ -1,9 +1,14 @@
-"""Refits of real vLLM engines on GPUs: FP8, CUDA graphs, sleep, TP2. The trainer is a process on the last GPU."""
+"""Refits of real vLLM engines on GPUs: TP2, experts, CUDA graphs, sleep, FP8. The trainer is a process on the last GPU.
+
+An engine of each configuration serves all of its tests, since starting it takes longest; what is being started is
+printed as it goes on.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,36 +24,40 @@ from .vllm_checkpoints import read_checkpoint, write_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(600),
+    # An engine starts within a minute, and the first test that needs it has the rest.
+    pytest.mark.timeout(75),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two CUDA devices"),
 ]
 
 PROMPTS = [[5, 17, 33, 90], [101, 7, 8, 9, 10, 11], [64], [3 + i % 1000 for i in range(160)]]
 CONFIG = RefitConfig(bucket_mb=4, timeout_s=120.0, verify="full")
-FP8 = {"fp8": True}
+EAGER = {"enforce_eager": True}
+FP8 = {"fp8": True, "experts": True}
 # name → (checkpoint, arguments of LLM, environment)
 CASES: dict[str, tuple[dict[str, bool], dict[str, Any], dict[str, str]]] = {
-    "eager": ({}, {"enforce_eager": True}, {}),
-    "experts": ({"experts": True}, {"enforce_eager": True}, {}),
+    "eager, TP2": ({}, {**EAGER, "tensor_parallel_size": 2, "async_scheduling": True}, {}),
+    "experts": ({"experts": True}, {**EAGER, "moe_backend": "triton"}, {}),
+    "sleep": ({}, {**EAGER, "enable_sleep_mode": True}, {}),
     "CUDA graphs": (
         {},
         # cudagraph_mode FULL with async scheduling gave other tokens each time on vLLM 0.21, before any refit.
         {
-            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": [1, 2, 4],
+            },
             "async_scheduling": False,
         },
         {},
     ),
-    "FP8 blocks": (FP8, {"enforce_eager": True}, {"VLLM_USE_DEEP_GEMM": "0"}),
-    "FP8 blocks, DeepGEMM": (FP8, {"enforce_eager": True}, {"VLLM_USE_DEEP_GEMM": "1"}),
-    "FP8 blocks, experts": (
-        {**FP8, "experts": True},
-        {"enforce_eager": True},
-        {"VLLM_USE_DEEP_GEMM": "0"},
-    ),
-    "quantized online": ({}, {"enforce_eager": True, "quantization": "fp8"}, {}),
-    "TP2": ({}, {"enforce_eager": True, "tensor_parallel_size": 2}, {}),
+    "FP8 blocks": (FP8, EAGER, {"VLLM_USE_DEEP_GEMM": "0"}),
+    "FP8 blocks, DeepGEMM": (FP8 | {"experts": False}, EAGER, {"VLLM_USE_DEEP_GEMM": "1"}),
 }
+# Between log-probabilities of one token under the same weights: BF16, by kernels for decoding and for prompts.
+SAME = 0.2
+# What other weights differ by, at the least, on one token of many.
+OTHER = 1.0
 
 
 class CheckpointSource:
@@ -87,25 +96,30 @@ class CheckpointSource:
         return tuple(t.data_ptr() for t in self._held.values())
 
 
-def trainer_main(device: int, paths: Sequence[str], commands: Any, answers: Any) -> None:
-    """Join (a rendezvous) or send (index, version), until told None."""
+def trainer_main(device: int, commands: Any, answers: Any) -> None:
+    """Take the weights of other checkpoints (paths), join (a rendezvous) or send (index, version), until told None."""
     from rlrefit.integration.session import RefitSession
 
     try:
         torch.cuda.set_device(device)
-        source = CheckpointSource(paths, torch.device("cuda", device))
+        source: CheckpointSource | None = None
         session: RefitSession | None = None
         while (command := commands.get()) is not None:
-            if isinstance(command, Rendezvous):
-                if session is not None:
-                    session.close()
-                session = RefitSession.open(command, 0, lambda: source, CONFIG)
-                answers.put(len(session.manifest.specs("misc")))
+            if isinstance(command, list):
+                source = CheckpointSource(command, torch.device("cuda", device))
                 continue
-            assert session is not None
-            index, version = command
-            source.take_on(index)
+            assert source is not None
             try:
+                if isinstance(command, Rendezvous):
+                    if session is not None:
+                        session.close()
+                    session = None
+                    session = RefitSession.open(command, 0, lambda held=source: held, CONFIG)
+                    answers.put(len(session.manifest.specs("misc")))
+                    continue
+                assert session is not None
+                index, version = command
+                source.take_on(index)
                 answers.put(session.refit(version).to_json())
             except RuntimeError as error:
                 answers.put(str(error))
@@ -114,10 +128,31 @@ def trainer_main(device: int, paths: Sequence[str], commands: Any, answers: Any)
         raise
 
 
+class Trainer:
+    """The process on the last GPU; one for all engines, since it takes seconds to start."""
+
+    def __init__(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.commands, self.answers = spawn.Queue(), spawn.Queue()
+        device = torch.cuda.device_count() - 1
+        self._process = spawn.Process(target=trainer_main, args=(device, self.commands, self.answers))
+        self._process.start()
+
+    def answer(self) -> Any:
+        return self.answers.get(timeout=60)
+
+    def close(self) -> None:
+        self.commands.put(None)
+        self._process.join(20)
+        self._process.kill()
+
+
 class Scene:
     """An engine on the first GPUs that was started from checkpoint 0, and a trainer on the last one."""
 
-    def __init__(self, folder: Path, checkpoint: dict[str, bool], arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, trainer: Trainer, checkpoint: dict[str, bool], arguments: dict[str, Any]
+    ) -> None:
         kind = {"fp8": False} | checkpoint
         self.paths = [write_checkpoint(folder / f"{seed}", seed, **kind) for seed in (0, 1)]
         from vllm import LLM
@@ -129,19 +164,18 @@ class Scene:
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=512,
+            max_num_seqs=16,
             gpu_memory_utilization=0.3,
+            kv_cache_memory_bytes=1 << 28,
+            enable_flashinfer_autotune=False,
             worker_extension_cls="tests.gpu.vllm_extension.PoisonExtension",
             **arguments,
         )
         self.driver = VllmDriver(self.llm)
+        self.quantized = kind["fp8"]
         self._ranks = arguments.get("tensor_parallel_size", 1)
-        spawn = multiprocessing.get_context("spawn")
-        self._commands, self.answers = spawn.Queue(), spawn.Queue()
-        device = torch.cuda.device_count() - 1
-        self._trainer = spawn.Process(
-            target=trainer_main, args=(device, self.paths, self._commands, self.answers)
-        )
-        self._trainer.start()
+        self._trainer = trainer
+        trainer.commands.put(self.paths)
         self._server: Any = None
         self.version = -1
         self.reference, self.digests_a = self.generate(), self.digests()
@@ -151,20 +185,29 @@ class Scene:
         if self._server is not None:
             self._server.close()
         self._server = open_rendezvous("127.0.0.1", 1, self._ranks)
-        self._commands.put(self._server.rendezvous)
-        self.driver.init_refit(self._server.rendezvous.to_json(), 1, CONFIG)
-        found = self.answers.get(timeout=120)
+        self._trainer.commands.put(self._server.rendezvous)
+        try:
+            self.driver.init_refit(self._server.rendezvous.to_json(), 1, CONFIG)
+        except RuntimeError:
+            self._server.close()  # or the trainer would wait for the engine
+            assert isinstance(self.sent(), str)
+            raise
+        found = self.sent()
         assert isinstance(found, int), found
         return found
 
+    def sent(self) -> Any:
+        """What the trainer answers."""
+        return self._trainer.answer()
+
     def send(self, index: int) -> None:
         self.version += 1
-        self._commands.put((index, self.version))
+        self._trainer.commands.put((index, self.version))
 
     def refit(self, index: int) -> list[dict[str, Any]]:
         self.send(index)
         records = self.driver.refit(self.version)
-        sent = self.answers.get(timeout=120)
+        sent = self.sent()
         assert isinstance(sent, dict), sent
         return records
 
@@ -187,47 +230,61 @@ class Scene:
             for o in outputs
         ]
 
+    def prefilled(self, contexts: Sequence[list[int]]) -> list[list[float]]:
+        """What the weights of now say, in one pass and without cached prefixes, of each token but the first."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, prompt_logprobs=0
+        )
+        found = self.driver.generate([{"prompt_token_ids": c} for c in contexts], parameters)
+        return [
+            [entry[token].logprob for token, entry in zip(c[1:], f.output.prompt_logprobs[1:], strict=True)]
+            for c, f in zip(contexts, found, strict=True)
+        ]
+
     def close(self) -> None:
-        self._commands.put(None)
-        self._trainer.join(20)
-        self._trainer.kill()
         if self._server is not None:
             self._server.close()
         self.llm.llm_engine.engine_core.shutdown()
 
 
-@pytest.fixture
-def make_scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    scenes: list[Scene] = []
-
-    def make(checkpoint: dict[str, bool], arguments: dict[str, Any], environment: dict[str, str]) -> Scene:
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-        # The engine in a process of its own: its GPU memory goes with it.
-        ours = {
-            "PYTHONPATH": path,
-            "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        }
-        for key, value in {**ours, **environment}.items():
-            monkeypatch.setenv(key, value)
-        scenes.append(Scene(tmp_path, checkpoint, arguments))
-        return scenes[-1]
-
-    yield make
-    for scene in scenes:
-        scene.close()
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[Trainer]:
+    found = Trainer()
+    yield found
+    found.close()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_refits_give_the_engine_that_was_started_from_the_weights(case: str, make_scene: Any) -> None:
-    checkpoint, arguments, environment = CASES[case]
+@pytest.fixture(scope="module")
+def scene(
+    request: pytest.FixtureRequest, trainer: Trainer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scene]:
+    checkpoint, arguments, environment = CASES[request.param]
     if torch.cuda.device_count() < arguments.get("tensor_parallel_size", 1) + 1:
         pytest.skip("needs a GPU for each rank of the engine and one for the trainer")
-    scene = make_scene(checkpoint, arguments, environment)
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    root = str(Path(__file__).resolve().parents[2])
+    # The engine in a process of its own: its GPU memory goes with it.
+    ours = {
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in {**ours, **environment}.items():
+            patch.setenv(key, value)
+        reporter.write_line(f"\nstarting vLLM: {request.param}")
+        began = time.monotonic()
+        started = Scene(tmp_path_factory.mktemp("engine"), trainer, checkpoint, arguments)
+        reporter.write_line(f"vLLM runs after {time.monotonic() - began:.0f} s: {request.param}")
+        yield started
+        started.close()
+
+
+@pytest.mark.parametrize("scene", CASES, indirect=True)
+def test_two_refits_give_the_engine_that_was_started_from_the_weights(scene: Scene) -> None:
     misc = scene.meet()
-    quantized = checkpoint.get("fp8", False) or "quantization" in arguments
-    assert (misc > 0) == quantized
+    assert (misc > 0) == scene.quantized
     digests_b = None
     for _ in range(2):
         scene.poison()
@@ -245,44 +302,61 @@ def test_two_refits_give_the_engine_that_was_started_from_the_weights(case: str,
     assert scene.generate() == scene.reference
 
 
-def test_running_requests_survive_a_refit_under_cuda_graphs(make_scene: Any) -> None:
-    scene = make_scene(*CASES["CUDA graphs"])
+@pytest.mark.parametrize("scene", ["eager, TP2", "CUDA graphs"], indirect=True)
+def test_tokens_around_a_refit_are_those_of_their_versions(scene: Scene) -> None:
+    """Each token that a running request sampled, against one pass of a fresh request over all that it holds."""
+    from vllm import SamplingParams
+
+    config = scene.llm.llm_engine.vllm_config
+    assert config.scheduler_config.async_scheduling == config.model_config.enforce_eager
     scene.meet()
     scene.refit(0)
+    first, tokens = scene.version, 64
     turned: list[int] = []
 
     def turn() -> None:
-        if len(turned) == 4:
+        if len(turned) == 8:
             scene.send(1)
             scene.driver.refit(scene.version)
-            scene.answers.get(timeout=120)
+            assert isinstance(scene.sent(), dict)
         turned.append(scene.version)
 
-    from vllm import SamplingParams
+    parameters = SamplingParams(
+        temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0
+    )
+    found = scene.driver.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, turn)
+    outputs = [f.output.outputs[0] for f in found]
+    sampled = [
+        [entry[token].logprob for token, entry in zip(o.token_ids, o.logprobs, strict=True)] for o in outputs
+    ]
+    contexts = [p + list(o.token_ids) for p, o in zip(PROMPTS, outputs, strict=True)]
+    new = [said[-tokens:] for said in scene.prefilled(contexts)]
+    scene.refit(0)
+    old = [said[-tokens:] for said in scene.prefilled(contexts)]
+    for f, values, by_old, by_new in zip(found, sampled, old, new, strict=True):
+        [versions] = f.versions
+        before = versions.count(first)
+        assert 0 < before < tokens
+        assert list(versions) == [first] * before + [first + 1] * (tokens - before)
+        right = torch.tensor(by_old[:before] + by_new[before:])
+        wrong = torch.tensor(by_new[:before] + by_old[before:])
+        assert (torch.tensor(values) - right).abs().max() < SAME
+        assert (torch.tensor(values[:before]) - wrong[:before]).abs().max() > OTHER
+        assert (torch.tensor(values[before:]) - wrong[before:]).abs().max() > OTHER
 
-    parameters = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": p} for p in PROMPTS]
-    for found in scene.driver.generate(prompts, parameters, turn):
-        [versions] = found.versions
-        assert set(versions) == {0, 1}
-        assert list(versions) == sorted(versions)
-        assert len(versions) == 64
 
-
+@pytest.mark.parametrize("scene", ["sleep"], indirect=True)
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_sleeping_engine_is_refitted_between_its_weights_and_its_kv_cache(
-    level: int, make_scene: Any
-) -> None:
+def test_a_sleeping_engine_is_refitted_between_its_weights_and_its_kv_cache(level: int, scene: Scene) -> None:
     from rlrefit.integration.errors import EngineDirty, RefitError
 
-    scene = make_scene({}, {"enforce_eager": True, "enable_sleep_mode": True}, {})
     scene.meet()
     scene.refit(1)
     scene.llm.sleep(level)
     scene.send(0)
     with pytest.raises(RefitError, match="asleep"):
         scene.driver.refit(scene.version)
-    assert isinstance(scene.answers.get(timeout=120), str)
+    assert isinstance(scene.sent(), str)
     scene.llm.wake_up(tags=["weights"])
     if level == 2:
         with pytest.raises(EngineDirty):
@@ -291,19 +365,26 @@ def test_a_sleeping_engine_is_refitted_between_its_weights_and_its_kv_cache(
     for _ in range(2):
         scene.refit(0)
         assert scene.digests() == scene.digests_a
+        with pytest.raises(EngineDirty, match="kv_cache"):
+            scene.generate()
         scene.llm.wake_up(tags=["kv_cache"])
         assert scene.generate() == scene.reference
         scene.refit(1)
         assert scene.generate() != scene.reference
         scene.llm.sleep(level)
         scene.llm.wake_up(tags=["weights"])
+    scene.refit(0)
+    scene.llm.wake_up(tags=["kv_cache"])
 
 
-def test_an_engine_that_slept_before_the_first_refit_is_refused(make_scene: Any) -> None:
-    """Nobody saw it fall asleep: the weights' addresses say that there is no memory behind them."""
+@pytest.mark.parametrize("scene", ["sleep"], indirect=True)
+def test_an_engine_that_sleeps_is_refused_before_an_epoch_begins(scene: Scene) -> None:
     from rlrefit.integration.errors import RefitError
 
-    scene = make_scene({}, {"enforce_eager": True, "enable_sleep_mode": True}, {})
     scene.llm.sleep(1)
-    with pytest.raises((RefitError, AssertionError), match="asleep"):
+    with pytest.raises(RefitError, match="asleep"):
         scene.meet()
+    scene.llm.wake_up()
+    scene.meet()
+    scene.refit(0)
+    assert scene.generate() == scene.reference
