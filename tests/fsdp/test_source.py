@@ -157,6 +157,14 @@ def test_a_storage_that_moves_changes_the_key_and_the_next_fragments() -> None:
     assert fragment.view.data_ptr() == model.lm_head.weight.data_ptr()
 
 
+def test_a_parameter_that_is_gone_ends_the_refit() -> None:
+    model = _tiny()
+    source = FSDPSource(model)
+    model.lm_head.weight = None
+    with pytest.raises(RefitError, match="Linear has no weight any more"):
+        source.storage_key()
+
+
 def test_models_whose_weights_are_not_their_parameters_are_refused_with_all_reasons() -> None:
     model = _tiny()
     model.peft_config, model.hf_quantizer = {"default": None}, object()
@@ -189,10 +197,15 @@ def test_a_joined_tensor_that_transformers_cut_by_an_unfit_style_is_refused() ->
 def _on_two_ranks(rank: int, checkpoint: str) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor, Partial
 
+    seen: dict[str, Any] = {}
+    plain = _tiny()
+    names = [spec.name for spec in FSDPSource(plain).specs()]
+    plain.model.layers[0] = torch.compile(plain.model.layers[0])
+    seen["compiled"] = [spec.name for spec in FSDPSource(torch.compile(plain)).specs()] == names
+
     gathering = Layout(2, reshard=False)
     model = build(checkpoint, gathering, mesh_of(gathering))
     tokens = torch.arange(6).view(1, 6)
-    seen: dict[str, Any] = {}
     model(input_ids=tokens, labels=tokens).loss.backward()
     with torch.no_grad():
         model(input_ids=tokens)
@@ -222,6 +235,12 @@ def _on_two_ranks(rank: int, checkpoint: str) -> dict[str, Any]:
 
     own = Layout(1, tensor=2, own_plan=True)
     planned = build(checkpoint, own, mesh_of(own))
+    planned.lm_head.register_buffer("odd", torch.ones(1))
+    try:
+        FSDPSource(planned)
+    except RefitError as error:
+        seen["odd"] = str(error)
+    del planned.lm_head.odd
     planned._tp_plan["model.layers.*.self_attn.o_proj"] = "colwise"
     planned._tp_plan["model.layers.*.mlp.down_proj"] = "of another version"
     try:
@@ -231,9 +250,12 @@ def _on_two_ranks(rank: int, checkpoint: str) -> dict[str, Any]:
     return seen
 
 
-def test_on_ranks_gathered_parameters_are_read_as_shards_and_unsure_layouts_refused(tmp_path: Path) -> None:
+def test_ranks_read_gathered_parameters_as_shards_see_through_compile_and_refuse_unsure_layouts(
+    tmp_path: Path,
+) -> None:
     ranks = run_ranks(_on_two_ranks, 2, make_model("qwen3", tmp_path / "model"), timeout_s=60.0)
     for rank, seen in enumerate(ranks):
+        assert seen["compiled"]
         assert seen["gathered before"]
         assert seen["gathered"]
         assert seen["rows"] == (31 * rank, 31 * rank + 31)
@@ -242,5 +264,6 @@ def test_on_ranks_gathered_parameters_are_read_as_shards_and_unsure_layouts_refu
         assert list(seen["refused"]) == ["lm_head.weight"]
         assert "redistribute the tensor" in seen["refused"]["lm_head.weight"]
         assert seen["summed"] == [2.0]
+        assert "lm_head.odd: Qwen3ForCausalLM has no tensor of this name" in seen["odd"]
         assert "no shard rule for the style 'of another version'" in seen["plan"]
         assert "is not what the style 'colwise' makes of [32, 32]" in seen["plan"]

@@ -76,6 +76,9 @@ class OwnPlan:
         kind = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
         with torch.device("meta"):
             whole = kind(model.config).state_dict()
+        _require_none(
+            [f"{name}: {kind.__name__} has no tensor of this name" for name in shapes if name not in whole]
+        )
         self._mesh = model._device_mesh
         self._shapes = {name: tuple(whole[name].shape) for name in shapes}
         self._cuts: dict[str, tuple[int | None, int]] = {}

@@ -30,8 +30,14 @@ class _Place:
         """
         registered = self.module._parameters.get(self.key)
         if registered is None:
-            found: torch.Tensor = self.module._buffers[self.key]  # type: ignore[assignment]
-            return found
+            buffer = self.module._buffers.get(self.key)
+            if buffer is None:
+                raise RefitError(
+                    f"{type(self.module).__name__} has no {self.key} any more, which it had when the refit was prepared; "
+                    "an engine would keep old values. Nothing was sent. Prepare the refit again, with a new source",
+                    stage="bind",
+                )
+            return buffer
         gathered = self.shard is not None and self.shard.sharded_state.name != "SHARDED"
         return self.shard.sharded_param if gathered else registered
 
@@ -51,7 +57,10 @@ class KeptTensors:
 
     def __init__(self, model: torch.nn.Module):
         # Brings gathered parameters back to shards once, so that it and the modules show these.
-        state = model.state_dict(keep_vars=True)
+        state = {
+            name.replace("_orig_mod.", ""): tensor  # which torch.compile puts around a module
+            for name, tensor in model.state_dict(keep_vars=True).items()
+        }
         places = dict(_places(model))
         strangers = [name for name, tensor in state.items() if id(tensor) not in places]
         if strangers:
