@@ -68,6 +68,18 @@ def test_vllm_reads_the_values(w: torch.Tensor, arithmetic: Arithmetic) -> None:
     assert torch.equal(nvfp4.dequantize(packed, scales, scale_2), expected)
 
 
+@pytest.mark.parametrize("arithmetic", Arithmetic)
+def test_every_tie_and_its_neighbours_get_the_code_of_exact_arithmetic(arithmetic: Arithmetic) -> None:
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    values = torch.cat((middles, middles.nextafter(torch.tensor(0.0)), middles.nextafter(torch.tensor(9.0))))
+    w = torch.full((3, 16), -6.0)  # makes the scale 1
+    w[:, :14] = torch.stack((values, -values)).reshape(3, 14)
+    packed, scales, _ = nvfp4.quantize(w, torch.ones(()), arithmetic)
+    assert scales.float().unique().tolist() == [1.0]
+    wanted = [nearest(Fraction(v), E2M1) | (8 if v < 0 else 0) for v in w.flatten().tolist()]
+    assert nvfp4.unpack(packed).flatten().tolist() == wanted
+
+
 def test_codes_are_packed_as_compressed_tensors_packs_them() -> None:
     codes = torch.tensor(list(product(range(16), range(16))), dtype=torch.uint8).reshape(16, 32)
     packed = nvfp4.pack(codes)
