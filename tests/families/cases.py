@@ -88,5 +88,7 @@ COPIED = Case("qwen3-tied-twice", _TP2_PP2)
 FEW_GROUPS = Case("qwen3-few-groups", _TP4)
 # Bridge changed, see :mod:`.variants`: what its rules no longer fit.
 CHANGED = tuple(Case(f"qwen3-{change}", _UNEVEN) for change in ("exchanged", "shifted"))
+# A rule that raises on one rank, see :mod:`.variants`.
+BROKEN = Case("qwen3-broken", _TP2_PP2)
 # Mapping classes by themselves, see :mod:`.mappings`.
 CONVERSIONS = tuple(Case("mappings", Layout(tp=tp)) for tp in (2, 4))

@@ -98,6 +98,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3-exchanged": {"model_type": "qwen3", **_COMMON},
     "qwen3-shifted": {"model_type": "qwen3", **_COMMON},
+    "qwen3-broken": {"model_type": "qwen3", **_COMMON},
     "gemma2": {"model_type": "gemma2", **_COMMON, "tie_word_embeddings": True},
     "gemma3": {"model_type": "gemma3_text", **_COMMON, "tie_word_embeddings": True},
 }

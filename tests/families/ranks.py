@@ -54,13 +54,19 @@ def _accept_delta_nets() -> None:
 
 
 def _examine(case: Case, checkpoint: str) -> dict[str, Any]:
+    from rlrefit.integration.errors import RefitError
     from rlrefit.workers.megatron.source import MegatronSource
 
     with VARIANTS.get(case.family, contextlib.nullcontext)():
         bridge, model = _build(case.layout, checkpoint)
         for task in bridge.get_conversion_tasks(model):
             _randomize(task)
-        source = MegatronSource(bridge, model)
+        try:
+            source = MegatronSource(bridge, model)
+        except RefitError as error:
+            told: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(told, [str(error), type(error.__cause__).__name__])
+            return {"errors": told}
         return _compare(source, _exported(bridge, model))
 
 

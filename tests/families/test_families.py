@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from rlrefit.workers.megatron.rules import Refused, fragments_of_task
+from rlrefit.integration.layout import Fragment
+from rlrefit.workers.megatron.rules import Refused, experts, fragments_of_task, state_space
 
 from . import mappings
-from .cases import CASES, CHANGED, CONVERSIONS, COPIED, FEW_GROUPS, Case
+from .cases import BROKEN, CASES, CHANGED, CONVERSIONS, COPIED, FEW_GROUPS, Case
 from .checkpoints import CONFIGS
 from .expected import MISC
 from .report import Report
+
+# One key size, so that TP 4 divides neither the heads nor the rows.
+_TWO_KEY_HEADS = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 6,
+}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -68,6 +78,12 @@ def test_a_rule_that_bridge_no_longer_follows_is_not_used(
     assert per_layer == {"QKVMapping": 3, "AutoMapping": 4}[mapping]
 
 
+def test_a_rule_that_raises_on_one_rank_ends_the_preparation_on_all(report: Report) -> None:
+    errors = report.of(BROKEN)["errors"]
+    assert all("a shard rule failed on trainer rank 0: AttributeError: no such" in text for text, _ in errors)
+    assert [cause for _, cause in errors] == ["AttributeError", "NoneType", "NoneType", "NoneType"]
+
+
 @pytest.mark.parametrize("tensor_parallel", CONVERSIONS, ids=str)
 @pytest.mark.parametrize("name", mappings.CONVERSIONS)
 def test_a_rule_places_what_its_mapping_class_converts(
@@ -93,3 +109,60 @@ def test_a_class_that_only_bears_a_known_name_is_refused() -> None:
     )
     with pytest.raises(Refused, match=rf"{__name__} has no shard rule"):
         fragments_of_task(task)
+
+
+@pytest.mark.parametrize(
+    ("rule", "names", "sizes", "told"),
+    [
+        (
+            state_space.mamba_projection,
+            "w",
+            {"mamba_num_heads": 8, "mamba_head_dim": 4, "mamba_state_dim": 3, "mamba_num_groups": 2},
+            "rows of a block of w",
+        ),
+        (
+            state_space.mamba_convolution,
+            "w",
+            {"mamba_num_heads": 8, "mamba_head_dim": 4, "mamba_state_dim": 3, "mamba_num_groups": 2},
+            "rows of a block of w",
+        ),
+        (
+            state_space.gdn_projection,
+            {"qkvz": "x", "ba": "y"},
+            _TWO_KEY_HEADS,
+            "key heads of a gated delta net",
+        ),
+        (
+            state_space.gdn_projections,
+            {"qkv": "x", "z": "z", "b": "b", "a": "a"},
+            _TWO_KEY_HEADS,
+            "rows of a gated delta net's block",
+        ),
+        (state_space.gdn_convolution, "w", _TWO_KEY_HEADS, "rows of a block of w"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_blocks_that_ranks_can_not_share_are_refused(
+    rule: Callable[[Any], Any], names: Any, sizes: dict[str, int], told: str
+) -> None:
+    class ColumnParallelMapping:
+        """By its name, rows are what TP ranks hold parts of."""
+
+    mapping = SimpleNamespace(
+        hf_param=names,
+        tp_size=4,
+        tp_rank=1,
+        _tp_mapping=ColumnParallelMapping(),
+        _get_config=lambda module: SimpleNamespace(**sizes),
+    )
+    parameter = torch.nn.Parameter(torch.zeros(24, 4))
+    task = SimpleNamespace(mapping=mapping, megatron_module=None, param_weight=parameter)
+    with pytest.raises(Refused, match=told):
+        rule(task)
+
+
+def test_a_bias_of_experts_that_bridge_would_transpose_is_refused() -> None:
+    bias = Fragment("experts.bias", (8, 6), ((0, 1), (0, 6)), torch.zeros(1, 6))
+    task = SimpleNamespace(mapping=SimpleNamespace(transpose_on_export=True))
+    with pytest.raises(Refused, match="transposes matrices alone"):
+        experts._turned(task, bias, {})

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest.mock import patch
 
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -54,9 +56,27 @@ def experts_transposed() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def a_rule_broken_on_rank_0() -> Iterator[None]:
+    """The QKV rule meets something that it never thought of, on one rank of one pipeline stage."""
+    from rlrefit.workers.megatron import rules
+
+    [key] = (key for key in rules._BY_CONFIG if key[1] == "QKVMapping")
+    real = rules._BY_CONFIG[key]
+
+    def broken(task: Any) -> Any:
+        if dist.get_rank() == 0:
+            raise AttributeError("no such attribute")
+        return real(task)
+
+    with patch.dict(rules._BY_CONFIG, {key: broken}):
+        yield
+
+
 # By family.
 VARIANTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "qwen3-exchanged": keys_and_values_exchanged,
     "qwen3-shifted": norms_shifted,
+    "qwen3-broken": a_rule_broken_on_rank_0,
     "qwen3_5_moe-transposed": experts_transposed,
 }
