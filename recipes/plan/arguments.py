@@ -15,7 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--recipe",
         metavar="NAME|FILE.yaml",
-        help="take model, layouts, buckets and streams from a recipe; other options go before them",
+        help="take model, layouts, buckets and streams from a recipe; options that are given take their place",
+    )
+    add(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="keys of the recipe to override, as rlrefit train takes them",
     )
     add("--model", help="bundled short name, path of a config.json or its folder, or hub name")
     add(

@@ -39,6 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             Console(stderr=True).print(f"the heat map can't be written: {error}", highlight=False)
             return _FAILED
+    if options.replaced:
+        told = Console(stderr=True) if arguments.json else console
+        told.print(options.replaced, highlight=False, markup=False, soft_wrap=True)
     if arguments.json:
         _print_json(planned.as_json(*_layouts(arguments, options)))
         return _DONE

@@ -24,7 +24,7 @@ from ..config_errors import ConfigError
 from ..option_checks import empty_layouts, output_problems, refit_problems
 from .arguments import DTYPES
 from .hosts import Hosts, HostsError, read_hosts
-from .recipe import read_recipe
+from .recipe import RecipePlan, layout_text, read_recipe
 
 _DTYPES = dict(zip(DTYPES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
 HEAT_MAPS = (".png", ".html", ".htm")
@@ -52,6 +52,7 @@ class PlanOptions:
         compile_ranks: how many ranks' own parts are compiled and measured; None for all.
         explain: a weight to explain; empty for none.
         heat_map: file for the heat map; None for none.
+        replaced: what options took the place of in the recipe, and what is still the recipe's; empty where none did.
     """
 
     model: Model
@@ -63,6 +64,7 @@ class PlanOptions:
     compile_ranks: int | None
     explain: str
     heat_map: Path | None
+    replaced: str = ""
 
 
 def read_options(arguments: argparse.Namespace) -> PlanOptions:
@@ -75,12 +77,17 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
     model = train = gen = hosts = recipe = None
     if arguments.recipe:
         try:
-            recipe = read_recipe(arguments.recipe)
+            recipe = read_recipe(arguments.recipe, arguments.overrides)
         except ConfigError as error:
             wrong += error.violations
         else:
             model, train, gen = recipe.model, recipe.train, recipe.gen
     else:
+        if arguments.overrides:
+            wrong.append(
+                f"{' '.join(arguments.overrides)}: key=value overrides keys of a recipe, and none is given; give --recipe, "
+                "or options"
+            )
         wrong += [
             f"{name}: is missing; give --{name}, or a recipe that has it with --recipe"
             for name in ("model", "train", "gen")
@@ -131,12 +138,29 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
         None if ranks is None else int(ranks),
         arguments.explain,
         heat_map,
+        _replaced(arguments, recipe) if recipe is not None else "",
     )
 
 
+def _replaced(arguments: argparse.Namespace, recipe: RecipePlan) -> str:
+    whose = {
+        "model": recipe.model.name,
+        "train": layout_text(recipe.train),
+        "gen": layout_text(recipe.gen),
+        "dtype": str(recipe.model.dtype).removeprefix("torch."),
+        "bucket_mb": recipe.refit.bucket_mb,
+        "streams": recipe.refit.streams,
+    }
+    given = {name: value for name in whose if (value := getattr(arguments, name)) is not None}
+    if not given:
+        return ""
+    taken = ", ".join(
+        f"--{name.replace('_', '-')} {value} in place of {whose[name]}" for name, value in given.items()
+    )
+    kept = ", ".join(f"{name} {value}" for name, value in whose.items() if name not in given)
+    return f"recipe {arguments.recipe}: {taken}" + (f"; still the recipe's: {kept}" if kept else "")
+
+
 def _refit_config(arguments: argparse.Namespace, config: RefitConfig) -> RefitConfig:
-    if arguments.bucket_mb is not None:
-        config.bucket_mb = arguments.bucket_mb
-    if arguments.streams is not None:
-        config.streams = arguments.streams
-    return config
+    given = {name: getattr(arguments, name) for name in ("bucket_mb", "streams")}
+    return replace(config, **{name: value for name, value in given.items() if value is not None})

@@ -37,6 +37,17 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_reading_the_arguments_loads_nothing_heavy() -> None:
+    script = (
+        "import sys, rlrefit.recipes.cli; print(*{name.partition('.')[0] for name in sys.modules} & "
+        "{'torch', 'numpy', 'omegaconf', 'hydra', 'ray', 'transformers', 'megatron', 'vllm', 'matplotlib'})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == ""
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     path = tmp_path / "config.json"

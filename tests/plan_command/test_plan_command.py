@@ -161,6 +161,36 @@ def test_one_wrong_option_is_the_only_violation(
     assert complaint in violation
 
 
+def test_what_options_take_the_place_of_in_a_recipe_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    layouts = ("--recipe", "grpo_tiny", "--train", "tp=1", "--streams", "1")
+    code, out, err = _plan(capsys, *layouts)
+    assert (code, err) == (0, "")
+    assert (
+        "recipe grpo_tiny: --train tp=1 in place of tp=2, --streams 1 in place of 2; still the recipe's: model"
+        in out
+    )
+    assert "gen tp=2" in out
+    code, out, err = _plan(capsys, *layouts, "--json")
+    assert (code, json.loads(out)["gen"]) == (0, "tp=2")
+    assert "still the recipe's" in err
+    code, out, _ = _plan(capsys, "--recipe", "grpo_tiny")
+    assert "in place of" not in out
+
+
+def test_keys_of_a_recipe_are_overridden_as_for_training(
+    capsys: pytest.CaptureFixture[str], moe: str
+) -> None:
+    overrides = ("generation.tensor_parallel=1", "generation.replicas=2")
+    code, out, _ = _plan(capsys, "--recipe", "grpo_tiny", *overrides, "--json")
+    assert (code, json.loads(out)["gen"]) == (0, "dp=2")
+    code, _, err = _plan(capsys, "--recipe", "grpo_tiny", "generation.tensor_paralel=1")
+    assert code == 2
+    assert "did you mean generation.tensor_parallel?" in err
+    code, _, err = _plan(capsys, "--model", moe, "--train", "tp=1", "--gen", "tp=1", *overrides)
+    assert code == 2
+    assert "key=value overrides keys of a recipe, and none is given" in " ".join(err.split())
+
+
 def test_misc_bytes_take_their_time_in_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     layouts = (
         "--model",
