@@ -74,7 +74,8 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "gemma3": (_TP4, _UNEVEN, _VPP, _DDP),
     "qwen3_moe": _EXPERTS,
     "deepseek_v3": (*_EXPERTS[:-1], _EP_DDP),
-    "gpt_oss": (_EP4, _ETP, _EP_PP, _EP_VPP, _EP_DDP),
+    # Megatron has biases of experts at ETP 1 only.
+    "gpt_oss": (_EP4, _EP_PP, _EP_VPP, _EP_DDP),
     "nemotron_h": (_EP4, _ETP, _EP_PP, _TP4, _EP_CP_DDP),
     "qwen3_next": _EXPERTS,
     "qwen3_5_moe": (_EP4, _ETP, _EP_PP, _EP_CP_DDP),
