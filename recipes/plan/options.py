@@ -95,7 +95,8 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
         ]
     try:
         if arguments.model is not None:
-            model = open_model(arguments.model, _DTYPES[arguments.dtype or DTYPES[0]])
+            own = recipe.model.dtype if recipe is not None else _DTYPES[DTYPES[0]]
+            model = open_model(arguments.model, _DTYPES[arguments.dtype] if arguments.dtype else own)
         elif model is not None and arguments.dtype is not None:
             model = replace(model, dtype=_DTYPES[arguments.dtype])
     except CatalogError as error:

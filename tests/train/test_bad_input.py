@@ -15,12 +15,15 @@ from rlrefit.integration.rendezvous import open_rendezvous
 from .command import run, run_here
 
 
-def test_bad_records_are_listed_by_file_and_line_before_anything_starts(tmp_path: Path) -> None:
+def test_bad_records_are_listed_by_file_and_line_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "train.jsonl"
     data.write_text(
         '{"prompt": "max(1,2)=", "answer": "2"}\n{"prompt": "max(1,2)="}\n{"prompt": \n{"prompt": "", "answer": "1"}\n'
     )
-    code, output = run("train", "recipe=grpo_tiny", f"data.train={data}", cwd=tmp_path)
+    arguments = ("train", "recipe=grpo_tiny", f"data.train={data}")
+    code, output = run_here(*arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     assert code == 1
     for line in (2, 3, 4):
         assert f"train.jsonl line {line}" in output
