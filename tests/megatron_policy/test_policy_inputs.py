@@ -6,11 +6,13 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlrefit.recipes.batching import Rollout, minibatches, policy_batch
 from rlrefit.recipes.policy import AdamConfig, MegatronPolicy, PolicyConfig
 from rlrefit.recipes.policy_batch import BatchSplit, PolicyBatch
+from rlrefit.workers.completion import Completion
 from rlrefit.workers.megatron import cpu_standins
 from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
 
@@ -24,6 +26,7 @@ def make_batch(rows: int, tokens: int) -> PolicyBatch:
     return PolicyBatch(ids, mask, advantages=torch.arange(rows).float(), old_logprobs=ids * -0.5)
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=20),
     ranks=COUNTS,
@@ -85,6 +88,18 @@ def test_one_long_row_widens_no_other_micro_batch_than_its_own() -> None:
     assert split_of(*[3] * 8, 16, 5).widths == (16, 4, 4)
     split = split_of(*[16] * 9)
     assert (split.widths, split.local_rows) == ((16, 16, 16), 6)
+
+
+def test_minibatches_of_rollouts_keep_the_lengths_of_their_rows() -> None:
+    rollouts = [
+        Rollout([1] * prompt, Completion([2] * count, [-1.0] * count, True, 0), 0.0, 0.0)
+        for prompt, count in ((2, 3), (1, 1), (4, 2), (3, 0))
+    ]
+    whole = policy_batch(rollouts, pad_token_id=0)
+    assert whole.lengths is not None
+    assert whole.lengths.tolist() == [5, 2, 6, 3]
+    for part in minibatches(whole, 2, 2, torch.Generator().manual_seed(0)):
+        assert torch.equal((part.input_ids != 0).sum(1), part.lengths)
 
 
 def test_a_batch_without_lengths_is_computed_whole() -> None:
