@@ -51,8 +51,8 @@ class Case:
 def run_cases(cases: Sequence[Case]) -> list[tuple[list[Any], list[Any]]]:
     """Run cases one after another in the same processes; for each, the reports of trainer and generation ranks."""
     with ThreadPoolExecutor(2) as pool:
-        trainers = pool.submit(run_ranks, train, TRAIN_RANKS, cases, timeout_s=60.0)
-        engines = pool.submit(run_ranks, serve, GEN_RANKS, cases, timeout_s=60.0)
+        trainers = pool.submit(run_ranks, train, TRAIN_RANKS, cases, timeout_s=240.0)
+        engines = pool.submit(run_ranks, serve, GEN_RANKS, cases, timeout_s=240.0)
         reports = list(zip(*trainers.result(), strict=True)), list(zip(*engines.result(), strict=True))
     return [(list(t), list(g)) for t, g in zip(*reports, strict=True)]
 
@@ -140,7 +140,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _config(transport: str) -> dict[str, Any]:
-    return {"transport": transport, "bucket_mb": 1, "timeout_s": 60.0, "verify": "full"}
+    return {"transport": transport, "bucket_mb": 1, "timeout_s": 120.0, "verify": "full"}
 
 
 def _meeting(case: Case, epoch: int) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _meeting(case: Case, epoch: int) -> dict[str, Any]:
 
 
 def _await(path: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not path.exists():
         assert time.monotonic() < deadline, f"no trainer wrote {path}"
         time.sleep(0.02)
