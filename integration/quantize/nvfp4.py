@@ -25,6 +25,8 @@ BLOCK = 16
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E4M3_TINIEST = 2.0**-9
+# With smaller ones, reciprocals of scales overflow here and in the engine.
+LEAST_GLOBAL_SCALE = 2.0**-100
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES_WITH_SIGN = _VALUES + tuple(-v for v in _VALUES)
@@ -56,8 +58,7 @@ def global_scale(*amax: torch.Tensor) -> torch.Tensor:
     for other in amax[1:]:
         largest = torch.maximum(largest, other.float())
     full_range = torch.full((), E2M1_MAX * E4M3_MAX, dtype=torch.float32, device=largest.device)
-    # Denormal scales would have infinite reciprocals in the engine.
-    scale = (largest / full_range).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = (largest / full_range).clamp(min=LEAST_GLOBAL_SCALE)
     return torch.where(largest == 0, torch.ones_like(scale), scale)
 
 
@@ -70,8 +71,9 @@ def quantize(
 
     Args:
         weight: ``[..., k]``, BF16, FP16 or FP32, any strides; ``k`` a multiple of 16.
-        scale_2: the global scale, FP32: a scalar, or one per element of the leading dimensions (experts). None
-            makes it of this tensor's own maximum, which is right for a whole weight that nothing is fused with.
+        scale_2: the global scale, FP32 and at least ``LEAST_GLOBAL_SCALE``: a scalar, or one per element of the
+            leading dimensions (experts). None makes it of this tensor's own maximum, which is right for a whole
+            weight that nothing is fused with.
         arithmetic: the order of the operations.
 
     Returns:

@@ -29,7 +29,7 @@ def test_weights_are_what_modelopts_formula_gives(w: torch.Tensor) -> None:
     packed, scales, scale_2 = nvfp4.quantize(w)
     codes = nvfp4.unpack(packed)
     amax = np.float32(w.abs().max().item())
-    g = np.float32(1) if amax == 0 else max(amax / np.float32(2688), np.float32(2.0**-126))
+    g = np.float32(1) if amax == 0 else max(amax / np.float32(2688), np.float32(2.0**-100))
     assert scale_2.item() == g
     for row, column in product(range(w.shape[0]), range(w.shape[1] // 16)):
         elements = w[row, column * 16 : column * 16 + 16].tolist()
@@ -49,7 +49,7 @@ def test_weights_are_what_modelopts_formula_gives(w: torch.Tensor) -> None:
 def test_activations_are_what_vllms_reference_gives(x: torch.Tensor, share: float) -> None:
     from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import ref_nvfp4_quant
 
-    scale_2 = nvfp4.global_scale(x.abs().max()) * share
+    scale_2 = (nvfp4.global_scale(x.abs().max()) * share).clamp(min=nvfp4.LEAST_GLOBAL_SCALE)
     values, expected_scales = ref_nvfp4_quant(x, scale_2.reciprocal(), 16)
     packed, scales, _ = nvfp4.quantize(x, scale_2, Arithmetic.ACTIVATIONS)
     assert torch.equal(scales.float(), expected_scales)
@@ -132,6 +132,15 @@ def test_a_tensor_of_zeros_has_finite_scales() -> None:
     packed, scales, scale_2 = nvfp4.quantize(torch.zeros(2, 16))
     assert (packed.sum().item(), scales.float().unique().tolist(), scale_2.item()) == (0, [1.0], 1.0)
     assert nvfp4.global_scale(torch.tensor(1e-44)).reciprocal().isfinite()
+
+
+@pytest.mark.parametrize("arithmetic", Arithmetic)
+def test_a_tensor_of_denormals_becomes_zeros_and_not_the_largest_number(arithmetic: Arithmetic) -> None:
+    x = torch.zeros(1, 32)
+    x[0, :3] = torch.tensor([2.0**-128, -(2.0**-140), 2.0**-149])
+    packed, scales, scale_2 = nvfp4.quantize(x, arithmetic=arithmetic)
+    assert scales.float().isfinite().all()
+    assert nvfp4.dequantize(packed, scales, scale_2).abs().unique().tolist() == [0.0]
 
 
 @pytest.mark.parametrize("arithmetic", Arithmetic)
