@@ -1,0 +1,33 @@
+"""What recipes ask of vLLM for the model at hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.config.kernel import KernelConfig
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
+
+from rlrefit.recipes.config import load_config
+from rlrefit.recipes.vllm_arguments import engine_arguments
+from rlrefit.workers.vllm.layouts import _PLAIN_MOE_BACKENDS
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "asked"),
+    [
+        (None, False),
+        ({"hidden_size": 64}, False),
+        ({"num_experts": 8}, True),
+        ({"text_config": {"n_routed_experts": 8}}, True),
+        ({"num_local_experts": 8, "quantization_config": {"quant_method": "mxfp4"}}, False),
+    ],
+)
+def test_plain_experts_are_computed_by_a_backend_that_leaves_them_as_loaded(
+    hf_config: dict[str, Any] | None, asked: bool
+):
+    arguments = engine_arguments(load_config("grpo_qwen3_4b"), hf_config)
+    assert ("moe_backend" in arguments) == asked
+    if asked:
+        config = KernelConfig(moe_backend=arguments["moe_backend"])
+        assert map_unquantized_backend(config.moe_backend) in _PLAIN_MOE_BACKENDS
