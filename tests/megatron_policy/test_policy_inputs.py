@@ -26,7 +26,7 @@ def make_batch(rows: int, tokens: int) -> PolicyBatch:
     return PolicyBatch(ids, mask, advantages=torch.arange(rows).float(), old_logprobs=ids * -0.5)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=20),
     ranks=COUNTS,
