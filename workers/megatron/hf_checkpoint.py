@@ -56,7 +56,7 @@ def check_checkpoint(folder: str | Path) -> Any:
         )
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     found, problems = _found_tensors(folder)
     if not problems:
         problems = _compare(expected_tensors(config), found)

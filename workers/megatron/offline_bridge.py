@@ -34,7 +34,7 @@ def config_only_bridge(auto_bridge: Any, path: str) -> tuple[Any, Any]:
     # transformers would take any other text for a hub name, and wait for the network.
     if not config_file(path).is_file():
         raise FileNotFoundError(f"there is no configuration at {config_file(path)}")
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if not config.architectures:
         # Bridge goes by the name of the class that was saved; the configuration's own one is the default.
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
