@@ -45,7 +45,8 @@ def check_complete(
     candidates = parameters | (_filled_buffers(model) & owners.keys() if dummy else set())
     stale = [
         (parameter, trace.unwritten[parameter])
-        for parameter in sorted(candidates - misc)
+        # What the loader made while it ran (scales of a quantization on the fly) follows from what it loaded.
+        for parameter in sorted((candidates - misc) & trace.unwritten.keys())
         if trace.unwritten[parameter]
         and all(layouts[m].direct and not has_padding(model.get_submodule(m)) for m in owners[parameter])
         and not _reachable(parameter, trace.unknown, dummy)
