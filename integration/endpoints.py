@@ -66,6 +66,13 @@ class WeightDestination(Protocol):
         """As for a source."""
 
 
+def rank_device() -> torch.device:
+    """This process's GPU, or the CPU where there is none: where a trainer rank's parameters live."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def storage_key(tensors: Iterable[torch.Tensor]) -> Hashable:
     """Addresses of ``tensors``' data: the usual answer to ``storage_key()``.
 

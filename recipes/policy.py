@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..integration.endpoints import rank_device
 from ..workers.megatron.model import MegatronLayout, Recompute, build_megatron
 from .algorithms.losses import PolicyLossConfig, loss_normalizer, metric_means, policy_loss
 from .policy_batch import BatchSplit, PolicyBatch
@@ -308,7 +309,7 @@ class MegatronPolicy:
             token_multiple=layout.tensor_parallel,
             micro_batch_multiple=layout.pipeline_parallel if layout.virtual_pipeline else 1,
         )
-        return split, split.local(batch, parallel_state.get_data_parallel_rank()).to(_device())
+        return split, split.local(batch, parallel_state.get_data_parallel_rank()).to(rank_device())
 
     def _token_logprobs(self, logits: Tensor, part: PolicyBatch) -> Tensor:
         return token_logprobs(logits, part.input_ids, self.config.temperature, self._vocab_size)
@@ -325,7 +326,7 @@ class MegatronPolicy:
             chunk.eval()
         parts = run_schedule(model, local, split, logprobs_of, forward_only=True)
         shape = (split.local_rows, split.widths[0])
-        own = split.joined(parts) if parts else torch.empty(shape, device=_device())
+        own = split.joined(parts) if parts else torch.empty(shape, device=rank_device())
         dist.broadcast(
             own,
             src=parallel_state.get_pipeline_model_parallel_last_rank(),
@@ -349,7 +350,7 @@ class MegatronPolicy:
             message,
             src=parallel_state.get_pipeline_model_parallel_last_rank(),
             group=parallel_state.get_pipeline_model_parallel_group(),
-            device=_device(),
+            device=rank_device(),
         )
         assert message[0] is not None
         return message[0]
@@ -366,11 +367,3 @@ def _offload_problems(distributed_optimizer: bool) -> list[str]:
             "optimizer.cpu_offload_fraction moves the optimizer off GPUs, and this process has none; give 0"
         )
     return found
-
-
-def _device() -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )

@@ -8,13 +8,14 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from ...workers.catalog import CatalogError, LayoutError, parse_gen, parse_train, violations
+from ...workers.catalog import LayoutError
 from ..option_checks import PICTURES, empty_layouts, output_problems
 from .launch import BenchFailed, run_ranks
-from .options import PEERS, BenchOptions, names_of
+from .options import PEERS, BenchOptions
 from .render import draw_timeline, json_records, show, write_json
 from .run import BenchResult, run_rank
-from .scene import open_shortened
+from .run_options import common_options
+from .scene import model_problems
 
 # Exit codes: 1 a run that failed, 2 options that can't run.
 _FAILED, _MISUSED = 1, 2
@@ -33,7 +34,7 @@ def main(arguments: argparse.Namespace, console: Console, errors: Console) -> in
         *empty_layouts(arguments.train, arguments.gen),
         *_output_problems(arguments),
         *options.violations(torch.cuda.device_count()),
-        *_model_problems(options),
+        *model_problems(options),
     ]
     if problems:
         errors.print(escape("\n".join(problems)), highlight=False, soft_wrap=True)
@@ -74,16 +75,6 @@ def _write(arguments: argparse.Namespace, options: BenchOptions, result: BenchRe
     return code
 
 
-def _model_problems(options: BenchOptions) -> list[str]:
-    if options.layers is not None and options.layers < 1:
-        return []  # said already, and what is wrong with a model of so many layers would mislead
-    try:
-        model = open_shortened(options.model, torch.bfloat16, options.layers)
-        return [*violations(model, options.train), *violations(model, options.gen)]
-    except CatalogError as error:
-        return [f"--model: {error}"]
-
-
 def _report_faults(options: BenchOptions, result: BenchResult, errors: Console) -> int:
     code = 0
     for asked, refit in zip(options.transports, result.refits, strict=True):
@@ -100,25 +91,9 @@ def _report_faults(options: BenchOptions, result: BenchResult, errors: Console) 
 
 
 def _options(arguments: argparse.Namespace) -> BenchOptions:
-    peers = names_of(arguments.peers or [",".join(PEERS)])
     return BenchOptions(
-        model=arguments.model,
-        train=parse_train(arguments.train),
-        gen=parse_gen(arguments.gen),
-        train_text=arguments.train,
-        gen_text=arguments.gen,
-        transports=names_of(arguments.transport or ["auto"]),
-        peers=() if peers == ("none",) else peers,
-        dtype=arguments.dtype,
-        refits=arguments.refits,
-        warm_up=arguments.warm_up,
-        peer_refits=arguments.peer_refits,
-        bucket_mb=arguments.bucket_mb,
-        streams=arguments.streams,
-        layers=arguments.layers,
-        verify=arguments.verify,
+        **common_options(arguments, PEERS),
         check=arguments.check,
         timeline=arguments.timeline is not None,
-        device=arguments.device,
         **({"probe_bytes": _CPU_PROBE_BYTES} if arguments.device == "cpu" else {}),
     )

@@ -10,9 +10,10 @@ import torch
 
 from ...integration.layout import Box, box_of
 from ...integration.manifest import TensorSpec, dtype_name
-from ...workers.catalog import Model, Param, gen_storage, open_model, train_storage
-from .options import DTYPES, BenchOptions
+from ...workers.catalog import CatalogError, Model, Param, gen_storage, open_model, train_storage, violations
+from .options import BenchOptions
 from .ranks import Ranks
+from .run_options import DTYPES, RunOptions
 from .storage import BenchDestination, BenchSource, Storage
 
 
@@ -107,6 +108,17 @@ def open_shortened(name: str, dtype: torch.dtype, layers: int | None) -> Model:
     if "hybrid_override_pattern" in config:
         config["hybrid_override_pattern"] = config["hybrid_override_pattern"][:layers]
     return Model(model.name, config, dtype)
+
+
+def model_problems(options: RunOptions) -> list[str]:
+    """What is wrong with a run's model, or with its layouts for it, one sentence each."""
+    if options.layers is not None and options.layers < 1:
+        return []  # said already, and what is wrong with a model of so many layers would mislead
+    try:
+        model = open_shortened(options.model, torch.bfloat16, options.layers)
+        return [*violations(model, options.train), *violations(model, options.gen)]
+    except CatalogError as error:
+        return [f"--model: {error}"]
 
 
 def _refused(

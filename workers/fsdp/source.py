@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ...integration.endpoints import storage_key
+from ...integration.endpoints import rank_device, storage_key
 from ...integration.layout import Fragment, box_of, layout_of, local_fragments
 from ...integration.manifest import TensorSpec
 from .casting import CastShards
@@ -61,11 +61,7 @@ class FSDPSource:
 
     @property
     def device(self) -> torch.device:
-        return (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
+        return rank_device()
 
     def specs(self) -> list[TensorSpec]:
         return self._specs

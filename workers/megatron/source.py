@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...integration.endpoints import storage_key
+from ...integration.endpoints import rank_device, storage_key
 from ...integration.layout import Fragment
 from ...integration.manifest import TensorSpec
 from ..offload import Residence
@@ -77,11 +77,7 @@ class MegatronSource:
 
     @property
     def device(self) -> torch.device:
-        return (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
+        return rank_device()
 
     def specs(self) -> list[TensorSpec]:
         return self._specs

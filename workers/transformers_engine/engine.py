@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ...integration.endpoints import rank_device
 from ..completion import Completion
 from ..destination_mixin import DestinationRefitMixin
 from .destination import TransformersDestination
@@ -26,11 +27,7 @@ class TransformersEngine(DestinationRefitMixin):
 
         self._tp_size = tp_size
         self._tp_rank = dist.get_rank() if tp_size > 1 else 0
-        device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
+        device = rank_device()
         if tp_size > 1:
             mesh = dist.device_mesh.init_device_mesh(device.type, (tp_size,))
             model = AutoModelForCausalLM.from_pretrained(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from ..options import DTYPES
+from ..run_options import DTYPES
 from ..scene import open_shortened
 from .checkpoint import write_weightless
 from .engine_process import EngineProcess

@@ -18,7 +18,7 @@ from ....integration.config import RefitConfig
 from ....workers.megatron.mixin import MegatronRefitMixin
 from ....workers.megatron.model import build_megatron
 from ....workers.megatron.source import MegatronSource
-from ..options import DTYPES
+from ..run_options import DTYPES
 from .memory import Memory, memory, restart_peak
 from .options import LiveOptions
 
