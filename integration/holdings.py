@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from .errors import RefitMismatch
-from .layout import Box, Fragment
+from .layout import Box, Fragment, volume
 from .manifest import TensorSpec, dtype_name, dtype_of
 
 Positions = npt.NDArray[np.int64]
@@ -91,8 +91,8 @@ class Holdings:
         boxes: dict[str, list[Box]] = defaultdict(list)
         dtypes: dict[str, torch.dtype] = {}
         for fragment in fragments:
-            name, dtype = fragment.name, fragment.view.dtype
-            if name in refused or not fragment.view.numel():
+            name, dtype = fragment.name, fragment.dtype
+            if name in refused or not volume(fragment.box):
                 continue
             boxes[name].append(fragment.box)
             if dtypes.setdefault(name, dtype) != dtype:

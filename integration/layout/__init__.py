@@ -2,12 +2,13 @@
 
 from .boxes import Box, box_of, coverage_gap, intersect, overlap, split, subtract, volume
 from .dtensor import dtensor_fragments, layout_of, local_fragments, mesh_of, placement_of, placements_of
-from .fragments import Fragment, local_slice
+from .fragments import Encoding, Fragment, local_slice
 from .mesh import Mesh
 from .placements import Placement, Replicate, Shard, StridedShard, boxes_of, chunk, local_shape
 
 __all__ = [
     "Box",
+    "Encoding",
     "Fragment",
     "Mesh",
     "Placement",

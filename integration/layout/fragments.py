@@ -8,11 +8,24 @@ other's layout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from .boxes import Box, intersect, volume
+from .boxes import Box, volume
+
+
+class Encoding(Protocol):
+    """What is computed of a view while it is packed, and travels in its place: quantized codes, or their scales."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what travels."""
+
+    def shape(self, view: Sequence[int]) -> tuple[int, ...]:
+        """Of what travels of a view of this shape."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +38,7 @@ class Fragment:
         box: the part of it that ``view`` holds.
         view: a view (any strides) of live local storage; its shape is the box's. Sources read it,
             destinations write it, so it must alias the parameter and not be a copy.
+        encoding: of a source, if not the view's own bytes travel; the box is then that of what travels.
 
     Raises:
         ValueError: the view's shape is not the box's, or the box leaves the full shape.
@@ -34,12 +48,16 @@ class Fragment:
     full_shape: tuple[int, ...]
     box: Box
     view: torch.Tensor
+    encoding: Encoding | None = None
 
     def __post_init__(self) -> None:
         expected = tuple(stop - start for start, stop in self.box)
-        if tuple(self.view.shape) != expected:
+        found = tuple(self.view.shape)
+        if self.encoding is not None:
+            found = self.encoding.shape(found)
+        if found != expected:
             raise ValueError(
-                f"fragment of {self.name}: the view has shape {tuple(self.view.shape)} but its box {self.box} "
+                f"fragment of {self.name}: the view has shape {found} but its box {self.box} "
                 f"has shape {expected}; bytes would land in the wrong place. Give the view that holds the box."
             )
         if len(self.box) != len(self.full_shape) or any(
@@ -50,19 +68,14 @@ class Fragment:
             )
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the bytes that travel."""
+        return self.view.dtype if self.encoding is None else self.encoding.dtype
+
+    @property
     def nbytes(self) -> int:
-        """Bytes that the fragment holds."""
-        return volume(self.box) * self.view.element_size()
-
-    def slice(self, part: Box) -> torch.Tensor:
-        """The view of ``part``, given in the full tensor's coordinates.
-
-        Raises:
-            ValueError: ``part`` is not inside the fragment's box.
-        """
-        if intersect(self.box, part) != part:
-            raise ValueError(f"fragment of {self.name} holds {self.box}, which does not contain {part}")
-        return self.view[local_slice(self.box, part)]
+        """Bytes that the fragment holds, as they travel."""
+        return volume(self.box) * self.dtype.itemsize
 
 
 def local_slice(box: Box, part: Box) -> tuple[slice, ...]:

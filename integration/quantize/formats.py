@@ -1,0 +1,221 @@
+"""Formats in which an engine holds weights and a trainer can make them: what stands on the wire in a weight's place.
+
+A format turns a weight ``[n, k]`` into *codes*, under the weight's own name, and *scales*, under the name that
+checkpoints of the format give them. Both are tensors of the Hugging Face name space like any others: planned, sent,
+verified and loaded as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Protocol, cast
+
+import torch
+
+from ..layout import Fragment
+from ..manifest import TensorSpec, dtype_name
+from ..packing.encoded import EncodedPair, Encoder
+from . import blocks, fp8_blockwise, mxfp8
+
+_SOURCES = (torch.bfloat16, torch.float16)
+
+
+class Format(Protocol):
+    """A way of holding weights ``[n, k]``; a frozen dataclass of plain values."""
+
+    kind: ClassVar[str]
+    scale_dtype: ClassVar[torch.dtype]
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns that share a scale."""
+
+    @property
+    def scale_name_end(self) -> str:
+        """What the scales' name has behind the weight's name."""
+
+    def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes (``float8_e4m3fn``, ``[n, k]``) and scales of a whole weight, or of a part that cuts no block."""
+
+    def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
+        """As :attr:`..packing.encoded.PackedEncoding.prepare`."""
+
+
+@dataclass(frozen=True)
+class Fp8Blockwise:
+    """E4M3 in blocks with FP32 scales: :mod:`.fp8_blockwise`.
+
+    Attributes:
+        block: rows and columns of a block.
+        ue8m0: whether scales are powers of two (still in FP32 tensors).
+        scale_name_end: as block-FP8 checkpoints have it since DeepSeek-V3.
+    """
+
+    kind: ClassVar[str] = "fp8_blockwise"
+    scale_dtype: ClassVar[torch.dtype] = torch.float32
+
+    block: tuple[int, int] = fp8_blockwise.BLOCK
+    ue8m0: bool = False
+    scale_name_end: str = "_scale_inv"
+
+    @property
+    def scale_format(self) -> fp8_blockwise.ScaleFormat:
+        """The same in the numerics' words."""
+        return fp8_blockwise.ScaleFormat.UE8M0 if self.ue8m0 else fp8_blockwise.ScaleFormat.FP32
+
+    def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return fp8_blockwise.quantize(weight, self.block, self.scale_format)
+
+    def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
+        from .windows import joined
+
+        if device.type == "cuda" and self.block == fp8_blockwise.BLOCK:
+            from .fp8_table import Fp8Table
+
+            return Fp8Table.build(joined(pairs, self.block), device, self.scale_format)
+        return _torch_encoder(self, pairs)
+
+
+@dataclass(frozen=True)
+class Mxfp8:
+    """E4M3 with one E8M0 scale for 32 elements of a row: :mod:`.mxfp8`.
+
+    Attributes:
+        rounding: which power of two a block gets, one of :class:`.mxfp8.Rounding`'s values.
+        scale_name_end: as ModelOpt's and compressed-tensors' checkpoints have it.
+    """
+
+    kind: ClassVar[str] = "mxfp8"
+    scale_dtype: ClassVar[torch.dtype] = torch.uint8
+
+    rounding: str = mxfp8.Rounding.UP.value
+    scale_name_end: str = "_scale"
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return (1, mxfp8.BLOCK)
+
+    def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return mxfp8.quantize(weight, mxfp8.Rounding(self.rounding))
+
+    def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
+        return _torch_encoder(self, pairs)
+
+
+FORMATS: dict[str, type[Fp8Blockwise] | type[Mxfp8]] = {f.kind: f for f in (Fp8Blockwise, Mxfp8)}
+
+
+@dataclass(frozen=True)
+class Codes:
+    """The codes of a part: an :class:`..layout.Encoding`."""
+
+    format: Format
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn
+
+    @property
+    def unit(self) -> tuple[int, int]:
+        """Rows and columns of the weight behind one element."""
+        return (1, 1)
+
+    def shape(self, view: Sequence[int]) -> tuple[int, ...]:
+        return tuple(view)
+
+    @property
+    def prepare(self) -> Callable[[Sequence[EncodedPair], torch.device], Encoder]:
+        return self.format.prepare
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of a part: an :class:`..layout.Encoding`."""
+
+    format: Format
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.format.scale_dtype
+
+    @property
+    def unit(self) -> tuple[int, int]:
+        return self.format.block
+
+    def shape(self, view: Sequence[int]) -> tuple[int, ...]:
+        return blocks.scale_shape(view, self.format.block)
+
+    @property
+    def prepare(self) -> Callable[[Sequence[EncodedPair], torch.device], Encoder]:
+        return self.format.prepare
+
+
+def to_json(format: Format) -> dict[str, Any]:
+    """Plain data for the handshake."""
+    return {"kind": format.kind, **asdict(cast(Any, format))}
+
+
+def from_json(data: object) -> Format:
+    """Inverse of :func:`to_json`.
+
+    Raises:
+        ValueError: a format that this version does not know, or malformed data.
+    """
+    if not isinstance(data, dict) or data.get("kind") not in FORMATS:
+        raise ValueError(
+            f"{data!r} is no weight format of {', '.join(FORMATS)}; do both sides run the same rlrefit?"
+        )
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items() if key != "kind"}
+    try:
+        return FORMATS[data["kind"]](**values)
+    except TypeError as error:
+        raise ValueError(f"malformed weight format {data!r}: {error}") from error
+
+
+def scales_spec(spec: TensorSpec, format: Format) -> TensorSpec:
+    """The scales that travel beside a weight."""
+    return TensorSpec(
+        spec.name + format.scale_name_end, blocks.scale_shape(spec.shape, format.block), format.scale_dtype
+    )
+
+
+def wire_specs(spec: TensorSpec, format: Format) -> tuple[TensorSpec, TensorSpec]:
+    """What travels in a weight's place: its codes and its scales.
+
+    Raises:
+        ValueError: the weight can't be held in the format; says why.
+    """
+    if len(spec.shape) != 2 or spec.dtype not in _SOURCES:
+        raise ValueError(
+            f"{spec.name} is {dtype_name(spec.dtype)}{list(spec.shape)}; {format.kind} is made of matrices in "
+            f"{' or '.join(map(dtype_name, _SOURCES))}"
+        )
+    return TensorSpec(spec.name, spec.shape, torch.float8_e4m3fn), scales_spec(spec, format)
+
+
+def encoded_fragments(fragment: Fragment, format: Format) -> list[Fragment] | str:
+    """The codes and scales of a held part of a weight, or why this rank can't make them alone."""
+    cut = blocks.straddled(fragment.box, fragment.full_shape, format.block)
+    if cut:
+        return (
+            f"a rank holds {_ranges(fragment)}, which cuts blocks of {'×'.join(map(str, format.block))}: it does not know "
+            "their maxima, so the whole weight is quantized"
+        )
+    scale_name = fragment.name + format.scale_name_end
+    scale_box = blocks.scale_box(fragment.box, format.block)
+    scale_shape = blocks.scale_shape(fragment.full_shape, format.block)
+    return [
+        Fragment(fragment.name, fragment.full_shape, fragment.box, fragment.view, Codes(format)),
+        Fragment(scale_name, scale_shape, scale_box, fragment.view, Scales(format)),
+    ]
+
+
+def _ranges(fragment: Fragment) -> str:
+    return ", ".join(f"{start}:{stop}" for start, stop in fragment.box)
+
+
+def _torch_encoder(format: Format, pairs: Sequence[EncodedPair]) -> Encoder:
+    from .windows import TorchEncoder, joined
+
+    return TorchEncoder(joined(pairs, format.block), format.encode)
