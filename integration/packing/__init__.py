@@ -1,7 +1,8 @@
 """Gather strided views into messages and scatter them out, and the checksums of what travels."""
 
 from .checksum import ChecksumViews, checksum
-from .factory import Checksums, Copy, PairedViews, make_checksums, make_copy
+from .encoded import EncodedView, Encoder, NotComputable, make_encoders
+from .factory import Checksums, Copy, JoinedCopies, PairedViews, make_checksums, make_copy
 from .strided import Strided
 from .tables import ChecksumTable, CopyTable
 
@@ -11,9 +12,14 @@ __all__ = [
     "Checksums",
     "Copy",
     "CopyTable",
+    "EncodedView",
+    "Encoder",
+    "JoinedCopies",
+    "NotComputable",
     "PairedViews",
     "Strided",
     "checksum",
     "make_checksums",
     "make_copy",
+    "make_encoders",
 ]

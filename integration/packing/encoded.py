@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -14,6 +14,10 @@ from .host import pushed_to
 from .strided import Strided
 
 
+class NotComputable(ValueError):
+    """A device can't compute an encoding from where its source lies, or to where it goes."""
+
+
 class Encoder(Protocol):
     """Prepared computations; ``nbytes`` of results altogether."""
 
@@ -23,12 +27,31 @@ class Encoder(Protocol):
         """Compute and write the results; on a GPU, enqueue that on the current stream."""
 
 
+class Format(Protocol):
+    """Several encodings of the same view that are computed together; hashable."""
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of a view that are computed together."""
+
+    def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
+        """Prepare pairs of this format's encodings, so that they share what they read.
+
+        Raises:
+            NotComputable: ``device`` can't compute this format into plain memory.
+        """
+
+
 class PackedEncoding(Encoding, Protocol):
     """An encoding that packing can carry out."""
 
     @property
-    def prepare(self) -> Callable[[Sequence[EncodedPair], torch.device], Encoder]:
-        """Prepares pairs of all encodings that have the same ``prepare``, so that they share what they read."""
+    def format(self) -> Format:
+        """That it is part of."""
+
+    @property
+    def unit(self) -> tuple[int, int]:
+        """Rows and columns of the view behind one element."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +69,16 @@ class EncodedView:
     window: Box
 
     @property
+    def blocks(self) -> Box:
+        """The whole blocks that the part needs, as a box of ``held``."""
+        return tuple(
+            (start * unit // b * b, min(-(-stop * unit // b) * b, size))
+            for (start, stop), unit, b, size in zip(
+                self.window, self.encoding.unit, self.encoding.format.block, self.held.shape, strict=True
+            )
+        )
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Of the part."""
         return tuple(stop - start for start, stop in self.window)
@@ -60,6 +93,23 @@ class EncodedView:
         """Of the part."""
         return prod(self.shape) * self.dtype.itemsize
 
+    def strips(self, most: int) -> Iterator[Box]:
+        """Rows of the part, cut where those of all encodings of the same blocks are: boxes of the part's own places.
+
+        Args:
+            most: elements of ``held`` behind one, if a row of blocks has not more.
+        """
+        (start, stop), (left, right) = self.window
+        rows, (_, (first, last)) = self.encoding.format.block[0], self.blocks
+        step = max(1, most // max(1, rows * (last - first))) * rows // self.encoding.unit[0]
+        for cut in range(start // step * step, stop, step):
+            yield (max(cut, start) - start, min(cut + step, stop) - start), (0, right - left)
+
+    def slice(self, box: Box) -> EncodedView:
+        """The part of the part that ``box`` covers, whose ranges count from the part's first element."""
+        moved = tuple((w + start, w + stop) for (w, _), (start, stop) in zip(self.window, box, strict=True))
+        return EncodedView(self.held, self.encoding, moved)
+
 
 # What is computed, and where it goes: a tensor, or plain memory that a GPU reaches.
 EncodedPair = tuple[EncodedView, torch.Tensor | Strided]
@@ -69,10 +119,10 @@ def make_encoders(pairs: Iterable[EncodedPair], device: torch.device) -> list[En
     """Prepare computations, one for each way of computing.
 
     Raises:
-        ValueError: a part and its target differ in shape or size of items, or its source lies where ``device`` can't
-            read it.
+        ValueError: a part and its target differ in shape or size of items.
+        NotComputable: ``device`` can't read a source, or compute a format into plain memory.
     """
-    groups: dict[object, list[EncodedPair]] = {}
+    groups: dict[Format, list[EncodedPair]] = {}
     for view, target in pairs:
         itemsize = target.itemsize if isinstance(target, Strided) else target.element_size()
         if tuple(target.shape) != view.shape or itemsize != view.dtype.itemsize:
@@ -81,9 +131,9 @@ def make_encoders(pairs: Iterable[EncodedPair], device: torch.device) -> list[En
                 f"{list(target.shape)}"
             )
         if pushed_to(device, view.held):
-            raise ValueError(
+            raise NotComputable(
                 f"{view.held.dtype}{list(view.held.shape)} lies in pageable host memory, where {device} can't quantize it; "
                 "offload parameters to pinned memory"
             )
-        groups.setdefault(view.encoding.prepare, []).append((view, target))
-    return [group[0][0].encoding.prepare(group, device) for group in groups.values()]
+        groups.setdefault(view.encoding.format, []).append((view, target))
+    return [format.prepare(group, device) for format, group in groups.items()]

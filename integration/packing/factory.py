@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from .checksum import ChecksumViews
+from .encoded import EncodedView, make_encoders
 from .host import PushedViews, pushed_to
 from .strided import Strided
 from .tables import ChecksumTable, CopyTable
@@ -61,33 +62,42 @@ class JoinedCopies:
             copy.launch()
 
 
-def make_copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> Copy:
-    """Copies from the first to the second tensor of each pair, in any order.
+def make_copy(pairs: Sequence[tuple[torch.Tensor | EncodedView, torch.Tensor]], device: torch.device) -> Copy:
+    """Copies from the first to the second of each pair, in any order; what is encoded is computed on the way.
 
     On a GPU the first may be host memory: its kernels read what is page-locked, and the host pushes the rest
     (:class:`.host.PushedViews`, which says when it blocks). The tensors must stay where they are as long as the copies
     are used.
 
     Raises:
-        ValueError: the tensors of a pair differ in shape or dtype, or the second is host memory and ``device`` a GPU.
+        ValueError: the two of a pair differ in shape or dtype, or the second is host memory and ``device`` a GPU, or what
+            is encoded lies where the GPU can't read it.
     """
     for source, target in pairs:
-        if source.shape != target.shape or source.dtype != target.dtype:
+        if tuple(source.shape) != tuple(target.shape) or source.dtype != target.dtype:
             raise ValueError(
                 f"{source.dtype}{list(source.shape)} can't be copied to {target.dtype}{list(target.shape)} as bytes"
             )
-    if device.type != "cuda":
-        return PairedViews(pairs)
-    for _, target in pairs:
-        if target.device.type != "cuda":
+        if device.type == "cuda" and target.device.type != "cuda":
             raise ValueError(
                 f"{target.dtype}{list(target.shape)} lies on {target.device} and can't be written by {device}; bring it "
                 "to the GPU first"
             )
-    pushed = [pair for pair in pairs if pushed_to(device, pair[0])]
-    read = [pair for pair in pairs if not pushed_to(device, pair[0])] if pushed else pairs
-    table = CopyTable.build(((Strided.of(source), Strided.of(target)) for source, target in read), device)
-    return JoinedCopies([PushedViews(pushed), table]) if pushed else table
+    plain = [(source, target) for source, target in pairs if isinstance(source, torch.Tensor)]
+    copies: list[Copy] = []
+    if len(plain) < len(pairs):
+        copies += make_encoders([(s, t) for s, t in pairs if isinstance(s, EncodedView)], device)
+    if device.type != "cuda":
+        copies.append(PairedViews(plain))
+    else:
+        pushed = [pair for pair in plain if pushed_to(device, pair[0])]
+        read = [pair for pair in plain if not pushed_to(device, pair[0])] if pushed else plain
+        if pushed:
+            copies.append(PushedViews(pushed))
+        copies.append(
+            CopyTable.build(((Strided.of(source), Strided.of(target)) for source, target in read), device)
+        )
+    return copies[0] if len(copies) == 1 else JoinedCopies(copies)
 
 
 def make_checksums(

@@ -7,7 +7,7 @@ verified and loaded as such.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol, cast
 
@@ -17,6 +17,8 @@ from ..layout import Fragment
 from ..manifest import TensorSpec, dtype_name
 from ..packing.encoded import EncodedPair, Encoder
 from . import blocks, fp8_blockwise, mxfp8
+from .fp8_table import Fp8Table
+from .windows import TorchEncoder, joined
 
 _SOURCES = (torch.bfloat16, torch.float16)
 
@@ -39,7 +41,7 @@ class Format(Protocol):
         """Codes (``float8_e4m3fn``, ``[n, k]``) and scales of a whole weight, or of a part that cuts no block."""
 
     def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
-        """As :attr:`..packing.encoded.PackedEncoding.prepare`."""
+        """As :meth:`..packing.encoded.Format.prepare`."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,10 @@ class Fp8Blockwise:
         return fp8_blockwise.quantize(weight, self.block, self.scale_format)
 
     def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
-        from .windows import joined
-
+        windows = joined(pairs)
         if device.type == "cuda" and self.block == fp8_blockwise.BLOCK:
-            from .fp8_table import Fp8Table
-
-            return Fp8Table.build(joined(pairs, self.block), device, self.scale_format)
-        return _torch_encoder(self, pairs)
+            return Fp8Table.build(windows, device, self.scale_format)
+        return TorchEncoder(windows, self.encode)
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Mxfp8:
         return mxfp8.quantize(weight, mxfp8.Rounding(self.rounding))
 
     def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
-        return _torch_encoder(self, pairs)
+        return TorchEncoder(joined(pairs), self.encode)
 
 
 FORMATS: dict[str, type[Fp8Blockwise] | type[Mxfp8]] = {f.kind: f for f in (Fp8Blockwise, Mxfp8)}
@@ -124,10 +123,6 @@ class Codes:
     def shape(self, view: Sequence[int]) -> tuple[int, ...]:
         return tuple(view)
 
-    @property
-    def prepare(self) -> Callable[[Sequence[EncodedPair], torch.device], Encoder]:
-        return self.format.prepare
-
 
 @dataclass(frozen=True)
 class Scales:
@@ -146,10 +141,6 @@ class Scales:
     def shape(self, view: Sequence[int]) -> tuple[int, ...]:
         return blocks.scale_shape(view, self.format.block)
 
-    @property
-    def prepare(self) -> Callable[[Sequence[EncodedPair], torch.device], Encoder]:
-        return self.format.prepare
-
 
 def to_json(format: Format) -> dict[str, Any]:
     """Plain data for the handshake."""
@@ -166,7 +157,9 @@ def from_json(data: object) -> Format:
         raise ValueError(
             f"{data!r} is no weight format of {', '.join(FORMATS)}; do both sides run the same rlrefit?"
         )
-    values = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items() if key != "kind"}
+    values: dict[str, Any] = {
+        key: tuple(v) if isinstance(v, list) else v for key, v in data.items() if key != "kind"
+    }
     try:
         return FORMATS[data["kind"]](**values)
     except TypeError as error:
@@ -199,7 +192,7 @@ def encoded_fragments(fragment: Fragment, format: Format) -> list[Fragment] | st
     cut = blocks.straddled(fragment.box, fragment.full_shape, format.block)
     if cut:
         return (
-            f"a rank holds {_ranges(fragment)}, which cuts blocks of {'×'.join(map(str, format.block))}: it does not know "
+            f"a rank holds {_ranges(fragment)}, which cuts blocks of {' by '.join(map(str, format.block))}: it does not know "
             "their maxima, so the whole weight is quantized"
         )
     scale_name = fragment.name + format.scale_name_end
@@ -213,9 +206,3 @@ def encoded_fragments(fragment: Fragment, format: Format) -> list[Fragment] | st
 
 def _ranges(fragment: Fragment) -> str:
     return ", ".join(f"{start}:{stop}" for start, stop in fragment.box)
-
-
-def _torch_encoder(format: Format, pairs: Sequence[EncodedPair]) -> Encoder:
-    from .windows import TorchEncoder, joined
-
-    return TorchEncoder(joined(pairs, format.block), format.encode)

@@ -38,14 +38,16 @@ def quantize_blocks(
 ):
     """:func:`.fp8_blockwise.quantize`, the same operations in the same order.
 
-    With ``UNIT`` above 1, rows of weights and codes are contiguous, and their addresses, distances and lengths are
-    multiples of that many elements: what the compiler needs to know for wide accesses.
+    Of a row's codes those between ``top``, ``left``, ``bottom`` and ``right`` are written, which may be none, and its
+    scales if they have an address. With ``UNIT`` above 1, rows of weights and codes are contiguous, and their
+    addresses, distances, places and lengths are multiples of that many elements: what the compiler needs to know for
+    wide accesses.
     """
     pid = tl.program_id(0)
     row = rows + tl.load(tiles + pid).to(tl.int64) * COLUMNS
     source = tl.multiple_of(tl.load(row).to(tl.pointer_type(WORD)), UNIT * WORD.primitive_bitwidth // 8)
     codes = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.uint8)), UNIT)
-    scales = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+    scales_at = tl.load(row + 2)
     height = tl.load(row + 3)
     width = tl.multiple_of(tl.load(row + 4), UNIT)
     source_row = tl.multiple_of(tl.load(row + 5), UNIT)
@@ -56,12 +58,16 @@ def quantize_blocks(
     else:
         source_column = tl.load(row + 6)
         codes_column = tl.load(row + 8)
+    top = tl.load(row + 12)
+    left = tl.multiple_of(tl.load(row + 13), UNIT)
+    bottom = tl.load(row + 14)
+    right = tl.multiple_of(tl.load(row + 15), UNIT)
     across = (width + BLOCK - 1) // BLOCK
     tile = pid - tl.load(row + 11)
     down = tile // across
-    right = tile - down * across
+    over = tile - down * across
     r = (down * BLOCK + tl.arange(0, BLOCK))[:, None]
-    c = (right * BLOCK + tl.arange(0, BLOCK))[None, :]
+    c = (over * BLOCK + tl.arange(0, BLOCK))[None, :]
     mask = (r < height) & (c < width)
     x = tl.load(source + (r * source_row + c * source_column), mask=mask, other=0.0).to(tl.float32)
     amax = tl.maximum(tl.max(tl.max(tl.abs(x), axis=1), axis=0), FLOOR)
@@ -74,5 +80,7 @@ def quantize_blocks(
         power = ((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.uint32)) << 23
         scale = tl.where(scale < float("inf"), power.to(tl.float32, bitcast=True), scale)
     q = _e4m3(x * tl.div_rn(1.0, scale))
-    tl.store(codes + (r * codes_row + c * codes_column), q, mask=mask)
-    tl.store(scales + (down * tl.load(row + 9) + right * tl.load(row + 10)), scale)
+    mask = (r >= top) & (r < bottom) & (c >= left) & (c < right)
+    tl.store(codes + ((r - top) * codes_row + (c - left) * codes_column), q, mask=mask)
+    scales = scales_at.to(tl.pointer_type(tl.float32))
+    tl.store(scales + (down * tl.load(row + 9) + over * tl.load(row + 10)), scale, mask=scales_at != 0)

@@ -1,68 +1,63 @@
-"""Blockwise FP8 of many weights in one kernel launch per source dtype and alignment, prepared once."""
+"""Blockwise FP8 of many windows of weights in one kernel launch per source dtype and alignment, prepared once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 
+from ..packing.strided import Strided
 from . import blocks
 from .fp8_blockwise import AMAX_FLOOR, BLOCK, ScaleFormat
+from .windows import Target, Window
 
-_COLUMNS = 12
+_COLUMNS = 16
 # 128×128 FP32 values are 64 registers a thread.
 _WARPS = 8
 # Elements: 16 bytes of codes.
 _UNIT = 16
-
-
-@dataclass(frozen=True, eq=False)
-class Quantization:
-    """A weight or a shard that cuts no block, and where its codes and scales go; any strides.
-
-    Attributes:
-        weight: ``[..., rows, columns]``, BF16, FP16 or FP32.
-        codes: ``float8_e4m3fn``, of the same shape.
-        scales: FP32, ``[..., ceil(rows / 128), ceil(columns / 128)]``.
-    """
-
-    weight: torch.Tensor
-    codes: torch.Tensor
-    scales: torch.Tensor
+_NOWHERE = Strided(0, (0, 0), (0, 0), 1)
 
 
 class Fp8Table:
-    """Quantizations of memory that stays in place; the same bytes as :func:`.fp8_blockwise.quantize`."""
+    """Quantizations of memory that stays in place; the same bytes as :func:`.fp8_blockwise.quantize`.
 
-    def __init__(self, launches: list[Any], kept: list[Quantization]):
+    Targets may be a peer's memory that is mapped. No source is kept.
+    """
+
+    def __init__(self, launches: list[Any], nbytes: int):
         self._launches = launches
-        self._kept = kept
+        self.nbytes = nbytes
 
     @staticmethod
     def build(
-        items: Iterable[Quantization], device: torch.device, scale: ScaleFormat = ScaleFormat.FP32
+        windows: Iterable[Window], device: torch.device, scale: ScaleFormat = ScaleFormat.FP32
     ) -> Fp8Table:
-        """Compile the kernel for what the items need, and put their addresses on the device.
+        """Compile the kernel for what the windows need, and put their addresses on the device.
 
         Raises:
-            ValueError: an item's shapes or dtypes do not fit, or several elements of its result share a place.
+            ValueError: shapes or dtypes do not fit, or several elements of a result share a place.
         """
         from .fp8_kernels import WORDS, quantize_blocks
 
-        kept = [item for item in items if _checked(item).weight.numel()]
-        groups: dict[tuple[str, int], list[Quantization]] = {}
-        for item in kept:
-            groups.setdefault((str(item.weight.dtype), _unit(item)), []).append(item)
+        groups: dict[tuple[str, int], list[tuple[Window, Strided, Strided, Strided]]] = {}
+        nbytes = 0
+        for window in windows:
+            if not window.source.numel():
+                continue
+            source, codes, scales = _checked(window)
+            nbytes += window.nbytes
+            key = str(window.source.dtype), _unit(window, source, codes)
+            groups.setdefault(key, []).append((window, source, codes, scales))
         launches = []
         for (dtype, unit), group in groups.items():
             tiles, rows = _table(group)
             arguments = (
-                torch.tensor(tiles, dtype=torch.int32, device=device),
-                torch.tensor(rows, dtype=torch.int64, device=device),
+                torch.from_numpy(tiles).to(device),
+                torch.from_numpy(rows).to(device),
                 *(_COLUMNS, WORDS[dtype], BLOCK[0], AMAX_FLOOR, scale is ScaleFormat.UE8M0, unit),
             )
             if device.type == "cuda":
@@ -71,7 +66,7 @@ class Fp8Table:
                     launches.append(partial(compiled[(len(tiles), 1, 1)], *arguments))
             else:  # Triton's interpreter, in tests
                 launches.append(partial(quantize_blocks[(len(tiles),)], *arguments))
-        return Fp8Table(launches, kept)
+        return Fp8Table(launches, nbytes)
 
     def launch(self) -> None:
         """Enqueue the quantizations on the current stream."""
@@ -79,44 +74,64 @@ class Fp8Table:
             launch()
 
 
-def _unit(item: Quantization) -> int:
+def _unit(window: Window, source: Strided, codes: Strided) -> int:
     """Elements that one access can move: 16, or 1 where rows are not contiguous or not aligned to that."""
-    aligned = item.weight.shape[-1] % _UNIT == 0
-    for tensor in (item.weight, item.codes):
-        aligned &= tensor.stride(-1) == 1 and tensor.data_ptr() % (_UNIT * tensor.element_size()) == 0
-        aligned &= all(stride % _UNIT == 0 for stride in tensor.stride()[:-1])
-    return _UNIT if aligned else 1
+    aligned = window.source.shape[1] % _UNIT == 0 and window.first[1] % _UNIT == 0
+    for memory in (source, codes):
+        wide = _UNIT * memory.itemsize
+        aligned &= memory.address % wide == 0 and memory.strides[0] % wide == 0
+        aligned &= memory is _NOWHERE or memory.strides[1] == memory.itemsize
+    return _UNIT if aligned and codes.shape[1] % _UNIT == 0 else 1
 
 
-def _table(items: Iterable[Quantization]) -> tuple[list[int], list[list[int]]]:
-    """The row of each program, and the rows: addresses, sizes, strides, and the row's first program."""
-    tiles: list[int] = []
-    rows: list[list[int]] = []
-    for item in items:
-        for index in product(*map(range, item.weight.shape[:-2])):
-            w, q, s = (t[index] for t in (item.weight, item.codes, item.scales))
-            at = [w.data_ptr(), q.data_ptr(), s.data_ptr(), *w.shape, *w.stride(), *q.stride(), *s.stride()]
-            tiles += [len(rows)] * s.numel()
-            rows.append([*at, len(tiles) - s.numel()])
-    return tiles, rows
+def _table(group: Sequence[tuple[Window, Strided, Strided, Strided]]) -> tuple[np.ndarray, np.ndarray]:
+    """The row of each program, and the rows: addresses, sizes, strides in elements, the first program, the codes' part."""
+    rows = np.empty((len(group), _COLUMNS), dtype=np.int64)
+    counts = np.empty(len(group), dtype=np.int64)
+    first = 0
+    for row, (window, source, codes, scales) in enumerate(group):
+        height, width = source.shape
+        counts[row] = -(-height // BLOCK[0]) * -(-width // BLOCK[1])
+        top, left = window.first
+        rows[row] = (
+            *(source.address, codes.address, scales.address, height, width),
+            *(stride // memory.itemsize for memory in (source, codes, scales) for stride in memory.strides),
+            *(first, top, left, top + codes.shape[0], left + codes.shape[1]),
+        )
+        first += counts[row]
+    return np.repeat(np.arange(len(group), dtype=np.int32), counts), rows
 
 
-def _checked(item: Quantization) -> Quantization:
-    blocks.check_weight(item.weight, BLOCK)
-    wanted = (
-        ("codes", item.codes, torch.float8_e4m3fn, tuple(item.weight.shape)),
-        ("scales", item.scales, torch.float32, blocks.scale_shape(item.weight.shape, BLOCK)),
-    )
-    for what, tensor, dtype, shape in wanted:
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"the {what} of a weight of shape {tuple(item.weight.shape)} are {dtype} of shape {shape}, not "
-                f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-            )
-        if tensor.device != item.weight.device:
-            raise ValueError(f"the {what} are on {tensor.device} and the weight on {item.weight.device}")
-        if any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise ValueError(
-                f"several elements of the {what} share one place; hand over a tensor that was not expanded"
-            )
-    return item
+def _checked(window: Window) -> tuple[Strided, Strided, Strided]:
+    """The window's memory, that of what it has not being nowhere."""
+    blocks.check_weight(window.source, BLOCK)
+    height, width = window.source.shape
+    codes = _memory(window.codes, "codes", torch.float8_e4m3fn)
+    scales = _memory(window.scales, "scales", torch.float32)
+    top, left = window.first
+    if top + codes.shape[0] > height or left + codes.shape[1] > width:
+        raise ValueError(
+            f"codes of shape {codes.shape} from {window.first} on do not lie inside a weight of shape {(height, width)}"
+        )
+    wanted = blocks.scale_shape((height, width), BLOCK)
+    if scales is not _NOWHERE and scales.shape != wanted:
+        raise ValueError(
+            f"the scales of a weight of shape {(height, width)} are of shape {wanted}, not {scales.shape}"
+        )
+    return Strided.of(window.source), codes, scales
+
+
+def _memory(target: Target | None, what: str, dtype: torch.dtype) -> Strided:
+    if target is None:
+        return _NOWHERE
+    if isinstance(target, torch.Tensor):
+        if target.dtype != dtype:
+            raise ValueError(f"the {what} are {dtype}, not {target.dtype}")
+        target = Strided.of(target)
+    if target.repeats:
+        raise ValueError(
+            f"several elements of the {what} share one place; hand over a tensor that was not expanded"
+        )
+    if target.itemsize != dtype.itemsize:
+        raise ValueError(f"the {what} have items of {dtype.itemsize} bytes, not {target.itemsize}")
+    return target

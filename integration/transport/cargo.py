@@ -12,7 +12,7 @@ import torch
 from ..errors import PlanError, RefitMismatch
 from ..packing import Strided
 from ..plan import LARGE_SEGMENT, Message, Plan
-from .views import LiveViews
+from .views import Held, LiveViews
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,9 +143,9 @@ class Cargo:
         )
 
 
-def _travels_alone(live: torch.Tensor, views: LiveViews) -> bool:
+def _travels_alone(live: Held, views: LiveViews) -> bool:
     # The wire of a GPU does not read host memory.
-    return views.at_home(live) and Strided.of(live).contiguous
+    return isinstance(live, torch.Tensor) and views.at_home(live) and Strided.of(live).contiguous
 
 
 def _key(message: Message) -> tuple[int, int, str]:

@@ -14,7 +14,7 @@ from ..process_groups import Group
 from ..records import StageClock
 from .base import GroupTransport, TransferResult, damaged
 from .host_memory import HostMemory
-from .views import LiveViews
+from .views import LiveViews, in_memory
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,6 @@ class GoldenTransport(GroupTransport):
         device = self.group.device
         return _Bound(
             make_copy([(part.live, part.packed) for part in parts], device),
-            make_copy([(part.packed, part.live) for part in parts if not self._is_source], device),
+            make_copy([(part.packed, in_memory(part.live)) for part in parts if not self._is_source], device),
             make_checksums([(buffer[:-CHECKSUM_BYTES], 0)], device),
         )

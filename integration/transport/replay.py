@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 
 from ..exchanges import Exchange, Parcel
-from ..packing import Checksums, Copy, make_checksums, make_copy
+from ..packing import Checksums, Copy, EncodedView, JoinedCopies, make_checksums, make_copy, make_encoders
 from ..packing.host import PushedViews, pushed_to
 from ..plan import CHECKSUM_BYTES, Segment
 from ..process_groups import Group
 from .cargo import Cargo, Item
 from .ledger import Ledger
 from .staging import Staging, share_buckets
-from .views import LiveViews, flat_bytes, packed_view, unowned
+from .views import Held, LiveViews, flat_bytes, in_memory, packed_view, unowned
 
 # The buckets of a rank: (direction, number) → uint8.
 Buckets = dict[tuple[str, int], torch.Tensor]
@@ -79,6 +79,7 @@ class Replay:
         )
         self.ledger = Ledger(cargo, direct, group, on=verify != "off")
         self._pushes = [self._pushed_views(items) for items in staged_out]
+        self._computed = [self._encoders(items) for items in staged_out]
         self._packs = [self._pack_copy(items) for items in staged_out]
         self._unpacks = [self._unpack_copy(items) for items in staged_in]
         own = [[i for i in items if i.relays is None] for items in cargo.sends]
@@ -87,8 +88,7 @@ class Replay:
             self._checks(cargo, items, self.ledger.sent_rows, self._readable) for items in own
         ]
         self._landed_checks = [
-            self._checks(cargo, items, self.ledger.landed_rows, lambda _, segment: self._views.of(segment))
-            for items in cargo.receives
+            self._checks(cargo, items, self.ledger.landed_rows, self._landing) for items in cargo.receives
         ]
         self._turns = [(i.message.payload_bytes, cargo.turns[i]) for items in cargo.receives for i in items]
         self.packs = [bool(items) for items in own]
@@ -114,8 +114,10 @@ class Replay:
 
     def pack(self, index: int, refit: int) -> None:
         """Fill a round's bucket, with the checksums that are due in refit number ``refit``."""
-        # What the host pushes is added up in the bucket, and the copies carry the checksums into the messages.
+        # What the host pushes or what is computed is added up in the bucket, and the copies carry the checksums into the
+        # messages.
         self._pushes[index].launch()
+        self._computed[index].launch()
         for turn, of, checksums in self._sent_checks[index]:
             if refit % of == turn:
                 checksums.add_to(self.ledger.sent)
@@ -161,28 +163,36 @@ class Replay:
         """What the wire carries for an item: its part of a bucket, or the live storage itself."""
         if item in self._buffers:
             return self._buffers[item]
-        return unowned(flat_bytes(self._views.of(item.message.segments[0])))
+        return unowned(flat_bytes(in_memory(self._views.of(item.message.segments[0]))))
 
     def _pushed_views(self, items: Sequence[Item]) -> PushedViews:
+        return PushedViews([pair for pair in self._plain(items) if pushed_to(self._group.device, pair[0])])
+
+    def _encoders(self, items: Sequence[Item]) -> JoinedCopies:
         pairs = [pair for item in items for pair in self._segments(item)]
-        return PushedViews([pair for pair in pairs if pushed_to(self._group.device, pair[0])])
+        encoded = [(live, packed) for live, packed in pairs if isinstance(live, EncodedView)]
+        return JoinedCopies(make_encoders(encoded, self._group.device))
 
     def _pack_copy(self, items: Sequence[Item]) -> Copy:
-        pairs = [pair for item in items for pair in self._segments(item)]
-        pairs = [pair for pair in pairs if not pushed_to(self._group.device, pair[0])]
+        pairs = [pair for pair in self._plain(items) if not pushed_to(self._group.device, pair[0])]
         if self._verify != "off":
             rows = self.ledger.sent_rows
             pairs += [(self.ledger.sent[rows[item]], self._slot(item)) for item in items]
         return make_copy(pairs, self._group.device)
 
+    def _plain(self, items: Sequence[Item]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of what is packed that which lies in memory."""
+        pairs = [pair for item in items for pair in self._segments(item)]
+        return [(live, packed) for live, packed in pairs if isinstance(live, torch.Tensor)]
+
     def _unpack_copy(self, items: Sequence[Item]) -> Copy:
-        pairs = [(packed, live) for item in items for live, packed in self._segments(item)]
+        pairs = [(packed, in_memory(live)) for item in items for live, packed in self._segments(item)]
         if self._verify != "off":
             rows = self.ledger.landed_rows
             pairs += [(self._slot(item), self.ledger.told[rows[item]]) for item in items]
         return make_copy(pairs, self._group.device)
 
-    def _segments(self, item: Item) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _segments(self, item: Item) -> list[tuple[Held, torch.Tensor]]:
         buffer = self._buffers[item]
         found = []
         for segment in item.message.segments:
@@ -194,11 +204,14 @@ class Replay:
         return self._buffers[item][-CHECKSUM_BYTES:].view(torch.int64)
 
     def _readable(self, item: Item, segment: Segment) -> torch.Tensor:
-        """A segment to be sent where the device can read it: live, or in its bucket if the host pushes it there."""
+        """A segment to be sent where the device can read it: live, or in its bucket if it is pushed or computed there."""
         live = self._views.of(segment)
-        if item in self._buffers and pushed_to(self._group.device, live):
+        if isinstance(live, EncodedView) or (item in self._buffers and pushed_to(self._group.device, live)):
             return packed_view(self._buffers[item], segment, live.dtype)
         return live
+
+    def _landing(self, _: Item, segment: Segment) -> torch.Tensor:
+        return in_memory(self._views.of(segment))
 
     def _checks(
         self,

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
 from ..errors import PlanError, RefitError
-from ..layout import Fragment, intersect, local_slice
+from ..layout import Box, Fragment, intersect, local_slice
+from ..packing.encoded import EncodedView, PackedEncoding
 from ..plan import Message, Segment
+
+# What a rank holds of a segment: memory, or what is computed of some.
+Held = torch.Tensor | EncodedView
 
 
 class Part(NamedTuple):
     """A part of a message in a rank's storage: the live view, and the same part of the message's bytes."""
 
-    live: torch.Tensor
+    live: Held
     packed: torch.Tensor
 
 
@@ -53,6 +57,13 @@ class LiveViews:
         """
         for fragments in self._by_name.values():
             for fragment in fragments:
+                if fragment.encoding is not None:
+                    raise RefitError(
+                        "this weight of the engine is said to be computed, and can't be written; nothing was. An engine's "
+                        "fragments are views of its parameters",
+                        stage="bind",
+                        parameter=fragment.name,
+                    )
                 if not self.at_home(fragment.view) and fragment.view.numel():
                     raise RefitError(
                         f"this weight of the engine lies on {fragment.view.device}, and refits write engines on "
@@ -61,17 +72,15 @@ class LiveViews:
                         parameter=fragment.name,
                     )
 
-    def of(self, segment: Segment) -> torch.Tensor:
+    def of(self, segment: Segment) -> Held:
         """The live view of a planned segment, which lies in one fragment.
 
         Raises:
             PlanError: no fragment holds it.
         """
         for fragment in self._by_name[segment.name]:
-            if fragment.box == segment.box:
-                return fragment.view
             if intersect(fragment.box, segment.box) == segment.box:
-                return fragment.view[local_slice(fragment.box, segment.box)]
+                return _part_of(fragment, segment.box)
         raise PlanError(
             f"this rank holds no fragment with {segment.box}; the plan was made for other storage. Open a session with "
             "a new epoch",
@@ -91,14 +100,24 @@ class LiveViews:
             for fragment in self._by_name[segment.name]:
                 common = intersect(fragment.box, segment.box)
                 if common is not None:
-                    packed = packed_view(buffer, segment, fragment.view.dtype)
-                    found.append(
-                        Part(
-                            fragment.view[local_slice(fragment.box, common)],
-                            packed[local_slice(segment.box, common)],
-                        )
-                    )
+                    packed = packed_view(buffer, segment, fragment.dtype)
+                    found.append(Part(_part_of(fragment, common), packed[local_slice(segment.box, common)]))
         return found
+
+
+def in_memory(held: Held) -> torch.Tensor:
+    """What an engine wants; :meth:`LiveViews.require_home` has seen that it is memory."""
+    assert isinstance(held, torch.Tensor)
+    return held
+
+
+def _part_of(fragment: Fragment, box: Box) -> Held:
+    """A part of a fragment, in the full tensor's coordinates."""
+    index = local_slice(fragment.box, box)
+    if fragment.encoding is not None:
+        window = tuple((part.start, part.stop) for part in index)
+        return EncodedView(fragment.view, cast(PackedEncoding, fragment.encoding), window)
+    return fragment.view if fragment.box == box else fragment.view[index]
 
 
 def packed_view(buffer: torch.Tensor, segment: Segment, dtype: torch.dtype) -> torch.Tensor:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
 
+from rlrefit.integration.packing import Strided
 from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
-from rlrefit.integration.quantize.fp8_table import Fp8Table, Quantization
+from rlrefit.integration.quantize.fp8_table import Fp8Table
+from rlrefit.integration.quantize.windows import Window
 
 NAN, INF = float("nan"), float("inf")
 
@@ -49,34 +52,49 @@ def hard_weights(device: torch.device) -> list[torch.Tensor]:
 
 
 def compare_kernel_with_torch(device: torch.device) -> None:
-    weights = hard_weights(device)
+    weights = [
+        weight[index] for weight in hard_weights(device) for index in product(*map(range, weight.shape[:-2]))
+    ]
+    weights += [w.t() for w in weights[5:6]] + [weights[2][:, 16:272]]
     for scale in ScaleFormat:
-        items, bytes_, scales_ = [], [], []
-        for w in weights:
-            *leading, n, k = w.shape
-            left = 16 if k % 16 == 0 else 2
-            room = torch.full((*leading, n + 2, left + k + left), 0x55, dtype=torch.uint8, device=device)
-            scales = torch.full((*leading, -(-k // 128), -(-n // 128)), NAN, device=device).transpose(-1, -2)
-            codes = room[..., 1 : n + 1, left : left + k].view(torch.float8_e4m3fn)
-            items.append(Quantization(w, codes, scales))
-            bytes_.append((room, left))
-            scales_.append(scales)
-        table = Fp8Table.build(items, device, scale)
+        windows, bytes_, scales_ = [], [], []
+        for number, w in enumerate(weights):
+            n, k = w.shape
+            # Of every third weight all codes, of every third a part, of every third none.
+            top, left, bottom, right = [
+                (0, 0, n, k),
+                (5, min(16, k), n - n // 4, max(k - 32, min(16, k))),
+                (0, 0, 0, 0),
+            ][number % 3]
+            margin = 16 if k % 16 == 0 else 2
+            room = torch.full((n + 2, margin + k + margin), 0x55, dtype=torch.uint8, device=device)
+            codes = room[1 + top : 1 + bottom, margin + left : margin + right].view(torch.float8_e4m3fn)
+            scales = torch.full((-(-k // 128), -(-n // 128)), NAN, device=device).t()
+            wants_codes, wants_scales = number % 3 != 2, number % 4 != 1
+            windows.append(
+                Window(w, codes if wants_codes else None, (top, left), scales if wants_scales else None)
+            )
+            bytes_.append((room, codes if wants_codes else codes[:0], (top, left, bottom, right)))
+            scales_.append(scales if wants_scales else None)
+        table = Fp8Table.build(windows, device, scale)
         for sign in (1, -1):  # changed weights before the second launch
             for w in weights:
                 w.mul_(sign)
             table.launch()
-            for w, (room, left), scales in zip(weights, bytes_, scales_, strict=True):
-                n, k = w.shape[-2:]
+            for w, (room, codes, (top, left, bottom, right)), scales in zip(
+                weights, bytes_, scales_, strict=True
+            ):
                 q, expected_scales = fp8_blockwise.quantize(w, scale=scale)
-                got = room[..., 1 : n + 1, left : left + k]
+                q = q[top:bottom, left:right] if len(codes) else q[:0, left:right]
                 nan = q.float().isnan()
-                assert torch.equal(got.view(torch.float8_e4m3fn).float().isnan(), nan)
-                assert torch.equal(got[~nan], q.view(torch.uint8)[~nan])
-                torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
-                outside = room.clone()
-                outside[..., 1 : n + 1, left : left + k] = 0x55
-                assert (outside == 0x55).all()
+                assert torch.equal(codes.float().isnan(), nan)
+                assert torch.equal(codes.view(torch.uint8)[~nan], q.view(torch.uint8)[~nan])
+                if scales is not None:
+                    torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
+                inside = codes.view(torch.uint8).clone()
+                codes.view(torch.uint8).fill_(0x55)
+                assert (room == 0x55).all()
+                codes.view(torch.uint8).copy_(inside)
 
 
 def test_the_kernel_in_tritons_interpreter_gives_torchs_bytes() -> None:
@@ -99,14 +117,12 @@ def test_the_kernel_in_tritons_interpreter_gives_torchs_bytes() -> None:
 def test_results_that_do_not_fit_their_weight_are_refused() -> None:
     cpu = torch.device("cpu")
     w, codes = torch.ones(130, 4), torch.empty(130, 4, dtype=torch.float8_e4m3fn)
-    for item, message in (
-        (Quantization(w, codes[:4], torch.ones(2, 1)), r"the codes of a weight of shape \(130, 4\) are"),
-        (Quantization(w, codes, torch.ones(1, 1)), r"are torch.float32 of shape \(2, 1\), not .* \(1, 1\)"),
-        (Quantization(w, codes, torch.ones(1, 1).expand(2, 1)), "share one place"),
-        (
-            Quantization(w, codes, torch.ones(2, 1, device="meta")),
-            "the scales are on meta and the weight on cpu",
-        ),
+    for window, message in (
+        (Window(w, codes, (1, 0), torch.ones(2, 1)), r"do not lie inside a weight of shape \(130, 4\)"),
+        (Window(w, codes, (0, 0), torch.ones(1, 1)), r"are of shape \(2, 1\), not \(1, 1\)"),
+        (Window(w, codes, (0, 0), torch.ones(1, 1).expand(2, 1)), "share one place"),
+        (Window(w, codes.bfloat16()), "the codes are torch.float8_e4m3fn, not torch.bfloat16"),
+        (Window(w, None, (0, 0), Strided(64, (2, 1), (8, 8), 8)), "items of 4 bytes, not 8"),
     ):
         with pytest.raises(ValueError, match=message):
-            Fp8Table.build([item], cpu)
+            Fp8Table.build([window], cpu)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ...packing import Strided
+from ...packing import EncodedView, Strided
 
 # A piece is small beside what a GPU has under way at a time (some 16 MiB), so that it always writes to several
 # receivers, and large beside a tile of the kernel.
@@ -13,14 +13,18 @@ PIECE_BYTES = 1 << 20
 
 
 class Write(NamedTuple):
-    """Local memory and the peer's memory that it goes to: equal shapes and item sizes."""
+    """Local memory, or what is computed of some, and the peer's memory that it goes to: equal shapes and item sizes."""
 
-    source: Strided
+    source: Strided | EncodedView
     target: Strided
 
 
 def pieces(write: Write, most: int = PIECE_BYTES) -> Iterator[Write]:
     """Cut a write along its outer dimensions into parts of at most ``most`` bytes, or of one element."""
+    if isinstance(write.source, EncodedView):
+        for strip in write.source.strips(most):
+            yield Write(write.source.slice(strip), write.target.slice(strip))
+        return
     shape, nbytes = write.source.shape, write.source.nbytes
     dim = next((i for i, n in enumerate(shape) if n > 1), None)
     if nbytes <= most or dim is None:

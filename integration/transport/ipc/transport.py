@@ -12,13 +12,13 @@ import torch
 
 from ...errors import PeerLost, PlanError, RefitMismatch, RefitTimeout, TransportUnavailable
 from ...layout import Fragment, volume
-from ...packing import CopyTable, Strided
+from ...packing import CopyTable, EncodedView, NotComputable, Strided, make_encoders
 from ...packing.host import kernels_read
-from ...plan import Message, Plan
+from ...plan import Message, Plan, Segment
 from ...records import StageClock
 from ..base import TransferResult, Transport, damaged
 from ..host_memory import HostMemory
-from ..views import LiveViews
+from ..views import LiveViews, in_memory
 from .description import Description, Inbox, View, extent
 from .driver import DriverError, missing
 from .lease import Lease
@@ -113,7 +113,10 @@ class IpcTransport(Transport):
         self._require_reach(fragments)
         # From here on plain addresses: views would keep the memory of parameters that are offloaded meanwhile.
         self._bound_sends = _bound(self._sends, views)
-        self._bound_receives = _bound(self._receives, views)
+        self._bound_receives = {
+            sender: [(m, [Strided.of(in_memory(views.of(s))) for s in m.segments]) for m in messages]
+            for sender, messages in self._receives.items()
+        }
         if self._receives:
             if self._mailbox is None:
                 counts = {sender: len(messages) for sender, messages in self._receives.items()}
@@ -124,7 +127,8 @@ class IpcTransport(Transport):
             memory = self._mailbox.memory
             ranges = [(view.address, extent(view)) for view in live]
             self._exported = ExportedMemory([*ranges, (memory.data_ptr(), memory.nbytes)], self._device)
-        self._sent_proofs = Proofs(self._bound_sends, self.verify, self._device)
+        with self._reachable():
+            self._sent_proofs = Proofs(self._bound_sends, self.verify, self._device)
         self._landed_proofs = Proofs(self._bound_receives, self.verify, self._device)
 
     def describe(self) -> object:
@@ -177,7 +181,17 @@ class IpcTransport(Transport):
         # Peers meet again after this, and only then begin to wait.
         self._lease = Lease(limit)
         self._lease.renew()
-        self._copies = CopyTable.build(interleave(writes, self.rank), self._device)
+        ordered = interleave(writes, self.rank)
+        self._copies = CopyTable.build(
+            [(source, target) for source, target in ordered if isinstance(source, Strided)], self._device
+        )
+        with self._reachable():
+            self._encoders = make_encoders(
+                [(source, target) for source, target in ordered if isinstance(source, EncodedView)],
+                self._device,
+            )
+        # They would keep the memory of parameters that are offloaded meanwhile.
+        self._bound_sends = {}
         self._tell = CopyTable.build(told if self.verify != "off" else (), self._device)
 
     def moved(self) -> bool:
@@ -215,7 +229,8 @@ class IpcTransport(Transport):
 
     @property
     def staging_bytes(self) -> int:
-        return self._mailbox.memory.nbytes if self._mailbox is not None else 0
+        mailbox = self._mailbox.memory.nbytes if self._mailbox is not None else 0
+        return mailbox + self._sent_proofs.scratch_bytes
 
     def _await_landing(self, clock: StageClock) -> int:
         """Wait until what this rank sends and receives has landed; returns the bytes that were verified."""
@@ -240,6 +255,8 @@ class IpcTransport(Transport):
             with torch.cuda.stream(stream):
                 with clock.stage("transfer"):
                     self._copies.launch()
+                    for encoder in self._encoders:
+                        encoder.launch()
                     for bell in self._bells:
                         ring(bell, landed(self._refits), stream)
                 if self.verify != "off":
@@ -333,6 +350,13 @@ class IpcTransport(Transport):
             time.sleep(_PAUSE)
 
     @contextmanager
+    def _reachable(self) -> Iterator[None]:
+        try:
+            yield
+        except NotComputable as error:
+            raise TransportUnavailable(str(error), stage="bind", rank=self.rank) from error
+
+    @contextmanager
     def _classifying(self) -> Iterator[None]:
         try:
             yield
@@ -382,7 +406,8 @@ def _by_peer(
 
 
 def _bound(peers: Mapping[int, Sequence[Message]], views: LiveViews) -> dict[int, list[Bound]]:
-    return {
-        peer: [(m, [Strided.of(views.of(s)) for s in m.segments]) for m in messages]
-        for peer, messages in peers.items()
-    }
+    def held(segment: Segment) -> Strided | EncodedView:
+        found = views.of(segment)
+        return Strided.of(found) if isinstance(found, torch.Tensor) else found
+
+    return {peer: [(m, [held(s) for s in m.segments]) for m in messages] for peer, messages in peers.items()}

@@ -1,0 +1,109 @@
+"""Windows: whole blocks of a held weight, and where their codes and scales go, together where both are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..layout import Box, local_slice
+from ..packing.encoded import EncodedPair, NotComputable
+from ..packing.strided import Strided
+
+Target = torch.Tensor | Strided
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Blocks that are read once.
+
+    Attributes:
+        source: ``[rows, columns]`` of a weight, whole blocks of it; any strides.
+        codes: where codes go, of some rows and columns of ``source``; None if nobody wants them.
+        first: row and column of ``source`` at which ``codes`` begins.
+        scales: where the scales of all its blocks go; None if nobody wants them here.
+    """
+
+    source: torch.Tensor
+    codes: Target | None = None
+    first: tuple[int, int] = (0, 0)
+    scales: Target | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are written."""
+        return sum(target.nbytes for target in (self.codes, self.scales) if target is not None)
+
+
+def joined(pairs: Sequence[EncodedPair]) -> list[Window]:
+    """The windows of codes and scales, each codes' with its scales' where both need exactly the same blocks."""
+    halves: dict[tuple[int, Box], tuple[list[Window], list[Window]]] = {}
+    for view, target in pairs:
+        if not view.nbytes:
+            continue
+        needed = view.blocks
+        key = (id(view.held), needed)
+        source = view.held[tuple(slice(start, stop) for start, stop in needed)]
+        codes, scales = halves.setdefault(key, ([], []))
+        if view.encoding.unit == view.encoding.format.block:
+            scales.append(Window(source, scales=target))
+        else:
+            first = tuple(
+                w * unit - start
+                for (w, _), unit, (start, _) in zip(view.window, view.encoding.unit, needed, strict=True)
+            )
+            codes.append(Window(source, codes=target, first=(first[0], first[1])))
+    found = []
+    for codes, scales in halves.values():
+        both = min(len(codes), len(scales))
+        found += [replace(c, scales=s.scales) for c, s in zip(codes[:both], scales[:both], strict=True)]
+        found += [*codes[both:], *scales[both:]]
+    return found
+
+
+class TorchEncoder:
+    """Computes windows with torch, block by block of whole weights' parts: on CPUs, and for formats without a kernel."""
+
+    def __init__(
+        self,
+        windows: Sequence[Window],
+        encode: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    ):
+        """
+        Args:
+            windows: their targets tensors.
+            encode: codes and scales of a weight.
+
+        Raises:
+            NotComputable: a target is plain memory.
+        """
+        self._todo = []
+        for window in windows:
+            codes, scales = _tensor(window.codes), _tensor(window.scales)
+            box = None
+            if codes is not None:
+                top, left = window.first
+                box = ((top, top + codes.shape[0]), (left, left + codes.shape[1]))
+            self._todo.append((window.source, codes, box, scales))
+        self._encode = encode
+        self.nbytes = sum(window.nbytes for window in windows)
+
+    def launch(self) -> None:
+        """Compute and write all."""
+        with torch.no_grad():
+            for source, codes_target, box, scales_target in self._todo:
+                codes, scales = self._encode(source)
+                if codes_target is not None and box is not None:
+                    origin = tuple((0, 0) for _ in box)
+                    codes_target.copy_(codes[local_slice(origin, box)])
+                if scales_target is not None:
+                    scales_target.copy_(scales)
+
+
+def _tensor(target: Target | None) -> torch.Tensor | None:
+    if isinstance(target, Strided):
+        raise NotComputable(
+            "there is no kernel that computes this format into a peer's memory; set policy.refit.transport to p2p"
+        )
+    return target
