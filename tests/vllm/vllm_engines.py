@@ -143,8 +143,9 @@ class ServerEngine:
         """Generate; ``meanwhile`` is called in another thread with the number of outputs that the first request
         has given."""
 
+        calls: list[asyncio.Task[None]] = []
+
         async def one(index: int, prompt: list[int]) -> Sampled:
-            calls = []
             async for found in self.driver.generate(
                 {"prompt_token_ids": prompt}, _parameters(tokens), f"request {next(self._requests)}"
             ):
@@ -152,11 +153,14 @@ class ServerEngine:
                 if meanwhile is not None and index == 0:
                     count = len(found.output.outputs[0].token_ids)
                     calls.append(asyncio.create_task(asyncio.to_thread(meanwhile, count)))
-            await asyncio.gather(*calls)
             return _sampled(last)
 
         async def all_of_them() -> list[Sampled]:
-            return await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts)))
+            try:
+                return await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts)))
+            finally:
+                # Also when a request has failed: what the calls found is known only after them.
+                await asyncio.gather(*calls)
 
         return self._run(all_of_them())
 
