@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ...integration.errors import RefitError
+from ...integration.layout import Fragment, box_of, layout_of, local_fragments
 from .checkpoint import saved_names
 
 
@@ -46,7 +48,9 @@ class KeptTensors:
     """The tensors that a model is saved from, by their names in its state dict, as they are at the moment.
 
     Args:
-        model: ``fully_shard`` was applied to it or its modules.
+        model: ``fully_shard`` was applied to it or its modules, or to what holds it.
+        within: what holds it, if anything does; a ``PeftModel``, say.
+        named: the name that an entry of the state dict goes by here; None leaves it out.
 
     Attributes:
         names: one for each tensor.
@@ -55,13 +59,18 @@ class KeptTensors:
         RefitError: the state dict holds what is no parameter or buffer of a module.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        within: torch.nn.Module | None = None,
+        named: Callable[[str], str | None] = str,
+    ):
         # Brings gathered parameters back to shards once, so that it and the modules show these.
         state = {
             name.replace("_orig_mod.", ""): tensor  # which torch.compile puts around a module
             for name, tensor in model.state_dict(keep_vars=True).items()
         }
-        places = dict(_places(model))
+        places = dict(_places(within or model))
         strangers = [name for name, tensor in state.items() if id(tensor) not in places]
         if strangers:
             raise RefitError(
@@ -71,6 +80,7 @@ class KeptTensors:
                 stage="prepare",
                 parameter=strangers[0],
             )
+        state = {new: tensor for name, tensor in state.items() if (new := named(name)) is not None}
         self._places = {name: places[id(state[name])] for name in saved_names(model, state)}
         self.names = tuple(self._places)
 
@@ -82,6 +92,41 @@ class KeptTensors:
         tensor = self[name]
         with torch.no_grad():
             return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+    def held(self, name: str, local: torch.Tensor) -> list[Fragment] | str:
+        """What this rank holds of a tensor, as views of ``local``, or why that can't be told.
+
+        Args:
+            local: what :meth:`local` gives, or a copy of its shape.
+        """
+        tensor = self[name]
+        if type(local) is not torch.Tensor:
+            return f"{name} is kept as {type(local).__name__}, whose memory may not be its values"
+        if not isinstance(tensor, DTensor):
+            return [Fragment(name, tuple(local.shape), box_of(local.shape), local)]
+        try:
+            mesh, placements = layout_of(tensor)
+        except ValueError as reason:
+            return f"{name}: {reason}"
+        if mesh.coordinate(dist.get_rank()) is None:
+            return []
+        return local_fragments(name, tensor.shape, mesh, placements, dist.get_rank(), local)
+
+    def whole(self, name: str, device: torch.device) -> torch.Tensor:
+        """A full tensor on ``device``; a collective of the ranks that share it."""
+        tensor, local = self[name], self.local(name).to(device)
+        if not isinstance(tensor, DTensor):
+            return local
+        # Anew, since an offloaded shard is on the host, where the mesh's backend may not gather.
+        shards = DTensor.from_local(
+            local,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+        return shards.full_tensor()
 
     def is_parameter(self, name: str) -> bool:
         """Whether the optimizer may train it; else it is a buffer."""
@@ -98,10 +143,6 @@ def require_known(model: torch.nn.Module) -> None:
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         problems.append(
             "it is wrapped by FSDP1, whose flat parameters have no names or shapes of their own; use fully_shard"
-        )
-    if getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
-        problems.append(
-            "it has PEFT adapters, which the checkpoint's weights do not hold; merge them before the refit"
         )
     if getattr(model, "hf_quantizer", None) is not None:
         problems.append(

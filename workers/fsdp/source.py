@@ -6,14 +6,15 @@ import re
 from collections.abc import Hashable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from ...integration.endpoints import rank_device, storage_key
-from ...integration.layout import Fragment, box_of, layout_of, local_fragments
+from ...integration.errors import RefitError
+from ...integration.layout import Fragment
 from ...integration.manifest import TensorSpec
+from .adapters import Adapters, base_model, has_adapters
 from .casting import CastShards
 from .checkpoint import CheckpointWeight, conversion_of, trace_checkpoint
+from .merging import MergedShards
 from .own_plan import OwnPlan
 from .parameters import KeptTensors, require_known
 
@@ -23,10 +24,10 @@ class FSDPSource:
 
     FSDP2 and HSDP, resharded after the forward pass or not, offloaded to the CPU or not; over tensor or expert
     parallelism too, in DTensors (``parallelize_module``) or by transformers' own plan. A plain tensor otherwise counts
-    as whole on every rank.
+    as whole on every rank. LoRA adapters of peft are merged on the way, as :mod:`.merging` says.
 
     Args:
-        model: a transformers model, whose weights get the names that ``save_pretrained`` gives them, or another
+        model: a transformers model, or a ``PeftModel`` that holds one, whose weights get the names that ``save_pretrained`` gives them, or another
             module, whose state dict gives the names.
         dtype: of the export of floating-point parameters, that of the engine; those that transformers keeps in
             FP32 stay so. None exports them as they are kept, and an engine of another dtype gets them over the
@@ -35,13 +36,22 @@ class FSDPSource:
     Raises:
         RefitError: a model whose weights can't be told from its tensors; lists all reasons.
 
-    Nothing is a collective but ``export``.
+    Nothing is a collective but ``export``, and under adapters ``settle``, which gathers their factors.
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None):
-        model = getattr(model, "_orig_mod", model)  # under torch.compile
+        whole = getattr(model, "_orig_mod", model)  # under torch.compile
+        model = base_model(whole)
         require_known(model)
-        self._kept = KeptTensors(model)
+        self._adapters = Adapters(model) if has_adapters(model) else None
+        if self._adapters is None:
+            self._kept = KeptTensors(model, whole)
+            self._merged = MergedShards(self._kept, self._kept, {}, self.device)
+        else:
+            self._kept = KeptTensors(model, whole, self._adapters.base_name)
+            factors = KeptTensors(model, whole, self._adapters.factor_name)
+            self._merged = MergedShards(self._kept, factors, self._adapters.targets, self.device)
+        self._model = model
         self._convert = conversion_of(model)
         self._cast = CastShards()
         kept = {name: self._kept[name] for name in self._kept.names}
@@ -87,6 +97,15 @@ class FSDPSource:
     def settle(self) -> None:
         # What FSDP has gathered needs nothing: the shards are read, which the optimizer writes.
         self._cast.refresh(self._kept.local)
+        if self._adapters is not None:
+            self._adapters.require_same_modules()
+        elif has_adapters(self._model):
+            raise RefitError(
+                f"{type(self._model).__name__} has adapters that it had not when the refit was prepared; the engine would "
+                "get its weights without them. Nothing was sent. Prepare the refit again, with a new source",
+                stage="export",
+            )
+        self._merged.refresh()
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = frozenset(names)
@@ -113,37 +132,20 @@ class FSDPSource:
 
     def _held(self, name: str) -> list[Fragment] | str:
         """What this rank holds of one of the model's tensors, or why that can't be told."""
-        tensor, local = self._kept[name], self._kept.local(name)
-        if type(local) is not torch.Tensor:
-            return f"{name} is kept as {type(local).__name__}, whose memory may not be its values"
-        if isinstance(tensor, DTensor):
-            try:
-                mesh, placements = layout_of(tensor)
-            except ValueError as reason:
-                return f"{name}: {reason}"
-            if mesh.coordinate(dist.get_rank()) is None:
-                return []
-            local = self._cast.of(name, local, self._dtypes[name])
-            held = local_fragments(name, tensor.shape, mesh, placements, dist.get_rank(), local)
-        else:
-            local = self._cast.of(name, local, self._dtypes[name])
-            held = [Fragment(name, tuple(local.shape), box_of(local.shape), local)]
-        return held if self._plan is None else self._plan.placed(name, held)
+        local = self._kept.local(name)
+        unknown = self._kept.held(name, local)
+        if isinstance(unknown, str):
+            return unknown
+        dtype = self._dtypes[name]
+        exported = self._merged.of(name, dtype) if name in self._merged else self._cast.of(name, local, dtype)
+        held = self._kept.held(name, exported)
+        return held if self._plan is None or isinstance(held, str) else self._plan.placed(name, held)
 
     def _whole(self, name: str) -> torch.Tensor:
-        tensor, local = self._kept[name], self._kept.local(name).to(self.device)
-        if isinstance(tensor, DTensor):
-            # Anew, since an offloaded shard is on the host, where the mesh's backend may not gather.
-            shards = DTensor.from_local(
-                local,
-                tensor.device_mesh,
-                tensor.placements,
-                run_check=False,
-                shape=tensor.shape,
-                stride=tensor.stride(),
-            )
-            local = shards.full_tensor()
-        return local if self._plan is None else self._plan.gathered(name, local)
+        if name in self._merged:
+            return self._merged.whole(name)
+        whole = self._kept.whole(name, self.device)
+        return whole if self._plan is None else self._plan.gathered(name, whole)
 
 
 def _export_dtypes(
