@@ -30,7 +30,11 @@ class RefitConfig:
         timeout_s: seconds that any wait of a refit may take before it fails with the rank and stage.
         verify: position-sensitive checksums of the landed bytes against the sent ones: ``off``,
             ``sampled`` (one message per pair of ranks and refit, another one each time) or ``full``.
+        trainer_quantize_fp8: the trainer quantizes what the engine stores as block-scaled FP8 (E4M3 in 128 by 128
+            blocks, or MXFP8), as it packs it: half the bytes travel, and the engine does not quantize again.
         port: TCP port of the rendezvous on trainer rank 0; 0 takes any free one.
+        kv_scales: calibrated scales of the engine's FP8 KV cache travel with the weights, over the misc path; the
+            trainer gives them with ``nccl_xfer_refit(version, kv_scales)``.
     """
 
     transport: str = "auto"
@@ -38,7 +42,9 @@ class RefitConfig:
     streams: int = 2
     timeout_s: float = 300.0
     verify: str = "sampled"
+    trainer_quantize_fp8: bool = False
     port: int = 0
+    kv_scales: bool = False
 
     @property
     def bucket_bytes(self) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
 from .holdings import Holdings, SpecTable, check_shapes
 from .layout import Fragment
 from .manifest import TensorSpec
+
+if TYPE_CHECKING:
+    from .quantize.formats import Format
 
 
 class WeightSource(Protocol):
@@ -64,6 +67,14 @@ class WeightDestination(Protocol):
 
     def storage_key(self) -> Hashable:
         """As for a source."""
+
+
+@runtime_checkable
+class StoresQuantized(Protocol):
+    """What a generation rank offers beside :class:`WeightDestination` if it may store weights quantized."""
+
+    def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
+        """Names of ``specs`` that this rank stores in a format which a trainer can make, each with the format."""
 
 
 def rank_device() -> torch.device:

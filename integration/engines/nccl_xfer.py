@@ -25,6 +25,7 @@ from ..world import RefitWorld, host_identity
 from .agreement import agree_on_plan, agree_on_specs, make_packed_broadcast
 from .base import CheckpointEngine, SendResult
 from .bulk import BulkPath
+from .formats import agree_on_formats
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,10 @@ class NcclXferEngine(CheckpointEngine):
         self._urgent: torch.cuda.Stream | None = None
 
     def prepare(self, endpoint: WeightSource | WeightDestination) -> Manifest:
+        specs = agree_on_specs(self.channel, endpoint)
+        endpoint, specs = agree_on_formats(self.channel, self.config, endpoint, specs)
         self._endpoint = endpoint
-        table = SpecTable(agree_on_specs(self.channel, endpoint))
+        table = SpecTable(specs)
         fragments, refused = self._fragments(endpoint, table.specs)
         who = self.world.describe(self.world.rank)
         ours = holdings_of(self.world.rank, fragments, refused, table, who)

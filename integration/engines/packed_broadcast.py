@@ -14,6 +14,7 @@ from ..records import StageClock
 from ..world import RefitWorld
 from .agreement import agree_on_digest, agree_on_specs, make_packed_broadcast, specs_digest
 from .base import CheckpointEngine, SendResult
+from .formats import agree_on_formats
 
 
 class PackedBroadcastEngine(CheckpointEngine):
@@ -26,8 +27,9 @@ class PackedBroadcastEngine(CheckpointEngine):
         self._group: Group | None = None
 
     def prepare(self, endpoint: WeightSource | WeightDestination) -> Manifest:
-        self._endpoint = endpoint
         specs = agree_on_specs(self.channel, endpoint)
+        endpoint, specs = agree_on_formats(self.channel, self.config, endpoint, specs)
+        self._endpoint = endpoint
         agree_on_digest(self.channel, "specs_digest", specs_digest(specs, self.config))
         if not self.world.is_source:
             # The engine checks here that the weights fill it, before anything is written.

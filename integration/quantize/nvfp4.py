@@ -27,6 +27,8 @@ E4M3_MAX = 448.0
 E4M3_TINIEST = 2.0**-9
 # With smaller ones, reciprocals of scales overflow here and in the engine.
 LEAST_GLOBAL_SCALE = 2.0**-100
+# The product of a global scale with what it was made by dividing by may miss the maximum by a rounding or two.
+_ROUNDING = 1 + 2.0**-20
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES_WITH_SIGN = _VALUES + tuple(-v for v in _VALUES)
@@ -134,6 +136,14 @@ def fake_quantize(
     return result
 
 
+def in_range(x: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
+    """Which elements a static global scale does not cut off, those up to ``6 · 448 · scale_2``: bool, of the shape of ``x``.
+
+    The largest of those that the scale was made for is among them.
+    """
+    return x.abs() <= _per_row(scale_2, x) * (E2M1_MAX * E4M3_MAX * _ROUNDING)
+
+
 def pack(codes: torch.Tensor) -> torch.Tensor:
     """Two codes (0 to 15, the sign in bit 3) to a byte, the even one in the low nibble: ``uint8`` ``[..., k / 2]``."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
@@ -153,7 +163,7 @@ class _FakeQuantize(torch.autograd.Function):
         if scale_2 is None:
             ctx.save_for_backward()
         else:
-            ctx.save_for_backward(x.abs() <= _per_row(used, x) * (E2M1_MAX * E4M3_MAX))
+            ctx.save_for_backward(in_range(x, used))
         return dequantize(packed, scales, used, x.dtype)
 
     @staticmethod

@@ -1,0 +1,121 @@
+"""A trainer rank that quantizes what it sends, around one that holds unquantized weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
+
+import torch
+
+from ..endpoints import WeightSource
+from ..layout import Fragment
+from ..manifest import TensorSpec, dtype_name
+from .formats import Format, encoded_fragments, scales_spec, wire_specs
+
+
+class QuantizingSource:
+    """Implements :class:`..endpoints.WeightSource`: codes and scales stand where their weight stood.
+
+    What a rank holds is quantized as it is packed, block by block, with the bytes that the full tensor would
+    have; where it holds less than a block, the weight takes the misc path and is quantized in full.
+
+    Args:
+        source: of unquantized weights.
+        formats: Hugging Face name of a weight → the format in which the engine stores it.
+    """
+
+    def __init__(self, source: WeightSource, formats: Mapping[str, Format]):
+        self._source = source
+        self._formats = dict(formats)
+        self._dtypes = {spec.name: spec.dtype for spec in source.specs()}
+        self._specs = [travelling for spec in source.specs() for travelling in self._wire(spec)]
+        self._weight_of = {
+            travelling.name: spec.name for spec in source.specs() for travelling in self._wire(spec)
+        }
+
+    @property
+    def device(self) -> torch.device:
+        return self._source.device
+
+    def specs(self) -> list[TensorSpec]:
+        return self._specs
+
+    def settle(self) -> None:
+        self._source.settle()
+
+    def storage_key(self) -> Hashable:
+        return self._source.storage_key()
+
+    def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
+        held, refused = self._source.fragments()
+        found: list[Fragment] = []
+        for fragment in held:
+            format = self._formats.get(fragment.name)
+            if format is None:
+                found.append(fragment)
+                continue
+            encoded = self._encoded(fragment, format)
+            if isinstance(encoded, str):
+                refused.setdefault(fragment.name, encoded)
+            else:
+                found += encoded
+        for name, format in self._formats.items():
+            if name in refused:
+                refused[name + format.scale_name_end] = refused[name]
+        return found, refused
+
+    def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        wanted = set(names)
+        weights = list(dict.fromkeys(self._weight_of[name] for name in names))
+        for name, weight in self._source.export(weights):
+            format = self._formats.get(name)
+            if format is None:
+                yield name, weight
+                continue
+            codes, scales = format.encode(weight)
+            for travelling, tensor in ((name, codes), (name + format.scale_name_end, scales)):
+                if travelling in wanted:
+                    yield travelling, tensor
+
+    def _wire(self, spec: TensorSpec) -> Sequence[TensorSpec]:
+        return wire_specs(spec, self._formats[spec.name]) if spec.name in self._formats else (spec,)
+
+    def _encoded(self, fragment: Fragment, format: Format) -> list[Fragment] | str:
+        if fragment.view.dtype != self._dtypes[fragment.name]:
+            return (
+                f"a rank stores it as {dtype_name(fragment.view.dtype)}, the export is "
+                f"{dtype_name(self._dtypes[fragment.name])}"
+            )
+        return encoded_fragments(fragment, format)
+
+
+async def quant_weights_by_name(
+    source: WeightSource, formats: Mapping[str, Format], names: Sequence[str] | None = None
+) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    """Full tensors for engines whose contract they are: codes and scales one after the other, the rest as it is.
+
+    A collective of all trainer ranks, one weight at a time; other tasks of the event loop run between two weights.
+
+    Args:
+        source: of unquantized weights.
+        formats: Hugging Face name of a weight → the format in which the engine stores it, as
+            ``VllmRefitExtension`` and other destinations tell it (``quantized(specs)``).
+        names: of unquantized weights; all if left out.
+
+    Yields:
+        Name and tensor; ``float8_e4m3fn`` codes ``[n, k]`` under the weight's name, then its scales.
+
+    Raises:
+        ValueError: a weight can't be held in its format.
+    """
+    quantizing = QuantizingSource(source, formats)
+    chosen = [spec.name for spec in source.specs()] if names is None else list(names)
+    specs = {spec.name: spec for spec in source.specs()}
+    wanted: list[str] = []
+    for name in chosen:
+        wanted.append(name)
+        if name in formats:
+            wanted.append(scales_spec(specs[name], formats[name]).name)
+    for name, tensor in quantizing.export(wanted):
+        yield name, tensor
+        await asyncio.sleep(0)
