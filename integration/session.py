@@ -162,12 +162,15 @@ class RefitSession:
                 )
         return RefitSession(world, channel, checkpoint_engine, endpoint, manifest, state or ServingState())
 
-    def refit(self, version: int, *, timeline: bool = False) -> RefitRecord:
+    def refit(
+        self, version: int, *, timeline: bool = False, before: Callable[[], None] | None = None
+    ) -> RefitRecord:
         """Move all weights once and commit ``version`` on all ranks.
 
         Args:
             version: number of these weights; the same on all ranks.
             timeline: whether the record carries every interval of every stage.
+            before: called before the ranks meet: its error ends the refit on all of them, with nothing written.
 
         Raises:
             RefitMismatch: the ranks were asked for different versions.
@@ -182,6 +185,8 @@ class RefitSession:
                 rank=self.world.rank,
             )
         try:
+            if before is not None:
+                before()
             return self._refit(version, timeline)
         except BaseException as error:  # an interrupt, too: communicators with work under way can't be closed
             self._failed = f"{type(error).__name__}: {error}"

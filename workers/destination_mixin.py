@@ -6,8 +6,10 @@ from typing import Any
 
 from ..integration.config import RefitConfig
 from ..integration.endpoints import WeightDestination
+from ..integration.errors import RefitError
 from ..integration.rendezvous import Rendezvous
 from ..integration.session import RefitSession, ServingState
+from .kv_scales import KvScaleDestination, ScaledCache
 from .source_mixin import describe_manifest, open_session
 
 
@@ -24,6 +26,14 @@ class DestinationRefitMixin:
     def _make_refit_destination(self) -> WeightDestination:
         raise TypeError(
             f"{type(self).__name__} does not say how its weights are placed; inherit an engine's worker"
+        )
+
+    def _make_scaled_cache(self) -> ScaledCache:
+        raise RefitError(
+            f"policy.refit.kv_scales is true, but the KV cache of {type(self).__name__} is not quantized, so there is nothing "
+            "to scale. Nothing has moved; set it to false on all ranks of both sides, or generate with vLLM and "
+            "kv_cache_dtype='fp8'",
+            stage="settings",
         )
 
     @property
@@ -48,11 +58,21 @@ class DestinationRefitMixin:
             RefitMismatch, PlanError, RefitTimeout, PeerLost: nothing has been written then.
         """
         self.close_refit()
+        config = RefitConfig(**refit_config)
+
+        def make_destination() -> WeightDestination:
+            destination = self._make_refit_destination()
+            return (
+                KvScaleDestination(destination, self._make_scaled_cache())
+                if config.kv_scales
+                else destination
+            )
+
         self._refit_session = RefitSession.open(
             Rendezvous.from_json(rendezvous),
             rank,
-            self._make_refit_destination,
-            RefitConfig(**refit_config),
+            make_destination,
+            config,
             engine=engine,
             state=self.refit_state,
         )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
+
+import torch.distributed as dist
 
 from ..integration.config import RefitConfig
 from ..integration.endpoints import WeightSource
+from ..integration.errors import RefitError
 from ..integration.records import RefitRecord
 from ..integration.rendezvous import Rendezvous, RendezvousServer, open_rendezvous
 from ..integration.session import RefitSession
+from .kv_scales import AmaxRecorder, KvScaleSource, Record
 
 
 class SourceRefitMixin:
@@ -21,6 +28,9 @@ class SourceRefitMixin:
     3. ``init_per_pp_refit_comm_group(rendezvous, rank)`` on all ranks of both sides at the same time
     4. each step: ``nccl_xfer_refit(version)``, or ``broadcast_weights_for_collective(version)``
     5. ``close_refit()``
+
+    With ``refit_config.kv_scales``, ``calibrate_kv_scales(forward)`` before a refit gives it the scales of the engine's
+    FP8 KV cache.
     """
 
     refit_config: RefitConfig
@@ -32,6 +42,12 @@ class SourceRefitMixin:
         raise TypeError(
             f"{type(self).__name__} inherits SourceRefitMixin itself; inherit the mixin of your trainer, "
             "e.g. MegatronRefitMixin"
+        )
+
+    def _watched_attention(self, record: Record) -> AbstractContextManager[None]:
+        raise TypeError(
+            f"{type(self).__name__} does not say how its attention is watched; inherit the mixin of your trainer, e.g. "
+            "MegatronRefitMixin"
         )
 
     def prepare_refit_info(self) -> dict[str, list[Any]]:
@@ -108,20 +124,60 @@ class SourceRefitMixin:
         )
         return describe_manifest(self._refit_session)
 
-    def nccl_xfer_refit(self, version: int) -> dict[str, Any]:
+    def calibrate_kv_scales(
+        self,
+        forward: Callable[[], object],
+        *,
+        margin: float = 1.05,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, float]:
+        """Run ``forward`` and return scales for what goes through the attention of each layer meanwhile.
+
+        A scale is the largest magnitude, over all ranks, times ``margin`` / 448, the largest value of float8_e4m3fn: the
+        rule of NeMo-RL's calibration, whose margin is 1.05 too; what exceeds it later is clipped by the engine. All
+        that is computed counts, the padding of a batch too. A collective of all trainer ranks, and one of ``group``.
+
+        Args:
+            forward: forward passes over calibration batches, with or without gradients: those that compute
+                log-probabilities, say. On every rank with its own part.
+            margin: at least 1.
+            group: all trainer ranks; None for the default group.
+
+        Returns:
+            ``model.layers.N.self_attn.k_scale``, ``v_scale`` and ``q_scale`` of each layer that ran, the same on all
+            ranks, for ``kv_scales`` of :meth:`nccl_xfer_refit`.
+
+        Raises:
+            RefitError: ``refit_config.kv_scales`` is false; the attention can't be watched; activations are not finite.
+        """
+        source = self._scaled_source()
+        recorder = AmaxRecorder(source.layers, source.device)
+        with self._watched_attention(recorder.record):
+            forward()
+        return recorder.scales(margin, group)
+
+    def nccl_xfer_refit(self, version: int, kv_scales: Mapping[str, float] | None = None) -> dict[str, Any]:
         """Send all weights once, shard to shard, and commit ``version`` with the engine.
+
+        Args:
+            version: number of these weights.
+            kv_scales: scales of the engine's FP8 KV cache, by name; the same on all trainer ranks, of which rank 0's
+                travel. None leaves the previous ones.
 
         Returns:
             This rank's :class:`RefitRecord` as plain data.
 
         Raises:
-            RefitError: and its kinds; the engine is dirty if it was being written.
+            RefitError: and its kinds; the engine is dirty if it was being written. Unknown or missing scales, or
+                scales without ``refit_config.kv_scales``, are found before anything is.
         """
-        return self._refit("nccl_xfer", version).to_json()
+        return self._refit("nccl_xfer", version, kv_scales).to_json()
 
-    def broadcast_weights_for_collective(self, version: int) -> dict[str, Any]:
+    def broadcast_weights_for_collective(
+        self, version: int, kv_scales: Mapping[str, float] | None = None
+    ) -> dict[str, Any]:
         """Send all weights once over the conventional packed broadcast; as :meth:`nccl_xfer_refit`."""
-        return self._refit("packed_broadcast", version).to_json()
+        return self._refit("packed_broadcast", version, kv_scales).to_json()
 
     def close_refit(self) -> None:
         """End the epoch on this rank and free its communicators and buffers."""
@@ -137,11 +193,28 @@ class SourceRefitMixin:
 
     def _prepared_source(self) -> WeightSource:
         if self._refit_source is None:
-            self._refit_source = self._make_refit_source()
+            source = self._make_refit_source()
+            self._refit_source = KvScaleSource(source) if self.refit_config.kv_scales else source
         return self._refit_source
 
-    def _refit(self, engine: str, version: int) -> RefitRecord:
-        return open_session(self._refit_session, engine).refit(version)
+    def _scaled_source(self) -> KvScaleSource:
+        source = self._prepared_source()
+        if not isinstance(source, KvScaleSource):
+            raise RefitError(
+                "scales of the KV cache were asked for or given, but they do not travel: this trainer was prepared with "
+                "policy.refit.kv_scales=false. Nothing was written; set it to true on all ranks of both sides",
+                stage="kv_scales",
+            )
+        return source
+
+    def _refit(self, engine: str, version: int, kv_scales: Mapping[str, float] | None = None) -> RefitRecord:
+        session = open_session(self._refit_session, engine)
+        before = None if kv_scales is None else partial(self._give, session, kv_scales)
+        return session.refit(version, before=before)
+
+    def _give(self, session: RefitSession, kv_scales: Mapping[str, float]) -> None:
+        wanted = {spec.name for spec in session.manifest.specs("misc")}
+        self._scaled_source().give(kv_scales, wanted)
 
 
 def open_session(session: RefitSession | None, engine: str) -> RefitSession:

@@ -12,10 +12,15 @@ The calls are those of :class:`SourceRefitMixin`.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 
 from ...integration.config import RefitConfig
+from ..kv_scales import Record
+from ..kv_scales.transformers import watched
 from ..source_mixin import SourceRefitMixin
+from .attention import attention_modules
 from .source import FSDPSource
 
 
@@ -34,3 +39,6 @@ class FSDPRefitMixin(SourceRefitMixin):
 
     def _make_refit_source(self) -> FSDPSource:
         return FSDPSource(self.model, self.refit_dtype)
+
+    def _watched_attention(self, record: Record) -> AbstractContextManager[None]:
+        return watched(attention_modules(self.model), record)

@@ -7,10 +7,14 @@ Inherit it beside your own worker class; it needs ``self.model`` (list of Megatr
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ...integration.config import RefitConfig
+from ..kv_scales import Record
+from ..kv_scales.megatron import core_attentions, watched
 from ..source_mixin import SourceRefitMixin
+from .enumeration import conversion_tasks
 from .source import MegatronSource
 
 
@@ -23,3 +27,7 @@ class MegatronRefitMixin(SourceRefitMixin):
 
     def _make_refit_source(self) -> MegatronSource:
         return MegatronSource(self.bridge, self.model)
+
+    def _watched_attention(self, record: Record) -> AbstractContextManager[None]:
+        # Asked for anew, as who trains may have put other modules in place; a collective of the pipeline's stages.
+        return watched(core_attentions(self.model, conversion_tasks(self.bridge, self.model)), record)
