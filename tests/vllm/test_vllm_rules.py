@@ -212,9 +212,10 @@ def test_a_parameter_that_lost_its_loader_needs_the_reload():
     assert "lost its weight loader" in layout.reason
 
 
-def test_a_quantized_linear_layer_is_never_written_directly():
+def test_a_linear_layer_with_one_fp8_scale_for_all_is_never_written_directly():
     module = _Linear(6, 4)
     module.quant_method = Fp8LinearMethod.__new__(Fp8LinearMethod)
+    module.quant_method.block_quant = False
     layout = module_layout("layer", module, _Linear(6, 4))
     assert not layout.direct
     assert layout.reload

@@ -13,6 +13,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
 
 from rlrefit.integration.errors import EngineDirty, PlanError, RefitError, RefitTimeout
+from rlrefit.integration.quantize.formats import Fp8Blockwise
 from rlrefit.integration.session import ServingState
 from rlrefit.workers.vllm import plugin
 from rlrefit.workers.vllm.answers import answer, raise_refit_errors
@@ -264,15 +265,19 @@ def test_ranks_count_over_data_parallel_replicas(monkeypatch: pytest.MonkeyPatch
     assert joined == [3, 4, 5, 6]
 
 
-def test_a_trace_is_outdated_by_another_manifest_and_by_parameters_of_another_layout():
+def test_a_trace_is_outdated_by_another_manifest_parameters_of_another_layout_and_another_promise():
     manifest = (("w", (4, 2), torch.bfloat16),)
     live = {"weight": torch.zeros(4, 2)}
     layout = {"weight": ((4, 2), (2, 1), torch.float32)}
-    routes = Routes(manifest, layout, {}, {}, ScopedReload(nn.Module(), None, torch.device("cpu"), {}, {}))
-    assert not routes.outdated(manifest, live)
-    assert routes.outdated((("w", (4, 2), torch.float32),), live)
-    assert routes.outdated(manifest, {"weight": torch.zeros(2, 4).t()})
-    assert routes.outdated(manifest, {"weight": torch.zeros(4, 2, dtype=torch.float16)})
+    misc = ScopedReload(nn.Module(), None, torch.device("cpu"), {}, {}, {})
+    promised = {"w": Fp8Blockwise()}
+    routes = Routes(manifest, layout, promised, {}, {}, misc)
+    assert not routes.outdated(manifest, live, {"w": Fp8Blockwise()})
+    assert routes.outdated((("w", (4, 2), torch.float32),), live, promised)
+    assert routes.outdated(manifest, {"weight": torch.zeros(2, 4).t()}, promised)
+    assert routes.outdated(manifest, {"weight": torch.zeros(4, 2, dtype=torch.float16)}, promised)
+    assert routes.outdated(manifest, live, {})
+    assert routes.outdated(manifest, live, {"w": Fp8Blockwise(ue8m0=True)})
 
 
 class _State:

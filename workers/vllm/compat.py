@@ -17,6 +17,7 @@ from ...integration.errors import RefitError
 
 SUPPORTED = "0.21"
 _LAYERS = "vllm.model_executor.layers"
+_KERNELS = "vllm.model_executor.kernels.linear.scaled_mm"
 _LOADER = "vllm.model_executor.model_loader"
 _TRANSFER = "vllm.distributed.weight_transfer"
 
@@ -56,6 +57,15 @@ REFIT = (
     Needed(f"{_LAYERS}.attention", "Attention"),
     Needed(f"{_LAYERS}.attention", "MLAAttention.process_weights_after_loading", ("act_dtype",)),
     Needed(f"{_LAYERS}.attention", "MMEncoderAttention"),
+    Needed(f"{_KERNELS}.cutlass", "CutlassFp8BlockScaledMMKernel"),
+    Needed(f"{_KERNELS}.deep_gemm", "DeepGemmFp8BlockScaledMMKernel"),
+    Needed(f"{_KERNELS}.flashinfer", "FlashInferFp8DeepGEMMDynamicBlockScaledKernel"),
+    Needed(f"{_KERNELS}.triton", "TritonFp8BlockScaledMMKernel"),
+    Needed("vllm.utils.deep_gemm", "is_deep_gemm_e8m0_used"),
+    Needed(f"{_LAYERS}.quantization.fp8", "Fp8LinearMethod.process_weights_after_loading", ("layer",)),
+    Needed(f"{_LAYERS}.quantization.fp8", "Fp8MoEMethod.process_weights_after_loading", ("layer",)),
+    Needed(f"{_LAYERS}.fused_moe.config", "FusedMoEQuantConfig.w1_scale"),
+    Needed(f"{_LAYERS}.fused_moe.oracle.fp8", "Fp8MoeBackend.TRITON"),
     Needed(f"{_LAYERS}.fused_moe.oracle.unquantized", "UnquantizedMoeBackend.TRITON"),
     Needed(f"{_LAYERS}.fused_moe.oracle.unquantized", "UnquantizedMoeBackend.BATCHED_TRITON"),
     Needed(f"{_LAYERS}.fused_moe.oracle.unquantized", "UnquantizedMoeBackend.CPU"),

@@ -21,6 +21,7 @@ def check_complete(
     model: nn.Module,
     parameters: set[str],
     *,
+    strict: set[str] | frozenset[str] = frozenset(),
     dummy: bool = False,
 ) -> None:
     """Raise where the manifest leaves a part of a parameter with the weights of an earlier version.
@@ -34,6 +35,7 @@ def check_complete(
         layouts: of those modules.
         model: the live model.
         parameters: names of its parameters.
+        strict: those that have to be filled even where their modules are reloaded: FP8 codes without their scales, say.
         dummy: the engine was started with ``load_format=dummy``, so that what no tensor reaches holds random numbers:
             floating-point buffers of the ``state_dict`` count too (vLLM fills them as it does parameters), and a
             tensor without a number excuses nothing.
@@ -48,7 +50,10 @@ def check_complete(
         # What the loader made while it ran (scales of a quantization on the fly) follows from what it loaded.
         for parameter in sorted((candidates - misc) & trace.unwritten.keys())
         if trace.unwritten[parameter]
-        and all(layouts[m].direct and not has_padding(model.get_submodule(m)) for m in owners[parameter])
+        and all(
+            (layouts[m].direct or parameter in strict) and not has_padding(model.get_submodule(m))
+            for m in owners[parameter]
+        )
         and not _reachable(parameter, trace.unknown, dummy)
     ]
     if not stale:

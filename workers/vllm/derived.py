@@ -5,20 +5,46 @@ from __future__ import annotations
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
 # The absorbed projections of multi-head latent attention, made from kv_b_proj (MLAAttention of vLLM 0.21).
 _MLA_DERIVED = ("W_UV", "W_UK_T", "W_K", "W_K_scale", "W_V", "W_V_scale")
 
 
 def refresh_derived_state(model: nn.Module, dtype: torch.dtype) -> None:
-    """Recompute what attention layers of ``model`` hold of other modules' weights.
+    """Recompute what layers of ``model`` hold of weights beside their parameters.
 
-    Only multi-head latent attention does: its absorbed projections are views of ``kv_b_proj`` where that
-    is unquantized in ``dtype``, and copies otherwise.
+    Multi-head latent attention does: its absorbed projections are views of ``kv_b_proj`` where that is unquantized in
+    ``dtype``, and copies otherwise. And FP8 experts: see :func:`refresh_expert_scales`.
     """
     for module in model.modules():
         if isinstance(module, MLAAttention):
             refresh_absorbed_projections(module, dtype)
+        elif isinstance(getattr(module, "quant_method", None), Fp8MoEMethod):
+            refresh_expert_scales(module)
+
+
+def refresh_expert_scales(layer: nn.Module) -> None:
+    """Give the kernel of one FP8 experts layer the scales (and biases) of its parameters.
+
+    The kernel keeps the tensors that it was made with. Those are the parameters, until vLLM reloads the layer: then they
+    are temporaries of the reload, equal to the parameters only until these are written in place.
+    """
+    method = layer.quant_method
+    config = method.moe_quant_config
+    if config is None:
+        return
+    for held, name in (
+        (config.w1_scale, f"w13_{method.weight_scale_name}"),
+        (config.w2_scale, f"w2_{method.weight_scale_name}"),
+        (config.w1_bias, "w13_bias"),
+        (config.w2_bias, "w2_bias"),
+    ):
+        parameter = getattr(layer, name, None)
+        if held is None or parameter is None:
+            continue
+        if held.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
+            held.copy_(parameter)
 
 
 def refresh_absorbed_projections(layer: nn.Module, dtype: torch.dtype) -> None:

@@ -14,9 +14,19 @@ from vllm.config import VllmConfig
 from ...integration.endpoints import storage_key
 from ...integration.errors import PlanError, RefitError
 from ...integration.layout import Fragment
+from ...integration.manifest import TensorSpec
+from ...integration.quantize.formats import Format, wire_specs
 from .completeness import check_complete
 from .derived import refresh_derived_state
 from .layouts import ModuleLayout, module_layout
+from .quantized import (
+    block_modules,
+    formats_of,
+    parameters_of,
+    promised_modules,
+    require_codes,
+    tell_of_own_quantizers,
+)
 from .reload import ScopedReload
 from .routing_cost import warn_of_misc
 from .trace import Landing, LoaderTrace, Manifest, trace_loader
@@ -34,6 +44,7 @@ class Routes:
     Attributes:
         manifest: the traced one.
         layout: of the live parameters at that time.
+        promised: what the trainer was asked to quantize.
         landings: of the tensors that are written in place.
         reasons: of the tensors that take the misc path.
         misc: that path.
@@ -41,12 +52,15 @@ class Routes:
 
     manifest: Manifest
     layout: _Layout
+    promised: dict[str, Format]
     landings: dict[str, tuple[Landing, ...]]
     reasons: dict[str, str]
     misc: ScopedReload
 
-    def outdated(self, manifest: Manifest, parameters: Mapping[str, torch.Tensor]) -> bool:
-        return self.manifest != manifest or self.layout != _layout_of(parameters)
+    def outdated(
+        self, manifest: Manifest, parameters: Mapping[str, torch.Tensor], promised: dict[str, Format]
+    ) -> bool:
+        return self.manifest != manifest or self.layout != _layout_of(parameters) or self.promised != promised
 
 
 class VllmDestination:
@@ -78,6 +92,7 @@ class VllmDestination:
         self._reset_caches = tuple(reset_caches)
         self._follow_parameters()
         self._routes: Routes | None = None
+        self._promised: dict[str, Format] = {}
 
     @property
     def device(self) -> torch.device:
@@ -93,6 +108,34 @@ class VllmDestination:
         """Changes when a live parameter's storage moves, or when another tensor takes a parameter's place."""
         # Asked of the modules and not of tensors that were seen once: those may have been replaced since.
         return storage_key([held[name] for held, name in self._places])
+
+    def new_epoch(self) -> None:
+        """Forget what another trainer was asked for with :meth:`quantized`."""
+        self._promised = {}
+
+    def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
+        """The weights of ``specs`` that this rank's parameters hold quantized, with their format.
+
+        What is named here has to come in this format, codes under the weight's name and scales beside them, or the epoch
+        has to end: modules whose kernels want special scales are written in place on the strength of it.
+
+        Raises:
+            RefitMismatch, PlanError: as :meth:`fragments`, asked for codes and scales.
+        """
+        self._follow_parameters()
+        tell_of_own_quantizers(self._model)
+        blocks = block_modules(self._model)
+        if not blocks:
+            return {}
+        with meta_twin(self._model, self._vllm_config) as twin:
+            trace = trace_loader(twin.load_weights, _loadable(twin), specs)
+        self._promised = formats_of(specs, trace, blocks)
+        wire: list[TensorSpec] = []
+        for spec in specs:
+            format = self._promised.get(spec.name)
+            wire += [spec] if format is None else wire_specs(spec, format)
+        self._routes = self.routes(wire)
+        return dict(self._promised)
 
     def fragments(self, manifest: Manifest) -> tuple[list[Fragment], dict[str, str]]:
         """Trace the engine's loader on a meta twin and return what this rank wants.
@@ -125,7 +168,7 @@ class VllmDestination:
     def routes(self, manifest: Manifest) -> Routes:
         """What :meth:`fragments` goes by; asking for it changes nothing for a refit that goes by another manifest."""
         wanted = tuple((name, tuple(shape), dtype) for name, shape, dtype in manifest)
-        if self._routes is None or self._routes.outdated(wanted, self._parameters):
+        if self._routes is None or self._routes.outdated(wanted, self._parameters, self._promised):
             return self._traced(wanted)
         return self._routes
 
@@ -172,14 +215,20 @@ class VllmDestination:
 
     def _traced(self, manifest: Manifest) -> Routes:
         with meta_twin(self._model, self._vllm_config) as twin:
-            loadable = dict(twin.named_parameters()) | dict(twin.named_buffers())
-            trace = trace_loader(twin.load_weights, loadable, manifest)
+            trace = trace_loader(twin.load_weights, _loadable(twin), manifest)
+            require_codes(trace, manifest, _loadable(twin))
             parameters = {name for name, _ in twin.named_parameters()}
             owners = _owners(twin)
-            layouts = self._layouts(twin, {module for modules in owners.values() for module in modules})
+            blocks = block_modules(self._model)
+            layouts = self._layouts(
+                twin,
+                {module for modules in owners.values() for module in modules},
+                promised_modules(trace, blocks, self._promised),
+            )
         reasons = _spread_over_modules(trace, owners, layouts)
         dummy = self._vllm_config.load_config.load_format == "dummy"
-        check_complete(trace, owners, layouts, self._model, parameters, dummy=dummy)
+        strict = {name for pair in parameters_of(blocks).items() for name in pair}
+        check_complete(trace, owners, layouts, self._model, parameters, strict=strict, dummy=dummy)
         landings = {name: found for name, found in trace.landings.items() if name not in reasons and found}
         logger.info(
             "refit destination: %d fragments of %d tensors are written in place, %d tensors take the misc path",
@@ -189,7 +238,9 @@ class VllmDestination:
         )
         warn_of_misc(manifest, reasons)
         misc = self._misc_path(trace, owners, layouts, reasons)
-        return Routes(tuple(manifest), _layout_of(self._parameters), landings, reasons, misc)
+        return Routes(
+            tuple(manifest), _layout_of(self._parameters), dict(self._promised), landings, reasons, misc
+        )
 
     def _misc_or_raise(self) -> ScopedReload:
         if self._routes is None:
@@ -200,7 +251,9 @@ class VllmDestination:
             )
         return self._routes.misc
 
-    def _layouts(self, twin: nn.Module, modules: set[str]) -> dict[str, ModuleLayout]:
+    def _layouts(
+        self, twin: nn.Module, modules: set[str], promised: frozenset[str]
+    ) -> dict[str, ModuleLayout]:
         live = dict(self._model.named_modules())
         absent = sorted(modules - live.keys())
         if absent:
@@ -211,7 +264,10 @@ class VllmDestination:
                 stage="trace",
                 parameter=absent[0],
             )
-        return {name: module_layout(name, live[name], twin.get_submodule(name)) for name in sorted(modules)}
+        return {
+            name: module_layout(name, live[name], twin.get_submodule(name), name in promised)
+            for name in sorted(modules)
+        }
 
     def _misc_path(
         self,
@@ -232,13 +288,23 @@ class VllmDestination:
                 if layout.reload:
                     required.setdefault(module, set())
         live = dict(self._model.named_modules())
+        placed = {
+            name: landings
+            for name, landings in trace.landings.items()
+            if name not in reasons and any(layouts[m].placed for at in landings for m in owners[at.parameter])
+        }
         return ScopedReload(
             self._model,
             self._vllm_config,
             self._device,
             {module: live[module] for module in required},
             {module: frozenset(names) for module, names in required.items()},
+            placed,
         )
+
+
+def _loadable(twin: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(twin.named_parameters()) | dict(twin.named_buffers())
 
 
 def _layout_of(parameters: Mapping[str, torch.Tensor]) -> _Layout:

@@ -22,6 +22,8 @@ from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import CpuArchEnum, current_platform
 
+from .fp8 import block_fp8
+
 ATTENTION_MODULES = (Attention, MLAAttention, MMEncoderAttention)
 _NORM_PACKAGE = "vllm.model_executor.layers.layernorm"
 _TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
@@ -37,20 +39,36 @@ class ModuleLayout:
         direct: bytes may be written straight into its parameters.
         reload: the engine's loader cannot write it in place, so new weights need vLLM's layerwise reload.
         reason: why it is not ``direct``; empty if it is.
+        placed: it is ``direct``, but the engine's loader fails on it: its parameters lost what the loader goes by.
+            What comes over the misc path all the same is written where the trace saw it land.
     """
 
     direct: bool
     reload: bool
     reason: str = ""
+    placed: bool = False
 
 
-def module_layout(name: str, live: nn.Module, twin: nn.Module) -> ModuleLayout:
-    """Classify the live module ``name`` by its type and by its parameters beside the untouched twin's."""
+def module_layout(name: str, live: nn.Module, twin: nn.Module, promised: bool = False) -> ModuleLayout:
+    """Classify the live module ``name`` by its type and by its parameters beside the untouched twin's.
+
+    Args:
+        name: of the module.
+        live: the module.
+        twin: its untouched twin.
+        promised: if it holds FP8 blocks, all of them come in the very format that it was said to hold.
+    """
     method = getattr(live, "quant_method", None)
     visited = isinstance(method, QuantizeMethodBase) or isinstance(live, ATTENTION_MODULES)
     changed = _changed_parameter(live, twin)
     if changed:
         return ModuleLayout(False, True, f"layer {name}: {changed}")
+    blocks = block_fp8(live)
+    if blocks is not None:
+        effect = blocks.post_load_effect(promised)
+        if effect:
+            return ModuleLayout(False, True, f"layer {name}: {effect}")
+        return ModuleLayout(True, False, placed=True)
     derived = _post_load_effect(live, method)
     if derived:
         return ModuleLayout(False, visited, f"layer {name}: {derived}")

@@ -9,7 +9,7 @@ of modules and a missing part is an error before anything is served.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from ...integration.errors import RefitError
+from .trace import Landing
 
 
 class _ReloadScope(nn.Module):
@@ -41,6 +42,8 @@ class ScopedReload:
         device: where restored modules are materialised.
         modules: the modules that need the reload, by name.
         required: for each of them the checkpoint tensors that must come in every refit.
+        placed: checkpoint tensors of other modules that the engine's loader cannot write, with the places that the trace
+            found for them.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class ScopedReload:
         device: torch.device,
         modules: Mapping[str, nn.Module],
         required: Mapping[str, frozenset[str]],
+        placed: Mapping[str, Sequence[Landing]],
     ) -> None:
         self._model = model
         self._vllm_config = vllm_config
@@ -58,6 +62,7 @@ class ScopedReload:
         self._buffered = frozenset().union(*self._required.values())
         self._scope = _ReloadScope(modules.values())
         self._modules = dict(modules)
+        self._placed = dict(placed)
         self._arrived: set[str] = set()
         self._active = False
 
@@ -78,7 +83,10 @@ class ScopedReload:
                 if name in self._arrived:
                     raise RefitError("the tensor came twice in one refit", stage="misc", parameter=name)
                 self._arrived.add(name)
-                yield name, tensor.clone() if name in self._buffered else tensor
+                if name in self._placed:
+                    self._place(name, tensor)
+                else:
+                    yield name, tensor.clone() if name in self._buffered else tensor
 
         try:
             self._begin()
@@ -138,6 +146,11 @@ class ScopedReload:
                 finalize_layerwise_reload(self._scope, self._vllm_config.model_config)
         self._active = False
         self._arrived.clear()
+
+    def _place(self, name: str, tensor: torch.Tensor) -> None:
+        for landing in self._placed[name]:
+            part = tensor[tuple(slice(start, stop) for start, stop in landing.box)]
+            landing.fragment(self._model.get_parameter(landing.parameter)).view.copy_(part)
 
     def _begin(self) -> None:
         if self._active or not self._modules:

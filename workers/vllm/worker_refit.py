@@ -10,6 +10,7 @@ from ...integration.errors import RefitError
 from ..destination_mixin import DestinationRefitMixin
 from .destination import VllmDestination
 from .guard import WeightsGuard
+from .kv_scales import VllmScaledCache
 
 _ATTRIBUTE = "_rlrefit_worker_refit"
 
@@ -91,4 +92,9 @@ class WorkerRefit(DestinationRefitMixin):
 
     def _make_refit_destination(self) -> VllmDestination:
         self.guard.require_awake()
+        self.destination.new_epoch()
         return self.destination
+
+    def _make_scaled_cache(self) -> VllmScaledCache:
+        worker = self._worker
+        return VllmScaledCache(worker.model_runner.get_model(), worker.vllm_config)

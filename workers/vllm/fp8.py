@@ -1,0 +1,128 @@
+"""Modules of a vLLM model that hold weights in FP8 blocks: in which format, and what vLLM makes of them after loading.
+
+All of it is read in vLLM 0.21. Its own FP8 checkpoints' method (``quantization/fp8.py``) leaves block-quantized weights
+and scales as they were loaded; what happens then is up to the kernel that was chosen for the module:
+
+- Linear layers. The base class of the block kernels wraps both anew (``process_fp8_weight_block_strategy``; on ROCm it
+  also pads or changes the dtype, which shows). Triton and CUTLASS add nothing. DeepGEMM's
+  ``transform_sf_into_required_layout`` returns FP32 scales of 128×128 blocks as they are on Hopper and packs them into
+  int32 on Blackwell, which shows; before that, unless ``VLLM_USE_DEEP_GEMM_E8M0=0``, vLLM quantizes the quantized weights
+  once more, with powers of two as scales. Where the scales are such powers already, that changes no value: a block
+  whose largest code is 224 gets codes twice as large and half the scale, all others keep their bytes. FlashInfer's
+  dynamic kernel processes weights as DeepGEMM's.
+- Experts. Triton and CUTLASS take them as loaded, DeepGEMM as above, all others rearrange them
+  (``convert_to_fp8_moe_kernel_format``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear.scaled_mm.flashinfer import (
+    FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
+from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+from ...integration.quantize.formats import Fp8Blockwise
+
+FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2})
+
+_PLAIN_KERNELS = (CutlassFp8BlockScaledMMKernel, TritonFp8BlockScaledMMKernel)
+_PLAIN_BACKENDS = (
+    Fp8MoeBackend.TRITON,
+    Fp8MoeBackend.BATCHED_TRITON,
+    Fp8MoeBackend.VLLM_CUTLASS,
+    Fp8MoeBackend.BATCHED_VLLM_CUTLASS,
+)
+_DEEP_GEMM_BACKENDS = (Fp8MoeBackend.DEEPGEMM, Fp8MoeBackend.BATCHED_DEEPGEMM)
+
+
+@dataclass(frozen=True)
+class BlockFp8:
+    """How one module holds its weights.
+
+    Attributes:
+        format: what a trainer has to make of them.
+        scales: for each parameter of codes the one of its scales.
+        effect: why codes and scales are not used as they were loaded, whatever they are; empty if they are.
+    """
+
+    format: Fp8Blockwise
+    scales: Mapping[str, str]
+    effect: str = ""
+
+    def post_load_effect(self, promised: bool) -> str:
+        """Why direct writes would differ from what vLLM makes of loaded bytes; empty if they would not.
+
+        Args:
+            promised: all codes and scales come in :attr:`format`, and not from another quantizer.
+        """
+        if not self.effect and self.format.ue8m0 and not promised:
+            return (
+                "vLLM quantizes loaded FP8 weights once more for DeepGEMM, with powers of two as scales (with "
+                "policy.refit.trainer_quantize_fp8 the trainer makes such scales, and nothing has to be done)"
+            )
+        return self.effect
+
+
+def block_fp8(module: nn.Module) -> BlockFp8 | None:
+    """The facts about a module of a live model or of its twin; None where it holds no weights in FP8 blocks.
+
+    Only vLLM's own method for FP8 checkpoints: others name or make their scales in ways of their own.
+    """
+    method: Any = getattr(module, "quant_method", None)
+    if type(method) is Fp8LinearMethod:
+        return _linear(method) if method.block_quant else None
+    if type(method) is Fp8MoEMethod:
+        return _experts(method) if method.block_quant else None
+    return None
+
+
+def own_quantizer(module: nn.Module) -> str:
+    """The method by which a live module made FP8 of weights that it was given in another dtype, or that has another
+    format than blocks; empty if there is none."""
+    method = getattr(module, "quant_method", None)
+    if method is None or block_fp8(module) is not None:
+        return ""
+    held = any(parameter.dtype in FLOAT8 for parameter in module.parameters(recurse=False))
+    return type(method).__name__ if held else ""
+
+
+def _linear(method: Fp8LinearMethod) -> BlockFp8:
+    kernel: Any = method.fp8_linear
+    effect, ue8m0 = "", False
+    if type(kernel) is FlashInferFp8DeepGEMMDynamicBlockScaledKernel:
+        kernel = kernel.fallback
+    if type(kernel) is DeepGemmFp8BlockScaledMMKernel:
+        ue8m0 = kernel.use_deep_gemm_e8m0
+    elif type(kernel) not in _PLAIN_KERNELS:
+        effect = f"process_weights_after_loading of {type(kernel).__name__} may rewrite the layout"
+    return BlockFp8(_format(method, ue8m0), {"weight": "weight_scale_inv"}, effect)
+
+
+def _experts(method: Fp8MoEMethod) -> BlockFp8:
+    backend = method.fp8_backend
+    effect, ue8m0 = "", False
+    if backend in _DEEP_GEMM_BACKENDS:
+        ue8m0 = is_deep_gemm_e8m0_used()
+    elif backend not in _PLAIN_BACKENDS:
+        effect = (
+            f"process_weights_after_loading of the {backend.value} experts backend rewrites the layout (start vLLM with "
+            "moe_backend='triton', which computes with the experts as they are loaded)"
+        )
+    scales = {"w13_weight": "w13_weight_scale_inv", "w2_weight": "w2_weight_scale_inv"}
+    return BlockFp8(_format(method, ue8m0), scales, effect)
+
+
+def _format(method: Fp8LinearMethod | Fp8MoEMethod, ue8m0: bool) -> Fp8Blockwise:
+    rows, columns = method.weight_block_size
+    return Fp8Blockwise((rows, columns), ue8m0)

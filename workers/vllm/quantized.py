@@ -1,0 +1,137 @@
+"""Which weights of a manifest a vLLM rank holds in FP8 blocks, so that the trainer sends them as codes and scales.
+
+The answer is the engine's own: a name whose tensor the loader puts into a float8 parameter with block scales beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ...integration.errors import PlanError
+from ...integration.manifest import TensorSpec, dtype_name
+from ...integration.quantize.formats import Format, wire_specs
+from .fp8 import FLOAT8, BlockFp8, block_fp8, own_quantizer
+from .trace import LoaderTrace, Manifest
+
+logger = logging.getLogger(__name__)
+
+
+def block_modules(model: nn.Module) -> dict[str, BlockFp8]:
+    """The modules of ``model`` that hold weights in FP8 blocks, by name."""
+    found = {name: block_fp8(module) for name, module in model.named_modules()}
+    return {name: blocks for name, blocks in found.items() if blocks is not None}
+
+
+def parameters_of(blocks: Mapping[str, BlockFp8]) -> dict[str, str]:
+    """Names of the parameters that hold codes, and for each the parameter of its scales."""
+    return {
+        f"{module}.{codes}": f"{module}.{scales}"
+        for module, facts in blocks.items()
+        for codes, scales in facts.scales.items()
+    }
+
+
+def formats_of(
+    specs: Sequence[TensorSpec], trace: LoaderTrace, blocks: Mapping[str, BlockFp8]
+) -> dict[str, Format]:
+    """The format of each weight of ``specs`` that this rank holds in FP8 blocks.
+
+    Weights that are in FP8 already are left out, and so is, with a line in the log, what no trainer can make of them.
+
+    Args:
+        specs: as the trainer exports them, not quantized.
+        trace: of these.
+        blocks: of the live model.
+    """
+    formats = {f"{module}.{codes}": b.format for module, b in blocks.items() for codes in b.scales}
+    found: dict[str, Format] = {}
+    for spec in specs:
+        touched = trace.touched[spec.name]
+        wanted = {formats[parameter] for parameter in touched if parameter in formats}
+        if not wanted or spec.dtype in FLOAT8:
+            continue
+        [format, *others] = wanted
+        try:
+            if others or touched - formats.keys():
+                raise ValueError(
+                    f"{spec.name} goes into {', '.join(sorted(touched))}, which differ in format"
+                )
+            wire_specs(spec, format)
+        except ValueError as error:
+            logger.warning("the trainer does not quantize %s for this engine: %s", spec.name, error)
+        else:
+            found[spec.name] = format
+    return found
+
+
+def tell_of_own_quantizers(model: nn.Module) -> None:
+    """Log, once for each method, that modules hold FP8 which the trainer does not make."""
+    modules: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        method = own_quantizer(module)
+        if method:
+            modules.setdefault(method, []).append(name)
+    for method, names in modules.items():
+        logger.warning(
+            "policy.refit.trainer_quantize_fp8 does not serve %d modules of this engine, %s first: %s makes or takes "
+            "another FP8 than blocks with the names of a block-FP8 checkpoint, so they get the trainer's own dtype. Start "
+            "vLLM with hf_overrides={'quantization_config': {'quant_method': 'fp8', 'activation_scheme': 'dynamic', "
+            "'weight_block_size': [128, 128]}} for the trainer to quantize",
+            len(names),
+            names[0],
+            method,
+        )
+
+
+def require_codes(trace: LoaderTrace, manifest: Manifest, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Refuse numbers that the engine's loader would cast to FP8 without a scale.
+
+    Args:
+        trace: of ``manifest``.
+        manifest: checkpoint name, full shape and dtype of every tensor.
+        parameters: of the twin, by name.
+
+    Raises:
+        PlanError: names the first weight.
+    """
+    cast = [
+        (name, parameter, dtype)
+        for name, _, dtype in manifest
+        if dtype not in FLOAT8
+        for parameter in sorted(trace.touched[name])
+        if parameters[parameter].dtype in FLOAT8
+    ]
+    if not cast:
+        return
+    name, parameter, dtype = cast[0]
+    raise PlanError(
+        f"the trainer sends {dtype_name(dtype)} and the engine holds {parameter} as "
+        f"{dtype_name(parameters[parameter].dtype)} with scales; its loader would cast the numbers and keep the old scales "
+        f"({len(cast)} such weights). Set policy.refit.trainer_quantize_fp8=true with policy.nccl_xfer_refit=true (for "
+        "blocks of 128 by 128), or start the engine without quantization",
+        stage="trace",
+        parameter=name,
+    )
+
+
+def promised_modules(
+    trace: LoaderTrace, blocks: Mapping[str, BlockFp8], promised: Mapping[str, Format]
+) -> frozenset[str]:
+    """Those modules of ``blocks`` all of whose codes come in the format that was asked for."""
+    names: dict[str, set[str]] = {}
+    for name, touched in trace.touched.items():
+        for parameter in touched:
+            names.setdefault(parameter, set()).add(name)
+    return frozenset(
+        module
+        for module, facts in blocks.items()
+        if all(
+            promised.get(name) == facts.format
+            for codes in facts.scales
+            for name in names.get(f"{module}.{codes}", ())
+        )
+    )
