@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ...integration.endpoints import WeightDestination
+from ...integration.endpoints import StoresQuantized, WeightDestination
 from ...integration.errors import RefitMismatch
 from ...integration.layout import Fragment
 from ...integration.manifest import TensorSpec
 from .names import AttentionLayer, Scales, is_scale, layer_of_scale, scale_names
 from .source import REASON
+
+if TYPE_CHECKING:
+    from ...integration.quantize.formats import Format
 
 
 class ScaledCache(Protocol):
@@ -51,6 +54,11 @@ class KvScaleDestination:
     @property
     def kept_bytes(self) -> int:
         return self._weights.kept_bytes
+
+    def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
+        if not isinstance(self._weights, StoresQuantized):
+            return {}
+        return self._weights.quantized([spec for spec in specs if not is_scale(spec)])
 
     def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
         scales = [spec.name for spec in specs if is_scale(spec)]
