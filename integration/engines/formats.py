@@ -28,7 +28,7 @@ def agree_on_formats[E: WeightSource | WeightDestination](
 
     Args:
         channel: of the epoch.
-        config: says whether the trainer quantizes.
+        config: says whether the trainer quantizes; the same on all ranks.
         endpoint: of this rank.
         specs: as the trainer exports them.
 
@@ -36,34 +36,21 @@ def agree_on_formats[E: WeightSource | WeightDestination](
         The endpoint, on a trainer rank one that quantizes, and what travels.
 
     Raises:
-        RefitMismatch: on every rank. Some are told to quantize and others not; no engine rank stores anything
-            quantized; two store one weight differently; a weight can't be held in the format that its engine has.
+        RefitMismatch: on every rank. No engine rank stores anything quantized; two store one weight differently; a
+            weight can't be held in the format that its engine has.
     """
+    if not config.trainer_quantize_fp8:
+        return endpoint, list(specs)
     world = channel.world
     wanted: dict[str, Format] = {}
     engine: object = endpoint
-    if config.trainer_quantize_fp8 and not world.is_source and isinstance(engine, StoresQuantized):
+    if not world.is_source and isinstance(engine, StoresQuantized):
         wanted = engine.quantized(specs)
-    answers = channel.vote("formats", [config.trainer_quantize_fp8, _pack(wanted, specs)])
-    _require_one_mind(channel, [bool(answer[0]) for answer in answers])
-    if not config.trainer_quantize_fp8:
-        return endpoint, list(specs)
-    formats = _merge(channel, specs, [answer[1] for answer in answers])
+    formats = _merge(channel, specs, channel.vote("formats", _pack(wanted, specs)))
     wire = _wire(channel, specs, formats)
     if world.is_source:
         return cast(E, QuantizingSource(cast(WeightSource, endpoint), formats)), wire
     return endpoint, wire
-
-
-def _require_one_mind(channel: Channel, flags: Sequence[bool]) -> None:
-    others = [channel.world.describe(rank) for rank, flag in enumerate(flags) if flag != flags[0]]
-    if others:
-        raise RefitMismatch(
-            f"policy.refit.trainer_quantize_fp8 is {flags[0]} on trainer rank 0 and {not flags[0]} on "
-            f"{', '.join(others)}; nothing was written. Give all ranks the same policy.refit",
-            stage="handshake",
-            rank=channel.world.rank,
-        )
 
 
 def _pack(wanted: dict[str, Format], specs: Sequence[TensorSpec]) -> list[list[Any]]:

@@ -1,0 +1,248 @@
+"""Refits whose trainer quantizes: codes and scales of the full tensors land, whatever the ranks hold and want."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.errors import RefitMismatch
+from rlrefit.integration.layout import Box, box_of
+from rlrefit.integration.layout.fragments import local_slice
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8, wire_specs
+from rlrefit.integration.quantize.source import quant_weights_by_name
+from tests.refit.synthetic import (
+    Layout,
+    SyntheticDestination,
+    SyntheticSource,
+    refit_changed,
+    run_world,
+    value_of,
+)
+
+BF16 = torch.bfloat16
+FP8, UE8M0, MX = Fp8Blockwise(), Fp8Blockwise(ue8m0=True), Mxfp8()
+
+COLUMN = TensorSpec("column.weight", (512, 384), BF16)
+ROW = TensorSpec("row.weight", (256, 640), BF16)
+RAGGED = TensorSpec("ragged.weight", (300, 200), torch.float16)
+CUT = TensorSpec("cut.weight", (256, 128), BF16)
+ROUTER = TensorSpec("router.weight", (8, 384), BF16)
+NORM = TensorSpec("norm.weight", (384,), BF16)
+SPECS = [NORM, COLUMN, ROW, RAGGED, CUT, ROUTER]
+QUANTIZED = (COLUMN, ROW, RAGGED, CUT)
+
+
+class QuantizedDestination(SyntheticDestination):
+    """An engine rank that stores some weights as codes and scales."""
+
+    def __init__(self, formats: dict[str, Format], layout: Layout):
+        self._formats = formats
+        wire = [w for s in SPECS for w in (wire_specs(s, formats[s.name]) if s.name in formats else [s])]
+        super().__init__(wire, layout)
+
+    def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
+        assert list(specs) == SPECS
+        return self._formats
+
+    def poison(self) -> None:
+        for storage in self._wanted.values():
+            raw = storage.view(torch.uint8) if storage.element_size() == 1 else storage
+            raw.fill_(0x7F if storage.element_size() == 1 else float("nan"))
+
+    def wrong(self, version: int) -> list[str]:
+        expected: dict[str, torch.Tensor] = {}
+        for spec in SPECS:
+            value = value_of(spec, version)
+            if spec.name in self._formats:
+                format = self._formats[spec.name]
+                parts = format.encode(value)
+                expected |= {w.name: p for w, p in zip(wire_specs(spec, format), parts, strict=True)}
+            else:
+                expected[spec.name] = value
+        return [
+            f"{name} {box}"
+            for (name, box), storage in self._wanted.items()
+            if not torch.equal(
+                _raw(storage), _raw(expected[name][local_slice(box_of(expected[name].shape), box)])
+            )
+        ]
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.contiguous()
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def sources() -> list[SyntheticSource]:
+    """Two trainers: rows, columns, rows that end raggedly, rows that cut a block, one whole weight each, replicas."""
+    held: list[Layout] = [
+        {
+            "column.weight": [((0, 256), (0, 384))],
+            "row.weight": [((0, 256), (0, 256))],
+            "ragged.weight": [((0, 256), (0, 200))],
+            "cut.weight": [((0, 64), (0, 128))],
+            "norm.weight": [((0, 384),)],
+            "router.weight": [((0, 8), (0, 384))],
+        },
+        {
+            "column.weight": [((256, 512), (0, 384))],
+            "row.weight": [((0, 256), (256, 640))],
+            "ragged.weight": [((256, 300), (0, 200))],
+            "cut.weight": [((64, 256), (0, 128))],
+            "norm.weight": [((0, 384),)],
+            "router.weight": [((0, 8), (0, 384))],
+        },
+    ]
+    return [SyntheticSource(SPECS, layout) for layout in held]
+
+
+def wanted(
+    formats: dict[str, Format], cut: Callable[[TensorSpec, int, int], Box]
+) -> list[QuantizedDestination]:
+    """Two engine ranks that each want a part of everything; scales of all blocks that the part touches."""
+    engines = []
+    for rank in range(2):
+        layout: Layout = {}
+        for spec in SPECS:
+            box = cut(spec, rank, 2)
+            layout[spec.name] = [box]
+            if spec.name in formats:
+                _, scales = wire_specs(spec, formats[spec.name])
+                block = formats[spec.name].block
+                layout[scales.name] = [
+                    tuple((a // b, -(-e // b)) for (a, e), b in zip(box, block, strict=True))
+                ]
+        engines.append(QuantizedDestination(formats, layout))
+    return engines
+
+
+def by_columns(spec: TensorSpec, rank: int, size: int) -> Box:
+    """Cuts blocks on the engine's side, where that is no matter."""
+    last = spec.shape[-1]
+    share = -(-last // size)
+    return (*box_of(spec.shape[:-1]), (rank * share, min((rank + 1) * share, last)))
+
+
+def by_rows(spec: TensorSpec, rank: int, size: int) -> Box:
+    share = -(-spec.shape[0] // size)
+    return ((rank * share, min((rank + 1) * share, spec.shape[0])), *box_of(spec.shape[1:]))
+
+
+def whole(spec: TensorSpec, rank: int, size: int) -> Box:
+    return box_of(spec.shape)
+
+
+def config(**values: object) -> RefitConfig:
+    return RefitConfig(
+        **{
+            "bucket_mb": 1,
+            "timeout_s": 20.0,
+            "verify": "full",
+            "transport": "p2p",
+            "trainer_quantize_fp8": True,
+        }
+        | values
+    )
+
+
+@pytest.mark.parametrize("format", [FP8, UE8M0, MX], ids=["fp32 scales", "ue8m0", "mxfp8"])
+@pytest.mark.parametrize("transport", ["p2p", "golden"])
+def test_codes_and_scales_of_the_full_tensors_land_in_every_refit(format: Format, transport: str) -> None:
+    formats: dict[str, Format] = {
+        spec.name: format for spec in QUANTIZED if spec.shape[1] % format.block[1] == 0 or format is not MX
+    }
+    for cut in (by_columns, by_rows, whole):
+        results = run_world(
+            sources(),
+            wanted(formats, cut),
+            lambda rank, session, end: (
+                [refit_changed(session, end, version) for version in (1, 2, 3)],
+                {e.spec.name: (e.route, e.reason) for e in session.manifest},
+            ),
+            config(transport=transport, verify="sampled" if cut is whole else "full"),
+        )
+        assert [[wrong for _, wrong in refits] for refits, _ in results] == [[[], [], []]] * 4
+        _, routes = results[0]
+        if format is FP8:
+            assert routes["cut.weight"][0] == routes["cut.weight_scale_inv"][0] == "misc"
+            assert "0:64, 0:128, which cuts blocks of 128 by 128" in routes["cut.weight"][1]
+        misc = {name for name, (route, _) in routes.items() if route == "misc"}
+        assert misc == ({"cut.weight", "cut.weight_scale_inv"} if format.block == (128, 128) else set())
+
+
+def test_the_conventional_path_quantizes_full_tensors() -> None:
+    formats: dict[str, Format] = {spec.name: FP8 for spec in QUANTIZED}
+    results = run_world(
+        sources(),
+        wanted(formats, whole),
+        lambda rank, session, end: [refit_changed(session, end, version) for version in (1, 2)],
+        config(),
+        engine="packed_broadcast",
+    )
+    assert [[wrong for _, wrong in refits] for refits in results] == [[[], []]] * 4
+
+
+def test_half_the_bytes_travel() -> None:
+    def moved(formats: dict[str, Format], quantize: bool) -> int:
+        results = run_world(
+            sources(),
+            wanted(formats, by_rows),
+            lambda rank, session, end: refit_changed(session, end, 1)[0].bytes_bulk,
+            config(trainer_quantize_fp8=quantize),
+        )
+        return sum(results[2:])
+
+    plain, quantized = moved({}, False), moved({spec.name: FP8 for spec in (COLUMN, ROW)}, True)
+    saved = sum(spec.nbytes // 2 - spec.nbytes // 2 // 128**2 * 4 for spec in (COLUMN, ROW))
+    assert quantized == plain - saved
+
+
+def test_an_engine_without_quantized_weights_is_no_match() -> None:
+    results = run_world(sources(), wanted({}, whole), lambda *_: None, config())
+    assert all(isinstance(error, RefitMismatch) for error in results)
+    assert "no engine rank stores a weight in a format that the trainer makes" in str(results[0])
+
+
+def test_engines_that_store_one_weight_differently_are_no_match() -> None:
+    one, other = wanted({"row.weight": FP8}, whole)[0], wanted({"row.weight": UE8M0}, whole)[1]
+    results = run_world(sources(), [one, other], lambda *_: None, config())
+    assert all(isinstance(error, RefitMismatch) for error in results)
+    assert "row.weight" in str(results[3])
+
+
+def test_what_is_no_matrix_of_16_bits_is_refused_by_name() -> None:
+    engines = wanted({}, whole)
+    for engine in engines:
+        engine._formats = {"norm.weight": FP8}
+    results = run_world(sources(), engines, lambda *_: None, config())
+    assert all(isinstance(error, RefitMismatch) and "norm.weight" in str(error) for error in results)
+
+
+def test_full_quantized_tensors_come_one_after_the_other_beside_other_tasks() -> None:
+    source = sources()[0]
+    source.set_version(4)
+    ticks: list[int] = []
+
+    async def other() -> None:
+        while True:
+            ticks.append(1)
+            await asyncio.sleep(0)
+
+    async def collect() -> list[tuple[str, torch.Tensor]]:
+        task = asyncio.create_task(other())
+        found = [pair async for pair in quant_weights_by_name(source, {"row.weight": FP8})]
+        task.cancel()
+        return found
+
+    found = dict(asyncio.run(collect()))
+    assert list(found) == [w.name for s in SPECS for w in (wire_specs(s, FP8) if s is ROW else [s])]
+    codes, scales = FP8.encode(value_of(ROW, 4))
+    assert torch.equal(_raw(found["row.weight"]), _raw(codes))
+    assert torch.equal(found["row.weight_scale_inv"], scales)
+    assert torch.equal(found["norm.weight"], value_of(NORM, 4))
+    assert len(ticks) >= len(SPECS)
