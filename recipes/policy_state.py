@@ -72,7 +72,7 @@ def training_state(model: list[Any], optimizer: Any, scheduler: Any) -> dict[str
             for inner in _inner_optimizers(optimizer)
         ],
         "scheduler": scheduler.state_dict(),
-        "random": _random_state(),
+        "random": {**random_state(), "megatron": _megatron_random().get_states()},
     }
 
 
@@ -93,7 +93,8 @@ def restore_training_state(state: dict[str, Any], model: list[Any], optimizer: A
             for master, value in zip(_masters(inner), saved["masters"], strict=True):
                 master.copy_(value)
     scheduler.load_state_dict(state["scheduler"])
-    _set_random_state(state["random"])
+    set_random_state(state["random"])
+    _megatron_random().set_states(state["random"]["megatron"])
 
 
 def _check(state: dict[str, Any], live: dict[str, Tensor], masters: list[list[Tensor]]) -> None:
@@ -115,29 +116,31 @@ def _check(state: dict[str, Any], live: dict[str, Tensor], masters: list[list[Te
         )
 
 
-def _random_state() -> dict[str, Any]:
+def _megatron_random() -> Any:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+    return get_cuda_rng_tracker()
+
+
+def random_state() -> dict[str, Any]:
+    """The random states of this process, as plain values and tensors."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "megatron": get_cuda_rng_tracker().get_states(),
     }
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
+def set_random_state(state: dict[str, Any]) -> None:
+    """Undo :func:`random_state`."""
     random.setstate(state["python"])
     kind, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
 
 
 def write_rank_state(folder: str | Path, rank: int, payload: dict[str, Any]) -> None:

@@ -34,7 +34,8 @@ from .rollout_transformers import TransformersRollouts
 from .rollout_vllm import VllmRollouts
 from .run_files import MetricsFile, keep_json_lines, write_whole
 from .tiny.checkpoints import resolve_model_path
-from .trainer_group import TrainerGroup, policy_config
+from .trainer_group import TrainerGroup
+from .trainer_policies import policy_config
 
 logger = logging.getLogger(__name__)
 

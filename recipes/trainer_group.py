@@ -1,4 +1,4 @@
-"""The trainer's ranks as Ray actors: a Megatron policy that inherits the refit."""
+"""The trainer's ranks as Ray actors, each with its part of a policy that inherits the refit."""
 
 from __future__ import annotations
 
@@ -11,19 +11,11 @@ import torch
 import torch.distributed as dist
 
 from ..integration.config import RefitConfig
-from ..workers.megatron.mixin import MegatronRefitMixin
 from .cluster import ActorGroup, gather
 from .config_schema import TrainConfig
-from .policy import AdamConfig, MegatronPolicy, PolicyBatch, PolicyConfig
+from .policy import PolicyBatch, PolicyConfig
 from .rank import RankActor, join_worlds
-
-
-class RefittingPolicy(MegatronRefitMixin, MegatronPolicy):
-    """A policy whose weights travel: all that a trainer has to do is to inherit the mixin."""
-
-    def __init__(self, config: PolicyConfig, refit_config: RefitConfig) -> None:
-        super().__init__(config)
-        self.refit_config = refit_config
+from .trainer_policies import refitting_policy
 
 
 class TrainerActor(RankActor):
@@ -31,7 +23,7 @@ class TrainerActor(RankActor):
 
     def build(self, config: PolicyConfig, refit_config: RefitConfig) -> None:
         """Build the model and load the checkpoint's weights."""
-        self._policy = RefittingPolicy(config, refit_config)
+        self._policy = refitting_policy(config, refit_config)
 
     def compute_logprobs(self, batch: PolicyBatch) -> np.ndarray | None:
         return _from_rank_0(self._policy.compute_logprobs(batch))
@@ -118,48 +110,6 @@ class TrainerGroup:
 
     def shutdown(self) -> None:
         self._group.shutdown()
-
-
-def policy_config(config: TrainConfig, model_path: str, loss: Any) -> PolicyConfig:
-    """The policy's configuration from a recipe's."""
-    from ..workers.megatron.model import MegatronLayout, Recompute
-
-    trainer, adam, recompute = config.trainer, config.trainer.optimizer, config.trainer.recompute
-    return PolicyConfig(
-        model_path=model_path,
-        layout=MegatronLayout(
-            tensor_parallel=trainer.tensor_parallel,
-            pipeline_parallel=trainer.pipeline_parallel,
-            virtual_pipeline=trainer.virtual_pipeline,
-            expert_parallel=trainer.expert_parallel,
-            expert_tensor_parallel=trainer.expert_tensor_parallel,
-            context_parallel=trainer.context_parallel,
-            num_layers_in_first_pipeline_stage=trainer.num_layers_in_first_pipeline_stage,
-            num_layers_in_last_pipeline_stage=trainer.num_layers_in_last_pipeline_stage,
-            pipeline_model_parallel_layout=trainer.pipeline_model_parallel_layout,
-        ),
-        loss=loss,
-        optimizer=AdamConfig(
-            lr=adam.lr,
-            betas=(adam.beta1, adam.beta2),
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
-            clip_grad=adam.grad_clip,
-            # The policy counts optimizer steps.
-            warmup_steps=adam.warmup_steps * config.algorithm.minibatches,
-            cpu_offload_fraction=adam.cpu_offload_fraction,
-        ),
-        micro_batch=trainer.micro_batch_size,
-        temperature=config.generation.temperature,
-        dtype=getattr(torch, config.model.dtype),
-        seed=config.seed,
-        distributed_optimizer=trainer.distributed_optimizer,
-        recompute=None
-        if recompute.granularity is None
-        else Recompute(
-            recompute.granularity, recompute.method, recompute.num_layers, tuple(recompute.modules)
-        ),
-    )
 
 
 def _from_rank_0(logprobs: torch.Tensor) -> np.ndarray | None:

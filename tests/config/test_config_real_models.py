@@ -7,7 +7,7 @@ import pytest
 from rlrefit.recipes.cluster import bundles_by_host
 from rlrefit.recipes.config import bundled_recipes, load_config, model_violations
 from rlrefit.recipes.plan.recipe import layout_text, plan_of
-from rlrefit.recipes.trainer_group import policy_config
+from rlrefit.recipes.trainer_policies import policy_config
 from rlrefit.recipes.vllm_arguments import engine_arguments, engine_bundles
 from rlrefit.workers.catalog import open_model
 from rlrefit.workers.checkpoint_folder import CheckpointUnreachable, checkpoint_folder, is_hub_name

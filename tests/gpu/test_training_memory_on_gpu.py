@@ -42,7 +42,8 @@ def run_cases(kind: str, root: str, port: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from rlrefit.recipes.algorithms.losses import PolicyLossConfig
-    from rlrefit.recipes.policy import AdamConfig, MegatronPolicy, PolicyBatch, PolicyConfig
+    from rlrefit.recipes.policy import AdamConfig, PolicyBatch
+    from rlrefit.recipes.policy_megatron import MegatronPolicy, MegatronPolicyConfig
     from rlrefit.recipes.tiny.checkpoints import make_checkpoint
     from rlrefit.workers.megatron.model import Recompute
 
@@ -55,7 +56,7 @@ def run_cases(kind: str, root: str, port: int) -> dict[str, Any]:
 
     def make(fraction: float, recompute: dict[str, Any] | None) -> Any:
         return MegatronPolicy(
-            PolicyConfig(
+            MegatronPolicyConfig(
                 path,
                 loss=PolicyLossConfig(aggregation="token"),
                 optimizer=AdamConfig(lr=1e-3, warmup_steps=1, cpu_offload_fraction=fraction),

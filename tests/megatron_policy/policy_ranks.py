@@ -76,11 +76,12 @@ def make_policy(case: Case) -> Any:
     import torch
 
     from rlrefit.recipes.algorithms.losses import PolicyLossConfig
-    from rlrefit.recipes.policy import AdamConfig, MegatronPolicy, PolicyConfig
+    from rlrefit.recipes.policy import AdamConfig
+    from rlrefit.recipes.policy_megatron import MegatronPolicy, MegatronPolicyConfig
     from rlrefit.workers.megatron.model import MegatronLayout, Recompute
 
     return MegatronPolicy(
-        PolicyConfig(
+        MegatronPolicyConfig(
             case.model_path,
             MegatronLayout(**case.layout),
             loss=PolicyLossConfig(aggregation="token", kl_coef=case.kl_coef),

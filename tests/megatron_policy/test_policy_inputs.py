@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.recipes.batching import Rollout, minibatches, policy_batch
-from rlrefit.recipes.policy import AdamConfig, MegatronPolicy, PolicyConfig
+from rlrefit.recipes.policy import AdamConfig
 from rlrefit.recipes.policy_batch import BatchSplit, PolicyBatch
+from rlrefit.recipes.policy_megatron import MegatronPolicy, MegatronPolicyConfig
 from rlrefit.workers.completion import Completion
 from rlrefit.workers.megatron import cpu_standins
 from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
@@ -141,7 +142,7 @@ def test_token_ids_that_are_no_int64_rows_are_refused(ids: torch.Tensor) -> None
 
 def test_all_that_is_wrong_with_a_policy_is_said_at_once() -> None:
     with pytest.raises(ValueError) as caught:
-        PolicyConfig("model", MegatronLayout(context_parallel=2), micro_batch=0, temperature=0.0)
+        MegatronPolicyConfig("model", MegatronLayout(context_parallel=2), micro_batch=0, temperature=0.0)
     for part in ("context_parallel is 2", "micro_batch is 0", "temperature is 0.0"):
         assert part in str(caught.value)
 
@@ -168,7 +169,7 @@ def test_building_without_process_groups_says_what_to_call() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         build_megatron("model", MegatronLayout())
     with pytest.raises(RuntimeError, match="init_process_group"):
-        MegatronPolicy(PolicyConfig("model"))
+        MegatronPolicy(MegatronPolicyConfig("model"))
 
 
 def test_stand_ins_are_refused_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +181,9 @@ def test_stand_ins_are_refused_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPa
 
 def test_an_optimizer_off_the_gpu_needs_a_gpu_and_the_distributed_optimizer() -> None:
     with pytest.raises(ValueError) as found:
-        PolicyConfig("model", optimizer=AdamConfig(cpu_offload_fraction=1.0), distributed_optimizer=False)
+        MegatronPolicyConfig(
+            "model", optimizer=AdamConfig(cpu_offload_fraction=1.0), distributed_optimizer=False
+        )
     assert "needs distributed_optimizer, which Megatron builds it on" in str(found.value)
     assert torch.cuda.is_available() or "this process has none; give 0" in str(found.value)
 

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..checkpoint_folder import checkpoint_folder
+from ..checkpoint_ranks import check_on_all_ranks
 from .cpu_standins import ensure_megatron
-from .hf_checkpoint import CheckpointMismatch, check_checkpoint
 from .pipeline_layout import pipeline_layout_violations
 
 
@@ -171,7 +170,7 @@ def build_megatron(
     if violations:
         raise ValueError(f"the layout {layout} is not possible: " + "; ".join(violations))
     auto_bridge = ensure_megatron()
-    folder, checked = _check_on_all_ranks(model_path, load_weights)
+    folder, checked = check_on_all_ranks(model_path, load_weights)
 
     bridge = auto_bridge.from_hf_pretrained(str(folder))
     provider = bridge.to_megatron_provider(load_weights=False)
@@ -204,25 +203,6 @@ def build_megatron(
     return MegatronModel(
         bridge=bridge, provider=provider, model=model, config=checked or bridge.hf_pretrained.config
     )
-
-
-def _check_on_all_ranks(model_path: str | Path, weights: bool) -> tuple[Path, Any]:
-    """The checkpoint's folder and, if it is to be loaded, its config.
-
-    If any rank finds fault with its files, or can't fetch them, all raise, so that none waits.
-    """
-    folder, config, fault = Path(model_path), None, ""
-    try:
-        folder = checkpoint_folder(model_path, weights=weights)
-        config = check_checkpoint(folder) if weights else None
-    except (OSError, ValueError) as error:  # transformers' own complaints about a config among them
-        fault = str(error)
-    faults: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(faults, fault)
-    for rank, text in enumerate(faults):
-        if text:
-            raise CheckpointMismatch(f"rank {rank}: {text}")
-    return folder, config
 
 
 def set_layout(provider: Any, layout: MegatronLayout) -> None:

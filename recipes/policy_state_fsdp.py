@@ -1,0 +1,57 @@
+"""Parameters and optimizer of a model under FSDP2 in ``torch.distributed.checkpoint``'s form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from .policy_state import CheckpointError
+
+_FOLDER = "fsdp"
+# In host memory: a load that fails half-way leaves the model as it was.
+_OPTIONS = StateDictOptions(cpu_offload=True)
+
+
+def save_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer, tp_rank: int) -> None:
+    """Write all ranks' shards below ``folder``; a collective.
+
+    Args:
+        folder: of the checkpoint.
+        model: under ``fully_shard``.
+        optimizer: of its parameters.
+        tp_rank: this rank's in transformers' own tensor parallelism, whose parts have the same names on all ranks.
+    """
+    dcp.save(_state(model, optimizer, tp_rank), checkpoint_id=folder / _FOLDER)
+
+
+def load_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer, tp_rank: int) -> None:
+    """Undo :func:`save_sharded`, in place; a collective.
+
+    Raises:
+        CheckpointError: the files are missing or damaged, or are of another model; nothing was changed then.
+    """
+    state = _state(model, optimizer, tp_rank)
+    try:
+        dcp.load(state, checkpoint_id=folder / _FOLDER)
+    except (CheckpointException, OSError) as error:
+        raise CheckpointError(
+            f"{folder / _FOLDER} can't be read ({error}); resume from an earlier checkpoint. Nothing was changed"
+        ) from error
+    (own,) = state.values()
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=own["model"],
+        optim_state_dict=own["optimizer"],
+        options=_OPTIONS,
+    )
+
+
+def _state(model: Any, optimizer: torch.optim.Optimizer, tp_rank: int) -> dict[str, Any]:
+    weights, steps = get_state_dict(model, optimizer, options=_OPTIONS)
+    return {f"tp_{tp_rank}": {"model": weights, "optimizer": steps}}

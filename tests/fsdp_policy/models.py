@@ -1,0 +1,136 @@
+"""Tiny checkpoints, a batch, and the oracle: one process, transformers and torch alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from rlrefit.recipes.algorithms.losses import PolicyLossConfig, loss_normalizer, metric_means, policy_loss
+from rlrefit.recipes.policy import AdamConfig
+from rlrefit.recipes.policy_batch import PolicyBatch
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.5,  # which no policy may have
+}
+_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+KINDS = ("qwen3", "qwen3-tied", "qwen3-moe")
+TEMPERATURE = 0.7
+# So large that Adam's step is smooth in the gradient: where a gradient is nearly 0, its rounding would otherwise
+# decide the step's sign.
+ADAM = AdamConfig(lr=1e-2, eps=0.1, weight_decay=0.1, clip_grad=0.5, warmup_steps=1)
+# Of the rows of a training batch; of 13 columns.
+LENGTHS = (13, 8, 6, 11, 13)
+STEPS = 3
+
+
+def loss_config(kl_coef: float = 0.0) -> PolicyLossConfig:
+    return PolicyLossConfig(aggregation="token", kl_coef=kl_coef)
+
+
+def write_checkpoint(kind: str, folder: Path) -> str:
+    """Write a bfloat16 checkpoint and return its folder."""
+    import transformers
+
+    if kind == "qwen3-moe":
+        config: Any = transformers.Qwen3MoeConfig(**_SHAPE, **_MOE, tie_word_embeddings=False)
+    else:
+        config = transformers.Qwen3Config(**_SHAPE, tie_word_embeddings=kind == "qwen3-tied")
+    torch.manual_seed(len(kind))
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Wider than at first, so that a wrong shard or head order shows in the probabilities.
+            if "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.mul_(3.0)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def token_ids() -> torch.Tensor:
+    """``[5, 13]``; both counts are odd, so that every split must pad."""
+    return torch.randint(0, 64, (5, 13), generator=torch.Generator().manual_seed(1))
+
+
+def plain_batch() -> PolicyBatch:
+    return PolicyBatch(token_ids(), torch.zeros(token_ids().shape))
+
+
+def training_batch(logprobs: torch.Tensor, reference: torch.Tensor | None = None) -> PolicyBatch:
+    """Completions that differ in length, and ratios that differ from 1."""
+    ids = token_ids()
+    generator = torch.Generator().manual_seed(2)
+    mask = torch.zeros(ids.shape)
+    for row, end in enumerate(LENGTHS):
+        mask[row, 4:end] = 1
+    noise = torch.randn(ids.shape, generator=generator) * 0.05
+    return PolicyBatch(
+        input_ids=ids,
+        loss_mask=mask,
+        advantages=torch.randn(len(ids), generator=generator),
+        old_logprobs=logprobs + noise,
+        ref_logprobs=reference,
+        lengths=torch.tensor(LENGTHS),
+    )
+
+
+class Oracle:
+    """The same training of the whole model by one process, in float32."""
+
+    def __init__(self, folder: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.first_logprobs = self.logprobs().detach()
+        decayed = {True: [], False: []}
+        for parameter in self.model.parameters():
+            decayed[parameter.dim() > 1].append(parameter)
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": decayed[True], "weight_decay": ADAM.weight_decay},
+                {"params": decayed[False], "weight_decay": 0.0},
+            ],
+            betas=ADAM.betas,
+            eps=ADAM.eps,
+        )
+        self.metrics = [self._step(step) for step in range(STEPS)]
+        self.weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def logprobs(self) -> torch.Tensor:
+        ids = token_ids()
+        logits = self.model(ids).logits[:, :-1] / TEMPERATURE
+        picked = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        return functional.pad(picked, (1, 0))
+
+    def _step(self, step: int) -> dict[str, float]:
+        batch = training_batch(self.first_logprobs)
+        assert batch.old_logprobs is not None
+        assert batch.advantages is not None
+        loss, sums = policy_loss(
+            self.logprobs(),
+            batch.old_logprobs,
+            batch.advantages,
+            batch.loss_mask,
+            loss_config(),
+            normalizer=loss_normalizer(batch.loss_mask, "token"),
+        )
+        self._optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), ADAM.clip_grad)
+        lr = ADAM.lr * min(1.0, (step + 1) / 2)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        return {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr, **metric_means([sums])}

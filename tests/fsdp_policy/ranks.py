@@ -1,0 +1,164 @@
+"""What the trainer's ranks do: several policies one after another, as starting a rank takes long."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from .models import ADAM, STEPS, TEMPERATURE, loss_config, plain_batch, training_batch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One policy.
+
+    Attributes:
+        checkpoint: folder.
+        layout: fields of ``FSDPLayout``.
+        dtype: that it computes in.
+        kl_coef: above 0, there is a reference policy.
+        options: further fields of ``FSDPPolicyConfig``.
+    """
+
+    checkpoint: str
+    layout: dict[str, int] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    kl_coef: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank saw of a case; ``weights`` are whole."""
+
+    logprobs: torch.Tensor
+    trimmed_logprobs: torch.Tensor
+    later_logprobs: torch.Tensor
+    reference_logprobs: torch.Tensor | None
+    metrics: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+    kept_dtypes: set[torch.dtype]
+    kept: int
+
+
+def make_policy(case: Case) -> Any:
+    from rlrefit.recipes.policy_fsdp import FSDPPolicy, FSDPPolicyConfig
+    from rlrefit.workers.fsdp.model import FSDPLayout
+
+    return FSDPPolicy(
+        FSDPPolicyConfig(
+            case.checkpoint,
+            FSDPLayout(**case.layout),
+            loss=loss_config(case.kl_coef),
+            optimizer=ADAM,
+            micro_batch=1,
+            temperature=TEMPERATURE,
+            dtype=case.dtype,
+            **case.options,
+        )
+    )
+
+
+def train_all(rank: int, cases: dict[str, Case]) -> dict[str, Report]:
+    """Log-probabilities, training steps and weights of each case."""
+    return {name: _train(case) for name, case in cases.items()}
+
+
+def _train(case: Case) -> Report:
+    policy = make_policy(case)
+    logprobs = policy.compute_logprobs(plain_batch())
+    reference = policy.compute_reference_logprobs(plain_batch()) if case.kl_coef else None
+    batch = training_batch(logprobs, reference)
+    trimmed = policy.compute_logprobs(batch)
+    metrics = [policy.train_step(batch) for _ in range(STEPS)]
+    return Report(
+        logprobs=logprobs,
+        trimmed_logprobs=trimmed,
+        later_logprobs=policy.compute_logprobs(plain_batch()),
+        reference_logprobs=policy.compute_reference_logprobs(plain_batch()) if case.kl_coef else None,
+        metrics=metrics,
+        weights=whole_weights(policy),
+        kept_dtypes={p.dtype for p in policy.model.parameters()},
+        kept=sum(p.to_local().numel() for p in policy.model.parameters()),
+    )
+
+
+def whole_weights(policy: Any) -> dict[str, torch.Tensor]:
+    """Every parameter whole, by torch's and transformers' own means; a collective."""
+    from transformers.integrations.tensor_parallel import gather_state_dict_for_save
+
+    whole = {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+        for name, tensor in policy.model.state_dict().items()
+    }
+    size = policy.config.layout.tensor_parallel
+    if size > 1:
+        # The ranks' own groups of TP stand side by side.
+        whole = gather_state_dict_for_save(whole, policy.model.tp_plan, policy.model._device_mesh, size)
+    return {name: whole[name] for name, _ in policy.model.named_parameters()}
+
+
+def digest(policy: Any) -> str:
+    """Of the bytes of this rank's parameters and of Adam's state."""
+    found = hashlib.sha256()
+    tensors = list(policy.model.parameters())
+    for values in policy._optimizer.state.values():
+        tensors += [values[name] for name in sorted(values)]
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        found.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def randoms() -> tuple[float, float, float]:
+    return torch.rand(()).item(), float(np.random.rand()), random.random()
+
+
+def resume_all(rank: int, cases: dict[str, Case], other: Case, root: str) -> dict[str, dict[str, Any]]:
+    """Train on after a save, and once more in a new policy after a load."""
+    reports = {}
+    for name, case in cases.items():
+        folder = Path(root) / name
+        policy = make_policy(case)
+        batch = training_batch(policy.compute_logprobs(plain_batch()))
+        policy.train_step(batch)
+        policy.save(folder)
+        through = [policy.train_step(batch) for _ in range(2)], digest(policy), policy.step, randoms()
+        resumed = make_policy(case)
+        before = digest(resumed)
+        resumed.load(folder)
+        again = [resumed.train_step(batch) for _ in range(2)], digest(resumed), resumed.step, randoms()
+        reports[name] = {"through": through, "again": again, "before": before}
+    folder = Path(root) / next(iter(cases))
+    return {**reports, "other layout": _load_fails(other, folder), "cut off": _cut_off(rank, case, folder)}
+
+
+def _load_fails(case: Case, folder: Path) -> dict[str, Any]:
+    from rlrefit.recipes.policy import CheckpointError
+
+    policy = make_policy(case)
+    before, text = digest(policy), ""
+    try:
+        policy.load(folder)
+    except CheckpointError as error:
+        text = str(error)
+    return {"text": text, "unchanged": digest(policy) == before}
+
+
+def _cut_off(rank: int, case: Case, folder: Path) -> dict[str, Any]:
+    """A checkpoint of which one rank's shards end early."""
+    folder = folder.with_name(next(reversed(folder.parts)))
+    if rank == 0:
+        largest = max((folder / "fsdp").iterdir(), key=lambda path: path.stat().st_size)
+        with largest.open("r+b") as file:
+            file.truncate(largest.stat().st_size // 2)
+    dist.barrier()
+    return _load_fails(case, folder)
