@@ -1,0 +1,140 @@
+"""Parts of what is computed of a held weight: whatever is wanted, its bytes are those of the quantized whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlrefit.integration.layout import Box, Fragment, box_of
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.packing import EncodedView, NotComputable, Strided, make_encoders
+from rlrefit.integration.quantize.formats import (
+    Codes,
+    Format,
+    Fp8Blockwise,
+    Mxfp8,
+    Scales,
+    encoded_fragments,
+    from_json,
+    to_json,
+    wire_specs,
+)
+from rlrefit.integration.quantize.windows import joined
+from rlrefit.integration.transport.ipc.order import Write, pieces
+
+from .weights import same
+
+CPU = torch.device("cpu")
+FP8 = Fp8Blockwise()
+
+
+@st.composite
+def parts(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    box = []
+    for n in shape:
+        start = draw(st.integers(0, n - 1))
+        box.append((start, draw(st.integers(start + 1, n))))
+    return tuple(box)
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> tuple[Format, tuple[int, int], list[Box], list[Box]]:
+    format = draw(st.sampled_from([FP8, Fp8Blockwise(block=(32, 16)), Fp8Blockwise(ue8m0=True), Mxfp8()]))
+    rows = draw(st.integers(1, 300))
+    columns = draw(st.integers(1, 10)) * 32 if isinstance(format, Mxfp8) else draw(st.integers(1, 300))
+    scales = Scales(format).shape((rows, columns))
+    return (
+        format,
+        (rows, columns),
+        draw(st.lists(parts((rows, columns)), max_size=3)),
+        draw(st.lists(parts(scales), max_size=3)),
+    )
+
+
+@given(scenes())
+def test_any_parts_of_codes_and_scales_are_those_of_the_whole(
+    scene: tuple[Format, tuple[int, int], list[Box], list[Box]],
+) -> None:
+    format, shape, codes_parts, scales_parts = scene
+    held = torch.randn(*shape).bfloat16()
+    pairs = []
+    for encoding, boxes in ((Codes(format), codes_parts), (Scales(format), scales_parts)):
+        for box in boxes:
+            sizes = [stop - start for start, stop in box]
+            target = torch.empty(sizes[1], sizes[0] + 1, dtype=encoding.dtype).t()[: sizes[0]]
+            pairs.append((EncodedView(held, encoding, box), target))
+    encoders = make_encoders(pairs, CPU)
+    assert sum(encoder.nbytes for encoder in encoders) == sum(target.nbytes for _, target in pairs)
+    for sign in (1, -1):  # changed weights before the second launch
+        held.mul_(sign)
+        for encoder in encoders:
+            encoder.launch()
+        whole = dict(zip((Codes(format), Scales(format)), format.encode(held), strict=True))
+        for view, target in pairs:
+            index = tuple(slice(start, stop) for start, stop in view.window)
+            assert same(target.contiguous(), whole[view.encoding][index].contiguous())
+
+
+@given(st.integers(1, 900), st.integers(1, 700), st.sampled_from([1 << 14, 1 << 16, 1 << 18]), st.data())
+def test_pieces_of_codes_and_of_their_scales_need_the_same_blocks(
+    rows: int, columns: int, most: int, data: st.DataObject
+) -> None:
+    held = torch.empty(rows, columns, dtype=torch.bfloat16)
+    # What an engine rank wants: whole blocks, and all of their scales.
+    blocks = data.draw(parts(Scales(FP8).shape((rows, columns))))
+    cut = tuple((a * 128, min(b * 128, n)) for (a, b), n in zip(blocks, (rows, columns), strict=True))
+    written = []
+    for encoding, box in ((Codes(FP8), cut), (Scales(FP8), blocks)):
+        view = EncodedView(held, encoding, box)
+        target = Strided.packed(1 << 20, view.shape, view.dtype.itemsize)
+        cuts = list(pieces(Write(view, target), most))
+        assert sum(write.source.nbytes for write in cuts) == view.nbytes
+        assert all(write.source.shape == write.target.shape for write in cuts)
+        addresses = [write.target.address for write in cuts]
+        assert addresses == sorted(set(addresses))
+        if encoding == Codes(FP8):
+            assert all(w.source.nbytes <= max(most, 128 * columns) for w in cuts)
+        written += cuts
+    windows = joined([(write.source, write.target) for write in written])
+    assert all(window.codes is not None and window.scales is not None for window in windows)
+
+
+def test_only_a_part_that_cuts_no_block_is_quantized_alone() -> None:
+    held = torch.randn(128, 200).bfloat16()
+    inside = Fragment("w", (300, 200), ((128, 256), (0, 200)), held)
+    codes, scales = encoded_fragments(inside, FP8)
+    assert (codes.box, codes.dtype, codes.nbytes) == (inside.box, torch.float8_e4m3fn, 128 * 200)
+    assert (scales.name, scales.full_shape, scales.box) == ("w_scale_inv", (3, 2), ((1, 2), (0, 2)))
+    assert (scales.dtype, scales.nbytes) == (torch.float32, 8)
+    assert isinstance(encoded_fragments(Fragment("w", (300, 200), ((127, 255), (0, 200)), held), FP8), str)
+    assert isinstance(encoded_fragments(Fragment("w", (300, 200), ((172, 300), (0, 200)), held), FP8), str)
+
+
+def test_formats_cross_processes_as_plain_data() -> None:
+    for format in (FP8, Fp8Blockwise((64, 32), True, "_scale"), Mxfp8("down")):
+        assert from_json(to_json(format)) == format
+    for data, message in (
+        ({"kind": "fp7"}, "no weight format"),
+        ([1], "no weight format"),
+        ({"kind": "mxfp8", "colour": 1}, "malformed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            from_json(data)
+
+
+def test_a_format_without_a_kernel_is_not_computed_into_a_peers_memory() -> None:
+    held = torch.randn(4, 64).bfloat16()
+    view = EncodedView(held, Codes(Mxfp8()), box_of(held.shape))
+    with pytest.raises(NotComputable, match=r"set policy.refit.transport to p2p"):
+        make_encoders([(view, Strided.packed(0, (4, 64), 1))], CPU)
+    with pytest.raises(ValueError, match="can't be written to items of 2 bytes"):
+        make_encoders([(view, torch.empty(4, 64, dtype=torch.bfloat16))], CPU)
+
+
+def test_what_travels_in_a_weights_place_is_told_by_name_and_shape() -> None:
+    spec = TensorSpec("w", (300, 200), torch.bfloat16)
+    assert [(s.name, s.shape) for s in wire_specs(spec, FP8)] == [("w", (300, 200)), ("w_scale_inv", (3, 2))]
+    with pytest.raises(ValueError, match=r"w is float32\[300, 200\]"):
+        wire_specs(spec._replace(dtype=torch.float32), FP8)
