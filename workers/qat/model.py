@@ -1,0 +1,169 @@
+"""``QAT``: a model's quantized layers, kept up to date from step to step, and what they are exported as."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ...integration.endpoints import WeightSource, rank_device
+from ...integration.manifest import TensorSpec
+from ...integration.quantize.nvfp4_checkpoint import packed_specs, packed_tensors
+from .config import Linear, QATConfig, select
+from .layers import Quantizer
+from .scales import InputScales, WeightScales
+
+
+class QAT:
+    """NVFP4 fake quantization of a model; made by :func:`.fsdp.quantize_module` and :func:`.megatron.quantize_chunks`.
+
+    Each step: :meth:`refresh` on all trainer ranks, forward and backward passes, optimizer. Before the first one,
+    with static scales of inputs, some forward passes inside :meth:`calibrating`.
+
+    Args:
+        config: what to quantize.
+        linears: this rank's linear layers.
+        names: of all weights of the model.
+        make_source: the rank's source of unquantized weights.
+        group: of all trainer ranks; None for the default group.
+
+    Attributes:
+        weights: names of the quantized weights, the same on all ranks.
+
+    Building it is a collective of all trainer ranks.
+
+    Raises:
+        ValueError: what is asked for can't be done; on all ranks, and tells all that is wrong.
+    """
+
+    def __init__(
+        self,
+        config: QATConfig,
+        linears: Collection[Linear],
+        names: Collection[str],
+        make_source: Callable[[], WeightSource],
+        group: dist.ProcessGroup | None = None,
+    ):
+        self.config = config
+        of_all: list[Any] = [(list(linears), list(names))]
+        if dist.is_initialized():
+            of_all = of_all * dist.get_world_size(group)
+            dist.all_gather_object(of_all, (list(linears), list(names)), group=group)
+        self.weights = select(
+            config,
+            [linear for found, _ in of_all for linear in found],
+            {name for _, found in of_all for name in found},
+        )
+        self._scales = WeightScales(make_source, self.weights, group)
+        self._inputs = (
+            InputScales(self.weights, rank_device(), group, config.force_dynamic_quantization)
+            if config.activations
+            else None
+        )
+        scales = weakref.ref(self._scales)
+
+        def stepped(*_: Any) -> None:
+            if (alive := scales()) is not None:
+                alive.now_stale("an optimizer has made a step")
+
+        self._hooks: list[Any] = [register_optimizer_step_post_hook(stepped)]
+        weakref.finalize(self._scales, _remove, self._hooks)  # layers hold these, and may outlive self
+
+    def quantizer(self, *weights: str) -> Quantizer:
+        """For a parameter that holds parts of these weights, which share a scale."""
+        return Quantizer(self._scales, self._scales.position(weights[0]), *self._of_inputs(weights[0]))
+
+    def stack_quantizer(self, weights: Collection[str]) -> Quantizer:
+        """For a parameter that holds one of these weights, or several that share a scale, for each expert in order."""
+        first = next(iter(weights))
+        at = torch.tensor([self._scales.position(weight) for weight in weights], device=rank_device())
+        return Quantizer(self._scales, at, *self._of_inputs(first))
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Take notice when weights are loaded into a module."""
+
+        def loaded(*_: Any) -> None:
+            self._scales.now_stale("weights have been loaded")
+
+        self._hooks.append(module.register_load_state_dict_post_hook(loaded))
+
+    def refresh(self) -> None:
+        """Compute the global scales of the weights as they are now; a collective of all trainer ranks.
+
+        To be called after each optimizer step, and after weights are loaded, before the next forward pass, which is
+        refused otherwise.
+
+        Raises:
+            RefitError: on all ranks, if a weight holds NaN or infinity.
+        """
+        self._scales.refresh()
+
+    def calibrating(self) -> AbstractContextManager[None]:
+        """Forward passes inside compute unquantized, and their inputs' largest magnitudes make the static scales.
+
+        Leaving it is a collective of all trainer ranks. Calibrate again when activations have grown: elements beyond
+        the range are cut off and get no gradient.
+
+        Raises:
+            ValueError: inputs are not quantized.
+        """
+        if self._inputs is None:
+            raise ValueError(
+                "there is nothing to calibrate: activations is false, so inputs are not quantized"
+            )
+        return self._inputs.calibration()
+
+    def prepare_export(self) -> None:
+        """Make all scales those of now; a collective of all trainer ranks, before :meth:`packed` and :meth:`scale`.
+
+        Raises:
+            RefitError: a weight is not finite, or inputs were never seen.
+        """
+        self.refresh()
+        if self._inputs is not None:
+            self._inputs.share()
+
+    def scale(self, weight: str, dtype: torch.dtype) -> torch.Tensor:
+        """``weight_scale_2`` of a weight that is exported in ``dtype``."""
+        return self._scales.of(self._scales.position(weight), dtype)
+
+    def input_scale(self, weight: str) -> torch.Tensor | None:
+        """``input_scale`` of a weight; None if inputs are not quantized."""
+        return None if self._inputs is None else self._inputs.exported(weight)
+
+    def specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """What stands in a weight's place; the weight itself if it is not quantized."""
+        return packed_specs(spec, self.config.activations) if spec.name in self.weights else (spec,)
+
+    def packed(self, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of :meth:`specs`, from the whole weight."""
+        if name not in self.weights:
+            yield name, weight
+        else:
+            yield from packed_tensors(name, weight, self.scale(name, weight.dtype), self.input_scale(name))
+
+    def state_dict(self) -> dict[str, float]:
+        """What calibration found, as plain values, to be saved beside the model."""
+        return {} if self._inputs is None else self._inputs.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Inverse of :meth:`state_dict`.
+
+        Raises:
+            ValueError: it is that of other layers.
+        """
+        if self._inputs is not None:
+            self._inputs.load_state_dict(state)
+
+    def _of_inputs(self, weight: str) -> tuple[InputScales | None, int]:
+        return (None, 0) if self._inputs is None else (self._inputs, self._inputs.position(weight))
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
