@@ -1,0 +1,98 @@
+"""FP8 engines fed with weights that the trainer has quantized: what they hold is what vLLM loads from such a checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from spawn import run_ranks
+from vllm_fp8_ranks import Fp8Case, Fp8Result, refit_fp8, write_pair
+
+from rlrefit.integration.quantize.formats import Fp8Blockwise
+
+pytestmark = pytest.mark.timeout(300)
+
+CASES = {
+    "dense": {},
+    "dense, rearranged": {"rearranged": True},
+    "experts": {"experts": True},
+    "experts in parallel": {"experts": True, "expert_parallel": True},
+}
+LAYER = "model.layers.0"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Fp8Result]]:
+    """All cases in one pair of processes, because importing vLLM takes longest."""
+    listed = []
+    for options in CASES.values():
+        experts = options.get("experts", False)
+        folder = tmp_path_factory.mktemp("checkpoints")
+        trained, served = zip(*(write_pair(folder, seed, experts=experts) for seed in (1, 2)), strict=True)
+        listed.append(Fp8Case(trained, served, **options))
+    by_rank = run_ranks(refit_fp8, 2, listed, timeout_s=280)
+    return {name: [found[i] for found in by_rank] for i, name in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_codes_and_scales_of_the_trainer_make_the_engine_that_vllm_loads(results, case):
+    for rank in results[case]:
+        assert not any(rank.differing.values()), rank.differing
+        assert len(rank.differing) == 5
+        assert rank.kept[0] == rank.kept[1]
+
+
+@pytest.mark.parametrize("case", ["dense", "experts", "experts in parallel"])
+def test_codes_and_scales_go_straight_into_the_live_parameters(results, case):
+    for rank in results[case]:
+        assert rank.misc == {}
+        assert {f"{name}_scale_inv" for name in rank.own} < set(rank.bulk)
+        assert set(rank.own) < set(rank.bulk)
+
+
+def test_a_kernel_that_is_not_known_to_keep_the_layout_takes_the_misc_path_with_all_codes_and_scales(results):
+    for rank in results["dense, rearranged"]:
+        assert set(rank.misc) == set(rank.own) | {f"{name}_scale_inv" for name in rank.own}
+        assert set(rank.misc.values()) == {
+            f"layer {LAYER}.{module}: process_weights_after_loading of Rearranging may rewrite the layout"
+            for module in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+        }
+
+
+def test_the_engine_names_what_it_holds_quantized_and_nothing_else(results):
+    attention = {f"{LAYER}.self_attn.{part}_proj.weight" for part in "qkvo"}
+    parts = ("gate", "up", "down")
+    for rank in results["dense"]:
+        assert set(rank.own) == attention | {f"{LAYER}.mlp.{part}_proj.weight" for part in parts}
+        assert set(rank.own.values()) == {Fp8Blockwise()}
+    for rank in results["experts"]:
+        experts = {f"{LAYER}.mlp.experts.{e}.{part}_proj.weight" for e in range(4) for part in parts}
+        assert set(rank.own) == attention | experts
+
+
+def test_ranks_of_expert_parallel_engines_name_their_own_experts(results):
+    experts = [
+        {name.split(".")[5] for name in r.own if ".experts." in name} for r in results["experts in parallel"]
+    ]
+    assert experts == [{"0", "1"}, {"2", "3"}]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_that_the_loader_would_cast_without_their_scale_are_refused(results, case):
+    for rank in results[case]:
+        text = rank.refused["BF16"]
+        assert "cast" in text
+        assert "trainer_quantize_fp8=true" in text
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("missing", "parameter"), [("no scales", "weight_scale_inv"), ("no codes", "weight")]
+)
+def test_codes_without_scales_and_scales_without_codes_are_refused_by_name(results, case, missing, parameter):
+    for rank in results[case]:
+        assert f"of {LAYER}.self_attn.o_proj.{parameter}," in rank.refused[missing]

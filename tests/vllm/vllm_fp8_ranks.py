@@ -1,0 +1,259 @@
+"""vLLM models in FP8 blocks on two ranks, refitted with what a trainer made of BF16 weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen3Config, Qwen3MoeConfig
+from vllm_checkpoints import manifest_of, read_checkpoint, write_checkpoint
+from vllm_refit import refit
+
+from rlrefit.integration.quantize import fp8_blockwise
+
+if TYPE_CHECKING:
+    from rlrefit.integration.quantize.formats import Format
+    from rlrefit.workers.vllm.destination import VllmDestination
+
+_SHAPE = {
+    "vocab_size": 120,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {
+    "moe_intermediate_size": 256,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+}
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Fp8Case:
+    """An engine of two ranks.
+
+    Attributes:
+        trained: two checkpoints in BF16, as a trainer has the weights.
+        served: the same in FP8 blocks, as vLLM loads them.
+        experts: a mixture of experts.
+        expert_parallel: its experts are spread over the ranks whole.
+        rearranged: the kernels of linear layers turn the rows of their weights round after loading.
+    """
+
+    trained: tuple[str, str]
+    served: tuple[str, str]
+    experts: bool = False
+    expert_parallel: bool = False
+    rearranged: bool = False
+
+
+@dataclass(frozen=True)
+class Fp8Result:
+    """What one rank saw.
+
+    Attributes:
+        own: weights that it says to hold quantized.
+        bulk: names that it wants in place.
+        misc: names that it takes through the loader, with the reason.
+        differing: parameters, and scales of kernels, with other bytes than in a model that vLLM loaded; by occasion.
+        refused: texts of errors, by occasion.
+        kept: bytes that it says to keep, and bytes of its parameters.
+    """
+
+    own: dict[str, Format]
+    bulk: list[str]
+    misc: dict[str, str]
+    differing: dict[str, list[str]]
+    refused: dict[str, str]
+    kept: tuple[int, int]
+
+
+def write_pair(folder: Path, seed: int, *, experts: bool) -> tuple[str, str]:
+    """One model in BF16 and in FP8 blocks, the latter as block-FP8 checkpoints of the hub have it."""
+    config: Any = Qwen3MoeConfig(**_SHAPE, **_EXPERTS) if experts else Qwen3Config(**_SHAPE)
+    trained = write_checkpoint(folder / f"bf16_{seed}", config, seed)
+    served = write_checkpoint(folder / f"fp8_{seed}", config, seed)
+    tensors = {}
+    for name, tensor in read_checkpoint(trained).items():
+        tensors[name] = tensor
+        if name.endswith("_proj.weight"):
+            tensors[name], tensors[f"{name}_scale_inv"] = fp8_blockwise.quantize(tensor)
+    save_file(tensors, served / "model.safetensors")
+    written = json.loads((served / "config.json").read_text())
+    written["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+        "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"],
+    }
+    (served / "config.json").write_text(json.dumps(written))
+    return str(trained), str(served)
+
+
+def refit_fp8(rank: int, cases: list[Fp8Case]) -> list[Fp8Result]:
+    os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    from vllm import _custom_ops
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import (
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+
+    _custom_ops._supports_onednn = False
+    results = []
+    for case in cases:
+        _choose_kernels(case)
+        with set_current_vllm_config(_config(case, 0)):
+            init_distributed_environment(2, rank, "env://", rank, "gloo")
+            initialize_model_parallel(2, 1)
+        results.append(_one_case(case))
+        destroy_model_parallel()
+    return results
+
+
+def _choose_kernels(case: Fp8Case) -> None:
+    """vLLM's kernels for GPUs: their loading and processing is Python, and a CPU without AMX has none of its own."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+    from vllm.platforms import current_platform
+
+    class Rearranging(TritonFp8BlockScaledMMKernel):
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            super().process_weights_after_loading(layer)
+            layer.weight.data = layer.weight.data.flip(0)
+
+    kernel = Rearranging if case.rearranged else TritonFp8BlockScaledMMKernel
+    TritonFp8BlockScaledMMKernel.is_supported = classmethod(lambda cls, capability=None: (True, None))
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[current_platform._enum] = [kernel]
+    TritonExperts._supports_current_device = staticmethod(lambda: True)
+    TritonExperts._supports_quant_scheme = staticmethod(lambda weights, activations: True)
+
+
+def _one_case(case: Fp8Case) -> Fp8Result:
+    from rlrefit.integration.manifest import TensorSpec
+    from rlrefit.workers.vllm.destination import VllmDestination
+
+    live, config = _loaded(case, 0)
+    expected = [_state(_loaded(case, index)[0]) for index in (0, 1)]
+    destination = VllmDestination(live, config, torch.device("cpu"))
+    trained = [read_checkpoint(path) for path in case.trained]
+    specs = [TensorSpec(*entry) for entry in manifest_of(trained[0])]
+    refused = {"BF16": _refusal(destination, trained[0])}
+    own = destination.quantized(specs)
+    wire = [_on_the_wire(tensors, _of_all_ranks(own)) for tensors in trained]
+    some = next(name for name in own if name.endswith("o_proj.weight"))
+    refused["no scales"] = _refusal(
+        destination, {n: t for n, t in wire[0].items() if n != f"{some}_scale_inv"}
+    )
+    refused["no codes"] = _refusal(destination, {n: t for n, t in wire[0].items() if n != some})
+    fragments, misc = destination.fragments(manifest_of(wire[0]))
+    differing = {}
+    for version, (occasion, index) in enumerate([("first", 1), ("second", 0), ("the same again", 0)]):
+        refit(destination, fragments, misc, wire[index], version)
+        differing[occasion] = _differing(live, expected[index])
+    refit(destination, [], dict.fromkeys(wire[1], ""), wire[1], 3)
+    differing["all through the loader"] = _differing(live, expected[1])
+    _reload_by_vllm(live, config, read_checkpoint(case.served[1]))
+    fragments, misc = destination.fragments(manifest_of(wire[0]))
+    refit(destination, fragments, misc, wire[0], 4)
+    differing["after vLLM's own reload"] = _differing(live, expected[0])
+    held = sum(p.numel() * p.element_size() for p in live.parameters())
+    return Fp8Result(
+        own, sorted({f.name for f in fragments}), misc, differing, refused, (destination.kept_bytes, held)
+    )
+
+
+def _refusal(destination: VllmDestination, tensors: Tensors) -> str:
+    from rlrefit.integration.errors import PlanError
+
+    try:
+        destination.fragments(manifest_of(tensors))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def _of_all_ranks(own: dict[str, Format]) -> dict[str, Format]:
+    answers: list[Any] = [None, None]
+    torch.distributed.all_gather_object(answers, own)
+    assert all(answers[1].get(name, format) == format for name, format in answers[0].items())
+    return answers[0] | answers[1]
+
+
+def _on_the_wire(tensors: Tensors, formats: dict[str, Format]) -> Tensors:
+    wire = {}
+    for name, tensor in tensors.items():
+        wire[name] = tensor
+        if name in formats:
+            wire[name], wire[name + formats[name].scale_name_end] = formats[name].encode(tensor)
+    return wire
+
+
+def _reload_by_vllm(live: torch.nn.Module, config: Any, tensors: Tensors) -> None:
+    """As vLLM's ``reload_weights`` does: kernels hold tensors of the reload afterwards."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    with set_current_vllm_config(config), torch.device("cpu"), torch.no_grad():
+        initialize_layerwise_reload(live)
+        live.load_weights(iter(tensors.items()))
+        finalize_layerwise_reload(live, config.model_config)
+
+
+def _state(model: torch.nn.Module) -> Tensors:
+    """Parameters, and the scales that experts' kernels compute with, as bytes."""
+    found = dict(model.named_parameters())
+    for name, module in model.named_modules():
+        config = getattr(getattr(module, "quant_method", None), "moe_quant_config", None)
+        if config is not None:
+            found[f"{name}, first scales of its kernel"] = config.w1_scale
+            found[f"{name}, second scales of its kernel"] = config.w2_scale
+    return {name: t.detach().reshape(-1).view(torch.uint8).clone() for name, t in found.items()}
+
+
+def _differing(live: torch.nn.Module, expected: Tensors) -> list[str]:
+    found = _state(live)
+    assert found.keys() == expected.keys()
+    return [name for name, held in found.items() if not torch.equal(held, expected[name])]
+
+
+def _config(case: Fp8Case, index: int) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=case.served[index],
+        tensor_parallel_size=2,
+        enable_expert_parallel=case.expert_parallel,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=256,
+        **({"moe_backend": "triton"} if case.experts else {}),
+    ).create_engine_config()
+
+
+def _loaded(case: Fp8Case, index: int) -> tuple[torch.nn.Module, Any]:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model
+
+    config = _config(case, index)
+    with set_current_vllm_config(config):
+        return get_model(vllm_config=config), config
