@@ -1,0 +1,153 @@
+"""What the ranks of these tests do: train in NVFP4 in several layouts, one after another, and export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trainer in a layout.
+
+    Attributes:
+        checkpoint: that it starts from.
+        megatron: Megatron's layout; None for FSDP over all ranks.
+        exclude: beside the defaults.
+        written: where it writes its checkpoint.
+    """
+
+    checkpoint: str
+    written: Path
+    megatron: dict[str, int] | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def token_ids() -> torch.Tensor:
+    return torch.randint(0, 60, (4, 16), generator=torch.Generator().manual_seed(3))
+
+
+def run(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    return [_megatron(rank, case) if case.megatron else _fsdp(rank, case) for case in cases]
+
+
+def _fsdp(rank: int, case: Case) -> dict[str, Any]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import AutoModelForCausalLM
+
+    from rlrefit.workers.fsdp.source import FSDPSource
+    from rlrefit.workers.qat.checkpoint import write_checkpoint
+    from rlrefit.workers.qat.config import QATConfig
+    from rlrefit.workers.qat.fsdp import quantize_module
+    from rlrefit.workers.qat.source import PackedSource
+
+    model = AutoModelForCausalLM.from_pretrained(case.checkpoint, dtype=torch.float32)
+    qat = quantize_module(model, QATConfig(**case.config))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    source = FSDPSource(model, torch.bfloat16)
+    packed = PackedSource(source, qat)
+    with torch.no_grad(), qat.calibrating():
+        model(token_ids())
+    qat.refresh()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    rows = token_ids()[rank::2]
+    report = _report(model, qat, packed)
+    losses = []
+    for _ in range(STEPS):
+        loss = model(rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        qat.refresh()
+        losses.append(loss.item())
+    with torch.no_grad():
+        report["logits"] = model(token_ids()).logits.float()
+    report |= {"losses": losses, "slices": _slices(packed)}
+    write_checkpoint(case.written, case.checkpoint, source, qat)
+    return report
+
+
+def _megatron(rank: int, case: Case) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
+    from rlrefit.workers.megatron.source import MegatronSource
+    from rlrefit.workers.qat.checkpoint import write_checkpoint
+    from rlrefit.workers.qat.config import QATConfig
+    from rlrefit.workers.qat.megatron import quantize_chunks
+    from rlrefit.workers.qat.source import PackedSource
+
+    assert case.megatron is not None
+    built = build_megatron(
+        case.checkpoint, MegatronLayout(**case.megatron), dtype=torch.float32, wrap_with_ddp=False
+    )
+    (model,) = built.model
+    qat = quantize_chunks(built.bridge, built.model, QATConfig(**case.config))
+    source = MegatronSource(built.bridge, built.model)
+    packed = PackedSource(source, qat)
+    ids = token_ids()
+    positions = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
+
+    def logits() -> torch.Tensor:
+        return model(ids, positions, None)
+
+    with torch.no_grad(), qat.calibrating():
+        logits()
+    qat.refresh()
+    report = _report(model, qat, packed)
+    with torch.no_grad():
+        out = logits()
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(out) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, out.contiguous(), group=group)
+    report["logits"] = torch.cat(parts, -1).float()
+    logits().float().square().mean().backward()
+    report["without_gradient"] = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 - 0.1 * parameter.sign() * (parameter.abs() > 0.01))
+    qat.refresh()
+    report["slices"] = _slices(packed)
+    write_checkpoint(case.written, case.checkpoint, source, qat)
+    parallel_state.destroy_model_parallel()
+    return report
+
+
+def _report(model: Any, qat: Any, packed: Any) -> dict[str, Any]:
+    return {
+        "weights": qat.weights,
+        "inputs": qat.state_dict(),
+        "first": _slices(packed),
+        "scales": {name: qat.scale(name, torch.float32).item() for name in qat.weights},
+    }
+
+
+def _slices(packed: Any) -> dict[str, Any]:
+    """What this rank would send: box and bytes of each packed tensor."""
+    fragments, refused = packed.fragments()
+    packed.settle()
+    return {
+        "refused": refused,
+        "held": [(f.name, f.box, as_bytes(f.view)) for f in fragments],
+    }
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def cut(tensors: dict[str, torch.Tensor], held: Any) -> Iterator[str]:
+    """Names of the parts that are not slices of the whole tensors, bit for bit."""
+    for name, box, sent in held:
+        part = tensors[name][tuple(slice(a, b) for a, b in box)]
+        if not torch.equal(as_bytes(part), sent):
+            yield f"{name} {box}"

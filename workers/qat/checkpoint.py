@@ -1,0 +1,177 @@
+"""A trained model as an NVFP4 checkpoint that vLLM and TensorRT-LLM load: packed tensors and their configuration."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from ...integration.endpoints import WeightSource
+from ...integration.errors import RefitError
+from ...integration.manifest import TensorSpec
+from ...integration.quantize.nvfp4_checkpoint import quantization_config
+from .model import QAT
+
+SHARD_BYTES = 5 * 10**9
+_INDEX = "model.safetensors.index.json"
+_COPIED = (".json", ".txt", ".model", ".jinja", ".py")
+_MADE = (_INDEX, "config.json", "hf_quant_config.json")
+
+
+def write_checkpoint(
+    folder: str | Path,
+    original: str | Path,
+    source: WeightSource,
+    qat: QAT,
+    *,
+    group: dist.ProcessGroup | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the model of all trainer ranks, which all call this; rank 0 writes.
+
+    Args:
+        folder: of the new checkpoint; must not exist, and is whole as soon as it does.
+        original: the checkpoint folder that training began with: configuration, tokenizer and code are copied.
+        source: of unquantized weights in the engine's dtype (``FSDPSource(model, torch.bfloat16)``, ``MegatronSource``).
+        qat: of the same model.
+        group: of all trainer ranks; None for the default group.
+        shard_bytes: a file of tensors is ended at this size.
+
+    Raises:
+        RefitError: on all ranks; nothing is left behind.
+    """
+    qat.prepare_export()
+    source.settle()
+    specs = source.specs()
+    writes = not dist.is_initialized() or dist.get_rank(group) == 0
+    writer = _Writer(Path(folder), shard_bytes)
+    fault = _attempt(writer.begin) if writes else ""
+    # To its end whatever happens to the files: it is a collective.
+    for name, weight in source.export([spec.name for spec in specs]):
+        if writes and not fault:
+            fault = _attempt(writer.add_all, qat, name, weight)
+    if writes and not fault:
+        fault = _attempt(writer.finish, Path(original), specs, qat)
+    if writes and fault:
+        writer.discard()
+    faults = [fault]
+    if dist.is_initialized():
+        dist.broadcast_object_list(faults, group=group, group_src=0)
+    if faults[0]:
+        raise RefitError(
+            f"the checkpoint {folder} was not written: {faults[0]}. Training can go on; nothing is left behind",
+            stage="export",
+        )
+
+
+def _attempt(work: Any, *arguments: Any) -> str:
+    """What went wrong, for all ranks to hear, or an empty string."""
+    try:
+        work(*arguments)
+    except (OSError, ValueError, RefitError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class _Writer:
+    """Files of a checkpoint in a folder beside the final one."""
+
+    def __init__(self, folder: Path, shard_bytes: int):
+        self._folder = folder
+        self._shard_bytes = shard_bytes
+        self._aside: Path | None = None
+        self._pending: dict[str, torch.Tensor] = {}
+        self._shards: list[list[str]] = []
+        self._total = 0
+
+    def begin(self) -> None:
+        if self._folder.exists():
+            raise FileExistsError(f"{self._folder} exists; it was left as it is, name another folder")
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
+        self._aside = Path(tempfile.mkdtemp(prefix=f".{self._folder.name}.", dir=self._folder.parent))
+
+    def add_all(self, qat: QAT, name: str, weight: torch.Tensor) -> None:
+        for packed_name, tensor in qat.packed(name, weight):
+            if self._pending and _bytes(self._pending.values()) + tensor.nbytes > self._shard_bytes:
+                self._flush()
+            # A copy: what an export yields is the parameter itself where nothing had to be gathered or cast.
+            self._pending[packed_name] = tensor.detach().to("cpu", copy=True).contiguous()
+
+    def finish(self, original: Path, specs: list[TensorSpec], qat: QAT) -> None:
+        self._flush()
+        written = {name for names in self._shards for name in names}
+        wanted = {packed.name for spec in specs for packed in qat.specs(spec)}
+        if written != wanted:
+            missing, extra = sorted(wanted - written), sorted(written - wanted)
+            raise ValueError(f"the export did not yield {missing[:3]}, and did yield {extra[:3]}")
+        self._name_shards()
+        aside = self._made()
+        for file in original.iterdir():
+            if file.suffix in _COPIED and file.name not in _MADE and file.is_file():
+                shutil.copy(file, aside / file.name)
+        self._configure(original, specs, qat)
+        aside.chmod(0o755)  # mkdtemp's are for the owner alone, which would shut out engines of another user
+        for file in aside.iterdir():
+            file.chmod(0o644)
+        aside.rename(self._folder)
+
+    def discard(self) -> None:
+        if self._aside is not None:
+            shutil.rmtree(self._aside, ignore_errors=True)
+
+    def _configure(self, original: Path, specs: list[TensorSpec], qat: QAT) -> None:
+        kept = [spec.name for spec in specs if len(spec.shape) > 1 and spec.name not in qat.weights]
+        made = quantization_config(
+            qat.weights,
+            [name for name in kept if "embed" not in name],
+            version("rlrefit"),
+            qat.config.activations,
+        )
+        config = json.loads((original / "config.json").read_text())
+        config["quantization_config"] = made.quantization_config
+        _write_json(self._made() / "config.json", config)
+        _write_json(self._made() / "hf_quant_config.json", made.hf_quant_config)
+
+    def _flush(self) -> None:
+        if self._pending:
+            save_file(self._pending, self._made() / _pending_name(len(self._shards)), {"format": "pt"})
+            self._shards.append(list(self._pending))
+            self._total += _bytes(self._pending.values())
+            self._pending = {}
+
+    def _name_shards(self) -> None:
+        """As transformers names them: by number and count, or one file without an index."""
+        aside, count = self._made(), len(self._shards)
+        if count == 1:
+            (aside / _pending_name(0)).rename(aside / "model.safetensors")
+            return
+        file_of = {}
+        for index, names in enumerate(self._shards):
+            file = f"model-{index + 1:05}-of-{count:05}.safetensors"
+            (aside / _pending_name(index)).rename(aside / file)
+            file_of.update(dict.fromkeys(names, file))
+        _write_json(aside / _INDEX, {"metadata": {"total_size": self._total}, "weight_map": file_of})
+
+    def _made(self) -> Path:
+        if self._aside is None:
+            raise ValueError("the checkpoint's folder was not begun")
+        return self._aside
+
+
+def _pending_name(index: int) -> str:
+    return f"pending-{index}.safetensors"
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n")
