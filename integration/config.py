@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 TRANSPORTS = ("auto", "p2p", "ipc", "m2n", "golden")
 VERIFY_MODES = ("off", "sampled", "full")
+LORA_MODES = ("merge", "adapter")
 # Each stream has a communicator, whose kernels take up to 32 of a GPU's multiprocessors.
 MOST_STREAMS = 4
 LONGEST_TIMEOUT_S = 7 * 86400.0
@@ -32,6 +33,9 @@ class RefitConfig:
             ``sampled`` (one message per pair of ranks and refit, another one each time) or ``full``.
         trainer_quantize_fp8: the trainer quantizes what the engine stores as block-scaled FP8 (E4M3 in 128 by 128
             blocks, or MXFP8), as it packs it: half the bytes travel, and the engine does not quantize again.
+        lora: what travels of a model under LoRA: ``merge`` merges the adapters into each shard as it is sent, under
+            the names of the base model, for any engine; ``adapter`` sends the active adapter's factors alone, into an
+            engine that serves LoRA and already holds the base model. A model without adapters is sent as it is.
         port: TCP port of the rendezvous on trainer rank 0; 0 takes any free one.
         kv_scales: calibrated scales of the engine's FP8 KV cache travel with the weights, over the misc path; the
             trainer gives them with ``nccl_xfer_refit(version, kv_scales)``.
@@ -43,6 +47,7 @@ class RefitConfig:
     timeout_s: float = 300.0
     verify: str = "sampled"
     trainer_quantize_fp8: bool = False
+    lora: str = "merge"
     port: int = 0
     kv_scales: bool = False
 
@@ -58,6 +63,8 @@ class RefitConfig:
             found.append(f"{prefix}.transport: {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         if self.verify not in VERIFY_MODES:
             found.append(f"{prefix}.verify: {self.verify!r} is not one of {', '.join(VERIFY_MODES)}")
+        if self.lora not in LORA_MODES:
+            found.append(f"{prefix}.lora: {self.lora!r} is not one of {', '.join(LORA_MODES)}")
         if self.bucket_mb < 1:
             found.append(
                 f"{prefix}.bucket_mb: {self.bucket_mb} leaves no room for a segment; give at least 1"

@@ -28,6 +28,14 @@ class DestinationRefitMixin:
             f"{type(self).__name__} does not say how its weights are placed; inherit an engine's worker"
         )
 
+    def _make_adapter_destination(self) -> WeightDestination:
+        raise RefitError(
+            f"policy.refit.lora is adapter, but {type(self).__name__} serves no LoRA adapters, so the trainer's would reach "
+            "nothing. Nothing has moved; set it to merge on all ranks of both sides, or generate with vLLM and "
+            "enable_lora=True",
+            stage="settings",
+        )
+
     def _make_scaled_cache(self) -> ScaledCache:
         raise RefitError(
             f"policy.refit.kv_scales is true, but the KV cache of {type(self).__name__} is not quantized, so there is nothing "
@@ -61,7 +69,11 @@ class DestinationRefitMixin:
         config = RefitConfig(**refit_config)
 
         def make_destination() -> WeightDestination:
-            destination = self._make_refit_destination()
+            destination = (
+                self._make_adapter_destination()
+                if config.lora == "adapter"
+                else self._make_refit_destination()
+            )
             return (
                 KvScaleDestination(destination, self._make_scaled_cache())
                 if config.kv_scales

@@ -100,6 +100,8 @@ class Adapters:
 
     Attributes:
         targets: by the name of the weight.
+        copies: by the path of each module of ``modules_to_save`` the adapter whose copy it computes with; None if it
+            computes with the original.
 
     Raises:
         RefitError: layers whose merged weights are not known here; lists all reasons.
@@ -107,7 +109,7 @@ class Adapters:
 
     def __init__(self, model: torch.nn.Module):
         self._wrappers: dict[str, Any] = {}  # of modules_to_save, by their paths
-        self._copies: dict[str, str | None] = {}  # what each computes with
+        self.copies: dict[str, str | None] = {}
         self.targets: dict[str, LoraTarget] = {}
         problems: dict[str, None] = {}
         for path, module in model.named_modules():
@@ -131,7 +133,7 @@ class Adapters:
         """The name that a tensor of the base model's state dict has without adapters; None if it is not part of it."""
         if self.factor_name(name) is not None:
             return None
-        for path, active in self._copies.items():
+        for path, active in self.copies.items():
             if not name.startswith(f"{path}."):
                 continue
             rest = name.removeprefix(f"{path}.")
@@ -149,7 +151,7 @@ class Adapters:
         Raises:
             RefitError: another adapter was activated, or all were disabled, and with it another copy.
         """
-        for path, active in self._copies.items():
+        for path, active in self.copies.items():
             now = _active_copy(self._wrappers[path])
             if now != active:
                 raise RefitError(
@@ -166,7 +168,7 @@ class Adapters:
         from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
         if isinstance(module, ModulesToSaveWrapper):
-            self._wrappers[path], self._copies[path] = module, _active_copy(module)
+            self._wrappers[path], self.copies[path] = module, _active_copy(module)
             return []
         if isinstance(module, AuxiliaryTrainingWrapper):
             return [f"{type(module).__name__} (trainable_token_indices) has no rule for its merged rows"]

@@ -1,7 +1,7 @@
 """``FSDPRefitMixin``: gives any PPO trainer's FSDP2 worker the refit.
 
-Inherit it beside your own worker class; it needs ``self.model`` (a transformers model under ``fully_shard``) and
-``self.refit_config`` (:class:`RefitConfig`)::
+Inherit it beside your own worker class; it needs ``self.model`` (a transformers model under ``fully_shard``, or a
+``PeftModel`` of one) and ``self.refit_config`` (:class:`RefitConfig`)::
 
     class MyWorker(FSDPRefitMixin, MyPPOWorker):
         refit_config = RefitConfig(bucket_mb=256, timeout_s=300)
@@ -20,6 +20,7 @@ from ...integration.config import RefitConfig
 from ..kv_scales import Record
 from ..kv_scales.transformers import watched
 from ..source_mixin import SourceRefitMixin
+from .adapter_source import AdapterSource
 from .attention import attention_modules
 from .source import FSDPSource
 
@@ -37,8 +38,9 @@ class FSDPRefitMixin(SourceRefitMixin):
     refit_config: RefitConfig
     refit_dtype: torch.dtype | None = None
 
-    def _make_refit_source(self) -> FSDPSource:
-        return FSDPSource(self.model, self.refit_dtype)
+    def _make_refit_source(self) -> FSDPSource | AdapterSource:
+        kind = AdapterSource if self.refit_config.lora == "adapter" else FSDPSource
+        return kind(self.model, self.refit_dtype)
 
     def _watched_attention(self, record: Record) -> AbstractContextManager[None]:
         return watched(attention_modules(self.model), record)

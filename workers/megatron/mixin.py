@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ...integration.config import RefitConfig
+from ...integration.errors import RefitError
 from ..kv_scales import Record
 from ..kv_scales.megatron import core_attentions, watched
 from ..source_mixin import SourceRefitMixin
@@ -26,6 +27,12 @@ class MegatronRefitMixin(SourceRefitMixin):
     refit_config: RefitConfig
 
     def _make_refit_source(self) -> MegatronSource:
+        if self.refit_config.lora == "adapter":
+            raise RefitError(
+                "policy.refit.lora is adapter, but Megatron's adapters travel merged alone: Bridge joins them with the "
+                "weights it exports. Nothing was sent; set it to merge on all ranks of both sides",
+                stage="settings",
+            )
         return MegatronSource(self.bridge, self.model)
 
     def _watched_attention(self, record: Record) -> AbstractContextManager[None]:

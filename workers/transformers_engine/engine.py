@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from ...integration.endpoints import rank_device
+from ...integration.errors import RefitError
 from ..completion import Completion
 from ..destination_mixin import DestinationRefitMixin
+from .adapter_destination import TransformersAdapterDestination
 from .destination import TransformersDestination
 
 
@@ -42,6 +44,15 @@ class TransformersEngine(DestinationRefitMixin):
 
     def _make_refit_destination(self) -> TransformersDestination:
         return TransformersDestination(self.model, self._tp_rank, self._tp_size)
+
+    def _make_adapter_destination(self) -> TransformersAdapterDestination:
+        if self._tp_size > 1:
+            raise RefitError(
+                f"policy.refit.lora is adapter, but the transformers engine at tensor parallelism {self._tp_size} has no "
+                "rule for an adapter's parts. Nothing has moved; start it at 1, with more replicas, or set lora to merge",
+                stage="settings",
+            )
+        return TransformersAdapterDestination(self.model)
 
     @torch.no_grad()
     def generate(
