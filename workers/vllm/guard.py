@@ -81,6 +81,14 @@ class WeightsGuard:
             EngineDirty: the weights were written in part, or are no version's yet.
         """
         self._state.require_clean()
+        self.require_defined()
+
+    def require_defined(self) -> None:
+        """To be called by who changes the weights in part only.
+
+        Raises:
+            EngineDirty: the others are no version's yet.
+        """
         if self._undefined:
             raise EngineDirty(
                 f"{self._undefined} and no refit has brought weights since, so the engine would generate from undefined "

@@ -11,6 +11,7 @@ from ..destination_mixin import DestinationRefitMixin
 from .destination import VllmDestination
 from .guard import WeightsGuard
 from .kv_scales import VllmScaledCache
+from .lora import VllmAdapterDestination
 
 _ATTRIBUTE = "_rlrefit_worker_refit"
 
@@ -94,6 +95,10 @@ class WorkerRefit(DestinationRefitMixin):
         self.guard.require_awake()
         self.destination.new_epoch()
         return self.destination
+
+    def _make_adapter_destination(self) -> VllmAdapterDestination:
+        self.guard.require_awake()
+        return VllmAdapterDestination(self._worker, self.guard.require_defined)
 
     def _make_scaled_cache(self) -> VllmScaledCache:
         worker = self._worker
