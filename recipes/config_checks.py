@@ -37,6 +37,7 @@ CHOICES = {
     "generation.backend": ("transformers", "vllm"),
     "generation.vllm.distributed_executor_backend": ("mp", "ray"),
     "generation.vllm.load_format": ("auto", "dummy"),
+    "generation.vllm.kv_cache_dtype": ("auto", "fp8"),
 }
 
 # Least value of each whole number, and what a smaller one would mean.
@@ -328,4 +329,23 @@ def _generation(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
         )
 
 
-_COMBINATIONS = (_layout, _stages, _context, _memory, _batches, _schedule, _dapo, _generation)
+def _kv_scales(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    if not config.policy.refit.kv_scales:
+        return
+    key, backend = "policy.refit.kv_scales", config.generation.backend
+    if backend != "vllm":
+        yield Violation(
+            (key, "generation.backend"),
+            f"{key}: scales are for an FP8 KV cache, and {backend} caches keys and values in the dtype of the model; give "
+            "false, or generation.backend=vllm with generation.vllm.kv_cache_dtype=fp8",
+        )
+    elif config.generation.vllm.kv_cache_dtype != "fp8":
+        dtype = "generation.vllm.kv_cache_dtype"
+        yield Violation(
+            (key, dtype),
+            f"{key}: scales are for an FP8 KV cache, and {dtype} is {config.generation.vllm.kv_cache_dtype}; give "
+            f"{dtype}=fp8, or false here",
+        )
+
+
+_COMBINATIONS = (_layout, _stages, _context, _memory, _batches, _schedule, _dapo, _generation, _kv_scales)

@@ -234,6 +234,9 @@ class VllmConfig:
             which an engine needs that is larger than a host.
         load_format: ``auto`` reads the checkpoint. ``dummy`` starts with random weights, which the refit of step 1
             replaces before anything is generated; it saves each engine the reading.
+        kv_cache_dtype: ``auto``: that of the model. ``fp8``: E4M3 of half the size, for twice the tokens; with
+            ``policy.refit.kv_scales`` its scales are calibrated on the rollouts of each step, else they are 1.
+        attention_backend: by vLLM's name, ``FLASH_ATTN`` or ``TRITON_ATTN``, say; null takes vLLM's choice.
     """
 
     max_model_len: int | None = None
@@ -243,6 +246,8 @@ class VllmConfig:
     enable_expert_parallel: bool = False
     distributed_executor_backend: str = "mp"
     load_format: str = "auto"
+    kv_cache_dtype: str = "auto"
+    attention_backend: str | None = None
 
 
 @dataclass

@@ -130,6 +130,9 @@ class TrainingLoop:
         kl = generation_kl(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
         with watch.stage("train"):
             trained = self._train(step, batch)
+        if self._config.policy.refit.kv_scales:
+            with watch.stage("calibrate"):
+                self._refits.calibrate(batch)
         rewards = [r.reward for r in experience.rollouts]
         lengths = [len(r.completion.token_ids) for r in experience.rollouts]
         return {

@@ -8,6 +8,7 @@ from pathlib import Path
 from ..integration.records import RefitRecord, RefitSummary, summarize
 from .cluster import gather
 from .config_schema import TrainConfig
+from .policy_batch import PolicyBatch
 from .rollout import RolloutGroup
 from .run_files import append_json_lines
 from .trainer_group import TrainerGroup
@@ -32,6 +33,7 @@ class Refits:
         self._engines = engines
         self._records = records
         self._timeout_s = config.ray.timeout_s
+        self._kv_scales: dict[str, float] | None = None
         self._engine = "nccl_xfer" if config.policy.nccl_xfer_refit else "packed_broadcast"
         meeting = trainers.open_refit_rendezvous(engines.gen_ranks)
         routes = gather(
@@ -43,6 +45,14 @@ class Refits:
         )[0]
         self.routes: dict[str, object] = routes
 
+    def calibrate(self, batch: PolicyBatch) -> None:
+        """Have the next refit bring scales for the engines' FP8 KV cache: those of ``batch`` under the present weights.
+
+        Raises:
+            RunError: a rank failed, or what goes into its attention is not finite.
+        """
+        self._kv_scales = self._trainers.calibrate_kv_scales(batch)
+
     def run(self, version: int) -> RefitSummary | None:
         """Move all weights to all engines and commit ``version``; None if nothing was moved.
 
@@ -51,11 +61,12 @@ class Refits:
         """
         results = gather(
             [
-                *self._trainers.submit_refit(self._engine, version),
+                *self._trainers.submit_refit(self._engine, version, self._kv_scales),
                 *self._engines.submit_refit(self._engine, version),
             ],
             self._timeout_s,
         )
+        self._kv_scales = None
         rows = [row for result in results for row in (result if isinstance(result, list) else [result])]
         append_json_lines(self._records, rows)
         return summarize([RefitRecord(**row) for row in rows])

@@ -34,6 +34,9 @@ class TrainerActor(RankActor):
     def train_step(self, batch: PolicyBatch) -> dict[str, float]:
         return self._policy.train_step(batch)
 
+    def calibrate_kv_scales(self, batch: PolicyBatch) -> dict[str, float]:
+        return self._policy.calibrate_kv_scales(lambda: self._policy.compute_logprobs(batch))
+
     def save(self, folder: str) -> None:
         self._policy.save(folder)
 
@@ -47,10 +50,10 @@ class TrainerActor(RankActor):
     def init_refit(self, rendezvous: dict[str, Any], rank: int, engine: str) -> dict[str, Any]:
         return self._policy.init_per_pp_refit_comm_group(rendezvous, rank, engine)
 
-    def refit(self, engine: str, version: int) -> dict[str, Any]:
+    def refit(self, engine: str, version: int, kv_scales: dict[str, float] | None) -> dict[str, Any]:
         if engine == "nccl_xfer":
-            return self._policy.nccl_xfer_refit(version)
-        return self._policy.broadcast_weights_for_collective(version)
+            return self._policy.nccl_xfer_refit(version, kv_scales)
+        return self._policy.broadcast_weights_for_collective(version, kv_scales)
 
 
 class TrainerGroup:
@@ -88,6 +91,10 @@ class TrainerGroup:
         """One optimizer step; metrics of the whole batch."""
         return self._group.call("train_step", batch)[0]
 
+    def calibrate_kv_scales(self, batch: PolicyBatch) -> dict[str, float]:
+        """Scales of an FP8 KV cache for the batch under the present weights."""
+        return self._group.call("calibrate_kv_scales", batch)[0]
+
     def save(self, folder: Path) -> None:
         """Every rank writes its state into ``folder``, which all nodes must reach."""
         self._group.call("save", str(folder))
@@ -105,8 +112,10 @@ class TrainerGroup:
             "init_refit", [(rendezvous, rank, engine) for rank in range(self.ranks)]
         )
 
-    def submit_refit(self, engine: str, version: int) -> list[tuple[str, ray.ObjectRef]]:
-        return self._group.submit("refit", engine, version)
+    def submit_refit(
+        self, engine: str, version: int, kv_scales: dict[str, float] | None = None
+    ) -> list[tuple[str, ray.ObjectRef]]:
+        return self._group.submit("refit", engine, version, kv_scales)
 
     def shutdown(self) -> None:
         self._group.shutdown()

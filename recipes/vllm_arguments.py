@@ -29,6 +29,10 @@ def engine_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = 
         # The log-probabilities of what was sampled, temperature applied, as the trainer computes them.
         "logprobs_mode": "processed_logprobs",
     }
+    if vllm.kv_cache_dtype != "auto":
+        arguments["kv_cache_dtype"] = vllm.kv_cache_dtype
+    if vllm.attention_backend is not None:
+        arguments["attention_backend"] = vllm.attention_backend
     if vllm.max_num_seqs is not None:
         arguments["max_num_seqs"] = vllm.max_num_seqs
     if hf_config is not None and _has_plain_experts(hf_config):
