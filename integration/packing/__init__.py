@@ -1,12 +1,15 @@
 """Gather strided views into messages and scatter them out, and the checksums of what travels."""
 
+from .casting import Cast
 from .checksum import ChecksumViews, checksum
 from .encoded import EncodedView, Encoder, NotComputable, make_encoders
 from .factory import Checksums, Copy, JoinedCopies, PairedViews, make_checksums, make_copy
 from .strided import Strided
-from .tables import ChecksumTable, CopyTable
+from .tables import CastTable, ChecksumTable, CopyTable
 
 __all__ = [
+    "Cast",
+    "CastTable",
     "ChecksumTable",
     "ChecksumViews",
     "Checksums",

@@ -31,8 +31,8 @@ class Format(Protocol):
     """Several encodings of the same view that are computed together; hashable."""
 
     @property
-    def block(self) -> tuple[int, int]:
-        """Rows and columns of a view that are computed together."""
+    def block(self) -> tuple[int, ...]:
+        """Extents of a view's last dimensions that are computed together; of the others single elements are."""
 
     def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
         """Prepare pairs of this format's encodings, so that they share what they read.
@@ -50,8 +50,8 @@ class PackedEncoding(Encoding, Protocol):
         """That it is part of."""
 
     @property
-    def unit(self) -> tuple[int, int]:
-        """Rows and columns of the view behind one element."""
+    def unit(self) -> tuple[int, ...]:
+        """Extents of a view's last dimensions behind one element; of the others it is one element."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +71,18 @@ class EncodedView:
     @property
     def blocks(self) -> Box:
         """The whole blocks that the part needs, as a box of ``held``."""
+        units, blocks = self._extents
         return tuple(
             (start * unit // b * b, min(-(-stop * unit // b) * b, size))
-            for (start, stop), unit, b, size in zip(
-                self.window, self.encoding.unit, self.encoding.format.block, self.held.shape, strict=True
-            )
+            for (start, stop), unit, b, size in zip(self.window, units, blocks, self.held.shape, strict=True)
         )
+
+    @property
+    def _extents(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Unit and block in every dimension."""
+        unit, block = self.encoding.unit, self.encoding.format.block
+        dims = self.held.dim()
+        return (1,) * (dims - len(unit)) + unit, (1,) * (dims - len(block)) + block
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,16 +100,24 @@ class EncodedView:
         return prod(self.shape) * self.dtype.itemsize
 
     def strips(self, most: int) -> Iterator[Box]:
-        """Rows of the part, cut where those of all encodings of the same blocks are: boxes of the part's own places.
+        """Ranges of the first dimension, cut where those of all encodings of the same blocks are.
 
         Args:
-            most: elements of ``held`` behind one, if a row of blocks has not more.
+            most: elements of ``held`` behind a strip, if a row of blocks has not more.
+
+        Yields:
+            Boxes of the part, whose ranges count from its first element.
         """
-        (start, stop), (left, right) = self.window
-        rows, (_, (first, last)) = self.encoding.format.block[0], self.blocks
-        step = max(1, most // max(1, rows * (last - first))) * rows // self.encoding.unit[0]
+        if not self.window:
+            yield ()
+            return
+        (start, stop), *others = self.window
+        units, blocks = self._extents
+        row = blocks[0] * prod(last - first for first, last in self.blocks[1:])
+        step = max(1, most // max(1, row)) * blocks[0] // units[0]
         for cut in range(start // step * step, stop, step):
-            yield (max(cut, start) - start, min(cut + step, stop) - start), (0, right - left)
+            first = max(cut, start) - start, min(cut + step, stop) - start
+            yield first, *((0, end - begin) for begin, end in others)
 
     def slice(self, box: Box) -> EncodedView:
         """The part of the part that ``box`` covers, whose ranges count from the part's first element."""

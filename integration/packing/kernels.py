@@ -8,6 +8,7 @@ that is mapped into it.
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -20,6 +21,7 @@ COPY_WORDS = {
     2: (tl.int16, 2, 1),
     1: (tl.int8, 1, 1),
 }
+FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 CHECKSUM_WORDS = {
     16: (tl.uint32, 4, 4),
     8: (tl.uint32, 4, 2),
@@ -71,6 +73,42 @@ def copy_segments(
     mask = mask[:, None]
     value = tl.load(source + (offset_a[:, None] * LANES + lane), mask=mask)
     tl.store(target + (offset_b[:, None] * LANES + lane), value, mask=mask)
+
+
+@triton.jit
+def to_bf16(x):
+    """FP32 to the nearest BF16, ties to even, as torch rounds on a CPU (``c10/util/BFloat16.h``), NaN included.
+
+    Triton's interpreter cuts the bits off instead.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def cast_segments(
+    tiles,
+    rows,
+    COLUMNS: tl.constexpr,
+    SOURCE: tl.constexpr,
+    SOURCE_BYTES: tl.constexpr,
+    TARGET: tl.constexpr,
+    TARGET_BYTES: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+    NESTED: tl.constexpr,
+):
+    """Cast side a of each row to side b. Addresses and strides count elements, ``LANES`` of which are a unit."""
+    a, b, offset_a, offset_b, mask, _ = _place(tl.program_id(0), tiles, rows, COLUMNS, TILE, NESTED)
+    source = tl.multiple_of(a * SOURCE_BYTES, LANES * SOURCE_BYTES).to(tl.pointer_type(SOURCE))
+    target = tl.multiple_of(b * TARGET_BYTES, LANES * TARGET_BYTES).to(tl.pointer_type(TARGET))
+    lane = tl.arange(0, LANES)[None, :]
+    mask = mask[:, None]
+    value = tl.load(source + (offset_a[:, None] * LANES + lane), mask=mask)
+    if tl.bfloat16 == TARGET:
+        value = to_bf16(value.to(tl.float32))
+    tl.store(target + (offset_b[:, None] * LANES + lane), value.to(TARGET), mask=mask)
 
 
 @triton.jit

@@ -15,6 +15,8 @@ from .strided import Strided
 # widest unit; 98% and 92-96% of the device's copy rate for whole weights and for columns of 384 bytes).
 _COPY_TILE, _COPY_WARPS = 1024, 8
 _CHECKSUM_TILE, _CHECKSUM_WARPS = 512, 4
+# Of up to 16 elements each.
+_CAST_TILE = 512
 
 
 class _Launch:
@@ -80,6 +82,53 @@ class CopyTable:
             launch()
 
 
+class CastTable:
+    """Casts between strided memory of two floating-point types; as :class:`CopyTable` otherwise."""
+
+    def __init__(self, launches: Sequence[_Launch], nbytes: int):
+        self._launches = launches
+        self.nbytes = nbytes
+
+    @staticmethod
+    def build(
+        pairs: Iterable[tuple[Strided, Strided]],
+        source: torch.dtype,
+        target: torch.dtype,
+        device: torch.device,
+    ) -> CastTable:
+        """A table of (source, destination) pairs.
+
+        Args:
+            pairs: memory of the two types.
+            source: type of all sources.
+            target: type of all destinations.
+            device: that reads and writes them.
+
+        Raises:
+            ValueError: a source and a destination of different shapes, memory that is not aligned to its elements, or
+                a destination that has several elements at one place.
+        """
+        from .kernels import FLOATS, cast_segments
+
+        # The tables count in elements, as if each were one byte on both sides.
+        tables = build_tables(
+            ((_in_elements(a), _in_elements(_writable(b)), 0) for a, b in pairs), _CAST_TILE
+        )
+        types = (FLOATS[source], source.itemsize, FLOATS[target], target.itemsize)
+        launches = [
+            _Launch(
+                cast_segments, _COPY_WARPS, t, (COLUMNS, *types, t.unit, _CAST_TILE, t.nested), device, ()
+            )
+            for t in tables
+        ]
+        return CastTable(launches, sum(t.nbytes for t in tables) * target.itemsize)
+
+    def launch(self) -> None:
+        """Enqueue the casts on the current stream."""
+        for launch in self._launches:
+            launch()
+
+
 class ChecksumTable:
     """Checksums of strided memory, as :func:`.checksum.checksum` defines them for the packed bytes."""
 
@@ -137,6 +186,16 @@ def _writable(target: Strided) -> Strided:
             "elements share one place, and it would keep any of them; hand over a tensor that was not expanded"
         )
     return target
+
+
+def _in_elements(memory: Strided) -> Strided:
+    if any(number % memory.itemsize for number in (memory.address, *memory.strides)):
+        raise ValueError(
+            f"elements of {memory.itemsize} bytes at {memory.address:#x} with byte strides {memory.strides} are not "
+            "aligned, and can't be cast"
+        )
+    strides = tuple(stride // memory.itemsize for stride in memory.strides)
+    return Strided(memory.address // memory.itemsize, memory.shape, strides, 1)
 
 
 def _constants(table: Table, tile_units: int, words: Mapping[int, tuple[Any, int, int]]) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ verified and loaded as such.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol, cast
 
@@ -15,6 +15,7 @@ import torch
 
 from ..layout import Fragment
 from ..manifest import TensorSpec, dtype_name
+from ..packing import Cast
 from ..packing.encoded import EncodedPair, Encoder
 from . import blocks, fp8_blockwise, mxfp8
 from .fp8_table import Fp8Table
@@ -40,8 +41,10 @@ class Format(Protocol):
     def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes (``float8_e4m3fn``, ``[n, k]``) and scales of a whole weight, or of a part that cuts no block."""
 
-    def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
-        """As :meth:`..packing.encoded.Format.prepare`."""
+    def prepare(
+        self, pairs: Sequence[EncodedPair], device: torch.device, rounded: torch.dtype | None = None
+    ) -> Encoder:
+        """As :meth:`..packing.encoded.Format.prepare`; what is kept in another type is ``rounded`` to this one first."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,13 @@ class Fp8Blockwise:
     def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return fp8_blockwise.quantize(weight, self.block, self.scale_format)
 
-    def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
+    def prepare(
+        self, pairs: Sequence[EncodedPair], device: torch.device, rounded: torch.dtype | None = None
+    ) -> Encoder:
         windows = joined(pairs)
-        if device.type == "cuda" and self.block == fp8_blockwise.BLOCK:
-            return Fp8Table.build(windows, device, self.scale_format)
-        return TorchEncoder(windows, self.encode)
+        if device.type == "cuda" and self.block == fp8_blockwise.BLOCK and rounded in (None, torch.bfloat16):
+            return Fp8Table.build(windows, device, self.scale_format, rounded is not None)
+        return TorchEncoder(windows, _after(rounded, self.encode))
 
 
 @dataclass(frozen=True)
@@ -98,18 +103,44 @@ class Mxfp8:
     def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return mxfp8.quantize(weight, mxfp8.Rounding(self.rounding))
 
-    def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
-        return TorchEncoder(joined(pairs), self.encode)
+    def prepare(
+        self, pairs: Sequence[EncodedPair], device: torch.device, rounded: torch.dtype | None = None
+    ) -> Encoder:
+        return TorchEncoder(joined(pairs), _after(rounded, self.encode))
 
 
 FORMATS: dict[str, type[Fp8Blockwise] | type[Mxfp8]] = {f.kind: f for f in (Fp8Blockwise, Mxfp8)}
 
 
 @dataclass(frozen=True)
+class Rounded:
+    """A format of weights that are kept in another type than they are exported in.
+
+    Attributes:
+        of: the format of exported weights.
+        dtype: of the export.
+    """
+
+    of: Format
+    dtype: torch.dtype
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return self.of.block
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return self.of.scale_dtype
+
+    def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
+        return self.of.prepare(pairs, device, self.dtype)
+
+
+@dataclass(frozen=True)
 class Codes:
     """The codes of a part: an :class:`..layout.Encoding`."""
 
-    format: Format
+    format: Format | Rounded
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,7 +159,7 @@ class Codes:
 class Scales:
     """The scales of a part: an :class:`..layout.Encoding`."""
 
-    format: Format
+    format: Format | Rounded
 
     @property
     def dtype(self) -> torch.dtype:
@@ -198,10 +229,19 @@ def encoded_fragments(fragment: Fragment, format: Format) -> list[Fragment] | st
     scale_name = fragment.name + format.scale_name_end
     scale_box = blocks.scale_box(fragment.box, format.block)
     scale_shape = blocks.scale_shape(fragment.full_shape, format.block)
+    made: Format | Rounded = format
+    if isinstance(fragment.encoding, Cast):
+        made = Rounded(format, fragment.encoding.dtype)
     return [
-        Fragment(fragment.name, fragment.full_shape, fragment.box, fragment.view, Codes(format)),
-        Fragment(scale_name, scale_shape, scale_box, fragment.view, Scales(format)),
+        Fragment(fragment.name, fragment.full_shape, fragment.box, fragment.view, Codes(made)),
+        Fragment(scale_name, scale_shape, scale_box, fragment.view, Scales(made)),
     ]
+
+
+def _after(
+    rounded: torch.dtype | None, encode: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    return encode if rounded is None else lambda weight: encode(weight.to(rounded))
 
 
 def _ranges(fragment: Fragment) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..packing.kernels import to_bf16
+
 WORDS = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16, "torch.float32": tl.float32}
 
 
@@ -34,6 +36,7 @@ def quantize_blocks(
     BLOCK: tl.constexpr,
     FLOOR: tl.constexpr,
     UE8M0: tl.constexpr,
+    ROUND: tl.constexpr,
     UNIT: tl.constexpr,
 ):
     """:func:`.fp8_blockwise.quantize`, the same operations in the same order.
@@ -70,6 +73,8 @@ def quantize_blocks(
     c = (over * BLOCK + tl.arange(0, BLOCK))[None, :]
     mask = (r < height) & (c < width)
     x = tl.load(source + (r * source_row + c * source_column), mask=mask, other=0.0).to(tl.float32)
+    if ROUND:
+        x = to_bf16(x).to(tl.float32)
     amax = tl.maximum(tl.max(tl.max(tl.abs(x), axis=1), axis=0), FLOOR)
     # The hardware's maximum passes over NaN.
     unordered = tl.max(tl.max((x != x).to(tl.int32), axis=1), axis=0)

@@ -34,9 +34,18 @@ class Fp8Table:
 
     @staticmethod
     def build(
-        windows: Iterable[Window], device: torch.device, scale: ScaleFormat = ScaleFormat.FP32
+        windows: Iterable[Window],
+        device: torch.device,
+        scale: ScaleFormat = ScaleFormat.FP32,
+        round_to_bf16: bool = False,
     ) -> Fp8Table:
         """Compile the kernel for what the windows need, and put their addresses on the device.
+
+        Args:
+            windows: of weights in BF16, FP16 or FP32.
+            device: that reads and writes them.
+            scale: what scales may be.
+            round_to_bf16: weights are exported in BF16, whatever they are kept in.
 
         Raises:
             ValueError: shapes or dtypes do not fit, or several elements of a result share a place.
@@ -58,7 +67,15 @@ class Fp8Table:
             arguments = (
                 torch.from_numpy(tiles).to(device),
                 torch.from_numpy(rows).to(device),
-                *(_COLUMNS, WORDS[dtype], BLOCK[0], AMAX_FLOOR, scale is ScaleFormat.UE8M0, unit),
+                *(
+                    _COLUMNS,
+                    WORDS[dtype],
+                    BLOCK[0],
+                    AMAX_FLOOR,
+                    scale is ScaleFormat.UE8M0,
+                    round_to_bf16,
+                    unit,
+                ),
             )
             if device.type == "cuda":
                 with torch.cuda.device(device):

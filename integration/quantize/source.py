@@ -10,6 +10,7 @@ import torch
 from ..endpoints import WeightSource
 from ..layout import Fragment
 from ..manifest import TensorSpec, dtype_name
+from ..packing import Cast
 from .formats import Format, encoded_fragments, scales_spec, wire_specs
 
 
@@ -81,11 +82,13 @@ class QuantizingSource:
         return wire_specs(spec, self._formats[spec.name]) if spec.name in self._formats else (spec,)
 
     def _encoded(self, fragment: Fragment, format: Format) -> list[Fragment] | str:
-        if fragment.view.dtype != self._dtypes[fragment.name]:
+        if fragment.dtype != self._dtypes[fragment.name]:
             return (
-                f"a rank stores it as {dtype_name(fragment.view.dtype)}, the export is "
+                f"a rank sends it as {dtype_name(fragment.dtype)}, the export is "
                 f"{dtype_name(self._dtypes[fragment.name])}"
             )
+        if fragment.encoding is not None and not isinstance(fragment.encoding, Cast):
+            return "a rank computes it while packing, and what is computed is not quantized in the same pass"
         return encoded_fragments(fragment, format)
 
 

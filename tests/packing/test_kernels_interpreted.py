@@ -11,7 +11,7 @@ def compare_kernels_with_torch() -> None:
     """Runs in a process of its own, since Triton decides when a kernel is defined whether to interpret it."""
     import torch
 
-    from rlrefit.integration.packing import ChecksumTable, CopyTable, Strided, checksum
+    from rlrefit.integration.packing import CastTable, ChecksumTable, CopyTable, Strided, checksum
 
     cpu = torch.device("cpu")
     weight = torch.randn(96, 64).to(torch.bfloat16)
@@ -35,6 +35,23 @@ def compare_kernels_with_torch() -> None:
     CopyTable.build(pairs, cpu).launch()
     for e, t in zip(expected, targets, strict=True):
         assert torch.equal(e.view(torch.uint8) if e.dim() else e, t.view(torch.uint8) if t.dim() else t)
+    for source, kind in (
+        (deep.contiguous(), torch.bfloat16),
+        (weight.float() * 1e-3, torch.float16),
+        (weight, torch.float32),
+    ):
+        held = [source, source[1:], source[..., 1:4], source.mT, source[..., 0]]
+        cast = [torch.full([n + 2 for n in v.shape], 9, dtype=kind) for v in held]
+        wanted = [t.clone() for t in cast]
+        middle = [tuple(slice(1, n + 1) for n in v.shape) for v in held]
+        for w, v, at in zip(wanted, held, middle, strict=True):
+            w[at] = v.to(kind)
+        places = [Strided.of(t[at]) for t, at in zip(cast, middle, strict=True)]
+        table = CastTable.build(zip(map(Strided.of, held), places, strict=True), source.dtype, kind, cpu)
+        assert table.nbytes == sum(v.numel() for v in held) * kind.itemsize
+        table.launch()
+        for w, t in zip(wanted, cast, strict=True):
+            assert torch.equal(w, t)
     offsets, end = [], 0
     for v in views:
         offsets.append(end)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.layout import Box, Fragment, box_of
 from rlrefit.integration.manifest import TensorSpec
-from rlrefit.integration.packing import EncodedView, NotComputable, Strided, make_encoders
+from rlrefit.integration.packing import Cast, EncodedView, NotComputable, Strided, make_encoders
 from rlrefit.integration.quantize.formats import (
     Codes,
     Format,
@@ -26,6 +26,7 @@ from rlrefit.integration.transport.ipc.order import Write, pieces
 
 from .weights import same
 
+BF16 = torch.bfloat16
 CPU = torch.device("cpu")
 FP8 = Fp8Blockwise()
 
@@ -53,6 +54,7 @@ def scenes(draw: st.DrawFn) -> tuple[Format, tuple[int, int], list[Box], list[Bo
     )
 
 
+@settings(deadline=None, max_examples=60)
 @given(scenes())
 def test_any_parts_of_codes_and_scales_are_those_of_the_whole(
     scene: tuple[Format, tuple[int, int], list[Box], list[Box]],
@@ -77,6 +79,7 @@ def test_any_parts_of_codes_and_scales_are_those_of_the_whole(
             assert same(target.contiguous(), whole[view.encoding][index].contiguous())
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 900), st.integers(1, 700), st.sampled_from([1 << 14, 1 << 16, 1 << 18]), st.data())
 def test_pieces_of_codes_and_of_their_scales_need_the_same_blocks(
     rows: int, columns: int, most: int, data: st.DataObject
@@ -99,6 +102,24 @@ def test_pieces_of_codes_and_of_their_scales_need_the_same_blocks(
         written += cuts
     windows = joined([(write.source, write.target) for write in written])
     assert all(window.codes is not None and window.scales is not None for window in windows)
+
+
+def test_a_weight_kept_in_fp32_is_rounded_to_the_exports_type_before_it_is_quantized() -> None:
+    held = torch.randn(256, 160)
+    held += held.bfloat16().float() * 2**-9  # halves of a BF16 step beside others
+    fragment = Fragment("w", (256, 160), box_of(held.shape), held, Cast(BF16))
+    for format in (FP8, Mxfp8()):
+        found = encoded_fragments(fragment, format)
+        pairs = []
+        for part in found:
+            assert isinstance(part, Fragment)
+            view = EncodedView(part.view, part.encoding, part.box)
+            pairs.append((view, torch.empty(view.shape, dtype=view.dtype)))
+        encoders = make_encoders(pairs, CPU)
+        assert len(encoders) == 1
+        encoders[0].launch()
+        for (_, target), expected in zip(pairs, format.encode(held.bfloat16()), strict=True):
+            assert same(target, expected)
 
 
 def test_only_a_part_that_cuts_no_block_is_quantized_alone() -> None:
