@@ -7,33 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import reduce
-from typing import Any
 
-from ..workers.megatron.pipeline_layout import pipeline_layout_violations
 from .algorithms.losses import AGGREGATIONS
 from .config_errors import Violation
 from .config_schema import TrainConfig
+from .config_trainers import data_parallel, trainer_violations, value_at
 from .rewards import BUNDLED
-
-# Megatron-core 0.19's choices of recompute_modules.
-RECOMPUTED_MODULES = (
-    "core_attn",
-    "moe_act",
-    "layernorm",
-    "mla_up_proj",
-    "mlp",
-    "moe",
-    "shared_experts",
-    "gdn_norm_out",
-)
 
 CHOICES = {
     "model.dtype": ("auto", "bfloat16", "float32"),
     "algorithm.name": ("grpo", "dapo"),
     "algorithm.aggregation": AGGREGATIONS,
     "data.overlong_prompts": ("error", "drop"),
-    "trainer.backend": ("megatron",),
+    "trainer.backend": ("megatron", "fsdp"),
     "generation.backend": ("transformers", "vllm"),
     "generation.vllm.distributed_executor_backend": ("mp", "ray"),
     "generation.vllm.load_format": ("auto", "dummy"),
@@ -56,6 +42,7 @@ LEAST = {
     "trainer.expert_parallel": (1, "is no parallel size"),
     "trainer.expert_tensor_parallel": (1, "is no parallel size"),
     "trainer.context_parallel": (1, "is no parallel size"),
+    "trainer.fsdp.replicate": (1, "is no number of copies"),
     "trainer.micro_batch_size": (1, "leaves a forward pass without sequences"),
     "trainer.optimizer.warmup_steps": (0, "is no number of steps (0 turns the warm-up off)"),
     "generation.tensor_parallel": (1, "is no parallel size"),
@@ -104,11 +91,6 @@ def config_violations(config: TrainConfig) -> list[Violation]:
     return singles + pairs
 
 
-def value_at(config: TrainConfig, key: str) -> Any:
-    """The value of a dotted key."""
-    return reduce(getattr, key.split("."), config)
-
-
 def _singles(config: TrainConfig) -> Iterator[Violation]:
     for key, choices in CHOICES.items():
         value = value_at(config, key)
@@ -139,105 +121,8 @@ def _is_dotted_path(text: str) -> bool:
     return len(parts) > 1 and all(part.isidentifier() for part in parts)
 
 
-def _layout(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
-    trainer = config.trainer
-    groups = {
-        "dense layers": ("tensor_parallel", "pipeline_parallel", "context_parallel"),
-        "experts": ("expert_tensor_parallel", "expert_parallel", "pipeline_parallel"),
-    }
-    for what, names in groups.items():
-        keys = ("trainer.ranks", *(f"trainer.{name}" for name in names))
-        if bad.intersection(keys):
-            continue
-        sizes = [getattr(trainer, name) for name in names]
-        world = math.prod(sizes)
-        if trainer.ranks % world:
-            product = " x ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
-            yield Violation(
-                keys,
-                f"trainer.ranks: {trainer.ranks} is no multiple of {world}, the ranks of one copy of the {what} "
-                f"({product}); give {-(-trainer.ranks // world) * world} ranks or smaller parallel sizes",
-            )
-
-
-def _stages(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
-    trainer = config.trainer
-    ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-    given = [name for name in ends if getattr(trainer, name) is not None]
-    layout = trainer.pipeline_model_parallel_layout
-    if trainer.pipeline_parallel == 1:
-        for name in (*given, *(("virtual_pipeline",) if trainer.virtual_pipeline is not None else ())):
-            yield Violation(
-                (f"trainer.{name}", "trainer.pipeline_parallel"),
-                f"trainer.{name}: {getattr(trainer, name)} is of pipeline stages, and trainer.pipeline_parallel is 1; "
-                "give more stages, or null",
-            )
-    if layout is None:
-        return
-    keys = ("trainer.pipeline_model_parallel_layout", *(f"trainer.{name}" for name in given))
-    if given:
-        yield Violation(
-            keys, f"{keys[0]}: tells the layers of all stages, and so does {keys[1]}; set one to null"
-        )
-    stages = trainer.pipeline_parallel * (trainer.virtual_pipeline or 1)
-    for problem in pipeline_layout_violations(layout, stages):
-        concerned = (keys[0], "trainer.pipeline_parallel", "trainer.virtual_pipeline")
-        yield Violation(concerned, f"{keys[0]}: {layout!r} can't be used: {problem}")
-
-
-def _context(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
-    size = config.trainer.context_parallel
-    if size > 1:
-        yield Violation(
-            ("trainer.context_parallel",),
-            f"trainer.context_parallel: {size}, but log-probabilities are computed on whole rows; give 1, and for long "
-            "rows a larger trainer.tensor_parallel (sequence parallelism comes with it) or trainer.recompute",
-        )
-
-
-def _memory(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
-    recompute, key = config.trainer.recompute, "trainer.recompute"
-    granularity = recompute.granularity
-    if granularity not in (None, "full", "selective"):
-        text = f"{key}.granularity: {granularity!r} is neither full nor selective; give one, or null"
-        yield Violation((f"{key}.granularity",), text)
-        return
-    if granularity == "full":
-        if recompute.method not in ("uniform", "block") or recompute.num_layers is None:
-            yield Violation(
-                (f"{key}.granularity", f"{key}.method", f"{key}.num_layers"),
-                f"{key}.method: full recomputation needs method uniform or block, and num_layers; e.g. "
-                f"{key}.method=uniform {key}.num_layers=1",
-            )
-    else:
-        for name in ("method", "num_layers"):
-            if getattr(recompute, name) is not None:
-                yield Violation(
-                    (f"{key}.{name}", f"{key}.granularity"),
-                    f"{key}.{name}: belongs to granularity full and has no effect here; set "
-                    f"{key}.granularity=full, or null here",
-                )
-    if recompute.modules and granularity != "selective":
-        yield Violation(
-            (f"{key}.modules", f"{key}.granularity"),
-            f"{key}.modules: belongs to granularity selective and has no effect here; set "
-            f"{key}.granularity=selective, or leave it empty",
-        )
-    if unknown := sorted(set(recompute.modules) - set(RECOMPUTED_MODULES)):
-        yield Violation(
-            (f"{key}.modules",),
-            f"{key}.modules: {', '.join(unknown)} is none of Megatron's {', '.join(RECOMPUTED_MODULES)}; choose some",
-        )
-    if config.trainer.optimizer.cpu_offload_fraction > 0 and not config.trainer.distributed_optimizer:
-        yield Violation(
-            ("trainer.optimizer.cpu_offload_fraction", "trainer.distributed_optimizer"),
-            "trainer.optimizer.cpu_offload_fraction: Megatron's hybrid optimizer builds on the distributed one; set "
-            "trainer.distributed_optimizer=true, or 0 here",
-        )
-
-
 def _batches(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
-    trainer, algorithm = config.trainer, config.algorithm
+    algorithm = config.algorithm
     layout = ("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel")
     keys = (
         "algorithm.prompts_per_step",
@@ -245,19 +130,17 @@ def _batches(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
         "algorithm.minibatches",
         *(f"trainer.{name}" for name in layout),
     )
-    dense = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel
-    if bad.intersection(keys) or trainer.ranks % dense:
+    if bad.intersection(keys) or not (ranks := data_parallel(config)):
         return
-    data_parallel = trainer.ranks // dense
     prompts, group, minibatches = algorithm.prompts_per_step, algorithm.group_size, algorithm.minibatches
-    if prompts % minibatches == 0 and prompts // minibatches * group % data_parallel == 0:
+    if prompts % minibatches == 0 and prompts // minibatches * group % ranks == 0:
         return
     # A minibatch has whole groups, and every data-parallel rank the same number of its rollouts.
-    unit = minibatches * (data_parallel // math.gcd(data_parallel, group))
+    unit = minibatches * (ranks // math.gcd(ranks, group))
     yield Violation(
         keys,
         f"algorithm.prompts_per_step: {prompts} prompts in groups of {group} rollouts cannot be split evenly into "
-        f"{minibatches} minibatches of whole groups on {data_parallel} data-parallel ranks; give "
+        f"{minibatches} minibatches of whole groups on {ranks} data-parallel ranks; give "
         f"{-(-prompts // unit) * unit} prompts, or other algorithm.minibatches",
     )
 
@@ -348,4 +231,4 @@ def _kv_scales(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
         )
 
 
-_COMBINATIONS = (_layout, _stages, _context, _memory, _batches, _schedule, _dapo, _generation, _kv_scales)
+_COMBINATIONS = (trainer_violations, _batches, _schedule, _dapo, _generation, _kv_scales)

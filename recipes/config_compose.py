@@ -22,6 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.singleton import Singleton
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -82,7 +83,7 @@ def compose_recipe(recipe: str, overrides: Sequence[str]) -> Composed:
     Args:
         recipe: name of a bundled recipe, or path of a YAML file whose ``defaults`` may name bundled ones.
         overrides: ``key=value`` in Hydra's grammar; ``group=option`` selects from config groups beside the
-            file.
+            file, and from the bundled one, ``trainer``.
 
     Raises:
         ConfigError: there is no such recipe. All else that is wrong is in the result's ``violations``.
@@ -93,6 +94,7 @@ def compose_recipe(recipe: str, overrides: Sequence[str]) -> Composed:
         values, selections = _parse(overrides, composed.violations)
         config = _compose_files(file, selections, composed.violations)
     composed.origins.update(line_origins(file, BUNDLED))
+    composed.origins.update(_origins_of(selections))
     for override in values:
         _apply(override, config, composed)
     tree = OmegaConf.to_container(config, resolve=False)
@@ -114,10 +116,9 @@ def _hydra_in(folder: Path) -> Iterator[None]:
             Singleton.set_state(outer)
 
 
-def _parse(overrides: Sequence[str], violations: list[Violation]) -> tuple[list[Override], list[str]]:
+def _parse(overrides: Sequence[str], violations: list[Violation]) -> tuple[list[Override], list[Override]]:
     """Splits overrides into values to apply and group selections for Hydra."""
     parser = OverridesParser.create()
-    loader = GlobalHydra.instance().config_loader()
     values, selections = [], []
     for text in overrides:
         try:
@@ -133,11 +134,21 @@ def _parse(overrides: Sequence[str], violations: list[Violation]) -> tuple[list[
         problem = _unusable(override)
         if problem:
             violations.append(Violation((key,), f"{key}: override {text!r} {problem}"))
-        elif loader.get_group_options(key):
-            selections.append(text)
-        else:
+        elif not (options := _group_options(key)) or not isinstance(override.value(), str):
             values.append(override)
+        elif (choice := override.value()) in options:
+            selections.append(override)
+        else:
+            problem = f"{choice!r} is not one of {', '.join(options)}; choose one"
+            violations.append(Violation((key,), f"{key}: {problem} [override {text!r}]"))
     return values, selections
+
+
+def _group_options(key: str) -> list[str]:
+    """What a config group offers, beside the file or bundled; empty if there is no such group."""
+    found = GlobalHydra.instance().config_loader().get_group_options(key)
+    bundled = (path.stem for path in (BUNDLED / key).glob("*.yaml")) if key.isidentifier() else ()
+    return sorted({*found, *bundled})
 
 
 def _unusable(override: Override) -> str:
@@ -153,13 +164,18 @@ def _unusable(override: Override) -> str:
     return ""
 
 
-def _compose_files(file: Path, selections: list[str], violations: list[Violation]) -> DictConfig:
+def _compose_files(file: Path, selections: list[Override], violations: list[Violation]) -> DictConfig:
     """The composed files as an open mapping; empty, with a violation, if they cannot be composed."""
     try:
         # The user's own search path comes first; an override of it would otherwise replace it.
         own = OmegaConf.select(OmegaConf.load(file), "hydra.searchpath", default=None) or []
-        path = json.dumps([*own, f"file://{BUNDLED}"])
-        config = compose(config_name=file.stem, overrides=[f"hydra.searchpath={path}", *selections])
+        path = f"hydra.searchpath={json.dumps([*own, f'file://{BUNDLED}'])}"
+        chosen = _groups_of(file, path) if selections else set()
+        config = compose(
+            config_name=file.stem,
+            # A group that the files do not choose from comes after them, so that it changes what they say.
+            overrides=[path, *(f"{'' if s.key_or_group in chosen else '+'}{_plain(s)}" for s in selections)],
+        )
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         reason = f"{file}{line}: not YAML: {error.problem}; correct the file"
@@ -175,6 +191,29 @@ def _compose_files(file: Path, selections: list[str], violations: list[Violation
         return config
     violations.append(Violation((), reason))
     return OmegaConf.create({})
+
+
+def _groups_of(file: Path, searchpath: str) -> set[str]:
+    """The config groups that a recipe's defaults choose from."""
+    defaults = (
+        GlobalHydra.instance().config_loader().compute_defaults_list(file.stem, [searchpath], RunMode.RUN)
+    )
+    return {entry.config_path.rpartition("/")[0] for entry in defaults.defaults if entry.config_path}
+
+
+def _plain(selection: Override) -> str:
+    return str(selection.input_line).lstrip("+")
+
+
+def _origins_of(selections: Sequence[Override]) -> dict[str, str]:
+    """The override by each key of a bundled group's file that it brings in."""
+    origins = {}
+    for selection in selections:
+        file = BUNDLED / selection.key_or_group / f"{selection.value()}.yaml"
+        keys = line_origins(file, BUNDLED) if file.is_file() else {}
+        place = f"override {selection.input_line!r}"
+        origins.update({f"{selection.key_or_group}.{key}": place for key in keys})
+    return origins
 
 
 def _apply(override: Override, config: DictConfig, composed: Composed) -> None:

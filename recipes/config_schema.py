@@ -125,7 +125,7 @@ class AlgorithmConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW as Megatron-core builds it, at a constant rate after a linear warm-up.
+    """AdamW, Megatron-core's or torch's, at a constant rate after a linear warm-up; biases and norms are not decayed.
 
     Attributes:
         lr: learning rate.
@@ -154,7 +154,8 @@ class RecomputeConfig:
     """Activations that the backward pass computes again; names and meanings are Megatron-core's.
 
     Attributes:
-        granularity: ``full`` or ``selective``; null keeps all activations.
+        granularity: ``full`` or ``selective``; null keeps all activations. With FSDP ``full`` is transformers' gradient
+            checkpointing of every layer, and there is no other.
         method: of ``full``: ``uniform`` or ``block``.
         num_layers: of ``full``: layers of a unit, or the first layers of each stage.
         modules: of ``selective``; empty for Megatron's choice, ``core_attn``.
@@ -167,13 +168,36 @@ class RecomputeConfig:
 
 
 @dataclass
+class FSDPConfig:
+    """Read with ``trainer.backend: fsdp`` only.
+
+    Attributes:
+        replicate: copies of the sharded model (HSDP), which average their gradients; 1 shards over all ranks (divided
+            by ``trainer.tensor_parallel``).
+        reshard_after_forward: free a layer's gathered parameters after the forward pass, and gather them again for
+            the backward pass.
+        cpu_offload: keep shards, gradients and the optimizer's state in host memory, and step there.
+    """
+
+    replicate: int = 1
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+
+
+@dataclass
 class TrainerConfig:
     """The training side and its layout.
 
+    ``trainer=fsdp`` and ``trainer=megatron`` on the command line, or in a file's ``defaults``, change the trainer of a
+    recipe, with the keys that only the other one knows.
+
     Attributes:
-        backend: ``megatron``.
+        backend: ``megatron``, or ``fsdp``: a transformers model under torch's ``fully_shard``. Of the keys below,
+            FSDP reads ``ranks``, ``tensor_parallel``, ``micro_batch_size``, ``recompute.granularity``, ``optimizer``
+            and ``fsdp``.
         ranks: trainer processes, one GPU each where there are GPUs.
-        tensor_parallel: TP of attention and dense layers; above 1, sequence parallelism is on as well.
+        tensor_parallel: TP of attention and dense layers. With Megatron sequence parallelism is on as well above 1;
+            with FSDP it is transformers' own plan, inside of each group that shards.
         pipeline_parallel: PP.
         virtual_pipeline: model chunks of each pipeline rank (interleaved schedule); null for one.
         num_layers_in_first_pipeline_stage: where the layers don't divide evenly; null for as many as the others.
@@ -187,6 +211,7 @@ class TrainerConfig:
         distributed_optimizer: shard the optimizer's state over data-parallel ranks.
         recompute: see :class:`RecomputeConfig`.
         optimizer: see :class:`OptimizerConfig`.
+        fsdp: see :class:`FSDPConfig`.
     """
 
     backend: str = "megatron"
@@ -204,6 +229,7 @@ class TrainerConfig:
     distributed_optimizer: bool = False
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
 
 
 @dataclass

@@ -138,9 +138,9 @@ def catalog_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> lis
 def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[Violation]:
     """What the model's shape rules out.
 
-    The trainer's rules are Megatron-core's: attention heads divide by TP, query groups are a multiple or a
-    divisor of it, the unpadded vocabulary and the MLP widths divide, layers divide by PP, experts by EP. vLLM
-    has the same rules for its TP, but pads the vocabulary; transformers cannot replicate KV heads.
+    Megatron-core's rules: attention heads divide by TP, query groups are a multiple or a divisor of it, the
+    unpadded vocabulary and the MLP widths divide, layers divide by PP, experts by EP. vLLM has the same rules for
+    its TP, but pads the vocabulary; transformers, and FSDP with its TP, cannot replicate KV heads.
 
     Args:
         config: the recipe; parallel sizes of at least 1.
@@ -161,12 +161,16 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
         "trainer.tensor_parallel": trainer.tensor_parallel,
         "generation.tensor_parallel": config.generation.tensor_parallel,
     }
+    by_transformers = {
+        "trainer.tensor_parallel": trainer.backend == "fsdp",
+        "generation.tensor_parallel": config.generation.backend == "transformers",
+    }
     for key, size in sizes.items():
         divides(key, size, "num_attention_heads", "attention heads")
         if experts is None:
             divides(key, size, "intermediate_size", "MLP width")
         query_groups = text.get("num_key_value_heads")
-        if key == "generation.tensor_parallel" and config.generation.backend == "transformers":
+        if by_transformers[key]:
             divides(key, size, "num_key_value_heads", "KV heads, which transformers does not replicate")
         elif query_groups and query_groups % size and size % query_groups:
             found.append(
@@ -181,12 +185,11 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
     if experts is not None:
         name = next(key for key in EXPERT_KEYS if text.get(key))
         divides("trainer.expert_parallel", trainer.expert_parallel, name, "experts")
-        divides(
-            "trainer.expert_tensor_parallel",
-            trainer.expert_tensor_parallel,
-            "moe_intermediate_size",
-            "expert width",
+        expert_width = (
+            "trainer.tensor_parallel" if trainer.backend == "fsdp" else "trainer.expert_tensor_parallel"
         )
+        size = getattr(trainer, expert_width.rpartition(".")[2])
+        divides(expert_width, size, "moe_intermediate_size", "expert width")
     else:
         for name, size in (
             ("expert_parallel", trainer.expert_parallel),
@@ -200,6 +203,14 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
             key = "generation.vllm.enable_expert_parallel"
             problem = f"true, but the model ({text.get('model_type', 'unknown type')}) has no experts"
             found.append(Violation((key, "model.path"), f"{key}: {problem}; give false"))
+    latent = text.get("kv_lora_rank")
+    if latent and config.policy.refit.kv_scales:
+        key = "policy.refit.kv_scales"
+        problem = (
+            f"the model's latent attention (kv_lora_rank {latent}) caches no keys and values, and there is no calibration for "
+            "what it caches"
+        )
+        found.append(Violation((key, "model.path"), f"{key}: {problem}; give false"))
     longest = config.data.max_prompt_tokens + config.generation.max_new_tokens
     positions = text.get("max_position_embeddings")
     if positions is not None and longest > positions:

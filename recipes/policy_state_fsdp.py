@@ -9,12 +9,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.utils._pytree import tree_map_only
 
 from .policy_state import CheckpointError
 
 _FOLDER = "fsdp"
-# In host memory: a load that fails half-way leaves the model as it was.
-_OPTIONS = StateDictOptions(cpu_offload=True)
 
 
 def save_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer, tp_rank: int) -> None:
@@ -26,7 +25,7 @@ def save_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer, tp_
         optimizer: of its parameters.
         tp_rank: this rank's in transformers' own tensor parallelism, whose parts have the same names on all ranks.
     """
-    dcp.save(_state(model, optimizer, tp_rank), checkpoint_id=folder / _FOLDER)
+    dcp.save(_state(model, optimizer, tp_rank, StateDictOptions()), checkpoint_id=folder / _FOLDER)
 
 
 def load_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer, tp_rank: int) -> None:
@@ -35,7 +34,11 @@ def load_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer, tp_
     Raises:
         CheckpointError: the files are missing or damaged, or are of another model; nothing was changed then.
     """
-    state = _state(model, optimizer, tp_rank)
+    # Read aside, in host memory: a load that fails half-way leaves the model as it was.
+    options = StateDictOptions(cpu_offload=True)
+    state = _state(model, optimizer, tp_rank, options)
+    if any(parameter.device.type == "cpu" for parameter in model.parameters()):
+        state = tree_map_only(torch.Tensor, torch.clone, state)
     try:
         dcp.load(state, checkpoint_id=folder / _FOLDER)
     except (CheckpointException, OSError) as error:
@@ -48,10 +51,12 @@ def load_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer, tp_
         optimizer,
         model_state_dict=own["model"],
         optim_state_dict=own["optimizer"],
-        options=_OPTIONS,
+        options=options,
     )
 
 
-def _state(model: Any, optimizer: torch.optim.Optimizer, tp_rank: int) -> dict[str, Any]:
-    weights, steps = get_state_dict(model, optimizer, options=_OPTIONS)
+def _state(
+    model: Any, optimizer: torch.optim.Optimizer, tp_rank: int, options: StateDictOptions
+) -> dict[str, Any]:
+    weights, steps = get_state_dict(model, optimizer, options=options)
     return {f"tp_{tp_rank}": {"model": weights, "optimizer": steps}}

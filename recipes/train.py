@@ -20,7 +20,7 @@ from .algorithms.losses import PolicyLossConfig
 from .checkpoint import CheckpointStore
 from .cluster import RunError, gpus_per_rank, ray_cluster
 from .config import ConfigError, model_violations, resolve_data_path
-from .config_schema import TrainConfig
+from .config_schema import TrainConfig, TrainerConfig
 from .config_surroundings import generation_ranks
 from .data.prompts import PromptSampler, held_out, load_prompts
 from .display import RunDisplay
@@ -192,6 +192,9 @@ def _loss(config: TrainConfig) -> PolicyLossConfig:
 
 def _layout(config: TrainConfig) -> dict[str, Any]:
     trainer = config.trainer
+    if trainer.backend == "fsdp":
+        names = ("backend", "ranks", "tensor_parallel")
+        return {**{name: getattr(trainer, name) for name in names}, "replicate": trainer.fsdp.replicate}
     names = ("ranks", "tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_tensor_parallel")
     layout = {name: getattr(trainer, name) for name in (*names, "context_parallel", "distributed_optimizer")}
     # Only where they are given: checkpoints of runs without them stay as they were.
@@ -231,12 +234,20 @@ def _require_fresh(folder: Path, config: TrainConfig, resumed: Any) -> None:
 
 
 def _headline(config: TrainConfig, model_path: str) -> str:
-    trainer, generation = config.trainer, config.generation
+    generation = config.generation
     return (
-        f"[bold]{config.name}[/]: {config.algorithm.name} on {model_path}; trainer {trainer.ranks} ranks "
-        f"(TP{trainer.tensor_parallel} PP{trainer.pipeline_parallel} EP{trainer.expert_parallel}), "
-        f"{generation.backend} {generation.replicas} x TP{generation.tensor_parallel}"
+        f"[bold]{config.name}[/]: {config.algorithm.name} on {model_path}; trainer {config.trainer.ranks} ranks "
+        f"({_trainer_text(config.trainer)}), {generation.backend} {generation.replicas} x TP{generation.tensor_parallel}"
     )
+
+
+def _trainer_text(trainer: TrainerConfig) -> str:
+    tp = trainer.tensor_parallel
+    if trainer.backend != "fsdp":
+        return f"TP{tp} PP{trainer.pipeline_parallel} EP{trainer.expert_parallel}"
+    copies = trainer.fsdp.replicate
+    shards = trainer.ranks // (copies * tp)
+    return (f"HSDP{copies}x{shards}" if copies > 1 else f"FSDP{shards}") + (f" TP{tp}" if tp > 1 else "")
 
 
 def _routes(config: TrainConfig, refits: Refits) -> str:

@@ -57,9 +57,18 @@ def plan_of(config: TrainConfig) -> RecipePlan:
     """The same of a configuration that was checked.
 
     Raises:
-        ConfigError: its model is not in the catalogue, or its pipeline stages are of its own making.
+        ConfigError: its model is not in the catalogue, its trainer is FSDP, or its pipeline stages are of its own
+            making.
     """
     trainer, generation = config.trainer, config.generation
+    if trainer.backend == "fsdp":
+        raise ConfigError(
+            config.name,
+            [
+                "trainer.backend: the catalogue knows Megatron's shards only, so a refit from FSDP can't be planned; plan "
+                "with trainer=megatron, or run rlrefit train and read the routes that it prints before the first step"
+            ],
+        )
     if trainer.pipeline_model_parallel_layout is not None:
         raise ConfigError(
             config.name,

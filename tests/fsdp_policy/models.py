@@ -68,7 +68,7 @@ def plain_batch() -> PolicyBatch:
     return PolicyBatch(token_ids(), torch.zeros(token_ids().shape))
 
 
-def training_batch(logprobs: torch.Tensor, reference: torch.Tensor | None = None) -> PolicyBatch:
+def training_batch(logprobs: torch.Tensor) -> PolicyBatch:
     """Completions that differ in length, and ratios that differ from 1."""
     ids = token_ids()
     generator = torch.Generator().manual_seed(2)
@@ -81,7 +81,6 @@ def training_batch(logprobs: torch.Tensor, reference: torch.Tensor | None = None
         loss_mask=mask,
         advantages=torch.randn(len(ids), generator=generator),
         old_logprobs=logprobs + noise,
-        ref_logprobs=reference,
         lengths=torch.tensor(LENGTHS),
     )
 

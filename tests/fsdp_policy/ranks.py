@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +67,12 @@ def make_policy(case: Case) -> Any:
     )
 
 
-def train_all(rank: int, cases: dict[str, Case]) -> dict[str, Report]:
-    """Log-probabilities, training steps and weights of each case."""
-    return {name: _train(case) for name, case in cases.items()}
-
-
 def _train(case: Case) -> Report:
     policy = make_policy(case)
     logprobs = policy.compute_logprobs(plain_batch())
-    reference = policy.compute_reference_logprobs(plain_batch()) if case.kl_coef else None
-    batch = training_batch(logprobs, reference)
+    batch = training_batch(logprobs)
+    if case.kl_coef:
+        batch = replace(batch, ref_logprobs=policy.compute_reference_logprobs(batch))
     trimmed = policy.compute_logprobs(batch)
     metrics = [policy.train_step(batch) for _ in range(STEPS)]
     return Report(
@@ -122,43 +118,50 @@ def randoms() -> tuple[float, float, float]:
     return torch.rand(()).item(), float(np.random.rand()), random.random()
 
 
-def resume_all(rank: int, cases: dict[str, Case], other: Case, root: str) -> dict[str, dict[str, Any]]:
+def everything(
+    rank: int, trained: dict[str, Case], resumed: dict[str, Case], other: Case, root: str
+) -> dict[str, Any]:
+    """All cases, and what becomes of saved states; ``other`` is the first of ``resumed`` in another layout."""
+    return {
+        "trained": {name: _train(case) for name, case in trained.items()},
+        "resumed": _resume_all(rank, resumed, other, Path(root)),
+    }
+
+
+def _resume_all(rank: int, cases: dict[str, Case], other: Case, root: Path) -> dict[str, dict[str, Any]]:
     """Train on after a save, and once more in a new policy after a load."""
-    reports = {}
+    reports: dict[str, dict[str, Any]] = {}
     for name, case in cases.items():
-        folder = Path(root) / name
         policy = make_policy(case)
         batch = training_batch(policy.compute_logprobs(plain_batch()))
         policy.train_step(batch)
-        policy.save(folder)
+        policy.save(root / name)
         through = [policy.train_step(batch) for _ in range(2)], digest(policy), policy.step, randoms()
         resumed = make_policy(case)
         before = digest(resumed)
-        resumed.load(folder)
+        resumed.load(root / name)
         again = [resumed.train_step(batch) for _ in range(2)], digest(resumed), resumed.step, randoms()
         reports[name] = {"through": through, "again": again, "before": before}
-    folder = Path(root) / next(iter(cases))
-    return {**reports, "other layout": _load_fails(other, folder), "cut off": _cut_off(rank, case, folder)}
+    first, case = next(iter(cases.items()))
+    reports["other layout"] = _load_fails(other, root / first)
+    if rank == 0:
+        largest = max((root / first / "fsdp").iterdir(), key=lambda path: path.stat().st_size)
+        with largest.open("r+b") as file:
+            file.truncate(largest.stat().st_size // 2)
+    dist.barrier()
+    reports["cut off"] = _load_fails(case, root / first)
+    return reports
 
 
 def _load_fails(case: Case, folder: Path) -> dict[str, Any]:
+    """The error's text, and whether the policy stayed as it was."""
     from rlrefit.recipes.policy import CheckpointError
 
     policy = make_policy(case)
+    policy.train_step(training_batch(policy.compute_logprobs(plain_batch())))
     before, text = digest(policy), ""
     try:
         policy.load(folder)
     except CheckpointError as error:
         text = str(error)
     return {"text": text, "unchanged": digest(policy) == before}
-
-
-def _cut_off(rank: int, case: Case, folder: Path) -> dict[str, Any]:
-    """A checkpoint of which one rank's shards end early."""
-    folder = folder.with_name(next(reversed(folder.parts)))
-    if rank == 0:
-        largest = max((folder / "fsdp").iterdir(), key=lambda path: path.stat().st_size)
-        with largest.open("r+b") as file:
-            file.truncate(largest.stat().st_size // 2)
-    dist.barrier()
-    return _load_fails(case, folder)

@@ -1,0 +1,140 @@
+"""The policy under FSDP2 on four ranks against one plain process of torch and transformers, and across a restart."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.spawn import run_ranks
+
+from .models import KINDS, LENGTHS, Oracle, write_checkpoint
+from .ranks import Case, everything
+
+RANKS = 4
+# Name of the case: (checkpoint, layout, further fields of the policy's configuration).
+TRAINED: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "FSDP4": ("qwen3", {}, {}),
+    "FSDP4, tied embeddings, gathered until the backward pass": (
+        "qwen3-tied",
+        {},
+        {"reshard_after_forward": False},
+    ),
+    "HSDP 2x2, recomputing": ("qwen3", {"replicate": 2}, {"recompute": True}),
+    "FSDP2 x TP2": ("qwen3", {"tensor_parallel": 2}, {}),
+    "FSDP4 in host memory": ("qwen3", {}, {"cpu_offload": True}),
+    "FSDP4 of six experts": ("qwen3-moe", {}, {}),
+    "HSDP 2x1 x TP2 of experts": ("qwen3-moe", {"replicate": 2, "tensor_parallel": 2}, {}),
+}
+IN_BFLOAT16, WITH_REFERENCE = "FSDP4 in bfloat16", "HSDP 2x2 with a reference"
+RESUMED: dict[str, tuple[str, dict[str, int], torch.dtype]] = {
+    "HSDP": ("qwen3-tied", {"replicate": 2}, torch.bfloat16),
+    "FSDP x TP": ("qwen3-moe", {"tensor_parallel": 2}, torch.float32),
+}
+
+
+@dataclass(frozen=True)
+class World:
+    oracles: dict[str, Oracle]
+    ranks: list[dict[str, Any]]
+
+    def of(self, case: str) -> list[Any]:
+        return [rank["trained"][case] for rank in self.ranks]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    root = tmp_path_factory.mktemp("fsdp_policy")
+    paths = {kind: write_checkpoint(kind, root / kind) for kind in KINDS}
+    trained = {name: Case(paths[of], layout, options=more) for name, (of, layout, more) in TRAINED.items()}
+    trained[IN_BFLOAT16] = Case(paths["qwen3"], dtype=torch.bfloat16)
+    trained[WITH_REFERENCE] = Case(paths["qwen3"], {"replicate": 2}, torch.bfloat16, kl_coef=0.1)
+    resumed = {name: Case(paths[of], layout, dtype) for name, (of, layout, dtype) in RESUMED.items()}
+    other = Case(paths["qwen3-tied"], {}, torch.bfloat16)
+    with ThreadPoolExecutor(1) as pool:
+        ranks = pool.submit(run_ranks, everything, RANKS, trained, resumed, other, str(root))
+        oracles = {kind: Oracle(path) for kind, path in paths.items()}
+        return World(oracles, ranks.result())
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_log_probabilities_are_those_of_transformers(world: World, case: str) -> None:
+    wanted = world.oracles[TRAINED[case][0]].first_logprobs
+    for report in world.of(case):
+        torch.testing.assert_close(report.logprobs, wanted, atol=2e-6, rtol=0)
+        assert (report.logprobs[:, 0] == 0).all()
+        for row, length in enumerate(LENGTHS):
+            ours = report.trimmed_logprobs[row, :length]
+            torch.testing.assert_close(ours, wanted[row, :length], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_steps_are_those_of_one_process_with_the_whole_model(world: World, case: str) -> None:
+    oracle = world.oracles[TRAINED[case][0]]
+    for report in world.of(case):
+        for ours, wanted in zip(report.metrics, oracle.metrics, strict=True):
+            assert ours.keys() == wanted.keys()
+            assert ours == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        assert report.weights.keys() == oracle.weights.keys()
+        for name, wanted in oracle.weights.items():
+            torch.testing.assert_close(report.weights[name], wanted, atol=2e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_all_ranks_report_the_same_bit_for_bit(world: World, case: str) -> None:
+    first, *others = world.of(case)
+    for report in others:
+        assert report.metrics == first.metrics
+        assert torch.equal(report.later_logprobs, first.later_logprobs)
+        assert all(torch.equal(report.weights[name], tensor) for name, tensor in first.weights.items())
+
+
+def test_ranks_share_the_weights_and_replicas_hold_them_twice(world: World) -> None:
+    whole = sum(weight.numel() for weight in world.oracles["qwen3"].weights.values())
+    assert sum(report.kept for report in world.of("FSDP4")) == whole
+    assert sum(report.kept for report in world.of("HSDP 2x2, recomputing")) == 2 * whole
+
+
+def test_bfloat16_is_computed_in_and_float32_is_kept(world: World) -> None:
+    oracle = world.oracles["qwen3"]
+    for report in world.of(IN_BFLOAT16):
+        assert report.kept_dtypes == {torch.float32}
+        difference = (report.logprobs - oracle.first_logprobs).abs()
+        assert 0 < difference.mean() < 0.02
+        assert report.metrics[-1]["loss"] < report.metrics[0]["loss"]
+        moved = [n for n, w in report.weights.items() if not torch.equal(w, w.bfloat16().float())]
+        assert moved  # by less than bfloat16 could tell
+
+
+def test_the_reference_policy_stays_where_the_policy_began(world: World) -> None:
+    for report in world.of(WITH_REFERENCE):
+        assert torch.equal(report.reference_logprobs, report.logprobs)
+        assert (report.later_logprobs - report.logprobs).abs().max() > 1e-3
+        assert report.metrics[0]["ref_kl"] == 0.0
+        assert report.metrics[-1]["ref_kl"] > 0.0
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_training_goes_on_bit_for_bit_after_a_restart(world: World, case: str) -> None:
+    for rank in world.ranks:
+        report = rank["resumed"][case]
+        assert report["again"] == report["through"]
+        assert report["before"] != report["through"][1]
+
+
+def test_a_state_of_another_layout_is_refused_and_nothing_is_changed(world: World) -> None:
+    for rank in world.ranks:
+        report = rank["resumed"]["other layout"]
+        assert "replicate was 2 and is 1" in report["text"]
+        assert report["unchanged"]
+
+
+def test_a_state_that_ends_early_is_refused_on_all_ranks_and_nothing_is_changed(world: World) -> None:
+    for rank in world.ranks:
+        report = rank["resumed"]["cut off"]
+        assert "can't be read" in report["text"]
+        assert "resume from an earlier checkpoint" in report["text"]
+        assert report["unchanged"]
