@@ -6,11 +6,22 @@ from typing import Any
 
 import pytest
 from vllm.config.kernel import KernelConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
 
 from rlrefit.recipes.config import load_config
 from rlrefit.recipes.vllm_arguments import engine_arguments
 from rlrefit.workers.vllm.layouts import _PLAIN_MOE_BACKENDS
+
+
+def test_an_fp8_cache_and_a_backend_are_asked_for_by_vllms_own_names() -> None:
+    names = ("kv_cache_dtype", "attention_backend")
+    assert engine_arguments(load_config("grpo_qwen3_4b")).keys().isdisjoint(names)
+    recipe = load_config("grpo_qwen3_4b_fp8_kv", ["generation.vllm.attention_backend=TRITON_ATTN"])
+    arguments = engine_arguments(recipe)
+    assert [arguments[name] for name in names] == ["fp8", "TRITON_ATTN"]
+    assert recipe.policy.refit.kv_scales
+    assert {"kv_cache_dtype", "attention_backend"} <= EngineArgs.__dataclass_fields__.keys()
 
 
 @pytest.mark.parametrize(

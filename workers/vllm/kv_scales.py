@@ -176,7 +176,7 @@ class VllmScaledCache:
         if on_host and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
             found.append(
                 f"attention backend {', '.join(on_host)} takes scales as numbers, which full CUDA graphs keep for ever: start vLLM "
-                "with compilation_config={'cudagraph_mode': 'PIECEWISE'}, or with attention_backend='FLASH_ATTN'"
+                "with compilation_config={'cudagraph_mode': 'PIECEWISE'}, or with attention_backend='FLASH_ATTN' or 'TRITON_ATTN'"
             )
         return found
 
