@@ -1,0 +1,141 @@
+"""``trainer=fsdp``: what it changes of a recipe, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlrefit.recipes.algorithms.losses import PolicyLossConfig
+from rlrefit.recipes.config import ConfigError, TrainConfig, bundled_recipes, load_config
+from rlrefit.recipes.config_checks import config_violations, value_at
+from rlrefit.recipes.config_surroundings import shape_violations
+from rlrefit.recipes.config_trainers import FSDP_ONLY, MEGATRON_ONLY
+from rlrefit.recipes.plan.recipe import plan_of
+from rlrefit.recipes.policy import AdamConfig
+from rlrefit.recipes.policy_fsdp import FSDPPolicyConfig
+from rlrefit.recipes.trainer_policies import policy_config
+from rlrefit.workers.fsdp.model import FSDPLayout
+
+
+def violations(*overrides: str, recipe: str = "grpo_tiny") -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, overrides)
+    return caught.value.violations
+
+
+@pytest.mark.parametrize("recipe", bundled_recipes())
+def test_one_key_runs_any_bundled_recipe_under_fsdp_over_all_of_its_ranks(recipe: str) -> None:
+    theirs, ours = load_config(recipe).trainer, load_config(recipe, ["trainer=fsdp"]).trainer
+    assert (ours.backend, ours.ranks, ours.tensor_parallel) == ("fsdp", theirs.ranks, 1)
+    assert (ours.optimizer, ours.micro_batch_size) == (theirs.optimizer, theirs.micro_batch_size)
+    assert ours.recompute.granularity == theirs.recompute.granularity
+
+
+def test_the_choice_comes_before_all_values_and_after_all_files(tmp_path: Path) -> None:
+    before = load_config("grpo_tiny_pp", ["trainer.tensor_parallel=2", "trainer=fsdp"]).trainer
+    assert (before.tensor_parallel, before.pipeline_parallel) == (2, 1)
+    assert load_config("grpo_tiny", ["trainer=megatron"]) == load_config("grpo_tiny")
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [grpo_tiny, trainer: fsdp, _self_]\ntrainer:\n  fsdp:\n    replicate: 2\n")
+    assert load_config(str(file)).trainer.fsdp.replicate == 2
+    assert load_config(str(file), ["trainer=fsdp"]) == load_config(str(file))
+    file.write_text("defaults: [grpo_tiny, _self_]\ntrainer:\n  context_parallel: 2\n")
+    assert load_config(str(file), ["trainer=fsdp"]).trainer.context_parallel == 1
+
+
+def test_an_unknown_trainer_lists_the_ones_that_are_there() -> None:
+    (found,) = violations("trainer=fsdp2")
+    assert "'fsdp2' is not one of fsdp, megatron" in found
+
+
+def test_all_keys_of_the_other_trainer_are_told_at_once_with_their_places() -> None:
+    found = violations(
+        "trainer=fsdp", "trainer.pipeline_parallel=2", "trainer.optimizer.cpu_offload_fraction=1"
+    )
+    assert len(found) == 2
+    assert found[0].startswith("trainer.pipeline_parallel: 2 is Megatron's, and has no effect")
+    assert "override 'trainer.pipeline_parallel=2'" in found[0]
+    assert "trainer.fsdp.cpu_offload=true offloads all" in found[1]
+    (found_in_a_file,) = violations("trainer.backend=fsdp")
+    assert "select the trainer with trainer=fsdp" in found_in_a_file
+    assert "_tiny.yaml:" in found_in_a_file
+    (the_other_way,) = violations("trainer.fsdp.cpu_offload=true")
+    assert "true is FSDP's, and has no effect with trainer.backend=megatron" in the_other_way
+
+
+def test_every_key_of_a_trainer_is_one_of_the_schema_and_the_bundled_choices_reset_them() -> None:
+    for key in (*MEGATRON_ONLY, *FSDP_ONLY):
+        value_at(TrainConfig(), key)
+    changed = load_config("grpo_deepseek_v3", ["trainer=fsdp"])
+    assert all(value_at(changed, key) == value_at(TrainConfig(), key) for key in MEGATRON_ONLY)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["trainer.fsdp.replicate=0"], "trainer.fsdp.replicate: 0 is no number of copies; give at least 1"),
+        (
+            ["trainer.fsdp.replicate=2", "trainer.tensor_parallel=2"],
+            "2 is no multiple of 4, the ranks of all copies with one shard each (fsdp.replicate 2 x tensor_parallel 2)",
+        ),
+        (["trainer.recompute.granularity=selective"], "computed again as a whole; give full, or null"),
+        (["trainer.ranks=3"], "on 3 data-parallel ranks; give 72 prompts"),
+        (
+            ["trainer.ranks=4", "trainer.tensor_parallel=4"],
+            "trainer.tensor_parallel: 4 does not divide the model's KV heads, which transformers does not replicate",
+        ),
+    ],
+)
+def test_what_cannot_be_is_told_under_its_key(overrides: list[str], told: str) -> None:
+    (found,) = violations("trainer=fsdp", *overrides)
+    assert told in found
+
+
+def test_tensor_parallelism_cuts_every_expert_under_fsdp_and_not_under_megatron() -> None:
+    config = TrainConfig()
+    config.trainer.ranks = config.trainer.tensor_parallel = 4
+    config.trainer.backend = "fsdp"
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_experts": 8, "moe_intermediate_size": 6}
+    assert config_violations(config) == []
+    (found,) = shape_violations(config, shape)
+    assert "trainer.tensor_parallel: 4 does not divide the model's expert width" in found.text
+    config.trainer.backend = "megatron"
+    assert shape_violations(config, shape) == []
+
+
+def test_every_key_reaches_the_policy() -> None:
+    overrides = (
+        "trainer.tensor_parallel=2",
+        "trainer.fsdp.replicate=2",
+        "trainer.fsdp.reshard_after_forward=false",
+        "trainer.fsdp.cpu_offload=true",
+    )
+    config = load_config("grpo_qwen3_4b", ["trainer=fsdp", *overrides])
+    assert policy_config(config, "model", PolicyLossConfig()) == FSDPPolicyConfig(
+        model_path="model",
+        layout=FSDPLayout(replicate=2, tensor_parallel=2),
+        loss=PolicyLossConfig(),
+        optimizer=AdamConfig(lr=1e-6, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, warmup_steps=20),
+        micro_batch=4,
+        dtype=torch.bfloat16,
+        reshard_after_forward=False,
+        cpu_offload=True,
+        recompute=True,
+    )
+
+
+def test_a_policy_that_cannot_be_says_all_that_is_wrong() -> None:
+    with pytest.raises(ValueError) as caught:
+        FSDPPolicyConfig("model", micro_batch=0, optimizer=AdamConfig(cpu_offload_fraction=0.5))
+    assert "micro_batch is 0" in str(caught.value)
+    assert "cpu_offload_fraction is Megatron's" in str(caught.value)
+    assert FSDPLayout(replicate=2, tensor_parallel=2).violations(6) == [
+        "6 ranks are no multiple of replicate x tensor_parallel = 4"
+    ]
+
+
+def test_a_refit_from_fsdp_is_not_planned_as_if_it_were_megatrons() -> None:
+    with pytest.raises(ConfigError, match="the catalogue knows Megatron's shards only"):
+        plan_of(load_config("grpo_qwen3_4b", ["trainer=fsdp"]))
