@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -75,6 +75,24 @@ class StoresQuantized(Protocol):
 
     def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
         """Names of ``specs`` that this rank stores in a format which a trainer can make, each with the format."""
+
+
+@runtime_checkable
+class HoldsQuantized(Protocol):
+    """What a trainer rank offers beside :class:`WeightSource` if it may keep weights quantized itself."""
+
+    def quantized_fragments(
+        self, formats: Mapping[str, Format]
+    ) -> tuple[list[Fragment], dict[str, str], frozenset[str]]:
+        """Weights that this rank keeps quantized, of those that the engine stores so.
+
+        Args:
+            formats: Hugging Face name of a weight → the engine's format.
+
+        Returns:
+            Fragments of codes, under the weight's name, and of their scales; weights that can't be sent as they are
+            kept, with the reason; the names of both.
+        """
 
 
 def rank_device() -> torch.device:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
 
 import torch
 
-from ..endpoints import WeightSource
+from ..endpoints import HoldsQuantized, WeightSource
 from ..layout import Fragment
 from ..manifest import TensorSpec, dtype_name
 from ..packing import Cast
@@ -50,7 +50,15 @@ class QuantizingSource:
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
         held, refused = self._source.fragments()
         found: list[Fragment] = []
+        kept: frozenset[str] = frozenset()
+        source: object = self._source
+        if isinstance(source, HoldsQuantized):
+            found, misfits, kept = source.quantized_fragments(self._formats)
+            # The source itself refuses what is no plain memory.
+            refused = {name: reason for name, reason in refused.items() if name not in kept} | misfits
         for fragment in held:
+            if fragment.name in kept:
+                continue
             format = self._formats.get(fragment.name)
             if format is None:
                 found.append(fragment)

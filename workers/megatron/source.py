@@ -12,8 +12,10 @@ import torch
 from ...integration.endpoints import rank_device, storage_key
 from ...integration.layout import Fragment
 from ...integration.manifest import TensorSpec
+from ...integration.quantize.formats import Format
 from ..offload import Residence
 from .enumeration import VOCABULARY, Enumeration, conversion_tasks, enumerate_export
+from .native_fp8 import addresses, as_codes, is_native, native_blocks, with_scales
 from .rules import Refused, fragments_of_task
 from .self_check import changes_converted_weights, disproved_tasks
 
@@ -100,6 +102,29 @@ class MegatronSource:
                 refused.update(dict.fromkeys(names, str(reason)))
         return held, refused
 
+    def quantized_fragments(
+        self, formats: Mapping[str, Format]
+    ) -> tuple[list[Fragment], dict[str, str], frozenset[str]]:
+        """As :meth:`rlrefit.integration.endpoints.HoldsQuantized.quantized_fragments`: Transformer Engine's FP8 blocks."""
+        held: list[Fragment] = []
+        refused: dict[str, str] = {}
+        native: set[str] = set()
+        for index, (task, names) in enumerate(zip(self._tasks, self._enumeration.task_names, strict=True)):
+            if not is_native(task.param_weight) or not all(name in formats for name in names):
+                continue
+            native.update(names)
+            try:
+                if index in self._disproved:
+                    raise Refused(self._disproved[index])
+                found = native_blocks(task.param_weight)
+                fragments = fragments_of_task(as_codes(task, found), self._shapes)
+                self._check_place(fragments)
+                self._check_conversion_hook(fragments, task)
+                held += [part for f in fragments for part in with_scales(f, found, formats[f.name])]
+            except Refused as reason:
+                refused.update(dict.fromkeys(names, str(reason)))
+        return held, refused, frozenset(native)
+
     def settle(self) -> None:
         # With this setting the optimizer leaves other data-parallel ranks' shards to be gathered by the next
         # forward pass; until then the parameters hold old values.
@@ -127,8 +152,10 @@ class MegatronSource:
                 yield name, weight.detach() if rows is None else weight.detach()[:rows]
 
     def storage_key(self) -> Hashable:
-        weights = (task.param_weight for task in self._tasks if task.param_weight is not None)
-        return storage_key(weights), self._residence.key()
+        owned = [task.param_weight for task in self._tasks if task.param_weight is not None]
+        weights = (weight for weight in owned if not is_native(weight))
+        native = tuple(addresses(weight) for weight in owned if is_native(weight))
+        return storage_key(weights), native, self._residence.key()
 
     def _without_padding(self, fragment: Fragment) -> Fragment:
         rows = self._vocabulary.get(fragment.name)
@@ -141,6 +168,14 @@ class MegatronSource:
 
     def _check(self, fragments: list[Fragment], task: Any) -> None:
         """A rule and the export must speak of the same weights, or the rule is wrong for this model."""
+        self._check_place(fragments)
+        for fragment in fragments:
+            exported = self._exported[fragment.name]
+            if exported.dtype != fragment.view.dtype:
+                raise Refused(f"stored as {fragment.view.dtype}, which Bridge exports as {exported.dtype}")
+        self._check_conversion_hook(fragments, task)
+
+    def _check_place(self, fragments: list[Fragment]) -> None:
         for fragment in fragments:
             exported = self._exported.get(fragment.name)
             if exported is None:
@@ -149,9 +184,6 @@ class MegatronSource:
                 raise Refused(
                     f"its rule gives shape {list(fragment.full_shape)}, Bridge exports {list(exported.shape)}"
                 )
-            if exported.dtype != fragment.view.dtype:
-                raise Refused(f"stored as {fragment.view.dtype}, which Bridge exports as {exported.dtype}")
-        self._check_conversion_hook(fragments, task)
 
     def _check_conversion_hook(self, fragments: list[Fragment], task: Any) -> None:
         if not changes_converted_weights(self._bridge):

@@ -1,0 +1,137 @@
+"""Parameters that a trainer keeps in FP8 blocks: sent as they are where their blocks are the weight's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.layout import Fragment
+from rlrefit.integration.quantize import fp8_blockwise
+from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8
+from rlrefit.workers.megatron.native_fp8 import NativeBlocks, with_scales
+from rlrefit.workers.megatron.rules import Refused
+from tests.refit.synthetic import SyntheticSource, refit_changed, run_world, value_of
+
+from .test_quantized_refit import COLUMN, CUT, ROW, SPECS, by_columns, by_rows, sources, wanted
+
+FP8 = Fp8Blockwise()
+
+
+def kept(weight: torch.Tensor, powers_of_two: bool = True) -> NativeBlocks:
+    """As Transformer Engine keeps a weight: scales padded to a multiple of four columns."""
+    codes, scales = FP8.encode(weight)
+    room = torch.full((scales.shape[0], -(-scales.shape[1] // 4) * 4), float("nan"))
+    room[:, : scales.shape[1]] = scales
+    return NativeBlocks(codes, room[:, : scales.shape[1]], powers_of_two)
+
+
+def test_gate_and_up_of_one_parameter_have_the_scales_of_their_own_rows() -> None:
+    native = kept(torch.randn(2 * 256, 384).bfloat16())
+    for number, name in enumerate(("gate", "up")):
+        rows = slice(256 * number, 256 * (number + 1))
+        fragment = Fragment(name, (1024, 384), ((512, 768), (0, 384)), native.codes[rows])
+        codes, scales = with_scales(fragment, native, FP8)
+        assert codes is fragment
+        assert (scales.name, scales.full_shape, scales.box) == (f"{name}_scale_inv", (8, 3), ((4, 6), (0, 3)))
+        assert scales.view.data_ptr() == native.scales[2 * number :].data_ptr()
+        assert torch.equal(
+            fp8_blockwise.dequantize(codes.view, scales.view),
+            fp8_blockwise.dequantize(native.codes, native.scales)[rows],
+        )
+
+
+def test_a_last_block_may_end_early_on_both_sides_only() -> None:
+    native = kept(torch.randn(200, 130).bfloat16())
+    whole = Fragment("w", (200, 130), ((0, 200), (0, 130)), native.codes)
+    assert with_scales(whole, native, FP8)[1].box == ((0, 2), (0, 2))
+    longer = Fragment("w", (456, 130), ((0, 200), (0, 130)), native.codes)
+    with pytest.raises(Refused, match="not the weight's"):
+        with_scales(longer, native, FP8)
+
+
+@pytest.mark.parametrize(
+    ("box", "rows"),
+    [(((64, 128), (0, 256)), slice(0, 64)), (((0, 128), (0, 256)), slice(64, 192))],
+    ids=["begins elsewhere in the weight", "begins elsewhere in the parameter"],
+)
+def test_heads_that_cut_blocks_are_quantized_anew(box: Any, rows: slice) -> None:
+    native = kept(torch.randn(256, 256).bfloat16())
+    with pytest.raises(Refused, match="it is quantized anew"):
+        with_scales(Fragment("q", (512, 256), box, native.codes[rows]), native, FP8)
+
+
+def test_another_format_of_the_engine_is_refused() -> None:
+    native = kept(torch.randn(128, 128).bfloat16(), powers_of_two=False)
+    fragment = Fragment("w", (128, 128), ((0, 128), (0, 128)), native.codes)
+    for format, message in (
+        (Mxfp8(), "are not the engine's mxfp8"),
+        (Fp8Blockwise(ue8m0=True), "the engine wants scales that are powers of two"),
+    ):
+        with pytest.raises(Refused, match=message):
+            with_scales(fragment, native, format)
+
+
+class NativeSource(SyntheticSource):
+    """A trainer rank that keeps two weights in FP8 blocks, one of which it can't send so."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.native = {
+            name: (box, kept(torch.zeros([b - a for a, b in box]).bfloat16()))
+            for (name, box) in self._held
+            if name in (ROW.name, CUT.name)
+        }
+
+    def set_version(self, version: int) -> None:
+        super().set_version(version)
+        for name, (box, blocks) in self.native.items():
+            whole = value_of(self._by_name[name], version)
+            part = whole[tuple(slice(a, b) for a, b in box)]
+            codes, scales = FP8.encode(part)
+            blocks.codes.view(torch.uint8).copy_(codes.view(torch.uint8))
+            blocks.scales.copy_(scales)
+
+    def quantized_fragments(
+        self, formats: Mapping[str, Format]
+    ) -> tuple[list[Fragment], dict[str, str], frozenset[str]]:
+        held, refused = [], {}
+        for name, (box, blocks) in self.native.items():
+            fragment = Fragment(name, self._by_name[name].shape, box, blocks.codes)
+            try:
+                held += with_scales(fragment, blocks, formats[name])
+            except Refused as reason:
+                refused[name] = str(reason)
+        return held, refused, frozenset(self.native)
+
+    def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
+        held, _ = super().fragments()
+        return [f for f in held if f.name not in self.native], dict.fromkeys(self.native, "no plain tensor")
+
+
+@pytest.mark.parametrize("transport", ["p2p", "golden"])
+def test_what_is_kept_quantized_lands_beside_what_is_quantized_on_the_way(transport: str) -> None:
+    formats: dict[str, Format] = {spec.name: FP8 for spec in (COLUMN, ROW, CUT)}
+    trainers = [NativeSource(SPECS, {name: [box] for name, box in source._held}) for source in sources()]
+    for cut in (by_rows, by_columns):
+        results = run_world(
+            trainers,
+            wanted(formats, cut),
+            lambda rank, session, end: (
+                [refit_changed(session, end, version)[1] for version in (1, 2, 3)],
+                {entry.spec.name: (entry.route, entry.reason) for entry in session.manifest},
+            ),
+            RefitConfig(
+                bucket_mb=1, timeout_s=20.0, verify="full", transport=transport, trainer_quantize_fp8=True
+            ),
+        )
+        assert [wrong for wrong, _ in results] == [[[], [], []]] * 4
+        routes = results[0][1]
+        assert {name for name, (route, _) in routes.items() if route == "misc"} == {
+            "cut.weight",
+            "cut.weight_scale_inv",
+        }
+        assert "it is quantized anew" in routes["cut.weight"][1]
