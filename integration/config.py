@@ -76,6 +76,11 @@ class RefitConfig:
             )
         if not 0 <= self.port < 65536:
             found.append(f"{prefix}.port: {self.port} is no TCP port; give 0 for any free one, or 1 to 65535")
+        if self.kv_scales and self.lora == "adapter":
+            found.append(
+                f"{prefix}.kv_scales: with {prefix}.lora=adapter the weights of attention layers don't travel, and their scales "
+                f"are not found; give false, or {prefix}.lora=merge"
+            )
         if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
             found.append(
                 f"{prefix}.timeout_s: {self.timeout_s} is not above 0 and at most {LONGEST_TIMEOUT_S:.0f} seconds (a week)"

@@ -119,7 +119,7 @@ def test_scales_go_where_kernels_and_cuda_graphs_read_them(model: Model, cache: 
         a._v_scale.data_ptr() for a in model.attentions
     ]
     assert after == places
-    assert cache.live()[f"{LAYERS[1]}.v_scale"] == (2.5, 2.5)
+    assert cache.live()[f"{LAYERS[1]}.v_scale"] == [2.5, 2.5]
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,10 @@ class VllmRefitExtension:
         """``{"asleep": …}``: what of ``weights`` and ``kv_cache`` has no memory at the moment."""
         return answer(lambda: {"asleep": sorted(self._refit.guard.asleep)})
 
+    def refit_kv_scales(self) -> dict[str, Any]:
+        """Scales of the FP8 KV cache in use, ``{"model.layers.0.self_attn.k_scale": [on the device, on the host]}``."""
+        return answer(lambda: self._refit.kv_scales())
+
     @property
     def _refit(self) -> WorkerRefit:
         from .worker_refit import WorkerRefit

@@ -104,13 +104,13 @@ class VllmScaledCache:
             new = torch.tensor(values, dtype=torch.float32, device=places[0].device)
             torch._foreach_copy_(places, list(new.unbind()))
 
-    def live(self) -> dict[str, tuple[float, float]]:
+    def live(self) -> dict[str, list[float]]:
         """Each scale as the device and as the host has it, by the checkpoint's name."""
         return {
-            name: (
+            name: [
                 getattr(attention, f"_{kind}_scale").item(),
                 getattr(attention, f"_{kind}_scale_float"),
-            )
+            ]
             for layer, attention in self._layers.items()
             for name, kind in zip(scale_names(layer), Scales._fields, strict=True)
         }

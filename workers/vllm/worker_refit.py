@@ -25,6 +25,7 @@ class WorkerRefit(DestinationRefitMixin):
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
+        self._scaled_cache: VllmScaledCache | None = None
         self.guard = WeightsGuard(worker, self.refit_state)
 
     @staticmethod
@@ -80,6 +81,20 @@ class WorkerRefit(DestinationRefitMixin):
         self.guard.require_whole()
         return self.refit_state.version
 
+    def kv_scales(self) -> dict[str, list[float]]:
+        """The scales of this worker's KV cache: ``[on the device, on the host]`` by name.
+
+        Raises:
+            RefitError: no refit has been prepared that brings any.
+        """
+        if self._scaled_cache is None:
+            raise RefitError(
+                "no trainer has been met with policy.refit.kv_scales=true, so this engine's scales are what its checkpoint "
+                "or vLLM made them",
+                stage="kv_scales",
+            )
+        return self._scaled_cache.live()
+
     def _refit(self, version: int, receive: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
         try:
             self.guard.require_awake()
@@ -102,4 +117,5 @@ class WorkerRefit(DestinationRefitMixin):
 
     def _make_scaled_cache(self) -> VllmScaledCache:
         worker = self._worker
-        return VllmScaledCache(worker.model_runner.get_model(), worker.vllm_config)
+        self._scaled_cache = VllmScaledCache(worker.model_runner.get_model(), worker.vllm_config)
+        return self._scaled_cache
