@@ -13,7 +13,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, help="a catalogued name, the path of a config.json, or a hub name"
     )
-    parser.add_argument("--train", required=True, metavar="tp=1,ep=4", help="layout of the trainers")
+    parser.add_argument(
+        "--train",
+        required=True,
+        metavar="tp=1,ep=4",
+        help="layout of the trainers: Megatron's, or FSDP2's: fsdp=4,replicate=2",
+    )
     parser.add_argument("--gen", required=True, metavar="tp=4,dp=1", help="layout of the engines")
     parser.add_argument(
         "--transport",
@@ -22,6 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto (default), p2p, ipc, m2n (says why p2p serves), golden; repeat or set apart by commas",
     )
     parser.add_argument("--dtype", default="bf16", help="of the weights: bf16, fp16 or fp32")
+    parser.add_argument(
+        "--quantize",
+        choices=("off", "fp8"),
+        default="off",
+        help="fp8: engines hold linear layers in 128 by 128 blocks of FP8, and the trainers quantize as they pack",
+    )
     parser.add_argument(
         "--peers",
         action="append",

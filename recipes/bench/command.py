@@ -93,6 +93,7 @@ def _report_faults(options: BenchOptions, result: BenchResult, errors: Console) 
 def _options(arguments: argparse.Namespace) -> BenchOptions:
     return BenchOptions(
         **common_options(arguments, PEERS),
+        quantize=arguments.quantize,
         check=arguments.check,
         timeline=arguments.timeline is not None,
         **({"probe_bytes": _CPU_PROBE_BYTES} if arguments.device == "cpu" else {}),

@@ -27,6 +27,7 @@ def json_records(options: BenchOptions, result: BenchResult) -> list[dict[str, A
             "train": options.train_text,
             "gen": options.gen_text,
             "dtype": options.dtype,
+            "quantize": options.quantize,
             "transport": refit.transport,
             "kept_bytes": result.kept_bytes,
             "seconds_median": refit.timing.median,
@@ -53,7 +54,7 @@ def write_json(path: Path, records: list[dict[str, Any]]) -> None:
 def show(console: Console, options: BenchOptions, result: BenchResult) -> None:
     """Print the run's tables."""
     title = (
-        f"{options.model} {options.dtype}, {options.train_text} → {options.gen_text}, {result.device}; "
+        f"{options.model} {options.dtype}{_quantized(options)}, {options.train_text} → {options.gen_text}, {result.device}; "
         f"{result.kept_bytes / 1e9:.3f} GB kept per engine rank; pairwise p2p {result.p2p_gb_per_s:.1f} GB/s"
     )
     table = _table()
@@ -124,6 +125,10 @@ def draw_timeline(path: Path, refit: RefitResult, train_ranks: int) -> None:
     handles = [Patch(color=colors[stage], label=stage) for stage in stages]
     figure.legend(handles=handles, ncols=max(1, len(stages)), loc="outside upper center", fontsize=8)
     figure.savefig(path, dpi=150)
+
+
+def _quantized(options: BenchOptions) -> str:
+    return " with linear layers in blocks of fp8 (quantized by the trainers)" if options.is_quantized else ""
 
 
 def _stages(refits: list[RefitResult]) -> Table:

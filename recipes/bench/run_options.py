@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...integration.config import TRANSPORTS, RefitConfig
-from ...workers.catalog import GenLayout, TrainLayout, parse_gen, parse_train
+from ...workers.catalog import FsdpLayout, GenLayout, TrainLayout, parse_gen, parse_train
 from ..option_checks import refit_problems
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -44,7 +44,7 @@ class RunOptions:
     PEERS: ClassVar[tuple[str, ...]]
 
     model: str
-    train: TrainLayout
+    train: TrainLayout | FsdpLayout
     gen: GenLayout
     train_text: str
     gen_text: str
@@ -62,13 +62,23 @@ class RunOptions:
     timeout_s: float = RefitConfig().timeout_s
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether engines hold linear layers in blocks of FP8, which the trainers make."""
+        return False
+
+    @property
     def gen_ranks(self) -> int:
         """Engine ranks, over all replicas."""
         return int(self.gen.world_size)
 
     def refit_config(self, transport: str) -> RefitConfig:
         """``policy.refit`` of the run, with one of its transports."""
-        config = RefitConfig(transport=transport, timeout_s=self.timeout_s, verify=self.verify)
+        config = RefitConfig(
+            transport=transport,
+            timeout_s=self.timeout_s,
+            verify=self.verify,
+            trainer_quantize_fp8=self.is_quantized,
+        )
         if self.bucket_mb is not None:
             config.bucket_mb = self.bucket_mb
         if self.streams is not None:

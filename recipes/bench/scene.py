@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ...integration.layout import Box, box_of
 from ...integration.manifest import TensorSpec, dtype_name
-from ...workers.catalog import CatalogError, Model, Param, gen_storage, open_model, train_storage, violations
+from ...integration.quantize.formats import Fp8Blockwise
+from ...workers.catalog import (
+    CatalogError,
+    Model,
+    Param,
+    exported_specs,
+    gen_storage,
+    open_model,
+    train_storage,
+    violations,
+)
 from .options import BenchOptions
 from .ranks import Ranks
 from .run_options import DTYPES, RunOptions
@@ -24,7 +34,7 @@ class Scene:
     Attributes:
         options: of the run.
         ranks: of the run.
-        specs: all weights, in the order of the export.
+        specs: all weights, in the order of the export, not quantized.
         held: trainer rank → weight → boxes that it holds.
         wanted: engine's rank (in the run) → weight → boxes that it keeps.
         storage: this rank's.
@@ -68,11 +78,16 @@ def set_up(options: BenchOptions, ranks: Ranks) -> Scene:
         CatalogError, LayoutError: the model or a layout can't be.
     """
     model = open_shortened(options.model, DTYPES[options.dtype], options.layers)
-    specs = model.specs()
+    served = served_model(model, options)
+    specs = exported_specs(model, options.train)
     by_name = {spec.name: spec for spec in specs}
     trainers = [train_storage(model, options.train, rank) for rank in range(options.train_ranks)]
-    engines = [gen_storage(model, options.gen, rank) for rank in range(options.gen_ranks)]
-    refused = _refused(trainers, engines, by_name)
+    engines = [gen_storage(served, options.gen, rank) for rank in range(options.gen_ranks)]
+    refused = _refused(trainers, engines, by_name, served.formats())
+    if served.quantize is not None:
+        # What a trainer rank can't quantize alone.
+        travelling = [train_storage(served, options.train, rank) for rank in range(options.train_ranks)]
+        refused |= {n: r for n, r in _refusals(travelling).items() if n in by_name}
     held = {rank: _boxes(params, refused) for rank, params in enumerate(trainers)}
     for name in refused:
         held[0][name] = [box_of(by_name[name].shape)]
@@ -91,7 +106,7 @@ def set_up(options: BenchOptions, ranks: Ranks) -> Scene:
         placed = _boxes(params, ())
         whole = [by_name[name] for name in _loader_only(params) if name not in placed]
         storage = Storage.allocate(params, whole, ranks.device)
-        endpoint = BenchDestination(storage, refused, ranks.device)
+        endpoint = BenchDestination(specs, storage, refused, ranks.device, served.formats())
     return Scene(options, ranks, specs, held, wanted, storage, endpoint)
 
 
@@ -110,29 +125,41 @@ def open_shortened(name: str, dtype: torch.dtype, layers: int | None) -> Model:
     return Model(model.name, config, dtype)
 
 
+def served_model(model: Model, options: RunOptions) -> Model:
+    """The model as the engines hold it."""
+    return replace(model, quantize=Fp8Blockwise()) if options.is_quantized else model
+
+
 def model_problems(options: RunOptions) -> list[str]:
     """What is wrong with a run's model, or with its layouts for it, one sentence each."""
     if options.layers is not None and options.layers < 1:
         return []  # said already, and what is wrong with a model of so many layers would mislead
     try:
         model = open_shortened(options.model, torch.bfloat16, options.layers)
-        return [*violations(model, options.train), *violations(model, options.gen)]
+        served = served_model(model, options)
+        return [*violations(model, options.train), *violations(served, options.gen)]
     except CatalogError as error:
         return [f"--model: {error}"]
 
 
 def _refused(
-    trainers: Sequence[Sequence[Param]], engines: Sequence[Sequence[Param]], by_name: Mapping[str, TensorSpec]
+    trainers: Sequence[Sequence[Param]],
+    engines: Sequence[Sequence[Param]],
+    by_name: Mapping[str, TensorSpec],
+    quantized: Collection[str],
 ) -> dict[str, str]:
     """Weights that a rule of either side refuses, or that the sides store in different dtypes, with reasons."""
-    found: dict[str, str] = {}
-    for params in (*trainers, *engines):
-        for param in params:
-            found.update(dict.fromkeys(param.refused, param.reason))
-            for part in param.parts:
-                if param.dtype != by_name[part.name].dtype:
-                    found[part.name] = f"{param.name} is stored as {dtype_name(param.dtype)}"
+    found = _refusals([*trainers, *engines])
+    for param in (param for params in (*trainers, *engines) for param in params):
+        for part in param.parts:
+            spec = by_name.get(part.name)
+            if spec is not None and part.name not in quantized and param.dtype != spec.dtype:
+                found[part.name] = f"{param.name} is stored as {dtype_name(param.dtype)}"
     return {name: found[name] for name in by_name if name in found}
+
+
+def _refusals(sides: Sequence[Sequence[Param]]) -> dict[str, str]:
+    return {name: param.reason for params in sides for param in params for name in param.refused}
 
 
 def _loader_only(params: Sequence[Param]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,9 @@ import torch
 from ...integration.endpoints import storage_key
 from ...integration.layout import Fragment, box_of
 from ...integration.manifest import TensorSpec
+from ...integration.quantize.formats import Format
 from ...workers.catalog import Param
-from . import values
+from . import encoded_values, values
 
 
 @dataclass(frozen=True)
@@ -135,16 +136,33 @@ class BenchSource:
 class BenchDestination:
     """An engine rank. Its loader copies what its parameters keep of a full tensor."""
 
-    def __init__(self, storage: Storage, refused: dict[str, str], device: torch.device):
-        """Args as for :class:`BenchSource`; the storage stays poisoned."""
+    def __init__(
+        self,
+        specs: list[TensorSpec],
+        storage: Storage,
+        refused: dict[str, str],
+        device: torch.device,
+        formats: Mapping[str, Format],
+    ):
+        """Args as for :class:`BenchSource`; the storage stays poisoned.
+
+        ``formats``: the weights that engines store as codes and scales, which are then what the storage holds.
+        """
         self.device = device
         self.version = 0
         self.storage = storage
         self._refused = refused
+        self._by_name = {spec.name: spec for spec in specs}
+        self._formats = {name: f for name, f in formats.items() if name in storage.by_name}
+        scales = {name + format.scale_name_end for name, format in self._formats.items()}
+        self._plain = [f for f in storage.fragments if f.name not in self._formats and f.name not in scales]
 
     def advance(self) -> None:
         """Count the version that the trainers move to."""
         self.version += 1
+
+    def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
+        return {spec.name: self._formats[spec.name] for spec in specs if spec.name in self._formats}
 
     def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
         known = {spec.name for spec in specs}
@@ -155,6 +173,16 @@ class BenchDestination:
         for name, tensor in weights:
             for fragment in self.storage.by_name.get(name, ()):
                 fragment.view.copy_(tensor[tuple(slice(start, stop) for start, stop in fragment.box)])
+
+    def quantize_and_load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load full tensors that nobody has quantized, as engines do that quantize on arrival."""
+        for name, tensor in weights:
+            format = self._formats.get(name)
+            if format is None:
+                self.load_weights([(name, tensor)])
+            else:
+                names = name, name + format.scale_name_end
+                self.load_weights(zip(names, format.encode(tensor), strict=True))
 
     def finish(self, version: int) -> None:
         """These parameters have no derived state."""
@@ -177,7 +205,10 @@ class BenchDestination:
         """What is not as the trainers' version says, one sentence each; storage was poisoned before the refit."""
         found = [
             f"{f.name} {f.box} does not hold the values of version {self.version}"
-            for f in values.wrong(self.storage.fragments, self.version)
+            for f in (
+                *values.wrong(self._plain, self.version),
+                *encoded_values.wrong(self.storage.by_name, self._by_name, self._formats, self.version),
+            )
         ]
         for index, (tensor, padding) in enumerate(
             zip(self.storage.tensors, self.storage.padding, strict=True)

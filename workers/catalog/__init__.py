@@ -1,15 +1,16 @@
-"""Well-known models, and what each rank of a trainer (Megatron-core) or an engine (vLLM) stores of them.
+"""Well-known models, and what each rank of a trainer (Megatron-core, FSDP2) or an engine (vLLM) stores of them.
 
 Pure arithmetic on configurations: no weights, no Megatron, no vLLM, no device.
 """
 
 from .families import FAMILIES
-from .layouts import GenLayout, LayoutError, TrainLayout, parse_gen, parse_train
+from .layouts import FsdpLayout, GenLayout, LayoutError, TrainLayout, parse_gen, parse_train
 from .model import Model, bundled_models, bundled_name, open_model
 from .sections import CatalogError
 from .sides import (
     HoldingsOf,
     all_holdings,
+    exported_specs,
     gen_holdings,
     gen_storage,
     train_holdings,
@@ -21,6 +22,7 @@ from .storage import Param, Part, Weight
 __all__ = [
     "FAMILIES",
     "CatalogError",
+    "FsdpLayout",
     "GenLayout",
     "HoldingsOf",
     "LayoutError",
@@ -32,6 +34,7 @@ __all__ = [
     "all_holdings",
     "bundled_models",
     "bundled_name",
+    "exported_specs",
     "gen_holdings",
     "gen_storage",
     "open_model",

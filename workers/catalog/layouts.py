@@ -1,6 +1,6 @@
 """How a trainer and an engine spread a model over their ranks: parallel sizes, and each rank's coordinates.
 
-Megatron-core orders ranks ``tp-cp-ep-dp-pp``, where the experts' mesh (``etp-ep-edp-pp``) is laid over the same
+FSDP2's mesh has its copies outside (``replicate, shard``). Megatron-core orders ranks ``tp-cp-ep-dp-pp``, where the experts' mesh (``etp-ep-edp-pp``) is laid over the same
 ranks (``RankGenerator`` in ``megatron.core.parallel_state``). vLLM orders them ``dp-pp-tp`` with ``tp`` innermost.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import gcd
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from .units import Shard
 
@@ -25,6 +25,7 @@ class TrainCoordinates(NamedTuple):
     etp: Shard
     ep: Shard
     stage: int
+    fsdp: Shard = Shard()
 
 
 class GenCoordinates(NamedTuple):
@@ -189,6 +190,42 @@ class TrainLayout:
 
 
 @dataclass(frozen=True)
+class FsdpLayout:
+    """A trainer under FSDP2, which shards every parameter of a transformers model.
+
+    Attributes:
+        fsdp: ranks that share the parameters.
+        replicate: copies of the sharded model (HSDP), each on ``fsdp`` ranks.
+    """
+
+    pp: ClassVar[int] = 1
+
+    fsdp: int = 1
+    replicate: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of trainer ranks."""
+        return self.fsdp * self.replicate
+
+    def coordinates(self, rank: int) -> TrainCoordinates:
+        """Where ``rank`` stands."""
+        return TrainCoordinates(Shard(), Shard(), Shard(), 0, Shard(rank % self.fsdp, self.fsdp))
+
+    def violations(self) -> list[str]:
+        """What no model could be trained with, one sentence each."""
+        return _below_one(self)
+
+    def stage_layers(self, layers: int) -> tuple[tuple[int, ...], ...]:
+        """Numbers of the layers, all in one stage."""
+        return (tuple(range(layers)),)
+
+    def uneven_stages(self, layers: int) -> str:
+        """Nothing to tell: there is one stage."""
+        return ""
+
+
+@dataclass(frozen=True)
 class GenLayout:
     """A vLLM engine's parallel sizes, or those of several equal engines.
 
@@ -248,13 +285,14 @@ class GenLayout:
 _ALIASES = {"vocab_multiple": "vocabulary_multiple"}
 
 
-def parse_train(text: str) -> TrainLayout:
-    """A trainer's layout from text such as ``tp=4,ep=8,pp=2``.
+def parse_train(text: str) -> TrainLayout | FsdpLayout:
+    """A trainer's layout from text such as ``tp=4,ep=8,pp=2``, or ``fsdp=4,replicate=2``.
 
     Raises:
         LayoutError: names every part that can't be read.
     """
-    return _parse(text, TrainLayout, "train")
+    keys = {piece.partition("=")[0].strip() for piece in text.split(",")}
+    return _parse(text, FsdpLayout if "fsdp" in keys else TrainLayout, "train")
 
 
 def parse_gen(text: str) -> GenLayout:
@@ -266,7 +304,7 @@ def parse_gen(text: str) -> GenLayout:
     return _parse(text, GenLayout, "gen")
 
 
-def _parse[L: (TrainLayout, GenLayout)](text: str, kind: type[L], who: str) -> L:
+def _parse[L: (TrainLayout, FsdpLayout, GenLayout)](text: str, kind: type[L], who: str) -> L:
     known = [field.name for field in fields(kind)]
     sizes: dict[str, int] = {}
     wrong: list[str] = []
@@ -282,12 +320,13 @@ def _parse[L: (TrainLayout, GenLayout)](text: str, kind: type[L], who: str) -> L
         else:
             sizes[key] = int(value)
     if wrong:
-        raise LayoutError(f"{who}: {text!r} can't be read: {'; '.join(wrong)}. An example: tp=4,pp=2")
+        example = "fsdp=4,replicate=2" if kind is FsdpLayout else "tp=4,pp=2"
+        raise LayoutError(f"{who}: {text!r} can't be read: {'; '.join(wrong)}. An example: {example}")
     return kind(**sizes)
 
 
-def _below_one(layout: TrainLayout | GenLayout) -> list[str]:
-    who = "train" if isinstance(layout, TrainLayout) else "gen"
+def _below_one(layout: TrainLayout | FsdpLayout | GenLayout) -> list[str]:
+    who = "gen" if isinstance(layout, GenLayout) else "train"
     sizes: Sequence[tuple[str, int | None]] = [
         (field.name, getattr(layout, field.name)) for field in fields(layout)
     ]

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from ...integration.manifest import TensorSpec
+from ...integration.quantize.formats import Fp8Blockwise, wire_specs
 from .families import architecture_of
+from .quantized import quantized, quantized_names
 from .sections import Architecture, CatalogError, Section
 from .storage import Weight
 from .units import Place
@@ -32,30 +34,48 @@ class Model:
         name: as it was asked for.
         config: of the Hugging Face configuration, what the layouts need.
         dtype: of weights that the family doesn't keep in another one.
+        quantize: blocks in which engines hold linear layers, which the trainer makes as it packs; None for none.
     """
 
     name: str
     config: dict[str, Any]
     dtype: torch.dtype = torch.bfloat16
+    quantize: Fp8Blockwise | None = None
 
     @cached_property
     def architecture(self) -> Architecture:
         """The model's sections.
 
         Raises:
-            CatalogError: a family that is not known, or a configuration that can't be read.
+            CatalogError: a family that is not known, or not in blocks, or a configuration that can't be read.
         """
-        return architecture_of(self.config)
+        made = architecture_of(self.config)
+        if self.quantize is None:
+            return made
+        return quantized(made, str(self.config["model_type"]), self.quantize)
 
     def specs(self) -> list[TensorSpec]:
-        """All weights that the trainer exports, in Bridge's order on one expert-parallel rank.
+        """All weights that Megatron-Bridge exports, in its order on one expert-parallel rank.
 
-        With expert parallelism Bridge yields the same weights, those of one local expert number together.
+        With expert parallelism Bridge yields the same weights, those of one local expert number together. Of a
+        quantized model, what travels: scales stand behind their codes.
         """
-        return [
+        specs = [
             TensorSpec(weight.name, weight.shape, weight.dtype or self.dtype)
-            for weight in _in_export_order(self.architecture)
+            for weight in _in_export_order(architecture_of(self.config))
         ]
+        formats = self.formats()
+        return [
+            travelling
+            for spec in specs
+            for travelling in (wire_specs(spec, formats[spec.name]) if spec.name in formats else (spec,))
+        ]
+
+    def formats(self) -> dict[str, Fp8Blockwise]:
+        """The weights that engines hold in blocks."""
+        if self.quantize is None:
+            return {}
+        return dict.fromkeys(quantized_names(self.architecture), self.quantize)
 
 
 def bundled_models() -> list[str]:

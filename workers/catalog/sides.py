@@ -13,14 +13,17 @@ import torch
 
 from ...integration.holdings import HoldingGroup, Holdings, Positions
 from ...integration.layout import Box
-from .layouts import GenCoordinates, GenLayout, LayoutError, TrainCoordinates, TrainLayout
+from ...integration.manifest import TensorSpec
+from .fsdp_units import FSDP_FAMILIES, fsdp_params
+from .layouts import FsdpLayout, GenCoordinates, GenLayout, LayoutError, TrainCoordinates, TrainLayout
 from .model import Model
+from .quantized import Quantized
 from .sections import Section, Stage
 from .storage import Param
-from .units import Mesh, Place, Unit
+from .units import Mesh, Place, Shard, Unit
 
-Side = Literal["train", "gen"]
-Layout = TrainLayout | GenLayout
+Side = Literal["train", "fsdp", "gen"]
+Layout = TrainLayout | FsdpLayout | GenLayout
 
 
 def violations(model: Model, layout: Layout) -> list[str]:
@@ -32,7 +35,9 @@ def violations(model: Model, layout: Layout) -> list[str]:
         layout.stage_layers(model.architecture.layers)
     except LayoutError as error:
         found.append(str(error))
-    side: Side = "train" if isinstance(layout, TrainLayout) else "gen"
+    side = _side(layout)
+    if side == "fsdp":
+        return found + _unknown_to_fsdp(model)
     at = layout.coordinates(0)
     sizes: dict[Mesh, int] = {"tp": at.tp.size, "etp": at.etp.size, "ep": at.ep.size}
     sections = model.architecture.sections
@@ -44,11 +49,31 @@ def violations(model: Model, layout: Layout) -> list[str]:
                 found.append(f"{side}: {what} can't be divided: {length} by {mesh} = {sizes[mesh]}")
     if at.ep.size > 1 and not any(mesh == "ep" for unit in units for *_, mesh in unit.train_divisions(sizes)):
         found.append(f"{side}: ep is {at.ep.size}, and the model has no experts to share; give ep = 1")
+    if side == "gen" and not found:
+        place = _place(model, layout, at)
+        cuts = [cut for unit in units if isinstance(unit, Quantized) for cut in unit.cuts(place)]
+        found += [
+            f"gen: {cut}; give another tp (or, for experts, ep = tp), or leave --quantize fp8 out"
+            for cut in cuts
+        ]
     return list(dict.fromkeys(found))
 
 
-def train_storage(model: Model, layout: TrainLayout, rank: int) -> list[Param]:
-    """The parameters that Megatron-core stores on trainer rank ``rank``.
+def exported_specs(model: Model, layout: TrainLayout | FsdpLayout) -> list[TensorSpec]:
+    """All weights that a trainer exports: ``model.specs()``, of which transformers has no prediction layers."""
+    if not isinstance(layout, FsdpLayout):
+        return model.specs()
+    known = {
+        section.hf + weight.name
+        for section in _sections(model, layout, 0)
+        for unit in section.units
+        for weight in unit.weights()
+    }
+    return [spec for spec in model.specs() if spec.name in known]
+
+
+def train_storage(model: Model, layout: TrainLayout | FsdpLayout, rank: int) -> list[Param]:
+    """The parameters that Megatron-core or FSDP2 stores on trainer rank ``rank``; of a quantized model, what travels.
 
     Raises:
         LayoutError: the model can't be laid out so; see :func:`violations`.
@@ -66,7 +91,11 @@ def gen_storage(model: Model, layout: GenLayout, rank: int) -> list[Param]:
 
 
 def train_holdings(
-    model: Model, layout: TrainLayout, rank: int, positions: Mapping[str, int], first_rank: int = 0
+    model: Model,
+    layout: TrainLayout | FsdpLayout,
+    rank: int,
+    positions: Mapping[str, int],
+    first_rank: int = 0,
 ) -> Holdings:
     """What trainer rank ``rank`` holds; see :func:`all_holdings` for all ranks at once."""
     return HoldingsOf(model, positions).rank(layout, rank, first_rank)
@@ -80,7 +109,7 @@ def gen_holdings(
 
 
 def all_holdings(
-    model: Model, train: TrainLayout, gen: GenLayout, positions: Mapping[str, int]
+    model: Model, train: TrainLayout | FsdpLayout, gen: GenLayout, positions: Mapping[str, int]
 ) -> tuple[list[Holdings], list[Holdings]]:
     """What all trainer ranks hold and all engine ranks want, with their numbers in the refit world.
 
@@ -133,7 +162,7 @@ class HoldingsOf:
             by_units[section.units].append(section)
         groups: dict[tuple[tuple[Box, ...], torch.dtype], list[Positions]] = defaultdict(list)
         refused: dict[str, list[Positions]] = defaultdict(list)
-        side: Side = "train" if isinstance(layout, TrainLayout) else "gen"
+        side = _side(layout)
         for units, sections in by_units.items():
             kind = self._kind(side, units, place)
             for (boxes, dtype), names in kind.held.items():
@@ -194,31 +223,54 @@ def _storage(model: Model, layout: Layout, rank: int) -> Iterator[Param]:
         raise LayoutError(f"rank {rank} is not among the {layout.world_size} of {layout}")
     at = layout.coordinates(rank)
     place = _place(model, layout, at)
-    side: Side = "train" if isinstance(layout, TrainLayout) else "gen"
+    side = _side(layout)
     for section in _sections(model, layout, at.stage):
+        own = {"train": section.megatron, "fsdp": section.hf, "gen": section.vllm}[side]
         for param in _params(side, section.units, place):
-            yield param.under(section.megatron if side == "train" else section.vllm, section.hf)
+            yield param.under(own, section.hf)
 
 
 def _params(side: Side, units: tuple[Unit, ...], place: Place) -> Iterator[Param]:
     for unit in units:
-        yield from unit.train(place) if side == "train" else unit.gen(place)
+        if side == "fsdp":
+            yield from unit.fsdp(place) if isinstance(unit, Quantized) else fsdp_params(unit, place)
+        else:
+            yield from unit.train(place) if side == "train" else unit.gen(place)
+
+
+def _side(layout: Layout) -> Side:
+    if isinstance(layout, FsdpLayout):
+        return "fsdp"
+    return "train" if isinstance(layout, TrainLayout) else "gen"
+
+
+def _unknown_to_fsdp(model: Model) -> list[str]:
+    family = model.config.get("model_type")
+    if family in FSDP_FAMILIES:
+        return []
+    return [
+        f"train: how FSDP2 holds a {family} model is not in the catalogue, only {', '.join(FSDP_FAMILIES)}; give "
+        "Megatron's sizes (tp, pp, ep)"
+    ]
 
 
 def _place(model: Model, layout: Layout, at: TrainCoordinates | GenCoordinates) -> Place:
     multiple = layout.vocabulary_multiple if isinstance(layout, TrainLayout) else 1
-    return Place(at.tp, at.etp, at.ep, model.dtype, multiple)
+    shard = at.fsdp if isinstance(at, TrainCoordinates) else Shard()
+    return Place(at.tp, at.etp, at.ep, model.dtype, multiple, shard)
 
 
 def _sections(model: Model, layout: Layout, stage: int) -> Iterator[Section]:
     """The sections of one pipeline stage."""
     layers = frozenset(layout.stage_layers(model.architecture.layers)[stage])
     ends = {"first": 0, "last": layout.pp - 1}
-    is_train = isinstance(layout, TrainLayout)
+    side = _side(layout)
     for section in model.architecture.sections:
-        at: Stage = section.train if is_train else section.gen
+        at: Stage = section.gen if side == "gen" else section.train
         if at is None or (section.second and layout.pp == 1):
             continue
+        if side == "fsdp" and section.gen is None:
+            continue  # prediction layers, which transformers leaves out as vLLM does
         if at in layers if isinstance(at, int) else at == "every" or stage == ends[at]:
             yield section
 

@@ -51,6 +51,7 @@ class Place:
         ep: expert parallelism.
         dtype: the model's.
         vocabulary_multiple: to which a trainer pads the vocabulary, times TP.
+        fsdp: a trainer rank's place among those that FSDP shards over.
     """
 
     tp: Shard = ALONE
@@ -58,6 +59,7 @@ class Place:
     ep: Shard = ALONE
     dtype: torch.dtype = torch.bfloat16
     vocabulary_multiple: int = 1
+    fsdp: Shard = ALONE
 
 
 class Division(NamedTuple):

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from ....workers.catalog import FsdpLayout
 from ....workers.megatron.model import MegatronLayout
 from ..run_options import RunOptions
 
@@ -49,6 +50,7 @@ class LiveOptions(RunOptions):
 
     def megatron_layout(self) -> MegatronLayout:
         """The trainer's layout in Megatron's terms."""
+        assert not isinstance(self.train, FsdpLayout), "violations() refuses it"
         return MegatronLayout(
             tensor_parallel=self.train.tp,
             pipeline_parallel=self.train.pp,
@@ -69,7 +71,9 @@ class LiveOptions(RunOptions):
             found.append(
                 f"--gpu-memory-utilization: {self.gpu_memory_utilization} is not above 0 and at most 1"
             )
-        if self.train.first is not None or self.train.last is not None or self.train.cp > 1:
+        if isinstance(self.train, FsdpLayout):
+            found.append("--train: the live trainer is Megatron's; give its sizes (tp, pp, ep) and no fsdp")
+        elif self.train.first is not None or self.train.last is not None or self.train.cp > 1:
             found.append(
                 "--train: the live trainer is built with equal stages and cp=1; leave out first, last and cp"
             )

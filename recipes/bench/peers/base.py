@@ -29,3 +29,10 @@ class Peer(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free what outlives a run; all ranks do so at the same time."""
+
+
+def not_quantizing(scene: Scene) -> str:
+    """Why a peer that writes the trainers' own bytes into the engines' parameters can't run; empty if it can."""
+    if not scene.options.is_quantized:
+        return ""
+    return "it sends the trainers' own bytes to where they stay, and engines that hold FP8 have no place for them"

@@ -1,8 +1,9 @@
 """The conventional refit: gather each tensor, broadcast full tensors in large buckets, keep a part.
 
 As verl and NeMo-RL do it: the trainers complete each tensor by collectives, trainer rank 0 packs full tensors
-into buckets and broadcasts them to every engine rank, and each of those copies out what it keeps. Two buckets
-on two streams, so that one is gathered while the other is on the wire.
+into buckets and broadcasts them to every engine rank, and each of those copies out what it keeps; where engines hold
+blocks of FP8, each quantizes the full tensors that have arrived. Two buckets on two streams, so that one is gathered
+while the other is on the wire.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class PackedBroadcastPeer(Peer):
         if self._takes_part:
             dist.broadcast(buffer, src=0, group=self._group)
         if isinstance(self._scene.endpoint, BenchDestination):
-            self._scene.endpoint.load_weights(slots.items())
+            self._scene.endpoint.quantize_and_load(slots.items())
 
 
 def _lay_out(units: Sequence[GatherUnit]) -> list[_Bucket]:

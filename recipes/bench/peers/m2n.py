@@ -7,7 +7,7 @@ from dataclasses import replace
 from ....integration.transport.m2n import M2nReshard, MeshTransfer, mesh_transfer, unavailable
 from ....integration.transport.whole_tensors import whole_tensors
 from ..scene import Scene
-from .base import Peer
+from .base import Peer, not_quantizing
 from .per_tensor import PerTensorPeer
 
 
@@ -18,7 +18,7 @@ class M2nPeer(Peer):
 
     @staticmethod
     def unavailable(scene: Scene) -> str:
-        return unavailable(scene.ranks.device)
+        return not_quantizing(scene) or unavailable(scene.ranks.device)
 
     def __init__(self, scene: Scene):
         tensors = whole_tensors(scene.wanted_specs, scene.held, scene.wanted)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ....integration.layout import Box, intersect, local_slice
 from ....integration.transport.whole_tensors import RegionStorage, WholeTensor, whole_tensors
 from ..scene import Scene
-from .base import Peer
+from .base import Peer, not_quantizing
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PerTensorPeer(Peer):
 
     @staticmethod
     def unavailable(scene: Scene) -> str:
-        return ""
+        return not_quantizing(scene)
 
     def __init__(self, scene: Scene):
         self._rank = scene.ranks.rank

@@ -69,7 +69,7 @@ class VllmPeer(Peer):
         if self._engine is not None:
             endpoint = self._scene.endpoint
             assert isinstance(endpoint, BenchDestination), "only engine ranks have vLLM's engine"
-            self._engine.receive_weights(self._update, endpoint.load_weights)
+            self._engine.receive_weights(self._update, endpoint.quantize_and_load)
         elif self._group is not None:
             self._engine_class.trainer_send_weights(
                 self._gather.full(), {"group": self._group, "packed": True}
