@@ -14,7 +14,7 @@ from vllm_fp8_ranks import Fp8Case, Fp8Result, refit_fp8, write_pair
 
 from rlrefit.integration.quantize.formats import Fp8Blockwise
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 CASES = {
     "dense": {},
@@ -34,7 +34,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Fp8Resul
         folder = tmp_path_factory.mktemp("checkpoints")
         trained, served = zip(*(write_pair(folder, seed, experts=experts) for seed in (1, 2)), strict=True)
         listed.append(Fp8Case(trained, served, **options))
-    by_rank = run_ranks(refit_fp8, 2, listed, timeout_s=280)
+    by_rank = run_ranks(refit_fp8, 2, listed, timeout_s=550)
     return {name: [found[i] for found in by_rank] for i, name in enumerate(CASES)}
 
 
@@ -42,7 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Fp8Resul
 def test_codes_and_scales_of_the_trainer_make_the_engine_that_vllm_loads(results, case):
     for rank in results[case]:
         assert not any(rank.differing.values()), rank.differing
-        assert len(rank.differing) == 5
+        assert len(rank.differing) == 11
         assert rank.kept[0] == rank.kept[1]
 
 
@@ -52,6 +52,15 @@ def test_codes_and_scales_go_straight_into_the_live_parameters(results, case):
         assert rank.misc == {}
         assert {f"{name}_scale_inv" for name in rank.own} < set(rank.bulk)
         assert set(rank.own) < set(rank.bulk)
+
+
+def test_trainer_ranks_send_codes_and_scales_shard_to_shard(results):
+    for case in ("dense", "experts", "experts in parallel"):
+        first, second = results[case]
+        names = {*first.bulk, *second.bulk}
+        assert first.routes["nccl_xfer"] == {"bulk": len(names), "misc": 0, "unused": 0}
+    quantized = 2 * len(results["dense, rearranged"][0].own)
+    assert results["dense, rearranged"][0].routes["nccl_xfer"]["misc"] == quantized
 
 
 def test_a_kernel_that_is_not_known_to_keep_the_layout_takes_the_misc_path_with_all_codes_and_scales(results):

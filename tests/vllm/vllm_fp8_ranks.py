@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +16,19 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from vllm_checkpoints import manifest_of, read_checkpoint, write_checkpoint
 from vllm_refit import refit
 
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.layout import Fragment
+from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.quantize import fp8_blockwise
+from rlrefit.integration.rendezvous import Rendezvous, open_rendezvous
+from rlrefit.integration.session import RefitSession
 
 if TYPE_CHECKING:
     from rlrefit.integration.quantize.formats import Format
     from rlrefit.workers.vllm.destination import VllmDestination
 
 _SHAPE = {
-    "vocab_size": 120,
+    "vocab_size": 128,  # no padding, which a refit leaves alone
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 1,
@@ -38,6 +45,7 @@ _EXPERTS = {
     "decoder_sparse_step": 1,
 }
 Tensors = dict[str, torch.Tensor]
+_CONFIG = RefitConfig(bucket_mb=1, timeout_s=60.0, verify="full", transport="p2p", trainer_quantize_fp8=True)
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ class Fp8Result:
         differing: parameters, and scales of kernels, with other bytes than in a model that vLLM loaded; by occasion.
         refused: texts of errors, by occasion.
         kept: bytes that it says to keep, and bytes of its parameters.
+        routes: by checkpoint engine how many weights took each route from trainer ranks; codes and scales count as two.
     """
 
     own: dict[str, Format]
@@ -78,6 +87,7 @@ class Fp8Result:
     differing: dict[str, list[str]]
     refused: dict[str, str]
     kept: tuple[int, int]
+    routes: dict[str, dict[str, int]]
 
 
 def write_pair(folder: Path, seed: int, *, experts: bool) -> tuple[str, str]:
@@ -120,7 +130,7 @@ def refit_fp8(rank: int, cases: list[Fp8Case]) -> list[Fp8Result]:
         with set_current_vllm_config(_config(case, 0)):
             init_distributed_environment(2, rank, "env://", rank, "gloo")
             initialize_model_parallel(2, 1)
-        results.append(_one_case(case))
+        results.append(_one_case(rank, case))
         destroy_model_parallel()
     return results
 
@@ -144,8 +154,7 @@ def _choose_kernels(case: Fp8Case) -> None:
     TritonExperts._supports_quant_scheme = staticmethod(lambda weights, activations: True)
 
 
-def _one_case(case: Fp8Case) -> Fp8Result:
-    from rlrefit.integration.manifest import TensorSpec
+def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     from rlrefit.workers.vllm.destination import VllmDestination
 
     live, config = _loaded(case, 0)
@@ -172,10 +181,113 @@ def _one_case(case: Fp8Case) -> Fp8Result:
     fragments, misc = destination.fragments(manifest_of(wire[0]))
     refit(destination, fragments, misc, wire[0], 4)
     differing["after vLLM's own reload"] = _differing(live, expected[0])
+    routes = {}
+    for engine in ("nccl_xfer", "packed_broadcast"):
+        destination.new_epoch()
+        with _Sessions(rank, engine, trained, destination) as sessions:
+            routes[engine] = sessions.routes()
+            for version, index in enumerate((1, 0, 0)):
+                _poison(live)
+                sessions.refit(index, version)
+                differing[f"{engine} {version}"] = _differing(live, expected[index])
     held = sum(p.numel() * p.element_size() for p in live.parameters())
     return Fp8Result(
-        own, sorted({f.name for f in fragments}), misc, differing, refused, (destination.kept_bytes, held)
+        own,
+        sorted({f.name for f in fragments}),
+        misc,
+        differing,
+        refused,
+        (destination.kept_bytes, held),
+        routes,
     )
+
+
+class _Halves:
+    """A trainer rank that has a half of each weight's rows in BF16 where both halves are whole blocks, else all."""
+
+    def __init__(self, rank: int, checkpoints: Sequence[Tensors]) -> None:
+        self.device = torch.device("cpu")
+        self._rank, self._checkpoints = rank, checkpoints
+        self._now = checkpoints[0]
+        self._held = {name: self._part(tensor).clone() for name, tensor in self._now.items()}
+
+    def take_on(self, index: int) -> None:
+        self._now = self._checkpoints[index]
+        for name, tensor in self._now.items():
+            self._held[name].copy_(self._part(tensor))
+
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec(*entry) for entry in manifest_of(self._now)]
+
+    def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
+        found = []
+        for name, part in self._held.items():
+            shape = tuple(self._now[name].shape)
+            start = self._rank * part.shape[0] if part.shape[0] < shape[0] else 0
+            box = ((start, start + part.shape[0]), *((0, n) for n in shape[1:]))
+            found.append(Fragment(name, shape, box, part))
+        return found, {}
+
+    def settle(self) -> None:
+        pass
+
+    def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, self._now[name]) for name in names)
+
+    def storage_key(self) -> Hashable:
+        return tuple(part.data_ptr() for part in self._held.values())
+
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        half, rest = divmod(tensor.shape[0], 2)
+        return tensor if rest or half % 128 else tensor[self._rank * half : (self._rank + 1) * half]
+
+
+class _Sessions:
+    """This process as an engine rank of a refit, and beside it, in a thread, as a trainer rank."""
+
+    def __init__(
+        self, rank: int, engine: str, checkpoints: Sequence[Tensors], destination: VllmDestination
+    ) -> None:
+        told: list[Any] = [None]
+        self._server = open_rendezvous("127.0.0.1", 2, 2) if rank == 0 else None
+        if self._server is not None:
+            told = [self._server.rendezvous.to_json()]
+        torch.distributed.broadcast_object_list(told, 0)
+        self._source = _Halves(rank, checkpoints)
+        self._thread = ThreadPoolExecutor(1)
+        meeting = Rendezvous.from_json(told[0])
+        opening = self._thread.submit(
+            RefitSession.open, meeting, rank, lambda: self._source, _CONFIG, engine=engine
+        )
+        self._engine = RefitSession.open(meeting, 2 + rank, lambda: destination, _CONFIG, engine=engine)
+        self._trainer = opening.result()
+
+    def routes(self) -> dict[str, int]:
+        return {route: len(self._engine.manifest.specs(route)) for route in ("bulk", "misc", "unused")}
+
+    def refit(self, index: int, version: int) -> None:
+        self._source.take_on(index)
+        sending = self._thread.submit(self._trainer.refit, version)
+        self._engine.refit(version)
+        sending.result()
+
+    def __enter__(self) -> _Sessions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        closing = self._thread.submit(self._trainer.close)
+        self._engine.close()
+        closing.result()
+        self._thread.shutdown()
+        torch.distributed.barrier()
+        if self._server is not None:
+            self._server.close()
+
+
+def _poison(live: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in live.parameters():
+            parameter.copy_(torch.full((), torch.nan).to(parameter.dtype))
 
 
 def _refusal(destination: VllmDestination, tensors: Tensors) -> str:

@@ -111,8 +111,8 @@ def require_codes(trace: LoaderTrace, manifest: Manifest, parameters: Mapping[st
     raise PlanError(
         f"the trainer sends {dtype_name(dtype)} and the engine holds {parameter} as "
         f"{dtype_name(parameters[parameter].dtype)} with scales; its loader would cast the numbers and keep the old scales "
-        f"({len(cast)} such weights). Set policy.refit.trainer_quantize_fp8=true with policy.nccl_xfer_refit=true (for "
-        "blocks of 128 by 128), or start the engine without quantization",
+        f"({len(cast)} such weights). Set policy.refit.trainer_quantize_fp8=true, which serves FP8 in blocks, or start the "
+        "engine without quantization",
         stage="trace",
         parameter=name,
     )
