@@ -140,6 +140,7 @@ class VllmDriver(_Driver):
         prompts: Sequence[Any],
         parameters: Any,
         between_steps: Callable[[], None] | None = None,
+        lora_request: Any = None,
     ) -> list[Generated]:
         """Generate as ``LLM.generate`` does; results are in the order of the prompts.
 
@@ -147,6 +148,7 @@ class VllmDriver(_Driver):
             prompts: as vLLM takes them.
             parameters: one ``SamplingParams``, or one for each prompt; their ``output_kind`` is vLLM's default here.
             between_steps: called after each step of the engine's output; it may call :meth:`refit`.
+            lora_request: as vLLM takes it; :func:`.lora.lora_request` asks for the trainer's adapter.
 
         Raises:
             EngineDirty: the engine may not generate, or a refit in ``between_steps`` failed and left it so. The
@@ -154,7 +156,7 @@ class VllmDriver(_Driver):
         """
         self._require_usable()
         self._rpc("refit_require_servable")
-        requests = self._llm.enqueue(prompts, parameters, use_tqdm=False)
+        requests = self._llm.enqueue(prompts, parameters, lora_request=lora_request, use_tqdm=False)
         names = [self._external_name(request) for request in requests]
         for name in names:
             self._versions.begin(name, self.version)
@@ -304,7 +306,9 @@ class AsyncVllmDriver(_Driver):
             await self._resume()
         return records
 
-    async def generate(self, prompt: Any, parameters: Any, request_id: str) -> AsyncIterator[Generated]:
+    async def generate(
+        self, prompt: Any, parameters: Any, request_id: str, lora_request: Any = None
+    ) -> AsyncIterator[Generated]:
         """Outputs of one request as they grow, as ``AsyncLLM.generate`` yields them; the last one is finished.
 
         Raises:
@@ -318,7 +322,7 @@ class AsyncVllmDriver(_Driver):
             )
         async with self._admission:
             self._require_usable()
-            queue = await self._llm.add_request(request_id, prompt, parameters)
+            queue = await self._llm.add_request(request_id, prompt, parameters, lora_request=lora_request)
             self._versions.begin(request_id, self.version)
             self._queues[request_id] = queue
         finished = False

@@ -1,0 +1,45 @@
+"""What a configuration of LoRA may ask for: all violations at once, each with the remedy."""
+
+from __future__ import annotations
+
+from rlrefit.integration.config import RefitConfig
+from rlrefit.workers.lora import AdapterSettings, lora_violations, split_name
+
+_MERGE, _ADAPTER = RefitConfig(), RefitConfig(lora="adapter")
+
+
+def test_plain_lora_may_be_merged_for_any_engine_or_sent_to_one_that_serves_it() -> None:
+    plain = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+    assert lora_violations(_MERGE, plain, "vllm", {}) == []
+    assert lora_violations(_MERGE, {**plain, "modules_to_save": ["lm_head"]}, "transformers", {}) == []
+    assert lora_violations(_ADAPTER, plain, "vllm", {"enable_lora": True}) == []
+    assert lora_violations(_ADAPTER, plain, "transformers", {"tensor_parallel_size": 1}) == []
+
+
+def test_all_violations_are_told_at_once() -> None:
+    lora = {"r": 8, "rank_pattern": {"q_proj": 64}, "use_dora": True, "modules_to_save": ["x"], "bias": "all"}
+    found = lora_violations(_ADAPTER, lora, "vllm", {"load_format": "dummy"})
+    assert [text.partition(":")[0] for text in found] == [
+        "policy.lora.use_dora",
+        "policy.lora.modules_to_save",
+        "policy.lora.bias",
+        "policy.refit.lora",
+        "policy.lora.r",
+        "policy.refit.lora",
+    ]
+    assert "start vLLM with enable_lora=True" in found[3]
+    assert "rank 64 is above the engine's max_lora_rank, 16" in found[4]
+    (wrapped,) = lora_violations(_MERGE, {}, "vllm", {"enable_lora": True})
+    assert "start vLLM without enable_lora" in wrapped
+    (parts,) = lora_violations(_ADAPTER, {}, "transformers", {"tensor_parallel_size": 2})
+    assert "tensor parallelism 1 alone" in parts
+    assert RefitConfig(lora="both").violations() == ["policy.refit.lora: 'both' is not one of merge, adapter"]
+
+
+def test_settings_and_names_survive_the_wire() -> None:
+    settings = AdapterSettings({"a.b": 4, "c": 3}, {"a.b": 12 / 4, "c": 7 / 3})
+    assert AdapterSettings.from_tensor(settings.to_tensor()) == settings
+    prefix = "base_model.model."
+    assert split_name(f"{prefix}model.q_proj.lora_A.weight") == ("model.q_proj", "A")
+    assert split_name(f"{prefix}model.embed_tokens.lora_embedding_B") == ("model.embed_tokens", "B")
+    assert split_name(f"{prefix}lm_head.weight") is None

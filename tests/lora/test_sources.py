@@ -1,0 +1,202 @@
+"""Sources of a model under peft without an engine: the merge against peft's own, the adapter's names, what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rlrefit.integration.errors import RefitError
+from rlrefit.workers.fsdp.adapter_source import AdapterSource
+from rlrefit.workers.fsdp.merging import Delta, merge
+from rlrefit.workers.fsdp.source import FSDPSource
+
+_PLAIN = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"]}
+_WIDE = {
+    "r": 4,
+    "lora_alpha": 3,
+    "use_rslora": True,
+    "target_modules": ["q_proj", "down_proj", "embed_tokens"],
+    "modules_to_save": ["lm_head"],
+    "bias": "all",
+}
+
+
+def _base(**changes: Any) -> Any:
+    config = {
+        "vocab_size": 12,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+    }
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(Qwen3Config(**{**config, **changes}))
+
+
+def _adapted(fields: dict[str, Any], **changes: Any) -> Any:
+    dtype = changes.pop("dtype", torch.float32)
+    return get_peft_model(_base(**changes).to(dtype), LoraConfig(init_lora_weights=False, **fields))
+
+
+def _change(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1.5)
+
+
+def _wrong(source: FSDPSource, model: Any) -> list[str]:
+    """Names that the source sends with other values than peft merges into a copy of the model."""
+    held = {fragment.name: fragment for fragment in source.fragments()[0]}
+    for fragment in held.values():
+        if any(fragment.name.endswith(f"{kind}.weight") for kind in ("q_proj", "down_proj")):
+            fragment.view.fill_(float("nan"))
+    source.settle()
+    expected = copy.deepcopy(model).merge_and_unload().state_dict()
+    exported = dict(source.export(list(expected)))
+    wrong = sorted(expected.keys() ^ held.keys())
+    for name, tensor in expected.items():
+        sent = tensor.to(exported[name].dtype)
+        if not sent.equal(held[name].view) or not sent.equal(exported[name]):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("exported", [None, torch.bfloat16])
+@pytest.mark.parametrize("fields", [_PLAIN, _WIDE])
+def test_every_weight_is_what_peft_merges_again_after_a_step(
+    fields: dict[str, Any], dtype: torch.dtype, exported: torch.dtype | None
+) -> None:
+    model = _adapted(fields, dtype=dtype)
+    source = FSDPSource(model, exported)
+    assert _wrong(source, model) == []
+    _change(model)
+    assert _wrong(source, model) == []
+
+
+def test_the_adapters_that_are_active_are_added_in_peft_s_order_and_no_others() -> None:
+    model = _adapted(_PLAIN)
+    model.add_adapter("b", LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    source = FSDPSource(model)
+    assert _wrong(source, model) == []
+    for active in (["default", "b"], ["b"], ["b", "default"]):
+        model.base_model.set_adapter(active)
+        assert _wrong(source, model) == []
+
+
+def test_disabled_adapters_leave_the_base_model_and_merged_ones_are_not_added_twice() -> None:
+    model = _adapted(_PLAIN)
+    source = FSDPSource(model)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    (held,) = (fragment for fragment in source.fragments()[0] if fragment.name == name)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    with model.disable_adapter():
+        source.settle()
+        assert held.view.equal(layer.base_layer.weight)
+    source.settle()
+    merged = held.view.clone()
+    assert not merged.equal(layer.base_layer.weight)
+    model.merge_adapter()
+    source.settle()
+    assert held.view.equal(merged)
+    layer.enable_adapters(False)
+    with pytest.raises(RefitError, match="merged into the weight and disabled at once"):
+        source.settle()
+
+
+def test_adapters_that_came_after_the_preparation_end_the_refit() -> None:
+    model = _adapted(_PLAIN)
+    source = FSDPSource(model)
+    source.fragments()
+    model.add_adapter("late", LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(RefitError, match="an adapter 'late' that it had not"):
+        source.settle()
+    plain = _base()
+    source = FSDPSource(plain)
+    source.fragments()
+    get_peft_model(plain, LoraConfig(**_PLAIN))
+    with pytest.raises(RefitError, match="adapters that it had not"):
+        source.settle()
+
+
+def test_another_copy_of_a_trained_module_ends_the_refit() -> None:
+    model = _adapted(_WIDE)
+    source = FSDPSource(model)
+    source.fragments()
+    with model.disable_adapter(), pytest.raises(RefitError, match=r"lm_head is computed by 'its original"):
+        source.settle()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("most", [1 << 30, 40])
+def test_any_cut_of_a_weight_gets_the_same_bits(transposed: bool, most: int) -> None:
+    shape = (23, 10)
+    torch.manual_seed(5)
+    weight, a, b = torch.randn(shape), torch.randn(3, 10), torch.randn(23, 3)
+    if transposed:
+        a, b = torch.randn(3, 23), torch.randn(10, 3)
+    deltas = [Delta(a, b, 0.7, transposed)]
+    whole = torch.full(shape, float("nan"))
+    merge(weight, ((0, 23), (0, 10)), shape, deltas, whole, most)
+    assert torch.allclose(whole, weight + ((b @ a).T if transposed else b @ a) * 0.7)
+    for rows in ((0, 7), (3, 4), (7, 23)):
+        for columns in ((0, 10), (2, 5)):
+            place = slice(*rows), slice(*columns)
+            out = torch.full(shape, float("nan"))[place]
+            merge(weight[place], (rows, columns), shape, deltas, out, most)
+            assert out.equal(whole[place])
+
+
+def test_an_adapter_goes_by_the_names_of_its_checkpoint() -> None:
+    model = _adapted({**_PLAIN, "target_modules": ["q_proj", "embed_tokens"]})
+    expected = get_peft_model_state_dict(model, save_embedding_layers=False)
+    source = AdapterSource(model)
+    held, refused = source.fragments()
+    assert list(refused) == ["adapter_config.json"]
+    source.settle()
+    assert {fragment.name for fragment in held} == expected.keys()
+    assert all(fragment.view.equal(expected[fragment.name]) for fragment in held)
+    exported = dict(source.export([spec.name for spec in source.specs()]))
+    del exported["adapter_config.json"]
+    assert exported.keys() == expected.keys()
+    assert all(tensor.equal(expected[name]) for name, tensor in exported.items())
+
+
+def test_an_adapter_whose_settings_changed_ends_the_refit() -> None:
+    model = _adapted(_PLAIN)
+    source = AdapterSource(model, torch.bfloat16)
+    model.base_model.model.model.layers[0].self_attn.q_proj.scaling["default"] = 9.0
+    with pytest.raises(RefitError, match="another rank, scaling or set of layers"):
+        source.settle()
+
+
+def test_more_than_an_adapter_is_refused_with_all_reasons() -> None:
+    model = _adapted(_WIDE)
+    model.add_adapter("b", LoraConfig(r=2, target_modules=["q_proj"]))
+    model.base_model.set_adapter(["default", "b"])
+    with pytest.raises(RefitError) as raised:
+        AdapterSource(model)
+    assert "lm_head.modules_to_save.default.weight" in str(raised.value)
+    assert "2 active adapters: default, b" in str(raised.value)
+    with pytest.raises(RefitError, match="has no adapter; nothing would reach"):
+        AdapterSource(_base())
+
+
+def test_what_is_no_plain_lora_is_refused_with_all_reasons() -> None:
+    fields = {**_PLAIN, "target_modules": ["q_proj", "embed_tokens"], "use_dora": True}
+    with pytest.raises(RefitError) as raised:
+        FSDPSource(_adapted(fields, tie_word_embeddings=True))
+    assert "adapter 'default' is no plain LoRA (DoraLinearVariant)" in str(raised.value)
+    assert "embed_tokens.base_layer.weight is tied to lm_head.weight" in str(raised.value)
+    with pytest.raises(RefitError, match="lora_bias=True"):
+        FSDPSource(_adapted({**_PLAIN, "target_modules": ["q_proj"], "lora_bias": True}))

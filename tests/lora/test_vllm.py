@@ -1,0 +1,169 @@
+"""A LoRA adapter into a live vLLM: it serves what vLLM makes of the same adapter's files, from memory alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rlrefit.integration.config import RefitConfig
+from rlrefit.recipes.run_files import write_whole
+from rlrefit.workers.fsdp.mixin import FSDPRefitMixin
+from tests.spawn import run_alone
+
+from .ranks import VERSIONS, wait_for
+
+CONFIG = {"bucket_mb": 1, "timeout_s": 120.0, "verify": "full", "lora": "adapter"}
+# Two blocks of vLLM's cache for CPUs, so that its prefix is kept for the next request.
+PROMPTS = [[5, 17, 33, 9], [3 + i % 50 for i in range(260)]]
+Sampled = list[tuple[list[int], list[float]]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the engine gave: with the base model, then after each refit with the refit's adapter and with its files."""
+
+    base: Sampled
+    refitted: list[Sampled]
+    from_files: list[Sampled]
+    factors_differ: list[list[str]]
+    versions: list[list[int]]
+    cached: list[int]
+    refused: str
+
+
+def serve(folder: str, checkpoint: str) -> Served:
+    """An engine in this process, which follows the trainer and asks vLLM itself for the same adapters."""
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    from rlrefit.workers.vllm.driver import EXTENSION, VllmDriver
+    from rlrefit.workers.vllm.lora import ADAPTER_ID, lora_request
+
+    llm = LLM(
+        model=checkpoint,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=512,
+        worker_extension_cls=EXTENSION,
+        enable_lora=True,
+        max_loras=2,
+        max_lora_rank=8,
+        kv_cache_memory_bytes=64 << 20,
+    )
+    driver = VllmDriver(llm)
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    manager = worker.model_runner.lora_manager._adapter_manager
+    parameters = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=0)
+    versions: list[list[int]] = []
+    cached: list[int] = []
+
+    def sample(request: Any) -> Sampled:
+        found = driver.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, lora_request=request)
+        versions.append(sorted({version for one in found for version in one.versions}))
+        cached.append(max(one.output.num_cached_tokens or 0 for one in found))
+        outputs = [one.output.outputs[0] for one in found]
+        return [
+            (list(o.token_ids), [e[t].logprob for t, e in zip(o.token_ids, o.logprobs, strict=True)])
+            for o in outputs
+        ]
+
+    def differing(one: int, other: int) -> list[str]:
+        slots = [manager.lora_index_to_id.index(adapter) for adapter in (one, other)]
+        return [
+            name
+            for name, module in manager.modules.items()
+            for stacked in (*module.lora_a_stacked, *module.lora_b_stacked)
+            if not stacked[slots[0]].equal(stacked[slots[1]])
+        ]
+
+    base = sample(None)
+    meeting = Path(folder) / "meeting.json"
+    wait_for(meeting)
+    driver.init_refit(json.loads(meeting.read_text()), 1, RefitConfig(**CONFIG))
+    refitted, from_files, factors_differ = [], [], []
+    for version in range(VERSIONS):
+        for module in manager.modules.values():
+            for stacked in (*module.lora_a_stacked, *module.lora_b_stacked):
+                stacked.fill_(float("nan"))
+        driver.refit(version)
+        refitted.append(sample(lora_request()))
+        saved = Path(folder) / f"version{version}"
+        wait_for(saved.with_suffix(".done"))
+        from_files.append(sample(LoRARequest(f"files{version}", version + 1, str(saved))))
+        factors_differ.append(differing(ADAPTER_ID, version + 1))
+    driver.close_refit()
+    try:
+        driver.init_refit(json.loads(meeting.read_text()), 1, RefitConfig(**{**CONFIG, "lora": "merge"}))
+    except Exception as error:
+        refused = str(error)
+    return Served(base, refitted, from_files, factors_differ, versions, cached, refused)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("lora-vllm")
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    base = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    base.save_pretrained(folder / "base")
+    lora = LoraConfig(
+        r=6, lora_alpha=9, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    )
+
+    class Trainer(FSDPRefitMixin):
+        model = get_peft_model(base, lora)
+        refit_config = RefitConfig(**CONFIG)
+        refit_dtype = torch.bfloat16
+
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with ThreadPoolExecutor(1) as pool:
+        engine: Future[Served] = pool.submit(
+            run_alone, serve, str(folder), str(folder / "base"), environment=environment, timeout_s=200.0
+        )
+        trainer = Trainer()
+        rendezvous = trainer.open_refit_rendezvous("127.0.0.1", 1, 1)
+        write_whole(folder / "meeting.json", json.dumps(rendezvous))
+        trainer.init_per_pp_refit_comm_group(rendezvous, 0)
+        for version in range(VERSIONS):
+            with torch.no_grad():
+                for name, parameter in trainer.model.named_parameters():
+                    if "lora_" in name:
+                        parameter.normal_(0.0, 0.3)
+            trainer.nccl_xfer_refit(version)
+            trainer.model.save_pretrained(folder / f"version{version}")
+            (folder / f"version{version}.done").touch()
+        yield engine.result()
+        trainer.close_refit()
+
+
+def test_the_engine_serves_what_vllm_makes_of_the_adapter_s_files(served: Served) -> None:
+    assert served.factors_differ == [[], []]
+    assert served.refitted == served.from_files
+    assert served.refitted[0] != served.base
+    assert served.refitted[0] != served.refitted[1]
+
+
+def test_tokens_tell_their_version_and_no_prefix_outlives_it(served: Served) -> None:
+    # The base model, then each refit's adapter and the same from its files.
+    assert served.versions == [[-1], [0], [0], [1], [1]]
+    assert served.cached == [0, 0, 0, 0, 0]
