@@ -111,7 +111,9 @@ def _megatron(rank: int, case: Case) -> dict[str, Any]:
     torch.distributed.all_gather(parts, out.contiguous(), group=group)
     report["logits"] = torch.cat(parts, -1).float()
     logits().float().square().mean().backward()
-    report["without_gradient"] = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    report["without_gradient"] = [
+        n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()
+    ]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 - 0.1 * parameter.sign() * (parameter.abs() > 0.01))

@@ -1,0 +1,131 @@
+"""NVFP4 training under FSDP2 and Megatron (TP2, EP2), beside one process that trains the same model whole; and vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlrefit.integration.quantize import nvfp4
+from rlrefit.integration.quantize.nvfp4_checkpoint import fused_module, packed_names
+from rlrefit.recipes.tiny.checkpoints import make_checkpoint
+from tests.spawn import run_alone, run_ranks
+
+from .models import read, trainer
+from .ranks import Case, cut, run, token_ids
+from .vllm_side import ENVIRONMENT, serve
+
+pytestmark = pytest.mark.timeout(300)
+
+LAYOUTS: dict[str, tuple[str, dict[str, int] | None]] = {
+    "fsdp": ("qwen3", None),
+    "fsdp-moe": ("qwen3-moe", None),
+    "tp2": ("qwen3", {"tensor_parallel": 2}),
+    "ep2": ("qwen3-moe", {"tensor_parallel": 2, "expert_parallel": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("checkpoints")
+    for kind in ("qwen3", "qwen3-moe"):
+        make_checkpoint(kind, root / kind)
+    return root
+
+
+@pytest.fixture(scope="module")
+def reports(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """By layout, the report of each rank."""
+    cases = [Case(str(folder / kind), folder / f"of-{name}", how) for name, (kind, how) in LAYOUTS.items()]
+    by_rank = run_ranks(run, 2, cases)
+    return {name: [reports[i] for reports in by_rank] for i, name in enumerate(LAYOUTS)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_send_slices_of_the_packed_checkpoint_they_started_from(
+    folder: Path, reports: dict[str, Any], layout: str
+) -> None:
+    original = read(folder / LAYOUTS[layout][0])
+    largest: dict[str, torch.Tensor] = {}
+    for name in reports[layout][0]["weights"]:
+        fused = fused_module(name)
+        amax = original[name].abs().amax().float()
+        largest[fused] = torch.maximum(largest.get(fused, amax), amax)
+    whole = {name: tensor.to(torch.float32) for name, tensor in original.items()}
+    for name in reports[layout][0]["weights"]:
+        names = packed_names(name)
+        shared = nvfp4.global_scale(largest[fused_module(name)])
+        whole[names.weight], whole[names.weight_scale], whole[names.weight_scale_2] = nvfp4.quantize(
+            original[name], shared
+        )
+    for report in reports[layout]:
+        dtypes = {"fsdp": torch.bfloat16}.get(layout.partition("-")[0], torch.float32)
+        unpacked = {n: t.to(dtypes) if t.dtype == torch.float32 and t.dim() else t for n, t in whole.items()}
+        held = [part for part in report["first"]["held"] if not part[0].endswith("input_scale")]
+        assert len({name for name, _, _ in held}) >= len(report["weights"])
+        assert list(cut(unpacked, held)) == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_after_training_ranks_send_slices_of_the_checkpoint_they_write(
+    folder: Path, reports: dict[str, Any], layout: str
+) -> None:
+    written = read(folder / f"of-{layout}")
+    held = [part for report in reports[layout] for part in report["slices"]["held"]]
+    routers = {name for name in written if name.endswith("mlp.gate.weight")}
+    assert {name for name, _, _ in held} | routers == written.keys()
+    assert list(cut(written, held)) == []
+    for before, after in zip(
+        reports[layout][0]["first"]["held"], reports[layout][0]["slices"]["held"], strict=True
+    ):
+        if before[0].endswith("proj.weight"):
+            assert not torch.equal(before[2], after[2]), f"{before[0]} did not change"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_have_the_scales_of_one_process(folder: Path, reports: dict[str, Any], layout: str) -> None:
+    _, qat = trainer(folder / LAYOUTS[layout][0])
+    wanted = qat.state_dict()
+    for report in reports[layout]:
+        assert report["weights"] == qat.weights
+        assert report["scales"] == {n: qat.scale(n, torch.float32).item() for n in qat.weights}
+        # Of BF16 or of another order of sums: nearly equal, but on all ranks the same.
+        assert report["inputs"] == pytest.approx(wanted, rel=0.03 if "fsdp" in layout else 1e-4)
+        assert report["inputs"] == reports[layout][0]["inputs"]
+
+
+@pytest.mark.parametrize("layout", ["tp2", "ep2"])
+def test_megatron_computes_what_transformers_does(folder: Path, reports: dict[str, Any], layout: str) -> None:
+    model, _ = trainer(folder / LAYOUTS[layout][0])
+    plain, _ = trainer(folder / LAYOUTS[layout][0], activations=False)
+    with torch.no_grad():
+        wanted, weights_only = model(token_ids()).logits, plain(token_ids()).logits
+    far = (weights_only - wanted).abs().mean()
+    for report in reports[layout]:
+        # A rounding apart before it is quantized, an element may be a whole step apart behind it.
+        assert (report["logits"] - wanted).abs().mean() < 0.1 * far
+        assert report["without_gradient"] == []
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp-moe"])
+def test_training_under_fsdp_learns(reports: dict[str, Any], layout: str) -> None:
+    for report in reports[layout]:
+        first, second = report["losses"]
+        assert second < first - 0.1
+
+
+def test_vllm_loads_the_checkpoint_and_takes_refits_of_it_and_computes_what_training_does(
+    folder: Path, reports: dict[str, Any]
+) -> None:
+    a, b = (str(folder / f"of-{layout}") for layout in ("fsdp", "tp2"))
+    found = run_alone(serve, a, b, environment=ENVIRONMENT)
+    assert found["changed"]
+    assert found["differing after 1"] == []
+    assert found["differing after 2"] == []
+    assert found["methods"] == {"ModelOptNvFp4LinearMethod"}
+    # vLLM's emulation divides by the reciprocal of a scale where its kernels, and training, multiply by the scale.
+    assert max(found["apart"].values()) < 2**-7
+    for fused, parts in found["fused"]:
+        assert len({fused_module(f"x.{part}.weight") for part in parts}) == 1, fused

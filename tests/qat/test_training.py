@@ -1,0 +1,211 @@
+"""Training in NVFP4 in one process: it learns, it is what is exported, and packed weights are refitted bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlrefit.integration.errors import RefitError
+from rlrefit.integration.layout import box_of
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.quantize import nvfp4
+from rlrefit.integration.session import RefitSession
+from rlrefit.recipes.tiny.checkpoints import make_checkpoint
+from rlrefit.workers.fsdp.source import FSDPSource
+from rlrefit.workers.qat.checkpoint import write_checkpoint
+from rlrefit.workers.qat.model import QAT
+from rlrefit.workers.qat.source import PackedSource
+from tests.refit.synthetic import SyntheticDestination, run_world
+
+from .models import dequantized, read, train, trainer
+from .ranks import as_bytes, token_ids
+
+FP32 = torch.float32
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return lambda kind: root / kind if (root / kind).exists() else make_checkpoint(kind, root / kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"activations": False, "first_layers": 1}),
+        ("qwen3", {"force_dynamic_quantization": True}),
+        ("qwen3-moe", {}),
+    ],
+    ids=["W4A4", "W4A16", "dynamic", "experts"],
+)
+def test_training_learns(checkpoints: Callable[[str], Path], kind: str, config: dict[str, Any]) -> None:
+    model, qat = trainer(checkpoints(kind), **config)
+    losses = train(model, qat, 4)
+    assert all(later < earlier - 0.1 for earlier, later in pairwise(losses)), losses
+
+
+def test_a_checkpoint_computes_what_the_trained_model_does_bit_for_bit(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, qat = trainer(checkpoints("qwen3"))
+    for version in range(2):
+        train(model, qat, 1)
+        folder = tmp_path / str(version)
+        write_checkpoint(folder, checkpoints("qwen3"), FSDPSource(model, FP32), qat, shard_bytes=200_000)
+        with torch.no_grad():
+            ours, theirs = (m(token_ids()).logits for m in (model, dequantized(folder, FP32)))
+        assert torch.equal(ours, theirs)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == read(folder).keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in read(folder).values())
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["quant_algo"], config["ignore"]) == (
+        "modelopt",
+        "NVFP4",
+        ["lm_head"],
+    )
+    assert (folder / "tokenizer.json").exists()
+
+
+def test_fused_neighbours_share_their_scales_in_training_and_in_the_checkpoint(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, qat = trainer(checkpoints("qwen3-moe"))
+    write_checkpoint(tmp_path / "out", checkpoints("qwen3-moe"), FSDPSource(model, torch.bfloat16), qat)
+    tensors, original = read(tmp_path / "out"), read(checkpoints("qwen3-moe"))
+    for parts in (
+        [f"model.layers.1.self_attn.{p}_proj" for p in "qkv"],
+        [f"model.layers.1.mlp.experts.5.{p}_proj" for p in ("gate", "up")],
+    ):
+        shared = nvfp4.global_scale(*(original[f"{part}.weight"].abs().amax() for part in parts))
+        for part in parts:
+            packed, scales, _ = nvfp4.quantize(original[f"{part}.weight"], shared)
+            assert torch.equal(tensors[f"{part}.weight"], packed)
+            assert torch.equal(as_bytes(tensors[f"{part}.weight_scale"]), as_bytes(scales))
+            assert tensors[f"{part}.weight_scale_2"] == shared
+    inputs = [
+        t for name, t in tensors.items() if "layers.0.mlp.experts" in name and name.endswith("input_scale")
+    ]
+    assert len(inputs) == 24
+    assert len({t.item() for t in inputs}) == 2
+
+
+def test_a_forward_pass_with_scales_of_old_weights_is_refused(checkpoints: Callable[[str], Path]) -> None:
+    model, qat = trainer(checkpoints("qwen3"))
+    model.load_state_dict(model.state_dict())
+    with pytest.raises(RefitError, match="not up to date: weights have been loaded"):
+        model(token_ids())
+    qat.refresh()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(RefitError, match=r"not up to date: an optimizer has made a step.*Call refresh\(\)"):
+        model(token_ids())
+
+
+def test_without_calibration_static_scales_are_refused_and_saved_ones_do_as_well(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    model, qat = trainer(checkpoints("qwen3"))
+    wanted = model(token_ids()).logits
+    other, again = trainer(checkpoints("qwen3"), force_dynamic_quantization=True)
+    with pytest.raises(RefitError, match="saw no inputs of"):
+        again.prepare_export()
+    other, again = trainer(checkpoints("qwen3"), activations=True)
+    state = qat.state_dict()
+    again.load_state_dict(dict.fromkeys(state, 0.0))
+    with pytest.raises(RefitError, match="are not known yet"):
+        other(token_ids())
+    again.load_state_dict(state)
+    assert torch.equal(other(token_ids()).logits, wanted)
+    with pytest.raises(ValueError, match="those of other layers; 1 differ"):
+        again.load_state_dict({**state, "model.layers.7.mlp.down_proj": 1.0})
+
+
+def test_a_weight_that_is_not_finite_is_told_by_name(checkpoints: Callable[[str], Path]) -> None:
+    model, qat = trainer(checkpoints("qwen3"))
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 5] = torch.nan
+    with pytest.raises(RefitError, match=r"1 quantized weights hold NaN.*model.layers.1.mlp.gate_up_proj"):
+        qat.refresh()
+
+
+def test_a_failed_export_leaves_nothing_behind(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+    model, qat = trainer(checkpoints("qwen3"))
+    source = FSDPSource(model, torch.bfloat16)
+    with pytest.raises(RefitError, match=r"was not written: FileNotFoundError.*nothing is left behind"):
+        write_checkpoint(tmp_path / "new", tmp_path / "missing", source, qat)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Engine(SyntheticDestination):
+    """A rank that holds packed tensors."""
+
+    def poison(self) -> None:
+        for storage in self._wanted.values():
+            for element in (storage,) if storage.dim() else (storage[None],):
+                element.copy_(torch.full(element.shape, 0x7F, dtype=torch.uint8).to(element.dtype))
+
+    def differing(self, whole: dict[str, torch.Tensor]) -> list[str]:
+        return [
+            f"{name} {box}"
+            for (name, box), storage in self._wanted.items()
+            if not torch.equal(as_bytes(storage), as_bytes(whole[name][tuple(slice(*side) for side in box)]))
+        ]
+
+
+class Source(PackedSource):
+    """A trainer whose weights change before each refit."""
+
+    def __init__(self, model: torch.nn.Module, qat: QAT):
+        super().__init__(FSDPSource(model, torch.bfloat16), qat)
+        self.model, self.qat = model, qat
+
+
+@pytest.mark.parametrize("engine", ["nccl_xfer", "packed_broadcast"])
+def test_packed_weights_are_refitted_bit_for_bit_and_again(
+    checkpoints: Callable[[str], Path], engine: str
+) -> None:
+    model, qat = trainer(checkpoints("qwen3-moe"))
+    source = Source(model, qat)
+    destinations = [Engine(source.specs(), {s.name: [_half(s, r)] for s in source.specs()}) for r in (0, 1)]
+    exported: list[dict[str, torch.Tensor]] = []
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        found = []
+        for version in range(2):
+            if rank == 0:
+                train(model, qat, 1)
+                whole = FSDPSource(model, torch.bfloat16)
+                weights = whole.export([spec.name for spec in whole.specs()])
+                exported.append({n: t.clone() for name, w in weights for n, t in qat.packed(name, w)})
+            else:
+                endpoint.poison()
+            record = session.refit(version)
+            found.append((record, [] if rank == 0 else endpoint.differing(exported[version])))
+        return found
+
+    results = run_world([source], destinations, body, engine=engine)
+    for result in results:
+        assert not isinstance(result, BaseException), result
+        assert [wrong for _, wrong in result] == [[], []]
+    first, second = exported
+    name = "model.layers.1.mlp.experts.5.gate_proj.weight"
+    assert not torch.equal(first[name], second[name])
+    if engine == "nccl_xfer":
+        assert results[1][0][0]["bytes_misc"] == 0
+
+
+def _half(spec: TensorSpec, rank: int) -> Any:
+    """Rows for one rank, all columns; vectors and scalars whole. Down projections by columns."""
+    box = list(box_of(spec.shape))
+    if len(box) == 2:
+        side = 1 if "down_proj" in spec.name or "o_proj" in spec.name else 0
+        size = spec.shape[side] // 2
+        box[side] = (rank * size, (rank + 1) * size)
+    return tuple(box)

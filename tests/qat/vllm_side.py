@@ -1,0 +1,99 @@
+"""vLLM's own NVFP4 layers and loaders on a CPU: one rank of a tensor-parallel engine, in a process of its own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RANK, RANKS = 1, 2
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NVFP4_GEMM_BACKEND": "emulation",  # the one that needs no kernels
+}
+_LAYERS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def serve(path_a: str, path_b: str) -> dict[str, Any]:
+    """Load A, refit to B and back, and compute with the layers of what vLLM itself loads from B."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+    from vllm.config import set_current_vllm_config
+    from vllm_checkpoints import manifest_of, read_checkpoint
+    from vllm_ranks import Case, Layout, _config, _differing
+
+    from rlrefit.workers.vllm.destination import VllmDestination
+    from tests.catalog.real_vllm import _stand_in_for_groups
+
+    _stand_in_for_groups(
+        {"groups": {"tp": (RANK, RANKS), "pp": (0, 1), "dp": (0, 1), "ep": (0, 1), "pcp": (0, 1)}}
+    )
+
+    def loaded(path: str) -> tuple[torch.nn.Module, Any]:
+        from vllm.model_executor.model_loader import get_model
+
+        config = _config(path, Case(path, path, Layout()))
+        config.parallel_config.tensor_parallel_size = RANKS
+        with set_current_vllm_config(config):
+            return get_model(vllm_config=config), config
+
+    a, b = read_checkpoint(path_a), read_checkpoint(path_b)
+    live, config = loaded(path_a)
+    expected, _ = loaded(path_b)
+    destination = VllmDestination(live, config, torch.device("cpu"))
+    fragments, misc = destination.fragments(manifest_of(a))
+    found: dict[str, Any] = {"changed": bool(_differing(live, expected)), "bulk": len(fragments)}
+    for version, (tensors, oracle) in enumerate(((b, expected), (a, loaded(path_a)[0])), start=1):
+        for parameter in live.parameters():
+            parameter.data.view(-1).view(torch.uint8).fill_(0x7F)  # NaN in every float
+        for fragment in fragments:
+            fragment.view.copy_(tensors[fragment.name][tuple(slice(i, j) for i, j in fragment.box)])
+        destination.load_weights((name, tensors[name]) for name in misc)
+        destination.finish(version)
+        found[f"differing after {version}"] = _differing(live, oracle)
+    with set_current_vllm_config(config):
+        return found | _products(expected, b) | {"fused": _fused()}
+
+
+def _fused() -> list[tuple[str, list[str]]]:
+    """What vLLM's models of some families hold in one matrix, and its parts."""
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+
+    models: list[Any] = [DeepseekV2ForCausalLM, LlamaForCausalLM, Qwen3MoeForCausalLM]
+    return [item for model in models for item in model.packed_modules_mapping.items()]
+
+
+def _products(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """For each layer of the first block: its kind, and how far its products are from those of training."""
+    methods, apart = set(), {}
+    for name in _LAYERS:
+        layer: Any = model.get_submodule(f"model.layers.0.{name}")
+        methods.add(type(layer.quant_method).__name__)
+        x = torch.randn(5, layer.input_size_per_partition, generator=torch.Generator().manual_seed(1))
+        theirs = layer.quant_method.apply(layer, x.bfloat16())
+        difference = (theirs - _ours(tensors, name, x.bfloat16())).abs().max()
+        apart[name] = float(difference / theirs.abs().max())
+    return {"methods": methods, "apart": apart}
+
+
+def _ours(tensors: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+    """What the trainer's layer computes for this rank's part."""
+    from rlrefit.integration.quantize import nvfp4
+    from rlrefit.workers.qat.functions import fake_input
+
+    path, _, last = name.rpartition(".")
+    outs = []
+    for part in _PARTS.get(last, (last,)):
+        module = f"model.layers.0.{path}.{part}"
+        packed, scales, scale_2 = (
+            tensors[f"{module}.{end}"] for end in ("weight", "weight_scale", "weight_scale_2")
+        )
+        weight = nvfp4.dequantize(packed, scales, scale_2, torch.bfloat16)
+        weight = weight.chunk(RANKS, 0 if last in _PARTS else 1)[RANK]
+        outs.append(fake_input(x, tensors[f"{module}.input_scale"]) @ weight.t())
+    return torch.cat(outs, -1)
