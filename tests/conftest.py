@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
 
 import pytest
+
+from tests.ahead import FoundAhead
+
+# As Ray has it for clusters that a run starts, so that runs that join one ask for its token too; read as Ray loads.
+os.environ["RAY_AUTH_MODE"] = "token"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,3 +23,16 @@ def server_of_processes() -> None:
     for name in ("tests.spawn", "spawn"):
         if name in sys.modules:
             sys.modules[name].processes()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def found_ahead(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, server_of_processes: None
+) -> Iterator[FoundAhead]:
+    """What the modules of all tests that were collected want to have begun as early as can be."""
+    modules = dict.fromkeys(
+        item.module for item in request.session.items if isinstance(item, pytest.Function)
+    )
+    found = FoundAhead(modules, tmp_path_factory.mktemp("ahead"))
+    yield found
+    found.close()

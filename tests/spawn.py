@@ -19,8 +19,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 from unittest import mock
 
-# What Megatron, vLLM and transformers engines load, but neither of them itself: each rank must be free to put its
-# stand-ins in place and to choose its environment first.
+# What ranks would spend most of their start on. Not vLLM, which starts threads as it loads: they'd not outlive a fork.
 _PRELOADED = [
     "pytest",  # the module that each process takes for the main one
     "torch.distributed.tensor",
@@ -29,6 +28,7 @@ _PRELOADED = [
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "tests.loaded_megatron",
 ]
 
 

@@ -46,6 +46,11 @@ class Case:
     def __str__(self) -> str:
         return f"{self.family}-{self.layout}"
 
+    @property
+    def checkpoint(self) -> tuple[str, bool]:
+        """The family, and whether fewer layers of it do: one of each kind, where no pipeline cuts them."""
+        return self.family, self.layout.pp == 1
+
 
 _TP4 = Layout(tp=4)
 _TP2_PP2 = Layout(tp=2, pp=2)

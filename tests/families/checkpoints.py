@@ -104,29 +104,38 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_checkpoint(family: str, folder: Path) -> str:
+def config_of(family: str, *, short: bool) -> dict[str, Any]:
+    """Keys of a family's configuration; ``short``: with one layer of each kind, or two if all are alike."""
+    config = CONFIGS[family]
+    if not short or "hybrid_override_pattern" in config:
+        return config
+    return config | {"num_hidden_layers": 2}
+
+
+def write_checkpoint(family: str, folder: Path, *, short: bool = False) -> str:
     """Write a BF16 checkpoint of one of the families and return its folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**CONFIGS[family])
+    keys = config_of(family, short=short)
+    config = AutoConfig.for_model(**keys)
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     model.save_pretrained(folder)
     published = _AS_PUBLISHED.get(family)
     if published is not None:
         file = folder / "model.safetensors"
-        save_file(published(load_file(file)), file, {"format": "pt"})
+        save_file(published(load_file(file), keys), file, {"format": "pt"})
     if family == "nemotron_h":
         # Published configurations have the pattern, which Bridge reads; transformers writes a list instead.
         written = json.loads((folder / "config.json").read_text())
-        pattern = CONFIGS[family]["hybrid_override_pattern"]
+        pattern = keys["hybrid_override_pattern"]
         (folder / "config.json").write_text(json.dumps(written | {"hybrid_override_pattern": pattern}))
     return str(folder)
 
 
-def _with_prediction_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_prediction_layer(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
     """DeepSeek-V3's multi-token-prediction layer, which transformers leaves out."""
-    count, hidden = CONFIGS["deepseek_v3"]["num_hidden_layers"], CONFIGS["deepseek_v3"]["hidden_size"]
+    count, hidden = keys["num_hidden_layers"], keys["hidden_size"]
     last, added = f"model.layers.{count - 1}.", f"model.layers.{count}."
     more = {added + k.removeprefix(last): v.clone() for k, v in tensors.items() if k.startswith(last)}
     for norm in ("enorm", "hnorm", "shared_head.norm"):
@@ -135,18 +144,18 @@ def _with_prediction_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors | more
 
 
-def _with_published_embedding(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_published_embedding(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
     """NemotronH's embedding under its published name."""
     return {k.replace("backbone.embedding.", "backbone.embeddings."): v for k, v in tensors.items()}
 
 
-def _with_stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_stacked_experts(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
     """Qwen3.5's experts in one tensor for each layer, as it is published."""
     kept = {k: v for k, v in tensors.items() if ".experts." not in k}
     for prefix in sorted({k.partition(".experts.")[0] for k in tensors.keys() - kept.keys()}):
         gate, up, down = (
             torch.stack(
-                [tensors[f"{prefix}.experts.{i}.{part}_proj.weight"] for i in range(_EXPERTS["num_experts"])]
+                [tensors[f"{prefix}.experts.{i}.{part}_proj.weight"] for i in range(keys["num_experts"])]
             )
             for part in ("gate", "up", "down")
         )
@@ -155,21 +164,21 @@ def _with_stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return kept
 
 
-def _with_transposed_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_transposed_experts(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
     """The same transposed, as Qwen3-VL's are."""
     return {
         k: v.transpose(1, 2).contiguous() if ".experts." in k else v
-        for k, v in _with_stacked_experts(tensors).items()
+        for k, v in _with_stacked_experts(tensors, keys).items()
     }
 
 
-def _with_output_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_output_layer(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
     """A tied embedding that the checkpoint has under both names."""
     return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
 
 
-# What transformers writes, turned into what is published.
-_AS_PUBLISHED: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+# What transformers writes, and the keys that it was written for, turned into what is published.
+_AS_PUBLISHED: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tensor]]] = {
     "deepseek_v3": _with_prediction_layer,
     "nemotron_h": _with_published_embedding,
     "qwen3-tied-twice": _with_output_layer,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from .cases import BROKEN, CASES, CHANGED, CONVERSIONS, COPIED, FEW_GROUPS
-from .report import Report, examine
+from tests.ahead import FoundAhead
+
+from .report import Report, examine_all
 
 
 @pytest.fixture(scope="package")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return examine(
-        [*CONVERSIONS, COPIED, FEW_GROUPS, *CHANGED, BROKEN, *CASES], tmp_path_factory.mktemp("families")
-    )
+def report(found_ahead: FoundAhead) -> Report:
+    return found_ahead.by(examine_all)

@@ -23,7 +23,7 @@ from .variants import VARIANTS
 MAPPINGS = "mappings"
 
 
-def walk(rank: int, cases: Sequence[Case], checkpoints: dict[str, str], folder: str) -> None:
+def walk(rank: int, cases: Sequence[Case], checkpoints: dict[tuple[str, bool], str], folder: str) -> None:
     """Write ``FOLDER/CASE.json`` for one case after another; ends at the first one that raises.
 
     A rank that raised leaves its peers in a collective, so the caller has to start again with the cases that are left.
@@ -39,7 +39,9 @@ def walk(rank: int, cases: Sequence[Case], checkpoints: dict[str, str], folder: 
     _accept_delta_nets()
     for case in cases:
         is_mappings = case.family == MAPPINGS
-        found = _examine_mappings(case.layout) if is_mappings else _examine(case, checkpoints[case.family])
+        found = (
+            _examine_mappings(case.layout) if is_mappings else _examine(case, checkpoints[case.checkpoint])
+        )
         _forget()
         if rank == 0:
             (Path(folder) / f"{case}.json").write_text(json.dumps(found))

@@ -10,12 +10,12 @@ from typing import Any
 
 from tests.spawn import RankFailed, run_ranks
 
-from .cases import WORLD, Case
+from .cases import BROKEN, CASES, CHANGED, CONVERSIONS, COPIED, FEW_GROUPS, WORLD, Case
 from .checkpoints import write_checkpoint
 from .ranks import MAPPINGS, walk
 
 # Of all cases together, however many of them fail or hang.
-_WALK_S = 400.0
+_WALK_S = 900.0
 
 
 class Report:
@@ -42,10 +42,12 @@ class Report:
 
 def examine(cases: Sequence[Case], folder: Path) -> Report:
     """Walk through all cases; after one that fails, the others go on in new processes."""
+    wanted = dict.fromkeys(case.checkpoint for case in cases if case.family != MAPPINGS)
     checkpoints = {
-        family: write_checkpoint(family, folder / family)
-        for family in dict.fromkeys(case.family for case in cases)
-        if family != MAPPINGS
+        (family, short): write_checkpoint(
+            family, folder / f"{family}{'-short' if short else ''}", short=short
+        )
+        for family, short in wanted
     }
     failed: dict[str, str] = {}
     found: dict[str, dict[str, Any]] = {}
@@ -70,3 +72,8 @@ def examine(cases: Sequence[Case], folder: Path) -> Report:
         if left:
             failed[str(left.pop(0))] = reason
     return Report(found, failed)
+
+
+def examine_all(folder: Path) -> Report:
+    """What every test here asks of."""
+    return examine([*CONVERSIONS, COPIED, FEW_GROUPS, *CHANGED, BROKEN, *CASES], folder)

@@ -16,7 +16,10 @@ from . import mappings
 from .cases import BROKEN, CASES, CHANGED, CONVERSIONS, COPIED, FEW_GROUPS, Case
 from .checkpoints import CONFIGS
 from .expected import MISC
-from .report import Report
+from .report import Report, examine_all
+
+AHEAD = (examine_all,)
+pytestmark = pytest.mark.timeout(900)  # the first test to ask for the report waits for all cases
 
 # One key size, so that TP 4 divides neither the heads nor the rows.
 _TWO_KEY_HEADS = {
@@ -31,7 +34,7 @@ _TWO_KEY_HEADS = {
 def test_fragments_of_all_ranks_are_bridges_own_export(case: Case, report: Report) -> None:
     found = report.of(case)
     assert found["wrong"] == []
-    assert found["weights"] > 30
+    assert found["weights"] > 20
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -6,8 +6,11 @@ import pytest
 
 from rlrefit.workers.catalog import bundled_models
 
-from .report import Report
+from .report import Report, examine_all
 from .table import section, true_share, written
+
+AHEAD = (examine_all,)
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_the_readme_says_what_the_tests_found(report: Report) -> None:

@@ -242,21 +242,13 @@ def second_layout(rank: int, case: Case) -> str:
 
 def one_rank(rank: int, trained: dict[str, Case]) -> dict[str, Any]:
     """The same policies on a single rank, and what only a single rank needs."""
-    import logging
     import sys
 
     import torch
 
     from rlrefit.workers.megatron import cpu_standins
+    from tests import loaded_megatron
 
-    factories, methods = (torch.zeros, torch.tensor), (torch.Tensor.type, torch.Tensor.cuda)
-    heard: list[str] = []
-
-    class Ear(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
-
-    logging.getLogger(cpu_standins.__name__).addHandler(Ear())
     reports = train_all(rank, trained)
     cpu_standins.install()
     policy = make_policy(next(iter(trained.values())))
@@ -276,9 +268,9 @@ def one_rank(rank: int, trained: dict[str, Case]) -> dict[str, Any]:
     except (AssertionError, RuntimeError):
         answer = "raises"
     outside = {
-        "same factories": (torch.zeros, torch.tensor) == factories,
-        "same tensor methods": (torch.Tensor.type, torch.Tensor.cuda) == methods,
+        "same factories": (torch.zeros, torch.tensor) == loaded_megatron.FACTORIES,
+        "same tensor methods": (torch.Tensor.type, torch.Tensor.cuda) == loaded_megatron.METHODS,
         "transformer_engine modules": [name for name in sys.modules if name.startswith("transformer_engine")],
         "current_device outside Megatron": answer,
     }
-    return {"trained": reports, "warnings": heard, "rejected": rejected, "torch": outside}
+    return {"trained": reports, "warnings": loaded_megatron.ANNOUNCED, "rejected": rejected, "torch": outside}

@@ -13,9 +13,10 @@ import pytest
 from policy_checkpoints import transformers_logprobs, write_checkpoint
 from policy_ranks import LENGTHS, TEMPERATURE, Case, one_rank, token_ids, two_ranks
 
+from tests.ahead import FoundAhead
 from tests.spawn import run_ranks
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
@@ -62,9 +63,7 @@ class World:
     double: list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    root = tmp_path_factory.mktemp("policy")
+def run_all_cases(root: Path) -> World:
     paths = {
         name: write_checkpoint(root / name.replace(" ", "_"), kind, **changes)
         for name, (kind, changes) in CHECKPOINTS.items()
@@ -96,11 +95,19 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     other = Case(str(paths["moe"]), LAYOUTS["TP2 and ETP2"][1], "bfloat16", eps=1e-8)
     folders = {"good": str(paths["qwen3"]), "bad": str(bad)}
     with ThreadPoolExecutor(2) as pool:
-        single = pool.submit(run_ranks, one_rank, 1, alone, timeout_s=500)
+        single = pool.submit(run_ranks, one_rank, 1, alone, timeout_s=900)
         double = pool.submit(
-            run_ranks, two_ranks, 2, trained, resumed, other, folders, str(root), timeout_s=500
+            run_ranks, two_ranks, 2, trained, resumed, other, folders, str(root), timeout_s=900
         )
         return World(paths, single.result()[0], double.result())
+
+
+AHEAD = (run_all_cases,)
+
+
+@pytest.fixture(scope="module")
+def world(found_ahead: FoundAhead) -> World:
+    return found_ahead.by(run_all_cases)
 
 
 def on_both(world: World, case: str) -> list[Any]:

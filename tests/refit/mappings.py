@@ -20,12 +20,13 @@ from .stored import StoredDestination, StoredRank, StoredSource, value_of
 class Worlds:
     """A group world of each size, made at its first use."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 20.0) -> None:
+        self._timeout_s = timeout_s
         self._made: dict[int, GroupWorld] = {}
 
     def of(self, size: int) -> GroupWorld:
         if size not in self._made:
-            self._made[size] = GroupWorld(size).__enter__()
+            self._made[size] = GroupWorld(size, self._timeout_s).__enter__()
         return self._made[size]
 
     def close(self) -> None:

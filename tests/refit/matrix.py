@@ -65,7 +65,7 @@ def stored(
 
 def wrong_mappings(cases: Sequence[tuple[str, TrainLayout]]) -> list[str]:
     """For each kind of model and trainer what is wrong with its refits to all engines, or how they failed."""
-    worlds = Worlds()
+    worlds = Worlds(timeout_s=300.0)  # in the background, where others go first
     found = [_wrong(worlds, *case) for case in cases]
     worlds.close()
     return found

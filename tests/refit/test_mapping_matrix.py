@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.session import RefitSession
 from rlrefit.workers.catalog import GenLayout, TrainLayout, violations
+from tests.ahead import FoundAhead
 from tests.spawn import run_alone
 
 from .mappings import Worlds, wrong_refits
@@ -36,13 +38,16 @@ EXPERTS = [("experts", train) for train in TRAIN]
 DENSE = [("dense", train) for train in TRAIN if train.ep == train.etp == 1]
 
 
-@pytest.fixture(scope="module")
-def wrong() -> dict[tuple[str, TrainLayout], str]:
+def try_all_cases(folder: Path) -> dict[tuple[str, TrainLayout], str]:
     """What is wrong with each case; two processes share them, since the ranks of one are its threads."""
+
+    def wrong(cases: list[tuple[str, TrainLayout]]) -> Any:
+        return run_alone(wrong_mappings, cases, environment={}, timeout_s=900)
+
     cases = EXPERTS + DENSE
     halves = [cases[::2], cases[1::2]]
     with ThreadPoolExecutor(2) as pool:
-        found = pool.map(lambda half: run_alone(wrong_mappings, half, environment={}, timeout_s=540), halves)
+        found = pool.map(wrong, halves)
         return {
             case: text
             for half, texts in zip(halves, found, strict=True)
@@ -50,7 +55,15 @@ def wrong() -> dict[tuple[str, TrainLayout], str]:
         }
 
 
-@pytest.mark.timeout(600)  # the first test to ask for it waits for all cases
+AHEAD = (try_all_cases,)
+
+
+@pytest.fixture(scope="module")
+def wrong(found_ahead: FoundAhead) -> dict[tuple[str, TrainLayout], str]:
+    return found_ahead.by(try_all_cases)
+
+
+@pytest.mark.timeout(900)  # the first test to ask for it waits for all cases
 @pytest.mark.parametrize("case", EXPERTS, ids=lambda case: name_of(case[1]))
 def test_every_mapping_of_experts_lands_bit_for_bit_by_p2p_and_by_golden(
     wrong: dict[tuple[str, TrainLayout], str], case: tuple[str, TrainLayout]

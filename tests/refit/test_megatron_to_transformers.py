@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.ahead import FoundAhead
+
 from .models import make_model
 from .worlds import Scenario, epochs, run_scenarios
 
@@ -31,10 +33,8 @@ CASES: dict[str, tuple[str, dict[str, int], int]] = {
 Reports = dict[str, tuple[list[Any], list[Any]]]
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def ask_all_cases(folder: Path) -> Reports:
     """What all ranks saw in all cases."""
-    folder: Path = tmp_path_factory.mktemp("models")
     models = {
         kind: tuple(make_model(kind, folder / f"{kind}-{seed}", seed) for seed in range(3))
         for kind in {case[0] for case in CASES.values()}
@@ -46,7 +46,15 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     return dict(zip(CASES, run_scenarios(scenarios), strict=True))
 
 
-@pytest.mark.timeout(600)  # the first test to ask for the reports waits for all ranks
+AHEAD = (ask_all_cases,)
+
+
+@pytest.fixture(scope="module")
+def reports(found_ahead: FoundAhead) -> Reports:
+    return found_ahead.by(ask_all_cases)
+
+
+@pytest.mark.timeout(900)  # the first test to ask for the reports waits for all ranks
 @pytest.mark.parametrize("case", CASES)
 def test_shards_golden_and_broadcast_all_land_the_checkpoint_bit_for_bit(case: str, reports: Reports) -> None:
     _, engines = reports[case]

@@ -23,7 +23,7 @@ class Epoch:
     meeting: str
 
     def config(self) -> dict[str, Any]:
-        return {"transport": self.transport, "bucket_mb": 1, "timeout_s": 120.0, "verify": "full"}
+        return {"transport": self.transport, "bucket_mb": 1, "timeout_s": 300.0, "verify": "full"}
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def run_scenarios(scenarios: Sequence[Scenario]) -> list[tuple[list[Any], list[A
         For each scenario what the trainer ranks and the generation ranks report.
     """
     with ThreadPoolExecutor(2) as pool:
-        trainers = pool.submit(run_ranks, trainer, TRAIN_RANKS, scenarios, timeout_s=540.0)
-        engines = pool.submit(run_ranks, engine, GEN_RANKS, scenarios, timeout_s=540.0)
+        trainers = pool.submit(run_ranks, trainer, TRAIN_RANKS, scenarios, timeout_s=900.0)
+        engines = pool.submit(run_ranks, engine, GEN_RANKS, scenarios, timeout_s=900.0)
         reports = list(zip(*trainers.result(), strict=True)), list(zip(*engines.result(), strict=True))
     return [(list(t), list(g)) for t, g in zip(*reports, strict=True)]
 
@@ -145,7 +145,7 @@ def _order(scenario: Scenario) -> list[int]:
 
 
 def _meeting(epoch: Epoch) -> dict[str, Any]:
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 800
     while not Path(epoch.meeting).exists():
         assert time.monotonic() < deadline, f"trainer rank 0 never wrote {epoch.meeting}"
         time.sleep(0.05)

@@ -1,0 +1,97 @@
+"""Long work of many processes, begun before the tests that ask for it: it takes the time that other tests leave idle.
+
+A module names such work in ``AHEAD``, and gets what it returned from the fixture ``found_ahead``. A process of its own
+does it, so that nothing of it meets the tests of the moment: neither random states nor environment nor files.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from tests.spawn import processes
+
+Found = TypeVar("Found")
+Work = Callable[[Path], Found]
+
+# Beside the tests of the moment it gets a tenth of a processor, so that what waits for each other in it still moves.
+_NICENESS = 10
+
+
+class WorkFailed(AssertionError):
+    """A work raised; the text holds its traceback."""
+
+
+class FoundAhead:
+    """What works found, each in a folder of its own; they are done one after another, in the order of the modules."""
+
+    def __init__(self, modules: Iterable[ModuleType], root: Path):
+        works = list(dict.fromkeys(work for module in modules for work in getattr(module, "AHEAD", ())))
+        self._found: dict[str, tuple[bool, Any]] = {}
+        self._pipe, theirs = processes().Pipe(duplex=False)
+        # Not a daemon: it has children.
+        self._process = processes().Process(target=_do_all, args=(works, root, theirs))
+        if works:
+            self._process.start()
+        theirs.close()
+
+    def by(self, work: Work[Found]) -> Found:
+        """What a work returned; waits for it.
+
+        Raises:
+            WorkFailed: it raised, or its process died.
+        """
+        while _name(work) not in self._found:
+            try:
+                name, succeeded, value = pickle.loads(self._pipe.recv_bytes())
+            except EOFError:
+                self._process.join()
+                raise WorkFailed(f"its process died with exit code {self._process.exitcode}") from None
+            self._found[name] = succeeded, value
+        succeeded, value = self._found[_name(work)]
+        if not succeeded:
+            raise WorkFailed(value)
+        found: Found = value
+        return found
+
+    def close(self) -> None:
+        """End what nobody asked for any more, with all processes that it started."""
+        if self._process.pid is not None:
+            if self._process.is_alive():
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.join()
+
+
+def _name(work: Work[Any]) -> str:
+    return f"{work.__module__}.{work.__qualname__}"
+
+
+def _do_all(works: Sequence[Work[Any]], root: Path, pipe: Connection) -> None:
+    os.setsid()
+    os.nice(_NICENESS)
+    threading.Thread(target=_end_with_the_session, daemon=True).start()
+    for work in works:
+        folder = root / _name(work)
+        folder.mkdir()
+        try:
+            answer = _name(work), True, work(folder)
+        except BaseException:
+            answer = _name(work), False, traceback.format_exc()
+        # Not Connection.send: torch makes that pass tensors through a socket of this process, which may be gone.
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+def _end_with_the_session() -> None:
+    session = parent_process()
+    assert session is not None
+    wait([session.sentinel])
+    os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,26 @@
+"""Megatron with its stand-ins for CPUs, ready to use; the server of the tests' processes imports it before it forks.
+
+Attributes:
+    FACTORIES, METHODS: of torch, before the stand-ins came.
+    ANNOUNCED: what the stand-ins have logged since.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from rlrefit.workers.megatron import cpu_standins
+
+FACTORIES, METHODS = (torch.zeros, torch.tensor), (torch.Tensor.type, torch.Tensor.cuda)
+ANNOUNCED: list[str] = []
+
+
+class _Ear(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        ANNOUNCED.append(record.getMessage())
+
+
+logging.getLogger(cpu_standins.__name__).addHandler(_Ear())
+cpu_standins.ensure_megatron()
