@@ -17,7 +17,7 @@ from ...integration.quantize.nvfp4_checkpoint import fused_module, input_module
 
 def maximum_over(group: dist.ProcessGroup | None, values: torch.Tensor) -> None:
     """Replace ``values`` by the largest of all ranks; infinity where one of them is no number."""
-    values.nan_to_num_(nan=torch.inf)  # what a maximum makes of a NaN is up to the backend
+    values.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # what a maximum makes of a NaN is up to the backend
     if dist.is_initialized():
         dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
 
@@ -75,7 +75,9 @@ class WeightScales:
                 # The largest magnitude of each, by one kernel for many.
                 largest = [t.to(amax) for t in torch._foreach_norm(views, torch.inf)]
             index = torch.tensor(positions, device=amax.device)
-            amax.scatter_reduce_(0, index, torch.stack(largest).nan_to_num(nan=torch.inf), "amax")
+            amax.scatter_reduce_(
+                0, index, torch.stack(largest).nan_to_num(nan=torch.inf, posinf=torch.inf), "amax"
+            )
         maximum_over(self._group, amax)
         bad = [name for name, value in zip(self.names, amax.tolist(), strict=True) if value == torch.inf]
         if bad:
