@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 DTYPES = ("bf16", "fp16", "fp32")
+QUANTIZE = ("off", "fp8")
 # Ranks whose part is compiled unless more are asked for; all of them compute the same up to that part.
 MEASURED_RANKS = 8
 
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--train",
         metavar="tp=4,ep=8,pp=2",
         help="the Megatron trainer: tp, pp, ep, etp (1), cp, dp (the smallest that fits), vpp, first and last (layers of "
-        "these pipeline stages)",
+        "these pipeline stages); or one under FSDP2: fsdp, and replicate (copies)",
     )
     add(
         "--gen",
@@ -45,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bucket-mb", type=int, help="policy.refit.bucket_mb: size of a staging bucket, MiB")
     add("--streams", type=int, help="policy.refit.streams: rounds of p2p that are on the wire at a time")
     add("--dtype", choices=DTYPES, help="of the weights (bf16, or the recipe's)")
+    add(
+        "--quantize",
+        choices=QUANTIZE,
+        help="fp8: engines hold linear layers in 128 by 128 blocks of FP8, and the trainers quantize as they pack (off, or "
+        "the recipe's policy.refit.trainer_quantize_fp8)",
+    )
     add("--json", action="store_true", help="print one JSON object")
     add(
         "--explain",

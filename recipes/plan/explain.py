@@ -11,6 +11,7 @@ import numpy as np
 from ...integration.holdings import Holdings
 from ...integration.layout import Box
 from ...integration.manifest import ManifestEntry
+from ...workers.catalog import FsdpLayout
 from .study import Study
 
 
@@ -66,9 +67,14 @@ def _way(study: Study, entry: ManifestEntry) -> str:
     first, last = study.analysis.train_ranks, study.analysis.train_ranks + study.analysis.gen_ranks - 1
     engines = f"engine rank {first}" if first == last else f"engine ranks {first}-{last}"
     if entry.route == "misc":
+        gathers = "FSDP" if isinstance(study.options.train, FsdpLayout) else "Megatron-Bridge's export"
+        formats = study.options.model.formats()
+        made = formats.keys() | {name + format.scale_name_end for name, format in formats.items()}
+        done = "gathers its weight" if entry.spec.name in made else "gathers it"
+        then = ", which quantize it" if entry.spec.name in made else ""
         return (
-            f"Megatron-Bridge's export gathers it on the trainers; trainer rank 0 broadcasts all {entry.spec.nbytes:,} "
-            f"bytes to {engines}, whose own load_weights puts them in place"
+            f"{gathers} {done} on the trainers{then}; trainer rank 0 broadcasts all {entry.spec.nbytes:,} bytes to "
+            f"{engines}, whose own load_weights puts them in place"
         )
     return f"not sent: {engines} load no weight of this name" if entry.route == "unused" else ""
 

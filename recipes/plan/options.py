@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 
 from ...integration.config import RefitConfig
+from ...integration.quantize.formats import Fp8Blockwise
 from ...workers.catalog import (
     CatalogError,
+    FsdpLayout,
     GenLayout,
     LayoutError,
     Model,
@@ -43,7 +45,7 @@ class PlanOptions:
     """A dry run.
 
     Attributes:
-        model: from the catalogue.
+        model: from the catalogue; quantized, if engines hold it in blocks of FP8.
         train: layout of the trainers.
         gen: layout of the engines.
         hosts: where the ranks are.
@@ -56,7 +58,7 @@ class PlanOptions:
     """
 
     model: Model
-    train: TrainLayout
+    train: TrainLayout | FsdpLayout
     gen: GenLayout
     hosts: Hosts
     bucket_bytes: int
@@ -65,6 +67,11 @@ class PlanOptions:
     explain: str
     heat_map: Path | None
     replaced: str = ""
+
+    @property
+    def quantize(self) -> str:
+        """``fp8`` or ``off``."""
+        return "off" if self.model.quantize is None else "fp8"
 
 
 def read_options(arguments: argparse.Namespace) -> PlanOptions:
@@ -99,8 +106,13 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
             model = open_model(arguments.model, _DTYPES[arguments.dtype] if arguments.dtype else own)
         elif model is not None and arguments.dtype is not None:
             model = replace(model, dtype=_DTYPES[arguments.dtype])
+        if model is not None and _is_quantized(arguments, recipe):
+            model = replace(model, quantize=Fp8Blockwise())
+            wrong += _unquantizable(arguments, model)
+            _ = model.architecture
     except CatalogError as error:
         wrong.append(f"model: {error}")
+        model = None
     try:
         train = parse_train(arguments.train) if arguments.train is not None else train
     except LayoutError as error:
@@ -113,7 +125,9 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
         hosts = read_hosts(arguments.topology)
     except HostsError as error:
         wrong.append(f"topology: {error}")
-    layouts: list[TrainLayout | GenLayout] = [layout for layout in (train, gen) if layout is not None]
+    layouts: list[TrainLayout | FsdpLayout | GenLayout] = [
+        layout for layout in (train, gen) if layout is not None
+    ]
     for layout in layouts:
         wrong += violations(model, layout) if model is not None else layout.violations()
     wrong += empty_layouts(arguments.train, arguments.gen)
@@ -121,6 +135,8 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
     wrong += refit_problems(config)
     if arguments.json and arguments.explain:
         wrong.append("explain: tables for people, which --json has no keys for; leave one of the two out")
+    if arguments.enumerate_with_bridge and isinstance(train, FsdpLayout):
+        wrong.append("enumerate-with-bridge: Bridge exports Megatron's models, not FSDP2's; leave it out")
     heat_map = Path(arguments.heat_map) if arguments.heat_map else None
     if heat_map is not None:
         wrong += output_problems("heat-map", heat_map, HEAT_MAPS)
@@ -151,6 +167,7 @@ def _replaced(arguments: argparse.Namespace, recipe: RecipePlan) -> str:
         "dtype": str(recipe.model.dtype).removeprefix("torch."),
         "bucket_mb": recipe.refit.bucket_mb,
         "streams": recipe.refit.streams,
+        "quantize": "fp8" if recipe.refit.trainer_quantize_fp8 else "off",
     }
     given = {name: value for name in whose if (value := getattr(arguments, name)) is not None}
     if not given:
@@ -160,6 +177,23 @@ def _replaced(arguments: argparse.Namespace, recipe: RecipePlan) -> str:
     )
     kept = ", ".join(f"{name} {value}" for name, value in whose.items() if name not in given)
     return f"recipe {arguments.recipe}: {taken}" + (f"; still the recipe's: {kept}" if kept else "")
+
+
+def _is_quantized(arguments: argparse.Namespace, recipe: RecipePlan | None) -> bool:
+    if arguments.quantize is None:
+        return recipe is not None and recipe.refit.trainer_quantize_fp8
+    return bool(arguments.quantize == "fp8")
+
+
+def _unquantizable(arguments: argparse.Namespace, model: Model) -> list[str]:
+    found = []
+    if model.dtype == torch.float32:
+        found.append("quantize: fp8 is made of bf16 or fp16; give --dtype bf16")
+    if arguments.enumerate_with_bridge:
+        found.append(
+            "enumerate-with-bridge: Bridge exports what is not quantized yet; leave it or --quantize fp8 out"
+        )
+    return found
 
 
 def _refit_config(arguments: argparse.Namespace, config: RefitConfig) -> RefitConfig:

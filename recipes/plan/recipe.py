@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...integration.config import RefitConfig
-from ...workers.catalog import CatalogError, GenLayout, Model, TrainLayout, open_model
+from ...workers.catalog import CatalogError, FsdpLayout, GenLayout, Model, TrainLayout, open_model
 from ..config_errors import ConfigError
-from ..config_schema import TrainConfig
+from ..config_schema import TrainConfig, TrainerConfig
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RecipePlan:
     """
 
     model: Model
-    train: TrainLayout
+    train: TrainLayout | FsdpLayout
     gen: GenLayout
     refit: RefitConfig
 
@@ -57,18 +57,10 @@ def plan_of(config: TrainConfig) -> RecipePlan:
     """The same of a configuration that was checked.
 
     Raises:
-        ConfigError: its model is not in the catalogue, its trainer is FSDP, or its pipeline stages are of its own
+        ConfigError: its model is not in the catalogue, its trainer is FSDP with TP, or its pipeline stages are of its own
             making.
     """
     trainer, generation = config.trainer, config.generation
-    if trainer.backend == "fsdp":
-        raise ConfigError(
-            config.name,
-            [
-                "trainer.backend: the catalogue knows Megatron's shards only, so a refit from FSDP can't be planned; plan "
-                "with trainer=megatron, or run rlrefit train and read the routes that it prints before the first step"
-            ],
-        )
     if trainer.pipeline_model_parallel_layout is not None:
         raise ConfigError(
             config.name,
@@ -77,8 +69,20 @@ def plan_of(config: TrainConfig) -> RecipePlan:
                 "the first and last; plan with num_layers_in_first_pipeline_stage and …_last_… near to them"
             ],
         )
+    train = _fsdp(config) if trainer.backend == "fsdp" else _megatron(trainer)
+    shares_experts = generation.backend == "vllm" and generation.vllm.enable_expert_parallel
+    gen = GenLayout(
+        tp=generation.tensor_parallel,
+        dp=generation.replicas,
+        pp=generation.pipeline_parallel,
+        ep=generation.tensor_parallel if shares_experts else 1,
+    )
+    return RecipePlan(_model(config), train, gen, config.policy.refit)
+
+
+def _megatron(trainer: TrainerConfig) -> TrainLayout:
     dense = trainer.tensor_parallel * trainer.context_parallel * trainer.pipeline_parallel
-    train = TrainLayout(
+    return TrainLayout(
         tp=trainer.tensor_parallel,
         pp=trainer.pipeline_parallel,
         ep=trainer.expert_parallel,
@@ -91,14 +95,21 @@ def plan_of(config: TrainConfig) -> RecipePlan:
         # The trainer pads to a multiple of TP alone.
         vocabulary_multiple=1,
     )
-    shares_experts = generation.backend == "vllm" and generation.vllm.enable_expert_parallel
-    gen = GenLayout(
-        tp=generation.tensor_parallel,
-        dp=generation.replicas,
-        pp=generation.pipeline_parallel,
-        ep=generation.tensor_parallel if shares_experts else 1,
-    )
-    return RecipePlan(_model(config), train, gen, config.policy.refit)
+
+
+def _fsdp(config: TrainConfig) -> FsdpLayout:
+    trainer = config.trainer
+    if trainer.tensor_parallel > 1:
+        raise ConfigError(
+            config.name,
+            [
+                f"trainer.tensor_parallel: FSDP2 over TP {trainer.tensor_parallel} can't be planned, whose parts depend on "
+                "transformers' plan for the model; plan with trainer.tensor_parallel=1, or run rlrefit train and read the "
+                "routes that it prints before the first step"
+            ],
+        )
+    replicate = trainer.fsdp.replicate
+    return FsdpLayout(trainer.ranks // replicate, replicate)
 
 
 def _model(config: TrainConfig) -> Model:
@@ -119,7 +130,10 @@ def _model(config: TrainConfig) -> Model:
     return model
 
 
-def layout_text(layout: TrainLayout | GenLayout) -> str:
+def layout_text(layout: TrainLayout | FsdpLayout | GenLayout) -> str:
     """A layout as ``--train`` and ``--gen`` take it, sizes of 1 left out."""
+    if isinstance(layout, FsdpLayout) and layout.fsdp == 1:
+        # Without it the rest would be Megatron's.
+        return f"fsdp=1,replicate={layout.replicate}"
     sizes = ((name, size) for name, size in vars(layout).items() if name != "vocabulary_multiple")
     return ",".join(f"{name}={size}" for name, size in sizes if size is not None and size > 1) or "tp=1"

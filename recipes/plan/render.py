@@ -28,7 +28,8 @@ def show_study(console: Console, study: Study) -> None:
     manifest = analysis.manifest
     console.print(
         f"[bold]{escape(options.model.name)}[/bold]: {len(manifest):,} weights, "
-        f"{size(sum(spec.nbytes for spec in study.specs))} {dtype_name(options.model.dtype)}; "
+        f"{size(sum(spec.nbytes for spec in study.specs))} {dtype_name(options.model.dtype)}"
+        f"{', linear layers in blocks of FP8' if options.model.quantize else ''}; "
         f"{_those(0, train)} train{'s' if train == 1 else ''}, "
         f"{_those(train, gen)} generate{'s' if gen == 1 else ''}",
         highlight=False,

@@ -13,7 +13,7 @@ from ...integration.errors import PlanError
 from ...integration.holdings import Holdings
 from ...integration.manifest import Route, TensorSpec
 from ...integration.plan import Analysis, analyse
-from ...workers.catalog import all_holdings
+from ...workers.catalog import all_holdings, exported_specs
 from .options import PlanOptions, PlanProblems
 
 
@@ -54,6 +54,7 @@ class Study:
 
     Attributes:
         options: what was planned.
+        specs: what travels.
         sources: what each trainer rank holds.
         destinations: what each engine rank wants.
         analysis: what every rank computes alike.
@@ -130,6 +131,7 @@ class Study:
             "model": self.options.model.name,
             "train": train,
             "gen": gen,
+            "quantize": self.options.quantize,
             "bulk_share": self.bulk_share,
             "bytes": {"bulk": self.analysis.manifest.bytes_of("bulk"), "misc": self.misc_bytes},
             "misc_reasons": misc,
@@ -148,6 +150,7 @@ def json_of_problems(model: str, train: str, gen: str, violations: list[str]) ->
         "model": model,
         "train": train,
         "gen": gen,
+        "quantize": None,
         "bulk_share": None,
         "bytes": {"bulk": None, "misc": None},
         "misc_reasons": {},
@@ -166,7 +169,7 @@ def study(options: PlanOptions) -> Study:
     Raises:
         PlanProblems: the weight to explain does not exist, or the planner found that no plan can be made.
     """
-    specs = options.model.specs()
+    specs = exported_specs(options.model, options.train)
     positions = {spec.name: i for i, spec in enumerate(specs)}
     if options.explain and options.explain not in positions:
         raise PlanProblems([_unknown(options.explain, list(positions))])

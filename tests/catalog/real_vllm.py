@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+# Of an FP8 KV cache; where its quantization is known, they are parameters until vLLM has loaded the weights.
+_CACHE_SCALES = tuple(f"attn.{letter}_scale" for letter in ("q", "k", "v", "prob"))
+
 
 class Group:
     """Stands in for one of vLLM's process groups: nothing is communicated while a model is built and loaded."""
@@ -39,6 +42,7 @@ class TorchGroup:
 def answers(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
     _accept_latent_attention()
+    _accept_fp8()
     # vLLM remembers by id() which layers a model leaves to other stages: no id may come back.
     alive: list[torch.nn.Module] = []
     return [_one(case, alive) for case in cases]
@@ -53,6 +57,19 @@ def _accept_latent_attention() -> None:
             super().__init__()
 
     mla.MLAAttention = Kernels
+
+
+def _accept_fp8() -> None:
+    """vLLM's kernels for GPUs: how their weights are held is Python, and a CPU without AMX has none of its own."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+    from vllm.platforms import current_platform
+
+    TritonFp8BlockScaledMMKernel.is_supported = classmethod(lambda cls, capability=None: (True, None))
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[current_platform._enum] = [TritonFp8BlockScaledMMKernel]
+    TritonExperts._supports_current_device = staticmethod(lambda: True)
+    TritonExperts._supports_quant_scheme = staticmethod(lambda weights, activations: True)
 
 
 def _one(case: dict[str, Any], alive: list[torch.nn.Module]) -> dict[str, Any]:
@@ -81,7 +98,9 @@ def _one(case: dict[str, Any], alive: list[torch.nn.Module]) -> dict[str, Any]:
         for name, found in trace.landings.items()
     }
     return {
-        "parameters": {n: [list(p.shape), str(p.dtype)] for n, p in parameters.items()},
+        "parameters": {
+            n: [list(p.shape), str(p.dtype)] for n, p in parameters.items() if not n.endswith(_CACHE_SCALES)
+        },
         "landings": landings,
         "misc": trace.misc_reasons,
     }
@@ -101,9 +120,22 @@ def _config(case: dict[str, Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         made = AutoConfig.for_model(**case["config"])
         made.architectures = [case["architecture"]]
+        if case["unconverted"] is not None:
+            made.quantization_config = {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "weight_block_size": [128, 128],
+                "activation_scheme": "dynamic",
+                "modules_to_not_convert": case["unconverted"],
+            }
         made.save_pretrained(folder)
         config = EngineArgs(
-            model=folder, skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=64
+            model=folder,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="bfloat16",
+            max_model_len=64,
+            **({"moe_backend": "triton"} if case["unconverted"] is not None else {}),
         ).create_engine_config()
     parallel = config.parallel_config
     parallel.tensor_parallel_size = case["groups"]["tp"][1]

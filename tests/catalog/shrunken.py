@@ -79,3 +79,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
 }
+
+# Such that two ranks of an engine hold whole blocks of 128 by 128, by family.
+_BLOCKS: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+_WIDE_HEADS: dict[str, Any] = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+BLOCK_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": CONFIGS["llama"] | _BLOCKS | _WIDE_HEADS,
+    "qwen2": CONFIGS["qwen2"] | _BLOCKS | {"num_attention_heads": 2, "num_key_value_heads": 2},
+    "qwen3": CONFIGS["qwen3"] | _BLOCKS | _WIDE_HEADS,
+    "qwen3_moe": CONFIGS["qwen3_moe"] | _BLOCKS | _WIDE_HEADS | {"moe_intermediate_size": 256},
+    "deepseek_v3": CONFIGS["deepseek_v3"]
+    | _BLOCKS
+    | {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 256,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+    },
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 from rlrefit.integration.manifest import dtype_name
+from rlrefit.integration.quantize.formats import Fp8Blockwise
 from rlrefit.workers.catalog import GenLayout, Model, Param, gen_storage
 
 from .real import ask
-from .shrunken import CONFIGS
+from .shrunken import BLOCK_CONFIGS, CONFIGS
 from .test_against_megatron import ARCHITECTURES
 
 _CASES: list[tuple[str, GenLayout, int]] = [
@@ -32,6 +34,19 @@ _CASES: list[tuple[str, GenLayout, int]] = [
     ("nemotron_h", GenLayout(tp=4), 2),
     ("nemotron_h", GenLayout(tp=2, pp=2), 3),
 ]
+# The same in blocks of FP8.
+_BLOCK_CASES: list[tuple[str, GenLayout, int]] = [
+    ("llama", GenLayout(tp=2), 1),
+    ("qwen2", GenLayout(), 0),
+    ("qwen3", GenLayout(tp=4), 3),
+    ("qwen3_moe", GenLayout(tp=2), 1),
+    ("qwen3_moe", GenLayout(tp=2, ep=2), 1),
+    ("deepseek_v3", GenLayout(tp=2), 1),
+    ("deepseek_v3", GenLayout(tp=2, ep=2, pp=2), 3),
+]
+_MODELS = [Model(name, CONFIGS[name]) for name, _, _ in _CASES]
+_MODELS += [Model(name, BLOCK_CONFIGS[name], quantize=Fp8Blockwise()) for name, _, _ in _BLOCK_CASES]
+_ALL = _CASES + _BLOCK_CASES
 
 
 def _label(case: tuple[str, GenLayout, int]) -> str:
@@ -39,14 +54,14 @@ def _label(case: tuple[str, GenLayout, int]) -> str:
     return "-".join([name, *(f"{k}{n}" for k, n in asdict(layout).items() if n > 1), f"rank{rank}"])
 
 
-def _case(name: str, layout: GenLayout, rank: int) -> dict[str, Any]:
+def _case(model: Model, layout: GenLayout, rank: int) -> dict[str, Any]:
     at = layout.coordinates(rank)
     experts = (at.ep.rank, at.ep.size) if layout.ep > 1 else (at.tp.rank, at.tp.size)
     # Engines that share no experts don't know of one another.
     engines = (rank // (layout.tp * layout.pp), layout.dp) if layout.ep > layout.tp else (0, 1)
     return {
-        "config": CONFIGS[name],
-        "architecture": ARCHITECTURES[CONFIGS[name]["model_type"]],
+        "config": model.config,
+        "architecture": ARCHITECTURES[model.config["model_type"]],
         "groups": {
             "tp": at.tp,
             "pp": (at.stage, layout.pp),
@@ -57,20 +72,28 @@ def _case(name: str, layout: GenLayout, rank: int) -> dict[str, Any]:
             "world": (rank, layout.world_size),
         },
         "expert_parallel": layout.ep > 1,
-        "manifest": [[s.name, s.shape, dtype_name(s.dtype)] for s in Model(name, CONFIGS[name]).specs()],
+        "manifest": [[s.name, s.shape, dtype_name(s.dtype)] for s in model.specs()],
+        "unconverted": _unconverted(model.config) if model.quantize else None,
     }
+
+
+def _unconverted(config: Mapping[str, Any]) -> list[str]:
+    """As published block-FP8 checkpoints have it."""
+    return ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(config["num_hidden_layers"]))]
 
 
 @pytest.fixture(scope="module")
 def real() -> list[dict[str, Any]]:
-    cases = [_case(*case) for case in _CASES]
+    cases = [_case(model, *case[1:]) for model, case in zip(_MODELS, _ALL, strict=True)]
     return ask("real_vllm", cases, {})
 
 
-@pytest.mark.parametrize("index", range(len(_CASES)), ids=[_label(case) for case in _CASES])
+@pytest.mark.parametrize(
+    "index", range(len(_ALL)), ids=[*map(_label, _CASES), *(f"fp8-{_label(case)}" for case in _BLOCK_CASES)]
+)
 def test_an_engine_rank_stores_what_the_catalogue_says(index: int, real: list[dict[str, Any]]) -> None:
-    name, layout, rank = _CASES[index]
-    stored = gen_storage(Model(name, CONFIGS[name]), layout, rank)
+    _, layout, rank = _ALL[index]
+    stored = gen_storage(_MODELS[index], layout, rank)
     parameters = {param.name: [list(param.shape), str(param.dtype)] for param in stored}
     assert parameters == real[index]["parameters"]
     ours: dict[str, list[Any]] = {}

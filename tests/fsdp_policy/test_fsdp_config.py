@@ -16,6 +16,7 @@ from rlrefit.recipes.plan.recipe import plan_of
 from rlrefit.recipes.policy import AdamConfig
 from rlrefit.recipes.policy_fsdp import FSDPPolicyConfig
 from rlrefit.recipes.trainer_policies import policy_config
+from rlrefit.workers.catalog import FsdpLayout, TrainLayout
 from rlrefit.workers.fsdp.model import FSDPLayout
 
 
@@ -136,6 +137,11 @@ def test_a_policy_that_cannot_be_says_all_that_is_wrong() -> None:
     ]
 
 
-def test_a_refit_from_fsdp_is_not_planned_as_if_it_were_megatrons() -> None:
-    with pytest.raises(ConfigError, match="the catalogue knows Megatron's shards only"):
-        plan_of(load_config("grpo_qwen3_4b", ["trainer=fsdp"]))
+def test_a_refit_from_fsdp_is_planned_from_its_shards_but_not_over_tensor_parallelism() -> None:
+    def plan(*overrides: str) -> TrainLayout | FsdpLayout:
+        return plan_of(load_config("grpo_qwen3_4b", ["trainer=fsdp", "trainer.ranks=4", *overrides])).train
+
+    assert plan() == FsdpLayout(4)
+    assert plan("trainer.fsdp.replicate=2") == FsdpLayout(2, 2)
+    with pytest.raises(ConfigError, match="FSDP2 over TP 2 can't be planned"):
+        plan("trainer.tensor_parallel=2")
