@@ -41,6 +41,15 @@ def test_scales_for_an_fp8_cache_of_vllm_are_accepted() -> None:
     assert shape_violations(recipe(), {"num_attention_heads": 4}) == []
 
 
+def test_scales_beside_adapters_that_travel_alone_are_refused() -> None:
+    config = recipe()
+    config.policy.refit.lora = "adapter"
+    assert any(
+        v.text.startswith("policy.refit.kv_scales: with policy.refit.lora=adapter")
+        for v in config_violations(config)
+    )
+
+
 def test_an_unknown_cache_dtype_is_refused_with_the_choices() -> None:
     (found,) = (v for v in config_violations(recipe(cache="fp4")) if "kv_cache_dtype" in v.keys[0])
     assert "'fp4' is not one of auto, fp8" in found.text

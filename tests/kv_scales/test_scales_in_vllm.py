@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from rlrefit.integration.errors import RefitError
 from rlrefit.workers.kv_scales import KvScaleDestination, Scales
 from rlrefit.workers.kv_scales.names import scale_names, scale_specs
 from rlrefit.workers.vllm.kv_scales import VllmScaledCache
+from rlrefit.workers.vllm.worker_refit import WorkerRefit
 from tests.refit.synthetic import SyntheticDestination
 
 LAYERS = [f"model.layers.{i}.self_attn" for i in range(2)]
@@ -232,6 +234,20 @@ def test_all_that_is_wrong_with_an_engine_is_told_at_once(model: Model) -> None:
         "'cudagraph_mode': 'PIECEWISE'",
     ):
         assert text in str(raised.value)
+
+
+def test_a_worker_tells_the_scales_in_use_once_a_trainer_brings_any(model: Model) -> None:
+    runner = SimpleNamespace(get_model=lambda: model, execute_model=lambda: None)
+    worker = SimpleNamespace(
+        vllm_config=config(), model_runner=runner, sleep=lambda: None, wake_up=lambda: None
+    )
+    refit = WorkerRefit(worker)
+    with pytest.raises(RefitError, match=r"no trainer has been met with policy\.refit\.kv_scales=true"):
+        refit.kv_scales()
+    cache = refit._make_scaled_cache()
+    cache.claim(LAYERS)
+    cache.set(FIRST)
+    assert refit.kv_scales()[f"{LAYERS[0]}.v_scale"] == [0.5, 0.5]
 
 
 def test_flashinfer_without_full_cuda_graphs_is_served(model: Model) -> None:
