@@ -1,0 +1,226 @@
+"""Which modules in FP8 blocks are written in place: by the kernel that vLLM chose, and by what the trainer promised."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear.scaled_mm.flashinfer import (
+    FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.marlin import MarlinFP8ScaledMMLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod, Fp8OnlineLinearMethod
+from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
+
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.quantize import fp8_blockwise
+from rlrefit.integration.quantize.formats import Fp8Blockwise
+from rlrefit.workers.vllm import fp8
+from rlrefit.workers.vllm.layouts import ModuleLayout, module_layout
+from rlrefit.workers.vllm.quantized import block_modules, formats_of, promised_modules, tell_of_own_quantizers
+from rlrefit.workers.vllm.trace import LoaderTrace
+
+IN_PLACE = ModuleLayout(True, False, placed=True)
+
+
+class _Module(nn.Module):
+    """Parameters of the given shapes, codes in float8 and scales in FP32, under one of vLLM's methods."""
+
+    def __init__(self, method: Any, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            dtype = torch.float32 if "scale" in name else torch.float8_e4m3fn
+            setattr(self, name, nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False))
+        self.quant_method = method
+
+
+def _linear(kernel_class: type, *, e8m0: bool = False, method: type = Fp8LinearMethod) -> _Module:
+    made = method.__new__(method)
+    made.block_quant, made.weight_block_size = True, [128, 128]
+    made.fp8_linear = kernel_class.__new__(kernel_class)
+    if kernel_class is FlashInferFp8DeepGEMMDynamicBlockScaledKernel:
+        made.fp8_linear.fallback = DeepGemmFp8BlockScaledMMKernel.__new__(DeepGemmFp8BlockScaledMMKernel)
+        made.fp8_linear.fallback.use_deep_gemm_e8m0 = e8m0
+    made.fp8_linear.use_deep_gemm_e8m0 = e8m0
+    return _Module(made, weight=(256, 128), weight_scale_inv=(2, 1))
+
+
+def _experts(backend: Fp8MoeBackend) -> _Module:
+    made = Fp8MoEMethod.__new__(Fp8MoEMethod)
+    made.block_quant, made.weight_block_size, made.fp8_backend = True, [128, 128], backend
+    return _Module(
+        made,
+        w13_weight=(2, 256, 128),
+        w2_weight=(2, 128, 128),
+        w13_weight_scale_inv=(2, 2, 1),
+        w2_weight_scale_inv=(2, 1, 1),
+    )
+
+
+def _layout(module: _Module, promised: bool = False) -> ModuleLayout:
+    return module_layout("layer", module, module, promised)
+
+
+@pytest.mark.parametrize("kernel", [TritonFp8BlockScaledMMKernel, CutlassFp8BlockScaledMMKernel])
+def test_kernels_that_compute_with_what_was_loaded_are_written_in_place(kernel):
+    assert _layout(_linear(kernel)) == IN_PLACE
+    assert fp8.block_fp8(_linear(kernel)).format == Fp8Blockwise((128, 128), ue8m0=False)
+
+
+@pytest.mark.parametrize("kernel", [MarlinFP8ScaledMMLinearKernel, CPUFp8BlockScaledMMKernel])
+def test_kernels_that_pack_weights_take_the_reload(kernel):
+    layout = _layout(_linear(kernel), promised=True)
+    assert (layout.direct, layout.reload) == (False, True)
+    assert f"of {kernel.__name__} may rewrite the layout" in layout.reason
+
+
+@pytest.mark.parametrize(
+    "kernel", [DeepGemmFp8BlockScaledMMKernel, FlashInferFp8DeepGEMMDynamicBlockScaledKernel]
+)
+def test_deepgemm_is_written_in_place_where_all_scales_are_promised_to_be_powers_of_two(kernel):
+    module = _linear(kernel, e8m0=True)
+    assert fp8.block_fp8(module).format == Fp8Blockwise((128, 128), ue8m0=True)
+    assert _layout(module, promised=True) == IN_PLACE
+    layout = _layout(module)
+    assert (layout.direct, layout.reload) == (False, True)
+    assert "powers of two" in layout.reason
+    assert _layout(_linear(kernel, e8m0=False)) == IN_PLACE
+
+
+def test_scales_that_blackwells_deepgemm_packed_take_the_reload():
+    live, fresh = (_linear(DeepGemmFp8BlockScaledMMKernel, e8m0=True) for _ in range(2))
+    live.weight_scale_inv = nn.Parameter(torch.zeros(256, 1, dtype=torch.int32), requires_grad=False)
+    layout = module_layout("layer", live, fresh, True)
+    assert layout.reload
+    assert "changed the shape of weight_scale_inv" in layout.reason
+
+
+@pytest.mark.parametrize("backend", list(Fp8MoeBackend))
+@pytest.mark.parametrize("e8m0", [False, True])
+def test_experts_in_blocks_are_written_in_place_for_the_backends_that_keep_them(backend, e8m0, monkeypatch):
+    monkeypatch.setattr(fp8, "is_deep_gemm_e8m0_used", lambda: e8m0)
+    module = _experts(backend)
+    plain = backend.value in ("TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS")
+    deep_gemm = backend.value in ("DEEPGEMM", "BATCHED_DEEPGEMM")
+    assert _layout(module, promised=True).direct == (plain or deep_gemm)
+    assert _layout(module).direct == (plain or (deep_gemm and not e8m0))
+    assert fp8.block_fp8(module).format.ue8m0 == (deep_gemm and e8m0)
+    if not plain and not deep_gemm:
+        assert "moe_backend='triton'" in _layout(module).reason
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_vllms_second_quantization_changes_no_value_where_scales_are_powers_of_two(seed):
+    """Why DeepGEMM may be written in place: what it would compute with is, as numbers, what was sent."""
+    generator = torch.Generator().manual_seed(seed)
+    magnitudes = torch.exp2(torch.rand(4, 1, 4, 1, generator=generator) * 30 - 22)
+    weight = (torch.randn(4, 128, 4, 128, generator=generator) * magnitudes).view(512, 512).bfloat16()
+    weight[:128, :128] = 0.0
+    weight[0, 128] = 224.0 * 2.0 ** torch.arange(1)  # its block's largest code is half of what codes reach
+    weight[:128, 128:256].clamp_(-224.0, 224.0)
+    codes, scales = fp8_blockwise.quantize(weight, scale=fp8_blockwise.ScaleFormat.UE8M0)
+    again, scales_again = codes.clone(), scales.clone()
+    with torch.compiler.set_stance("force_eager"):  # compiling takes seconds
+        requant_weight_ue8m0_inplace(again, scales_again)
+    assert torch.equal(fp8_blockwise.dequantize(again, scales_again), fp8_blockwise.dequantize(codes, scales))
+    changed = scales_again != scales
+    assert torch.equal(scales_again[changed] * 2, scales[changed])
+    largest = codes.float().abs().view(4, 128, 4, 128).amax(dim=(1, 3))
+    assert torch.equal(changed, largest == 224.0)
+
+
+def _trace(touched: dict[str, set[str]]) -> LoaderTrace:
+    frozen = {name: frozenset(parameters) for name, parameters in touched.items()}
+    return LoaderTrace({}, {}, frozen, frozenset(), {})
+
+
+def _model() -> nn.Module:
+    model = nn.Module()
+    model.qkv = _linear(DeepGemmFp8BlockScaledMMKernel, e8m0=True)
+    model.experts = _experts(Fp8MoeBackend.TRITON)
+    model.norm = nn.RMSNorm(4)
+    return model
+
+
+def test_each_weight_gets_the_format_of_the_module_that_it_goes_into():
+    specs = [
+        TensorSpec("q", (128, 128), torch.bfloat16),
+        TensorSpec("up", (128, 128), torch.float16),
+        TensorSpec("norm", (4,), torch.bfloat16),
+        TensorSpec("k", (128, 128), torch.float8_e4m3fn),
+        TensorSpec("other_rank", (128, 128), torch.bfloat16),
+    ]
+    touched = {
+        "q": {"qkv.weight"},
+        "up": {"experts.w13_weight"},
+        "norm": {"norm.weight"},
+        "k": {"qkv.weight"},
+        "other_rank": set(),
+    }
+    found = formats_of(specs, _trace(touched), block_modules(_model()))
+    assert found == {"q": Fp8Blockwise(ue8m0=True), "up": Fp8Blockwise()}
+
+
+@pytest.mark.parametrize(
+    ("spec", "touched", "why"),
+    [
+        (TensorSpec("w", (2, 128, 128), torch.bfloat16), {"experts.w13_weight"}, "matrices"),
+        (TensorSpec("w", (128, 128), torch.float32), {"qkv.weight"}, "matrices"),
+        (TensorSpec("w", (128, 128), torch.bfloat16), {"qkv.weight", "norm.weight"}, "differ in format"),
+        (
+            TensorSpec("w", (128, 128), torch.bfloat16),
+            {"qkv.weight", "experts.w2_weight"},
+            "differ in format",
+        ),
+    ],
+)
+def test_what_no_trainer_can_make_is_left_out_and_said(spec, touched, why, caplog):
+    assert formats_of([spec], _trace({"w": touched}), block_modules(_model())) == {}
+    assert why in caplog.text
+
+
+def test_a_module_is_promised_where_all_its_codes_come_in_the_format_that_was_asked_for():
+    blocks = block_modules(_model())
+    trace = _trace({"q": {"qkv.weight"}, "k": {"qkv.weight"}, "s": {"qkv.weight_scale_inv"}})
+    asked = {"q": Fp8Blockwise(ue8m0=True), "k": Fp8Blockwise(ue8m0=True)}
+    assert "qkv" in promised_modules(trace, blocks, asked)
+    assert "qkv" not in promised_modules(trace, blocks, {"q": Fp8Blockwise(ue8m0=True)})
+    assert "qkv" not in promised_modules(trace, blocks, asked | {"k": Fp8Blockwise()})
+    assert "qkv" not in promised_modules(trace, blocks, {})
+
+
+def test_an_engine_that_quantizes_by_itself_is_named_once_with_the_remedy(caplog):
+    model = nn.Module()
+    for name in ("a", "b"):
+        setattr(model, name, _linear(TritonFp8BlockScaledMMKernel, method=Fp8OnlineLinearMethod))
+    model.ours = _linear(TritonFp8BlockScaledMMKernel)
+    tell_of_own_quantizers(model)
+    [record] = caplog.records
+    assert "2 modules" in record.getMessage()
+    assert "Fp8OnlineLinearMethod" in record.getMessage()
+    assert "weight_block_size" in record.getMessage()
+    assert block_modules(model).keys() == {"ours"}
+
+
+def test_the_scales_of_an_experts_kernel_follow_the_parameters_without_moving():
+    from rlrefit.workers.vllm.derived import refresh_expert_scales
+
+    layer = _experts(Fp8MoeBackend.TRITON)
+    stale = torch.full((2, 2, 1), 7.0)
+    layer.quant_method.weight_scale_name = "weight_scale_inv"
+    layer.quant_method.moe_quant_config = SimpleNamespace(
+        w1_scale=stale, w2_scale=layer.w2_weight_scale_inv, w1_bias=None, w2_bias=None
+    )
+    layer.w13_weight_scale_inv.fill_(3.0)
+    address = stale.data_ptr()
+    refresh_expert_scales(layer)
+    assert layer.quant_method.moe_quant_config.w1_scale.data_ptr() == address
+    assert torch.equal(stale, layer.w13_weight_scale_inv)
