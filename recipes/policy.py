@@ -132,8 +132,8 @@ class Policy(ABC):
         """One optimizer step on the whole batch.
 
         Returns:
-            ``loss`` of the whole batch, ``grad_norm`` before clipping, ``lr``, and the means of
-            :func:`~.algorithms.losses.metric_means`.
+            ``loss`` of the whole batch, ``grad_norm`` before clipping, ``lr``, ``entropy`` (mean of the trained
+            tokens' distributions, nats), and the means of :func:`~.algorithms.losses.metric_means`.
 
         Raises:
             ValueError: the batch lacks advantages, old log-probabilities, or what the loss needs besides; or
@@ -153,6 +153,8 @@ class Policy(ABC):
         def loss_of(logits: Tensor, part: PolicyBatch) -> tuple[Tensor, dict[str, Tensor]]:
             assert part.advantages is not None
             assert part.old_logprobs is not None
+            # First: the log-probabilities may be computed in the logits' memory.
+            entropy = self._token_entropy(logits)
             loss, sums = policy_loss(
                 self._token_logprobs(logits, part),
                 part.old_logprobs,
@@ -163,6 +165,7 @@ class Policy(ABC):
                 rollout_logprobs=part.rollout_logprobs,
                 normalizer=normalizer,
             )
+            sums["entropy"] = torch.where(part.loss_mask.bool(), entropy.double(), 0.0).sum()
             return loss, {"loss": loss.detach().double(), **sums}
 
         results = self._accumulate(local, split, loss_of)
@@ -224,6 +227,10 @@ class Policy(ABC):
     @abstractmethod
     def _token_logprobs(self, logits: Tensor, part: PolicyBatch) -> Tensor:
         """``[B, S]`` float32 log-probabilities of a micro-batch's tokens, with gradient; column 0 is 0."""
+
+    @abstractmethod
+    def _token_entropy(self, logits: Tensor) -> Tensor:
+        """``[B, S]`` float32, of the distribution of each token, without gradient; leaves the logits as they are."""
 
     @abstractmethod
     def _logprobs(self, model: Any, batch: PolicyBatch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Megatron's forward and backward schedules around a policy's log-probabilities."""
+"""What policies take of logits, and Megatron's forward and backward schedules around it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .policy_batch import BatchSplit, PolicyBatch
+
+# Entropy takes float32 copies of the logits of so many tokens of each row.
+_TOKENS_AT_A_TIME = 512
 
 
 def token_logprobs(logits: Tensor, input_ids: Tensor, temperature: float, vocab_size: int) -> Tensor:
@@ -35,6 +39,36 @@ def token_logprobs(logits: Tensor, input_ids: Tensor, temperature: float, vocab_
         predictions = predictions.masked_fill(columns >= vocab_size, float("-inf"))
     logprobs = -vocab_parallel_cross_entropy(predictions.contiguous(), input_ids[:, 1:].contiguous())
     return torch.nn.functional.pad(logprobs, (1, 0))
+
+
+@torch.no_grad()
+def token_entropy(
+    logits: Tensor, temperature: float, columns: int, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Entropy of the distribution that each token was drawn from.
+
+    Args:
+        logits: ``[B, S, V]``, or this tensor-parallel rank's columns of them; left as they are.
+        temperature: logits are divided by it, as the sampler does.
+        columns: those before the padding of the vocabulary.
+        group: the tensor-parallel ranks, where each has its columns alone.
+
+    Returns:
+        ``[B, S]`` float32 in nats; column 0 is 0.
+    """
+    entropies = []
+    for part in logits[:, :-1, :columns].split(_TOKENS_AT_A_TIME, dim=1):
+        scores = part.float() / temperature
+        top = scores.amax(-1, keepdim=True)
+        if group is not None:
+            dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+        scores -= top
+        weights = scores.exp()
+        total = torch.stack([weights.sum(-1), (weights * scores).sum(-1)])
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        entropies.append(total[0].log() - total[1] / total[0])
+    return torch.nn.functional.pad(torch.cat(entropies, 1), (1, 0))
 
 
 def run_schedule(

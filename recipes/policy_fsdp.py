@@ -22,6 +22,7 @@ from ..integration.endpoints import rank_device
 from ..workers.fsdp.model import FSDPLayout, FSDPModel, build_fsdp
 from .policy import OnLogits, Policy, PolicyConfig
 from .policy_batch import BatchSplit, PolicyBatch
+from .policy_forward import token_entropy
 from .policy_state import random_state, set_random_state
 from .policy_state_fsdp import load_sharded, save_sharded
 
@@ -116,6 +117,9 @@ class FSDPPolicy(Policy):
             predictions.flatten(0, 1), part.input_ids[:, 1:].flatten(), reduction="none"
         )
         return functional.pad(-loss.view_as(part.input_ids[:, 1:]), (1, 0))
+
+    def _token_entropy(self, logits: Tensor) -> Tensor:
+        return token_entropy(logits, self.config.temperature, logits.shape[-1])
 
     def _logits(self, model: Any, part: PolicyBatch) -> Tensor:
         # No mask: attention is causal, so the padding on the right is seen by padding only.

@@ -14,7 +14,7 @@ from ..integration.endpoints import rank_device
 from ..workers.megatron.model import MegatronLayout, Recompute, build_megatron
 from .policy import OnLogits, Policy, PolicyConfig
 from .policy_batch import BatchSplit, PolicyBatch
-from .policy_forward import run_schedule, token_logprobs
+from .policy_forward import run_schedule, token_entropy, token_logprobs
 from .policy_state import restore_training_state, training_state
 
 
@@ -173,6 +173,14 @@ class MegatronPolicy(Policy):
 
     def _token_logprobs(self, logits: Tensor, part: PolicyBatch) -> Tensor:
         return token_logprobs(logits, part.input_ids, self.config.temperature, self._vocab_size)
+
+    def _token_entropy(self, logits: Tensor) -> Tensor:
+        from megatron.core import parallel_state
+
+        columns = logits.shape[-1]
+        valid = self._vocab_size - parallel_state.get_tensor_model_parallel_rank() * columns
+        group = parallel_state.get_tensor_model_parallel_group()
+        return token_entropy(logits, self.config.temperature, min(columns, valid), group)
 
     def _logprobs(self, model: list[Any], batch: PolicyBatch) -> Tensor:
         from megatron.core import parallel_state

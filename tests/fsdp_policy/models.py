@@ -108,15 +108,21 @@ class Oracle:
         self.weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def logprobs(self) -> torch.Tensor:
-        ids = token_ids()
-        logits = self.model(ids).logits[:, :-1] / TEMPERATURE
-        picked = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        picked = self._distributions().gather(-1, token_ids()[:, 1:, None]).squeeze(-1)
         return functional.pad(picked, (1, 0))
+
+    def _distributions(self) -> torch.Tensor:
+        return torch.log_softmax(self.model(token_ids()).logits[:, :-1] / TEMPERATURE, -1)
+
+    def _entropy(self, mask: torch.Tensor) -> float:
+        each = torch.distributions.Categorical(logits=self._distributions().detach()).entropy()
+        return each[mask[:, 1:].bool()].mean().item()
 
     def _step(self, step: int) -> dict[str, float]:
         batch = training_batch(self.first_logprobs)
         assert batch.old_logprobs is not None
         assert batch.advantages is not None
+        entropy = self._entropy(batch.loss_mask)
         loss, sums = policy_loss(
             self.logprobs(),
             batch.old_logprobs,
@@ -132,4 +138,10 @@ class Oracle:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
-        return {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr, **metric_means([sums])}
+        return {
+            "loss": loss.item(),
+            "grad_norm": norm.item(),
+            "lr": lr,
+            "entropy": entropy,
+            **metric_means([sums]),
+        }
