@@ -18,8 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from tests.spawn import processes
-
 Found = TypeVar("Found")
 Work = Callable[[Path], Found]
 
@@ -37,12 +35,9 @@ class FoundAhead:
     def __init__(self, modules: Iterable[ModuleType], root: Path):
         works = list(dict.fromkeys(work for module in modules for work in getattr(module, "AHEAD", ())))
         self._found: dict[str, tuple[bool, Any]] = {}
-        self._pipe, theirs = processes().Pipe(duplex=False)
-        # Not a daemon: it has children.
-        self._process = processes().Process(target=_do_all, args=(works, root, theirs))
+        self._process: Any = None
         if works:
-            self._process.start()
-        theirs.close()
+            self._pipe, self._process = _start(works, root)
 
     def by(self, work: Work[Found]) -> Found:
         """What a work returned; waits for it.
@@ -65,10 +60,25 @@ class FoundAhead:
 
     def close(self) -> None:
         """End what nobody asked for any more, with all processes that it started."""
-        if self._process.pid is not None:
-            if self._process.is_alive():
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.join()
+        if self._process is None:
+            return
+        if self._process.is_alive():
+            leads_group = os.getpgid(self._process.pid) == self._process.pid
+            (os.killpg if leads_group else os.kill)(self._process.pid, signal.SIGKILL)
+        self._process.join()
+
+
+def _start(works: Sequence[Work[Any]], root: Path) -> tuple[Connection, Any]:
+    from tests.spawn import (
+        processes,
+    )  # starts the server of processes, which only tests that want it shall load
+
+    ours, theirs = processes().Pipe(duplex=False)
+    # Not a daemon: it has children.
+    process = processes().Process(target=_do_all, args=(works, root, theirs))
+    process.start()
+    theirs.close()
+    return ours, process
 
 
 def _name(work: Work[Any]) -> str:

@@ -10,8 +10,15 @@ import pytest
 
 from tests.ahead import FoundAhead
 
-# As Ray has it for clusters that a run starts, so that runs that join one ask for its token too; read as Ray loads.
-os.environ["RAY_AUTH_MODE"] = "token"
+# Read as Ray loads.
+os.environ.update(
+    {
+        # As for clusters that a run starts, so that runs that join one ask for its token too.
+        "RAY_AUTH_MODE": "token",
+        # Not behind all others on the machine, where Ray puts its workers: runs would starve on a busy one.
+        "RAY_worker_niceness": "0",
+    }
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,56 @@
+"""Work that is begun before the tests that ask for it."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+from tests.ahead import FoundAhead, Work, WorkFailed
+
+
+def tell_folder(folder: Path) -> Path:
+    return folder
+
+
+def fail(folder: Path) -> None:
+    raise KeyError("what is missing")
+
+
+def start_and_wait(folder: Path) -> None:
+    child = subprocess.Popen(["sleep", "300"])
+    (folder / "unfinished").write_text(str(child.pid))
+    (folder / "unfinished").rename(folder / "pid")
+    child.wait()
+
+
+def module_with(*works: Work[object]) -> ModuleType:
+    module = ModuleType("module")
+    module.AHEAD = works  # type: ignore[attr-defined]
+    return module
+
+
+def test_what_works_return_and_raise_comes_to_who_asks_in_any_order(tmp_path: Path) -> None:
+    found = FoundAhead(
+        [module_with(tell_folder), ModuleType("other"), module_with(fail, tell_folder)], tmp_path
+    )
+    with pytest.raises(WorkFailed, match="KeyError: 'what is missing'"):
+        found.by(fail)
+    assert found.by(tell_folder).parent == tmp_path
+    assert found.by(tell_folder).is_dir()
+    found.close()
+
+
+def test_work_that_nobody_asked_for_ends_with_the_session_and_its_processes_with_it(tmp_path: Path) -> None:
+    found = FoundAhead([module_with(start_and_wait)], tmp_path)
+    while not (files := list(tmp_path.glob("*/pid"))):
+        time.sleep(0.05)
+    child = psutil.Process(int(files[0].read_text()))
+    found.close()
+    child.wait(10)
+    with pytest.raises(WorkFailed, match="died with exit code -9"):
+        found.by(start_and_wait)
