@@ -6,13 +6,18 @@ from rlrefit.recipes.cluster import ActorGroup, ray_cluster
 from rlrefit.recipes.config import load_config
 
 
-def test_actors_start_with_the_environment_of_their_role():
+def test_actors_start_with_the_environment_of_their_role(ray_address: str) -> None:
     config = load_config(
-        "grpo_tiny", ["ray.trainer_env.ROLE=trainer", "ray.generation_env.PYTHONPATH=/a:/b"]
+        "grpo_tiny",
+        [
+            f"ray.address={ray_address}",
+            "ray.trainer_env.ROLE=trainer",
+            "ray.generation_env.PYTHONPATH=/a:/b",
+        ],
     ).ray
 
     class Process:
-        def start(self):
+        def start(self) -> tuple[str | None, list[str]]:
             import os
             import sys
 

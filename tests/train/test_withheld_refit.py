@@ -1,9 +1,8 @@
-"""What happens to a run whose weights never reach the engine: the generation KL tells."""
+"""One run of DAPO on a mixture of experts: with refits all is well; once they stop, the generation KL tells."""
 
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -18,9 +17,13 @@ from rlrefit.recipes.trainer_group import TrainerGroup
 
 from .command import metrics
 
+pytestmark = pytest.mark.timeout(400)
+
+REFITS, STEPS = 2, 7
+
 
 class WithheldRefits(Refits):
-    """Moves the first weights, so that the engine may serve, and none after them."""
+    """Moves the first weights, so that the engine may serve, and the next ones, but none after them."""
 
     def __init__(self, config: Any, trainers: TrainerGroup, *rest: Any) -> None:
         super().__init__(config, trainers, *rest)
@@ -30,22 +33,49 @@ class WithheldRefits(Refits):
     answers: ClassVar[list[Any]] = []
 
     def run(self, version: int) -> Any:
-        return super().run(version) if version == 0 else None
+        return super().run(version) if version < REFITS else None
 
 
-@pytest.mark.timeout(300)
-def test_without_refits_the_reward_stays_and_the_generation_kl_grows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory, ray_address: str) -> list[dict[str, Any]]:
+    root = tmp_path_factory.mktemp("withheld")
+    overrides = [
+        f"ray.address={ray_address}",
+        f"run_root={root}",
+        "model.path=tiny:qwen3-moe",
+        "trainer.expert_parallel=2",
+        f"algorithm.steps={STEPS}",
+        "algorithm.prompts_per_step=16",
+        "algorithm.max_sampling_rounds=2",
+        "validation.every=2",
+    ]
+    train(load_config("dapo_tiny", overrides), Console(file=io.StringIO()), refits=WithheldRefits)
+    return metrics(root / "dapo_tiny")
+
+
+def test_dapo_trains_a_mixture_of_experts_whose_router_takes_the_misc_path(
+    rows: list[dict[str, Any]],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = load_config("grpo_tiny", ["algorithm.steps=7", "validation.every=6", "name=withheld"])
-    train(config, Console(file=io.StringIO()), refits=WithheldRefits)
-    rows = metrics(tmp_path / "runs" / "withheld")
-    # One rank answers for the whole batch: over all ranks it would be gigabytes.
+    refitted = rows[:REFITS]
+    assert [row["weights/version"] for row in refitted] == [0, 1]
+    assert all(row["refit/bytes_misc"] > 0 for row in refitted)
+    assert all(row["sampling/generated"] >= 16 * 8 for row in rows)
+    assert max(row["generation_kl"] for row in refitted) <= 1e-3
+
+
+def test_one_rank_answers_for_the_whole_batch(rows: list[dict[str, Any]]) -> None:
+    """Over all ranks it would be gigabytes."""
     assert [None if answer is None else answer.shape for answer in WithheldRefits.answers] == [(2, 4), None]
-    assert {row["weights/version"] for row in rows} == {0}
-    assert rows[0]["generation_kl"] < 1e-6
-    # The engine samples from the first weights while the trainer moves away from them.
-    assert rows[-1]["generation_kl"] > 1e-2
-    assert rows[-1]["reward/mean"] < 2 * rows[0]["reward/mean"]
-    assert rows[-1]["val/reward"] == rows[0]["val/reward"]
+
+
+def test_without_refits_the_reward_stays_and_the_generation_kl_grows(rows: list[dict[str, Any]]) -> None:
+    last, withheld = rows[REFITS - 1], rows[REFITS:]
+    assert len(withheld) == STEPS - REFITS
+    assert {row["weights/version"] for row in withheld} == {REFITS - 1}
+    assert last["generation_kl"] < 1e-6
+    # The engine samples from the same weights while the trainer moves away from them.
+    assert withheld[-1]["generation_kl"] > 1e-2
+    assert withheld[-1]["reward/mean"] < 2 * last["reward/mean"]
+    validated = [row["val/reward"] for row in withheld if row["val/reward"] is not None]
+    assert len(validated) > 1
+    assert len(set(validated)) == 1
