@@ -200,7 +200,8 @@ def _against_peft(
         expected = merged.state_dict()
     else:
         oracle.save_pretrained(case.saved(version))
-        expected = get_peft_model_state_dict(oracle)
+        (adapter,) = case.adapters
+        expected = get_peft_model_state_dict(oracle, adapter_name=adapter)
         del exported["adapter_config.json"]
     case.saved(version).with_suffix(".done").touch()
     return sorted(expected.keys() ^ exported.keys()) + [
@@ -247,7 +248,10 @@ def _adapter_difference(case: Case, version: int, model: Any) -> list[str]:
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(case.checkpoint, dtype=torch.bfloat16)
-    oracle = PeftModel.from_pretrained(base, case.saved(version), autocast_adapter_dtype=False)
+    (adapter,) = case.adapters
+    # Where peft saves it.
+    folder = case.saved(version) if adapter == "default" else case.saved(version) / adapter
+    oracle = PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False)
     found = model.state_dict()
     wrong = [
         key
