@@ -33,6 +33,8 @@ PARALLEL = frozenset(
     }
 )
 NORMED = "TELayerNormColumnParallelLinear"
+# Its groups of experts.
+EXPERTS = frozenset({"TEGroupedMLP", "SequentialMLP"})
 
 
 @dataclass(eq=False)
@@ -139,6 +141,31 @@ def quantize_parallel(module: nn.Module, quantizers: Mapping[str, Quantizer]) ->
             return original(fake_input(x, first.input_scale(x)), *args, **kwargs)
 
     module.forward = forward  # type: ignore[method-assign]
+
+
+def weigh_outputs(module: Any) -> None:
+    """Have a group of Megatron's experts multiply by the router's probabilities behind the second layer.
+
+    Megatron does it before, which is the same but for quantization: engines quantize what is not multiplied yet, and
+    a scale that is calibrated on products with probabilities would cut it off.
+    """
+    if module.config.moe_apply_probs_on_input:  # as engines do it for these models, too
+        return
+    original = module.forward
+
+    def forward(
+        hidden: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out, bias = original(hidden, tokens_per_expert, torch.ones_like(probs))
+        if bias is not None:
+            raise RefitError(
+                f"{type(module).__name__} returns biases beside its output, which would go without the router's "
+                "probabilities; this version of Megatron-core is not known. Leave experts out by exclude",
+                stage="quantize",
+            )
+        return (out * probs.unsqueeze(-1)).to(out.dtype), None
+
+    module.forward = forward
 
 
 def quantize_normed(module: Any, quantizer: Quantizer) -> None:

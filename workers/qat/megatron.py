@@ -13,7 +13,7 @@ from ..megatron.enumeration import conversion_tasks
 from ..megatron.rules import Refused, fragments_of_task
 from ..megatron.source import MegatronSource
 from .config import Linear, QATConfig
-from .layers import NORMED, PARALLEL, Quantizer, quantize_normed, quantize_parallel
+from .layers import EXPERTS, NORMED, PARALLEL, Quantizer, quantize_normed, quantize_parallel, weigh_outputs
 from .model import QAT
 
 # What of the model's configuration reads or keeps weights in a way that other weights in their place don't reach.
@@ -24,6 +24,10 @@ _CONTRADICTIONS = {
     "delay_wgrad_compute": "gradients of weights would be computed of weights that are no longer there",
     "tp_comm_overlap": "norm and product are computed apart",
     "cpu_offloading": "weights are moved while they are computed with",
+    "use_transformer_engine_op_fuser": "it computes past the layers that are quantized",
+    "enable_cuda_graph": "a graph would go on with the quantized weights of an old step",
+    "external_cuda_graph": "a graph would go on with the quantized weights of an old step",
+    "cuda_graph_impl": "a graph would go on with the quantized weights of an old step",
 }
 
 
@@ -44,6 +48,8 @@ def quantize_chunks(
         ValueError: it can't be done as asked; tells all that is wrong, the same on all ranks.
     """
     tasks = conversion_tasks(bridge, model)
+    groups = [m for chunk in model for m in chunk.modules() if type(m).__name__ in EXPERTS]
+    grouped = {inner: group for group in groups for inner in group.modules()}
     linears: list[Linear] = []
     held: dict[Any, dict[str, tuple[str, ...]]] = defaultdict(dict)
     for task in tasks:
@@ -51,6 +57,8 @@ def quantize_chunks(
         if task.param_weight is None or not _is_linear(task.megatron_module) or not name.startswith("weight"):
             continue
         names, reason = _placed(task)
+        if ".mlp.experts." in task.global_param_name and task.megatron_module not in grouped:
+            reason = "Megatron computes its experts by a class that is not known here"
         columns = task.param_weight.shape[-1]
         linears += [Linear(n, columns, reason or _contradiction(task.megatron_module)) for n in names]
         held[task.megatron_module][_local_name(task)] = names
@@ -61,21 +69,25 @@ def quantize_chunks(
         lambda: MegatronSource(bridge, model),
         group,
     )
+    quantized: set[Any] = set()
     for module, parameters in held.items():
         quantizers = {
             name: qat.quantizer(*names)
             for name, names in parameters.items()
             if qat.weights.intersection(names)
         }
-        _install(module, quantizers)
+        if quantizers:
+            _install(module, quantizers)
+            quantized.add(grouped.get(module))
+    for group_of_experts in groups:
+        if group_of_experts in quantized:
+            weigh_outputs(group_of_experts)
     for chunk in model:
         qat.watch(chunk)
     return qat
 
 
 def _install(module: Any, quantizers: dict[str, Quantizer]) -> None:
-    if not quantizers:
-        return
     if type(module).__name__ == NORMED:
         quantize_normed(module, quantizers["weight"])
     else:
@@ -121,6 +133,8 @@ def _local_name(task: Any) -> str:
 
 def _contradiction(module: Any) -> str:
     found = [
-        f"{key} is on: {why}" for key, why in _CONTRADICTIONS.items() if getattr(module.config, key, None)
+        f"{key} is on: {why}"
+        for key, why in _CONTRADICTIONS.items()
+        if getattr(module.config, key, None) not in (None, False, "none")
     ]
     return "; ".join(found)

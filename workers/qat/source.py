@@ -13,6 +13,7 @@ import torch
 from ...integration.endpoints import WeightSource
 from ...integration.layout import Box, Fragment
 from ...integration.manifest import TensorSpec
+from ...integration.packing import Cast
 from ...integration.quantize import blocks, nvfp4
 from ...integration.quantize.nvfp4_checkpoint import packed_names
 from .model import QAT
@@ -62,7 +63,7 @@ class PackedSource:
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
         held, refused = self._source.fragments()
         for fragment in held:
-            if fragment.name in self._qat.weights and (reason := _uncut(fragment)):
+            if fragment.name in self._qat.weights and (reason := _misfit(fragment)):
                 refused[fragment.name] = reason
         packed = [f for f in held if f.name not in self._qat.weights]
         self._parts, self._scalars = [], {}
@@ -77,7 +78,9 @@ class PackedSource:
         with torch.no_grad():
             for part in self._parts:
                 scale_2 = self._scale_2(part.name)
-                codes, scales, _ = nvfp4.quantize(part.view.to(part.codes.device), scale_2)
+                # Rounded first, where the trainer keeps it in another dtype than it is exported in.
+                weight = part.view.to(part.codes.device, self._dtypes[part.name])
+                codes, scales, _ = nvfp4.quantize(weight, scale_2)
                 part.codes.copy_(codes)
                 part.scales.copy_(scales)
             for name, scalar in self._scalars.items():
@@ -124,8 +127,10 @@ class PackedSource:
         return self._qat.scale(weight, self._dtypes[weight])
 
 
-def _uncut(fragment: Fragment) -> str:
+def _misfit(fragment: Fragment) -> str:
     """Why a part can't be packed alone, or an empty string."""
+    if fragment.encoding is not None and not isinstance(fragment.encoding, Cast):
+        return "a rank computes it while packing, and what is computed is not quantized in the same pass"
     if not blocks.straddled(fragment.box, fragment.full_shape, _BLOCK):
         return ""
     start, stop = fragment.box[1]
