@@ -8,14 +8,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-BLOCK = 128
+from rlrefit.integration.quantize.fp8_blockwise import BLOCK, ScaleFormat, quantize
+
 _COMMON = {
     "vocab_size": 1024,
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 4,
     "head_dim": 64,
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
@@ -24,8 +25,10 @@ _COMMON = {
 }
 
 
-def write_checkpoint(path: Path, seed: int, *, fp8: bool, experts: bool = False) -> str:
-    """Save a model with weights of ``seed``, and return its folder."""
+def write_checkpoint(
+    path: Path, seed: int, *, fp8: bool, experts: bool = False, scale: ScaleFormat = ScaleFormat.FP32
+) -> str:
+    """Save a model with weights of ``seed``, and return its folder; FP8 of the same weights as BF16 without it."""
     import transformers
 
     config: transformers.PretrainedConfig = transformers.Qwen3Config(**_COMMON)
@@ -40,7 +43,7 @@ def write_checkpoint(path: Path, seed: int, *, fp8: bool, experts: bool = False)
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
     model.save_pretrained(path)
     if fp8:
-        _quantize(path)
+        _quantize(path, scale)
     return str(path)
 
 
@@ -48,22 +51,18 @@ def read_checkpoint(path: str) -> dict[str, torch.Tensor]:
     return load_file(Path(path) / "model.safetensors")
 
 
-def _quantize(path: Path) -> None:
+def _quantize(path: Path, scale: ScaleFormat) -> None:
     tensors = {}
     for name, tensor in read_checkpoint(str(path)).items():
         tensors[name] = tensor
         if name.endswith("_proj.weight"):
-            rows, columns = tensor.shape
-            blocks = tensor.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
-            scale = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
-            tensors[name] = (blocks / scale[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
-            tensors[name + "_scale_inv"] = scale
+            tensors[name], tensors[name + "_scale_inv"] = quantize(tensor, scale=scale)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
+        "weight_block_size": list(BLOCK),
         "modules_to_not_convert": [
             "lm_head",
             *(f"model.layers.{layer}.mlp.gate" for layer in range(_COMMON["num_hidden_layers"])),

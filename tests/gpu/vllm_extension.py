@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 
+from rlrefit.integration.quantize.fp8_blockwise import dequantize
 from rlrefit.workers.vllm.extension import VllmRefitExtension
 
 
@@ -13,3 +16,16 @@ class PoisonExtension(VllmRefitExtension):
         with torch.no_grad():
             for parameter in self.model_runner.get_model().parameters():
                 parameter.copy_(torch.full((), torch.nan, device=parameter.device).to(parameter.dtype))
+
+    def value_digests(self) -> dict[str, str]:
+        """SHA-256 of every parameter; of FP8 blocks with the numbers that codes and scales stand for, in FP32."""
+        parameters = dict(self.model_runner.get_model().named_parameters())
+        found = {}
+        for name, parameter in parameters.items():
+            scales = parameters.get(f"{name}_scale_inv")
+            if name.endswith("_scale_inv"):
+                continue
+            values = parameter.detach() if scales is None else dequantize(parameter.detach(), scales.detach())
+            flat = values.contiguous().reshape(-1).view(torch.uint8).cpu()
+            found[name] = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+        return found
