@@ -88,7 +88,7 @@ class KvScaleDestination:
         names, tensors = list(self._arrived), list(self._arrived.values())
         self._arrived = {}
         if tensors:
-            # The one wait for the device.
+            # The one wait for the device, now that nothing on it waits for a peer.
             values = torch.stack(tensors).tolist()
             self._held.update((n, v) for n, v in zip(names, values, strict=True) if not math.isnan(v))
         known = {layer: Scales(*map(self._value, scale_names(layer))) for layer in self._layers}

@@ -43,6 +43,8 @@ class KvScaleSource:
         added = scale_specs(self.layers)
         self._specs = [*specs, *added]
         self._values = {spec.name: math.nan for spec in added}
+        self._positions = {spec.name: i for i, spec in enumerate(added)}
+        self._on_device = self._copied()
 
     def give(self, scales: Mapping[str, float], wanted: Collection[str] = ()) -> None:
         """Have the refits from the next one on bring ``scales``.
@@ -80,6 +82,7 @@ class KvScaleSource:
                 parameter=(unknown + bad + missing)[0],
             )
         self._values.update(present)
+        self._on_device = self._copied()
 
     @property
     def device(self) -> torch.device:
@@ -100,14 +103,14 @@ class KvScaleSource:
         if weights:
             yield from self._weights.export(weights)
         scales = [name for name in names if name in self._values]
-        # One copy to the device for all.
-        values = torch.tensor(
-            [self._values[name] for name in scales], dtype=torch.float32, device=self.device
-        )
-        yield from zip(scales, values.unbind(), strict=True)
+        yield from ((name, self._on_device[self._positions[name]]) for name in scales)
 
     def storage_key(self) -> Hashable:
         return self._weights.storage_key()
+
+    def _copied(self) -> torch.Tensor:
+        # Not in the middle of a refit, where the copy would wait for what the device does for others.
+        return torch.tensor(list(self._values.values()), dtype=torch.float32, device=self.device)
 
 
 def _is_scale(value: float) -> bool:
