@@ -2,6 +2,8 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 RECIPE ?= grpo_tiny
+# megatron or fsdp; empty for the recipe's own.
+TRAINER ?=
 # More key=value overrides of the recipe, or more arguments for pytest:
 #   make demo ARGS="algorithm.steps=5"     make test ARGS="tests/config -x"
 ARGS ?=
@@ -15,8 +17,8 @@ help: ## show this list
 setup: ## make .venv with the locked requirements and rlrefit (3.3 GB to download the first time)
 	@requirements/setup.sh $(VENV)
 
-demo: setup ## train the tiny model with GRPO on the CPU (RECIPE=… for another, ARGS="key=value …")
-	$(BIN)/rlrefit train recipe=$(RECIPE) $(ARGS)
+demo: setup ## train the tiny model with GRPO on the CPU (RECIPE=…, TRAINER=fsdp, ARGS="key=value …")
+	$(BIN)/rlrefit train recipe=$(RECIPE) $(if $(TRAINER),trainer=$(TRAINER) name=$(RECIPE)_$(TRAINER)) $(ARGS)
 
 test: setup ## run the tests (ARGS="…" goes to pytest)
 	$(BIN)/python -m pytest $(ARGS)
