@@ -33,8 +33,10 @@ def answer(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {REFIT_ERROR: described}
 
 
-def raise_refit_errors(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The workers' answers, if none is an error.
+def raise_refit_errors(
+    answers: Sequence[dict[str, Any]], worker: str = "vLLM worker"
+) -> list[dict[str, Any]]:
+    """The workers' answers, if none is an error; ``worker`` is what the error calls them.
 
     Raises:
         RefitError: a worker failed; of the worker's own kind. Where several failed, the first that did not
@@ -47,7 +49,7 @@ def raise_refit_errors(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     index, described = (causes or failed)[0]
     kind = _TYPES.get(described["type"])
     text = described["text"] if kind else f"{described['type']}: {described['text']}"
-    error = (kind or RefitError)(f"vLLM worker {index}: {text}")
+    error = (kind or RefitError)(f"{worker} {index}: {text}")
     # Set here and not by the constructor, which would name the place a second time.
     error.stage = described.get("stage", "")
     error.rank = described.get("rank", -1)

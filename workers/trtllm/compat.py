@@ -1,0 +1,125 @@
+"""What differs between the versions of TensorRT-LLM, found by looking and not by version numbers.
+
+Its modules have moved, and its restricted unpickler has had two generations: one that imports only what is approved
+(``loads(data, approved_imports=…)``), and one that can refuse imports as well (``disallowed_imports=…``), to which
+TensorRT-LLM's own extension at times gives nothing but a list of refusals. What rlrefit reads is approved explicitly, by
+the argument that both have.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from ...integration.errors import RefitError
+from .payload import Imports
+
+_SERIALIZATION = ("tensorrt_llm.llmapi.serialization", "tensorrt_llm.serialization")
+_CONTROL = ("tensorrt_llm.executor.ray.utils", "tensorrt_llm._ray_utils")
+# What TensorRT-LLM's own extension refuses, and what would undo the approvals.
+_DISALLOWED = {"torch.storage": ["_load_from_bytes"], "torch.hub": ["_load_local"], "torch": ["save", "load"]}
+# Set on a model between the first bucket and the end of a refit, by TensorRT-LLM's extension.
+_LATCH = "first_pre_reload_weights"
+KV_CACHE = "kv_cache"
+
+
+def restricted_loads(data: bytes, approved: Imports) -> Any:
+    """Unpickle with the engine's own restricted unpickler, of either generation.
+
+    Raises:
+        RefitError: the payload imports something else, or is no pickle; or this TensorRT-LLM's unpickler takes no
+            approvals.
+    """
+    loads = _module(_SERIALIZATION).loads
+    known = inspect.signature(loads).parameters
+    if "approved_imports" not in known:
+        raise RefitError(
+            "the unpickler of this TensorRT-LLM (serialization.loads) takes no approved_imports, so that a payload could "
+            "import anything that it does not happen to refuse. Nothing was read; use a version that has them",
+            stage="transfer",
+        )
+    # Lists and a dict of its own: a version that widens what it is given must not widen ours.
+    limits: dict[str, Any] = {"approved_imports": {module: list(names) for module, names in approved.items()}}
+    if "disallowed_imports" in known:
+        limits["disallowed_imports"] = {module: list(names) for module, names in _DISALLOWED.items()}
+    try:
+        return loads(data, **limits)
+    # Of any kind: a hostile or damaged pickle makes the unpickler raise whatever it likes.
+    except Exception as error:
+        raise RefitError(
+            f"TensorRT-LLM's restricted unpickler refused a payload of weights: {type(error).__name__}: {error}. Nothing "
+            "of it was loaded. A payload of rlrefit imports nothing but what its allow-list has, so this one is damaged or "
+            "not rlrefit's",
+            stage="transfer",
+        ) from error
+
+
+def control_action(method: Callable[..., Any]) -> Callable[..., Any]:
+    """TensorRT-LLM's own decorator: ``method`` runs once the running requests have ended, with the engine's loop held."""
+    decorated: Callable[..., Any] = _module(_CONTROL).control_action_decorator(method)
+    return decorated
+
+
+def uncontrolled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``control_action`` was put around: to be called by who holds the engine's loop already.
+
+    Raises:
+        RefitError: it can't be told apart; calling it would wait for the loop that its caller holds.
+    """
+    bare = inspect.unwrap(method)
+    if bare is method:
+        raise RefitError(
+            "WorkerExtension.update_weights of this TensorRT-LLM is not decorated as any known version's is (by "
+            "control_action_decorator), so a refit could hang in it. Nothing has moved; use a known version (docs/trtllm.md)",
+            stage="settings",
+        )
+    return bare
+
+
+def abort_cycle(worker: Any) -> None:
+    """Let the engine forget a reload that has not come to its end, in the way that this version has."""
+    model_engine = worker.engine.model_engine
+    for owner in (worker, model_engine.model_loader):
+        if hasattr(owner, "abort_update_weights"):
+            owner.abort_update_weights()
+            break
+    # Older versions leave it, and would merge the next refit's buckets into the failed one.
+    if hasattr(model_engine.model, _LATCH):
+        delattr(model_engine.model, _LATCH)
+
+
+def loads_in_parts(worker: Any) -> bool:
+    """Whether the worker's model takes its weights in several buckets; some vision-language models take all at once."""
+    return (
+        "allow_partial_loading" in inspect.signature(worker.engine.model_engine.model.load_weights).parameters
+    )
+
+
+def device_uuid(device_id: int) -> str:
+    """The GPU's UUID as TensorRT-LLM writes it, ``GPU-…``: the key under which the worker finds its payload."""
+    found: str = import_module("tensorrt_llm._torch.utils").get_device_uuid(device_id)
+    return found
+
+
+def memory_tags() -> tuple[str, ...]:
+    """All that can sleep but the KV cache, by TensorRT-LLM's names: what ``weights`` stands for."""
+    kinds = import_module("tensorrt_llm._torch.virtual_memory").ExecutorMemoryType
+    return tuple(
+        str(kind.value) for kind in kinds if kind.value != KV_CACHE and not kind.value.startswith("_")
+    )
+
+
+def _module(candidates: tuple[str, ...]) -> ModuleType:
+    for name in candidates:
+        try:
+            return import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise
+    raise RefitError(
+        f"this TensorRT-LLM has none of {', '.join(candidates)}; use a known version (docs/trtllm.md)",
+        stage="settings",
+    )

@@ -1,0 +1,98 @@
+"""Worker extension: what rlrefit adds to each TensorRT-LLM worker (``ray_worker_extension_cls``).
+
+Start TensorRT-LLM with ``orchestrator_type="ray"`` and ``ray_worker_extension_cls=driver.EXTENSION``, and reach the
+methods through :mod:`.driver`. TensorRT-LLM imports this module in its workers; nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension
+
+from ...integration.manifest import TensorSpec
+from ..vllm.answers import answer
+from . import compat
+from .payload import APPROVED, Imports
+from .worker_refit import WorkerRefit
+
+_update_weights = compat.uncontrolled(WorkerExtension.update_weights)
+
+
+class TrtllmRefit(WorkerExtension):
+    """Mixed into TensorRT-LLM's worker, beside what its own extension offers.
+
+    ``update_weights`` keeps TensorRT-LLM's contract and raises. The other methods answer with plain data, errors
+    too, which :func:`..vllm.answers.raise_refit_errors` raises on the driver's side.
+    """
+
+    # What payloads may import; a subclass may approve more.
+    refit_approved_imports: ClassVar[Imports] = APPROVED
+
+    @compat.control_action
+    def update_weights(self, ipc_handles: dict[str, Any] | None = None) -> None:
+        """Load a bucket, ``{device UUID: payload}``, or with None finalize and serve the weights."""
+        self._refit.update_weights(ipc_handles)
+
+    @compat.control_action
+    def refit_begin(self, version: int, specs: list[list[Any]]) -> dict[str, Any]:
+        """Refuse steps until ``version``, with weights ``[[name, shape, dtype], …]``, has committed."""
+        return _done(lambda: self._refit.begin(version, list(map(TensorSpec.from_json, specs))))
+
+    @compat.control_action
+    def refit_load(self, ipc_handles: dict[str, Any]) -> dict[str, Any]:
+        """Load a bucket: ``{"weights": number, "bytes": number}``."""
+        return answer(lambda: self._refit.load(ipc_handles))
+
+    @compat.control_action
+    def refit_finish(self) -> dict[str, Any]:
+        """Make what derives from the weights; an error if some are missing."""
+        return _done(self._refit.finish)
+
+    @compat.control_action
+    def refit_commit(self, version: int) -> dict[str, Any]:
+        """Serve the weights; to be called once all workers have finished."""
+        return _done(lambda: self._refit.commit(version))
+
+    def refit_describe(self) -> dict[str, Any]:
+        """This worker's GPU, whether its model takes buckets, what the tag ``weights`` stands for, and its version."""
+        return answer(
+            lambda: {
+                "device": compat.device_uuid(self.device_id),
+                "in_parts": compat.loads_in_parts(self),
+                "tags": list(compat.memory_tags()),
+                "version": self._refit.state.version,
+            }
+        )
+
+    def refit_serving_version(self) -> dict[str, Any]:
+        """``{"version": …}`` of the weights that may be served; an error if they are not whole."""
+
+        def version() -> dict[str, Any]:
+            self._refit.guard.require_whole()
+            return {"version": self._refit.state.version}
+
+        return answer(version)
+
+    def refit_require_servable(self) -> dict[str, Any]:
+        """An error if a step would compute with weights that are not whole, or with memory that is asleep."""
+        return _done(self._refit.guard.require_servable)
+
+    @property
+    def _refit(self) -> WorkerRefit:
+        found: WorkerRefit | None = self.__dict__.get("refit_state_of_worker")
+        if found is None:
+            found = WorkerRefit(
+                self, lambda handles: _update_weights(self, handles), self.refit_approved_imports
+            )
+            self.__dict__["refit_state_of_worker"] = found
+        return found
+
+
+def _done(call: Callable[[], None]) -> dict[str, Any]:
+    def done() -> dict[str, Any]:
+        call()
+        return {}
+
+    return answer(done)

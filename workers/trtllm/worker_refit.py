@@ -1,0 +1,260 @@
+"""The refits of one TensorRT-LLM worker: what has arrived, and whether it may be served.
+
+A refit is ``begin``, ``load`` for each bucket, ``finish``, and ``commit`` once all workers have finished. ``begin`` and
+``commit`` change what may be served, so all workers do them at the same step of the engine: a worker that refused a step
+while another computed it would leave the other waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...integration.errors import RefitError, RefitMismatch
+from ...integration.manifest import TensorSpec, dtype_name
+from ...integration.session import ServingState
+from . import compat
+from .guard import WeightsGuard
+from .payload import APPROVED, Entry, Imports, decode
+
+logger = logging.getLogger(__name__)
+
+
+class _Arriving:
+    """A refit that has begun.
+
+    Attributes:
+        version: that it brings.
+        awaited: weights that are still to come; None if the sender did not say which there are.
+        arrived: names so far.
+        failed: why it can't go on, or empty.
+        finished: whether the engine has made all that it derives from the weights.
+    """
+
+    def __init__(self, version: int, specs: Sequence[TensorSpec] | None) -> None:
+        self.version = version
+        self.awaited = None if specs is None else {spec.name: spec for spec in specs}
+        self.arrived: set[str] = set()
+        self.failed = ""
+        self.finished = False
+
+
+class WorkerRefit:
+    """One worker's refits.
+
+    Args:
+        worker: TensorRT-LLM's worker, with ``engine``, ``device_id`` and ``llm_args``.
+        update: TensorRT-LLM's own ``update_weights``, to be called while the engine's loop is held: it loads and
+            finalizes, in whatever way this version does.
+        approved: what a payload may import.
+
+    Attributes:
+        state: version and dirtiness of the weights.
+        guard: of the weights.
+    """
+
+    def __init__(
+        self, worker: Any, update: Callable[[dict[str, Any] | None], object], approved: Imports = APPROVED
+    ) -> None:
+        self._worker = worker
+        self._update = update
+        self._approved = approved
+        self._arriving: _Arriving | None = None
+        # What refits wrote that did not commit: the next one has to bring all of it.
+        self._owed: set[str] = set()
+        self.state = ServingState()
+        self.guard = WeightsGuard(worker, self.state)
+
+    def begin(self, version: int, specs: Sequence[TensorSpec] | None) -> None:
+        """Forbid steps until ``version`` has committed. A refit that was left unfinished is given up.
+
+        Args:
+            version: of the weights to come.
+            specs: all of them, as they are sent; None takes any, and can't tell that some are missing.
+
+        Raises:
+            RefitError: the weights are asleep. Nothing has changed.
+        """
+        self.guard.require_awake()
+        if self._arriving is not None:
+            logger.warning("refit %d begins; refit %d had not committed", version, self._arriving.version)
+            compat.abort_cycle(self._worker)
+        self.state.mark_dirty(version)
+        self._arriving = _Arriving(version, specs)
+
+    def load(self, handles: dict[str, Any]) -> dict[str, Any]:
+        """Load a bucket: ``{device UUID: payload}``, of which this worker takes its own.
+
+        Raises:
+            RefitError: there is none for this worker's GPU, or it is refused. Nothing of it was loaded.
+            RefitMismatch: it holds a weight that is not awaited, another shape or dtype, or one for the second time.
+                Nothing of it was loaded.
+        """
+        arriving = self._require_arriving()
+        with self._failing(arriving):
+            self.guard.require_awake()
+            entries = decode(self._own(handles), compat.restricted_loads, self._approved)
+            self._check_names(arriving, entries)
+            weights = [(entry.name, entry.open(self._worker.device_id)) for entry in entries]
+            nbytes = 0
+            for name, tensor in weights:
+                _check_kind(arriving, name, tensor)
+                nbytes += tensor.nbytes
+            self._owed.update(name for name, _ in weights)
+            self._give(weights)
+            arriving.arrived.update(name for name, _ in weights)
+        # The sender frees its bucket once no process maps it any more.
+        weights.clear()
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()
+        return {"weights": len(entries), "bytes": nbytes}
+
+    def finish(self) -> None:
+        """Have the engine make what it derives from the weights, and drop what it cached with the old ones.
+
+        Raises:
+            RefitMismatch: weights are missing. The engine keeps refusing steps.
+        """
+        arriving = self._require_arriving()
+        with self._failing(arriving):
+            due = sorted(self._owed | (arriving.awaited or {}).keys())
+            missing = [name for name in due if name not in arriving.arrived]
+            if missing:
+                raise RefitMismatch(
+                    f"{len(missing)} of {len(due)} weights that refit {arriving.version} has to bring did not arrive: those "
+                    "that it began with, and what failed refits before it wrote. The engine would serve old values of them. "
+                    "It refuses to generate; refit again with all weights",
+                    stage="misc",
+                    parameter=missing[0],
+                )
+            self._update(None)
+            arriving.finished = True
+
+    def commit(self, version: int) -> None:
+        """Serve the weights.
+
+        Raises:
+            RefitError: they are not all there and finished, or of another version.
+        """
+        arriving = self._require_arriving()
+        if not arriving.finished or arriving.version != version:
+            raise RefitError(
+                f"version {version} can't be committed: refit {arriving.version} is under way and "
+                f"{'finished' if arriving.finished else 'not finished'}. Refit again",
+                stage="commit",
+            )
+        self._arriving = None
+        self._owed.clear()
+        self.state.commit(version)
+        self.guard.refitted()
+
+    def update_weights(self, handles: dict[str, Any] | None) -> None:
+        """TensorRT-LLM's contract, for callers who know no more: buckets, then None. Versions count up by themselves.
+
+        Raises:
+            RefitError: as :meth:`load` and :meth:`finish`.
+        """
+        if handles is not None:
+            if self._arriving is None or self._arriving.failed:
+                self.begin(self.state.version + 1, None)
+            self.load(handles)
+            return
+        self.finish()
+        arriving = self._require_arriving()
+        if arriving.awaited is None:
+            self.commit(arriving.version)
+
+    def _own(self, handles: dict[str, Any]) -> object:
+        own = compat.device_uuid(self._worker.device_id)
+        if own not in handles:
+            raise RefitError(
+                f"a bucket has payloads for {', '.join(sorted(handles)) or 'no GPU'}, and none for this worker's {own}. "
+                "Nothing of it was loaded; a trainer rank has to run on each of the engine's GPUs",
+                stage="transfer",
+            )
+        return handles[own]
+
+    def _check_names(self, arriving: _Arriving, entries: Sequence[Entry]) -> None:
+        seen: set[str] = set()
+        for name, *_ in entries:
+            if name in seen or name in arriving.arrived:
+                raise RefitMismatch(
+                    f"it came twice in refit {arriving.version}; one of two values would be served. Each weight is sent "
+                    "once",
+                    stage="transfer",
+                    parameter=name,
+                )
+            if arriving.awaited is not None and name not in arriving.awaited:
+                raise RefitMismatch(
+                    f"it came with refit {arriving.version}, which began without it; prepare the refit again after the "
+                    "model has changed",
+                    stage="transfer",
+                    parameter=name,
+                )
+            seen.add(name)
+
+    def _give(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """To TensorRT-LLM's own loading, in its form for tensors that no unpickler has to see."""
+        # Its call replaces the argument of the device, the seventh.
+        opened = [(name, (partial(_given, tensor), (None,) * 7)) for name, tensor in weights]
+        handles = {compat.device_uuid(self._worker.device_id): opened}
+        if compat.loads_in_parts(self._worker):
+            self._update(handles)
+        else:
+            with _all_at_once(self._worker.engine.model_engine.model_loader):
+                self._update(handles)
+
+    def _require_arriving(self) -> _Arriving:
+        if self._arriving is None:
+            raise RefitError("no refit has begun on this worker; begin one", stage="handshake")
+        if self._arriving.failed:
+            raise RefitError(
+                f"refit {self._arriving.version} has failed on this worker: {self._arriving.failed}. Begin a new one",
+                stage="handshake",
+            )
+        return self._arriving
+
+    @contextmanager
+    def _failing(self, arriving: _Arriving) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            arriving.failed = f"{type(error).__name__}: {error}"
+            raise
+
+
+def _given(tensor: torch.Tensor, *_: object) -> torch.Tensor:
+    return tensor
+
+
+def _check_kind(arriving: _Arriving, name: str, tensor: torch.Tensor) -> None:
+    if arriving.awaited is None:
+        return
+    spec = arriving.awaited[name]
+    if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+        raise RefitMismatch(
+            f"it arrived as {dtype_name(tensor.dtype)}{list(tensor.shape)}, and refit {arriving.version} began with "
+            f"{dtype_name(spec.dtype)}{list(spec.shape)}. Nothing of its bucket was loaded",
+            stage="transfer",
+            parameter=name,
+        )
+
+
+@contextmanager
+def _all_at_once(model_loader: Any) -> Iterator[None]:
+    """For models that take all weights in one call: TensorRT-LLM's extension asks its loader for parts."""
+    reload = model_loader.reload
+
+    def whole(model: Any, weights: dict[str, torch.Tensor], allow_partial_loading: bool = False) -> Any:
+        return reload(model, weights, allow_partial_loading=False)
+
+    model_loader.reload = whole
+    try:
+        yield
+    finally:
+        del model_loader.reload
