@@ -158,8 +158,9 @@ def _refused(
     return {name: found[name] for name in by_name if name in found}
 
 
-def _refusals(sides: Sequence[Sequence[Param]]) -> dict[str, str]:
-    return {name: param.reason for params in sides for param in params for name in param.refused}
+def _refusals(ranks: Sequence[Sequence[Param]]) -> dict[str, str]:
+    """The first rank's reason for each weight."""
+    return {name: param.reason for params in reversed(ranks) for param in params for name in param.refused}
 
 
 def _loader_only(params: Sequence[Param]) -> list[str]:

@@ -19,9 +19,10 @@ from rlrefit.recipes.bench.ranks import Ranks
 from rlrefit.recipes.bench.scene import set_up
 from rlrefit.recipes.cli import main
 from rlrefit.workers.catalog import parse_gen, parse_train
+from tests.catalog.shrunken import BLOCK_CONFIGS
 
 KEYS = {
-    "model", "train", "gen", "dtype", "transport", "kept_bytes", "seconds_median", "seconds_min", "seconds_max",
+    "model", "train", "gen", "dtype", "quantize", "transport", "kept_bytes", "seconds_median", "seconds_min", "seconds_max",
     "kept_gb_per_s", "p2p_gb_per_s", "p2p_ratio", "host_seconds", "peak_extra_bytes", "stages", "peers", "bit_exact",
 }  # fmt: skip
 
@@ -70,6 +71,7 @@ def test_a_run_gives_a_record_for_each_transport_peers_that_are_exact_and_a_pict
         assert set(record) == KEYS
         assert record["bit_exact"] is True
         assert (record["train"], record["gen"], record["dtype"]) == ("tp=2,ep=2", "tp=2", "bf16")
+        assert record["quantize"] == "off"
         assert 0 < record["seconds_min"] <= record["seconds_median"] <= record["seconds_max"]
         assert record["kept_gb_per_s"] == pytest.approx(record["kept_bytes"] / record["seconds_median"] / 1e9)
         assert record["p2p_ratio"] == pytest.approx(record["kept_gb_per_s"] / record["p2p_gb_per_s"])
@@ -95,16 +97,66 @@ def test_pipeline_stages_and_replicas_are_exact_in_the_refit_and_the_peers(moe, 
     assert min(record["peers"].values()) > 0
 
 
+def test_codes_and_scales_of_trainers_under_fsdp_are_exact_and_cut_blocks_take_the_misc_path(
+    tmp_path, capsys
+):
+    # One key head: its block is cut by two ranks, and replicated by the engine.
+    config = BLOCK_CONFIGS["qwen3_moe"] | {"num_key_value_heads": 1, "num_experts": 3}
+    model, figures = tmp_path / "config.json", tmp_path / "bench.json"
+    model.write_text(json.dumps(config))
+    code = bench(
+        "--model", model, "--layers", 1, "--train", "fsdp=2", "--gen", "tp=2", "--quantize", "fp8",
+        "--transport", "p2p,golden", "--refits", 1, "--peer-refits", 1, "--verify", "full", "--json", figures,
+    )  # fmt: skip
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    # Half of the queries' rows, keys and values whole, half of the others; the vocabulary padded to 320.
+    codes = (256 + 2 * 128) * 256 + 256 * 256 + 3 * 3 * 128 * 256
+    kept = codes + codes // 128**2 * 4 + 2 * (2 * 160 * 256 + 3 * 256 + 3 * 256 + 2 * 128)
+    for record in json.loads(figures.read_text()):
+        assert (record["quantize"], record["bit_exact"]) == ("fp8", True)
+        assert record["kept_bytes"] == kept
+        assert record["peers"]["broadcast"] > 0
+        assert record["peers"]["per-tensor"] is record["peers"]["m2n"] is None
+    assert "bf16 with linear layers in blocks of fp8 (quantized by the trainers)" in said.out
+    assert (
+        "4 weights on the misc path, trainer: a rank holds 0:64, 0:256, which cuts blocks of 128 by 128"
+        in said.out
+    )
+    assert "peer per-tensor was not timed: it sends the trainers' own bytes" in said.out
+
+
+def test_copies_of_an_fsdp_trainer_are_exact_in_the_refit_and_the_peers(moe, tmp_path):
+    figures = tmp_path / "bench.json"
+    code = bench(
+        "--model", moe, "--layers", 1, "--train", "fsdp=3", "--gen", "tp=1", "--peers", "broadcast,per-tensor",
+        "--refits", 1, "--peer-refits", 1, "--json", figures,
+    )  # fmt: skip
+    assert code == 0
+    record = json.loads(figures.read_text())
+    assert record["bit_exact"] is True
+    assert min(record["peers"].values()) > 0
+
+
 def test_all_that_is_wrong_is_said_at_once(capsys):
     code = main(
         [
             "bench", "--model", "qwen3-8b", "--train", "tp=3", "--gen", "tp=2", "--transport", "pigeon",
             "--peers", "m3", "--refits", "0", "--verify", "maybe",
+            "--quantize", "fp8", "--dtype", "fp32",
         ]
     )  # fmt: skip
     said = capsys.readouterr().err
     assert code == 2
-    for part in ("'pigeon'", "'m3'", "--refits: 0", "'maybe'", "need 5 GPUs", "can't be divided"):
+    for part in (
+        "'pigeon'",
+        "'m3'",
+        "--refits: 0",
+        "'maybe'",
+        "need 5 GPUs",
+        "can't be divided",
+        "fp8 is made of",
+    ):
         assert part in said
 
 

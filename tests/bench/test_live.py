@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -46,11 +47,15 @@ MOE = {
 }
 
 
-@pytest.fixture
-def moe(tmp_path):
-    path = tmp_path / "config.json"
+def write_moe(folder):
+    path = folder / "config.json"
     path.write_text(json.dumps(MOE))
     return str(path)
+
+
+@pytest.fixture
+def moe(tmp_path):
+    return write_moe(tmp_path)
 
 
 def options(**changes):
@@ -63,24 +68,34 @@ def options(**changes):
     return LiveOptions(**{"model": "qwen3-0.6b", "device": "cpu", "timeout_s": 60.0, **layouts, **changes})
 
 
-@pytest.mark.timeout(500)
-def test_a_live_megatron_refits_a_live_vllm_and_all_paths_leave_the_same_bytes(moe, tmp_path, capsys):
-    """The engine finds rlrefit on the PYTHONPATH that it is given, as one with packages of its own would."""
-    packages, figures = tmp_path / "packages" / "rlrefit", tmp_path / "live.json"
+def run_live(folder):
+    """Exit code, record, and what was told and logged, of a run whose engine finds rlrefit on the PYTHONPATH that it
+    is given, as one with packages of its own would."""
+    model = write_moe(folder)
+    packages, figures = folder / "packages" / "rlrefit", folder / "live.json"
     packages.mkdir(parents=True)
     for part in ("integration", "workers", "recipes"):
         (packages / part).symlink_to(ROOT / part)
-    log = tmp_path / "engine.log"
-    code = main(
-        [
-            *("bench-live", "--device", "cpu", "--model", moe, "--train", "ep=2", "--gen", "tp=1"),
-            *("--refits", "2", "--warm-up", "1", "--peer-refits", "1", "--json", str(figures)),
-            *("--engine-pythonpath", str(packages.parent), "--engine-log", str(log)),
-        ]
-    )
-    told = capsys.readouterr()
-    assert code == 0, told.err + (log.read_text() if log.exists() else "")
-    record = json.loads(figures.read_text())
+    log, told = folder / "engine.log", io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        code = main(
+            [
+                *("bench-live", "--device", "cpu", "--model", model, "--train", "ep=2", "--gen", "tp=1"),
+                *("--refits", "2", "--warm-up", "1", "--peer-refits", "1", "--json", str(figures)),
+                *("--engine-pythonpath", str(packages.parent), "--engine-log", str(log)),
+            ]
+        )
+    record = json.loads(figures.read_text()) if code == 0 else {}
+    return code, record, told.getvalue(), log.read_text() if log.exists() else ""
+
+
+AHEAD = (run_live,)
+
+
+@pytest.mark.timeout(900)
+def test_a_live_megatron_refits_a_live_vllm_and_all_paths_leave_the_same_bytes(found_ahead):
+    code, record, told, log = found_ahead.by(run_live)
+    assert code == 0, told + log
     assert record["bit_exact"] is True
     assert record["engine"].keys() == {"vllm", "torch", "python"}
     sharded, broadcast, vllm = record["paths"]
@@ -102,7 +117,7 @@ def test_a_live_megatron_refits_a_live_vllm_and_all_paths_leave_the_same_bytes(m
     assert [point["number"] for point in broadcast["memory"]] == [1, 2, 3]
     assert vllm["seconds_median"] is None
     assert "NCCL" in vllm["not_run"]
-    assert "2 weights on the misc path, trainer: MoE router" in told.out
+    assert "2 weights on the misc path, trainer: MoE router" in told
 
 
 def test_all_that_is_wrong_with_the_options_is_told_at_once(moe, capsys):

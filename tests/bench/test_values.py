@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from rlrefit.integration.layout import Fragment, box_of, intersect
-from rlrefit.recipes.bench import values
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.quantize.blocks import scale_box, scale_shape
+from rlrefit.integration.quantize.formats import Fp8Blockwise
+from rlrefit.recipes.bench import encoded_values, values
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 
@@ -93,3 +96,36 @@ def test_a_strided_view_is_written_and_read_in_place():
 def test_a_dtype_of_eight_bytes_is_refused():
     with pytest.raises(ValueError, match="1, 2 or 4 bytes"):
         values.write([fragment("w", (2, 2), dtype=torch.float64)], 0)
+
+
+def test_wrong_codes_scales_places_and_versions_of_a_quantized_part_are_all_noticed(monkeypatch):
+    monkeypatch.setattr(encoded_values, "_CHUNK", 128 * 256)  # two strips
+    spec, format, box = TensorSpec("w", (512, 384), torch.bfloat16), Fp8Blockwise(), ((128, 384), (128, 384))
+    codes, scales = format.encode(full("w", spec.shape, 3))
+    rows, columns = (slice(*side) for side in box)
+    part = scale_box(box, format.block)
+    held = {
+        "w": [Fragment("w", spec.shape, box, codes[rows, columns].clone())],
+        "w_scale_inv": [
+            Fragment("w_scale_inv", scale_shape(spec.shape, format.block), part, scales[1:3, 1:3].clone())
+        ],
+    }
+
+    def wrong(version=3, name="w"):
+        found = encoded_values.wrong(held, {"w": spec._replace(name=name)}, {"w": format}, version)
+        return sorted(fragment.name for fragment in found)
+
+    assert wrong() == []
+    assert "w" in wrong(version=2)
+    assert "w" in wrong(name="v")
+    for fragments in held.values():
+        (fragment,) = fragments
+        raw = values.bits(fragment.view)
+        raw[1, 1] ^= 1
+        assert wrong() == [fragment.name]
+        raw[1, 1] ^= 1
+        values.poison([fragment.view])
+        assert wrong() == [fragment.name]
+        source = codes[rows, columns] if fragment.name == "w" else scales[1:3, 1:3]
+        fragment.view.copy_(source)
+    assert wrong() == []

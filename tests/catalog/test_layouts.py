@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlrefit.workers.catalog import (
+    FsdpLayout,
     GenLayout,
     LayoutError,
     Model,
@@ -24,6 +25,7 @@ from .shrunken import CONFIGS
 def test_layouts_are_read_from_text() -> None:
     assert parse_train("tp=4, ep=8,pp=2") == TrainLayout(tp=4, ep=8, pp=2)
     assert parse_train("") == TrainLayout()
+    assert parse_train("replicate=2, fsdp=4") == FsdpLayout(4, 2)
     assert parse_gen("tp=8,dp=2") == GenLayout(tp=8, dp=2)
 
 
@@ -32,6 +34,15 @@ def test_all_that_is_wrong_with_a_text_is_told() -> None:
         parse_train("tp=x,foo=2,pp=1,pp=2,ep")
     for complaint in ("tp is 'x'", "'foo' is none of tp, pp", "pp stands twice", "ep is ''"):
         assert complaint in str(error.value)
+    with pytest.raises(LayoutError, match="'tp' is none of fsdp, replicate"):
+        parse_train("fsdp=4,tp=2")
+
+
+def test_copies_of_a_sharded_model_are_the_outer_dimension() -> None:
+    layout = FsdpLayout(2, 3)
+    assert layout.world_size == 6
+    assert [layout.coordinates(rank).fsdp.rank for rank in range(6)] == [0, 1, 0, 1, 0, 1]
+    assert violations(open_model("qwen3-8b"), FsdpLayout(0)) == ["train: fsdp is 0; give at least 1"]
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from rlrefit.recipes.cli import main
-from tests.catalog.shrunken import CONFIGS
+from tests.catalog.shrunken import BLOCK_CONFIGS, CONFIGS
 
 KEYS = [
     "model",
     "train",
     "gen",
+    "quantize",
     "bulk_share",
     "bytes",
     "misc_reasons",
@@ -36,6 +37,14 @@ def moe(tmp_path: Path) -> str:
     """The path of a tiny mixture of experts."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIGS["qwen3_moe"]))
+    return str(path)
+
+
+@pytest.fixture
+def blocks(tmp_path: Path) -> str:
+    """The path of a mixture of experts whose shards are whole blocks."""
+    path = tmp_path / "blocks.json"
+    path.write_text(json.dumps(BLOCK_CONFIGS["qwen3_moe"]))
     return str(path)
 
 
@@ -254,6 +263,76 @@ def test_a_weight_is_explained(capsys: pytest.CaptureFixture[str], moe: str) -> 
     assert "goes over the misc path: trainer: MoE router" in out
     assert "held by" not in out
     assert "sent" not in out
+
+
+def test_codes_and_scales_are_half_the_bytes_and_cut_blocks_are_told(
+    capsys: pytest.CaptureFixture[str], blocks: str
+) -> None:
+    def plan(ranks: int, quantize: str) -> dict[str, Any]:
+        layouts = ("--train", f"fsdp={ranks}", "--gen", "tp=2", "--quantize", quantize)
+        code, out, _ = _plan(capsys, "--model", blocks, *layouts, "--json")
+        found: dict[str, Any] = json.loads(out)
+        assert (code, found["quantize"]) == (0, quantize)
+        return found
+
+    plain, quantized = plan(4, "off"), plan(4, "fp8")
+    assert plain["bytes"]["misc"] == 0
+    # In each of two layers keys, values and the output projection have 256 rows, 64 of them on each rank.
+    cut = 2 * (2 * (256 * 256 + 4 * 2 * 2) + 256 * 512 + 4 * 2 * 4)
+    assert quantized["bytes"]["misc"] == cut
+    narrow, wide = sorted(quantized["misc_reasons"])
+    assert "a rank holds 0:64, 0:256, which cuts blocks of 128 by 128" in narrow
+    assert "a rank holds 0:64, 0:512, which cuts blocks of 128 by 128" in wide
+    embeddings = 2 * 300 * 256 * 2
+    linear = plain["bytes"]["bulk"] - embeddings
+    assert quantized["bytes"]["bulk"] + cut == pytest.approx(embeddings + linear / 2, rel=0.01)
+    # Two ranks cut none.
+    plain, quantized = plan(2, "off"), plan(2, "fp8")
+    assert quantized["bytes"]["misc"] == 0
+    assert 0.5 < quantized["predicted_seconds"] / plain["predicted_seconds"] < 0.6
+
+
+def test_codes_and_scales_are_explained(capsys: pytest.CaptureFixture[str], blocks: str) -> None:
+    layouts = ("--model", blocks, "--train", "fsdp=4", "--gen", "tp=2", "--quantize", "fp8", "--explain")
+    gate = "model.layers.1.mlp.experts.6.gate_proj.weight"
+    code, out, _ = _plan(capsys, *layouts, gate)
+    assert code == 0
+    assert "float8_e4m3fn[256, 256]" in out
+    assert "[128:256, 0:256]" in out
+    code, out, _ = _plan(capsys, *layouts, f"{gate}_scale_inv")
+    assert "float32[2, 2], 16 B" in out
+    assert "[1:2, 0:2]" in out
+    code, out, _ = _plan(capsys, *layouts, "model.layers.1.self_attn.k_proj.weight_scale_inv")
+    assert "goes over the misc path: trainer: a rank holds 0:64, 0:256" in out
+    assert "FSDP gathers its weight on the trainers, which quantize it" in out
+
+
+def test_blocks_that_an_engine_would_cut_and_what_cannot_be_quantized_are_violations(
+    capsys: pytest.CaptureFixture[str], blocks: str
+) -> None:
+    layouts = ("--model", blocks, "--train", "ep=4", "--gen", "tp=4", "--quantize", "fp8")
+    code, _, err = _plan(capsys, *layouts, "--dtype", "fp32", "--enumerate-with-bridge")
+    assert code == 2
+    for text in (
+        "gate_proj.weight it would have 64; give another tp (or, for experts, ep = tp)",
+        "quantize: fp8 is made of bf16 or fp16",
+        "Bridge exports what is not quantized yet",
+    ):
+        assert text in err
+    code, _, err = _plan(capsys, *layouts[:3], "fsdp=2", *layouts[4:6], "--enumerate-with-bridge")
+    assert (code, "Bridge exports Megatron's models, not FSDP2's" in err) == (2, True)
+    code, _, err = _plan(capsys, "--model", "gpt-oss-20b", *layouts[2:4], "--gen", "tp=1", *layouts[6:])
+    assert (code, "gpt_oss model in blocks of FP8 is not in the catalogue" in err) == (2, True)
+
+
+def test_a_recipe_says_whether_its_trainer_quantizes_and_shards_by_fsdp(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = ("--recipe", "grpo_qwen3_30b_a3b", "--compile-ranks", "1", "--json", "trainer=fsdp")
+    code, out, _ = _plan(capsys, *recipe, "policy.refit.trainer_quantize_fp8=true")
+    found = json.loads(out)
+    assert (code, found["quantize"]) == (0, "fp8")
+    assert found["train"].startswith("fsdp=")
 
 
 def test_a_topology_is_read_from_a_file(capsys: pytest.CaptureFixture[str], moe: str, tmp_path: Path) -> None:

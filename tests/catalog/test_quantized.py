@@ -1,0 +1,105 @@
+"""Models in blocks of FP8: trainers' holdings beside what the refit's own quantizing source makes, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+
+from rlrefit.integration.endpoints import WeightSource
+from rlrefit.integration.holdings import Holdings
+from rlrefit.integration.layout import Fragment
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.plan import analyse
+from rlrefit.integration.quantize.formats import Fp8Blockwise
+from rlrefit.integration.quantize.source import QuantizingSource
+from rlrefit.workers.catalog import (
+    CatalogError,
+    FsdpLayout,
+    GenLayout,
+    Model,
+    Param,
+    TrainLayout,
+    all_holdings,
+    exported_specs,
+    open_model,
+    train_storage,
+    violations,
+)
+
+from .shrunken import BLOCK_CONFIGS, CONFIGS
+
+
+class _Rank:
+    """A trainer rank with parameters that have no memory."""
+
+    def __init__(self, specs: list[TensorSpec], params: Sequence[Param]):
+        self._specs, self._params = specs, params
+
+    def specs(self) -> list[TensorSpec]:
+        return self._specs
+
+    def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
+        held = []
+        for param in self._params:
+            storage = torch.empty(param.shape, dtype=param.dtype, device="meta")
+            held += [Fragment(p.name, p.full_shape, p.box, storage[p.index]) for p in param.parts]
+        return held, {name: param.reason for param in self._params for name in param.refused}
+
+
+# One key head, which two ranks cut in the middle of its block.
+_ONE_KEY_HEAD = BLOCK_CONFIGS["qwen3_moe"] | {"num_key_value_heads": 1}
+_CASES: list[tuple[str, dict[str, Any], TrainLayout | FsdpLayout, set[str]]] = [
+    ("qwen3_moe", BLOCK_CONFIGS["qwen3_moe"], TrainLayout(tp=2, ep=2), {"mlp.gate"}),
+    ("qwen3_moe", BLOCK_CONFIGS["qwen3_moe"], TrainLayout(pp=2, ep=2), {"mlp.gate"}),
+    ("qwen3_moe", _ONE_KEY_HEAD, FsdpLayout(2, 2), {"self_attn.k_proj", "self_attn.v_proj"}),
+    ("qwen3_moe", BLOCK_CONFIGS["qwen3_moe"], FsdpLayout(3), {f"self_attn.{x}_proj" for x in "qkvo"}),
+    ("deepseek_v3", BLOCK_CONFIGS["deepseek_v3"], TrainLayout(tp=2), {"mlp.gate"}),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "layout", "refused"), _CASES)
+def test_trainers_hold_what_the_refits_quantizing_source_makes_and_refuses(
+    name: str, config: dict[str, Any], layout: TrainLayout | FsdpLayout, refused: set[str]
+) -> None:
+    model, served = Model(name, config), Model(name, config, quantize=Fp8Blockwise())
+    specs, travelling = exported_specs(model, layout), exported_specs(served, layout)
+    positions = {spec.name: i for i, spec in enumerate(travelling)}
+    gen = GenLayout(tp=2)
+    sources, destinations = all_holdings(served, layout, gen, positions)
+    manifest = analyse(travelling, sources, destinations, bucket_bytes=1 << 20).manifest
+    found = {
+        entry.spec.name.split(".", 3)[3].split(".weight")[0] for entry in manifest if entry.route == "misc"
+    }
+    assert {name for name in found if "e_score" not in name} == refused
+    formats = {spec.name: Fp8Blockwise() for spec in specs if spec.name in served.formats()}
+    for rank, ours in enumerate(sources):
+        source = _Rank(specs, train_storage(model, layout, rank))
+        real = QuantizingSource(cast(WeightSource, source), formats)
+        assert real.specs() == travelling
+        assert _content(Holdings.from_fragments(rank, *real.fragments(), positions)) == _content(ours)
+
+
+def _content(holdings: Holdings) -> tuple[dict[int, Any], dict[int, str]]:
+    held = {int(i): (sorted(g.boxes), g.dtype) for g in holdings.groups for i in g.indices}
+    return held, {int(i): reason for reason, indices in holdings.refused.items() for i in indices}
+
+
+def test_what_vllm_refuses_to_hold_in_blocks_is_told_with_the_layout_that_it_takes() -> None:
+    served = open_model("qwen3-30b-a3b")
+    served = Model(served.name, served.config, quantize=Fp8Blockwise())
+    found = violations(served, GenLayout(tp=4))
+    assert len(found) == 2
+    assert "mlp.experts.0.gate_proj.weight it would have 192" in found[0]
+    assert "ep = tp" in found[1]
+    assert violations(served, GenLayout(tp=4, ep=4)) == violations(served, GenLayout(tp=2)) == []
+
+
+def test_families_that_are_not_known_in_blocks_or_under_fsdp_are_refused() -> None:
+    with pytest.raises(CatalogError, match="gpt_oss model in blocks of FP8 is not in the catalogue"):
+        Model("gpt_oss", CONFIGS["gpt_oss"], quantize=Fp8Blockwise()).specs()
+    for name in ("kimi_k2", "nemotron_h"):
+        (found,) = violations(Model(name, CONFIGS[name]), FsdpLayout(2))
+        assert f"how FSDP2 holds a {name} model is not in the catalogue" in found
