@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.endpoints import WeightSource
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.layout import box_of
 from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.quantize import nvfp4
 from rlrefit.integration.session import RefitSession
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
+from rlrefit.workers.fsdp.mixin import FSDPRefitMixin
 from rlrefit.workers.fsdp.source import FSDPSource
 from rlrefit.workers.qat.checkpoint import write_checkpoint
+from rlrefit.workers.qat.mixin import QATRefitMixin
 from rlrefit.workers.qat.model import QAT
-from rlrefit.workers.qat.source import PackedSource
 from tests.refit.synthetic import SyntheticDestination, run_world
 
 from .models import dequantized, read, train, trainer
@@ -162,20 +165,12 @@ class Engine(SyntheticDestination):
         ]
 
 
-class Source(PackedSource):
-    """A trainer whose weights change before each refit."""
-
-    def __init__(self, model: torch.nn.Module, qat: QAT):
-        super().__init__(FSDPSource(model, torch.bfloat16), qat)
-        self.model, self.qat = model, qat
-
-
 @pytest.mark.parametrize("engine", ["nccl_xfer", "packed_broadcast"])
 def test_packed_weights_are_refitted_bit_for_bit_and_again(
     checkpoints: Callable[[str], Path], engine: str
 ) -> None:
     model, qat = trainer(checkpoints("qwen3-moe"))
-    source = Source(model, qat)
+    source = _refitted(model, qat)
     destinations = [Engine(source.specs(), {s.name: [_half(s, r)] for s in source.specs()}) for r in (0, 1)]
     exported: list[dict[str, torch.Tensor]] = []
 
@@ -202,6 +197,18 @@ def test_packed_weights_are_refitted_bit_for_bit_and_again(
     assert not torch.equal(first[name], second[name])
     if engine == "nccl_xfer":
         assert [record.bytes_misc for record, _ in results[1]] == [0, 0]
+
+
+def _refitted(trained: torch.nn.Module, of_it: QAT) -> WeightSource:
+    """What a trainer's worker sends."""
+
+    class Worker(QATRefitMixin, FSDPRefitMixin):
+        model = trained
+        qat = of_it
+        refit_config = RefitConfig()
+        refit_dtype = torch.bfloat16
+
+    return Worker()._prepared_source()
 
 
 def _half(spec: TensorSpec, rank: int) -> Any:

@@ -1,9 +1,13 @@
-"""NVFP4 against ModelOpt's formula step by step in FP32, and against vLLM's and compressed-tensors' own functions."""
+"""NVFP4 against ModelOpt's formula step by step in FP32, and against vLLM's and compressed-tensors' own functions.
+
+``modelopt_nvfp4.safetensors`` holds what ModelOpt 0.47's ``NVFP4QTensor`` made of some weights, and read of it again.
+"""
 
 from __future__ import annotations
 
 from fractions import Fraction
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ import torch
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from rlrefit.integration.quantize import nvfp4
 from rlrefit.integration.quantize.nvfp4 import Arithmetic
@@ -42,6 +47,20 @@ def test_weights_are_what_modelopts_formula_gives(w: torch.Tensor) -> None:
             scaled = np.float32(element) / divisor
             assert code & 7 == nearest(Fraction(float(scaled)), E2M1)
             assert code >> 3 == (scaled < 0)
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_bytes_and_values_are_those_that_modelopt_itself_made(dtype: str, kind: str) -> None:
+    made = load_file(Path(__file__).with_name("modelopt_nvfp4.safetensors"))
+    w, packed, scale, scale_2, read = (
+        made[f"{dtype}.{kind}.{part}"] for part in ("weight", "packed", "scale", "scale_2", "read")
+    )
+    ours = nvfp4.quantize(w, None if kind == "own" else scale_2)
+    assert torch.equal(ours[0], packed)
+    assert same(ours[1], scale)
+    assert torch.equal(ours[2], scale_2)
+    assert torch.equal(nvfp4.dequantize(*ours), read)
 
 
 @quick
