@@ -1,0 +1,71 @@
+"""Runs of the recipes with ``trainer=fsdp``."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rlrefit.recipes.config import load_config
+from rlrefit.recipes.train import train
+
+from .command import SHORT, curve, metrics
+
+pytestmark = pytest.mark.timeout(400)
+
+SAVED, STEPS = 2, 4
+
+
+def run(recipe: str, root: Path, ray_address: str, *overrides: str) -> tuple[list[dict[str, Any]], str]:
+    """The lines of a run's metrics, and what it printed."""
+    said = io.StringIO()
+    common = ("trainer=fsdp", f"run_root={root}", f"ray.address={ray_address}", "validation.every=2", *SHORT)
+    config = load_config(recipe, [*common, *overrides])
+    folder = train(config, Console(file=said, width=200))
+    return metrics(folder), said.getvalue()
+
+
+def results(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What of a curve must not depend on how the weights travelled."""
+    return [{key: value for key, value in row.items() if not key.startswith("refit/")} for row in curve(rows)]
+
+
+def test_shard_to_shard_gives_the_curve_of_the_golden_path_bit_for_bit_and_so_does_a_resumed_run(
+    tmp_path: Path, ray_address: str
+) -> None:
+    steps = (f"algorithm.steps={STEPS}", f"checkpoint.every={SAVED}")
+    rows, said = run("grpo_tiny", tmp_path / "shards", ray_address, *steps, "policy.refit.transport=p2p")
+    assert "trainer 2 ranks (FSDP2), transformers 1 x TP2" in said
+    assert "refit: shard to shard; 25 weights bulk, 0 misc, 0 unused by the engine" in said
+    assert [row["weights/version"] for row in rows] == list(range(STEPS))
+    assert all(row["refit/bytes_verified"] > 0 for row in rows)
+    assert max(row["generation_kl"] for row in rows) <= 1e-3
+    assert len({row["train/grad_norm"] for row in rows}) == STEPS
+
+    shutil.copytree(tmp_path / "shards", tmp_path / "golden")
+    shutil.rmtree(tmp_path / "golden" / "grpo_tiny" / "checkpoints" / f"step_{STEPS:06d}")
+    again, said = run(
+        "grpo_tiny", tmp_path / "golden", ray_address, *steps, "policy.refit.transport=golden", "resume=true"
+    )
+    assert f"resuming after step {SAVED}" in said
+    assert results(again) == results(rows)
+    assert again[SAVED:] != rows[SAVED:]  # but for the seconds
+
+
+def test_dapo_trains_a_mixture_of_experts_under_tensor_parallelism(tmp_path: Path, ray_address: str) -> None:
+    rows, said = run(
+        "dapo_tiny",
+        tmp_path,
+        ray_address,
+        "trainer.tensor_parallel=2",
+        "model.path=tiny:qwen3-moe",
+        "algorithm.steps=2",
+        "algorithm.max_sampling_rounds=2",
+    )
+    assert "trainer 2 ranks (FSDP1 TP2)" in said
+    assert [row["weights/version"] for row in rows] == [0, 1]
+    assert max(row["generation_kl"] for row in rows) <= 1e-3
