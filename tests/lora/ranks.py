@@ -258,7 +258,6 @@ def _adapter_difference(case: Case, version: int, model: Any) -> list[str]:
         for key, tensor in oracle.base_model.model.state_dict().items()
         if not tensor.to(case.refit_dtype).equal(found[key.replace(".default", ".refit")])
     ]
-    oracle.to(case.refit_dtype)
     tokens = torch.tensor(TOKENS)
     with torch.no_grad():
         if not oracle(input_ids=tokens).logits.equal(model(input_ids=tokens).logits):

@@ -37,7 +37,6 @@ class Served:
     factors_differ: list[list[str]]
     versions: list[list[int]]
     cached: list[int]
-    refused: str
 
 
 def serve(folder: str, checkpoint: str) -> Served:
@@ -45,7 +44,7 @@ def serve(folder: str, checkpoint: str) -> Served:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    from rlrefit.workers.vllm.driver import EXTENSION, VllmDriver
+    from rlrefit.workers.vllm.driver import VllmDriver
     from rlrefit.workers.vllm.lora import ADAPTER_ID, lora_request
 
     llm = LLM(
@@ -54,15 +53,13 @@ def serve(folder: str, checkpoint: str) -> Served:
         enforce_eager=True,
         dtype="bfloat16",
         max_model_len=512,
-        worker_extension_cls=EXTENSION,
+        worker_extension_cls="tests.lora.vllm_probe.AdapterProbe",
         enable_lora=True,
         max_loras=2,
         max_lora_rank=8,
         kv_cache_memory_bytes=64 << 20,
     )
     driver = VllmDriver(llm)
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    manager = worker.model_runner.lora_manager._adapter_manager
     parameters = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=0)
     versions: list[list[int]] = []
     cached: list[int] = []
@@ -77,36 +74,21 @@ def serve(folder: str, checkpoint: str) -> Served:
             for o in outputs
         ]
 
-    def differing(one: int, other: int) -> list[str]:
-        slots = [manager.lora_index_to_id.index(adapter) for adapter in (one, other)]
-        return [
-            name
-            for name, module in manager.modules.items()
-            for stacked in (*module.lora_a_stacked, *module.lora_b_stacked)
-            if not stacked[slots[0]].equal(stacked[slots[1]])
-        ]
-
     base = sample(None)
     meeting = Path(folder) / "meeting.json"
     wait_for(meeting)
     driver.init_refit(json.loads(meeting.read_text()), 1, RefitConfig(**CONFIG))
     refitted, from_files, factors_differ = [], [], []
     for version in range(VERSIONS):
-        for module in manager.modules.values():
-            for stacked in (*module.lora_a_stacked, *module.lora_b_stacked):
-                stacked.fill_(float("nan"))
+        llm.collective_rpc("poison_adapters")
         driver.refit(version)
         refitted.append(sample(lora_request()))
         saved = Path(folder) / f"version{version}"
         wait_for(saved.with_suffix(".done"))
         from_files.append(sample(LoRARequest(f"files{version}", version + 1, str(saved))))
-        factors_differ.append(differing(ADAPTER_ID, version + 1))
+        factors_differ += llm.collective_rpc("differing_layers", args=(ADAPTER_ID, version + 1))
     driver.close_refit()
-    try:
-        driver.init_refit(json.loads(meeting.read_text()), 1, RefitConfig(**{**CONFIG, "lora": "merge"}))
-    except Exception as error:
-        refused = str(error)
-    return Served(base, refitted, from_files, factors_differ, versions, cached, refused)
+    return Served(base, refitted, from_files, factors_differ, versions, cached)
 
 
 @pytest.fixture(scope="module")
