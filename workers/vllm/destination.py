@@ -215,8 +215,9 @@ class VllmDestination:
 
     def _traced(self, manifest: Manifest) -> Routes:
         with meta_twin(self._model, self._vllm_config) as twin:
+            fresh = dict(twin.named_parameters())  # the loader may quantize some while it runs
             trace = trace_loader(twin.load_weights, _loadable(twin), manifest)
-            require_codes(trace, manifest, _loadable(twin))
+            require_codes(trace, manifest, fresh)
             parameters = {name for name, _ in twin.named_parameters()}
             owners = _owners(twin)
             blocks = block_modules(self._model)

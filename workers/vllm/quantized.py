@@ -49,6 +49,7 @@ def formats_of(
     """
     formats = {f"{module}.{codes}": b.format for module, b in blocks.items() for codes in b.scales}
     found: dict[str, Format] = {}
+    left: list[Exception] = []
     for spec in specs:
         touched = trace.touched[spec.name]
         wanted = {formats[parameter] for parameter in touched if parameter in formats}
@@ -62,9 +63,13 @@ def formats_of(
                 )
             wire_specs(spec, format)
         except ValueError as error:
-            logger.warning("the trainer does not quantize %s for this engine: %s", spec.name, error)
+            left.append(error)
         else:
             found[spec.name] = format
+    if left:
+        logger.warning(
+            "the trainer does not quantize %d weights for this engine; first: %s", len(left), left[0]
+        )
     return found
 
 
@@ -79,8 +84,8 @@ def tell_of_own_quantizers(model: nn.Module) -> None:
         logger.warning(
             "policy.refit.trainer_quantize_fp8 does not serve %d modules of this engine, %s first: %s makes or takes "
             "another FP8 than blocks with the names of a block-FP8 checkpoint, so they get the trainer's own dtype. Start "
-            "vLLM with hf_overrides={'quantization_config': {'quant_method': 'fp8', 'activation_scheme': 'dynamic', "
-            "'weight_block_size': [128, 128]}} for the trainer to quantize",
+            "vLLM with load_format='dummy' and hf_overrides={'quantization_config': {'quant_method': 'fp8', "
+            "'activation_scheme': 'dynamic', 'weight_block_size': [128, 128]}} for the trainer to quantize",
             len(names),
             names[0],
             method,
@@ -88,7 +93,7 @@ def tell_of_own_quantizers(model: nn.Module) -> None:
 
 
 def require_codes(trace: LoaderTrace, manifest: Manifest, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Refuse numbers that the engine's loader would cast to FP8 without a scale.
+    """Refuse numbers that the engine's loader would cast to FP8 or integers without a scale.
 
     Args:
         trace: of ``manifest``.
@@ -101,16 +106,16 @@ def require_codes(trace: LoaderTrace, manifest: Manifest, parameters: Mapping[st
     cast = [
         (name, parameter, dtype)
         for name, _, dtype in manifest
-        if dtype not in FLOAT8
-        for parameter in sorted(trace.touched[name])
-        if parameters[parameter].dtype in FLOAT8
+        if dtype.is_floating_point and dtype.itemsize > 1
+        for parameter in sorted(trace.touched[name] & parameters.keys())
+        if parameters[parameter].dtype in FLOAT8 or not parameters[parameter].dtype.is_floating_point
     ]
     if not cast:
         return
     name, parameter, dtype = cast[0]
     raise PlanError(
         f"the trainer sends {dtype_name(dtype)} and the engine holds {parameter} as "
-        f"{dtype_name(parameters[parameter].dtype)} with scales; its loader would cast the numbers and keep the old scales "
+        f"{dtype_name(parameters[parameter].dtype)}, to be scaled; its loader would cast the numbers and keep the old scales "
         f"({len(cast)} such weights). Set policy.refit.trainer_quantize_fp8=true, which serves FP8 in blocks, or start the "
         "engine without quantization",
         stage="trace",
