@@ -64,8 +64,8 @@ def run_here(
     return code, said.out + said.err
 
 
-def wait_for_step(process: subprocess.Popen[str], step: int, timeout_s: float = 200.0) -> str:
-    """Read the command's output up to a step's line."""
+def wait_for_step(process: subprocess.Popen[str], step: int, timeout_s: float = 600.0) -> str:
+    """Read the command's output up to a step's line; a command that never gets there is killed."""
     assert process.stdout is not None
     read = ""
     deadline = time.monotonic() + timeout_s
@@ -76,6 +76,8 @@ def wait_for_step(process: subprocess.Popen[str], step: int, timeout_s: float = 
             return read
         if not line and process.poll() is not None:
             break
+    process.kill()
+    process.wait()
     raise AssertionError(f"step {step} never came:\n{read}")
 
 

@@ -20,7 +20,6 @@ from .command import (
     metrics,
     ray_processes_of,
     rlrefit,
-    run,
     run_here,
     wait_for_step,
 )
@@ -37,28 +36,10 @@ KEYS = {
     "refit/bytes_misc",
     "refit/kept_gb_per_s",
 }
-GO_ON = ("train", "recipe=grpo_tiny", "name=died", "algorithm.steps=50", *SHORT)
-
-
-@pytest.mark.timeout(400)
-def test_the_demo_learns_and_its_validation_reward_rises_with_it(tmp_path: Path) -> None:
-    code, output = run("train", "recipe=grpo_tiny", "algorithm.steps=32", cwd=tmp_path)
-    assert code == 0, output
-    folder = tmp_path / "runs" / "grpo_tiny"
-    rows = metrics(folder)
-    assert [row["step"] for row in rows] == list(range(1, 33))
-    assert all(row.keys() >= KEYS for row in rows)
-    first, last = (sum(r["reward/mean"] for r in part) / 5 for part in (rows[:5], rows[-5:]))
-    assert last >= 2 * first
-    # The form alone earns 0.2; beyond it the answers are right.
-    assert last > 0.3
-    validated = [row["val/reward"] for row in rows if row["val/reward"] is not None]
-    assert validated[-1] >= 2 * max(validated[0], 0.1)
-    assert max(row["generation_kl"] for row in rows) <= 1e-3
-    assert all(row["weights/version"] == row["refit/version"] == row["step"] - 1 for row in rows)
-    assert all(row["refit/bytes_verified"] > 0 for row in rows)
-    assert (folder / "report.png").stat().st_size > 20_000
-    assert "grpo_tiny: 32 steps" in output
+RUN = ("train", "recipe=grpo_tiny", "name=died", "checkpoint.every=2", "ray.timeout_s=200")
+GO_ON = (*RUN, "algorithm.steps=50")
+# Of the demo, before it loses a rank.
+LEARNED = 28
 
 
 @dataclass(frozen=True)
@@ -74,11 +55,10 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def died(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """A run that saved a checkpoint after its second and its fourth step, and lost a rank after that."""
+    """The demo, which saves a checkpoint after every second step, and loses a rank when it has learned."""
     cwd = tmp_path_factory.mktemp("died")
-    steps = ("algorithm.steps=200", "checkpoint.every=2")
-    process = rlrefit("train", "recipe=grpo_tiny", "name=died", *steps, *SHORT, cwd=cwd)
-    wait_for_step(process, 5, timeout_s=300)  # a step is told before its checkpoint is written
+    process = rlrefit(*RUN, "algorithm.steps=200", cwd=cwd)
+    wait_for_step(process, LEARNED + 1)  # a step is told after its checkpoint is written
     ranks = ray_processes_of(process)
     kill_rank(process, "TransformersActor")
     start = time.monotonic()
@@ -86,14 +66,29 @@ def died(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return Ended(cwd, code, output, time.monotonic() - start, ranks)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
+def test_the_demo_learns_and_its_validation_reward_rises_with_it(died: Ended) -> None:
+    rows = metrics(died.cwd / "runs" / "died")[:LEARNED]
+    assert [row["step"] for row in rows] == list(range(1, LEARNED + 1))
+    assert all(row.keys() >= KEYS for row in rows)
+    first, last = (sum(r["reward/mean"] for r in part) / 5 for part in (rows[:5], rows[-5:]))
+    assert last >= 2 * first
+    # The form alone earns 0.2; beyond it the answers are right.
+    assert last > 0.3
+    validated = [row["val/reward"] for row in rows if row["val/reward"] is not None]
+    assert validated[-1] >= 2 * max(validated[0], 0.1)
+    assert max(row["generation_kl"] for row in rows) <= 1e-3
+    assert all(row["weights/version"] == row["refit/version"] == row["step"] - 1 for row in rows)
+    assert all(row["refit/bytes_verified"] > 0 for row in rows)
+
+
 def test_the_death_of_a_rank_ends_the_run_with_its_name_and_leaves_no_process(died: Ended) -> None:
     assert died.code == 1, died.output
     assert "rank" in died.output
     assert "died" in died.output or "failed" in died.output
     assert died.seconds < 60
     lines = (died.cwd / "runs" / "died" / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) >= 5
+    assert len(lines) >= LEARNED + 1
     assert all(json.loads(line) for line in lines)
     _require_gone(died.ranks)
 
@@ -128,7 +123,7 @@ def resumed(died: Ended, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     return Resumed(cwd, code, output + rest, time.monotonic() - start, ranks, good, damaged)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_run_resumes_from_the_last_good_checkpoint_with_the_same_curve(
     died: Ended, resumed: Resumed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,7 +142,7 @@ def test_a_run_resumes_from_the_last_good_checkpoint_with_the_same_curve(
     assert curve(after)[:both] == curve(before)[:both]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_an_interrupt_finishes_the_step_saves_it_and_leaves_no_process(resumed: Resumed) -> None:
     assert resumed.code == 130, resumed.output
     assert "which is saved; resume=true goes on" in resumed.output
@@ -158,41 +153,22 @@ def test_an_interrupt_finishes_the_step_saves_it_and_leaves_no_process(resumed: 
     _require_gone(resumed.ranks)
 
 
-@pytest.mark.timeout(400)
-def test_dapo_trains_a_mixture_of_experts_whose_router_takes_the_misc_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, output = run_here(
-        "train",
-        "recipe=dapo_tiny",
-        "model.path=tiny:qwen3-moe",
-        "trainer.expert_parallel=2",
-        "algorithm.steps=2",
-        "algorithm.max_sampling_rounds=2",
-        *SHORT,
-        cwd=tmp_path,
-        monkeypatch=monkeypatch,
-        capsys=capsys,
-    )
-    assert code == 0, output
-    rows = metrics(tmp_path / "runs" / "dapo_tiny")
-    assert all(row["refit/bytes_misc"] > 0 for row in rows)
-    assert all(row["sampling/generated"] >= 16 * 8 for row in rows)
-    assert max(row["generation_kl"] for row in rows) <= 1e-3
-
-
 @pytest.mark.timeout(500)
-def test_two_grpo_steps_with_vllm_keep_the_generation_kl_below_a_thousandth_in_bf16(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_three_grpo_steps_with_vllm_keep_the_generation_kl_below_a_thousandth_in_bf16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ray_address: str
 ) -> None:
-    arguments = ("train", "recipe=grpo_tiny_vllm", "algorithm.steps=3", *SHORT)
+    joined = (f"ray.address={ray_address}", f"run_root={tmp_path}")
+    arguments = ("train", "recipe=grpo_tiny_vllm", "algorithm.steps=3", *joined, *SHORT)
     code, output = run_here(*arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     assert code == 0, output
-    rows = metrics(tmp_path / "runs" / "grpo_tiny_vllm")
+    folder = tmp_path / "grpo_tiny_vllm"
+    rows = metrics(folder)
     # The first step samples from the checkpoint's weights, the others from trained and refitted ones.
     assert [row["weights/version"] for row in rows] == [0, 1, 2]
     assert max(row["generation_kl"] for row in rows) <= 1e-3
     assert rows[0]["refit/bytes_misc"] == 0
+    assert "grpo_tiny_vllm: 3 steps" in output
+    assert (folder / "report.png").stat().st_size > 20_000
 
 
 def _step_of(checkpoint: Path) -> int:
