@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 Found = TypeVar("Found")
 Work = Callable[[Path], Found]
 
-# Beside the tests of the moment it gets a tenth of a processor, so that what waits for each other in it still moves.
-_NICENESS = 10
+# The tests of the moment come first, but not so far that this would stand still on a busy machine.
+_NICENESS = 5
 
 
 class WorkFailed(AssertionError):
