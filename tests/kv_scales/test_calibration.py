@@ -104,6 +104,12 @@ def test_activations_that_are_not_finite_are_an_error_that_names_their_layers(va
         recorder.scales(1.0)
 
 
+@pytest.mark.parametrize("margin", [0.99, 0.0, float("nan")])
+def test_a_margin_that_clips_the_calibration_is_an_error(margin: float) -> None:
+    with pytest.raises(RefitError, match="margin: .* give at least 1"):
+        AmaxRecorder(["a"], CPU).scales(margin)
+
+
 def test_attention_that_can_not_be_watched_is_an_error() -> None:
     with (
         pytest.raises(RefitError, match="Linear does not compute its attention"),

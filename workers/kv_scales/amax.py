@@ -57,8 +57,15 @@ class AmaxRecorder:
             Name to scale of the layers that ran, equal on all ranks; float32 values.
 
         Raises:
-            RefitError: activations were not finite; names the layers. Raised on all ranks.
+            RefitError: ``margin`` is below 1, or activations were not finite, with the names of the layers. Raised on
+                all ranks.
         """
+        if not margin >= 1:
+            raise RefitError(
+                f"margin: {margin} would have the engine clip the largest keys and values of the calibration itself; give at "
+                "least 1",
+                stage="calibrate",
+            )
         # A reduction may drop NaN; infinity it keeps.
         amax = self._amax.nan_to_num(nan=float("inf"), posinf=float("inf"))
         if dist.is_initialized():
