@@ -106,7 +106,7 @@ def test_activations_that_are_not_finite_are_an_error_that_names_their_layers(va
 
 @pytest.mark.parametrize("margin", [0.99, 0.0, float("nan")])
 def test_a_margin_that_clips_the_calibration_is_an_error(margin: float) -> None:
-    with pytest.raises(RefitError, match="margin: .* give at least 1"):
+    with pytest.raises(RefitError, match=r"margin: .* give at least 1"):
         AmaxRecorder(["a"], CPU).scales(margin)
 
 
