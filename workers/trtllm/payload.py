@@ -139,7 +139,8 @@ def _entry(found: object, rebuilds: set[tuple[str, str]]) -> Entry:
     # A list that was passed as such has seen no unpickler.
     source = getattr(rebuild, "__module__", ""), getattr(rebuild, "__name__", "")
     if source not in rebuilds or isinstance(rebuild, type):
-        raise _malformed(f"{'.'.join(source) or rebuild!r} is no function that rebuilds tensors", name)
+        called = ".".join(filter(None, source)) or repr(rebuild)
+        raise _malformed(f"{called} is no function that rebuilds tensors", name)
     if rest and rest[0] not in FLOAT8:
         raise _malformed(f"{rest[0]!r} is no float8 dtype", name)
     return Entry(name, (rebuild, args), rest[0] if rest else "")

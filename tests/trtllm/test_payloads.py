@@ -1,0 +1,175 @@
+"""Payloads against the rules of both generations of TensorRT-LLM's restricted unpickler."""
+
+from __future__ import annotations
+
+import base64
+import operator
+import os
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing import reductions
+
+from rlrefit.integration.errors import RefitError
+from rlrefit.integration.quantize.float8 import FLOAT8
+from rlrefit.workers.trtllm import compat
+from rlrefit.workers.trtllm.payload import cuda_handle, decode, encode
+
+from .host_memory import APPROVED_HERE, cuda_shaped_handle, host_handle
+from .serialization_double import GENERATIONS
+
+_PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+def _weights() -> dict[str, torch.Tensor]:
+    numbers = torch.arange(256, dtype=torch.uint8)
+    weights = {f"{dtype}": torch.arange(6).view(2, 3).to(dtype) for dtype in (*_PLAIN, torch.bool)}
+    weights |= {name: numbers.clone().view(16, 16).view(dtype) for name, dtype in FLOAT8.items()}
+    return weights | {"packed E2M1": numbers.clone(), "scalar": torch.tensor(0.75)}
+
+
+def _read_by_stock(generation: str, payload: str) -> Any:
+    loads, rules = GENERATIONS[generation]
+    return loads(base64.b64decode(payload), **rules)
+
+
+@pytest.fixture
+def in_the_engine(extension: type) -> None:
+    """This process has the generation's package."""
+
+
+def test_payloads_pass_the_unpickler_as_the_engines_own_extension_calls_it(generation: str) -> None:
+    weights = _weights()
+    entries = _read_by_stock(generation, encode(weights.items(), cuda_shaped_handle))
+    assert [entry[0] for entry in entries] == list(weights)
+    for name, (rebuild, args), *float8 in entries:
+        assert rebuild is reductions.rebuild_cuda_tensor
+        assert len(args) == 15
+        assert args[:4] == (torch.Tensor, weights[name].size(), weights[name].stride(), 0)
+        assert args[5] == (torch.uint8 if name in FLOAT8 else weights[name].dtype)
+        assert float8 == ([name] if name in FLOAT8 else [])
+
+
+@pytest.mark.usefixtures("in_the_engine")
+def test_every_dtype_arrives_bit_for_bit() -> None:
+    weights = _weights()
+    entries = decode(encode(weights.items(), host_handle), compat.restricted_loads, APPROVED_HERE)
+    for entry in entries:
+        opened, sent = entry.open(3), weights[entry.name]
+        assert (opened.dtype, opened.shape) == (sent.dtype, sent.shape)
+        assert torch.equal(opened.reshape(-1).view(torch.uint8), sent.reshape(-1).view(torch.uint8))
+        assert opened.untyped_storage().is_shared()
+
+
+@pytest.mark.parametrize("name", FLOAT8)
+def test_float8_as_it_is_fails_where_its_bytes_pass(name: str) -> None:
+    """What makes the bytes necessary: verl's allow-list has no float8 dtype."""
+    tensor = torch.zeros(2, dtype=FLOAT8[name])
+    direct = base64.b64encode(pickle.dumps([(name, cuda_shaped_handle(tensor))])).decode()
+    with pytest.raises(ValueError, match=f"torch . {name} is not allowed"):
+        _read_by_stock("allow-list", direct)
+    assert _read_by_stock("allow-list", encode([(name, tensor)], cuda_shaped_handle))
+
+
+def test_a_parameter_is_sent_as_a_plain_tensor(generation: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    (entry,) = _read_by_stock(generation, encode([("w", parameter)], cuda_shaped_handle))
+    assert entry[1][1][0] is torch.Tensor
+    assert entry[1][1][10] is False, "requires_grad"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.uint16], ids=str)
+def test_a_dtype_that_no_allow_list_has_is_refused_by_name(dtype: torch.dtype) -> None:
+    with pytest.raises(RefitError, match=r"have no .*parameter model\.norm\.weight"):
+        encode([("model.norm.weight", torch.zeros(2, dtype=dtype))], cuda_shaped_handle)
+
+
+def test_host_memory_gets_no_cuda_handle() -> None:
+    with pytest.raises(RefitError, match=r"on cpu.*copy it to the GPU.*parameter model\.norm\.weight"):
+        encode([("model.norm.weight", torch.zeros(2))], cuda_handle)
+
+
+class _Calls:
+    """Unpickles by calling something."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self._call = function, args
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+def _hostile() -> dict[str, bytes]:
+    called = {
+        "os.system": _Calls(os.system, "touch /tmp/owned"),
+        "eval": _Calls(eval, "1 + 1"),
+        "getattr": _Calls(getattr, "text", "upper"),
+        "__import__": _Calls(__import__, "subprocess"),
+        "bytes with a pickle": _Calls(torch.storage._load_from_bytes, pickle.dumps(1)),
+        "torch.load": _Calls(torch.load, "/tmp/owned"),
+        "torch.hub": _Calls(torch.hub._load_local, "/tmp/owned", "model"),  # type: ignore[attr-defined]
+        "torch.save": _Calls(torch.save, 1, "/tmp/owned"),
+        "pickle.loads": _Calls(pickle.loads, pickle.dumps(1)),
+        "operator": _Calls(operator.attrgetter, "system"),
+    }
+    nested = {name: pickle.dumps([("w", (call, ()))]) for name, call in called.items()}
+    # A dotted name, by which protocol 4 and later reach what an approved module holds.
+    dotted = b"\x80\x04\x8c\x0etorch.storage\x8c\x09os.system\x93."
+    return nested | {"host memory": pickle.dumps([("w", torch.zeros(2))]), "dotted": dotted}
+
+
+@pytest.mark.usefixtures("in_the_engine")
+@pytest.mark.parametrize("kind", _hostile())
+def test_a_hostile_payload_is_refused_whatever_the_generation_would_let_through(kind: str) -> None:
+    payload = base64.b64encode(_hostile()[kind]).decode()
+    with pytest.raises(RefitError, match="restricted unpickler refused"):
+        decode(payload, compat.restricted_loads)
+
+
+def test_the_deny_list_alone_imports_what_it_does_not_name() -> None:
+    """Why rlrefit approves its imports in that generation, too."""
+    payload = base64.b64encode(pickle.dumps(_Calls(os.getpid))).decode()
+    assert _read_by_stock("deny-list", payload) == os.getpid()
+    for generation in ("allow-list", "both"):
+        with pytest.raises(ValueError, match="is not allowed"):
+            _read_by_stock(generation, payload)
+
+
+def test_an_unpickler_without_approvals_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from .package_double import modules_of
+
+    modules = modules_of("deny-list")
+    modules["tensorrt_llm.serialization"].loads = lambda s, /, *, disallowed_imports=None: pickle.loads(s)  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        monkeypatch.setitem(__import__("sys").modules, name, module)
+    with pytest.raises(RefitError, match="takes no approved_imports"):
+        compat.restricted_loads(pickle.dumps([]), {})
+
+
+@pytest.mark.usefixtures("in_the_engine")
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("no base64!", "is not base64"),
+        (pickle.dumps({"w": 1}), "holds a dict"),
+        (pickle.dumps([("w",)]), "an entry is not"),
+        (pickle.dumps([(1, (torch.Tensor, ()))]), "an entry is not"),
+        (pickle.dumps([("w", torch.Tensor)]), "the handle is not"),
+        (pickle.dumps([("w", (reductions.rebuild_cuda_tensor, (1, 2)))]), "has 2 arguments"),
+        (pickle.dumps([("w", (torch.Tensor, (0,) * 15))]), "no function that rebuilds"),
+        (pickle.dumps([("w", (reductions.rebuild_cuda_tensor, (0,) * 15), "float64")]), "is no float8"),
+        (b"\x80\x05not a pickle", "restricted unpickler refused"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_malformed_payload_is_refused_before_anything_is_opened(content: Any, told: str) -> None:
+    payload = content if isinstance(content, str) else base64.b64encode(content).decode()
+    with pytest.raises(RefitError, match=f"{told}(.|\n)*Nothing of it was loaded"):
+        decode(payload, compat.restricted_loads)
+
+
+def test_a_list_that_saw_no_unpickler_is_held_to_the_same_functions() -> None:
+    with pytest.raises(RefitError, match=r"posix\.system is no function that rebuilds"):
+        decode([("w", (os.system, ("true",) * 15))], compat.restricted_loads)
