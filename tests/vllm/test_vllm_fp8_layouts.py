@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,15 +19,17 @@ from vllm.model_executor.kernels.linear.scaled_mm.marlin import MarlinFP8ScaledM
 from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod, Fp8OnlineLinearMethod
+from vllm.model_executor.layers.quantization.utils.flashinfer_utils import prepare_fp8_moe_layer_for_fi
 from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
 
+from rlrefit.integration.errors import PlanError
 from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.quantize.formats import Fp8Blockwise
 from rlrefit.workers.vllm import fp8
 from rlrefit.workers.vllm.layouts import ModuleLayout, module_layout
 from rlrefit.workers.vllm.quantized import block_modules, formats_of, promised_modules, tell_of_own_quantizers
-from rlrefit.workers.vllm.trace import LoaderTrace
+from rlrefit.workers.vllm.trace import Landing, LoaderTrace, trace_loader
 
 IN_PLACE = ModuleLayout(True, False, placed=True)
 
@@ -56,6 +59,7 @@ def _linear(kernel_class: type, *, e8m0: bool = False, method: type = Fp8LinearM
 def _experts(backend: Fp8MoeBackend) -> _Module:
     made = Fp8MoEMethod.__new__(Fp8MoEMethod)
     made.block_quant, made.weight_block_size, made.fp8_backend = True, [128, 128], backend
+    made.moe = SimpleNamespace(is_act_and_mul=True)
     return _Module(
         made,
         w13_weight=(2, 256, 128),
@@ -110,11 +114,71 @@ def test_experts_in_blocks_are_written_in_place_for_the_backends_that_keep_them(
     module = _experts(backend)
     plain = backend.value in ("TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS")
     deep_gemm = backend.value in ("DEEPGEMM", "BATCHED_DEEPGEMM")
-    assert _layout(module, promised=True).direct == (plain or deep_gemm)
+    swapping = backend is Fp8MoeBackend.FLASHINFER_CUTLASS
+    assert _layout(module, promised=True).direct == (plain or deep_gemm or swapping)
+    assert _layout(module, promised=True).swapped == (
+        {"w13_weight", "w13_weight_scale_inv"} if swapping else set()
+    )
     assert _layout(module).direct == (plain or (deep_gemm and not e8m0))
     assert fp8.block_fp8(module).format.ue8m0 == (deep_gemm and e8m0)
-    if not plain and not deep_gemm:
+    if not plain and not deep_gemm and not swapping:
         assert "moe_backend='triton'" in _layout(module).reason
+
+
+def test_landings_are_found_again_where_vllm_swaps_the_halves_for_flashinfer():
+    """Against vLLM's own processing of what its loader wrote."""
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        f"{part}{e}": torch.randn(128, 256, generator=generator).bfloat16()
+        for e in range(2)
+        for part in ("gate", "up")
+    }
+    held = {
+        "w13_weight": torch.zeros(2, 256, 256, dtype=torch.float8_e4m3fn),
+        "w13_weight_scale_inv": torch.zeros(2, 2, 2),
+    }
+    wire, places = {}, {}
+    for name, weight in weights.items():
+        codes, scales = fp8_blockwise.quantize(weight)
+        wire |= {name: codes, f"{name}_scale_inv": scales}
+        expert, half = int(name[-1]), int(name.startswith("up"))
+        places[name] = ("w13_weight", expert, slice(128 * half, 128 * half + 128))
+        places[f"{name}_scale_inv"] = ("w13_weight_scale_inv", expert, slice(half, half + 1))
+
+    def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            parameter, expert, rows = places[name]
+            held[parameter][expert, rows].copy_(tensor)
+
+    trace = trace_loader(load, held, [(name, tuple(t.shape), t.dtype) for name, t in wire.items()])
+    load(wire.items())
+    second = torch.zeros(2, 256, 128, dtype=torch.float8_e4m3fn), torch.ones(2, 2, 1)
+    layer = SimpleNamespace(
+        moe_config=SimpleNamespace(is_act_and_mul=True),
+        weight_block_size=[128, 128],
+        activation=SimpleNamespace(is_gated=True),
+    )
+    w13, _, w13_scale, _ = prepare_fp8_moe_layer_for_fi(
+        layer, held["w13_weight"], second[0], held["w13_weight_scale_inv"], None, second[1], None
+    )
+    written = {
+        "w13_weight": torch.zeros_like(w13),
+        "w13_weight_scale_inv": torch.full_like(w13_scale, torch.nan),
+    }
+    for name, landings in trace.landings.items():
+        [landing] = landings
+        moved = landing.in_the_other_half(held[landing.parameter])
+        assert moved.in_the_other_half(held[landing.parameter]) == landing
+        moved.fragment(written[landing.parameter]).view.copy_(wire[name])
+    assert torch.equal(written["w13_weight"].view(torch.uint8), w13.view(torch.uint8))
+    assert torch.equal(written["w13_weight_scale_inv"], w13_scale)
+
+
+def test_a_landing_in_both_swapped_halves_is_an_error():
+    parameter = torch.zeros(2, 4, 3)
+    landing = Landing("w", (3, 3), ((0, 3), (0, 3)), "w13_weight", 12, (3, 1))
+    with pytest.raises(PlanError, match="both halves"):
+        landing.in_the_other_half(parameter)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -230,6 +230,7 @@ class VllmDestination:
         dummy = self._vllm_config.load_config.load_format == "dummy"
         strict = {name for pair in parameters_of(blocks).items() for name in pair}
         check_complete(trace, owners, layouts, self._model, parameters, strict=strict, dummy=dummy)
+        trace = _after_swaps(trace, fresh, layouts)
         landings = {name: found for name, found in trace.landings.items() if name not in reasons and found}
         logger.info(
             "refit destination: %d fragments of %d tensors are written in place, %d tensors take the misc path",
@@ -339,6 +340,20 @@ def _owners(twin: nn.Module) -> dict[str, frozenset[str]]:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             holders.setdefault(first_name[id(tensor)], set()).add(module_name)
     return {name: frozenset(modules) for name, modules in holders.items()}
+
+
+def _after_swaps(
+    trace: LoaderTrace, parameters: Mapping[str, torch.Tensor], layouts: Mapping[str, ModuleLayout]
+) -> LoaderTrace:
+    """The landings where vLLM moved them after loading."""
+    swapped = {f"{module}.{parameter}" for module, layout in layouts.items() for parameter in layout.swapped}
+    landings = {
+        name: tuple(
+            at.in_the_other_half(parameters[at.parameter]) if at.parameter in swapped else at for at in found
+        )
+        for name, found in trace.landings.items()
+    }
+    return replace(trace, landings=landings)
 
 
 def _spread_over_modules(

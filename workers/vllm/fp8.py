@@ -10,8 +10,9 @@ and scales as they were loaded; what happens then is up to the kernel that was c
   once more, with powers of two as scales. Where the scales are such powers already, that changes no value: a block
   whose largest code is 224 gets codes twice as large and half the scale, all others keep their bytes. FlashInfer's
   dynamic kernel processes weights as DeepGEMM's.
-- Experts. Triton and CUTLASS take them as loaded, DeepGEMM as above, all others rearrange them
-  (``convert_to_fp8_moe_kernel_format``).
+- Experts. Triton and CUTLASS take them as loaded, DeepGEMM as above. For FlashInfer's CUTLASS the halves of ``w13`` and of
+  its scales change places, and scales below 1e-10 are raised to that, below which no scale of
+  :mod:`...integration.quantize.fp8_blockwise` is. All others rearrange them (``convert_to_fp8_moe_kernel_format``).
 """
 
 from __future__ import annotations
@@ -43,6 +44,14 @@ _PLAIN_BACKENDS = (
     Fp8MoeBackend.VLLM_CUTLASS,
     Fp8MoeBackend.BATCHED_VLLM_CUTLASS,
 )
+_REQUANTIZED = (
+    "vLLM quantizes loaded FP8 weights once more for DeepGEMM, with powers of two as scales (with "
+    "policy.refit.trainer_quantize_fp8 the trainer makes such scales, and nothing has to be done)"
+)
+_CLAMPED = (
+    "vLLM raises the smallest scales for FlashInfer's CUTLASS experts (those that the trainer makes with "
+    "policy.refit.trainer_quantize_fp8 are none of them)"
+)
 _DEEP_GEMM_BACKENDS = (Fp8MoeBackend.DEEPGEMM, Fp8MoeBackend.BATCHED_DEEPGEMM)
 
 
@@ -54,11 +63,15 @@ class BlockFp8:
         format: what a trainer has to make of them.
         scales: for each parameter of codes the one of its scales.
         effect: why codes and scales are not used as they were loaded, whatever they are; empty if they are.
+        unless_promised: the same of codes and scales that are not promised in :attr:`format`.
+        swapped: parameters in which vLLM lets the two halves of the rows (of each expert) change places.
     """
 
     format: Fp8Blockwise
     scales: Mapping[str, str]
     effect: str = ""
+    unless_promised: str = ""
+    swapped: frozenset[str] = frozenset()
 
     def post_load_effect(self, promised: bool) -> str:
         """Why direct writes would differ from what vLLM makes of loaded bytes; empty if they would not.
@@ -66,12 +79,7 @@ class BlockFp8:
         Args:
             promised: all codes and scales come in :attr:`format`, and not from another quantizer.
         """
-        if not self.effect and self.format.ue8m0 and not promised:
-            return (
-                "vLLM quantizes loaded FP8 weights once more for DeepGEMM, with powers of two as scales (with "
-                "policy.refit.trainer_quantize_fp8 the trainer makes such scales, and nothing has to be done)"
-            )
-        return self.effect
+        return self.effect or ("" if promised else self.unless_promised)
 
 
 def block_fp8(module: nn.Module) -> BlockFp8 | None:
@@ -106,21 +114,28 @@ def _linear(method: Fp8LinearMethod) -> BlockFp8:
         ue8m0 = kernel.use_deep_gemm_e8m0
     elif type(kernel) not in _PLAIN_KERNELS:
         effect = f"process_weights_after_loading of {type(kernel).__name__} may rewrite the layout"
-    return BlockFp8(_format(method, ue8m0), {"weight": "weight_scale_inv"}, effect)
+    unless_promised = _REQUANTIZED if ue8m0 else ""
+    return BlockFp8(_format(method, ue8m0), {"weight": "weight_scale_inv"}, effect, unless_promised)
 
 
 def _experts(method: Fp8MoEMethod) -> BlockFp8:
     backend = method.fp8_backend
-    effect, ue8m0 = "", False
+    effect, unless_promised, ue8m0 = "", "", False
+    swapped: frozenset[str] = frozenset()
     if backend in _DEEP_GEMM_BACKENDS:
         ue8m0 = is_deep_gemm_e8m0_used()
+        unless_promised = _REQUANTIZED if ue8m0 else ""
+    elif backend is Fp8MoeBackend.FLASHINFER_CUTLASS:
+        unless_promised = _CLAMPED
+        if method.moe.is_act_and_mul:
+            swapped = frozenset({"w13_weight", "w13_weight_scale_inv"})
     elif backend not in _PLAIN_BACKENDS:
         effect = (
             f"process_weights_after_loading of the {backend.value} experts backend rewrites the layout (start vLLM with "
             "moe_backend='triton', which computes with the experts as they are loaded)"
         )
     scales = {"w13_weight": "w13_weight_scale_inv", "w2_weight": "w2_weight_scale_inv"}
-    return BlockFp8(_format(method, ue8m0), scales, effect)
+    return BlockFp8(_format(method, ue8m0), scales, effect, unless_promised, swapped)
 
 
 def _format(method: Fp8LinearMethod | Fp8MoEMethod, ue8m0: bool) -> Fp8Blockwise:

@@ -41,12 +41,14 @@ class ModuleLayout:
         reason: why it is not ``direct``; empty if it is.
         placed: it is ``direct``, but the engine's loader fails on it: its parameters lost what the loader goes by.
             What comes over the misc path all the same is written where the trace saw it land.
+        swapped: its parameters in which the two halves of the rows lie the other way round than the loader put them.
     """
 
     direct: bool
     reload: bool
     reason: str = ""
     placed: bool = False
+    swapped: frozenset[str] = frozenset()
 
 
 def module_layout(name: str, live: nn.Module, twin: nn.Module, promised: bool = False) -> ModuleLayout:
@@ -68,7 +70,7 @@ def module_layout(name: str, live: nn.Module, twin: nn.Module, promised: bool = 
         effect = blocks.post_load_effect(promised)
         if effect:
             return ModuleLayout(False, True, f"layer {name}: {effect}")
-        return ModuleLayout(True, False, placed=True)
+        return ModuleLayout(True, False, placed=True, swapped=blocks.swapped)
     derived = _post_load_effect(live, method)
     if derived:
         return ModuleLayout(False, visited, f"layer {name}: {derived}")

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from ...integration.errors import RefitMismatch
+from ...integration.errors import PlanError, RefitMismatch
 from ...integration.layout import Box, Fragment, overlap, volume
 from .recording import Recorder, UntraceableOperation, Write
 from .strided import view_box
@@ -43,6 +43,27 @@ class Landing:
     parameter: str
     offset: int
     stride: tuple[int, ...]
+
+    def in_the_other_half(self, parameter: torch.Tensor) -> Landing:
+        """The same place in the other half of the rows of ``parameter``, its last dimension but one.
+
+        Raises:
+            PlanError: the landing has a part in each half.
+        """
+        rows, step = parameter.shape[-2], parameter.stride(-2)
+        height = next(
+            (b - a for (a, b), s in zip(self.box, self.stride, strict=True) if s == step and b - a > 1), 1
+        )
+        row = self.offset // step % rows
+        if row // (rows // 2) != (row + height - 1) // (rows // 2):
+            raise PlanError(
+                f"its part {self.box} lies in both halves of {self.parameter}, which vLLM lets change places after "
+                "loading. Start vLLM with moe_backend='triton', which leaves experts as they are loaded",
+                stage="trace",
+                parameter=self.name,
+            )
+        shift = rows // 2 * step
+        return replace(self, offset=self.offset + (shift if row < rows // 2 else -shift))
 
     def fragment(self, parameter: torch.Tensor) -> Fragment:
         """The landing as a fragment of ``parameter``, which must have the traced one's shape and strides."""
