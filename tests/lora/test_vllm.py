@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.errors import EngineDirty
 from rlrefit.recipes.run_files import write_whole
 from rlrefit.workers.fsdp.mixin import FSDPRefitMixin
 from tests.spawn import run_alone
@@ -82,7 +83,7 @@ def serve(folder: str, checkpoint: str) -> Served:
     for version in range(VERSIONS):
         llm.collective_rpc("poison_adapters")
         driver.refit(version)
-        refitted.append(sample(lora_request()))
+        refitted.append(sample(lora_request(driver.version)))
         saved = Path(folder) / f"version{version}"
         wait_for(saved.with_suffix(".done"))
         from_files.append(sample(LoRARequest(f"files{version}", version + 1, str(saved))))
@@ -149,3 +150,10 @@ def test_tokens_tell_their_version_and_no_prefix_outlives_it(served: Served) -> 
     # The base model, then each refit's adapter and the same from its files.
     assert served.versions == [[-1], [0], [0], [1], [1]]
     assert served.cached == [0, 0, 0, 0, 0]
+
+
+def test_no_request_asks_for_an_adapter_that_no_refit_has_brought() -> None:
+    from rlrefit.workers.vllm.lora import lora_request
+
+    with pytest.raises(EngineDirty, match="no refit has brought the trainer's adapter"):
+        lora_request(-1)

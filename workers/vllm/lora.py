@@ -18,7 +18,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
-from ...integration.errors import RefitError, RefitMismatch
+from ...integration.errors import EngineDirty, RefitError, RefitMismatch
 from ...integration.layout import Fragment
 from ...integration.manifest import TensorSpec
 from ..lora import SETTINGS_NAME, AdapterSettings, split_name
@@ -30,8 +30,22 @@ _PATH = "in memory: the trainer's refits bring this adapter, and none has yet"
 _ROUTE = "vLLM takes an adapter whole, through its LoRA manager"
 
 
-def lora_request() -> LoRARequest:
-    """What a request to vLLM says, to be answered with the trainer's adapter (``lora_request=``)."""
+def lora_request(version: int) -> LoRARequest:
+    """What a request to vLLM says, to be answered with the trainer's adapter (``lora_request=``).
+
+    Args:
+        version: that the engine serves, as its driver tells. The request gets the engine's adapter, whichever version
+            that is by the time of each of its tokens.
+
+    Raises:
+        EngineDirty: no refit has brought the adapter yet; vLLM would look for its files, and end when it finds none.
+    """
+    if version < 0:
+        raise EngineDirty(
+            "no refit has brought the trainer's adapter yet, so the engine can't answer with it. Refit first, or leave "
+            "lora_request out for the base model",
+            stage="generate",
+        )
     return LoRARequest(_NAME, ADAPTER_ID, _PATH)
 
 
