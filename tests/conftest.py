@@ -21,6 +21,11 @@ os.environ.update(
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Last come the modules whose work is done ahead, so that they find it done."""
+    items.sort(key=lambda item: isinstance(item, pytest.Function) and hasattr(item.module, "AHEAD"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def server_of_processes() -> None:
     """Starts to load beside the first tests, if any test that was collected starts processes.
