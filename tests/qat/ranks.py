@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,40 +88,63 @@ def _megatron(rank: int, case: Case) -> dict[str, Any]:
 
     assert case.megatron is not None
     built = build_megatron(
-        case.checkpoint, MegatronLayout(**case.megatron), dtype=torch.float32, wrap_with_ddp=False
+        case.checkpoint, MegatronLayout(**case.megatron), dtype=torch.float32, distributed_optimizer=False
     )
     (model,) = built.model
+    built.provider.gradient_accumulation_fusion = True
+    try:
+        quantize_chunks(built.bridge, built.model, QATConfig(**case.config))
+        refusal = ""
+    except ValueError as error:
+        refusal = str(error)
+    built.provider.gradient_accumulation_fusion = False
     qat = quantize_chunks(built.bridge, built.model, QATConfig(**case.config))
     source = MegatronSource(built.bridge, built.model)
     packed = PackedSource(source, qat)
     ids = token_ids()
     positions = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
-
-    def logits() -> torch.Tensor:
-        return model(ids, positions, None)
-
     with torch.no_grad(), qat.calibrating():
-        logits()
+        model(ids, positions, None)
     qat.refresh()
     report = _report(model, qat, packed)
     with torch.no_grad():
-        out = logits()
+        out = model(ids, positions, None)
     group = parallel_state.get_tensor_model_parallel_group()
     parts = [torch.empty_like(out) for _ in range(group.size())]
     torch.distributed.all_gather(parts, out.contiguous(), group=group)
-    report["logits"] = torch.cat(parts, -1).float()
-    logits().float().square().mean().backward()
-    report["without_gradient"] = [
-        n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()
-    ]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 - 0.1 * parameter.sign() * (parameter.abs() > 0.01))
-    qat.refresh()
-    report["slices"] = _slices(packed)
+    report |= {"logits": torch.cat(parts, -1).float(), "refusal": refusal, "without_gradient": []}
+    labels = ids.roll(-1, 1)
+    losses = []
+    for step in range(STEPS):
+        model.zero_grad_buffer()
+        loss = model(ids, positions, None, labels=labels).mean()
+        loss.backward()
+        model.finish_grad_sync()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if not parameter.main_grad.any():
+                    report["without_gradient"].append(f"{step} {name}")
+                parameter.sub_(0.5 * parameter.main_grad)
+        if step == 0:
+            report["stale"] = _error_of(lambda: model(ids, positions, None))
+        qat.refresh()
+        qat.release()
+        losses.append(loss.item())
+    report |= {"losses": losses, "slices": _slices(packed)}
     write_checkpoint(case.written, case.checkpoint, source, qat)
     parallel_state.destroy_model_parallel()
     return report
+
+
+def _error_of(work: Callable[[], Any]) -> str:
+    from rlrefit.integration.errors import RefitError
+
+    try:
+        with torch.no_grad():
+            work()
+    except RefitError as error:
+        return str(error)
+    return ""
 
 
 def _report(model: Any, qat: Any, packed: Any) -> dict[str, Any]:

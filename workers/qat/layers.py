@@ -71,19 +71,24 @@ class Quantizer:
         return None if self.inputs is None else self.inputs.of(self.input_at, x)
 
     def kept(self, weight: torch.Tensor) -> torch.Tensor:
-        """The quantized value of a weight that stays in memory, computed once a step.
+        """The quantized value of a weight that stays in memory, computed once a step and wherever the weight moves.
 
         Raises:
             RefitError: the weight was written since the last refresh.
         """
         scale = self.weight_scale(weight.dtype)
-        made_for = (self.weights.generation, weight.data_ptr(), weight._version)
-        if self._cached is None or self._cached_for[0] != self.weights.generation:
-            self._cached, self._cached_for = fake_weight(weight, scale), made_for
-        elif self._cached_for != made_for:
-            self.weights.now_stale("a weight was written or moved after the last refresh()")
-            self.weight_scale(weight.dtype)
+        generation, place, version = made_for = (self.weights.generation, weight.data_ptr(), weight._version)
+        if self._cached_for[0] == generation and self._cached_for[2] != version:
+            self.weights.now_stale("a weight was written after the last refresh()")
+            scale = self.weight_scale(weight.dtype)
+        if self._cached is None or self._cached_for[:2] != (generation, place):
+            self._cached = fake_weight(weight, scale)
+        self._cached_for = made_for
         return self._cached
+
+    def release(self) -> None:
+        """Free the quantized value; the next use computes it again."""
+        self._cached = None
 
 
 def quantize_linear(module: nn.Linear, quantizer: Quantizer) -> None:

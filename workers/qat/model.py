@@ -65,6 +65,7 @@ class QAT:
             if config.activations
             else None
         )
+        self._quantizers: list[Quantizer] = []
         scales = weakref.ref(self._scales)
 
         def stepped(*_: Any) -> None:
@@ -76,13 +77,13 @@ class QAT:
 
     def quantizer(self, *weights: str) -> Quantizer:
         """For a parameter that holds parts of these weights, which share a scale."""
-        return Quantizer(self._scales, self._scales.position(weights[0]), *self._of_inputs(weights[0]))
+        return self._made(self._scales.position(weights[0]), weights[0])
 
     def stack_quantizer(self, weights: Collection[str]) -> Quantizer:
         """For a parameter that holds one of these weights, or several that share a scale, for each expert in order."""
         first = next(iter(weights))
         at = torch.tensor([self._scales.position(weight) for weight in weights], device=rank_device())
-        return Quantizer(self._scales, at, *self._of_inputs(first))
+        return self._made(at, first)
 
     def watch(self, module: torch.nn.Module) -> None:
         """Take notice when weights are loaded into a module."""
@@ -102,6 +103,14 @@ class QAT:
             RefitError: on all ranks, if a weight holds NaN or infinity.
         """
         self._scales.refresh()
+
+    def release(self) -> None:
+        """Free the quantized values that Megatron's layers keep, a copy of the quantized weights, before generation, say.
+
+        The next forward pass computes them again.
+        """
+        for quantizer in self._quantizers:
+            quantizer.release()
 
     def calibrating(self) -> AbstractContextManager[None]:
         """Forward passes inside compute unquantized, and their inputs' largest magnitudes make the static scales.
@@ -160,8 +169,10 @@ class QAT:
         if self._inputs is not None:
             self._inputs.load_state_dict(state)
 
-    def _of_inputs(self, weight: str) -> tuple[InputScales | None, int]:
-        return (None, 0) if self._inputs is None else (self._inputs, self._inputs.position(weight))
+    def _made(self, at: int | torch.Tensor, weight: str) -> Quantizer:
+        input_at = 0 if self._inputs is None else self._inputs.position(weight)
+        self._quantizers.append(Quantizer(self._scales, at, self._inputs, input_at))
+        return self._quantizers[-1]
 
 
 def _remove(hooks: list[Any]) -> None:
