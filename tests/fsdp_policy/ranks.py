@@ -99,7 +99,7 @@ def whole_weights(policy: Any) -> dict[str, torch.Tensor]:
     if size > 1:
         # The ranks' own groups of TP stand side by side.
         whole = gather_state_dict_for_save(whole, policy.model.tp_plan, policy.model._device_mesh, size)
-    return {name: whole[name] for name, _ in policy.model.named_parameters()}
+    return {name: whole[name].cpu() for name, _ in policy.model.named_parameters()}
 
 
 def digest(policy: Any) -> str:
@@ -110,7 +110,7 @@ def digest(policy: Any) -> str:
         tensors += [values[name] for name in sorted(values)]
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        found.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(local.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
 
 
@@ -122,35 +122,46 @@ def everything(
     rank: int, trained: dict[str, Case], resumed: dict[str, Case], other: Case, root: str
 ) -> dict[str, Any]:
     """All cases, and what becomes of saved states; ``other`` is the first of ``resumed`` in another layout."""
+    first, case = next(iter(resumed.items()))
     return {
-        "trained": {name: _train(case) for name, case in trained.items()},
-        "resumed": _resume_all(rank, resumed, other, Path(root)),
+        "trained": train_all(trained),
+        "resumed": resume_all(resumed, root),
+        "other layout": _load_fails(other, Path(root) / first),
+        "cut off": _cut_off(rank, case, Path(root) / first),
     }
 
 
-def _resume_all(rank: int, cases: dict[str, Case], other: Case, root: Path) -> dict[str, dict[str, Any]]:
+def train_all(cases: dict[str, Case]) -> dict[str, Report]:
+    """Log-probabilities, training steps and weights of each case."""
+    return {name: _train(case) for name, case in cases.items()}
+
+
+def resume_all(cases: dict[str, Case], root: str) -> dict[str, dict[str, Any]]:
     """Train on after a save, and once more in a new policy after a load."""
     reports: dict[str, dict[str, Any]] = {}
     for name, case in cases.items():
+        folder = Path(root) / name
         policy = make_policy(case)
         batch = training_batch(policy.compute_logprobs(plain_batch()))
         policy.train_step(batch)
-        policy.save(root / name)
+        policy.save(folder)
         through = [policy.train_step(batch) for _ in range(2)], digest(policy), policy.step, randoms()
         resumed = make_policy(case)
         before = digest(resumed)
-        resumed.load(root / name)
+        resumed.load(folder)
         again = [resumed.train_step(batch) for _ in range(2)], digest(resumed), resumed.step, randoms()
         reports[name] = {"through": through, "again": again, "before": before}
-    first, case = next(iter(cases.items()))
-    reports["other layout"] = _load_fails(other, root / first)
+    return reports
+
+
+def _cut_off(rank: int, case: Case, folder: Path) -> dict[str, Any]:
+    """A checkpoint of which one rank's shards end early."""
     if rank == 0:
-        largest = max((root / first / "fsdp").iterdir(), key=lambda path: path.stat().st_size)
+        largest = max((folder / "fsdp").iterdir(), key=lambda path: path.stat().st_size)
         with largest.open("r+b") as file:
             file.truncate(largest.stat().st_size // 2)
     dist.barrier()
-    reports["cut off"] = _load_fails(case, root / first)
-    return reports
+    return _load_fails(case, folder)
 
 
 def _load_fails(case: Case, folder: Path) -> dict[str, Any]:

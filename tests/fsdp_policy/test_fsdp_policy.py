@@ -127,14 +127,14 @@ def test_training_goes_on_bit_for_bit_after_a_restart(world: World, case: str) -
 
 def test_a_state_of_another_layout_is_refused_and_nothing_is_changed(world: World) -> None:
     for rank in world.ranks:
-        report = rank["resumed"]["other layout"]
+        report = rank["other layout"]
         assert "replicate was 2 and is 1" in report["text"]
         assert report["unchanged"]
 
 
 def test_a_state_that_ends_early_is_refused_on_all_ranks_and_nothing_is_changed(world: World) -> None:
     for rank in world.ranks:
-        report = rank["resumed"]["cut off"]
+        report = rank["cut off"]
         assert "can't be read" in report["text"]
         assert "resume from an earlier checkpoint" in report["text"]
         assert report["unchanged"]

@@ -1,0 +1,106 @@
+"""The policy under FSDP2 over NCCL against one plain process on the CPU, and across a restart."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fsdp_policy.models import Oracle, write_checkpoint
+from tests.fsdp_policy.ranks import Case, resume_all, train_all
+from tests.spawn import free_port
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# Name of the case: (layout, further fields of the policy's configuration).
+ALONE: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "gathered": ({}, {"reshard_after_forward": False}),
+    "in host memory": ({}, {"cpu_offload": True}),
+    "recomputing": ({}, {"recompute": True}),
+}
+ON_PAIRS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "HSDP": ({"replicate": 2}, {}),
+    "TP": ({"tensor_parallel": 2}, {}),
+}
+PAIRED = torch.cuda.device_count() >= 2
+CASES = {**ALONE, **(ON_PAIRS if PAIRED else {})}
+
+
+@dataclass(frozen=True)
+class World:
+    oracle: Oracle
+    ranks: list[dict[str, Any]]
+
+
+def on_rank(rank: int, size: int, port: int, checkpoint: str, root: str, results: Any) -> None:
+    """Report what the rank saw, or the traceback."""
+    import torch.distributed as dist
+
+    try:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), **place)
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl")
+        exact = {name: Case(checkpoint, layout, options=more) for name, (layout, more) in CASES.items()}
+        rounded = {
+            name: Case(checkpoint, layout, torch.bfloat16, options=more)
+            for name, (layout, more) in CASES.items()
+        }
+        report = {"trained": train_all(exact), "resumed": resume_all(rounded, root)}
+        results.put((rank, report))
+        dist.destroy_process_group()
+    except Exception:
+        results.put((rank, traceback.format_exc()))
+        raise
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    root = tmp_path_factory.mktemp("fsdp_policy")
+    checkpoint = write_checkpoint("qwen3", root / "qwen3")
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    size, port = 2 if PAIRED else 1, free_port()
+    ranks = [
+        context.Process(target=on_rank, args=(rank, size, port, checkpoint, str(root), results))
+        for rank in range(size)
+    ]
+    for rank in ranks:
+        rank.start()
+    oracle = Oracle(checkpoint)
+    found = {}
+    for _ in ranks:
+        rank, report = results.get(timeout=240)
+        assert not isinstance(report, str), report
+        found[rank] = report
+    for process in ranks:
+        process.join(60)
+    return World(oracle, [found[rank] for rank in range(size)])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_on_gpus_are_those_of_one_process_with_the_whole_model(world: World, case: str) -> None:
+    for rank in world.ranks:
+        report = rank["trained"][case]
+        torch.testing.assert_close(report.logprobs, world.oracle.first_logprobs, atol=1e-4, rtol=0)
+        for ours, wanted in zip(report.metrics, world.oracle.metrics, strict=True):
+            assert ours == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+        for name, wanted in world.oracle.weights.items():
+            torch.testing.assert_close(report.weights[name], wanted, atol=1e-4, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_on_gpus_goes_on_bit_for_bit_after_a_restart(world: World, case: str) -> None:
+    for rank in world.ranks:
+        report = rank["resumed"][case]
+        assert report["again"] == report["through"]
+        assert report["before"] != report["through"][1]
