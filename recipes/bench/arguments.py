@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from ...integration.config import RefitConfig
+from ..plan.arguments import QUANTIZE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bf16", help="of the weights: bf16, fp16 or fp32")
     parser.add_argument(
         "--quantize",
-        choices=("off", "fp8"),
-        default="off",
+        choices=QUANTIZE,
+        default=QUANTIZE[0],
         help="fp8: engines hold linear layers in 128 by 128 blocks of FP8, and the trainers quantize as they pack",
     )
     parser.add_argument(

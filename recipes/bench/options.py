@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from .run_options import RunOptions
 
-QUANTIZE = ("off", "fp8")
 PEERS = ("broadcast", "per-tensor", "vllm", "m2n")
 
 

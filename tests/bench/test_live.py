@@ -146,6 +146,13 @@ def test_all_that_is_wrong_with_the_options_is_told_at_once(moe, capsys):
         assert option in told
 
 
+def test_a_trainer_under_fsdp_is_refused_before_it_starts(moe, capsys):
+    layouts = ("--model", moe, "--train", "fsdp=2", "--gen", "tp=1", "--engine-python", sys.executable)
+    assert main(["bench-live", "--device", "cpu", *layouts]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said == "--train: the live trainer is Megatron's; give its sizes (tp, pp, ep) and no fsdp"
+
+
 def test_the_weights_of_a_number_can_be_had_again_exactly():
     trainer = object.__new__(LiveTrainer)
     trainer.model, trainer.number = [torch.nn.LayerNorm(6), torch.nn.Linear(3, 5)], 0
