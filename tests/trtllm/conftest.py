@@ -18,12 +18,23 @@ def generation(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def extension(generation: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
-    """Our worker extension, over the package's double of one generation, in this process."""
-    for name, module in modules_of(generation).items():
-        monkeypatch.setitem(sys.modules, name, module)
-    for name in OURS:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module(OURS[1]).HostMemoryRefit
-    for name in OURS:
-        sys.modules.pop(name, None)
+def extension(generation: str) -> Iterator[type]:
+    """Our worker extension, over the package's double of each generation, in this process."""
+    yield from _extension_over(generation)
+
+
+@pytest.fixture
+def newest_extension() -> Iterator[type]:
+    """The same over the newest generation alone, for what does not depend on it."""
+    yield from _extension_over("both")
+
+
+def _extension_over(generation: str) -> Iterator[type]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in modules_of(generation).items():
+            patch.setitem(sys.modules, name, module)
+        for name in OURS:
+            patch.delitem(sys.modules, name, raising=False)
+        yield importlib.import_module(OURS[1]).HostMemoryRefit
+        for name in OURS:
+            sys.modules.pop(name, None)

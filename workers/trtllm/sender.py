@@ -7,6 +7,7 @@ engines. What any rank fails with, all ranks raise.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -146,7 +147,7 @@ class TrtllmSender:
             needed, in_parts = self._leader_does(
                 lambda engines: (self._begun(engines, version, specs), engines.loads_in_parts)
             )
-        buckets = lay_out(specs, self._bucket_bytes if in_parts else sum(spec.nbytes for spec in specs))
+        buckets = lay_out(specs, self._bucket_bytes if in_parts else sys.maxsize)
         weights = self._source.export([spec.name for spec in specs])
         sent = largest = 0
         for bucket in buckets:

@@ -65,7 +65,9 @@ class WorkerRefit:
         self._update = update
         self._approved = approved
         self._arriving: _Arriving | None = None
-        # What refits wrote that did not commit: the next one has to bring all of it.
+        # What the last refit brought that committed. A reload of the engine's begins by giving up what it holds.
+        self._known: set[str] = set()
+        # What refits wrote since that did not commit: the next one has to bring all of it.
         self._owed: set[str] = set()
         self.state = ServingState()
         self.guard = WeightsGuard(worker, self.state)
@@ -75,7 +77,7 @@ class WorkerRefit:
 
         Args:
             version: of the weights to come.
-            specs: all of them, as they are sent; None takes any, and can't tell that some are missing.
+            specs: all of them, as they are sent; None expects those of the last refit.
 
         Raises:
             RefitError: the weights are asleep. Nothing has changed.
@@ -100,14 +102,14 @@ class WorkerRefit:
             self.guard.require_awake()
             entries = decode(self._own(handles), compat.restricted_loads, self._approved)
             self._check_names(arriving, entries)
-            weights = [(entry.name, entry.open(self._worker.device_id)) for entry in entries]
-            nbytes = 0
-            for name, tensor in weights:
-                _check_kind(arriving, name, tensor)
-                nbytes += tensor.nbytes
-            self._owed.update(name for name, _ in weights)
-            self._give(weights)
-            arriving.arrived.update(name for name, _ in weights)
+            in_parts = compat.loads_in_parts(self._worker)
+            if not in_parts:
+                _check_whole(arriving, entries)
+            weights = [self._opened(arriving, entry) for entry in entries]
+            nbytes = sum(tensor.nbytes for _, tensor in weights)
+            self._owed.update(entry.name for entry in entries)
+            self._give(weights, in_parts)
+            arriving.arrived.update(entry.name for entry in entries)
         # The sender frees its bucket once no process maps it any more.
         weights.clear()
         if torch.cuda.is_available():
@@ -122,12 +124,13 @@ class WorkerRefit:
         """
         arriving = self._require_arriving()
         with self._failing(arriving):
-            due = sorted(self._owed | (arriving.awaited or {}).keys())
+            announced = self._known if arriving.awaited is None else arriving.awaited.keys()
+            due = sorted(self._owed | announced)
             missing = [name for name in due if name not in arriving.arrived]
             if missing:
                 raise RefitMismatch(
                     f"{len(missing)} of {len(due)} weights that refit {arriving.version} has to bring did not arrive: those "
-                    "that it began with, and what failed refits before it wrote. The engine would serve old values of them. "
+                    "that it began with or the last one brought, and what failed ones wrote since. The engine would serve old values of them. "
                     "It refuses to generate; refit again with all weights",
                     stage="misc",
                     parameter=missing[0],
@@ -149,6 +152,7 @@ class WorkerRefit:
                 stage="commit",
             )
         self._arriving = None
+        self._known = arriving.arrived
         self._owed.clear()
         self.state.commit(version)
         self.guard.refitted()
@@ -198,12 +202,24 @@ class WorkerRefit:
                 )
             seen.add(name)
 
-    def _give(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def _opened(self, arriving: _Arriving, entry: Entry) -> tuple[str, torch.Tensor]:
+        tensor = entry.open(self._worker.device_id)
+        spec = arriving.awaited[entry.name] if arriving.awaited is not None else None
+        if spec is not None and (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+            raise RefitMismatch(
+                f"it arrived as {dtype_name(tensor.dtype)}{list(tensor.shape)}, and refit {arriving.version} began with "
+                f"{dtype_name(spec.dtype)}{list(spec.shape)}. Nothing of its bucket was loaded",
+                stage="transfer",
+                parameter=entry.name,
+            )
+        return entry.name, tensor
+
+    def _give(self, weights: Sequence[tuple[str, torch.Tensor]], in_parts: bool) -> None:
         """To TensorRT-LLM's own loading, in its form for tensors that no unpickler has to see."""
         # Its call replaces the argument of the device, the seventh.
         opened = [(name, (partial(_given, tensor), (None,) * 7)) for name, tensor in weights]
         handles = {compat.device_uuid(self._worker.device_id): opened}
-        if compat.loads_in_parts(self._worker):
+        if in_parts:
             self._update(handles)
         else:
             with _all_at_once(self._worker.engine.model_engine.model_loader):
@@ -232,16 +248,14 @@ def _given(tensor: torch.Tensor, *_: object) -> torch.Tensor:
     return tensor
 
 
-def _check_kind(arriving: _Arriving, name: str, tensor: torch.Tensor) -> None:
-    if arriving.awaited is None:
-        return
-    spec = arriving.awaited[name]
-    if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
-        raise RefitMismatch(
-            f"it arrived as {dtype_name(tensor.dtype)}{list(tensor.shape)}, and refit {arriving.version} began with "
-            f"{dtype_name(spec.dtype)}{list(spec.shape)}. Nothing of its bucket was loaded",
+def _check_whole(arriving: _Arriving, entries: Sequence[Entry]) -> None:
+    """Its loader would leave the rest as it is, or lose what came before."""
+    if arriving.arrived or (arriving.awaited is not None and len(entries) != len(arriving.awaited)):
+        raise RefitError(
+            f"a bucket brings {len(entries)} weights, and {len(arriving.arrived)} came before; this model's load_weights "
+            "takes no allow_partial_loading, so all weights of a refit have to come in one bucket. Nothing of it was "
+            "loaded",
             stage="transfer",
-            parameter=name,
         )
 
 

@@ -1,0 +1,119 @@
+"""Refits into a TensorRT-LLM engine in miniature, over the package's double in each generation."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from rlrefit.integration.errors import EngineDirty, RefitError, RefitMismatch
+from rlrefit.workers.trtllm.payload import encode
+from rlrefit.workers.trtllm.sender import TrtllmSender
+
+from .engine_double import DoubleLLM
+from .host_memory import cuda_shaped_handle, host_handle
+from .package_double import worker_extension
+from .scene import DEVICE, Scene
+from .sources import ListSource, some_weights
+
+
+@pytest.fixture
+def scene(extension: type) -> Scene:
+    return Scene(extension)
+
+
+def test_two_consecutive_refits_bring_every_tensor_bit_for_bit(scene: Scene) -> None:
+    """BF16, FP8 and its scales, NVFP4 and all of its scales, and what the engine derives of them."""
+    for version in (0, 1):
+        scene.source.weights = some_weights(seed=version)
+        record = scene.sender.refit(version)
+        scene.check()
+        assert scene.driver.version == version
+        assert scene.worker.step("a") == "tokens of a"
+        assert record.bytes_misc == sum(tensor.nbytes for tensor in scene.source.weights.values())
+        assert record.peak_extra_bytes <= 1024, "the embeddings, which are larger than a bucket"
+        assert set(record.seconds) == {"handshake", "export", "misc", "post_load", "commit"}
+    counts = scene.worker.counts()
+    assert counts["buckets"] > 8
+    assert (counts["reloads"], counts["prefix_resets"]) == (2, 2), "once a refit, not once a bucket"
+    assert scene.source.settled == 2
+
+
+def test_the_sender_holds_one_bucket_at_a_time(extension: type) -> None:
+    scene = Scene(extension, bucket_bytes=2000)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def counted(tensor: torch.Tensor) -> Any:
+        nonlocal most
+        alive.append(weakref.ref(tensor.untyped_storage()))  # type: ignore[arg-type]
+        held = [found for found in (ref() for ref in alive) if found is not None]
+        most = max(most, sum(storage.nbytes() for storage in held))
+        return host_handle(tensor)
+
+    scene.sender = TrtllmSender(scene.source, scene.driver, DEVICE, 2000, reduce=counted)
+    scene.sender.refit(0)
+    assert 1000 < most <= 2000
+    scene.check()
+
+
+def test_a_model_that_does_not_load_in_parts_gets_one_bucket(extension: type) -> None:
+    scene = Scene(extension, in_parts=False)
+    for version in (0, 1):
+        scene.source.weights = some_weights(seed=version)
+        scene.sender.refit(version)
+        scene.check()
+    assert scene.worker.counts()["buckets"] == 2
+    names = list(scene.source.weights)
+    scene.worker.update_weights(scene.handles(names[:2]))
+    with pytest.raises(RefitError, match=r"2 came before.*all weights of a refit have to come in one bucket"):
+        scene.worker.update_weights(scene.handles(names[2:]))
+    assert "reload" not in vars(scene.worker.engine.model_engine.model_loader), "nothing stays replaced"
+
+
+def test_callers_who_know_the_contract_alone_can_refit_too(scene: Scene) -> None:
+    names = list(scene.source.weights)
+    for version in (0, 1):
+        scene.source.weights = some_weights(seed=version)
+        for part in (names[:7], names[7:]):
+            scene.worker.update_weights(scene.handles(part))
+            with pytest.raises(EngineDirty, match="began to write"):
+                scene.worker.step("a")
+        scene.worker.update_weights(None)
+        scene.check()
+        assert scene.driver.version == version
+        assert scene.worker.step("a") == "tokens of a"
+    scene.worker.update_weights(scene.handles(names[1:]))
+    with pytest.raises(RefitMismatch, match=r"1 of .* did not arrive.*parameter model\.embed_tokens\.weight"):
+        scene.worker.update_weights(None)
+
+
+def test_after_a_failure_such_a_caller_has_to_bring_again_what_was_written(scene: Scene) -> None:
+    names = list(scene.source.weights)
+    scene.worker.fail_at(2)
+    scene.worker.update_weights(scene.handles(names[:7]))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        scene.worker.update_weights(scene.handles(names[7:]))
+    # As who sends the failed bucket again and goes on.
+    scene.worker.update_weights(scene.handles(names[7:]))
+    with pytest.raises(RefitMismatch, match=r"7 of .* did not arrive"):
+        scene.worker.update_weights(None)
+    with pytest.raises(EngineDirty):
+        scene.worker.step("a")
+    scene.worker.update_weights(scene.handles())
+    scene.worker.update_weights(None)
+    scene.check()
+    assert scene.worker.step("a") == "tokens of a"
+
+
+def test_the_engines_own_extension_fails_on_float8_before_it_loads_anything(
+    extension: type, generation: str
+) -> None:
+    weights = {name: t for name, t in some_weights().items() if t.dtype == torch.float8_e4m3fn}
+    llm = DoubleLLM(worker_extension(generation), ListSource(weights).specs())
+    worker = llm.workers[0]
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        worker.update_weights({DEVICE: encode(weights.items(), cuda_shaped_handle)})
+    assert worker.counts()["buckets"] == 0

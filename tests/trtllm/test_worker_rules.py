@@ -1,0 +1,275 @@
+"""What a worker refuses, what it serves afterwards, and what the driver and the sender say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from rlrefit.integration.errors import EngineDirty, RefitError, RefitMismatch, RefitTimeout
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.workers.trtllm import compat
+from rlrefit.workers.trtllm.driver import TrtllmDriver
+from rlrefit.workers.trtllm.sender import TrtllmSender
+
+from .engine_double import answered
+from .host_memory import host_handle
+from .scene import DEVICE, Scene
+from .sources import ListSource, some_weights
+
+
+@pytest.fixture
+def scene(newest_extension: type) -> Scene:
+    return Scene(newest_extension)
+
+
+@pytest.fixture
+def two(newest_extension: type) -> Scene:
+    return Scene(newest_extension, engines=2)
+
+
+def _refuses_to_step(scene: Scene) -> None:
+    for worker in scene.workers:
+        with pytest.raises(EngineDirty):
+            worker.step("a")
+    with pytest.raises(EngineDirty, match="TensorRT-LLM worker 0"):
+        scene.driver.require_servable()
+
+
+def _by_hand(scene: Scene, version: int) -> None:
+    scene.driver.begin(version, scene.source.specs())
+    scene.driver.load(scene.handles())
+    scene.driver.finish()
+    scene.driver.commit(version)
+
+
+def test_nothing_runs_from_the_begin_to_the_commit(two: Scene) -> None:
+    names = list(two.source.weights)
+    two.driver.begin(4, two.source.specs())
+    _refuses_to_step(two)
+    for part in (names[:3], names[3:]):
+        two.driver.load(two.handles(part))
+        _refuses_to_step(two)
+    two.driver.finish()
+    _refuses_to_step(two)
+    two.driver.commit(4)
+    two.driver.require_servable()
+    assert two.driver.version == 4
+    two.check()
+
+
+def test_where_loading_fails_nobody_serves_and_the_next_refit_mends_it(two: Scene) -> None:
+    _by_hand(two, 0)
+    two.source.weights = some_weights(seed=1)
+    two.workers[1].fail_at(2)
+    two.driver.begin(1, two.source.specs())
+    with pytest.raises(RefitError, match="TensorRT-LLM worker 1: RuntimeError: CUDA out of memory"):
+        two.driver.load(two.handles())
+    with pytest.raises(RefitError, match=r"worker 1: refit 1 has failed .* out of memory"):
+        two.driver.finish()
+    with pytest.raises(RefitError, match="worker 1"):
+        two.driver.commit(1)
+    # The first one took all, and must not be alone in serving it.
+    with pytest.raises(EngineDirty):
+        two.driver.require_servable()
+    with pytest.raises(EngineDirty):
+        two.driver.version  # noqa: B018
+    _by_hand(two, 2)
+    two.check()
+    assert two.driver.version == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"model.layers.9.weight": torch.zeros(1)}, "began without it"),
+        (
+            {"model.embed_tokens.weight": torch.zeros(32, 8).bfloat16()},
+            r"bfloat16\[32, 8\].*bfloat16\[32, 16\]",
+        ),
+        ({"model.embed_tokens.weight": torch.zeros(32, 16)}, r"float32\[32, 16\]"),
+        (
+            {"model.layers.1.mlp.up_proj.weight": torch.zeros(16, 16, dtype=torch.uint8)},
+            r"uint8\[16, 16\].*float8_e4m3fn",
+        ),
+    ],
+    ids=["unknown", "another shape", "another dtype", "codes without their dtype"],
+)
+def test_what_was_not_announced_is_refused_before_its_bucket_is_loaded(
+    scene: Scene, changed: dict[str, torch.Tensor], told: str
+) -> None:
+    _by_hand(scene, 0)
+    before = scene.worker.counts()["buckets"], scene.worker.held()
+    scene.driver.begin(1, scene.source.specs())
+    with pytest.raises(RefitMismatch, match=f"{told}.*parameter {next(iter(changed))}"):
+        scene.driver.load(scene.handles(changed=changed))
+    assert (scene.worker.counts()["buckets"], scene.worker.held()) == before
+    _refuses_to_step(scene)
+
+
+def test_a_weight_that_comes_twice_is_refused(scene: Scene) -> None:
+    name = "model.embed_tokens.weight"
+    scene.driver.begin(0, scene.source.specs())
+    scene.driver.load(scene.handles([name]))
+    with pytest.raises(RefitMismatch, match=f"came twice in refit 0.*{name}"):
+        scene.driver.load(scene.handles([name]))
+
+
+def test_missing_weights_are_named_and_nothing_is_finalized(scene: Scene) -> None:
+    scene.driver.begin(0, scene.source.specs())
+    scene.driver.load(scene.handles(list(scene.source.weights)[1:]))
+    with pytest.raises(RefitMismatch, match=r"1 of .* did not arrive.*parameter model\.embed_tokens\.weight"):
+        scene.driver.finish()
+    assert scene.worker.counts()["prefix_resets"] == 0
+    _refuses_to_step(scene)
+
+
+def test_steps_out_of_order_are_refused(scene: Scene) -> None:
+    with pytest.raises(RefitError, match="no refit has begun"):
+        scene.driver.load(scene.handles())
+    with pytest.raises(RefitError, match="no refit has begun"):
+        scene.driver.commit(0)
+    scene.driver.begin(0, scene.source.specs())
+    with pytest.raises(RefitError, match="refit 0 is under way and not finished"):
+        scene.driver.commit(0)
+    scene.driver.load(scene.handles())
+    scene.driver.finish()
+    with pytest.raises(RefitError, match="version 1 can't be committed"):
+        scene.driver.commit(1)
+    scene.driver.commit(0)
+
+
+def test_a_bucket_without_a_payload_for_the_workers_gpu_is_refused(scene: Scene) -> None:
+    scene.driver.begin(0, scene.source.specs())
+    with pytest.raises(RefitError, match=f"payloads for GPU-elsewhere, and none for this worker's {DEVICE}"):
+        scene.driver.load({"GPU-elsewhere": scene.handles()[DEVICE]})
+
+
+def test_engines_on_gpus_without_a_trainer_rank_are_refused_before_they_begin(two: Scene) -> None:
+    with pytest.raises(RefitError, match=r"no trainer rank runs on GPU-00000001.*Nothing was written"):
+        two.sender.refit(0)
+    two.driver.require_servable()
+
+
+def test_an_engine_started_with_dummy_weights_serves_after_its_first_refit(newest_extension: type) -> None:
+    scene = Scene(newest_extension, load_format="DUMMY")
+    with pytest.raises(EngineDirty, match="load_format=dummy"):
+        scene.worker.step("a")
+    scene.sender.refit(0)
+    assert scene.worker.step("a") == "tokens of a"
+
+
+def test_an_engine_wakes_in_stages_around_a_refit(scene: Scene) -> None:
+    scene.driver.sleep()
+    _refuses_to_step(scene)
+    with pytest.raises(
+        RefitError, match=r"draft_model, model, model_extra, sampler .*asleep.*Nothing was written"
+    ):
+        scene.sender.refit(0)
+    scene.driver.wake(["weights"])
+    with pytest.raises(EngineDirty, match="weights of the engine have slept"):
+        scene.worker.step("a")
+    scene.sender.refit(1)
+    with pytest.raises(EngineDirty, match="kv_cache of the engine are asleep"):
+        scene.worker.step("a")
+    scene.driver.wake(["kv_cache"])
+    assert scene.worker.step("a") == "tokens of a"
+    scene.check()
+    with pytest.raises(RefitError, match="'optimizer': no such part"):
+        scene.driver.sleep(["optimizer"])
+
+
+def test_a_kv_cache_that_slept_alone_needs_no_refit(scene: Scene) -> None:
+    scene.driver.sleep(["kv_cache"])
+    scene.driver.wake(["kv_cache"])
+    assert scene.worker.step("a") == "tokens of a"
+
+
+class _Changing(ListSource):
+    """Exports other weights than it told of."""
+
+    def export(self, names: Sequence[str]) -> Any:
+        exported = list(super().export(names))
+        yield from self.change(exported)
+
+    def change(self, exported: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda found: found[:-1], "the export yields nothing more where it told of"),
+        (lambda found: [*found, ("lm_head.weight", found[0][1])], "beyond those .*parameter lm_head.weight"),
+        (lambda found: [found[1], found[0], *found[2:]], "yields model.layers.0.self_attn.q_proj.weight"),
+    ],
+    ids=["fewer", "more", "another order"],
+)
+def test_an_export_that_is_not_as_told_is_an_error(scene: Scene, change: Any, told: str) -> None:
+    source = _Changing(scene.source.weights)
+    source.change = change  # type: ignore[method-assign]
+    with pytest.raises(RefitMismatch, match=told):
+        TrtllmSender(source, scene.driver, DEVICE, 600, reduce=host_handle).refit(0)
+    _refuses_to_step(scene)
+
+
+def test_weights_that_no_allow_list_takes_are_told_by_name(scene: Scene) -> None:
+    scene.source.weights["model.embed_tokens.weight"] = torch.zeros(32, 16, dtype=torch.float64)
+    with pytest.raises(RefitError, match=r"no float64.*parameter model\.embed_tokens\.weight"):
+        scene.sender.refit(0)
+
+
+def test_workers_that_do_not_answer_end_the_refit(scene: Scene) -> None:
+    def never(futures: Sequence[Any], timeout_s: float) -> list[Any]:
+        raise TimeoutError
+
+    scene.driver._wait = never
+    with pytest.raises(RefitTimeout, match="did not answer refit_begin within 300 s"):
+        scene.sender.refit(0)
+
+
+def test_workers_are_told_apart_by_gpu(scene: Scene) -> None:
+    with pytest.raises(RefitError, match="two workers share a GPU"):
+        TrtllmDriver(scene.llms[0], scene.llms[0], wait=answered)
+    with pytest.raises(RefitError, match="no engine was given"):
+        TrtllmDriver(wait=answered)
+
+
+def test_the_driver_belongs_to_the_leader(scene: Scene) -> None:
+    with pytest.raises(RefitError, match="on rank 0 of the trainer's group and nowhere else"):
+        TrtllmSender(scene.source, None, DEVICE, 600)
+
+
+def test_workers_with_different_versions_are_told(two: Scene) -> None:
+    _by_hand(two, 0)
+    for llm, version in zip(two.llms, (1, 2), strict=True):
+        specs: list[TensorSpec] = two.source.specs()
+        alone = TrtllmDriver(llm, wait=answered)
+        alone.begin(version, specs)
+        alone.load(two.handles())
+        alone.finish()
+        alone.commit(version)
+    with pytest.raises(RefitMismatch, match=r"versions \[1, 2\]"):
+        two.driver.version  # noqa: B018
+
+
+def test_an_undecorated_update_weights_is_not_called() -> None:
+    """It would be called inside the control action that it opens itself, and wait for ever."""
+
+    def update_weights() -> None: ...
+
+    with pytest.raises(RefitError, match="not decorated as any known version's"):
+        compat.uncontrolled(update_weights)
+
+
+def test_a_package_whose_modules_have_moved_again_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("tensorrt_llm")
+    package.__path__ = []
+    monkeypatch.setitem(__import__("sys").modules, "tensorrt_llm", package)
+    with pytest.raises(
+        RefitError, match=r"none of tensorrt_llm\.llmapi\.serialization, tensorrt_llm\.serialization"
+    ):
+        compat.restricted_loads(b"", {})
