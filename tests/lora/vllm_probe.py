@@ -29,5 +29,7 @@ class AdapterProbe(VllmRefitExtension):
 
     def _stacks(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, module in self._manager.modules.items():
-            for stacked in (*module.lora_a_stacked, *module.lora_b_stacked):
-                yield name, stacked
+            for stacked in (module.lora_a_stacked, module.lora_b_stacked):
+                # Layers that are never joined with others keep one tensor.
+                for one in (stacked,) if isinstance(stacked, torch.Tensor) else stacked:
+                    yield name, one
