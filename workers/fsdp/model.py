@@ -133,12 +133,14 @@ def _unsharded(
     """
     from transformers import AutoModelForCausalLM
 
+    # Said, and not left out: transformers would ask at the terminal.
+    common: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False}
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        whole = AutoModelForCausalLM.from_config(config, **common)
     if mesh["tp"].size() == 1:
         loaded = None
         if dist.get_rank() == 0:
-            loaded = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
+            loaded = AutoModelForCausalLM.from_pretrained(folder, config=config, **common)
         return whole, frozenset(), loaded
     if not whole.tp_plan:
         raise ValueError(
@@ -146,7 +148,7 @@ def _unsharded(
             "FSDP shards it over all ranks"
         )
     part = AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=dtype, tp_plan="auto", device_mesh=mesh["tp"]
+        folder, config=config, tp_plan="auto", device_mesh=mesh["tp"], **common
     )
     shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
     cut = frozenset(n for n, parameter in part.named_parameters() if parameter.shape != shapes[n])
