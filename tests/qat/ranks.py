@@ -78,6 +78,7 @@ def _fsdp(rank: int, case: Case) -> dict[str, Any]:
 
 def _megatron(rank: int, case: Case) -> dict[str, Any]:
     from megatron.core import parallel_state
+    from megatron.core.distributed import finalize_model_grads
 
     from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
     from rlrefit.workers.megatron.source import MegatronSource
@@ -119,7 +120,7 @@ def _megatron(rank: int, case: Case) -> dict[str, Any]:
         model.zero_grad_buffer()
         loss = model(ids, positions, None, labels=labels).mean()
         loss.backward()
-        model.finish_grad_sync()
+        finalize_model_grads([model])
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if not parameter.main_grad.any():
@@ -162,7 +163,7 @@ def _slices(packed: Any) -> dict[str, Any]:
     packed.settle()
     return {
         "refused": refused,
-        "held": [(f.name, f.box, as_bytes(f.view)) for f in fragments],
+        "held": [(f.name, f.box, as_bytes(f.view.to(f.dtype))) for f in fragments],
     }
 
 

@@ -125,12 +125,14 @@ def test_vllm_loads_the_checkpoint_and_takes_refits_of_it_and_computes_what_trai
     folder: Path, reports: dict[str, Any]
 ) -> None:
     a, b = (str(folder / f"of-{layout}") for layout in ("fsdp", "tp2"))
-    found = run_alone(serve, a, b, environment=ENVIRONMENT)
+    found = run_alone(serve, a, b, str(folder / "of-fsdp-moe"), environment=ENVIRONMENT)
     assert found["changed"]
     assert found["differing after 1"] == []
     assert found["differing after 2"] == []
     assert found["methods"] == {"ModelOptNvFp4LinearMethod"}
     # vLLM's emulation divides by the reciprocal of a scale where its kernels, and training, multiply by the scale.
     assert max(found["apart"].values()) < 2**-7
+    assert len(found["expert_parameters"]) == 8
+    assert found["wrong_experts"] == []
     for fused, parts in found["fused"]:
         assert len({fused_module(f"x.{part}.weight") for part in parts}) == 1, fused

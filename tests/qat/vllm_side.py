@@ -18,8 +18,8 @@ _LAYERS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.do
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-def serve(path_a: str, path_b: str) -> dict[str, Any]:
-    """Load A, refit to B and back, and compute with the layers of what vLLM itself loads from B."""
+def serve(path_a: str, path_b: str, with_experts: str) -> dict[str, Any]:
+    """Load A, refit to B and back, compute with the layers of what vLLM itself loads from B; load experts."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
     from vllm.config import set_current_vllm_config
     from vllm_checkpoints import manifest_of, read_checkpoint
@@ -55,7 +55,58 @@ def serve(path_a: str, path_b: str) -> dict[str, Any]:
         destination.finish(version)
         found[f"differing after {version}"] = _differing(live, oracle)
     with set_current_vllm_config(config):
-        return found | _products(expected, b) | {"fused": _fused()}
+        return found | _products(expected, b) | {"fused": _fused()} | _experts(with_experts)
+
+
+def _experts(path: str) -> dict[str, Any]:
+    """What vLLM's loader leaves wrong in the experts of a layer, by parameter."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+    from vllm.model_executor.layers.quantization import modelopt
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+    from vllm_checkpoints import read_checkpoint
+    from vllm_ranks import Case, Layout, _config
+
+    # No kernel of vLLM's computes NVFP4 experts on CPUs; one has to be named for the parameters to be made.
+    modelopt.select_nvfp4_moe_backend = lambda **_: (NvFp4MoeBackend.VLLM_CUTLASS, None)
+    config = _config(path, Case(path, path, Layout()))
+    config.parallel_config.tensor_parallel_size = RANKS
+    tensors = read_checkpoint(path)
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+        model = initialize_model(vllm_config=config)
+        for parameter in model.parameters():
+            parameter.data.view(-1).view(torch.uint8).fill_(0x7F)
+        model.load_weights(tensors.items())
+    found = {n: p for n, p in model.named_parameters() if "layers.1.mlp.experts.w" in n}
+    wrong = [
+        name for name, p in found.items() if not torch.equal(_raw(p.data), _raw(_stacked(tensors, name)))
+    ]
+    return {"expert_parameters": sorted(name.rpartition(".")[2] for name in found), "wrong_experts": wrong}
+
+
+def _stacked(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """This rank's part of the experts of layer 1: rows of gate and up beside each other, columns of down."""
+    path, _, kind = name.rpartition(".")
+    stack, _, end = kind.partition("_")
+    parts = ("gate_proj", "up_proj") if stack == "w13" else ("down_proj",)
+    experts = []
+    for expert in range(8):
+        found = [tensors[f"{path}.{expert}.{part}.{end}"] for part in parts]
+        if found[0].dim():
+            found = [tensor.chunk(RANKS, 0 if stack == "w13" else 1)[RANK] for tensor in found]
+            experts.append(torch.cat([_bytes(tensor) for tensor in found]))
+        else:
+            experts.append(torch.stack(found) if stack == "w13" else found[0])
+    return torch.stack(experts)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _fused() -> list[tuple[str, list[str]]]:
