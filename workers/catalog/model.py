@@ -49,10 +49,9 @@ class Model:
         Raises:
             CatalogError: a family that is not known, or not in blocks, or a configuration that can't be read.
         """
-        made = architecture_of(self.config)
         if self.quantize is None:
-            return made
-        return quantized(made, str(self.config["model_type"]), self.quantize)
+            return self._unquantized
+        return quantized(self._unquantized, str(self.config["model_type"]), self.quantize)
 
     def specs(self) -> list[TensorSpec]:
         """All weights that Megatron-Bridge exports, in its order on one expert-parallel rank.
@@ -62,7 +61,7 @@ class Model:
         """
         specs = [
             TensorSpec(weight.name, weight.shape, weight.dtype or self.dtype)
-            for weight in _in_export_order(architecture_of(self.config))
+            for weight in _in_export_order(self._unquantized)
         ]
         formats = self.formats()
         return [
@@ -70,6 +69,10 @@ class Model:
             for spec in specs
             for travelling in (wire_specs(spec, formats[spec.name]) if spec.name in formats else (spec,))
         ]
+
+    @cached_property
+    def _unquantized(self) -> Architecture:
+        return architecture_of(self.config)
 
     def formats(self) -> dict[str, Fp8Blockwise]:
         """The weights that engines hold in blocks."""
