@@ -14,6 +14,7 @@ from rlrefit.integration.errors import RefitError
 from rlrefit.workers.fsdp.adapter_source import AdapterSource
 from rlrefit.workers.fsdp.merging import Delta, merge
 from rlrefit.workers.fsdp.source import FSDPSource
+from tests.as_sent import as_sent
 
 _PLAIN = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"]}
 _WIDE = {
@@ -66,7 +67,7 @@ def _wrong(source: FSDPSource, model: Any) -> list[str]:
     wrong = sorted(expected.keys() ^ held.keys())
     for name, tensor in expected.items():
         sent = tensor.to(exported[name].dtype)
-        if not sent.equal(held[name].view) or not sent.equal(exported[name]):
+        if not sent.equal(as_sent(held[name])) or not sent.equal(exported[name]):
             wrong.append(name)
     return wrong
 

@@ -67,7 +67,7 @@ def serve(folder: str, checkpoint: str) -> Served:
 
     def sample(request: Any) -> Sampled:
         found = driver.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, lora_request=request)
-        versions.append(sorted({version for one in found for version in one.versions}))
+        versions.append(sorted({version for one in found for own in one.versions for version in own}))
         cached.append(max(one.output.num_cached_tokens or 0 for one in found))
         outputs = [one.output.outputs[0] for one in found]
         return [
