@@ -15,7 +15,7 @@ from rlrefit.recipes.train import train
 
 from .command import SHORT, curve, metrics
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 SAVED, STEPS = 2, 4
 
