@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,23 @@ from tests.spawn import processes
 
 
 @contextlib.contextmanager
-def running(generation: str, socket: Path, workers: int) -> Iterator[None]:
-    """An engine of this generation that listens at ``socket`` for one caller, who says what its weights are."""
-    ours, theirs = processes().Pipe(duplex=False)
-    engine = processes().Process(target=_main, args=(generation, str(socket), workers, theirs), daemon=True)
-    engine.start()
-    theirs.close()
+def running(sockets: Mapping[str, Path], workers: int) -> Iterator[None]:
+    """An engine of each generation, that listens at its socket for one caller, who says what its weights are."""
+    engines = []
     try:
-        ours.recv_bytes()
+        for generation, socket in sockets.items():
+            ours, theirs = processes().Pipe(duplex=False)
+            arguments = (generation, str(socket), workers, theirs)
+            engines.append((processes().Process(target=_main, args=arguments, daemon=True), ours))
+            engines[-1][0].start()
+            theirs.close()
+        for _, ours in engines:
+            ours.recv_bytes()
         yield
     finally:
-        engine.kill()
-        engine.join(10)
+        for engine, _ in engines:
+            engine.kill()
+            engine.join(10)
 
 
 def _main(generation: str, socket: str, workers: int, ready: Connection) -> None:
@@ -40,7 +45,11 @@ def _main(generation: str, socket: str, workers: int, ready: Connection) -> None
         with listener.accept() as caller:
             llm = DoubleLLM(extension, pickle.loads(caller.recv_bytes()), workers=workers)
             while True:
-                method, args = pickle.loads(caller.recv_bytes())
+                try:
+                    request = caller.recv_bytes()
+                except EOFError:
+                    return  # the caller has finished
+                method, args = pickle.loads(request)
                 caller.send_bytes(pickle.dumps(llm._collective_rpc(method, args, non_block=True)))
 
 

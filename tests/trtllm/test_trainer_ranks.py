@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,9 +20,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("trtllm")
     checkpoint = make_model("qwen3", folder / "model")
     sockets = {generation: folder / generation for generation in GENERATIONS}
-    with contextlib.ExitStack() as engines:
-        for generation, socket in sockets.items():
-            engines.enter_context(running(generation, Path(socket), workers=2))
+    with running(sockets, workers=2):
         return run_ranks(refit, 2, checkpoint, sockets)
 
 
