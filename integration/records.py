@@ -34,6 +34,8 @@ class RefitRecord:
         peak_extra_bytes: bytes of the staging that is held between refits, and the larger of two: the buffers
             that a refit takes beside it, or on a GPU the allocator's peak above the start of this refit.
         timeline: every interval of every stage, in seconds after the refit's start; empty unless asked for.
+        stage_peaks: where trainer and engine share GPUs, for each move of the cycle that this refit belongs to the most
+            bytes in use on one GPU, by all processes (:mod:`~.colocated`); else empty.
     """
 
     version: int
@@ -51,12 +53,14 @@ class RefitRecord:
     host_seconds: float = 0.0
     peak_extra_bytes: int = 0
     timeline: Sequence[Interval] = ()
+    stage_peaks: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for JSON lines; without ``timeline`` if there is none."""
+        """Plain data for JSON lines; without ``timeline`` and ``stage_peaks`` if there are none."""
         data = asdict(self)
-        if not self.timeline:
-            del data["timeline"]
+        for name in ("timeline", "stage_peaks"):
+            if not data[name]:
+                del data[name]
         return data
 
 

@@ -2,7 +2,7 @@
 
 from .casting import Cast
 from .checksum import ChecksumViews, checksum
-from .encoded import EncodedView, Encoder, NotComputable, make_encoders
+from .encoded import EncodedView, Encoder, NotComputable, PushedEncodings, make_encoders
 from .factory import Checksums, Copy, JoinedCopies, PairedViews, make_checksums, make_copy
 from .strided import Strided
 from .tables import CastTable, ChecksumTable, CopyTable
@@ -20,6 +20,7 @@ __all__ = [
     "JoinedCopies",
     "NotComputable",
     "PairedViews",
+    "PushedEncodings",
     "Strided",
     "checksum",
     "make_checksums",

@@ -129,14 +129,35 @@ class EncodedView:
 EncodedPair = tuple[EncodedView, torch.Tensor | Strided]
 
 
+class PushedEncodings:
+    """Encodings of pageable host memory: the host computes them, into memory of its own, and pushes them to the device.
+
+    ``launch`` may hold up its caller as :class:`.host.PushedViews` does.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[EncodedView, torch.Tensor]]):
+        self._pushes = [(torch.empty(view.shape, dtype=view.dtype), target) for view, target in pairs]
+        computed = [(view, made) for (view, _), (made, _) in zip(pairs, self._pushes, strict=True)]
+        self._encoders = make_encoders(computed, torch.device("cpu"))
+        self.nbytes = sum(made.nbytes for made, _ in self._pushes)
+
+    def launch(self) -> None:
+        """Compute all, and copy the results in the order of the current stream."""
+        for encoder in self._encoders:
+            encoder.launch()
+        for made, target in self._pushes:
+            target.copy_(made, non_blocking=True)
+
+
 def make_encoders(pairs: Iterable[EncodedPair], device: torch.device) -> list[Encoder]:
     """Prepare computations, one for each way of computing.
 
     Raises:
         ValueError: a part and its target differ in shape or size of items.
-        NotComputable: ``device`` can't read a source, or compute a format into plain memory.
+        NotComputable: ``device`` can't compute a format into plain memory, or from pageable memory of the host.
     """
     groups: dict[Format, list[EncodedPair]] = {}
+    pushed: list[tuple[EncodedView, torch.Tensor]] = []
     for view, target in pairs:
         itemsize = target.itemsize if isinstance(target, Strided) else target.element_size()
         if tuple(target.shape) != view.shape or itemsize != view.dtype.itemsize:
@@ -144,10 +165,14 @@ def make_encoders(pairs: Iterable[EncodedPair], device: torch.device) -> list[En
                 f"{view.dtype}{list(view.shape)} can't be written to items of {itemsize} bytes of shape "
                 f"{list(target.shape)}"
             )
-        if pushed_to(device, view.held):
+        if not pushed_to(device, view.held):
+            groups.setdefault(view.encoding.format, []).append((view, target))
+        elif isinstance(target, torch.Tensor):
+            pushed.append((view, target))
+        else:
             raise NotComputable(
-                f"{view.held.dtype}{list(view.held.shape)} lies in pageable host memory, where {device} can't quantize it; "
-                "offload parameters to pinned memory"
+                f"{view.held.dtype}{list(view.held.shape)} lies in pageable host memory, which {device} can't read; offload "
+                "parameters to pinned memory, or set policy.refit.transport to p2p"
             )
-        groups.setdefault(view.encoding.format, []).append((view, target))
-    return [format.prepare(group, device) for format, group in groups.items()]
+    made = [format.prepare(group, device) for format, group in groups.items()]
+    return [*made, PushedEncodings(pushed)] if pushed else made

@@ -9,7 +9,16 @@ from typing import NamedTuple
 import torch
 
 from ..exchanges import Exchange, Parcel
-from ..packing import Checksums, Copy, EncodedView, JoinedCopies, make_checksums, make_copy, make_encoders
+from ..packing import (
+    Checksums,
+    Copy,
+    EncodedView,
+    Encoder,
+    PushedEncodings,
+    make_checksums,
+    make_copy,
+    make_encoders,
+)
 from ..packing.host import PushedViews, pushed_to
 from ..plan import CHECKSUM_BYTES, Segment
 from ..process_groups import Group
@@ -83,7 +92,10 @@ class Replay:
         self._packs = [self._pack_copy(items) for items in staged_out]
         self._unpacks = [self._unpack_copy(items) for items in staged_in]
         own = [[i for i in items if i.relays is None] for items in cargo.sends]
-        self.blocks = [push.nbytes > 0 for push in self._pushes]
+        self.blocks = [
+            push.nbytes > 0 or any(isinstance(encoder, PushedEncodings) for encoder in computed)
+            for push, computed in zip(self._pushes, self._computed, strict=True)
+        ]
         self._sent_checks = [
             self._checks(cargo, items, self.ledger.sent_rows, self._readable) for items in own
         ]
@@ -117,7 +129,8 @@ class Replay:
         # What the host pushes or what is computed is added up in the bucket, and the copies carry the checksums into the
         # messages.
         self._pushes[index].launch()
-        self._computed[index].launch()
+        for encoder in self._computed[index]:
+            encoder.launch()
         for turn, of, checksums in self._sent_checks[index]:
             if refit % of == turn:
                 checksums.add_to(self.ledger.sent)
@@ -168,10 +181,10 @@ class Replay:
     def _pushed_views(self, items: Sequence[Item]) -> PushedViews:
         return PushedViews([pair for pair in self._plain(items) if pushed_to(self._group.device, pair[0])])
 
-    def _encoders(self, items: Sequence[Item]) -> JoinedCopies:
+    def _encoders(self, items: Sequence[Item]) -> list[Encoder]:
         pairs = [pair for item in items for pair in self._segments(item)]
         encoded = [(live, packed) for live, packed in pairs if isinstance(live, EncodedView)]
-        return JoinedCopies(make_encoders(encoded, self._group.device))
+        return make_encoders(encoded, self._group.device)
 
     def _pack_copy(self, items: Sequence[Item]) -> Copy:
         pairs = [pair for pair in self._plain(items) if not pushed_to(self._group.device, pair[0])]

@@ -12,10 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.layout import Fragment
+from rlrefit.integration.packing import Cast
 from rlrefit.workers.fsdp.checkpoint import trace_checkpoint
 from rlrefit.workers.fsdp.own_plan import OwnPlan
 from rlrefit.workers.fsdp.part import Part
 from rlrefit.workers.fsdp.source import FSDPSource
+from tests.as_sent import as_sent
 from tests.catalog.shrunken import CONFIGS
 from tests.spawn import run_ranks
 
@@ -124,7 +126,7 @@ def test_a_view_that_is_no_box_is_no_part(cut: Any) -> None:
     assert Part.of_view(cut(torch.zeros(3, 4)), (3, 4)) is None
 
 
-def test_parameters_kept_in_fp32_are_cast_anew_before_each_refit_and_buffers_are_not() -> None:
+def test_parameters_kept_in_fp32_are_cast_as_they_are_packed_and_buffers_are_not() -> None:
     model = _tiny()
     model.register_buffer("scale", torch.ones(2))
     source = FSDPSource(model, torch.bfloat16)
@@ -132,12 +134,14 @@ def test_parameters_kept_in_fp32_are_cast_anew_before_each_refit_and_buffers_are
     assert dtypes.pop("scale") == torch.float32
     assert set(dtypes.values()) == {torch.bfloat16}
     fragments = {fragment.name: fragment for fragment in source.fragments()[0]}
-    key = source.storage_key()
+    assert (fragments["scale"].dtype, fragments["scale"].encoding) == (torch.float32, None)
+    head = fragments["lm_head.weight"]
+    assert (head.dtype, head.encoding) == (torch.bfloat16, Cast(torch.bfloat16))
+    assert head.view.data_ptr() == model.lm_head.weight.data_ptr()
     for value in (1.2345, 2.3456):
         model.lm_head.weight.data.fill_(value)
         source.settle()
-        assert torch.equal(fragments["lm_head.weight"].view, model.lm_head.weight.bfloat16())
-    assert source.storage_key() == key
+        assert torch.equal(as_sent(head), model.lm_head.weight.bfloat16())
 
 
 def test_what_transformers_keeps_in_fp32_is_not_cast() -> None:

@@ -12,7 +12,7 @@ from ...integration.layout import Fragment
 from ...integration.manifest import TensorSpec
 from ..lora import PREFIX, SETTINGS_NAME, AdapterSettings
 from .adapters import Adapters, LoraTarget, base_model, has_adapters
-from .casting import CastShards
+from .casting import exported
 from .parameters import KeptTensors, require_known
 
 
@@ -48,7 +48,6 @@ class AdapterSource:
         self._settings = self._now()
         self._text = self._settings.to_tensor()
         self._kept = KeptTensors(model, whole, self._names().get)
-        self._cast = CastShards()
         self._dtypes = {name: dtype or self._kept[name].dtype for name in self._kept.names}
         self._specs = [
             TensorSpec(SETTINGS_NAME, tuple(self._text.shape), self._text.dtype),
@@ -69,12 +68,11 @@ class AdapterSource:
         held: list[Fragment] = []
         refused = {SETTINGS_NAME: "settings of the adapter, which the engine checks"}
         for name in self._kept.names:
-            copy = self._cast.of(name, self._kept.local(name), self._dtypes[name])
-            found = self._kept.held(name, copy)
+            found = self._kept.held(name, self._kept.local(name))
             if isinstance(found, str):
                 refused[name] = found
             else:
-                held.extend(found)
+                held.extend(exported(fragment, self._dtypes[name]) for fragment in found)
         return held, refused
 
     def settle(self) -> None:
@@ -85,7 +83,6 @@ class AdapterSource:
                 "a new source",
                 stage="export",
             )
-        self._cast.refresh(self._kept.local)
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = frozenset(names)

@@ -12,7 +12,7 @@ from ...integration.errors import RefitError
 from ...integration.layout import Fragment
 from ...integration.manifest import TensorSpec
 from .adapters import Adapters, base_model, has_adapters
-from .casting import CastShards
+from .casting import exported
 from .checkpoint import CheckpointWeight, conversion_of, trace_checkpoint
 from .merging import MergedShards
 from .own_plan import OwnPlan
@@ -53,7 +53,6 @@ class FSDPSource:
             self._merged = MergedShards(self._kept, factors, self._adapters.targets, self.device)
         self._model = model
         self._convert = conversion_of(model)
-        self._cast = CastShards()
         kept = {name: self._kept[name] for name in self._kept.names}
         shapes = {name: tuple(tensor.shape) for name, tensor in kept.items()}
         self._plan: OwnPlan | None = None
@@ -91,12 +90,12 @@ class FSDPSource:
             if isinstance(found, str):
                 refused[weight.name] = found
             else:
-                held.extend(cut for fragment in found if (cut := weight.part.cut(weight.name, fragment)))
+                cuts = (weight.part.cut(weight.name, fragment) for fragment in found)
+                held.extend(exported(cut, self._dtype(weight)) for cut in cuts if cut)
         return held, refused
 
     def settle(self) -> None:
         # What FSDP has gathered needs nothing: the shards are read, which the optimizer writes.
-        self._cast.refresh(self._kept.local)
         if self._adapters is not None:
             self._adapters.require_same_modules()
         elif has_adapters(self._model):
@@ -136,9 +135,8 @@ class FSDPSource:
         unknown = self._kept.held(name, local)
         if isinstance(unknown, str):
             return unknown
-        dtype = self._dtypes[name]
-        exported = self._merged.of(name, dtype) if name in self._merged else self._cast.of(name, local, dtype)
-        held = self._kept.held(name, exported)
+        current = self._merged.of(name, self._dtypes[name]) if name in self._merged else local
+        held = self._kept.held(name, current)
         return held if self._plan is None or isinstance(held, str) else self._plan.placed(name, held)
 
     def _whole(self, name: str) -> torch.Tensor:

@@ -7,10 +7,11 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 import torch
 
-from ...integration.endpoints import WeightSource
+from ...integration.endpoints import HoldsQuantized, WeightSource
 from ...integration.errors import RefitError
 from ...integration.layout import Fragment
 from ...integration.manifest import TensorSpec
+from ...integration.quantize.formats import Format
 from .names import AttentionLayer, attention_layers, canonical, scale_specs
 
 REASON = "scale of the FP8 KV cache, set on the engine's attention layers"
@@ -94,6 +95,15 @@ class KvScaleSource:
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
         held, refused = self._weights.fragments()
         return held, {**refused, **dict.fromkeys(self._values, REASON)}
+
+    def quantized_fragments(
+        self, formats: Mapping[str, Format]
+    ) -> tuple[list[Fragment], dict[str, str], frozenset[str]]:
+        """As :meth:`rlrefit.integration.endpoints.HoldsQuantized.quantized_fragments`; nothing if the trainer's keep none."""
+        weights: object = self._weights
+        if isinstance(weights, HoldsQuantized):
+            return weights.quantized_fragments(formats)
+        return [], {}, frozenset()
 
     def settle(self) -> None:
         self._weights.settle()
