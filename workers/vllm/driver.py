@@ -21,7 +21,11 @@ from .token_versions import Generated, TokenVersions
 EXTENSION = "rlrefit.workers.vllm.extension.VllmRefitExtension"
 # keep: requests go on with the new weights; wait: they end with the old ones first; abort: they end as they are.
 PauseMode = Literal["keep", "wait", "abort"]
-_METHODS = {"nccl_xfer": "nccl_xfer_refit", "packed_broadcast": "update_weights_from_collective"}
+_METHODS = {
+    "nccl_xfer": "nccl_xfer_refit",
+    "colocated_ipc": "nccl_xfer_refit",
+    "packed_broadcast": "update_weights_from_collective",
+}
 
 
 class _Driver:
@@ -109,7 +113,7 @@ class VllmDriver(_Driver):
         """
         method, engine = self._method, self._llm.llm_engine
         # Nothing runs while memory sleeps, so that there is nothing to wait for and nothing to end.
-        mode = "keep" if self._asleep() else mode
+        mode = "keep" if self.asleep() else mode
         if engine.has_unfinished_requests():
             if mode == "keep":
                 require_kept_tokens(engine.vllm_config)
@@ -190,6 +194,31 @@ class VllmDriver(_Driver):
         found = [answer["version"] for answer in self._rpc("refit_serving_version")]
         return _one_version(found)
 
+    def asleep(self) -> frozenset[str]:
+        """What of ``weights`` and ``kv_cache`` has no memory on any worker at the moment."""
+        return frozenset(tag for answer in self._rpc("refit_asleep") for tag in answer["asleep"])
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are unfinished."""
+        return bool(self._llm.llm_engine.has_unfinished_requests())
+
+    def sleep(self, level: int) -> None:
+        """Give weights and KV cache back, as ``LLM.sleep`` does; running requests would be aborted."""
+        self._llm.sleep(level=level)
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Take memory for ``weights``, ``kv_cache`` or both; requests run again once nothing sleeps."""
+        self._llm.wake_up(tags=list(tags))
+
+    def empty_cache(self) -> None:
+        """Have all workers give back what their allocators cache."""
+        self._rpc("refit_empty_cache")
+
+    def memory(self, *, restart: bool = False) -> list[dict[str, Any]]:
+        """Of each worker, fields of a ``ProcessMemory``; ``restart`` lets the peaks count anew from here."""
+        return self._rpc("refit_memory", restart)
+
     def close_refit(self) -> None:
         """End the epoch on all workers."""
         self._rpc("close_refit")
@@ -205,15 +234,12 @@ class VllmDriver(_Driver):
             return False
         return True
 
-    def _asleep(self) -> bool:
-        return any(answer["asleep"] for answer in self._rpc("refit_asleep"))
-
     def _pause(self, mode: PauseMode) -> None:
         self._llm.sleep(level=0, mode=mode)
         self._paused = True
 
     def _resume(self) -> None:
-        if self._paused and not self._asleep():
+        if self._paused and not self.asleep():
             # Only the scheduler: level 0 put nothing else to sleep. Where memory sleeps, waking it resumes.
             self._llm.wake_up(tags=["scheduling"])
         self._paused = False

@@ -82,6 +82,14 @@ class VllmRefitExtension:
         """``{"asleep": …}``: what of ``weights`` and ``kv_cache`` has no memory at the moment."""
         return answer(lambda: {"asleep": sorted(self._refit.guard.asleep)})
 
+    def refit_empty_cache(self) -> dict[str, Any]:
+        """Have this worker's allocator give back what it caches."""
+        return answer(lambda: self._refit.empty_cache())
+
+    def refit_memory(self, restart: bool = False) -> dict[str, Any]:
+        """Memory of this worker and its device; ``restart`` lets the peaks count anew from here."""
+        return answer(lambda: self._refit.memory(restart))
+
     def refit_kv_scales(self) -> dict[str, Any]:
         """Scales of the FP8 KV cache in use, ``{"model.layers.0.self_attn.k_scale": [on the device, on the host]}``."""
         return answer(lambda: self._refit.kv_scales())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
 from ...integration.errors import RefitError
+from ...integration.stage_memory import MemoryWatch, empty_cache
 from ..destination_mixin import DestinationRefitMixin
 from .destination import VllmDestination
 from .guard import WeightsGuard
@@ -94,6 +96,22 @@ class WorkerRefit(DestinationRefitMixin):
                 stage="kv_scales",
             )
         return self._scaled_cache.live()
+
+    @cached_property
+    def _watch(self) -> MemoryWatch:
+        return MemoryWatch(self._worker.model_runner.device)
+
+    def memory(self, restart: bool) -> dict[str, Any]:
+        """Fields of a ``ProcessMemory``; with ``restart`` the peaks count anew from here."""
+        found = asdict(self._watch.read(f"engine rank {self._worker.rank}"))
+        if restart:
+            self._watch.restart()
+        return found
+
+    def empty_cache(self) -> dict[str, Any]:
+        """Have this process's allocator give back what it caches."""
+        empty_cache(self._worker.model_runner.device)
+        return {}
 
     def _refit(self, version: int, receive: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
         try:
