@@ -1,0 +1,202 @@
+"""Trainer ranks that leave their GPU to an engine and come back: torch modules, FSDP2, and Megatron under its DDP.
+
+The weights stay in host memory while the engine generates, pinned where the module allows it: a refit reads them from
+wherever they are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ...integration.errors import RefitError
+from ...integration.stage_memory import MemoryWatch, ProcessMemory, empty_cache
+
+_HOST = torch.device("cpu")
+
+
+class _Rank(ABC):
+    """What all kinds share; each is a :class:`~...integration.stages.ColocatedTrainer` of one rank."""
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self._device = device
+        self._rank = rank
+        self._watch = MemoryWatch(device)
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Bring weights, gradients and optimizer to the GPU."""
+
+    @abstractmethod
+    def offload(self) -> None:
+        """Take gradients and the optimizer's state off the GPU."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Take the weights off the GPU."""
+
+    def empty_cache(self) -> None:
+        """Give back what the allocator caches."""
+        empty_cache(self._device)
+
+    def memory(self, restart: bool = False) -> list[ProcessMemory]:
+        """Of this rank."""
+        found = self._watch.read(f"trainer rank {self._rank}")
+        if restart:
+            self._watch.restart()
+        return [found]
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class TorchRank(_Rank):
+    """Modules with parameters of their own, or under FSDP2.
+
+    Args:
+        modules: of this rank.
+        optimizer: of their parameters; its state moves, but for what lies in host memory at each ``offload``.
+        device: GPU of this rank.
+        rank: of the trainer.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        rank: int = 0,
+    ) -> None:
+        super().__init__(device, rank)
+        self._modules = list(modules)
+        self._optimizer = optimizer
+        # Pinned copies, made once: pinning takes longer than copying.
+        self._pinned: dict[int, torch.Tensor] = {}
+        self._moved: list[tuple[dict[str, Any], str]] = []
+
+    def onload(self) -> None:
+        for module in self._modules:
+            self._move_module(module, self._device)
+        while self._moved:
+            values, name = self._moved[-1]
+            values[name] = values[name].to(self._device, non_blocking=True)
+            self._moved.pop()
+        self._settle()
+
+    def offload(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        for values in self._optimizer.state.values():
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor) and value.device.type == self._device.type != "cpu":
+                    values[name] = value.to(_HOST)
+                    self._moved.append((values, name))
+        self._settle()
+
+    def free(self) -> None:
+        for module in self._modules:
+            self._move_module(module, _HOST)
+        self._settle()
+
+    def _move_module(self, module: nn.Module, device: torch.device) -> None:
+        if any(isinstance(part, FSDPModule) for part in module.modules()):
+            # FSDP2 keeps views of its shards, which only its own way of moving renews.
+            module.to(device)
+            return
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                if tensor.device.type != device.type:
+                    tensor.data = self._to_host(tensor) if device == _HOST else tensor.data.to(device)
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        kept = self._pinned.get(id(tensor))
+        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+            kept = torch.empty_like(tensor.data, device=_HOST, pin_memory=True)
+            self._pinned[id(tensor)] = kept
+        return kept.copy_(tensor.data, non_blocking=True)
+
+
+class MegatronRank(_Rank):
+    """Model chunks under Megatron-core's ``DistributedDataParallel``, by Megatron-core's own offloading.
+
+    Args:
+        model: chunks of this rank, as the refit's mixin has them in ``self.model``.
+        optimizer: Megatron-core's, with master weights of its own.
+        device: GPU of this rank.
+        rank: of the trainer.
+
+    Raises:
+        RefitError: a chunk is under no DDP, whose buffers are what is freed; the optimizer steps the model's parameters
+            themselves, so that offloading its state would tear them out of their buffers.
+    """
+
+    def __init__(self, model: Sequence[Any], optimizer: Any, device: torch.device, rank: int = 0) -> None:
+        super().__init__(device, rank)
+        self._chunks = list(model)
+        self._optimizer = optimizer
+        self._require_movable()
+
+    def onload(self) -> None:
+        self._buffers("reload_from_cpu", move_params=True, move_grads=True)
+        self._optimizer.restore_from_cpu()
+        self._settle()
+
+    def offload(self) -> None:
+        self._settle()
+        self._buffers("offload_to_cpu", move_params=False, move_grads=True)
+        self._optimizer.offload_to_cpu()
+
+    def free(self) -> None:
+        self._settle()
+        self._buffers("offload_to_cpu", move_params=True, move_grads=True)
+        self._settle()
+
+    def _buffers(self, method: str, **what: bool) -> None:
+        for chunk in self._chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                getattr(buffer, method)(**what)
+
+    def _require_movable(self) -> None:
+        bare = [
+            i for i, chunk in enumerate(self._chunks) if not isinstance(getattr(chunk, "buffers", None), list)
+        ]
+        parts = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        # By storage: of parameters that are FP32 already, the optimizer's shards are views into Megatron's buffers.
+        stepped = {_storage(p) for part in parts for group in part.param_groups for p in group["params"]}
+        shared = [
+            name
+            for chunk in self._chunks
+            for name, parameter in chunk.named_parameters()
+            if _storage(parameter) in stepped
+        ]
+        problems = []
+        if bare:
+            problems.append(f"model chunk {bare[0]} is not under Megatron's DistributedDataParallel")
+        elif any(
+            buffer.param_data is None
+            for c in self._chunks
+            for buffer in (*c.buffers, *c.expert_parallel_buffers)
+        ):
+            problems.append(
+                "Megatron's buffers hold gradients alone, so that freeing them leaves the parameters on the GPU; set "
+                "use_distributed_optimizer"
+            )
+        if shared:
+            problems.append(
+                f"the optimizer steps {shared[0]} itself ({len(shared)} parameters), without a master of its own; train in "
+                "BF16 or FP16"
+            )
+        if problems:
+            raise RefitError(
+                f"this trainer can't leave its GPU: {'; '.join(problems)}. Nothing has moved",
+                stage="settings",
+            )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
