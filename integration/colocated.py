@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 _GIB = 1 << 30
+_REFITTED = frozenset({Stage.REFITTED, Stage.ALL_REFITTED, Stage.TRAINER_FREED})
 # Stages from which new weights can still reach the engine before it generates.
 _BEFORE_REFIT = frozenset(
     {
@@ -93,6 +94,8 @@ class ColocatedCycle:
         self._on_stage = on_stage
         self._cycles = 0
         self._peaks: dict[str, int] = {}
+        # Of the last refit.
+        self._records: list[RefitRecord] = []
 
     def to_training(self) -> None:
         """Have the engine sleep, and bring the trainer to the GPU; goes on where an earlier call has failed."""
@@ -103,16 +106,17 @@ class ColocatedCycle:
     def to_generation(self, version: int) -> list[RefitRecord]:
         """Bring the trainer's weights to the engine, the engine awake and the trainer off the GPU.
 
-        Goes on where an earlier call has failed, with the refit at the latest.
+        Goes on where an earlier call with this version has failed.
 
         Returns:
             The refit's records, with the peaks of all stages since the last refit's.
 
         Raises:
-            StageError: the engine does not sleep, or wakes with weights that were refitted already.
+            StageError: the engine does not sleep, or is about to wake with another version.
             RefitError: a move failed; a note says what to do.
         """
-        if self.state.stage not in _BEFORE_REFIT:
+        there = self.state.stage in _REFITTED and {record.version for record in self._records} == {version}
+        if not there and self.state.stage not in _BEFORE_REFIT:
             self.state.require(Move.REFIT)
         if self.state.stage in (Stage.TRAINING, Stage.TRAINER_PARTLY):
             self.offload_trainer()
@@ -121,12 +125,14 @@ class ColocatedCycle:
                 self.wake_weights()
             else:
                 self.wake_all()
-        records = self.refit(version)
-        self.free_trainer()
+        if not there:
+            self.refit(version)
+        if self.state.stage is not Stage.TRAINER_FREED:
+            self.free_trainer()
         if self.state.multi_stage:
             self.wake_kv_cache()
         peaks, self._peaks = self._peaks, {}
-        return [replace(record, stage_peaks=peaks) for record in records]
+        return [replace(record, stage_peaks=peaks) for record in self._records]
 
     def sleep(self) -> None:
         """Have the engine give all its memory back."""
@@ -154,9 +160,9 @@ class ColocatedCycle:
 
     def refit(self, version: int) -> list[RefitRecord]:
         """Move the weights; the records have no peaks of stages yet."""
-        records = self._do(Move.REFIT, lambda: list(self._refit(version)), version=version)
+        self._records = self._do(Move.REFIT, lambda: list(self._refit(version)), version=version)
         self._cycles += 1
-        return records
+        return list(self._records)
 
     def free_trainer(self) -> None:
         """Take the trainer's weights off the GPU, and give the memory back to the device."""
@@ -199,13 +205,15 @@ class ColocatedCycle:
             if asleep is not None:
                 self._require_asleep(asleep)
         except StageRefused as error:
-            self._record(move, time.perf_counter() - start, version, self._memory_after_failure(), str(error))
+            self._record(
+                move, time.perf_counter() - start, version, self._memory_after_failure(), _named(error)
+            )
             raise
         except BaseException as error:  # an interrupt, too: the move is half done
             seconds = time.perf_counter() - start
             self.state = self.state.after_failure(move, error)
             found = self._memory_after_failure()
-            self._record(move, seconds, version, found, str(error))
+            self._record(move, seconds, version, found, _named(error))
             told = f"{self.state.failed}. Stage: {self.state.stage}. {self.state.remedy}"
             if isinstance(error, Exception) and not isinstance(error, RefitError):
                 raise StageFailed(f"{told}. {_told(found)}", stage=move) from error
@@ -264,6 +272,10 @@ def _told(processes: Sequence[ProcessMemory]) -> str:
         f"Of {fullest.device_total / _GIB:.2f} GiB of {fullest.device}, {fullest.device_peak / _GIB:.2f} were in use at the "
         f"most meanwhile (torch's allocators: {parts})"
     )
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _listed(tags: frozenset[str]) -> str:

@@ -1,0 +1,224 @@
+"""The cycle over a counted device: its order of calls, what fits only in stages, failures, and what lands on record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlrefit.integration.colocated import ColocatedCycle
+from rlrefit.integration.errors import EngineDirty, RefitError
+from rlrefit.integration.stage_memory import StageRecord, write_records
+from rlrefit.integration.stages import Stage, StageError, StageFailed, StageRefused
+
+from .pool import Device, OutOfMemory, PoolEngine, PoolTrainer, refit_on
+
+# Weights 20, KV cache 60, optimizer 70: in stages at most 90 at once (trainer whole), all at once 100.
+TIGHT, AMPLE = 95, 200
+
+
+def make(total: int, *, multi: bool = True) -> tuple[Device, ColocatedCycle, list[StageRecord]]:
+    device, records = Device(total), []
+    cycle = ColocatedCycle(
+        PoolEngine(device),
+        PoolTrainer(device),
+        refit_on(device),
+        multi_stage_wake_up=multi,
+        on_stage=records.append,
+    )
+    return device, cycle, records
+
+
+def take_a_turn(cycle: ColocatedCycle) -> None:
+    cycle.to_training()
+    cycle.to_generation(7)
+
+
+def test_both_caches_are_emptied_before_every_wake_and_the_kv_cache_wakes_last() -> None:
+    device, cycle, _ = make(TIGHT)
+    for version in range(3):
+        device.calls.clear()
+        cycle.to_training()
+        cycle.train(lambda: None)
+        cycle.to_generation(version)
+        assert device.calls == [
+            *("sleep", "onload", "offload"),
+            *("empty trainer", "empty engine", "wake weights", f"refit {version}"),
+            *("free", "empty trainer", "empty trainer", "empty engine", "wake kv_cache"),
+        ]
+        assert cycle.generate(lambda: "text") == "text"
+
+
+def test_without_stages_all_wakes_before_the_refit() -> None:
+    device, cycle, _ = make(AMPLE, multi=False)
+    cycle.to_training()
+    cycle.to_generation(4)
+    assert device.calls == [
+        *("sleep", "onload", "offload"),
+        *("empty trainer", "empty engine", "wake weights kv_cache", "refit 4", "free", "empty trainer"),
+    ]
+    assert cycle.state.stage is Stage.AWAKE
+
+
+def test_what_fits_in_stages_runs_out_of_memory_without_them() -> None:
+    _, cycle, _ = make(TIGHT)
+    cycle.to_training()
+    assert cycle.to_generation(0)
+    _, cycle, records = make(TIGHT, multi=False)
+    cycle.to_training()
+    with pytest.raises(
+        StageFailed, match=r"wake_all failed: OutOfMemory: .*Stage: lost\. Start the engine anew"
+    ) as caught:
+        cycle.to_generation(0)
+    assert isinstance(caught.value.__cause__, OutOfMemory)
+    assert "were in use at the most meanwhile" in str(caught.value)
+    assert records[-1].move == "wake_all"
+    assert records[-1].failed.startswith("OutOfMemory: engine ")
+    with pytest.raises(StageError, match="stage 'lost'"):
+        cycle.to_training()
+
+
+def test_the_records_hold_the_peak_of_every_stage_since_the_last_refit(tmp_path: Path) -> None:
+    device = Device(AMPLE)
+    file = tmp_path / "stages.jsonl"
+    cycle = ColocatedCycle(
+        PoolEngine(device), PoolTrainer(device), refit_on(device), on_stage=write_records(file)
+    )
+    expected = {
+        "sleep": 80,
+        "load_trainer": 90,
+        "train": 90,
+        "offload_trainer": 90,
+        "wake_weights": 90,
+        "refit": 40,
+        "free_trainer": 40,
+        "wake_kv_cache": 80,
+    }
+    for version in range(2):
+        cycle.to_training()
+        cycle.train(lambda: None)
+        found = cycle.to_generation(version)
+        assert [record.version for record in found] == [version] * 2
+        assert all(record.stage_peaks == expected for record in found)
+        assert found[0].to_json()["stage_peaks"] == expected
+        cycle.generate(lambda: None)
+        # Of the cycle that comes next, whose records are still to be made.
+        expected["generate"] = 80
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["move"] for line in lines[:9]] == list(expected)
+    assert [line["cycle"] for line in lines if line["move"] == "refit"] == [0, 1]
+    assert [line["version"] for line in lines if line["move"] == "refit"] == [0, 1]
+    assert {line["device_peak"] for line in lines} == set(expected.values())
+    assert all(line["seconds"] >= 0 and not line["failed"] and len(line["processes"]) == 2 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("call", "stage", "then"),
+    [
+        ("sleep", Stage.LOST, None),
+        ("onload", Stage.TRAINER_PARTLY, ColocatedCycle.to_training),
+        ("offload", Stage.TRAINER_PARTLY, lambda cycle: cycle.to_generation(7)),
+        ("wake weights", Stage.LOST, None),
+        ("refit 7", Stage.WEIGHTS_AWAKE, lambda cycle: cycle.to_generation(7)),
+        ("free", Stage.REFITTED, lambda cycle: cycle.to_generation(7)),
+        ("wake kv_cache", Stage.LOST, None),
+    ],
+)
+@pytest.mark.parametrize("error", [ValueError("broken"), EngineDirty("dirty"), KeyboardInterrupt()])
+def test_a_failure_leaves_a_stage_that_the_cycle_goes_on_from_or_says_is_lost(
+    call: str, stage: Stage, then: Callable[[ColocatedCycle], object] | None, error: BaseException
+) -> None:
+    device, cycle, records = make(AMPLE)
+    device.fails[call] = error
+    expected = StageFailed if isinstance(error, ValueError) else type(error)
+    with pytest.raises(expected) as caught:
+        take_a_turn(cycle)
+    assert cycle.state.stage is stage
+    assert records[-1].failed == f"{type(error).__name__}: {error}"
+    told = str(caught.value) if expected is StageFailed else " ".join(caught.value.__notes__)
+    assert f"Stage: {stage}. " in told
+    assert cycle.state.remedy in told
+    if then is None:
+        assert not cycle.state.legal
+        return
+    then(cycle)
+    if cycle.state.stage is Stage.TRAINING:
+        cycle.to_generation(7)
+    assert cycle.state.stage is Stage.AWAKE
+    assert device.calls.count("refit 7") == (2 if call == "refit 7" else 1)
+    cycle.generate(lambda: None)
+
+
+@pytest.mark.parametrize("work", ["train", "generate"])
+def test_work_that_fails_leaves_the_stage_as_it_was(work: str) -> None:
+    _, cycle, _ = make(AMPLE)
+    if work == "train":
+        cycle.to_training()
+    before = cycle.state.stage
+
+    def fail() -> None:
+        raise OutOfMemory("too long a batch")
+
+    with pytest.raises(StageFailed, match=f"{work} failed: OutOfMemory: too long a batch.*Repeat it"):
+        getattr(cycle, work)(fail)
+    assert cycle.state.stage is before
+    getattr(cycle, work)(lambda: None)
+
+
+def test_an_engine_that_refuses_stays_at_its_stage() -> None:
+    device, cycle, records = make(AMPLE)
+    device.fails["sleep"] = StageRefused("requests are running")
+    with pytest.raises(StageRefused):
+        cycle.to_training()
+    assert cycle.state.stage is Stage.AWAKE
+    assert not cycle.state.failed
+    assert records[-1].failed == "StageRefused: requests are running"
+    cycle.to_training()
+
+
+def test_an_engine_that_passes_over_a_wake_up_is_found_out() -> None:
+    device = Device(AMPLE)
+    engine = PoolEngine(device)
+    cycle = ColocatedCycle(engine, PoolTrainer(device), refit_on(device))
+    cycle.to_training()
+    engine.wake = lambda tags: None  # type: ignore[method-assign]
+    with pytest.raises(RefitError, match="kv_cache and weights sleeps, where kv_cache should"):
+        cycle.to_generation(0)
+    assert cycle.state.stage is Stage.LOST
+
+
+def test_weights_are_refitted_once_before_they_generate_and_not_without_a_sleep() -> None:
+    device, cycle, _ = make(AMPLE)
+    with pytest.raises(
+        StageError, match=r"refit was asked for at stage 'awake'.*The way to refit: sleep, wake_weights"
+    ):
+        cycle.to_generation(0)
+    assert not device.calls
+    cycle.sleep()
+    cycle.wake_weights()
+    with pytest.raises(StageError, match="generate was asked for at stage 'weights awake'"):
+        cycle.generate(lambda: None)
+    cycle.refit(0)
+    cycle.free_trainer()
+    with pytest.raises(StageError, match="refit was asked for at stage 'trainer freed'"):
+        cycle.to_generation(1)
+    cycle.to_generation(0)
+    assert cycle.state.stage is Stage.AWAKE
+    assert device.calls.count("refit 0") == 1
+
+
+def test_a_cycle_begins_with_an_engine_that_is_awake_or_asleep_as_a_whole() -> None:
+    device = Device(AMPLE)
+    engine, trainer = PoolEngine(device), PoolTrainer(device)
+    engine.sleep(1)
+    cycle = ColocatedCycle(engine, trainer, refit_on(device))
+    assert cycle.state.stage is Stage.SLEEPING
+    cycle.to_training()
+    assert engine.level == 1
+    engine.wake(["weights"])
+    with pytest.raises(StageError, match="kv_cache is asleep and the rest awake"):
+        ColocatedCycle(engine, trainer, refit_on(device))
+    with pytest.raises(StageError, match="sleep_level is 0"):
+        ColocatedCycle(engine, trainer, refit_on(device), sleep_level=0)
