@@ -72,10 +72,10 @@ def _refits(rank: int, checkpoint: str, generation: str, socket: Path) -> dict[s
             (record.bytes_misc, record.peak_extra_bytes, sum(t.nbytes for t in whole.values()))
         )
         if engines is not None:
-            held = engines._rpc("held", plain=True)
+            held = _ask(engines, "held")
             assert [found == expected(whole) for found in held] == [True, True], (generation, version)
             assert engines.version == version
-            report["counts"] = engines._rpc("counts", plain=True)
+            report["counts"] = _ask(engines, "counts")
             report.setdefault("weights", []).append(hash(frozenset(held[0].items())))
     report["failures"] = _failures(rank, sender, source, engines)
     return report
@@ -85,7 +85,7 @@ def _failures(rank: int, sender: TrtllmSender, source: Any, engines: TrtllmDrive
     """What each rank says of an engine that fails, and of a trainer rank that does."""
     told = []
     if engines is not None:
-        engines._rpc("fail_at", engines._rpc("counts", plain=True)[0]["buckets"] + 2, plain=True)
+        _ask(engines, "fail_at", _ask(engines, "counts")[0]["buckets"] + 2)
     told.append(_told(sender, 2))
     if rank == 1:
         sender._reduce = _out_of_descriptors
@@ -95,6 +95,12 @@ def _failures(rank: int, sender: TrtllmSender, source: Any, engines: TrtllmDrive
     if engines is not None:
         told.append(f"serves {engines.version}")
     return told
+
+
+def _ask(engines: TrtllmDriver, method: str, *args: Any) -> list[Any]:
+    """The workers' answers to a question that only their double knows."""
+    (llm,) = engines._llms
+    return answers_of(llm._collective_rpc(method, args, non_block=True), 60)
 
 
 def _told(sender: TrtllmSender, version: int) -> str:

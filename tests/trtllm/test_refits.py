@@ -33,10 +33,10 @@ def test_two_consecutive_refits_bring_every_tensor_bit_for_bit(scene: Scene) -> 
         assert scene.driver.version == version
         assert scene.worker.step("a") == "tokens of a"
         assert record.bytes_misc == sum(tensor.nbytes for tensor in scene.source.weights.values())
-        assert record.peak_extra_bytes <= 1024, "the embeddings, which are larger than a bucket"
+        assert record.peak_extra_bytes == 1536, "q, k and v, which stay together"
         assert set(record.seconds) == {"handshake", "export", "misc", "post_load", "commit"}
     counts = scene.worker.counts()
-    assert counts["buckets"] > 8
+    assert counts["buckets"] >= 12
     assert (counts["reloads"], counts["prefix_resets"]) == (2, 2), "once a refit, not once a bucket"
     assert scene.source.settled == 2
 
@@ -77,7 +77,7 @@ def test_callers_who_know_the_contract_alone_can_refit_too(scene: Scene) -> None
     names = list(scene.source.weights)
     for version in (0, 1):
         scene.source.weights = some_weights(seed=version)
-        for part in (names[:7], names[7:]):
+        for part in (names[:4], names[4:]):
             scene.worker.update_weights(scene.handles(part))
             with pytest.raises(EngineDirty, match="began to write"):
                 scene.worker.step("a")
@@ -93,12 +93,12 @@ def test_callers_who_know_the_contract_alone_can_refit_too(scene: Scene) -> None
 def test_after_a_failure_such_a_caller_has_to_bring_again_what_was_written(scene: Scene) -> None:
     names = list(scene.source.weights)
     scene.worker.fail_at(2)
-    scene.worker.update_weights(scene.handles(names[:7]))
+    scene.worker.update_weights(scene.handles(names[:4]))
     with pytest.raises(RuntimeError, match="out of memory"):
-        scene.worker.update_weights(scene.handles(names[7:]))
+        scene.worker.update_weights(scene.handles(names[4:]))
     # As who sends the failed bucket again and goes on.
-    scene.worker.update_weights(scene.handles(names[7:]))
-    with pytest.raises(RefitMismatch, match=r"7 of .* did not arrive"):
+    scene.worker.update_weights(scene.handles(names[4:]))
+    with pytest.raises(RefitMismatch, match=r"4 of .* did not arrive"):
         scene.worker.update_weights(None)
     with pytest.raises(EngineDirty):
         scene.worker.step("a")

@@ -11,6 +11,7 @@ import torch
 
 from rlrefit.integration.errors import EngineDirty, RefitError, RefitMismatch, RefitTimeout
 from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.stages import SleepingEngine, StageRefused
 from rlrefit.workers.trtllm import compat
 from rlrefit.workers.trtllm.driver import TrtllmDriver
 from rlrefit.workers.trtllm.sender import TrtllmSender
@@ -163,13 +164,16 @@ def test_an_engine_started_with_dummy_weights_serves_after_its_first_refit(newes
 
 
 def test_an_engine_wakes_in_stages_around_a_refit(scene: Scene) -> None:
-    scene.driver.sleep()
+    engine: SleepingEngine = scene.driver
+    engine.sleep(2)
+    assert engine.asleep() == {"weights", "kv_cache"}
     _refuses_to_step(scene)
     with pytest.raises(
         RefitError, match=r"draft_model, model, model_extra, sampler .*asleep.*Nothing was written"
     ):
         scene.sender.refit(0)
-    scene.driver.wake(["weights"])
+    engine.wake(["weights"])
+    assert engine.asleep() == {"kv_cache"}
     with pytest.raises(EngineDirty, match="weights of the engine have slept"):
         scene.worker.step("a")
     scene.sender.refit(1)
@@ -178,14 +182,42 @@ def test_an_engine_wakes_in_stages_around_a_refit(scene: Scene) -> None:
     scene.driver.wake(["kv_cache"])
     assert scene.worker.step("a") == "tokens of a"
     scene.check()
-    with pytest.raises(RefitError, match="'optimizer': no such part"):
-        scene.driver.sleep(["optimizer"])
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda engine: engine.sleep(1), "can't be told at the call to keep its weights"),
+        (lambda engine: engine.wake(["weights"]), "weights can't wake"),
+        (lambda engine: engine.wake(["optimizer"]), "optimizer can't wake"),
+    ],
+    ids=["level 1", "awake", "unknown"],
+)
+def test_what_a_sleep_or_wake_up_would_not_do_is_refused(scene: Scene, call: Any, told: str) -> None:
+    with pytest.raises(StageRefused, match=f"{told}.*Nothing has changed"):
+        call(scene.driver)
+    scene.driver.require_servable()
+
+
+def test_an_engine_without_its_sleep_feature_says_so(scene: Scene) -> None:
+    scene.worker.can_sleep = False
+    with pytest.raises(RefitError, match="TensorRT-LLM worker 0: ValueError: Sleep feature is not enabled"):
+        scene.driver.sleep()
+    scene.driver.require_servable()
 
 
 def test_a_kv_cache_that_slept_alone_needs_no_refit(scene: Scene) -> None:
-    scene.driver.sleep(["kv_cache"])
+    scene.worker.sleep(["kv_cache"])
     scene.driver.wake(["kv_cache"])
     assert scene.worker.step("a") == "tokens of a"
+
+
+def test_workers_tell_of_their_memory(two: Scene) -> None:
+    two.driver.empty_cache()
+    two.driver.memory(restart=True)
+    found = two.driver.memory()
+    assert [memory.process for memory in found] == ["engine rank 0", "engine rank 1"]
+    assert all(0 < memory.allocated <= memory.peak_allocated < memory.device_total for memory in found)
 
 
 class _Changing(ListSource):

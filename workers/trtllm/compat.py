@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from ...integration.errors import RefitError
+from ...integration.stages import KV_CACHE
 from .payload import Imports
 
 _SERIALIZATION = ("tensorrt_llm.llmapi.serialization", "tensorrt_llm.serialization")
@@ -23,7 +24,6 @@ _CONTROL = ("tensorrt_llm.executor.ray.utils", "tensorrt_llm._ray_utils")
 _DISALLOWED = {"torch.storage": ["_load_from_bytes"], "torch.hub": ["_load_local"], "torch": ["save", "load"]}
 # Set on a model between the first bucket and the end of a refit, by TensorRT-LLM's extension.
 _LATCH = "first_pre_reload_weights"
-KV_CACHE = "kv_cache"
 
 
 def restricted_loads(data: bytes, approved: Imports) -> Any:

@@ -6,22 +6,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from ...integration.errors import RefitError, RefitMismatch, RefitTimeout
 from ...integration.manifest import TensorSpec
+from ...integration.stage_memory import ProcessMemory
+from ...integration.stages import KV_CACHE, TAGS, WEIGHTS, StageRefused
 from ..vllm.answers import raise_refit_errors
-from .compat import KV_CACHE
 
 EXTENSION = "rlrefit.workers.trtllm.extension.TrtllmRefit"
-WEIGHTS = "weights"
+# Slept weights come back by a refit.
+DISCARDING = 2
 # Futures of the workers' answers and seconds → the answers, in order; TimeoutError if they take longer.
 Wait = Callable[[Sequence[Any], float], list[Any]]
 
 
 class TrtllmDriver:
     """Drives ``tensorrt_llm.LLM`` or ``AsyncLLM`` engines, replicas of one model.
+
+    It is a :class:`~...integration.stages.SleepingEngine` too, for engines that were started with their sleep feature.
 
     Args:
         llms: the engines. All get the same weights, and none serves a version before all can.
@@ -101,28 +105,55 @@ class TrtllmDriver:
         """Serve ``version``; once all workers of all engines have finished. Raises as :meth:`load`."""
         self._rpc("refit_commit", version)
 
-    def sleep(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
-        """Release memory; ``weights`` is all but the KV cache. Slept weights are served again only after a refit.
+    def sleep(self, level: int = DISCARDING) -> None:
+        """Release weights and KV cache, once the running requests have ended. :class:`~...integration.stages.SleepingEngine`'s.
 
-        TensorRT-LLM has to be started with its sleep feature on.
+        Raises:
+            StageRefused: level 1: whether slept weights are kept, TensorRT-LLM settles when it starts, and rlrefit takes
+                them for lost. Nothing has changed.
+            RefitError: TensorRT-LLM was started without its sleep feature.
         """
-        self._rpc("sleep", self._engine_tags(tags), plain=True)
+        if level != DISCARDING:
+            raise StageRefused(
+                f"sleep level {level} was asked for, and TensorRT-LLM can't be told at the call to keep its weights in host "
+                f"memory. Nothing has changed; take level {DISCARDING}, after which a refit brings the weights",
+                stage="sleep",
+            )
+        self._rpc("refit_sleep", self._engine_tags(TAGS))
 
     def wake(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
-        """Take memory again: ``("weights",)`` before a refit, ``("kv_cache",)`` when the trainer has freed its own."""
-        self._rpc("wakeup", self._engine_tags(tags), plain=True)
+        """Take memory again: ``weights`` (all but the KV cache) before a refit, ``kv_cache`` once the trainer freed its own.
 
-    def _engine_tags(self, tags: Sequence[str]) -> list[str]:
-        known = {WEIGHTS: self._tags, KV_CACHE: [KV_CACHE]}
-        unknown = sorted(set(tags) - known.keys())
-        if unknown:
-            raise RefitError(
-                f"{', '.join(map(repr, unknown))}: no such part of an engine's memory; there are {', '.join(known)}",
-                stage="settings",
+        Raises:
+            StageRefused: a tag is unknown, or its memory is there already. Nothing has changed.
+        """
+        wrong = sorted(set(tags) - self.asleep())
+        if wrong:
+            raise StageRefused(
+                f"{', '.join(wrong)} can't wake: each of {', '.join(sorted(TAGS))} does so once after a sleep. Nothing has "
+                "changed",
+                stage="wake_up",
             )
-        return [tag for part in known if part in tags for tag in known[part]]
+        self._rpc("refit_wake", self._engine_tags(tags))
 
-    def _rpc(self, method: str, *args: Any, plain: bool = False) -> list[Any]:
+    def asleep(self) -> frozenset[str]:
+        """Which of ``weights`` and ``kv_cache`` have no memory at the moment, on any worker."""
+        found = {tag for answer in self._rpc("refit_asleep") for tag in answer["asleep"]}
+        return frozenset(found & {KV_CACHE} | ({WEIGHTS} if found - {KV_CACHE} else set()))
+
+    def empty_cache(self) -> None:
+        """Have all workers give back what their allocators cache."""
+        self._rpc("refit_empty_cache")
+
+    def memory(self, *, restart: bool = False) -> list[ProcessMemory]:
+        """Of each worker, with the peaks since the last restart; ``restart`` lets them count anew from here."""
+        found = self._rpc("refit_memory", restart)
+        return [ProcessMemory(**answer | {"process": f"engine rank {i}"}) for i, answer in enumerate(found)]
+
+    def _engine_tags(self, tags: Collection[str]) -> list[str]:
+        return [*(self._tags if WEIGHTS in tags else ()), *((KV_CACHE,) if KV_CACHE in tags else ())]
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
         # All engines begin before any is waited for.
         futures = [
             future for llm in self._llms for future in llm._collective_rpc(method, args=args, non_block=True)
@@ -136,7 +167,7 @@ class TrtllmDriver:
                 "being written are served by nobody; start the engine anew, or raise timeout_s",
                 stage="transfer",
             ) from error
-        return answers if plain else raise_refit_errors(answers, "TensorRT-LLM worker")
+        return raise_refit_errors(answers, "TensorRT-LLM worker")
 
 
 def _wait_for_ray(futures: Sequence[Any], timeout_s: float) -> list[Any]:

@@ -7,11 +7,13 @@ methods through :mod:`.driver`. TensorRT-LLM imports this module in its workers;
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension
 
 from ...integration.manifest import TensorSpec
+from ...integration.stage_memory import empty_cache
 from ..vllm.answers import answer
 from . import compat
 from .payload import APPROVED, Imports
@@ -26,6 +28,11 @@ class TrtllmRefit(WorkerExtension):
     ``update_weights`` keeps TensorRT-LLM's contract and raises. The other methods answer with plain data, errors
     too, which :func:`..vllm.answers.raise_refit_errors` raises on the driver's side.
     """
+
+    # Of TensorRT-LLM's worker.
+    device_id: int
+    sleep: Callable[[list[str]], None]
+    wakeup: Callable[[list[str]], None]
 
     # What payloads may import; a subclass may approve more.
     refit_approved_imports: ClassVar[Imports] = APPROVED
@@ -78,6 +85,33 @@ class TrtllmRefit(WorkerExtension):
     def refit_require_servable(self) -> dict[str, Any]:
         """An error if a step would compute with weights that are not whole, or with memory that is asleep."""
         return _done(self._refit.guard.require_servable)
+
+    def refit_sleep(self, tags: list[str]) -> dict[str, Any]:
+        """TensorRT-LLM's own ``sleep``, with an answer."""
+        return _done(lambda: self.sleep(tags))
+
+    def refit_wake(self, tags: list[str]) -> dict[str, Any]:
+        """TensorRT-LLM's own ``wakeup``, with an answer."""
+        return _done(lambda: self.wakeup(tags))
+
+    def refit_asleep(self) -> dict[str, Any]:
+        """``{"asleep": …}``: TensorRT-LLM's tags of what has no memory at the moment."""
+        return answer(lambda: {"asleep": sorted(self._refit.guard.asleep)})
+
+    def refit_empty_cache(self) -> dict[str, Any]:
+        """Give back what this worker's allocator caches."""
+        return _done(lambda: empty_cache(self._refit.device))
+
+    def refit_memory(self, restart: bool) -> dict[str, Any]:
+        """What this worker and its GPU hold, with the peaks since the last restart."""
+
+        def read() -> dict[str, Any]:
+            found = asdict(self._refit.memory.read(""))
+            if restart:
+                self._refit.memory.restart()
+            return found
+
+        return answer(read)
 
     @property
     def _refit(self) -> WorkerRefit:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...integration.errors import EngineDirty, RefitError
 from ...integration.session import ServingState
-from . import compat
+from ...integration.stages import KV_CACHE
 
 
 class WeightsGuard:
@@ -74,7 +74,7 @@ class WeightsGuard:
         Raises:
             RefitError: the weights have no memory at the moment. No byte was written.
         """
-        asleep = self._asleep - {compat.KV_CACHE}
+        asleep = self._asleep - {KV_CACHE}
         if asleep:
             raise RefitError(
                 f"{', '.join(sorted(asleep))} of the engine are asleep: their memory is unmapped and nothing can be "
@@ -92,7 +92,7 @@ class WeightsGuard:
 
     def _slept(self, sleep_tags: Iterable[str]) -> None:
         self._asleep |= set(sleep_tags)
-        if self._asleep - {compat.KV_CACHE}:
+        if self._asleep - {KV_CACHE}:
             self._undefined = "weights of the engine have slept, which does not keep them"
 
     def _woke(self, wakeup_tags: Iterable[str]) -> None:

@@ -20,8 +20,8 @@ from ...integration import errors
 from ...integration.endpoints import WeightSource
 from ...integration.errors import PeerLost, RefitError, RefitMismatch
 from ...integration.manifest import TensorSpec, dtype_name
-from ...integration.misc import Bucket, lay_out
 from ...integration.records import RefitRecord, StageClock
+from .buckets import Bucket, lay_out
 from .payload import Reduce, cuda_handle, encode
 
 _KINDS = {
@@ -87,6 +87,11 @@ class _Said:
         return self.value
 
 
+def own_device() -> str:
+    """UUID of this process's GPU as TensorRT-LLM writes it."""
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
 class TrtllmSender:
     """Sends all weights of a source to TensorRT-LLM engines; on every trainer rank.
 
@@ -95,9 +100,9 @@ class TrtllmSender:
             :class:`~...integration.quantize.source.QuantizingSource` around it for engines that hold block-scaled FP8, or
             :class:`~..qat.source.PackedSource` for NVFP4.
         engines: on the leader, rank 0 of ``group``; None on the others.
-        device: UUID of this rank's GPU as TensorRT-LLM writes it, ``GPU-…``.
-        bucket_bytes: of the copies that are held at a time. A larger tensor gets a bucket of its own, and a model that
-            loads all at once a single one.
+        device: UUID of this rank's GPU, :func:`own_device`.
+        bucket_bytes: of the copies that are held at a time. What :func:`~.buckets.unit_of` keeps together may be larger
+            and gets a bucket of its own, and a model that loads all at once a single one.
         group: of all trainer ranks, on host memory (gloo), with the timeout that bounds each wait; None for one rank.
         reduce: makes handles.
 
@@ -148,13 +153,14 @@ class TrtllmSender:
                 lambda engines: (self._begun(engines, version, specs), engines.loads_in_parts)
             )
         buckets = lay_out(specs, self._bucket_bytes if in_parts else sys.maxsize)
-        weights = self._source.export([spec.name for spec in specs])
-        sent = largest = 0
+        export = self._source.export([spec.name for spec in specs])
+        held: dict[str, torch.Tensor] | None = {} if self._device in needed else None
+        sent = largest = drawn = 0
         for bucket in buckets:
-            nbytes = self._send(weights, bucket, self._device in needed)
-            sent, largest = sent + nbytes, max(largest, nbytes)
+            nbytes, peak = self._send(export, specs[drawn : bucket.drawn], bucket, held)
+            sent, largest, drawn = sent + nbytes, max(largest, peak), bucket.drawn
         with clock.stage("post_load"):
-            self._all_do(lambda: self._check_end(weights), lambda engines, _: engines.finish())
+            self._all_do(lambda: self._check_end(export), lambda engines, _: engines.finish())
         with clock.stage("commit"):
             self._leader_does(lambda engines: engines.commit(version))
         return RefitRecord(
@@ -182,55 +188,66 @@ class TrtllmSender:
         engines.begin(version, specs)
         return frozenset(engines.devices)
 
-    def _send(self, weights: Iterator[tuple[str, torch.Tensor]], bucket: Bucket, hands_over: bool) -> int:
-        held: list[tuple[str, torch.Tensor]] = []
+    def _send(
+        self,
+        export: Iterator[tuple[str, torch.Tensor]],
+        specs: Sequence[TensorSpec],
+        bucket: Bucket,
+        held: dict[str, torch.Tensor] | None,
+    ) -> tuple[int, int]:
+        """Draw ``specs`` from the export and hand the bucket over, on ranks whose GPU an engine uses (``held``).
+
+        Returns:
+            Bytes handed over, and bytes of all copies before that.
+        """
 
         def payload() -> tuple[str, str] | None:
             with self._clock.stage("export"):
-                self._draw(weights, bucket, held if hands_over else None)
-            return (self._device, encode(held, self._reduce)) if hands_over else None
+                for spec in specs:
+                    self._draw(export, spec, held)
+            if held is None:
+                return None
+            return self._device, encode(((name, held[name]) for name in bucket.names), self._reduce)
 
         def load(engines: Engines, payloads: Sequence[tuple[str, str] | None]) -> None:
             with self._clock.stage("misc"):
                 engines.load(dict(found for found in payloads if found is not None))
 
         self._all_do(payload, load)
+        if held is None:
+            return 0, 0
+        peak = sum(tensor.nbytes for tensor in held.values())
         # The engines have answered, so nobody reads the copies any more.
-        nbytes = sum(tensor.nbytes for _, tensor in held)
-        held.clear()
+        nbytes = sum(held.pop(name).nbytes for name in bucket.names)
         if self._source.device.type == "cuda":
             torch.cuda.ipc_collect()
-        return nbytes
+        return nbytes, peak
 
     def _draw(
         self,
-        weights: Iterator[tuple[str, torch.Tensor]],
-        bucket: Bucket,
-        held: list[tuple[str, torch.Tensor]] | None,
+        export: Iterator[tuple[str, torch.Tensor]],
+        spec: TensorSpec,
+        held: dict[str, torch.Tensor] | None,
     ) -> None:
-        """Draw a bucket from the export; with ``held``, keep copies there."""
-        for spec, _ in bucket.slots:
-            name, tensor = next(weights, ("", None))
-            if tensor is None or (name, tuple(tensor.shape), tensor.dtype) != tuple(spec):
-                got = (
-                    "nothing more"
-                    if tensor is None
-                    else f"{name} {dtype_name(tensor.dtype)}{list(tensor.shape)}"
-                )
-                raise RefitMismatch(
-                    f"the export yields {got} where it told of {dtype_name(spec.dtype)}{list(spec.shape)}. Prepare the "
-                    "refit again after the model has changed",
-                    stage="export",
-                    parameter=spec.name,
-                )
-            if held is not None:
-                # Always a copy, and on the GPU: the export may yield a live parameter, or host memory, and a handle
-                # changes the storage that it is made of.
-                copy = torch.empty(spec.shape, dtype=spec.dtype, device=self._source.device)
-                held.append((name, copy.copy_(tensor)))
+        name, tensor = next(export, ("", None))
+        if tensor is None or (name, tuple(tensor.shape), tensor.dtype) != tuple(spec):
+            got = (
+                "nothing more" if tensor is None else f"{name} {dtype_name(tensor.dtype)}{list(tensor.shape)}"
+            )
+            raise RefitMismatch(
+                f"the export yields {got} where it told of {dtype_name(spec.dtype)}{list(spec.shape)}. Prepare the refit "
+                "again after the model has changed",
+                stage="export",
+                parameter=spec.name,
+            )
+        if held is not None:
+            # Always a copy, and on the GPU: the export may yield a live parameter, or host memory, and a handle changes
+            # the storage that it is made of.
+            copy = torch.empty(spec.shape, dtype=spec.dtype, device=self._source.device)
+            held[name] = copy.copy_(tensor)
 
-    def _check_end(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        extra = next(weights, None)
+    def _check_end(self, export: Iterator[tuple[str, torch.Tensor]]) -> None:
+        extra = next(export, None)
         if extra is not None:
             raise RefitMismatch(
                 "the export yields this weight beyond those that it told of; the engines would not get it. Prepare the "

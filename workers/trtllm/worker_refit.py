@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
+from ...integration.endpoints import rank_device
 from ...integration.errors import RefitError, RefitMismatch
 from ...integration.manifest import TensorSpec, dtype_name
 from ...integration.session import ServingState
+from ...integration.stage_memory import MemoryWatch
 from . import compat
 from .guard import WeightsGuard
 from .payload import APPROVED, Entry, Imports, decode
@@ -56,6 +58,8 @@ class WorkerRefit:
     Attributes:
         state: version and dirtiness of the weights.
         guard: of the weights.
+        device: of the weights.
+        memory: of this process and the device.
     """
 
     def __init__(
@@ -69,6 +73,8 @@ class WorkerRefit:
         self._known: set[str] = set()
         # What refits wrote since that did not commit: the next one has to bring all of it.
         self._owed: set[str] = set()
+        self.device = rank_device()
+        self.memory = MemoryWatch(self.device)
         self.state = ServingState()
         self.guard = WeightsGuard(worker, self.state)
 
