@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,13 +88,41 @@ def serve(folder: str, checkpoint: str) -> Served:
         from_files.append(sample(LoRARequest(f"files{version}", version + 1, str(saved))))
         factors_differ += llm.collective_rpc("differing_layers", args=(ADAPTER_ID, version + 1))
     driver.close_refit()
+    llm.llm_engine.engine_core.shutdown()
     return Served(base, refitted, from_files, factors_differ, versions, cached)
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("lora-vllm")
+def train(folder: str) -> None:
+    """A trainer in this process, whose adapter is another before each refit."""
     torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_pretrained(Path(folder) / "base", dtype=torch.bfloat16)
+    lora = LoraConfig(
+        r=6, lora_alpha=9, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    )
+
+    class Trainer(FSDPRefitMixin):
+        model = get_peft_model(base, lora)
+        refit_config = RefitConfig(**CONFIG)
+        refit_dtype = torch.bfloat16
+
+    trainer = Trainer()
+    rendezvous = trainer.open_refit_rendezvous("127.0.0.1", 1, 1)
+    write_whole(Path(folder) / "meeting.json", json.dumps(rendezvous))
+    trainer.init_per_pp_refit_comm_group(rendezvous, 0)
+    for version in range(VERSIONS):
+        with torch.no_grad():
+            for name, parameter in trainer.model.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_(0.0, 0.3)
+        trainer.nccl_xfer_refit(version)
+        trainer.model.save_pretrained(Path(folder) / f"version{version}")
+        (Path(folder) / f"version{version}.done").touch()
+    trainer.close_refit()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    folder = tmp_path_factory.mktemp("lora-vllm")
     config = Qwen3Config(
         vocab_size=128,
         hidden_size=64,
@@ -107,36 +134,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         max_position_embeddings=512,
         tie_word_embeddings=False,
     )
-    base = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    base.save_pretrained(folder / "base")
-    lora = LoraConfig(
-        r=6, lora_alpha=9, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
-    )
-
-    class Trainer(FSDPRefitMixin):
-        model = get_peft_model(base, lora)
-        refit_config = RefitConfig(**CONFIG)
-        refit_dtype = torch.bfloat16
-
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder / "base")
     with ThreadPoolExecutor(1) as pool:
-        engine: Future[Served] = pool.submit(
-            run_alone, serve, str(folder), str(folder / "base"), environment=environment, timeout_s=200.0
-        )
-        trainer = Trainer()
-        rendezvous = trainer.open_refit_rendezvous("127.0.0.1", 1, 1)
-        write_whole(folder / "meeting.json", json.dumps(rendezvous))
-        trainer.init_per_pp_refit_comm_group(rendezvous, 0)
-        for version in range(VERSIONS):
-            with torch.no_grad():
-                for name, parameter in trainer.model.named_parameters():
-                    if "lora_" in name:
-                        parameter.normal_(0.0, 0.3)
-            trainer.nccl_xfer_refit(version)
-            trainer.model.save_pretrained(folder / f"version{version}")
-            (folder / f"version{version}.done").touch()
-        yield engine.result()
-        trainer.close_refit()
+        # The engine starts processes, which only this one may.
+        trainer = pool.submit(run_alone, train, str(folder), environment={}, timeout_s=200.0)
+        found = serve(str(folder), str(folder / "base"))
+        trainer.result()
+    return found
 
 
 def test_the_engine_serves_what_vllm_makes_of_the_adapter_s_files(served: Served) -> None:
