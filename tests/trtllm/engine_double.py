@@ -29,7 +29,7 @@ def place_of(name: str) -> str:
 class _Module(torch.nn.Module):
     """All parameters; each joined one holds its parts one after the other, flat."""
 
-    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], device: str) -> None:
         super().__init__()
         self.places: dict[str, tuple[str, int]] = {}
         sizes: dict[str, int] = {}
@@ -44,7 +44,9 @@ class _Module(torch.nn.Module):
             modules.setdefault(place_of(name).rpartition(".")[0], set()).add(name)
         # Joined matrices in NVFP4, with all their scales.
         self.units = [names for names in modules.values() if any("weight_scale_2" in name for name in names)]
-        self.held = {place: torch.empty(size, dtype=dtypes[place]) for place, size in sizes.items()}
+        self.held = {
+            place: torch.empty(size, dtype=dtypes[place], device=device) for place, size in sizes.items()
+        }
         self.derived: dict[str, torch.Tensor] = {}
         self.reloads = 0
         self.pre_reload_weights()
@@ -169,7 +171,7 @@ class _Worker:
     def held(self) -> dict[str, bytes]:
         model: Any = self.engine.model_engine.model
         tensors = {**model.held, **model.derived}
-        return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+        return {name: tensor.view(torch.uint8).cpu().numpy().tobytes() for name, tensor in tensors.items()}
 
     def counts(self) -> dict[str, int]:
         engine: Any = self.engine
@@ -206,10 +208,11 @@ class DoubleLLM:
         first: int = 0,
         in_parts: bool = True,
         load_format: str = "AUTO",
+        device: str = "cpu",
     ) -> None:
         kind = _TextModel if in_parts else _VisionModel
         cls = _injected(extension)
-        self.workers: list[Any] = [cls(first + i, kind(specs), load_format) for i in range(workers)]
+        self.workers: list[Any] = [cls(first + i, kind(specs, device), load_format) for i in range(workers)]
 
     def _collective_rpc(
         self, method: str, args: tuple[Any, ...] = (), kwargs: Any = None, non_block: bool = False
