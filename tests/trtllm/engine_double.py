@@ -124,6 +124,10 @@ class _ModelLoader:
 class _ModelEngine:
     def __init__(self, model: _Module) -> None:
         self.model, self.model_loader = model, _ModelLoader()
+        self.graph_releases = 0
+
+    def _release_cuda_graphs(self) -> None:
+        self.graph_releases += 1
 
     def forward(self, batch: Any) -> str:
         return f"tokens of {batch}"
@@ -176,7 +180,12 @@ class _Worker:
     def counts(self) -> dict[str, int]:
         engine: Any = self.engine
         loader, model = engine.model_engine.model_loader, engine.model_engine.model
-        return {"buckets": loader.buckets, "reloads": model.reloads, "prefix_resets": engine.prefix_resets}
+        return {
+            "buckets": loader.buckets,
+            "reloads": model.reloads,
+            "prefix_resets": engine.prefix_resets,
+            "graph_releases": engine.model_engine.graph_releases,
+        }
 
     def fail_at(self, bucket: int) -> None:
         self.engine.model_engine.model_loader.fail_at = bucket

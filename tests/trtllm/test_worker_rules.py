@@ -209,6 +209,53 @@ def test_an_engine_without_its_sleep_feature_says_so(scene: Scene) -> None:
     scene.driver.require_servable()
 
 
+def _recreates(scene: Scene) -> None:
+    """From here on, loading gives a parameter of the model other memory, as for quantized layers."""
+    model = scene.worker.engine.model_engine.model
+    model.register_parameter("recreated", torch.nn.Parameter(torch.zeros(1)))
+    kept = []
+
+    def post_load_weights() -> None:
+        kept.append(model.recreated)  # so that its address is not given again
+        model.recreated = torch.nn.Parameter(torch.zeros(1))
+
+    model.post_load_weights = post_load_weights
+
+
+def _assigns_a_number(scene: Scene) -> None:
+    model = scene.worker.engine.model_engine.model
+    model.scalar_alpha = 0.0
+
+    def post_load_weights() -> None:
+        model.scalar_alpha += 0.5
+
+    model.post_load_weights = post_load_weights
+
+
+@pytest.mark.parametrize("changes", [_recreates, _assigns_a_number])
+def test_graphs_that_captured_what_a_refit_changes_are_released(scene: Scene, changes: Any) -> None:
+    for version in range(2):
+        scene.sender.refit(version)
+    assert scene.worker.counts()["graph_releases"] == 0, "all was written in place"
+    changes(scene)
+    for version in range(2, 4):
+        scene.sender.refit(version)
+    assert scene.worker.counts()["graph_releases"] == 2
+
+
+def test_graphs_that_can_not_be_released_are_not_served(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _recreates(scene)
+    monkeypatch.delattr(type(scene.worker.engine.model_engine), "_release_cuda_graphs")
+    scene.sender.refit(0)
+    assert scene.driver.version == 0, "an engine without graphs needs no way to release them"
+    scene.worker.llm_args.cuda_graph_config = object()
+    with pytest.raises(RefitError, match="has no way to drop its graphs"):
+        scene.sender.refit(1)
+    _refuses_to_step(scene)
+
+
 def test_a_kv_cache_that_slept_alone_needs_no_refit(scene: Scene) -> None:
     scene.worker.sleep(["kv_cache"])
     scene.driver.wake(["kv_cache"])

@@ -9,10 +9,12 @@ the argument that both have.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from ...integration.errors import RefitError
 from ...integration.stages import KV_CACHE
@@ -89,6 +91,41 @@ def abort_cycle(worker: Any) -> None:
     # Older versions leave it, and would merge the next refit's buckets into the failed one.
     if hasattr(model_engine.model, _LATCH):
         delattr(model_engine.model, _LATCH)
+
+
+def baked_in(worker: Any) -> Hashable:
+    """What captured CUDA graphs of the model may hold: addresses of its tensors, and numbers that kernels were given.
+
+    Loading recreates parameters of quantized layers (``pre_reload_weights``), assigns derived ones, and keeps some as
+    Python numbers (``scalar_alpha`` of NVFP4).
+    """
+    found: list[Hashable] = []
+    for module in worker.engine.model_engine.model.modules():
+        for holder in (vars(module), module._parameters, module._buffers):
+            for name, value in holder.items():
+                if isinstance(value, torch.Tensor):
+                    found.append((name, value.data_ptr()))
+                elif isinstance(value, float):
+                    found.append((name, value))
+    return tuple(found)
+
+
+def release_graphs(worker: Any) -> None:
+    """Drop captured CUDA graphs: they would go on computing with what they hold.
+
+    Raises:
+        RefitError: this version can't.
+    """
+    model_engine = worker.engine.model_engine
+    if hasattr(model_engine, "_release_cuda_graphs"):
+        model_engine._release_cuda_graphs()
+    elif getattr(worker.llm_args, "cuda_graph_config", None) is not None:
+        raise RefitError(
+            "loading moved tensors of the model, which captured CUDA graphs would go on reading where they were, and this "
+            "TensorRT-LLM has no way to drop its graphs. The engine refuses to generate; start it without "
+            "cuda_graph_config, or use a known version (docs/trtllm.md)",
+            stage="post_load",
+        )
 
 
 def loads_in_parts(worker: Any) -> bool:

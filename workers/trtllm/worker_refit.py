@@ -8,7 +8,7 @@ while another computed it would leave the other waiting in a collective.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -69,6 +69,8 @@ class WorkerRefit:
         self._update = update
         self._approved = approved
         self._arriving: _Arriving | None = None
+        # As it was before the first reload since graphs were last looked at; failed refits move tensors, too.
+        self._baked_in: Hashable | None = None
         # What the last refit brought that committed. A reload of the engine's begins by giving up what it holds.
         self._known: set[str] = set()
         # What refits wrote since that did not commit: the next one has to bring all of it.
@@ -93,6 +95,8 @@ class WorkerRefit:
             logger.warning("refit %d begins; refit %d had not committed", version, self._arriving.version)
             compat.abort_cycle(self._worker)
         self.state.mark_dirty(version)
+        if self._baked_in is None:
+            self._baked_in = compat.baked_in(self._worker)
         self._arriving = _Arriving(version, specs)
 
     def load(self, handles: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +146,9 @@ class WorkerRefit:
                     parameter=missing[0],
                 )
             self._update(None)
+            if compat.baked_in(self._worker) != self._baked_in:
+                compat.release_graphs(self._worker)
+            self._baked_in = None
             arriving.finished = True
 
     def commit(self, version: int) -> None:
