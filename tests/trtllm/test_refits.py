@@ -12,7 +12,7 @@ from rlrefit.integration.errors import EngineDirty, RefitError, RefitMismatch
 from rlrefit.workers.trtllm.payload import encode
 from rlrefit.workers.trtllm.sender import TrtllmSender
 
-from .engine_double import DoubleLLM
+from .engine_double import DoubleLLM, expected
 from .host_memory import cuda_shaped_handle, host_handle
 from .package_double import worker_extension
 from .scene import DEVICE, Scene
@@ -106,6 +106,18 @@ def test_after_a_failure_such_a_caller_has_to_bring_again_what_was_written(scene
     scene.worker.update_weights(None)
     scene.check()
     assert scene.worker.step("a") == "tokens of a"
+
+
+def test_bf16_weights_reach_the_engines_own_extension_too() -> None:
+    """Of the generation that lets through how host memory is rebuilt; on a GPU, of all."""
+    source = ListSource({name: t for name, t in some_weights().items() if t.dtype == torch.bfloat16})
+    worker = DoubleLLM(worker_extension("deny-list"), source.specs()).workers[0]
+    for seed in range(2):
+        source.weights = {name: some_weights(seed)[name] for name in source.weights}
+        for name, tensor in source.weights.items():
+            worker.update_weights({DEVICE: encode([(name, tensor.clone())], host_handle)})
+        worker.update_weights(None)
+        assert worker.held() == expected(source.weights)
 
 
 def test_the_engines_own_extension_fails_on_float8_before_it_loads_anything(

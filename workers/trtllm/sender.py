@@ -7,6 +7,7 @@ engines. What any rank fails with, all ranks raise.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from ...integration.manifest import TensorSpec, dtype_name
 from ...integration.records import RefitRecord, StageClock
 from .buckets import Bucket, lay_out
 from .payload import Reduce, cuda_handle, encode
+
+logger = logging.getLogger(__name__)
 
 _KINDS = {
     name: kind
@@ -68,6 +71,7 @@ class _Said:
         try:
             return _Said(call())
         except Exception as error:  # of any kind: the others would wait for this rank
+            logger.exception("the refit failed on this trainer rank")
             return _Said.failed(error)
 
     @staticmethod

@@ -120,9 +120,10 @@ class WorkerRefit:
             self._owed.update(entry.name for entry in entries)
             self._give(weights, in_parts)
             arriving.arrived.update(entry.name for entry in entries)
-        # The sender frees its bucket once no process maps it any more.
+        # The sender frees its bucket once this worker has answered: nothing may read it or map it any more.
         weights.clear()
         if torch.cuda.is_available():
+            torch.cuda.synchronize()
             torch.cuda.ipc_collect()
         return {"weights": len(entries), "bytes": nbytes}
 
