@@ -20,7 +20,12 @@ from vllm_checkpoints import dense_config, moe_config, read_checkpoint, write_ch
 from vllm_engines import GEN_RANKS, PROMPTS, Engine, Sampled, ScriptEngine, ServerEngine
 from vllm_trainers import CONFIG, RANKS, Trainers
 
+from rlrefit.integration.colocated import ColocatedCycle
 from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitMismatch
+from rlrefit.integration.records import RefitRecord
+from rlrefit.integration.stage_memory import ProcessMemory, StageRecord
+from rlrefit.integration.stages import StageRefused
+from rlrefit.workers.colocated.vllm import VllmSleeper
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -321,6 +326,53 @@ def test_weights_that_are_asleep_are_not_written_and_discarded_ones_not_served(s
     scene.engine.wake_up(["kv_cache"])
     assert scene.engine.version() == scene.version
     assert [s.values() for s in scene.engine.generate()] == [s.values() for s in scene.sampled_a]
+
+
+class _TrainersElsewhere:
+    """Trainer ranks that share no memory with the engine."""
+
+    def onload(self) -> None:
+        pass
+
+    offload = free = empty_cache = onload
+
+    def memory(self, *, restart: bool = False) -> list[ProcessMemory]:
+        return []
+
+
+def test_the_colocated_cycle_leads_an_engine_through_its_stages(scene: Scene):
+    """Here too the memory stays where it is."""
+    if not isinstance(scene.engine, ScriptEngine):
+        return  # the cycle drives engines that are called and not awaited
+    engine, driver = VllmSleeper([scene.engine.driver]), scene.engine.driver
+    stages: list[StageRecord] = []
+    cycle = ColocatedCycle(
+        engine,
+        _TrainersElsewhere(),
+        lambda version: [RefitRecord(**record) for record in scene.refit(version % 2)],
+        on_stage=stages.append,
+    )
+
+    def meanwhile(step: int) -> None:
+        if step == 0:
+            with pytest.raises(StageRefused, match="engine 0 has unfinished requests"):
+                cycle.sleep()
+
+    scene.engine.generate_through(meanwhile, tokens=4)
+    for _ in range(2):
+        version = scene.version + 1
+        cycle.to_training()
+        with pytest.raises(EngineDirty, match="sleep"):
+            driver.serving_version()
+        found = cycle.to_generation(version)
+        assert {record.version for record in found} == {version} == {driver.serving_version()}
+        assert all(record.stage_peaks["wake_kv_cache"] > 0 for record in found)
+        assert (scene.digests() == scene.digests_a) == (version % 2 == 0)
+        sampled = cycle.generate(lambda: scene.engine.generate(tokens=4))
+        assert {v for s in sampled for v in s.versions} == {version}
+    with pytest.raises(StageRefused, match="kv_cache is awake already"):
+        engine.wake(["kv_cache"])
+    assert [p.process for p in stages[-1].processes] == [f"engine rank {i}" for i in range(GEN_RANKS)]
 
 
 def test_vllms_own_weight_transfer_calls_drive_a_refit_by_the_backends_name(scene: Scene):
