@@ -76,7 +76,7 @@ class _Said:
 
     @staticmethod
     def failed(error: Exception) -> _Said:
-        if isinstance(error, RefitError):
+        if type(error).__name__ in _KINDS:
             return _Said(None, type(error).__name__, str(error))
         return _Said(None, RefitError.__name__, f"{type(error).__name__}: {error}")
 
@@ -157,7 +157,7 @@ class TrtllmSender:
                 lambda engines: (self._begun(engines, version, specs), engines.loads_in_parts)
             )
         buckets = lay_out(specs, self._bucket_bytes if in_parts else sys.maxsize)
-        export = self._source.export([spec.name for spec in specs])
+        export = self._exported(specs)
         held: dict[str, torch.Tensor] | None = {} if self._device in needed else None
         sent = largest = drawn = 0
         for bucket in buckets:
@@ -187,6 +187,10 @@ class TrtllmSender:
     def _settled(self) -> str:
         self._source.settle()
         return self._device
+
+    def _exported(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The export, which begins when its first weight is drawn: then the other ranks hear of what it raises."""
+        yield from self._source.export([spec.name for spec in specs])
 
     def _begun(self, engines: Engines, version: int, specs: Sequence[TensorSpec]) -> frozenset[str]:
         engines.begin(version, specs)
