@@ -24,6 +24,7 @@ CHOICES = {
     "generation.vllm.distributed_executor_backend": ("mp", "ray"),
     "generation.vllm.load_format": ("auto", "dummy"),
     "generation.vllm.kv_cache_dtype": ("auto", "fp8"),
+    "generation.weight_dtype": ("auto", "fp8"),
 }
 
 # Least value of each whole number, and what a smaller one would mean.
@@ -231,4 +232,30 @@ def _kv_scales(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
         )
 
 
-_COMBINATIONS = (trainer_violations, _batches, _schedule, _dapo, _generation, _kv_scales)
+def _fp8_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    key, stored = "policy.refit.trainer_quantize_fp8", "generation.weight_dtype"
+    quantizes, fp8 = config.policy.refit.trainer_quantize_fp8, config.generation.weight_dtype == "fp8"
+    if quantizes and not fp8 and stored not in bad:
+        yield Violation(
+            (key, stored),
+            f"{key}: the engine keeps its weights in the dtype of the model, so that nothing is to be quantized; give "
+            f"{stored}=fp8, or false here",
+        )
+    if fp8 and not quantizes and config.generation.backend == "transformers":
+        yield Violation(
+            (stored, "generation.backend", key),
+            f"{stored}: the transformers engine does not quantize weights itself; give {key}=true",
+        )
+    if quantizes and fp8 and config.model.dtype not in ("auto", "bfloat16", "float16"):
+        yield Violation(
+            (key, "model.dtype"),
+            f"{key}: codes are made of BF16 or FP16 weights, and model.dtype is {config.model.dtype}; give bfloat16",
+        )
+    if quantizes and config.policy.refit.lora == "adapter":
+        yield Violation(
+            (key, "policy.refit.lora"),
+            f"{key}: with policy.refit.lora=adapter the adapter alone travels, unquantized; give false",
+        )
+
+
+_COMBINATIONS = (trainer_violations, _batches, _schedule, _dapo, _generation, _kv_scales, _fp8_weights)

@@ -285,6 +285,10 @@ class GenerationConfig:
         tensor_parallel: TP of one engine.
         pipeline_parallel: PP of one engine; vLLM only.
         replicas: engines, each with a full copy of the model: data parallelism of the generation.
+        weight_dtype: ``auto``: that of the model. ``fp8``: E4M3 in blocks of 128 by 128 for the decoder layers'
+            matrices but the routers; with ``policy.refit.trainer_quantize_fp8`` the trainer quantizes them as it sends
+            them, else vLLM does after each refit. The transformers engine holds them so and computes in the model's
+            dtype.
         max_new_tokens: longest completion.
         temperature: of training rollouts, and of the trainer's log-probabilities with them; above 0.
         vllm: see :class:`VllmConfig`.
@@ -294,6 +298,7 @@ class GenerationConfig:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     replicas: int = 1
+    weight_dtype: str = "auto"
     max_new_tokens: int = 4
     temperature: float = 1.0
     vllm: VllmConfig = field(default_factory=VllmConfig)

@@ -18,10 +18,12 @@ from .rollout import Calls, RolloutGroup, Sampling
 class TransformersActor(RankActor):
     """One rank of a transformers engine."""
 
-    def build(self, model_path: str, dtype: str, tp_size: int, eos_token_id: int, pad_token_id: int) -> None:
+    def build(
+        self, model_path: str, dtype: str, tp_size: int, fp8: bool, eos_token_id: int, pad_token_id: int
+    ) -> None:
         from ..workers.transformers_engine.engine import TransformersEngine
 
-        self._engine = TransformersEngine(model_path, getattr(torch, dtype), tp_size)
+        self._engine = TransformersEngine(model_path, getattr(torch, dtype), tp_size, fp8=fp8)
         self._special = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
 
     def init_refit(
@@ -51,7 +53,8 @@ class TransformersRollouts(RolloutGroup):
         self._group = ActorGroup(
             "generation", TransformersActor, self.gen_ranks, gpus, config.ray, env=config.ray.generation_env
         )
-        self._build_arguments = (model_path, config.model.dtype, self._tp, eos_token_id, pad_token_id)
+        fp8 = config.generation.weight_dtype == "fp8"
+        self._build_arguments = (model_path, config.model.dtype, self._tp, fp8, eos_token_id, pad_token_id)
 
     def start(self) -> None:
         join_worlds(self._group, self._tp, self._timeout_s, always=False)

@@ -20,6 +20,7 @@ def test_the_bundled_recipes_are_listed_without_their_bases() -> None:
         "grpo_nemotron_nano",
         "grpo_qwen3_235b_a22b",
         "grpo_qwen3_30b_a3b",
+        "grpo_qwen3_30b_a3b_fp8",
         "grpo_qwen3_4b",
         "grpo_qwen3_4b_fp8_kv",
         "grpo_tiny",

@@ -229,3 +229,27 @@ def test_ranks_have_to_fit_a_local_machines_gpus_and_not_a_clusters() -> None:
     assert list(gpu_violations(config, gpus=0)) == []  # ranks run on CPUs
     config.ray.address = "auto"
     assert list(gpu_violations(config, gpus=8)) == []
+
+
+def test_the_trainer_quantizes_for_engines_that_hold_fp8_and_from_16_bits() -> None:
+    config = TrainConfig()
+    config.policy.refit.trainer_quantize_fp8 = True
+    assert [text.partition(":")[0] for text in texts(config)] == ["policy.refit.trainer_quantize_fp8"]
+    config.generation.weight_dtype = "fp8"
+    assert texts(config) == []
+    config.model.dtype = "float32"
+    config.policy.refit.lora = "adapter"
+    found = texts(config)
+    assert any("codes are made of BF16 or FP16 weights" in text for text in found)
+    assert any("the adapter alone travels" in text for text in found)
+
+
+def test_only_vllm_quantizes_weights_itself() -> None:
+    config = TrainConfig()
+    config.generation.weight_dtype = "fp8"
+    (found,) = texts(config)
+    assert found.startswith(
+        "generation.weight_dtype: the transformers engine does not quantize weights itself"
+    )
+    config.generation.backend = "vllm"
+    assert texts(config) == []

@@ -24,6 +24,25 @@ def test_an_fp8_cache_and_a_backend_are_asked_for_by_vllms_own_names() -> None:
     assert {"kv_cache_dtype", "attention_backend"} <= EngineArgs.__dataclass_fields__.keys()
 
 
+def test_fp8_weights_come_from_the_trainer_or_from_vllm_itself() -> None:
+    experts = {"num_experts": 8, "num_hidden_layers": 2}
+    arguments = engine_arguments(load_config("grpo_qwen3_30b_a3b_fp8"), experts)
+    assert arguments["load_format"] == "dummy"
+    quantization = arguments["hf_overrides"]["quantization_config"]
+    assert quantization["weight_block_size"] == [128, 128]
+    assert quantization["modules_to_not_convert"] == [
+        "lm_head",
+        "model.layers.0.mlp.gate",
+        "model.layers.1.mlp.gate",
+    ]
+    itself = load_config("grpo_qwen3_30b_a3b_fp8", ["policy.refit.trainer_quantize_fp8=false"])
+    arguments = engine_arguments(itself, experts)
+    assert (arguments["quantization"], "hf_overrides" in arguments) == ("fp8_per_block", False)
+    # A checkpoint of FP8 blocks says all that by itself.
+    ready = engine_arguments(itself, {**experts, "quantization_config": {"quant_method": "fp8"}})
+    assert ready.keys().isdisjoint({"quantization", "hf_overrides"})
+
+
 @pytest.mark.parametrize(
     ("hf_config", "asked"),
     [

@@ -13,6 +13,7 @@ from ..completion import Completion
 from ..destination_mixin import DestinationRefitMixin
 from .adapter_destination import TransformersAdapterDestination
 from .destination import TransformersDestination
+from .fp8_destination import TransformersFp8Destination
 
 
 class TransformersEngine(DestinationRefitMixin):
@@ -22,10 +23,13 @@ class TransformersEngine(DestinationRefitMixin):
         model_path: Hugging Face checkpoint folder.
         dtype: dtype of the weights.
         tp_size: tensor-parallel ranks; above 1, ``torch.distributed`` is initialised with this many.
+        fp8: hold the decoder layers' matrices in FP8 blocks: :mod:`.fp8_destination`.
     """
 
-    def __init__(self, model_path: str, dtype: torch.dtype, tp_size: int = 1):
+    def __init__(self, model_path: str, dtype: torch.dtype, tp_size: int = 1, *, fp8: bool = False):
         from transformers import AutoModelForCausalLM, GenerationConfig
+
+        self._fp8 = fp8
 
         self._tp_size = tp_size
         self._tp_rank = dist.get_rank() if tp_size > 1 else 0
@@ -43,7 +47,8 @@ class TransformersEngine(DestinationRefitMixin):
         self.model = model.eval().requires_grad_(False)
 
     def _make_refit_destination(self) -> TransformersDestination:
-        return TransformersDestination(self.model, self._tp_rank, self._tp_size)
+        kind = TransformersFp8Destination if self._fp8 else TransformersDestination
+        return kind(self.model, self._tp_rank, self._tp_size)
 
     def _make_adapter_destination(self) -> TransformersAdapterDestination:
         if self._tp_size > 1:

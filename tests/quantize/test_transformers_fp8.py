@@ -1,0 +1,81 @@
+"""A transformers engine that holds FP8 blocks computes with what the trainer's codes and scales stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.layout import box_of
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.quantize import fp8_blockwise
+from rlrefit.workers.fsdp.source import FSDPSource
+from rlrefit.workers.transformers_engine.fp8_destination import TransformersFp8Destination
+from tests.refit.synthetic import SyntheticSource, run_world, value_of
+
+BF16 = torch.bfloat16
+_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 160,
+    "intermediate_size": 192,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 96,
+    "max_position_embeddings": 32,
+}
+_EXPERTS = {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 136}
+
+
+def _model(experts: bool) -> Any:
+    config = Qwen3MoeConfig(**_SIZES, **_EXPERTS) if experts else Qwen3Config(**_SIZES)
+    return AutoModelForCausalLM.from_config(config).to(BF16).requires_grad_(False)
+
+
+def _quantized(spec: TensorSpec) -> bool:
+    kinds = ("self_attn.", "mlp.experts.", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    return len(spec.shape) == 2 and any(kind in spec.name for kind in kinds)
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("engine", ["nccl_xfer", "packed_broadcast"])
+def test_the_model_has_the_values_of_fp8_after_every_refit(experts: bool, engine: str) -> None:
+    model = _model(experts)
+    # Names and shapes of the checkpoint, as a trainer under FSDP exports them.
+    specs = FSDPSource(_model(experts)).specs()
+    source = SyntheticSource(specs, {spec.name: [box_of(spec.shape)] for spec in specs})
+    destination = TransformersFp8Destination(model, 0, 1)
+
+    def body(rank: int, session: Any, end: Any) -> Any:
+        wrong = []
+        for version in (1, 2, 3):
+            if rank == 0:
+                source.set_version(version)
+            else:
+                for parameter in model.parameters():
+                    parameter.fill_(float("nan"))
+            session.refit(version)
+            held = {} if rank == 0 else {f.name: f.view for f in FSDPSource(model).fragments()[0]}
+            for spec in specs if rank else ():
+                value = value_of(spec, version)
+                if _quantized(spec):
+                    value = fp8_blockwise.dequantize(*fp8_blockwise.quantize(value), dtype=BF16)
+                if not torch.equal(held[spec.name], value):
+                    wrong.append((version, spec.name))
+        return wrong, {entry.spec.name: entry.route for entry in session.manifest}
+
+    config = RefitConfig(
+        bucket_mb=1, timeout_s=20.0, verify="full", transport="p2p", trainer_quantize_fp8=True
+    )
+    results = run_world([source], [destination], body, config, engine=engine)
+    assert [wrong for wrong, _ in results] == [[], []]
+    routes = results[0][1]
+    scales = {name for name in routes if name.endswith("_scale_inv")}
+    assert scales == {f"{spec.name}_scale_inv" for spec in specs if _quantized(spec)}
+    if engine == "nccl_xfer":
+        assert set(routes.values()) <= {"bulk", "unused"}
+    codes = sum(spec.nbytes // 2 for spec in specs if _quantized(spec))
+    assert destination.kept_bytes < sum(p.nbytes for p in model.parameters()) - codes + 4096
