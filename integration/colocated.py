@@ -165,11 +165,13 @@ class ColocatedCycle:
         return list(self._records)
 
     def free_trainer(self) -> None:
-        """Take the trainer's weights off the GPU, and give the memory back to the device."""
+        """Take the trainer's weights off the GPU."""
 
         def free() -> None:
             self._trainer.free()
-            self._trainer.empty_cache()
+            # Else the wake-up that follows does.
+            if not self.state.multi_stage:
+                self._trainer.empty_cache()
 
         self._do(Move.FREE_TRAINER, free)
 

@@ -46,7 +46,7 @@ def test_both_caches_are_emptied_before_every_wake_and_the_kv_cache_wakes_last()
         assert device.calls == [
             *("sleep", "onload", "offload"),
             *("empty trainer", "empty engine", "wake weights", f"refit {version}"),
-            *("free", "empty trainer", "empty trainer", "empty engine", "wake kv_cache"),
+            *("free", "empty trainer", "empty engine", "wake kv_cache"),
         ]
         assert cycle.generate(lambda: "text") == "text"
 
