@@ -1,10 +1,11 @@
 """A trainer and vLLM on one GPU, in two processes: a model that fits only where the engine wakes in stages.
 
-vLLM has 0.9 of the GPU, and the model is an eighth of it: with all of the engine awake, the trainer's weights find no room.
+vLLM has 0.9 of the GPU, and the model is a seventh of it: with all of the engine awake, the trainer's weights find no room.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -26,7 +27,7 @@ pytestmark = [
 TURNS = 20
 UTILIZATION = 0.9
 # Of the GPU's memory; with UTILIZATION more than all of it.
-MODEL_SHARE = 0.125
+MODEL_SHARE = 0.15
 MIB = 1 << 20
 # What may come and go from turn to turn: allocators' rounding, pinned staging of the driver.
 FLAT = 128 * MIB
@@ -79,7 +80,7 @@ class LateTrainer:
         with device:
             self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         self.model.gradient_checkpointing_enable()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.9)
         self.rank = TorchRank([self.model], self.optimizer, device)
 
     def learn(self, turn: int) -> None:
@@ -191,7 +192,7 @@ def scene(folder: Path, total: int) -> Iterator[tuple[str, Any]]:
     refits, engine = Refits(trainer, driver), VllmSleeper([driver])
     cycle = ColocatedCycle(engine, trainer, refits, on_stage=note)
     sampled: list[tuple[list[int], list[float]]] = []
-    apart, records = [], []
+    apart, records, said = [], [], []
     for turn in range(TURNS):
         cycle.to_training()
         if sampled:
@@ -204,7 +205,8 @@ def scene(folder: Path, total: int) -> Iterator[tuple[str, Any]]:
         cycle.train(lambda turn=turn: trainer.learn(turn))
         records += [record.to_json() for record in cycle.to_generation(turn)]
         sampled = cycle.generate(lambda: generate(driver))
-    yield "in stages", {"stages": list(stages), "apart": apart, "records": records, "tokens": sampled}
+        said.append(sampled)
+    yield "in stages", {"stages": list(stages), "apart": apart, "records": records, "said": said}
     stages.clear()
     cycle = ColocatedCycle(engine, trainer, refits, multi_stage_wake_up=False, on_stage=note)
     cycle.to_training()
@@ -261,6 +263,7 @@ def test_twenty_turns_fit_in_stages_with_flat_memory(
     turns = found["in stages"]
     assert len(turns["apart"]) == TURNS - 1
     assert max(turns["apart"]) < SAME
+    assert all(one != next_one for one, next_one in itertools.pairwise(turns["said"]))
     assert all(record["bytes_verified"] > 0 for record in turns["records"] if record["role"] == "generation")
     assert all(record["stage_peaks"]["wake_kv_cache"] > 0 for record in turns["records"])
     used: dict[str, list[int]] = {}
@@ -276,9 +279,9 @@ def test_twenty_turns_fit_in_stages_with_flat_memory(
         assert max(values[4:]) - values[3] < FLAT, (move, values)
     total = turns["stages"][-1]["processes"][0]["device_total"]
     assert max(peaks.values()) <= total
-    # Awake as a whole the engine has what it was promised, and asleep the trainer has it.
-    assert used["generate"][-1] > UTILIZATION * total
-    assert used["sleep"][-1] < used["generate"][-1] - (UTILIZATION - 0.1) * total
+    # Awake as a whole the engine has what it was promised, but for what only its largest batches take.
+    assert used["generate"][-1] > (UTILIZATION - 0.05) * total
+    assert used["sleep"][-1] < 0.1 * total
     reporter = request.config.pluginmanager.get_plugin("terminalreporter")
     table = {
         move: {"s": round(sorted(values)[len(values) // 2], 3), "peak GiB": round(peaks[move] / 2**30, 2)}

@@ -61,7 +61,7 @@ class TorchRank(_Rank):
 
     Args:
         modules: of this rank.
-        optimizer: of their parameters; its state moves, but for what lies in host memory at each ``offload``.
+        optimizer: of their parameters; of its state all moves that is on the GPU at an ``offload``.
         device: GPU of this rank.
         rank: of the trainer.
     """
@@ -76,8 +76,8 @@ class TorchRank(_Rank):
         super().__init__(device, rank)
         self._modules = list(modules)
         self._optimizer = optimizer
-        # Pinned copies, made once: pinning takes longer than copying.
-        self._pinned: dict[int, torch.Tensor] = {}
+        # Pinned memory by what lies there, taken once: pinning takes longer than copying.
+        self._pinned: dict[tuple[int, str], torch.Tensor] = {}
         self._moved: list[tuple[dict[str, Any], str]] = []
 
     def onload(self) -> None:
@@ -94,7 +94,7 @@ class TorchRank(_Rank):
         for values in self._optimizer.state.values():
             for name, value in values.items():
                 if isinstance(value, torch.Tensor) and value.device.type == self._device.type != "cpu":
-                    values[name] = value.to(_HOST)
+                    values[name] = self._to_host(value, (id(values), name))
                     self._moved.append((values, name))
         self._settle()
 
@@ -111,14 +111,21 @@ class TorchRank(_Rank):
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
                 if tensor.device.type != device.type:
-                    tensor.data = self._to_host(tensor) if device == _HOST else tensor.data.to(device)
+                    data = tensor.data
+                    tensor.data = (
+                        self._to_host(data, (id(tensor), ""))
+                        if device == _HOST
+                        else data.to(device, non_blocking=True)
+                    )
 
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        kept = self._pinned.get(id(tensor))
+    def _to_host(self, tensor: torch.Tensor, place: tuple[int, str]) -> torch.Tensor:
+        if type(tensor) is not torch.Tensor:
+            return tensor.to(_HOST)  # a DTensor of FSDP2's
+        kept = self._pinned.get(place)
         if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-            kept = torch.empty_like(tensor.data, device=_HOST, pin_memory=True)
-            self._pinned[id(tensor)] = kept
-        return kept.copy_(tensor.data, non_blocking=True)
+            kept = torch.empty_like(tensor, device=_HOST, pin_memory=True)
+            self._pinned[place] = kept
+        return kept.copy_(tensor, non_blocking=True)
 
 
 class MegatronRank(_Rank):
