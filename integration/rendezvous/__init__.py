@@ -6,6 +6,6 @@ torch's TCPStore can't do this: it serves whoever connects, and lets anyone list
 from .address import Rendezvous
 from .client import Connection
 from .group_store import GroupStore
-from .server import RendezvousServer, open_rendezvous
+from .server import RendezvousServer, listen, open_rendezvous
 
-__all__ = ["Connection", "GroupStore", "Rendezvous", "RendezvousServer", "open_rendezvous"]
+__all__ = ["Connection", "GroupStore", "Rendezvous", "RendezvousServer", "listen", "open_rendezvous"]

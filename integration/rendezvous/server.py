@@ -75,6 +75,7 @@ class RendezvousServer:
     def __init__(self, listener: socket.socket, rendezvous: Rendezvous):
         self.rendezvous = rendezvous
         self._key = rendezvous.key
+        _allow_files(_FILES + _FILES_A_RANK * rendezvous.size)
         world = RefitWorld(0, rendezvous.train_ranks, rendezvous.gen_ranks, rendezvous.epoch)
         self._ledger = Ledger(world)
         self._listener = listener
@@ -308,6 +309,18 @@ def open_rendezvous(
     Raises:
         RefitError: the port is taken, or the address is not this host's.
     """
+    listener = listen(host, port)
+    token = secrets.token_hex(32)
+    taken = listener.getsockname()[1]
+    return RendezvousServer(listener, Rendezvous(host, taken, train_ranks, gen_ranks, epoch, token))
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A listening socket for a :class:`RendezvousServer` whose ranks are not counted yet; they may connect already.
+
+    Raises:
+        RefitError: the port is taken, or the address is not this host's.
+    """
     listener: socket.socket | None = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -327,10 +340,7 @@ def open_rendezvous(
             stage="rendezvous",
         ) from error
     listener.setblocking(False)
-    _allow_files(_FILES + _FILES_A_RANK * (train_ranks + gen_ranks))
-    taken = listener.getsockname()[1]
-    token = secrets.token_hex(32)
-    return RendezvousServer(listener, Rendezvous(host, taken, train_ranks, gen_ranks, epoch, token))
+    return listener
 
 
 def _allow_files(wanted: int) -> None:
