@@ -21,7 +21,12 @@ _FAREWELL_S = 5.0
 
 
 class Channel:
-    """Publish, read, vote and meet among the ranks of one epoch; used from one thread."""
+    """Publish, read, vote and meet among the ranks of one epoch; used from one thread.
+
+    Attributes:
+        shared_wire: whether the groups of this epoch go through memory that the ranks of its host share, even where
+            NCCL or gloo could join them.
+    """
 
     def __init__(self, rendezvous: Rendezvous, world: RefitWorld, timeout_s: float):
         """Connect to the rendezvous.
@@ -40,6 +45,7 @@ class Channel:
         self._rendezvous = rendezvous
         self._connection = Connection(rendezvous, world.rank, timeout_s)
         self._store: GroupStore | None = None
+        self.shared_wire = False
 
     @property
     def store(self) -> GroupStore:

@@ -44,7 +44,12 @@ class Group:
 
     On GPUs, an exchange is only enqueued by :meth:`Exchange.start`; :meth:`wait_for` then waits on the
     host, within the timeout and with a look at the other ranks. On CPUs every exchange waits.
+
+    Attributes:
+        wire: what a GPU waits for, in errors.
     """
+
+    wire = "NCCL"
 
     def __init__(
         self,
@@ -190,8 +195,8 @@ class Group:
                     # Or the kernel would spin on, and the next synchronisation of the device never return.
                     self.abort()
                     raise RefitTimeout(
-                        f"NCCL did not finish within {self.timeout.total_seconds():.0f} s; a peer is late, stuck "
-                        "or gone",
+                        f"{self.wire} did not finish within {self.timeout.total_seconds():.0f} s; a peer is late, "
+                        "stuck or gone",
                         stage=stage,
                         rank=self.rank,
                     )
@@ -234,6 +239,11 @@ class Group:
                 )
                 self.abort()
         self._backends = []
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of this rank's device or host memory that the group stages in."""
+        return 0
 
     def _make(self, store: Store) -> Any:
         if self.device.type != "cuda":

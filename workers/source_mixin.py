@@ -17,6 +17,9 @@ from ..integration.rendezvous import Rendezvous, RendezvousServer, open_rendezvo
 from ..integration.session import RefitSession
 from .kv_scales import AmaxRecorder, KvScaleSource, Record
 
+# Engines that are called by another one's methods.
+_KIND_OF = {"colocated_ipc": "nccl_xfer"}
+
 
 class SourceRefitMixin:
     """Trainer side of a refit.
@@ -106,7 +109,8 @@ class SourceRefitMixin:
         Args:
             rendezvous: what ``open_refit_rendezvous`` returned on trainer rank 0.
             rank: this rank in the refit world, trainers first.
-            engine: ``nccl_xfer``, or ``packed_broadcast`` for the conventional path.
+            engine: ``nccl_xfer``; ``colocated_ipc``, the same through memory of the one host that all ranks are on; or
+                ``packed_broadcast`` for the conventional path.
 
         Returns:
             ``{"bulk": …, "misc": …, "unused": …}`` numbers of weights, and ``"misc_reasons"``.
@@ -218,12 +222,12 @@ class SourceRefitMixin:
 
 
 def open_session(session: RefitSession | None, engine: str) -> RefitSession:
-    """The session, if it is open and carries ``engine``.
+    """The session, if it is open and carries ``engine``, or a kind of it.
 
     Raises:
         RuntimeError: it is not; says which call is missing.
     """
-    if session is None or session.engine.name != engine:
+    if session is None or engine not in (session.engine.name, _KIND_OF.get(session.engine.name)):
         found = "no session is open" if session is None else f"the session carries {session.engine.name}"
         raise RuntimeError(
             f"a refit over {engine} was asked for, but {found}; call "

@@ -16,6 +16,7 @@ from ..errors import RefitMismatch
 from ..manifest import TensorSpec, first_difference
 from ..misc import PackedBroadcast
 from ..process_groups import Group, members
+from ..shared_wire.opening import agree_on_wire, open_group
 
 _MODULUS = 1 << 256
 
@@ -111,13 +112,8 @@ def make_packed_broadcast(
     world = channel.world
     place = members([0, *world.destinations], world.rank)
     group = None
-    if place is not None and specs:
-        group = Group(
-            channel.store,
-            "misc",
-            *place,
-            device=device,
-            timeout_s=channel.timeout_s,
-            watch=channel.check_abort,
-        )
+    if specs:
+        wire = agree_on_wire(channel, "misc", device)
+        if place is not None:
+            group = open_group(channel, wire, "misc", place, device, 1, config.bucket_bytes)
     return PackedBroadcast(group, specs, config.bucket_bytes, world.rank, config.verify), group

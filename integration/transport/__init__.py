@@ -10,6 +10,7 @@ from ..channel import Channel
 from ..config import RefitConfig
 from ..plan import BroadcastPlan, Plan
 from ..process_groups import Group
+from ..shared_wire.opening import agree_on_wire, open_group, shared_gpu
 from .base import TransferResult, Transport
 from .golden import GoldenTransport
 from .ipc import IpcTransport, availability, facts
@@ -44,14 +45,23 @@ def choose(transport: str, told: Sequence[object], train_ranks: int) -> tuple[st
     Raises:
         RefitMismatch: what a rank told can't be read.
     """
-    if transport == "m2n":
-        return FALLBACK, f"m2n: {WHY_NO_TRANSPORT}; {FALLBACK} serves"
-    if transport != "auto":
-        return transport, "asked for by policy.refit.transport"
-    able, reason = availability(told, train_ranks)
-    if able:
-        return "ipc", f"auto: {reason}"
-    return FALLBACK, f"auto: not ipc, since {reason}; {FALLBACK} serves any layout and any network"
+    if transport == "auto":
+        able, reason = availability(told, train_ranks)
+        if able:
+            return "ipc", f"auto: {reason}"
+        name, reason = (
+            FALLBACK,
+            f"auto: not ipc, since {reason}; {FALLBACK} serves any layout and any network",
+        )
+    elif transport == "m2n":
+        name, reason = FALLBACK, f"m2n: {WHY_NO_TRANSPORT}; {FALLBACK} serves"
+    else:
+        name, reason = transport, "asked for by policy.refit.transport"
+    sharing = shared_gpu(told)
+    return (
+        name,
+        reason if name == "ipc" or not sharing else f"{reason}, through memory of the host: {sharing}",
+    )
 
 
 def make_transport(
@@ -66,16 +76,8 @@ def make_transport(
     world = channel.world
 
     def group(lanes: int) -> Group:
-        return Group(
-            channel.store,
-            "bulk",
-            world.rank,
-            world.size,
-            device,
-            channel.timeout_s,
-            channel.check_abort,
-            lanes,
-        )
+        wire = agree_on_wire(channel, "bulk", device)
+        return open_group(channel, wire, "bulk", (world.rank, world.size), device, lanes, config.bucket_bytes)
 
     if transport == "p2p" and isinstance(plan, Plan):
         opened = group(config.streams)

@@ -72,7 +72,7 @@ class P2PTransport(GroupTransport):
 
     @property
     def staging_bytes(self) -> int:
-        return self._replay.staging_bytes if self._replay is not None else 0
+        return self.group.staging_bytes + (self._replay.staging_bytes if self._replay is not None else 0)
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
         self._views = LiveViews(fragments, self.group.device)
