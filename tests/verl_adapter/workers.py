@@ -1,0 +1,176 @@
+"""Workers of a verl run on CPUs: verl's own classes, with weights of known values in place of models."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from verl.checkpoint_engine import CheckpointEngineRegistry, CheckpointEngineWorker
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.import_utils import import_external_libs
+from verl.workers.config import CheckpointEngineConfig, RolloutConfig
+from verl.workers.rollout import BaseRollout, RolloutReplica
+
+# Over several buckets of 1 MiB: one larger than two of them, odd sizes, scalars and types that torch can't add up.
+SPECS = {
+    "model.embed_tokens.weight": ((1200, 1024), torch.bfloat16),
+    "model.layers.0.input_layernorm.weight": ((513,), torch.float32),
+    "model.layers.0.self_attn.q_proj.weight": ((256, 1024), torch.bfloat16),
+    "model.layers.0.mlp.experts.0.w.weight": ((300, 1000), torch.float8_e4m3fn),
+    "model.layers.0.mlp.gate.e_score_correction_bias": ((8,), torch.float32),
+    "model.layers.0.scale": ((), torch.float32),
+    "model.layers.0.steps": ((2,), torch.int64),
+    "model.norm.weight": ((7,), torch.float16),
+    "lm_head.weight": ((400, 1024), torch.float32),
+}
+
+
+def weight(name: str, version: int) -> torch.Tensor:
+    """A whole weight at a version."""
+    shape, dtype = SPECS[name]
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) * 1009 + version)
+    return (torch.randn(shape, generator=generator) * 8).to(dtype)
+
+
+class Shards:
+    """A training engine that keeps every second row, so that an export is a collective of both actors."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.exported = 0
+
+    def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
+        return self._export(), None
+
+    def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in SPECS:
+            whole = weight(name, self.version)
+            raw = whole.contiguous().view(-1).view(torch.uint8)
+            mine = torch.zeros_like(raw)
+            mine[dist.get_rank() :: 2] = raw[dist.get_rank() :: 2]
+            dist.all_reduce(mine)
+            self.exported += 1
+            full = mine.view(whole.dtype).view(whole.shape)
+            # Not contiguous, as exports of fused weights are.
+            yield name, full.t().contiguous().t() if full.dim() == 2 else full
+
+
+class Actor(Worker):
+    """What verl's ActorRolloutRefWorker does for an update; its module loads all of verl's training engines."""
+
+    def __init__(self, config: CheckpointEngineConfig) -> None:
+        super().__init__()
+        dist.init_process_group("gloo", rank=self.rank, world_size=self.world_size)
+        self.engine = Shards()
+        import_external_libs(config.custom_backend_module)
+        self.checkpoint_engine = CheckpointEngineRegistry.new(
+            config.backend,
+            is_master=self.rank == 0,
+            bucket_size=config.update_weights_bucket_megabytes << 20,
+            **config.engine_kwargs[config.backend],
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, float]:
+        weights, _ = self.engine.get_per_tensor_param()
+        return await self.checkpoint_engine.send_weights(weights, global_steps=global_steps) or {}
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+    def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.checkpoint_engine, method)(*args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def train(self, version: int) -> None:
+        """Change all weights."""
+        self.engine.version = version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def exported(self) -> int:
+        return self.engine.exported
+
+
+class KeptWeights(BaseRollout):
+    """An inference engine that keeps what its loader is given, without a copy."""
+
+    def __init__(self) -> None:
+        self.replica_rank = 0
+        self.weights: dict[str, torch.Tensor] = {}
+        self.dies_at = ""
+
+    async def update_weights(
+        self,
+        weights: AsyncIterator[tuple[str, torch.Tensor]],
+        wire_format: str = "named_tensors",
+        **kwargs: Any,
+    ) -> None:
+        assert wire_format == "named_tensors"
+        async for name, tensor in weights:
+            if name == self.dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.weights[name] = tensor
+
+    async def resume(self, tags: list[str]) -> None:
+        raise NotImplementedError
+
+    async def release(self) -> None:
+        raise NotImplementedError
+
+
+class RolloutWorker(CheckpointEngineWorker):
+    """verl's rollout worker before :class:`KeptWeights`."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        super().__init__(config, None, KeptWeights())
+
+    def wrong(self, version: int) -> list[str]:
+        """What is not, bit for bit, as it is at ``version``; the engine is empty afterwards."""
+        found, self.server_adapter.weights = self.server_adapter.weights, {}
+        return [
+            name
+            for name, (shape, dtype) in SPECS.items()
+            if name not in found
+            or (found[name].shape, found[name].dtype) != (torch.Size(shape), dtype)
+            or bytes_of(found[name]) != bytes_of(weight(name, version))
+        ] + sorted(set(found) - set(SPECS))
+
+    def die_at(self, name: str) -> None:
+        self.server_adapter.dies_at = name
+
+    def version(self) -> int | None:
+        return self.checkpoint_engine.version
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+class Replica(RolloutReplica):
+    """A replica of one worker, whose server does nothing but note what verl's manager asks of it."""
+
+    def __init__(self, rank: int, config: RolloutConfig, worker: Any):
+        super().__init__(rank, config, None)
+        self.workers = [worker]
+        self.asked: list[str] = []
+
+    def get_ray_class_with_init_args(self) -> Any:
+        raise NotImplementedError
+
+    async def launch_servers(self) -> None:
+        raise NotImplementedError
+
+    async def abort_all_requests(self, **kwargs: Any) -> None:
+        self.asked.append("abort")
+
+    async def release_kv_cache(self) -> None:
+        self.asked.append("release")
+
+    async def resume_kv_cache(self) -> None:
+        self.asked.append("restore")
+
+    async def resume_generation(self) -> None:
+        self.asked.append("resume")
