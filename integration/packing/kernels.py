@@ -67,8 +67,9 @@ def copy_segments(
 ):
     """Copy side a of each row to side b."""
     a, b, offset_a, offset_b, mask, _ = _place(tl.program_id(0), tiles, rows, COLUMNS, TILE, NESTED)
-    source = tl.multiple_of(a, LANES * WORD_BYTES).to(tl.pointer_type(WORD))
-    target = tl.multiple_of(b, LANES * WORD_BYTES).to(tl.pointer_type(WORD))
+    # The hint on the pointer: one on the number is lost in the conversion, and accesses would be of single words.
+    source = tl.multiple_of(a.to(tl.pointer_type(WORD)), LANES * WORD_BYTES)
+    target = tl.multiple_of(b.to(tl.pointer_type(WORD)), LANES * WORD_BYTES)
     lane = tl.arange(0, LANES)[None, :]
     mask = mask[:, None]
     value = tl.load(source + (offset_a[:, None] * LANES + lane), mask=mask)
@@ -101,8 +102,8 @@ def cast_segments(
 ):
     """Cast side a of each row to side b. Addresses and strides count elements, ``LANES`` of which are a unit."""
     a, b, offset_a, offset_b, mask, _ = _place(tl.program_id(0), tiles, rows, COLUMNS, TILE, NESTED)
-    source = tl.multiple_of(a * SOURCE_BYTES, LANES * SOURCE_BYTES).to(tl.pointer_type(SOURCE))
-    target = tl.multiple_of(b * TARGET_BYTES, LANES * TARGET_BYTES).to(tl.pointer_type(TARGET))
+    source = tl.multiple_of((a * SOURCE_BYTES).to(tl.pointer_type(SOURCE)), LANES * SOURCE_BYTES)
+    target = tl.multiple_of((b * TARGET_BYTES).to(tl.pointer_type(TARGET)), LANES * TARGET_BYTES)
     lane = tl.arange(0, LANES)[None, :]
     mask = mask[:, None]
     value = tl.load(source + (offset_a[:, None] * LANES + lane), mask=mask)
@@ -133,7 +134,7 @@ def checksum_segments(
 ):
     """Add up each row's words, weighted by their place in the message, which is side b; into ``out[slot]``."""
     a, b, offset_a, offset_b, mask, slot = _place(tl.program_id(0), tiles, rows, COLUMNS, TILE, NESTED)
-    source = tl.multiple_of(a, LANES * WORD_BYTES).to(tl.pointer_type(WORD))
+    source = tl.multiple_of(a.to(tl.pointer_type(WORD)), LANES * WORD_BYTES)
     lane = tl.arange(0, LANES)[None, :]
     value = tl.load(source + (offset_a[:, None] * LANES + lane), mask=mask[:, None], other=0).to(tl.uint64)
     position = b + (offset_b[:, None] * LANES + lane) * WORD_BYTES

@@ -1,0 +1,64 @@
+"""The Triton kernels compiled for a Hopper GPU, on any machine: as wide accesses as their tables promise."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rlrefit.integration.packing import kernels
+from rlrefit.integration.quantize import fp8_kernels
+
+_HOPPER = GPUTarget("cuda", 90, 32)
+_PLACES: dict[str, Any] = {"COLUMNS": 11, "TILE": 512, "NESTED": True}
+
+
+def accesses(kernel: Any, constants: dict[str, Any], warps: int, *pointers: str) -> Counter[str]:
+    """How often each kind of access to global memory stands in the kernel's code."""
+    signature = {"tiles": "*i32", "rows": "*i64", **dict.fromkeys(pointers, "*i64")}
+    signature = {**signature, **dict.fromkeys(constants, "constexpr")}
+    ordered = {name: signature[name] for name in kernel.arg_names}
+    source = ASTSource(
+        kernel,
+        signature=ordered,
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(2 + len(pointers))},
+    )
+    code = triton.compile(source, target=_HOPPER, options={"num_warps": warps}).asm["ptx"]
+    print(sorted(Counter(re.findall(r"((?:ld|st)\.global[\w\.:]*)", code)).items()))
+    return Counter(re.findall(r"(?:ld|st)\.global(?:\.\w+)*\.(v\d\.b\d+|b\d+)", code))
+
+
+def test_a_unit_of_16_bytes_is_one_access_of_a_copy() -> None:
+    word, size, lanes = kernels.COPY_WORDS[16]
+    found = accesses(
+        kernels.copy_segments, {**_PLACES, "WORD": word, "WORD_BYTES": size, "LANES": lanes, "TILE": 1024}, 8
+    )
+    assert found["v2.b64"] >= 8
+
+
+def test_checksums_read_units_of_16_bytes() -> None:
+    word, size, lanes = kernels.CHECKSUM_WORDS[16]
+    constants = {**_PLACES, "WORD": word, "WORD_BYTES": size, "LANES": lanes}
+    assert accesses(kernels.checksum_segments, constants, 4, "out")["v4.b32"] >= 4
+
+
+@pytest.mark.parametrize(("source", "size"), [(tl.float32, 4), (tl.bfloat16, 2)])
+def test_casts_read_and_write_16_bytes_at_a_time(source: Any, size: int) -> None:
+    types = {"SOURCE": source, "SOURCE_BYTES": size, "TARGET": tl.float16, "TARGET_BYTES": 2, "LANES": 16}
+    found = accesses(kernels.cast_segments, {**_PLACES, **types}, 8)
+    assert found["v4.b32"] >= 4
+    assert found["b16"] == 0
+
+
+def test_blocks_are_read_and_their_codes_written_16_bytes_at_a_time() -> None:
+    constants = {"COLUMNS": 16, "WORD": tl.bfloat16, "BLOCK": 128, "FLOOR": 1e-4, "UE8M0": False}
+    found = accesses(fp8_kernels.quantize_blocks, {**constants, "ROUND": False, "UNIT": 16}, 8)
+    assert found["v4.b32"] >= 8
+    assert found["b16"] == found["b8"] == 0
