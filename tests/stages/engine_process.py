@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -19,10 +20,10 @@ from rlrefit.integration.stages import KV_CACHE, TAGS, WEIGHTS
 from tests.refit.synthetic import Layout, SyntheticDestination
 
 CPU = torch.device("cpu")
-# 32 MiB and a small one.
-SPECS = [TensorSpec("w", (1024, 4096), torch.float64), TensorSpec("norm", (4096,), torch.bfloat16)]
+# 16 MiB and a small one.
+SPECS = [TensorSpec("w", (512, 4096), torch.float64), TensorSpec("norm", (4096,), torch.bfloat16)]
 WHOLE: Layout = {spec.name: [tuple((0, n) for n in spec.shape)] for spec in SPECS}
-WEIGHTS_BYTES, KV_BYTES = 32 << 20, 48 << 20
+WEIGHTS_BYTES, KV_BYTES = 16 << 20, 24 << 20
 CONFIG = RefitConfig(bucket_mb=4, timeout_s=20.0, verify="full", transport="p2p")
 
 
@@ -106,6 +107,8 @@ class Engine:
 
 def engine_main(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    # What the process was forked with: looking through it for garbage would copy all of it.
+    gc.freeze()
     engine = Engine()
     while True:
         try:
