@@ -92,7 +92,7 @@ class DeviceGroup(Group):
             own[peer] = self._make_buckets(nbytes, limit)
             tell(self._store, f"{self._name}/{self.rank}>{peer}", own[peer].told)
         words = self.lanes * LANE_WORD_BYTES
-        opened = open_pairs(self._store, self._name, self.rank, new, words, 1, limit)
+        opened = open_pairs(self._store, self._name, self.rank, new, words, 1, limit, self._watch)
         self._pairs |= opened
         for peer, pair in opened.items():
             told = hear(self._store, f"{self._name}/{peer}>{self.rank}", peer, self.rank, limit)

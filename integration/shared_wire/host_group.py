@@ -70,7 +70,7 @@ class HostGroup(Group):
         lane_bytes = 2 * BUCKETS * self._bucket_bytes
         limit = self.timeout.total_seconds()
         opened = open_pairs(
-            self._store, self._name, self.rank, new, self.lanes * lane_bytes, self.lanes, limit
+            self._store, self._name, self.rank, new, self.lanes * lane_bytes, self.lanes, limit, self._watch
         )
         self._pairs |= opened
         for peer, pair in opened.items():
@@ -103,7 +103,9 @@ class HostGroup(Group):
 
     def close(self, *, failed: bool = False) -> None:
         self._closed = True
-        self._links = {}
+        while self._links:
+            for link in self._links.popitem()[1]:
+                link.close()
         while self._pairs:
             self._pairs.popitem()[1].close()
 

@@ -67,6 +67,10 @@ class HostLink:
         self._emptied += 1
         self._signal(_FREED)
 
+    def close(self) -> None:
+        """Let go of the buckets, whoever keeps the link, as a traceback does; the connection is its maker's."""
+        self._outgoing, self._incoming = [], []
+
     def _signal(self, signal: bytes) -> None:
         try:
             self.connection.send(signal)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from ..errors import RefitError, RefitMismatch, RefitTimeout
+from ..errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
 from ..transport.ipc.descriptors import DescriptorServer, fetch
 from .segment import Segment
 
 _STAGE = "process group"
+# What the higher rank says once it has mapped the memory.
+_HERE = b"h"
+_WATCH_EVERY = 0.5
 
 
 class Pair:
@@ -92,7 +97,14 @@ class Pair:
 
 
 def open_pairs(
-    store: Store, name: str, rank: int, peers: Sequence[int], nbytes: int, lanes: int, timeout_s: float
+    store: Store,
+    name: str,
+    rank: int,
+    peers: Sequence[int],
+    nbytes: int,
+    lanes: int,
+    timeout_s: float,
+    watch: Callable[[str], None],
 ) -> dict[int, Pair]:
     """Pair with all ``peers``, which do so at the same time.
 
@@ -104,9 +116,11 @@ def open_pairs(
         nbytes: of each pair's memory, the same on both ends.
         lanes: the same on all ranks.
         timeout_s: limit of waiting for any of them.
+        watch: called now and then during a wait; raises if another rank has given up.
 
     Raises:
         RefitTimeout: a peer did not come.
+        PeerLost: it came and left.
         RefitError: it can't be reached.
     """
     opened: dict[int, Pair] = {}
@@ -117,11 +131,38 @@ def open_pairs(
         for peer in (peer for peer in peers if peer < rank):
             told = hear(store, f"{name}/{peer}+{rank}", peer, rank, timeout_s)
             opened[peer] = _fetched(peer, told, rank, nbytes, lanes, timeout_s)
+            opened[peer].connections[0].send(_HERE)
+        # Or a rank that is done early could take its memory away before a late peer has mapped it.
+        for peer in (peer for peer in peers if peer > rank):
+            _await(opened[peer], rank, timeout_s, watch)
     except BaseException:
         for pair in opened.values():
             pair.close()
         raise
     return opened
+
+
+def _await(pair: Pair, rank: int, timeout_s: float, watch: Callable[[str], None]) -> None:
+    deadline = time.monotonic() + timeout_s
+    connection = pair.connections[0]
+    waiting = select.poll()
+    waiting.register(connection, select.POLLIN)
+    while not waiting.poll(1e3 * _WATCH_EVERY):
+        if time.monotonic() > deadline:
+            raise _never_came(pair.peer, rank, timeout_s)
+        watch(_STAGE)
+    if connection.recv(len(_HERE)) != _HERE:
+        raise PeerLost(
+            f"group rank {pair.peer} ended or gave up as it came to share memory", stage=_STAGE, rank=rank
+        )
+
+
+def _never_came(peer: int, rank: int, timeout_s: float) -> RefitTimeout:
+    return RefitTimeout(
+        f"group rank {peer} did not come to share memory within {timeout_s:.0f} s; dead, busy, or not called at all",
+        stage=_STAGE,
+        rank=rank,
+    )
 
 
 def tell(store: Store, key: str, data: object) -> None:
@@ -164,7 +205,7 @@ def _fetched(peer: int, told: dict[str, Any], rank: int, nbytes: int, lanes: int
     except (OSError, ValueError, KeyError) as error:
         raise RefitError(
             f"the memory that group rank {peer} shares can't be opened ({type(error).__name__}: {error}); nothing was "
-            "written. Processes that share a GPU or run colocated_ipc must share the host, its network namespace and "
+            "written. Has it ended? Processes that share a GPU or run colocated_ipc must share the host, its network namespace and "
             "the user, and run the same rlrefit",
             stage=_STAGE,
             rank=rank,

@@ -16,7 +16,15 @@ TIMEOUT_S = 3.0
 
 
 def rank_main(
-    rank: int, killed: int, moment: str, on_gpu: bool, how: int, meeting: Any, ready: Any, results: Any
+    rank: int,
+    killed: int,
+    moment: str,
+    on_gpu: bool,
+    how: int,
+    engine: str,
+    meeting: Any,
+    ready: Any,
+    results: Any,
 ) -> None:
     import torch
 
@@ -46,7 +54,7 @@ def rank_main(
     rendezvous = server.rendezvous if rank == 0 else meeting.get(timeout=60)
     config = RefitConfig(bucket_mb=1, timeout_s=TIMEOUT_S)
     ready.wait(60)  # the processes start at very different speeds
-    session = RefitSession.open(rendezvous, rank, lambda: endpoint, config)
+    session = RefitSession.open(rendezvous, rank, lambda: endpoint, config, engine=engine)
     session.refit(1)
     if rank == killed:
 
@@ -68,14 +76,18 @@ def rank_main(
         results.put((rank, f"{type(error).__name__}: {error}", time.monotonic() - start, session.state.dirty))
 
 
-def kill_a_rank(moment: str, on_gpu: bool, killed: int = 2, how: int = signal.SIGKILL) -> None:
+def kill_a_rank(
+    moment: str, on_gpu: bool, killed: int = 2, how: int = signal.SIGKILL, engine: str = "nccl_xfer"
+) -> None:
     """Kill or stop a rank in its second refit, and check how the others end. Trainer rank 0 holds the rendezvous."""
     # CUDA starts in processes that nothing has touched.
     context: Any = multiprocessing.get_context("spawn") if on_gpu else processes()
     meeting, results = context.Queue(), context.Queue()
     ready = context.Barrier(3)
     ranks = [
-        context.Process(target=rank_main, args=(r, killed, moment, on_gpu, how, meeting, ready, results))
+        context.Process(
+            target=rank_main, args=(r, killed, moment, on_gpu, how, engine, meeting, ready, results)
+        )
         for r in range(3)
     ]
     for rank in ranks:

@@ -1,0 +1,114 @@
+"""The checkpoint engine ``colocated_ipc`` on CPUs: whole refits through memory that the ranks share."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.engines import colocated_ipc
+from rlrefit.integration.errors import PeerLost, RefitError, VerificationError
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.quantize.formats import Format
+from rlrefit.integration.session import RefitSession
+from rlrefit.workers.source_mixin import open_session
+from tests.quantize import test_quantized_refit as quantized
+from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world
+from tests.refit.test_killed_peer import kill_a_rank
+from tests.refit.test_session import refit_versions, world
+from tests.spawn import run_ranks
+
+from .worlds import left_after, left_behind, many_refits
+
+CONFIG = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full")
+
+
+@pytest.mark.parametrize(("transport", "carries"), [("auto", "buckets"), ("golden", "golden")])
+def test_three_changed_refits_land_bit_for_bit_and_commit(transport: str, carries: str) -> None:
+    before = left_behind()
+    sources, destinations = world()
+    config = RefitConfig(transport=transport, bucket_mb=1, timeout_s=20.0, verify="full")
+    results = run_world(sources, destinations, refit_versions(1, 2, 3), config, "colocated_ipc")
+    for result in results[2:]:
+        assert [(wrong, version) for _, wrong, version in result] == [([], 1), ([], 2), ([], 3)]
+        assert {record.transport for record, _, _ in result} == {carries}
+        assert all(record.bytes_misc > 0 and record.bytes_verified > 0 for record, _, _ in result)
+    assert left_after(before) == before
+
+
+def test_the_engine_is_called_as_nccl_xfer_is_and_says_what_carries_the_bytes_and_why() -> None:
+    def body(rank: int, session: RefitSession, endpoint: Any) -> str:
+        assert open_session(session, "nccl_xfer") is open_session(session, "colocated_ipc") is session
+        with pytest.raises(RuntimeError, match="carries colocated_ipc"):
+            open_session(session, "packed_broadcast")
+        return str(session.engine.transport_reason)
+
+    for reason in run_world(*world(), body, CONFIG, "colocated_ipc"):
+        assert "the engine colocated_ipc was asked for; buckets in host memory" in reason
+        assert "its parameters are not on a GPU" in reason
+
+
+def test_a_tensor_larger_than_a_bucket_arrives_and_damage_on_the_way_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    specs = [TensorSpec("large", (3 << 10, 1 << 10), torch.bfloat16), TensorSpec("f8", (512, 8), torch.uint8)]
+    box = {"large": [((0, 3 << 10), (0, 1 << 10))]}
+    ends = [SyntheticSource(specs[:1], box)], [SyntheticDestination(specs[:1], box)]
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> list[Any]:
+        found = [refit_changed(session, endpoint, version)[1] for version in (1, 2)]
+        group: Any = session.engine._open_bulk._transport.group  # type: ignore[attr-defined]
+        if rank == 0:
+            link = group.link(1, 0)
+            filled = link.filled
+
+            def damage() -> None:
+                link._outgoing[link._filled % 2][100] ^= 1
+                filled()
+
+            monkeypatch.setattr(link, "filled", damage)
+        return [*found, refit_changed(session, endpoint, 3)[1]]
+
+    sender, receiver = run_world(*ends, body, CONFIG, "colocated_ipc")
+    assert isinstance(receiver, VerificationError)
+    assert isinstance(sender, PeerLost)
+
+
+def test_quantized_weights_of_float8_go_through() -> None:
+    formats: dict[str, Format] = {spec.name: quantized.FP8 for spec in quantized.QUANTIZED}
+    for cut in (quantized.by_columns, quantized.by_rows):
+        results = run_world(
+            quantized.sources(),
+            quantized.wanted(formats, cut),
+            lambda rank, session, end: [refit_changed(session, end, version)[1] for version in (1, 2, 3)],
+            quantized.config(transport="auto"),
+            "colocated_ipc",
+        )
+        assert results == [[[], [], []]] * 4
+
+
+def test_ranks_on_other_hosts_are_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = itertools.cycle(["here", "there"])
+    monkeypatch.setattr(colocated_ipc, "host_identity", lambda: next(names))
+    results = run_world(*world(), lambda *_: None, CONFIG, "colocated_ipc")
+    assert all(isinstance(result, RefitError) for result in results)
+    assert all("joins the processes of one host" in str(result) for result in results)
+    assert all("Use the engine nccl_xfer" in str(result) for result in results)
+
+
+def test_a_hundred_refits_between_processes_land_and_leave_no_descriptor_no_mapping_and_no_memory() -> None:
+    for rank in run_ranks(many_refits, 3, 100):
+        assert rank["wrong"] == []
+        assert rank["transport"] == "buckets"
+        assert rank["descriptors"][0] == rank["descriptors"][1]
+        assert rank["grown"] < 2 << 20
+        assert rank["mapped"] > 0
+        assert rank["left"]
+
+
+@pytest.mark.parametrize("killed", [2, 0])
+def test_the_death_of_a_rank_ends_the_refit_on_all_others_at_once(killed: int) -> None:
+    kill_a_rank("transfer", on_gpu=False, killed=killed, engine="colocated_ipc")

@@ -1,0 +1,64 @@
+"""Which wire joins the ranks of an epoch, from what they tell of their GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlrefit.integration.errors import RefitError
+from rlrefit.integration.shared_wire.opening import choose_wire
+from rlrefit.integration.transport import choose
+
+
+def gpu(device: str, host: str = "h", lacks: str = "", reaches: list[str] | None = None) -> dict[str, Any]:
+    everything = ["A", "B"]
+    return {
+        "host": host,
+        "lacks": lacks,
+        "device": device,
+        "visible": everything,
+        "reaches": everything if reaches is None else reaches,
+    }
+
+
+CPU = {"host": "h", "lacks": "its parameters are not on a GPU"}
+
+
+@pytest.mark.parametrize("told", [[gpu("A"), gpu("B")], [CPU, CPU], [gpu("A"), gpu("B", "other")]])
+def test_ranks_with_a_gpu_each_or_none_go_over_the_network(told: list[Any]) -> None:
+    assert choose_wire(told, asked=False).kind == "network"
+
+
+def test_two_ranks_of_a_gpu_go_through_its_memory() -> None:
+    wire = choose_wire([gpu("A"), gpu("B"), gpu("B")], asked=False)
+    assert wire.kind == "device"
+    assert wire.reason.startswith("refit ranks 1 and 2 share a GPU, and NCCL takes no two ranks of one")
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ([gpu("A"), gpu("A", lacks="no cuda-bindings")], "no cuda-bindings"),
+        ([gpu("A"), gpu("A"), gpu("B", reaches=["B"])], "refit rank 2 can't map GPU memory of refit rank 0"),
+        ([CPU, CPU], "not on a GPU"),
+    ],
+)
+def test_without_cuda_ipc_the_buckets_lie_in_host_memory(told: list[Any], why: str) -> None:
+    wire = choose_wire(told, asked=True)
+    assert wire.kind == "host"
+    assert why in wire.reason
+
+
+def test_two_ranks_of_a_gpu_beside_another_host_are_an_error_with_the_remedy() -> None:
+    with pytest.raises(RefitError, match=r"share a GPU.*on 2 hosts.*a refit world for each host"):
+        choose_wire([gpu("A"), gpu("A"), gpu("B", "other")], asked=False)
+
+
+def test_the_reason_of_the_transport_tells_of_the_shared_gpu() -> None:
+    shared = [gpu("A", lacks="no cuda-bindings"), gpu("A")]
+    for asked in ("auto", "p2p", "golden", "m2n"):
+        name, reason = choose(asked, shared, 1)
+        assert name == ("golden" if asked == "golden" else "p2p")
+        assert reason.endswith("refit ranks 0 and 1 share a GPU, and NCCL takes no two ranks of one")
+    assert "share" not in choose("auto", [gpu("A"), gpu("B")], 1)[1]
