@@ -24,6 +24,8 @@ CPU = torch.device("cpu")
 SPECS = [TensorSpec("w", (512, 4096), torch.float64), TensorSpec("norm", (4096,), torch.bfloat16)]
 WHOLE: Layout = {spec.name: [tuple((0, n) for n in spec.shape)] for spec in SPECS}
 WEIGHTS_BYTES, KV_BYTES = 16 << 20, 24 << 20
+# Its wire is memory of the host, here as on a GPU.
+ENGINE = "colocated_ipc"
 CONFIG = RefitConfig(bucket_mb=4, timeout_s=20.0, verify="full", transport="p2p")
 
 
@@ -88,7 +90,12 @@ class Engine:
 
     def join(self, rendezvous: dict[str, Any]) -> None:
         self._session = RefitSession.open(
-            Rendezvous.from_json(rendezvous), 1, lambda: self._destination, CONFIG, state=self._state
+            Rendezvous.from_json(rendezvous),
+            1,
+            lambda: self._destination,
+            CONFIG,
+            state=self._state,
+            engine=ENGINE,
         )
 
     def refit(self, version: int) -> dict[str, Any]:

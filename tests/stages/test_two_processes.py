@@ -23,6 +23,7 @@ from tests.spawn import processes
 from .engine_process import (
     CONFIG,
     CPU,
+    ENGINE,
     KV_BYTES,
     SPECS,
     WEIGHTS_BYTES,
@@ -87,7 +88,9 @@ class Pair:
     def meet(self) -> None:
         """An epoch of both, who have their weights."""
         self.pipe.send(("join", (self.server.rendezvous.to_json(),)))
-        self.session = RefitSession.open(self.server.rendezvous, 0, lambda: self.trainer.source, CONFIG)
+        self.session = RefitSession.open(
+            self.server.rendezvous, 0, lambda: self.trainer.source, CONFIG, engine=ENGINE
+        )
         answer(self.pipe)
 
     def refit(self, version: int) -> list[RefitRecord]:
