@@ -118,8 +118,8 @@ class Holdings:
         """Plain data for the rendezvous."""
         return {
             "rank": self.rank,
-            "groups": [[g.boxes, dtype_name(g.dtype), _encode(g.indices)] for g in self.groups],
-            "refused": {reason: _encode(indices) for reason, indices in self.refused.items()},
+            "groups": [[g.boxes, dtype_name(g.dtype), encode_positions(g.indices)] for g in self.groups],
+            "refused": {reason: encode_positions(indices) for reason, indices in self.refused.items()},
         }
 
     @staticmethod
@@ -141,11 +141,13 @@ class Holdings:
                 HoldingGroup(
                     tuple(tuple((int(a), int(b)) for a, b in box) for box in boxes),
                     dtype_of(dtype),
-                    _decode(text, len(table.specs)),
+                    decode_positions(text, len(table.specs)),
                 )
                 for boxes, dtype, text in groups
             )
-            reasons = {str(reason): _decode(text, len(table.specs)) for reason, text in refused.items()}
+            reasons = {
+                str(reason): decode_positions(text, len(table.specs)) for reason, text in refused.items()
+            }
         except (TypeError, ValueError, KeyError, OverflowError) as error:
             raise RefitMismatch(
                 f"malformed holdings ({error}); nothing was written. Do both sides run the same rlrefit?",
@@ -228,7 +230,7 @@ def _ascending(found: list[int]) -> Positions:
     return np.array(sorted(found), dtype=np.int64)
 
 
-def _encode(indices: Positions) -> str:
+def encode_positions(indices: Positions) -> str:
     """Positions as text: their differences (the first counted from 0) as 32-bit words, deflated, in base 64.
 
     Experts repeat the same differences thousands of times, so this is a few hundred characters.
@@ -239,7 +241,12 @@ def _encode(indices: Positions) -> str:
 
 # Ranks with the same data send the same text.
 @lru_cache(maxsize=4096)
-def _decode(text: object, size: int) -> Positions:
+def decode_positions(text: object, size: int) -> Positions:
+    """Inverse of :func:`encode_positions`, for a list of ``size`` specs; the result is not to be written.
+
+    Raises:
+        TypeError, ValueError: malformed text, or positions outside of the list.
+    """
     if not isinstance(text, str):
         raise TypeError("positions are no text")
     inflate = zlib.decompressobj()

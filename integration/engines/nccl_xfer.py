@@ -25,7 +25,7 @@ from ..world import RefitWorld, host_identity
 from .agreement import agree_on_plan, agree_on_specs, make_packed_broadcast
 from .base import CheckpointEngine, SendResult
 from .bulk import BulkPath
-from .formats import agree_on_formats
+from .formats import agree_on_formats, require_stored_so
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +47,12 @@ class NcclXferEngine(CheckpointEngine):
 
     def prepare(self, endpoint: WeightSource | WeightDestination) -> Manifest:
         specs = agree_on_specs(self.channel, endpoint)
-        endpoint, specs = agree_on_formats(self.channel, self.config, endpoint, specs)
+        endpoint, specs, formats = agree_on_formats(self.channel, self.config, endpoint, specs)
         self._endpoint = endpoint
         table = SpecTable(specs)
         fragments, refused = self._fragments(endpoint, table.specs)
+        if not self.world.is_source:
+            require_stored_so(self.channel, fragments, formats)
         who = self.world.describe(self.world.rank)
         ours = holdings_of(self.world.rank, fragments, refused, table, who)
         answers = self.channel.vote(

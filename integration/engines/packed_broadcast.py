@@ -14,7 +14,7 @@ from ..records import StageClock
 from ..world import RefitWorld
 from .agreement import agree_on_digest, agree_on_specs, make_packed_broadcast, specs_digest
 from .base import CheckpointEngine, SendResult
-from .formats import agree_on_formats
+from .formats import agree_on_formats, require_stored_so
 
 
 class PackedBroadcastEngine(CheckpointEngine):
@@ -28,12 +28,13 @@ class PackedBroadcastEngine(CheckpointEngine):
 
     def prepare(self, endpoint: WeightSource | WeightDestination) -> Manifest:
         specs = agree_on_specs(self.channel, endpoint)
-        endpoint, specs = agree_on_formats(self.channel, self.config, endpoint, specs)
+        endpoint, specs, formats = agree_on_formats(self.channel, self.config, endpoint, specs)
         self._endpoint = endpoint
         agree_on_digest(self.channel, "specs_digest", specs_digest(specs, self.config))
         if not self.world.is_source:
             # The engine checks here that the weights fill it, before anything is written.
-            cast(WeightDestination, endpoint).fragments(specs)
+            fragments, _ = cast(WeightDestination, endpoint).fragments(specs)
+            require_stored_so(self.channel, fragments, formats)
         reason = "policy.nccl_xfer_refit is false: the conventional path carries everything"
         self.manifest = Manifest(tuple(ManifestEntry(spec, "misc", reason) for spec in specs))
         return self.manifest

@@ -29,10 +29,13 @@ class QuantizingSource:
         self._source = source
         self._formats = dict(formats)
         self._dtypes = {spec.name: spec.dtype for spec in source.specs()}
-        self._specs = [travelling for spec in source.specs() for travelling in self._wire(spec)]
-        self._weight_of = {
-            travelling.name: spec.name for spec in source.specs() for travelling in self._wire(spec)
-        }
+        self._specs: list[TensorSpec] = []
+        self._weight_of: dict[str, str] = {}
+        for spec in source.specs():
+            format = self._formats.get(spec.name)
+            travelling = [spec] if format is None else wire_specs(spec, format)
+            self._specs += travelling
+            self._weight_of.update(dict.fromkeys((s.name for s in travelling), spec.name))
 
     @property
     def device(self) -> torch.device:
@@ -86,9 +89,6 @@ class QuantizingSource:
                 if travelling in wanted:
                     yield travelling, tensor
 
-    def _wire(self, spec: TensorSpec) -> Sequence[TensorSpec]:
-        return wire_specs(spec, self._formats[spec.name]) if spec.name in self._formats else (spec,)
-
     def _encoded(self, fragment: Fragment, format: Format) -> list[Fragment] | str:
         if fragment.dtype != self._dtypes[fragment.name]:
             return (
@@ -106,6 +106,7 @@ async def quant_weights_by_name(
     """Full tensors for engines whose contract they are: codes and scales one after the other, the rest as it is.
 
     A collective of all trainer ranks, one weight at a time; other tasks of the event loop run between two weights.
+    Parameters that the trainer itself keeps quantized come by its unquantized export, and are quantized anew.
 
     Args:
         source: of unquantized weights.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8
-from rlrefit.workers.megatron.native_fp8 import NativeBlocks, with_scales
-from rlrefit.workers.megatron.rules import Refused
+from rlrefit.workers.megatron.native_fp8 import NativeBlocks, as_codes, is_native, native_blocks, with_scales
+from rlrefit.workers.megatron.rules import Refused, fragments_of_task
+from rlrefit.workers.megatron.self_check import refusals
 from tests.refit.synthetic import SyntheticSource, refit_changed, run_world, value_of
 
 from .test_quantized_refit import COLUMN, CUT, ROW, SPECS, by_columns, by_rows, sources, wanted
@@ -73,6 +76,48 @@ def test_another_format_of_the_engine_is_refused() -> None:
     ):
         with pytest.raises(Refused, match=message):
             with_scales(fragment, native, format)
+
+
+class Float8BlockwiseQTensor(torch.Tensor):
+    """Stands in for Transformer Engine's class: its name and ``get_metadata``."""
+
+    __module__ = "transformer_engine.pytorch.tensor.float8_blockwise_tensor"
+
+    def get_metadata(self) -> dict[str, Any]:
+        codes, scales = FP8.encode(torch.ones(self.shape).bfloat16())
+        return {
+            "rowwise_data": codes.view(torch.uint8),
+            "rowwise_scale_inv": torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4)),
+            "is_2D_scaled": True,
+            "fp8_dtype": "DType.kFloat8E4M3",
+            "quantizer": SimpleNamespace(block_len=128, force_pow_2_scales=True),
+        }
+
+
+@dataclass(frozen=True)
+class Task:
+    """What rules read of Bridge's conversion tasks."""
+
+    global_param_name: str
+    param_weight: Any
+    mapping: Any
+    export_hook: Any = None
+    weight_dtype: Any = None
+
+
+def test_the_self_check_tries_rules_on_parameters_that_are_kept_in_blocks() -> None:
+    mapping = type("ReplicatedMapping", (), {"hf_param": "w", "tp_rank": 0, "tp_size": 1})
+    mapping.__module__ = "megatron.bridge.models.conversion.param_mapping"
+    weight = torch.empty(256, 192, dtype=torch.bfloat16).as_subclass(Float8BlockwiseQTensor)
+    task = Task("decoder.layers.0.linear_proj.weight", weight, mapping())
+    assert is_native(weight)
+    # As it is, no rule takes it: its memory is no BF16.
+    with pytest.raises(Refused, match="not a plain tensor"):
+        fragments_of_task(task)
+    assert refusals([task], {("kind",): [0]}, {"w": (256, 192)}) == {("kind",): ""}
+    found = native_blocks(weight)
+    (fragment,) = fragments_of_task(as_codes(task, found))
+    assert [f.name for f in with_scales(fragment, found, FP8)] == ["w", "w_scale_inv"]
 
 
 class NativeSource(SyntheticSource):

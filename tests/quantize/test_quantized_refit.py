@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.errors import RefitMismatch
+from rlrefit.integration.errors import RefitError, RefitMismatch
 from rlrefit.integration.layout import Box, box_of
 from rlrefit.integration.layout.fragments import local_slice
 from rlrefit.integration.manifest import TensorSpec
@@ -213,6 +213,19 @@ def test_engines_that_store_one_weight_differently_are_no_match() -> None:
     results = run_world(sources(), [one, other], lambda *_: None, config())
     assert all(isinstance(error, RefitMismatch) for error in results)
     assert "row.weight" in str(results[3])
+
+
+@pytest.mark.parametrize("engine", ["nccl_xfer", "packed_broadcast"])
+def test_an_engine_that_keeps_numbers_never_takes_another_engines_codes_for_them(engine: str) -> None:
+    quantized, plain = (
+        wanted({"row.weight": FP8}, whole)[0],
+        SyntheticDestination(SPECS, {"row.weight": [box_of(ROW.shape)]}),
+    )
+    results = run_world(sources(), [quantized, plain], lambda *_: None, config(), engine=engine)
+    assert all(isinstance(error, RefitError) for error in results)
+    assert isinstance(results[3], RefitMismatch)
+    assert "row.weight" in str(results[3])
+    assert "as bfloat16, but all get the same" in str(results[3])
 
 
 def test_what_is_no_matrix_of_16_bits_is_refused_by_name() -> None:

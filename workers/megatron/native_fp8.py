@@ -11,7 +11,7 @@ import torch
 from ...integration.layout import Fragment
 from ...integration.quantize import blocks
 from ...integration.quantize.formats import Format, Fp8Blockwise
-from .rules import Refused
+from .rules import Refused, parameter_like
 
 _CLASS = ("transformer_engine.pytorch.tensor.float8_blockwise_tensor", "Float8BlockwiseQTensor")
 _BLOCK = (128, 128)
@@ -75,7 +75,7 @@ def addresses(weight: Any) -> Hashable:
 
 def as_codes(task: Any, native: NativeBlocks) -> Any:
     """A conversion task as if its parameter were its codes, so that rules say where they stand."""
-    return replace(task, param_weight=torch.nn.Parameter(native.codes, requires_grad=False))
+    return replace(task, param_weight=parameter_like(task.param_weight, native.codes))
 
 
 def with_scales(codes: Fragment, native: NativeBlocks, format: Format) -> list[Fragment]:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from ...integration.layout import Fragment, box_of, local_slice
 from .agreement import on_all_ranks
 from .enumeration import VOCABULARY, Enumeration, conversion_tasks
-from .rules import Refused, fits_any_shape, fragments_of_task
+from .native_fp8 import is_native
+from .rules import Refused, fits_any_shape, fragments_of_task, parameter_like
 
 # Sides of a probe whose shape is free: even, for gate and up, and not 1, which Bridge's stacking drops.
 _SIDE = 8
@@ -46,9 +47,9 @@ def disproved_tasks(bridge: Any, model: list[Any], enumeration: Enumeration) -> 
     kinds = _kinds(tasks, enumeration)
     shapes = {spec.name: spec.shape for spec in enumeration.specs}
     chosen = _representatives(kinds, enumeration)
-    refusals = on_all_ranks("a shard rule", lambda: _refusals(tasks, chosen, shapes))
+    own = on_all_ranks("a shard rule", lambda: refusals(tasks, chosen, shapes))
     everywhere: list[dict[Kind, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, refusals)
+    dist.all_gather_object(everywhere, own)
     # A kind without a rule on some rank has none: nothing is probed, and no rank may use a rule that wasn't.
     reasons = {kind: why for found in everywhere for kind, why in found.items() if why}
     served = {kind for found in everywhere for kind in found} - reasons.keys()
@@ -105,17 +106,16 @@ def _representatives(kinds: list[Kind], enumeration: Enumeration) -> dict[Kind, 
     }
 
 
-def _refusals(tasks: list[Any], chosen: dict[Kind, list[int]], shapes: Shapes) -> dict[Kind, str]:
+def refusals(tasks: list[Any], chosen: dict[Kind, list[int]], shapes: Shapes) -> dict[Kind, str]:
     """Of the kinds that this rank holds: why no rule places them, empty for those that one does."""
     found: dict[Kind, str] = {}
     for kind, indices in chosen.items():
         for task in (tasks[i] for i in indices if tasks[i].param_weight is not None):
             # Parameters may be offloaded, with their storage freed, and rules read no values.
             weight = task.param_weight
-            if _is_plain(weight):
-                task = dataclasses.replace(
-                    task, param_weight=_parameter_like(weight, torch.empty_like(weight, device="meta"))
-                )
+            if _is_plain(weight) or is_native(weight):
+                empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+                task = dataclasses.replace(task, param_weight=parameter_like(weight, empty))
             try:
                 fragments_of_task(task, shapes)
                 found.setdefault(kind, "")
@@ -136,14 +136,6 @@ def _is_small(task: Any, any_shape: bool) -> bool:
     return fits_any_shape(task) and (any_shape or task.global_param_name.endswith(VOCABULARY))
 
 
-def _parameter_like(weight: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Parameter:
-    parameter = torch.nn.Parameter(data, requires_grad=False)
-    for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
-        if hasattr(weight, attribute):
-            setattr(parameter, attribute, getattr(weight, attribute))
-    return parameter
-
-
 def _with_probe(task: Any, any_shape: bool) -> Any:
     """The task with random values in the parameter's place; as it is where another pipeline stage has that."""
     weight, mapping = task.param_weight, task.mapping
@@ -157,7 +149,7 @@ def _with_probe(task: Any, any_shape: bool) -> Any:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(zlib.crc32(repr(place).encode()))
     values = torch.randint(-100, 100, shape, dtype=torch.int8, device=device, generator=generator)
-    return dataclasses.replace(task, param_weight=_parameter_like(weight, values.to(weight.dtype)))
+    return dataclasses.replace(task, param_weight=parameter_like(weight, values.to(weight.dtype)))
 
 
 def _disproved(bridge: Any, model: list[Any], tasks: list[Any], shapes: Shapes, any_shape: bool) -> set[int]:

@@ -12,6 +12,7 @@ from ...integration.layout import Fragment
 from ...integration.layout.boxes import box_of
 from ...integration.layout.fragments import local_slice
 from ...integration.manifest import TensorSpec
+from ...integration.quantize import is_float8
 from .placement import TensorParallelPlacement
 
 
@@ -53,6 +54,12 @@ class TransformersDestination:
                 if tuple(tensor.shape) != fragment.full_shape:
                     raise RefitMismatch(
                         f"{list(tensor.shape)} came where {list(fragment.full_shape)} was agreed on",
+                        stage="misc",
+                        parameter=name,
+                    )
+                if is_float8(tensor.dtype) and fragment.view.dtype != tensor.dtype:
+                    raise RefitMismatch(
+                        f"codes in {tensor.dtype} came for a weight kept in {fragment.view.dtype}; their scales would be lost",
                         stage="misc",
                         parameter=name,
                     )

@@ -20,11 +20,11 @@ import torch
 from ....integration.layout import Fragment
 from .attention import concatenated_qkv, kv, qkv, qkvg
 from .experts import GPT_OSS_ALTERNATES, stacked, stacked_gated, stacked_transposed
-from .pieces import Refused
+from .pieces import Refused, parameter_like
 from .plain import auto, column, gated, row, whole
 from .state_space import gdn_convolution, gdn_projection, gdn_projections, mamba_convolution, mamba_projection
 
-__all__ = ["Refused", "fits_any_shape", "fragments_of_task", "is_classified"]
+__all__ = ["Refused", "fits_any_shape", "fragments_of_task", "is_classified", "parameter_like"]
 
 Rule = Callable[[Any], list[Fragment]]
 Shapes = Mapping[str, tuple[int, ...]]

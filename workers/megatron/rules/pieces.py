@@ -94,3 +94,12 @@ def require_rows_split(task: Any) -> None:
     kind = inner._detect_parallelism_type(task.megatron_module) if name == "AutoMapping" else name
     if kind != "column":
         raise Refused(f"its module is {kind}-parallel for Bridge, so TP ranks don't hold parts of its rows")
+
+
+def parameter_like(weight: torch.Tensor, data: torch.Tensor) -> torch.nn.Parameter:
+    """``data`` as a parameter that rules and mappings take for ``weight``."""
+    parameter = torch.nn.Parameter(data, requires_grad=False)
+    for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+        if hasattr(weight, attribute):
+            setattr(parameter, attribute, getattr(weight, attribute))
+    return parameter
