@@ -1,0 +1,76 @@
+"""What the adapter checks before anything runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from verl.checkpoint_engine import base
+
+from rlrefit.integration.adapters.verl import NcclXferCheckpointEngine
+from rlrefit.integration.adapters.verl_contract import UnsupportedVerl, require_supported, violations
+from rlrefit.integration.errors import RefitError, RefitMismatch
+
+ADDRESS = ("127.0.0.1", 1234, 1)
+
+
+def report(rank: int, held: str | None = None) -> dict[str, Any]:
+    return {
+        "protocol": 1,
+        "held": None if held is None else (held, rank),
+        "address": ADDRESS if rank == 0 else None,
+    }
+
+
+def test_the_installed_verl_is_supported() -> None:
+    assert violations(base) == []
+
+
+def test_a_verl_that_calls_in_another_way_is_refused_with_all_differences() -> None:
+    class Engine(base.CheckpointEngine):
+        async def send_weights(self, weights: Any, step: int) -> None:  # type: ignore[override]
+            """As a later verl might ask."""
+
+    other = SimpleNamespace(
+        CheckpointEngine=Engine, CheckpointEngineManager=base.CheckpointEngineManager, version="0.9.1"
+    )
+    with pytest.raises(UnsupportedVerl) as error:
+        require_supported(other)
+    assert "send_weights takes (self, weights, step), not (self, weights, global_steps)" in str(error.value)
+    assert "there is no CheckpointEngineRegistry" in str(error.value)
+    assert "install verl==0.9.1" in str(error.value)
+
+
+def test_all_wrong_options_are_told_at_once() -> None:
+    with pytest.raises(RefitError) as error:
+        NcclXferCheckpointEngine(0, timeout_s=0, verify="some", port=-1, rebuild_group=True)
+    for part in ("timeout_s", "verify", "port", "rebuild_group", "update_weights_bucket_megabytes"):
+        assert part in str(error.value)
+
+
+def test_workers_of_another_protocol_are_refused_by_their_ranks() -> None:
+    reports = [report(0), report(1), report(2) | {"protocol": 0}]
+    with pytest.raises(RefitMismatch, match=r"another rlrefit than the driver's: \[2\]"):
+        NcclXferCheckpointEngine.build_topology(1, 2, reports)
+
+
+@pytest.mark.parametrize(
+    ("held", "goes_on"),
+    [
+        (["a/3", "a/3", "a/3"], True),
+        (["a/3", "a/3", None], False),  # a replica was added, or its process started anew
+        (["a/4", "a/4", "a/4"], False),  # the last replica was removed
+        (["a/3", "b/3", "a/3"], False),
+        ([None, None, None], False),
+    ],
+)
+def test_a_group_serves_again_only_if_all_its_ranks_hold_it(held: list[str | None], goes_on: bool) -> None:
+    reports = [report(rank, name) for rank, name in enumerate(held)]
+    actors, rollouts = NcclXferCheckpointEngine.build_topology(2, 1, reports)
+    meetings = actors["meeting"] + rollouts["meeting"]
+    assert [meeting is None for meeting in meetings] == [goes_on] * 3
+    assert actors["rank"] + rollouts["rank"] == [0, 1, 2]
+    if not goes_on:
+        assert len({meeting["token"] for meeting in meetings}) == 1
+        assert (meetings[0]["train_ranks"], meetings[0]["gen_ranks"]) == (2, 1)
