@@ -38,6 +38,8 @@ from rlrefit.workers.vllm.driver import EXTENSION, VllmDriver
 TEXTS = [f"max({a},{b})={max(a, b)}" for a in range(4) for b in range(4)]
 PROMPTS = [text[: text.index("=") + 1] for text in TEXTS]
 REFIT = RefitConfig(bucket_mb=64, timeout_s=120.0)
+# For ranks of one GPU, which NCCL would refuse to join.
+ENGINE = "colocated_ipc"
 STEPS_PER_TURN = 10
 # Between log-probabilities of a token by vLLM's kernels and by transformers', in BF16.
 SAME = 0.2
@@ -46,10 +48,8 @@ SAME = 0.2
 class Refits:
     """Moves the weights from this process into vLLM's."""
 
-    def __init__(self, model: torch.nn.Module, driver: VllmDriver, device: torch.device) -> None:
+    def __init__(self, model: torch.nn.Module, driver: VllmDriver) -> None:
         self._source, self._driver = FSDPSource(model, torch.bfloat16), driver
-        # Two ranks of one GPU: NCCL would refuse them.
-        self._engine = "colocated_ipc" if device.type == "cuda" else "nccl_xfer"
         self._server = open_rendezvous("127.0.0.1", 1, 1)
         self._pool = ThreadPoolExecutor(1)
         self._session: RefitSession | None = None
@@ -69,8 +69,8 @@ class Refits:
 
     def _meet(self) -> RefitSession:
         meeting = self._server.rendezvous
-        joining = self._pool.submit(self._driver.init_refit, meeting.to_json(), 1, REFIT, self._engine)
-        session = RefitSession.open(meeting, 0, lambda: self._source, REFIT, engine=self._engine)
+        joining = self._pool.submit(self._driver.init_refit, meeting.to_json(), 1, REFIT, ENGINE)
+        session = RefitSession.open(meeting, 0, lambda: self._source, REFIT, engine=ENGINE)
         joining.result()
         return session
 
@@ -104,7 +104,7 @@ def run(path: str, arguments: argparse.Namespace) -> int:
     # On the host at first; the trainer's first turn brings it to the GPU.
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if arguments.model else 1e-3)
-    refits = Refits(model, driver, device)
+    refits = Refits(model, driver)
 
     def tell(record: StageRecord) -> None:
         print(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import mmap
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -114,8 +113,6 @@ class Engine:
 
 def engine_main(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    # What the process was forked with: looking through it for garbage would copy all of it.
-    gc.freeze()
     engine = Engine()
     while True:
         try:

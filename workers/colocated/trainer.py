@@ -6,6 +6,7 @@ wherever they are.
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -90,6 +91,7 @@ class TorchRank(_Rank):
         self._settle()
 
     def offload(self) -> None:
+        gc.collect()  # what of the last step only cycles of references keep
         self._optimizer.zero_grad(set_to_none=True)
         for values in self._optimizer.state.values():
             for name, value in values.items():
@@ -154,6 +156,7 @@ class MegatronRank(_Rank):
         self._settle()
 
     def offload(self) -> None:
+        gc.collect()
         self._settle()
         self._buffers("offload_to_cpu", move_params=False, move_grads=True)
         self._optimizer.offload_to_cpu()
