@@ -78,3 +78,36 @@ def test_what_engines_fuse_shares_a_scale() -> None:
     experts = [f"{layer}.mlp.experts.{e}.{p}_proj.weight" for e in (0, 11) for p in ("gate", "up")]
     assert len({fused_module(name) for name in experts}) == 2
     assert {input_module(name) for name in experts} == {f"{layer}.mlp.experts.*.gate_up_proj"}
+
+
+def _of_stacks(**layers: int) -> list[Linear]:
+    stacks = {name.replace("_", "."): count for name, count in layers.items()}
+    return [
+        Linear(f"{s}.layers.{i}.mlp.down_proj.weight", 64)
+        for s, count in stacks.items()
+        for i in range(count)
+    ]
+
+
+def _left_out(config: QATConfig, linears: list[Linear], *others: str, counted: int | None = None) -> set[str]:
+    names = [linear.name for linear in linears]
+    chosen = select(config, linears, [*names, *others], counted)
+    return {name.removesuffix(".mlp.down_proj.weight") for name in set(names) - chosen}
+
+
+def test_the_last_layers_are_the_decoders_beside_a_vision_tower_and_prediction_layers() -> None:
+    ends = QATConfig(first_layers=1, last_layers=1)
+    linears = _of_stacks(vision=7, model=5, mtp=1)
+    found = _left_out(ends, linears, "model.embed_tokens.weight", "vision.patch_embed.proj.weight", counted=4)
+    assert found == {"model.layers.0", "model.layers.3"}
+    found = _left_out(ends, linears, "model.embed_tokens.weight")
+    assert found == {"model.layers.0", "model.layers.4"}
+    assert _left_out(ends, _of_stacks(a=3, b=2)) == {"a.layers.0", "a.layers.2", "b.layers.0", "b.layers.1"}
+
+
+def test_layers_at_an_end_that_leave_nothing_out_are_an_error() -> None:
+    linears = [linear for linear in _of_stacks(model=4) if "layers.3" not in linear.name]
+    names = [linear.name for linear in linears] + ["model.layers.3.norm.weight"]
+    with pytest.raises(ValueError, match=r"last_layers is 1, but .* so it leaves nothing out") as raised:
+        select(QATConfig(first_layers=1, last_layers=1), linears, names)
+    assert "first_layers" not in str(raised.value)

@@ -106,9 +106,55 @@ def test_a_forward_pass_with_scales_of_old_weights_is_refused(checkpoints: Calla
     with pytest.raises(RefitError, match="not up to date: weights have been loaded"):
         model(token_ids())
     qat.refresh()
+    block = model.get_submodule("model.layers.1.mlp")
+    block.load_state_dict({name: t.clone() for name, t in block.state_dict().items()}, assign=True)
+    with pytest.raises(RefitError, match="not up to date: weights have been loaded"):
+        model(token_ids())
+    qat.refresh()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     with pytest.raises(RefitError, match=r"not up to date: an optimizer has made a step.*Call refresh\(\)"):
         model(token_ids())
+
+
+@pytest.mark.parametrize(
+    "written", ["model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.experts.down_proj"]
+)
+def test_a_weight_that_is_written_in_place_is_noticed(
+    checkpoints: Callable[[str], Path], written: str
+) -> None:
+    model, qat = trainer(checkpoints("qwen3-moe" if "experts" in written else "qwen3"))
+    model(token_ids())
+    parameter = model.get_parameter(written)
+    with torch.no_grad():
+        parameter.view(-1)[0].add_(1e-4)  # which changes no maximum
+    with pytest.raises(RefitError, match=r"a weight was written after the last refresh\(\)"):
+        model(token_ids())
+    qat.refresh()
+    model(token_ids())
+    parameter.data.mul_(1.5)  # of which torch counts no version
+    with pytest.raises(RefitError, match=r"a weight was written after the last refresh\(\)"):
+        model(token_ids())
+    qat.refresh()
+    model(token_ids())
+
+
+def test_a_calibration_that_fails_leaves_the_scales_as_they_were(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    model, qat = trainer(checkpoints("qwen3"))
+    before, wanted = qat.state_dict(), model(token_ids()).logits
+
+    def fail() -> None:
+        with torch.no_grad(), qat.calibrating():
+            model(token_ids()[:1, :2])
+            raise MemoryError("in the second batch")
+
+    with pytest.raises(MemoryError):
+        fail()
+    with pytest.raises(RefitError, match="saw no inputs of"), qat.calibrating():
+        pass
+    assert qat.state_dict() == before
+    assert torch.equal(model(token_ids()).logits, wanted)
 
 
 def test_without_calibration_static_scales_are_refused_and_saved_ones_do_as_well(
@@ -146,7 +192,17 @@ def test_a_failed_export_leaves_nothing_behind(checkpoints: Callable[[str], Path
     source = FSDPSource(model, torch.bfloat16)
     with pytest.raises(RefitError, match=r"was not written: FileNotFoundError.*nothing is left behind"):
         write_checkpoint(tmp_path / "new", tmp_path / "missing", source, qat)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(RefitError, match=r"OutOfMemoryError: no memory"),
+    ):
+        patch.setattr(QAT, "packed", _out_of_memory)
+        write_checkpoint(tmp_path / "new", checkpoints("qwen3"), source, qat)
     assert list(tmp_path.iterdir()) == []
+
+
+def _out_of_memory(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("no memory")
 
 
 class Engine(SyntheticDestination):

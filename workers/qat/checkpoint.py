@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,37 +49,48 @@ def write_checkpoint(
     Raises:
         RefitError: on all ranks; nothing is left behind.
     """
-    qat.prepare_export()
-    source.settle()
+    qat.prepare_export(source.settle)
     specs = source.specs()
     writes = not dist.is_initialized() or dist.get_rank(group) == 0
     writer = _Writer(Path(folder), shard_bytes)
-    fault = _attempt(writer.begin) if writes else ""
-    # To its end whatever happens to the files: it is a collective.
-    for name, weight in source.export([spec.name for spec in specs]):
-        if writes and not fault:
-            fault = _attempt(writer.add_all, qat, name, weight)
-    if writes and not fault:
-        fault = _attempt(writer.finish, Path(original), specs, qat)
-    if writes and fault:
+    try:
+        # Told before the model is gathered for nothing.
+        _tell(folder, _attempt(writer.begin) if writes else None, group)
+        fault: Exception | None = None
+        # To its end whatever happens to the files: it is a collective.
+        for name, weight in source.export([spec.name for spec in specs]):
+            if writes and fault is None:
+                fault = _attempt(writer.add_all, qat, name, weight)
+        if writes and fault is None:
+            fault = _attempt(writer.finish, Path(original), specs, qat)
+        _tell(folder, fault, group)
+    except BaseException:  # an interrupt, too
         writer.discard()
-    faults = [fault]
-    if dist.is_initialized():
-        dist.broadcast_object_list(faults, group=group, group_src=0)
-    if faults[0]:
-        raise RefitError(
-            f"the checkpoint {folder} was not written: {faults[0]}. Training can go on; nothing is left behind",
-            stage="export",
-        )
+        raise
 
 
-def _attempt(work: Any, *arguments: Any) -> str:
-    """What went wrong, for all ranks to hear, or an empty string."""
+def _attempt(work: Callable[..., None], *arguments: Any) -> Exception | None:
+    """What went wrong, whatever it is: the other ranks must hear of it before it is raised.
+
+    safetensors' own error for a full disk is no OSError, and a GPU may have no memory for what is packed.
+    """
     try:
         work(*arguments)
-    except (OSError, ValueError, RefitError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    except Exception as error:
+        return error
+    return None
+
+
+def _tell(folder: str | Path, fault: Exception | None, group: dist.ProcessGroup | None) -> None:
+    """Raise on all ranks what failed on rank 0."""
+    told = ["" if fault is None else f"{type(fault).__name__}: {fault}"]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told, group=group, group_src=0)
+    if told[0]:
+        raise RefitError(
+            f"the checkpoint {folder} was not written: {told[0]}. Training can go on; nothing is left behind",
+            stage="export",
+        ) from fault
 
 
 class _Writer:
@@ -120,7 +133,11 @@ class _Writer:
         aside.chmod(0o755)  # mkdtemp's are for the owner alone, which would shut out engines of another user
         for file in aside.iterdir():
             file.chmod(0o644)
-        aside.rename(self._folder)
+            _sync(file)
+        _sync(aside)
+        self._aside = aside.rename(self._folder)
+        _sync(self._folder.parent)
+        self._aside = None
 
     def discard(self) -> None:
         if self._aside is not None:
@@ -171,6 +188,15 @@ def _pending_name(index: int) -> str:
 
 def _bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def _sync(path: Path) -> None:
+    """Make a file's bytes, or the names in a folder, outlast a crash of the host."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from ...integration.quantize import nvfp4
 from ...integration.quantize.nvfp4_checkpoint import fused_module, module_of
@@ -20,7 +21,9 @@ DEFAULT_EXCLUDED = (
     "*shared_expert_gate",
     "*conv1d*",
 )
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"^(?:(.*?)\.)?layers\.(\d+)\.")
+# Beside the decoder's layers; towers for images and sound have embeddings of other names.
+_EMBEDDING = re.compile(r"^(?:(.*)\.)?(?:embed_tokens|embeddings|word_embeddings|tok_embeddings)\.weight$")
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ class QATConfig:
     Attributes:
         exclude: glob patterns over names of modules in the Hugging Face checkpoint (``model.layers.0.mlp.down_proj``);
             matching linear layers stay as they are. Add your own to :data:`DEFAULT_EXCLUDED`.
-        first_layers: transformer layers to leave out at the model's begin.
+        first_layers: layers to leave out at the decoder's begin; of each stack of layers, in a model without token
+            embeddings. Layers of towers for images, and those that predict further tokens, are left out by ``exclude``.
         last_layers: and at its end.
         activations: W4A4; otherwise weights alone (W4A16).
         force_dynamic_quantization: the global scale of a layer's inputs is that of their own maximum at each call,
@@ -60,24 +64,38 @@ class Linear:
     refused: str = ""
 
 
-def select(config: QATConfig, linears: Collection[Linear], names: Collection[str]) -> frozenset[str]:
+def decoder_layers(config: Any) -> int | None:
+    """How many layers the decoder has by the configuration of a transformers model, those of multi-token prediction not
+    counted."""
+    of_text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    found: int | None = getattr(of_text, "num_hidden_layers", None)
+    return found
+
+
+def select(
+    config: QATConfig,
+    linears: Collection[Linear],
+    names: Collection[str],
+    counted: int | None = None,
+) -> frozenset[str]:
     """The weights to quantize.
 
     Args:
         config: what is asked for.
         linears: of the whole model, on whatever rank they are; several ranks may tell of one.
         names: of all weights.
+        counted: layers of the decoder; None counts those that have weights.
 
     Raises:
         ValueError: it can't be done; tells all that is wrong.
     """
     modules = {name: module_of(name) for name in names if name.endswith(".weight")}
-    depth = 1 + max((_layer(name) for name in names), default=-1)
-    chosen = frozenset(
-        linear.name for linear in linears if not _is_left_out(config, module_of(linear.name), depth)
-    )
+    depths = _depths(names, counted)
+    matching = {linear.name for linear in linears if not _is_excluded(config, module_of(linear.name))}
+    ends = {name: end for name in matching if (end := _end(config, name, depths))}
+    chosen = frozenset(matching - ends.keys())
     problems = [
-        *_of_numbers(config, depth),
+        *_of_numbers(config, depths, set(ends.values())),
         *_unmatched(config.exclude, modules.values()),
         *_of_weights(linear for linear in linears if linear.name in chosen),
         *_of_fused(chosen, names),
@@ -89,22 +107,48 @@ def select(config: QATConfig, linears: Collection[Linear], names: Collection[str
     return chosen
 
 
-def _is_left_out(config: QATConfig, module: str, depth: int) -> bool:
-    layer = _layer(f"{module}.")
-    at_an_end = layer >= 0 and not config.first_layers <= layer < depth - config.last_layers
-    return at_an_end or any(fnmatchcase(module, pattern) for pattern in config.exclude)
+def _is_excluded(config: QATConfig, module: str) -> bool:
+    return any(fnmatchcase(module, pattern) for pattern in config.exclude)
 
 
-def _layer(name: str) -> int:
-    found = _LAYER.search(name)
-    return int(found.group(1)) if found else -1
+def _depths(names: Collection[str], counted: int | None) -> dict[str, int]:
+    """Layers of each stack that has a begin and an end to be left out, by what stands before ``layers`` in names."""
+    depths: dict[str, int] = {}
+    for name in names:
+        if found := _LAYER.match(name):
+            stack = found[1] or ""
+            depths[stack] = max(depths.get(stack, 0), int(found[2]) + 1)
+    embedded = {found[1] or "" for name in names if (found := _EMBEDDING.match(name))}
+    decoders = {stack: depth for stack, depth in depths.items() if stack in embedded}
+    # Behind the decoder's own may follow layers of multi-token prediction, under the same name.
+    return {
+        stack: depth if counted is None else min(depth, counted) for stack, depth in decoders.items()
+    } or depths
 
 
-def _of_numbers(config: QATConfig, depth: int) -> Iterator[str]:
+def _end(config: QATConfig, name: str, depths: Mapping[str, int]) -> str:
+    """The key by which a weight's layer is left out, or an empty string."""
+    found = _LAYER.match(name)
+    if not found or (stack := found[1] or "") not in depths:
+        return ""
+    layer, depth = int(found[2]), depths[stack]
+    if layer < config.first_layers:
+        return "first_layers"
+    return "last_layers" if depth - config.last_layers <= layer < depth else ""
+
+
+def _of_numbers(config: QATConfig, depths: Mapping[str, int], used: Collection[str]) -> Iterator[str]:
+    depth = min(depths.values(), default=0)
     for name in ("first_layers", "last_layers"):
         count = getattr(config, name)
         if not 0 <= count <= depth:
             yield f"{name} is {count}; the model has {depth} layers, so give 0 to {depth}"
+        elif count and name not in used:
+            yield (
+                f"{name} is {count}, but there is no linear layer in {'these' if count > 1 else 'this'} of "
+                f"{', '.join(f'{stack}.layers' for stack in depths)} that would be quantized otherwise, so it leaves "
+                "nothing out; give 0, or leave out what is meant by exclude"
+            )
     if config.force_dynamic_quantization and not config.activations:
         yield (
             "force_dynamic_quantization is about activations, and activations is false, which leaves them as they "

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..fsdp.checkpoint import CheckpointWeight, conversion_of, saved_names, trace_checkpoint
 from ..fsdp.source import FSDPSource
-from .config import Linear, QATConfig
+from .config import Linear, QATConfig, decoder_layers
 from .layers import quantize_experts, quantize_linear
 from .model import QAT
 
@@ -38,7 +38,7 @@ def quantize_module(model: nn.Module, config: QATConfig, group: dist.ProcessGrou
         elif _is_stack(module):
             linears += _of_stack(path, module, weights)
     names = [weight.name for found in weights.values() for weight in found]
-    qat = QAT(config, linears, names, lambda: FSDPSource(model), group)
+    qat = QAT(config, linears, names, lambda: FSDPSource(model), _decoder_layers(model), group)
     for path, module in model.named_modules():
         held = {name: [w.name for w in weights.get(_joined(path, name), ())] for name in ("weight", *_STACKS)}
         if isinstance(module, nn.Linear) and qat.weights.intersection(held["weight"]):
@@ -47,7 +47,14 @@ def quantize_module(model: nn.Module, config: QATConfig, group: dist.ProcessGrou
             first, second = (_of_each_expert(weights[_joined(path, name)]) for name in _STACKS)
             quantize_experts(module, qat.stack_quantizer(first), qat.stack_quantizer(second))
     qat.watch(model)
+    qat.watch_contents(model)
     return qat
+
+
+def _decoder_layers(model: nn.Module) -> int | None:
+    from transformers import PreTrainedModel
+
+    return decoder_layers(model.config) if isinstance(model, PreTrainedModel) else None
 
 
 def _weights_by_parameter(model: nn.Module) -> Weights:

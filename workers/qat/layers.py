@@ -44,12 +44,14 @@ class Quantizer:
     Attributes:
         weights: all scales of weights.
         at: this one's, or one for each expert of a stack.
+        places: the same, as numbers.
         inputs: all scales of inputs; None if they are not quantized.
         input_at: this layer's.
     """
 
     weights: WeightScales
     at: int | torch.Tensor
+    places: tuple[int, ...]
     inputs: InputScales | None
     input_at: int
     _cached: torch.Tensor | None = field(default=None, init=False)
@@ -63,7 +65,12 @@ class Quantizer:
         return True
 
     def weight_scale(self, dtype: torch.dtype) -> torch.Tensor:
-        """``weight_scale_2``."""
+        """``weight_scale_2``.
+
+        Raises:
+            RefitError: the weight was written since the last refresh.
+        """
+        self.weights.check_versions(self.places)
         return self.weights.of(self.at, dtype)
 
     def input_scale(self, x: torch.Tensor) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from ...integration.quantize.nvfp4_checkpoint import fused_module
 from ..megatron.enumeration import conversion_tasks
 from ..megatron.rules import Refused, fragments_of_task
 from ..megatron.source import MegatronSource
-from .config import Linear, QATConfig
+from .config import Linear, QATConfig, decoder_layers
 from .layers import EXPERTS, NORMED, PARALLEL, Quantizer, quantize_normed, quantize_parallel, weigh_outputs
 from .model import QAT
 
@@ -67,6 +67,7 @@ def quantize_chunks(
         linears,
         [name for task in tasks for name in _named(task)],
         lambda: MegatronSource(bridge, model),
+        decoder_layers(bridge.hf_pretrained.config),
         group,
     )
     quantized: set[Any] = set()

@@ -30,6 +30,7 @@ class QAT:
         linears: this rank's linear layers.
         names: of all weights of the model.
         make_source: the rank's source of unquantized weights.
+        decoder_layers: as the model's configuration counts them; None if it does not.
         group: of all trainer ranks; None for the default group.
 
     Attributes:
@@ -47,6 +48,7 @@ class QAT:
         linears: Collection[Linear],
         names: Collection[str],
         make_source: Callable[[], WeightSource],
+        decoder_layers: int | None,
         group: dist.ProcessGroup | None = None,
     ):
         self.config = config
@@ -58,6 +60,7 @@ class QAT:
             config,
             [linear for found, _ in of_all for linear in found],
             {name for _, found in of_all for name in found},
+            decoder_layers,
         )
         self._scales = WeightScales(make_source, self.weights, group)
         self._inputs = (
@@ -77,21 +80,33 @@ class QAT:
 
     def quantizer(self, *weights: str) -> Quantizer:
         """For a parameter that holds parts of these weights, which share a scale."""
-        return self._made(self._scales.position(weights[0]), weights[0])
+        at = self._scales.position(weights[0])
+        return self._made(at, (at,), weights[0])
 
     def stack_quantizer(self, weights: Collection[str]) -> Quantizer:
         """For a parameter that holds one of these weights, or several that share a scale, for each expert in order."""
-        first = next(iter(weights))
-        at = torch.tensor([self._scales.position(weight) for weight in weights], device=rank_device())
-        return self._made(at, first)
+        places = tuple(self._scales.position(weight) for weight in weights)
+        return self._made(torch.tensor(places, device=rank_device()), places, next(iter(weights)))
 
     def watch(self, module: torch.nn.Module) -> None:
-        """Take notice when weights are loaded into a module."""
+        """Take notice when weights are loaded into a module, or one inside it."""
 
         def loaded(*_: Any) -> None:
             self._scales.now_stale("weights have been loaded")
 
-        self._hooks.append(module.register_load_state_dict_post_hook(loaded))
+        self._hooks += [inner.register_load_state_dict_post_hook(loaded) for inner in module.modules()]
+
+    def watch_contents(self, module: torch.nn.Module) -> None:
+        """Look before each forward pass of a module whether weights were written that torch counts no version of.
+
+        It reads this rank's shards once. Not in a compiled graph.
+        """
+
+        def before(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._scales.check_contents()
+
+        self._hooks.append(module.register_forward_pre_hook(before))
 
     def refresh(self) -> None:
         """Compute the global scales of the weights as they are now; a collective of all trainer ranks.
@@ -107,8 +122,10 @@ class QAT:
     def release(self) -> None:
         """Free the quantized values that Megatron's layers keep, a copy of the quantized weights, before generation, say.
 
-        The next forward pass computes them again.
+        And the views of parameters, which would keep memory that they are moved out of. The next forward pass, or
+        refresh, makes them again; what is written until the refresh is not noticed.
         """
+        self._scales.forget()
         for quantizer in self._quantizers:
             quantizer.release()
 
@@ -127,15 +144,16 @@ class QAT:
             )
         return self._inputs.calibration()
 
-    def prepare_export(self) -> None:
+    def prepare_export(self, settle: Callable[[], None] | None = None) -> None:
         """Make all scales those of now; a collective of all trainer ranks, before :meth:`packed` and :meth:`scale`.
 
+        Args:
+            settle: of the source that is exported from; if it raises on one rank, all raise.
+
         Raises:
-            RefitError: a weight is not finite, or inputs were never seen.
+            RefitError: on all ranks: a weight is not finite, inputs were never seen, or a rank failed.
         """
-        self.refresh()
-        if self._inputs is not None:
-            self._inputs.share()
+        self._scales.refresh(self._inputs, settle)
 
     def scale(self, weight: str, dtype: torch.dtype) -> torch.Tensor:
         """``weight_scale_2`` of a weight that is exported in ``dtype``."""
@@ -169,9 +187,9 @@ class QAT:
         if self._inputs is not None:
             self._inputs.load_state_dict(state)
 
-    def _made(self, at: int | torch.Tensor, weight: str) -> Quantizer:
+    def _made(self, at: int | torch.Tensor, places: tuple[int, ...], weight: str) -> Quantizer:
         input_at = 0 if self._inputs is None else self._inputs.position(weight)
-        self._quantizers.append(Quantizer(self._scales, at, self._inputs, input_at))
+        self._quantizers.append(Quantizer(self._scales, at, places, self._inputs, input_at))
         return self._quantizers[-1]
 
 

@@ -3,23 +3,57 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-from ...integration.endpoints import WeightSource
+from ...integration.endpoints import WeightSource, rank_device
 from ...integration.errors import RefitError
 from ...integration.quantize import nvfp4
 from ...integration.quantize.nvfp4_checkpoint import fused_module, input_module
 
 
-def maximum_over(group: dist.ProcessGroup | None, values: torch.Tensor) -> None:
-    """Replace ``values`` by the largest of all ranks; infinity where one of them is no number."""
-    values.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # what a maximum makes of a NaN is up to the backend
+def maximum_over(
+    group: dist.ProcessGroup | None, size: int, work: Callable[[], torch.Tensor], what: str
+) -> torch.Tensor:
+    """The largest of all ranks of what ``work`` gives, ``[size]``; infinity where one of them is no number.
+
+    One collective, which a rank whose ``work`` raised takes part in too, so that none waits for it.
+
+    Raises:
+        RefitError: on all ranks, if ``work`` raised on any; names the rank. Without other ranks, what it raised.
+    """
+    failure: Exception | None = None
+    try:
+        values = work()
+    except Exception as error:  # whatever it is, the others must hear of it before it is raised
+        failure = error
+        values = torch.zeros(size, device=rank_device())
+    # What a maximum makes of a NaN is up to the backend.
+    values = torch.cat([values, values.new_tensor([failure is not None])]).nan_to_num(
+        nan=torch.inf, posinf=torch.inf
+    )
     if dist.is_initialized():
         dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+    if not values[-1]:
+        return values[:-1]
+    if failure is not None and not dist.is_initialized():
+        raise failure
+    told: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(
+        told, "" if failure is None else f"{type(failure).__name__}: {failure}", group=group
+    )
+    rank, text = next((rank, text) for rank, text in enumerate(told) if text)
+    raise RefitError(
+        f"{what} failed on trainer rank {rank} of {len(told)}: {text}. Nothing was computed, written or sent on any rank; "
+        "the traceback is on that rank",
+        stage="quantize",
+    ) from failure
+
+
+_WRITTEN = "a weight was written after the last refresh()"
 
 
 class WeightScales:
@@ -46,6 +80,10 @@ class WeightScales:
         self._amax: torch.Tensor | None = None
         self._held: dict[int, list[torch.Tensor]] = {}
         self._storage: object = None
+        # Of what this rank holds, as it was at the last refresh.
+        self._largest = torch.empty(0)
+        self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        self._versions_of: dict[tuple[int, ...], list[tuple[torch.Tensor, int]]] = {}
         self._stale = "they have not been computed yet"
         self.generation = 0
 
@@ -57,28 +95,33 @@ class WeightScales:
         """Have the next use fail, unless they are refreshed before."""
         self._stale = why
 
-    def refresh(self) -> None:
-        """Compute them anew; a collective of all trainer ranks.
+    def forget(self) -> None:
+        """Keep no views of parameters, which would hold memory that they move out of; the next refresh makes them."""
+        self._held, self._storage, self._largest = {}, None, torch.empty(0)
+        self._versions, self._versions_of = {}, {}
+
+    def refresh(self, inputs: InputScales | None = None, settle: Callable[[], None] | None = None) -> None:
+        """Compute them anew; one collective of all trainer ranks.
+
+        Args:
+            inputs: scales to make those of all ranks in the same collective, for an export.
+            settle: of the source that is exported from, which may raise on one rank alone.
 
         Raises:
-            RefitError: on all ranks, if a weight holds NaN or infinity.
+            RefitError: on all ranks, if a weight holds NaN or infinity, or this rank or another one can't tell.
         """
-        source = self._source = self._source or self._make_source()
-        source.settle()
-        if (storage := source.storage_key()) != self._storage:
-            self._held, self._storage = self._views(source), storage
-        amax = torch.zeros(len(self.names), device=source.device)
-        positions = [at for at, views in self._held.items() for _ in views]
-        views = [view for views in self._held.values() for view in views]
-        if views:
-            with torch.no_grad():
-                # The largest magnitude of each, by one kernel for many.
-                largest = [t.to(amax) for t in torch._foreach_norm(views, torch.inf)]
-            index = torch.tensor(positions, device=amax.device)
-            amax.scatter_reduce_(
-                0, index, torch.stack(largest).nan_to_num(nan=torch.inf, posinf=torch.inf), "amax"
-            )
-        maximum_over(self._group, amax)
+        count = len(self.names)
+
+        def work() -> torch.Tensor:
+            if settle is not None:
+                settle()
+            found = self._local()
+            return found if inputs is None else torch.cat([found, inputs.noted()])
+
+        self.now_stale("the last refresh() failed")
+        size = count if inputs is None else count + 2 * len(inputs.names)
+        shared = maximum_over(self._group, size, work, "computing the global scales of the quantized weights")
+        amax = shared[:count]
         bad = [name for name, value in zip(self.names, amax.tolist(), strict=True) if value == torch.inf]
         if bad:
             raise RefitError(
@@ -87,9 +130,33 @@ class WeightScales:
                 stage="quantize",
                 parameter=bad[0],
             )
+        if inputs is not None:
+            inputs.take(shared[count:])
         self._amax = amax
         self._stale = ""
         self.generation += 1
+
+    def check_contents(self) -> None:
+        """Have the next use fail if the largest magnitudes of what this rank holds are no longer those of the refresh.
+
+        torch counts no version where a DTensor is written by ``torch._foreach_…``, or a checkpoint is loaded into it by
+        ``torch.distributed.checkpoint.load``.
+        """
+        if not self._stale and self._held and not torch.equal(self._largest_held(), self._largest):
+            self.now_stale(_WRITTEN)
+
+    def check_versions(self, positions: tuple[int, ...]) -> None:
+        """Have the next use fail if a parameter behind these scales was written in place since the refresh."""
+        if self._stale:
+            return
+        if positions not in self._versions_of:
+            # Experts are parts of few parameters.
+            found = {
+                id(_base(t)): (t, version) for at in positions for t, version in self._versions.get(at, ())
+            }
+            self._versions_of[positions] = list(found.values())
+        if any(tensor._version != version for tensor, version in self._versions_of[positions]):
+            self.now_stale(_WRITTEN)
 
     def of(self, positions: int | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Global scales of weights that are computed with in ``dtype``: ``weight_scale_2``, FP32.
@@ -107,6 +174,30 @@ class WeightScales:
                 stage="quantize",
             )
         return nvfp4.global_scale(self._amax[positions].to(dtype))
+
+    def _local(self) -> torch.Tensor:
+        """The largest magnitudes of what this rank holds."""
+        source = self._source = self._source or self._make_source()
+        source.settle()
+        if (storage := source.storage_key()) != self._storage:
+            self._held, self._storage = self._views(source), storage
+        self._versions = {at: [(view, view._version) for view in views] for at, views in self._held.items()}
+        self._versions_of = {}
+        amax = torch.zeros(len(self.names), device=source.device)
+        if self._held:
+            self._largest = self._largest_held()
+            positions = [at for at, views in self._held.items() for _ in views]
+            amax.scatter_reduce_(
+                0, torch.tensor(positions, device=amax.device), self._largest.to(amax.device), "amax"
+            )
+        return amax
+
+    def _largest_held(self) -> torch.Tensor:
+        """The largest magnitude of each view, by one kernel for many; infinity where it is no number."""
+        views = [view for views in self._held.values() for view in views]
+        with torch.no_grad():
+            largest = [t.to(rank_device(), torch.float32) for t in torch._foreach_norm(views, torch.inf)]
+            return torch.stack(largest).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
     def _views(self, source: WeightSource) -> dict[int, list[torch.Tensor]]:
         held, refused = source.fragments()
@@ -133,9 +224,6 @@ class InputScales:
         device: of the model's computation.
         group: of all trainer ranks.
         dynamic: whether each call makes its own scale; the largest magnitudes are noted beside.
-
-    Attributes:
-        calibrating: whether inputs are looked at and left as they are.
     """
 
     def __init__(
@@ -144,10 +232,15 @@ class InputScales:
         self.names = sorted(set(map(input_module, weights)))
         self._position = {name: i for i, name in enumerate(self.names)}
         self._amax = torch.zeros(len(self.names), device=device)
+        self._seen: torch.Tensor | None = None
         self._group = group
         self._dynamic = dynamic
-        self.calibrating = False
         self._calibrated = False
+
+    @property
+    def calibrating(self) -> bool:
+        """Whether inputs are looked at and left as they are."""
+        return self._seen is not None
 
     def position(self, weight: str) -> int:
         """Where the scale of the inputs of a weight is."""
@@ -167,25 +260,26 @@ class InputScales:
     def observe(self, position: int, x: torch.Tensor) -> torch.Tensor:
         """Note the largest magnitude of ``x``, and return it."""
         with torch.no_grad():
-            seen = x.abs().amax().float() if x.numel() else self._amax.new_zeros(())
-            self._amax[position] = torch.maximum(self._amax[position], seen)
+            noted = self._amax if self._seen is None else self._seen
+            seen = x.abs().amax().float() if x.numel() else noted.new_zeros(())
+            noted[position] = torch.maximum(noted[position], seen)
             return seen
 
     @contextmanager
     def calibration(self) -> Iterator[None]:
         """Look at all inputs inside, and share what was seen at the end; a collective of all trainer ranks.
 
+        The scales of before stay if it fails.
+
         Raises:
             RefitError: on all ranks, if some layers had no inputs.
         """
-        self._amax.zero_()
-        self.calibrating = True
+        seen = self._seen = torch.zeros_like(self._amax)
         try:
             yield
         finally:
-            self.calibrating = False
-        maximum_over(self._group, self._amax)
-        self._set_calibrated(self._amax.tolist())
+            self._seen = None
+        self._replace(maximum_over(self._group, len(self.names), lambda: seen, "calibration"))
 
     def exported(self, weight: str) -> torch.Tensor:
         """``input_scale`` of a weight: FP32 scalar.
@@ -196,11 +290,33 @@ class InputScales:
         self._require_calibrated()
         return nvfp4.global_scale(self._amax[self.position(weight)])
 
-    def share(self) -> None:
-        """With dynamic scales: share what was noted; a collective of all trainer ranks."""
+    def noted(self) -> torch.Tensor:
+        """What this rank brings to :meth:`take`, whose largest of all ranks that gets.
+
+        Raises:
+            RefitError: they are static and were never calibrated.
+        """
+        if not self._dynamic:
+            self._require_calibrated()
+        return torch.cat([self._amax, -self._amax])
+
+    def take(self, shared: torch.Tensor) -> None:
+        """Make what was noted that of all ranks, if scales are dynamic; static ones are so from calibration on.
+
+        Raises:
+            RefitError: on all ranks, if layers saw no inputs, or static scales differ between ranks.
+        """
+        largest, smallest = shared[: len(self.names)], -shared[len(self.names) :]
         if self._dynamic:
-            maximum_over(self._group, self._amax)
-            self._set_calibrated(self._amax.tolist())
+            self._replace(largest)
+        elif not torch.equal(largest, smallest):
+            at = int(torch.argmax((largest != smallest).int()))
+            raise RefitError(
+                f"trainer ranks have different scales for the inputs of {self.names[at]}, from {smallest[at]} to "
+                f"{largest[at]} as largest magnitude: they would train and send different things. Calibrate on all ranks, "
+                "or load the same saved scales on all",
+                stage="quantize",
+            )
 
     def state_dict(self) -> dict[str, float]:
         """The largest magnitudes by layer, as plain values."""
@@ -220,9 +336,10 @@ class InputScales:
             )
         values = [state[name] for name in self.names]
         self._amax.copy_(torch.tensor(values))
-        self._calibrated = all(values)
+        self._calibrated = all(0 < value < torch.inf for value in values)
 
-    def _set_calibrated(self, values: Sequence[float]) -> None:
+    def _replace(self, amax: torch.Tensor) -> None:
+        values = amax.tolist()
         unseen = [name for name, value in zip(self.names, values, strict=True) if not value]
         wild = [name for name, value in zip(self.names, values, strict=True) if value == torch.inf]
         if unseen or wild:
@@ -234,7 +351,7 @@ class InputScales:
                 "Calibrate with more, or other, tokens; leave layers out that never run",
                 stage="quantize",
             )
-        self._calibrated = True
+        self._amax, self._calibrated = amax, True
 
     def _require_calibrated(self) -> None:
         if not self._calibrated:
@@ -243,3 +360,8 @@ class InputScales:
                 "data through the model inside calibrating(), on all trainer ranks, or load saved ones",
                 stage="quantize",
             )
+
+
+def _base(tensor: torch.Tensor) -> torch.Tensor:
+    """What counts the versions of a view."""
+    return tensor if tensor._base is None else tensor._base

@@ -73,8 +73,7 @@ class PackedSource:
         return packed, {name: refused[origin] for name, origin in self._origin.items() if origin in refused}
 
     def settle(self) -> None:
-        self._source.settle()
-        self._qat.prepare_export()
+        self._qat.prepare_export(self._source.settle)
         with torch.no_grad():
             for part in self._parts:
                 scale_2 = self._scale_2(part.name)
