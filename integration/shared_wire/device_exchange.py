@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import RefitError
 from ..exchanges import Exchange, Parcel, classified
 from ..transport.ipc.driver import DriverError
 
@@ -42,7 +41,6 @@ class DeviceExchange(Exchange):
             zip_longest(_ways(sends, bucket_bytes), _ways(receives, bucket_bytes), fillvalue=())
         )
         self._calls = _CALLS * sum(len(out) + len(into) for out, into in self._steps)
-        self._enqueued = torch.cuda.Event()
 
     def start(self, stage: str) -> None:
         if not self.peers:
@@ -54,17 +52,19 @@ class DeviceExchange(Exchange):
             self._group.follow(self._lane, stream)
             try:
                 self._start()
-            except RefitError:
-                raise
-            except (DriverError, torch.AcceleratorError) as error:
+            except DriverError as error:
                 raise classified(error, stage, self._group.rank, f"with group ranks {self.peers}") from error
             finally:
                 # Even if it broke off: what was enqueued is waited for before any memory is given back.
-                self._enqueued.record(stream)
-                self._group.began(self._lane, stream, self._enqueued, self._calls)
+                ended = torch.cuda.Event()
+                ended.record(stream)
+                self._group.began(self._lane, stream, ended, self._calls)
 
     def _start(self) -> None:
-        stream = torch.cuda.current_stream(self._group.device).cuda_stream
+        self.enqueue(torch.cuda.current_stream(self._group.device).cuda_stream)
+
+    def enqueue(self, stream: int) -> None:
+        """Give a CUDA stream all that is to be done."""
         for out, into in self._steps:
             for peer, part in out:
                 self._group.link(peer, self._lane).send(part, stream)

@@ -7,6 +7,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -131,27 +132,12 @@ class DeviceGroup(Group):
 
     def abort(self) -> bool:
         self._given_up = True
-        deadline = time.monotonic() + _DRAIN_WITHIN
-        try:
-            while not all(event.query() for event, _ in self._under_way):
-                # Again and again: counts of peers that have not given up yet can still come.
-                for links in self._links.values():
-                    for link in links:
-                        link.release()
-                if time.monotonic() > deadline:
-                    logger.warning("rank %d could not end its exchanges over CUDA IPC in time", self.rank)
-                    return False
-                time.sleep(_PAUSE)
-        except torch.AcceleratorError as error:
-            logger.warning("rank %d lost its GPU: %s", self.rank, error)
-            return False
-        self._under_way.clear()
-        return True
+        return self._drain(_DRAIN_WITHIN, release=True)
 
     def close(self, *, failed: bool = False) -> None:
         """Give the memory back; safe to call twice. As of :class:`Group`."""
-        if not failed and self._under_way:
-            self._finish()
+        if not failed and not self._drain(self.timeout.total_seconds(), release=False):
+            logger.warning("rank %d gives up an exchange as it closes its group", self.rank)
         if not self.abort():
             # Unmapping under what the GPU still does would break this process's context, and the trainer with it.
             logger.warning("rank %d keeps the buckets that it shares, until its process ends", self.rank)
@@ -174,14 +160,22 @@ class DeviceGroup(Group):
     def staging_bytes(self) -> int:
         return len(self._own) * self.lanes * BUCKETS * self._bucket_bytes
 
-    def _finish(self) -> None:
-        """Wait for what is under way, as long as an exchange may take."""
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        while not all(event.query() for event, _ in self._under_way):
-            if time.monotonic() > deadline:
-                logger.warning("rank %d gives up an exchange as it closes its group", self.rank)
-                return
-            time.sleep(_PAUSE)
+    def _drain(self, within_s: float, *, release: bool) -> bool:
+        """Wait until all that was enqueued has ended; whether it has. ``release``: ends waits for peers."""
+        deadline = time.monotonic() + within_s
+        try:
+            while not all(event.query() for event, _ in self._under_way):
+                # Again and again: counts of peers that have not given up yet can still come.
+                for link in chain(*self._links.values()) if release else ():
+                    link.release()
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_PAUSE)
+        except torch.AcceleratorError as error:
+            logger.warning("rank %d lost its GPU: %s", self.rank, error)
+            return False
+        self._under_way.clear()
+        return True
 
     def _look_around(self, stage: str) -> None:
         gone = [peer for peer, pair in self._pairs.items() if any(map(_ended, pair.connections))]

@@ -132,7 +132,8 @@ class Flow:
         target.copy_(source, non_blocking=True)
         if part.device.type == "cuda":
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            # Not of the current device, which may be another one.
+            self._copied.record(torch.cuda.current_stream(part.device))
         else:
             self._pass_on()
         return True

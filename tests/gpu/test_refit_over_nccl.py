@@ -25,8 +25,9 @@ def rank_main(rank: int, meeting: Rendezvous, engine: str, transport: str, resul
     from rlrefit.integration.session import RefitSession
     from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource, refit_changed
 
-    torch.cuda.set_device(rank)
-    device = f"cuda:{rank}"
+    # Where there are fewer GPUs, several ranks share one.
+    device = f"cuda:{rank % torch.cuda.device_count()}"
+    torch.cuda.set_device(device)
     size, sources = meeting.size, meeting.train_ranks
     specs = [
         *(TensorSpec(f"experts.{e}.gate", (INTERMEDIATE, HIDDEN), torch.bfloat16) for e in range(EXPERTS)),
@@ -68,6 +69,13 @@ def rank_main(rank: int, meeting: Rendezvous, engine: str, transport: str, resul
 )
 def test_three_changed_refits_over_nccl_land_bit_for_bit(engine: str, transport: str) -> None:
     size = min(4, torch.cuda.device_count()) // 2 * 2
+    rows = refit_three_times(size, engine, transport)
+    served = {"auto": "ipc" if engine == "nccl_xfer" else "broadcast"}.get(transport, transport)
+    assert {row[4]["transport"] for row in rows} == {served}
+
+
+def refit_three_times(size: int, engine: str, transport: str) -> list[Any]:
+    """Three changed refits of ``size`` processes, checked; what each rank tells of each."""
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
     server = open_rendezvous("127.0.0.1", size // 2, size // 2)
@@ -87,10 +95,9 @@ def test_three_changed_refits_over_nccl_land_bit_for_bit(engine: str, transport:
     engines = [row for row in rows if row[0] >= size // 2]
     assert [(rank, wrong) for rank, _, wrong, _, _ in engines if wrong] == []
     assert all(version == committed for _, version, _, committed, _ in engines)
-    if engine == "nccl_xfer":
+    if engine != "packed_broadcast":
         assert all(row[4]["bytes_verified"] > 0 for row in engines)
-        served = "ipc" if transport == "auto" else transport
-        assert {row[4]["transport"] for row in rows} == {served}
+    return rows
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs at least three CUDA devices")

@@ -37,9 +37,10 @@ def rank_main(
     from .synthetic import SyntheticDestination, SyntheticSource
 
     torch.set_num_threads(1)
-    device = f"cuda:{rank}" if on_gpu else "cpu"
+    # Where there are fewer GPUs, several ranks share one.
+    device = f"cuda:{rank % torch.cuda.device_count()}" if on_gpu else "cpu"
     if on_gpu:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(device)
     spec = TensorSpec("w", (1 << 16, 8), torch.bfloat16)
     box = {"w": [((0, 1 << 16), (0, 8))]}
     endpoint: Any = (
