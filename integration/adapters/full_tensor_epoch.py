@@ -115,10 +115,15 @@ class FullTensorEpoch:
                 failure = error
                 self.fail(error)
             sender = BucketSender(self._wire, self.submit, clock) if self._wire is not None else None
-            async for name, tensor in _drawn(weights):
+            drawn = _drawn(weights)
+            while True:
+                with clock.stage("export"):
+                    weight = await anext(drawn, None)
+                if weight is None:
+                    break
                 if sender is not None and failure is None:
                     try:
-                        await sender.put(name, tensor)
+                        await sender.put(*weight)
                     except Exception as error:
                         failure = self._named(error)
                         # Told at once: the drawing can take as long as a refit.

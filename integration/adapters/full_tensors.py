@@ -66,7 +66,8 @@ class BucketSender:
         start = 0
         while True:
             part = raw[start : start + self._wire.bucket_bytes]
-            self._buffer()[self._cursor : self._cursor + part.numel()].copy_(part)
+            with self._clock.stage("pack"):
+                self._buffer()[self._cursor : self._cursor + part.numel()].copy_(part)
             whole = dtype_name(tensor.dtype), list(tensor.shape)
             self._pieces.append(Piece(name, *whole, start, part.numel(), self._cursor))
             self._cursor = aligned(self._cursor + part.numel())

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import verl
+from hydra import compose, initialize_config_dir
 from verl.checkpoint_engine import base
+from verl.utils.config import omega_conf_to_dataclass
 
 from rlrefit.integration.adapters.verl import NcclXferCheckpointEngine
 from rlrefit.integration.adapters.verl_contract import UnsupportedVerl, require_supported, violations
 from rlrefit.integration.errors import RefitError, RefitMismatch
 
+ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = ("127.0.0.1", 1234, 1)
 
 
@@ -74,3 +80,21 @@ def test_a_group_serves_again_only_if_all_its_ranks_hold_it(held: list[str | Non
     if not goes_on:
         assert len({meeting["token"] for meeting in meetings}) == 1
         assert (meetings[0]["train_ranks"], meetings[0]["gen_ranks"]) == (2, 1)
+
+
+def test_the_example_makes_the_backend_by_verls_own_keys() -> None:
+    overrides = [f"hydra.searchpath=[file://{Path(verl.__file__).parent}/trainer/config]"]
+    with initialize_config_dir(str(ROOT / "examples" / "verl"), version_base=None):
+        config = compose("grpo_qwen3_4b", overrides)
+    asynchronous = config.trainer.v1.separate_async
+    batch = asynchronous.parameter_sync_step * config.actor_rollout_ref.actor.ppo_mini_batch_size
+    assert config.data.train_batch_size == batch  # as verl asserts
+    engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
+    assert engine.backend == import_module(engine.custom_backend_module).BACKEND
+    made = base.CheckpointEngineRegistry.new(
+        engine.backend,
+        is_master=True,
+        bucket_size=engine.update_weights_bucket_megabytes << 20,
+        **engine.engine_kwargs[engine.backend],
+    )
+    assert made.options.records_dir == "runs/verl/refits"
