@@ -9,8 +9,9 @@ import torch
 
 from .encoded import EncodedPair, EncodedView, Encoder
 from .factory import JoinedCopies
+from .host import WeakView
 from .strided import Strided
-from .tables import CastTable
+from .tables import CAST_DTYPES, CastTable
 
 
 @dataclass(frozen=True)
@@ -38,29 +39,38 @@ class Cast:
     def shape(self, view: Sequence[int]) -> tuple[int, ...]:
         return tuple(view)
 
+    def has_kernel(self, source: torch.dtype) -> bool:
+        return {source, self.dtype} <= CAST_DTYPES
+
     def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
-        if device.type != "cuda":
-            return _TorchCasts(pairs)
         by_type: dict[torch.dtype, list[tuple[Strided, Strided]]] = {}
+        others: list[EncodedPair] = []
         for view, target in pairs:
-            held = _part(view)
+            if device.type != "cuda" or not self.has_kernel(view.held.dtype):
+                others.append((view, target))
+                continue
             place = target if isinstance(target, Strided) else Strided.of(target)
-            by_type.setdefault(held.dtype, []).append((Strided.of(held), place))
+            by_type.setdefault(view.held.dtype, []).append((Strided.of(_part(view)), place))
         tables = [CastTable.build(found, source, self.dtype, device) for source, found in by_type.items()]
-        return tables[0] if len(tables) == 1 else JoinedCopies(tables)
+        return JoinedCopies([*tables, _TorchCasts(others)] if others else tables)
 
 
 class _TorchCasts:
-    """Casts between CPU tensors."""
+    """Casts between tensors. Keeps no source."""
 
     def __init__(self, pairs: Sequence[EncodedPair]):
-        self._sources = [_part(view) for view, _ in pairs]
+        self._sources = [WeakView(_part(view)) for view, _ in pairs]
         self._targets = [target for _, target in pairs if isinstance(target, torch.Tensor)]
         self.nbytes = sum(view.nbytes for view, _ in pairs)
 
     def launch(self) -> None:
-        """Do the casts."""
-        torch._foreach_copy_(self._targets, self._sources)
+        """Do the casts.
+
+        Raises:
+            RefitError: the memory of a source was freed.
+        """
+        if self._targets:
+            torch._foreach_copy_(self._targets, [source.view() for source in self._sources])
 
 
 def _part(view: EncodedView) -> torch.Tensor:

@@ -34,12 +34,12 @@ class Format(Protocol):
     def block(self) -> tuple[int, ...]:
         """Extents of a view's last dimensions that are computed together; of the others single elements are."""
 
-    def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
-        """Prepare pairs of this format's encodings, so that they share what they read.
+    def has_kernel(self, source: torch.dtype) -> bool:
+        """Whether GPUs compute this format of ``source`` by a kernel, which reads and writes any memory they reach."""
 
-        Raises:
-            NotComputable: ``device`` can't compute this format into plain memory.
-        """
+    def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
+        """Prepare pairs of this format's encodings, so that they share what they read; those without a kernel have tensors
+        as their targets."""
 
 
 class PackedEncoding(Encoding, Protocol):
@@ -100,7 +100,7 @@ class EncodedView:
         return prod(self.shape) * self.dtype.itemsize
 
     def strips(self, most: int) -> Iterator[Box]:
-        """Ranges of the first dimension, cut where those of all encodings of the same blocks are.
+        """Ranges of the first dimension that has several blocks, cut where those of all encodings of the same blocks are.
 
         Args:
             most: elements of ``held`` behind a strip, if a row of blocks has not more.
@@ -108,16 +108,25 @@ class EncodedView:
         Yields:
             Boxes of the part, whose ranges count from its first element.
         """
-        if not self.window:
-            yield ()
-            return
-        (start, stop), *others = self.window
+        whole = [(0, stop - start) for start, stop in self.window]
         units, blocks = self._extents
-        row = blocks[0] * prod(last - first for first, last in self.blocks[1:])
-        step = max(1, most // max(1, row)) * blocks[0] // units[0]
+        dim = next(
+            (
+                i
+                for i, ((start, stop), b) in enumerate(zip(self.blocks, blocks, strict=True))
+                if stop - start > b
+            ),
+            None,
+        )
+        if dim is None:
+            yield tuple(whole)
+            return
+        start, stop = self.window[dim]
+        row = blocks[dim] * prod(last - first for first, last in self.blocks[dim + 1 :])
+        step = max(1, most // max(1, row)) * blocks[dim] // units[dim]
         for cut in range(start // step * step, stop, step):
-            first = max(cut, start) - start, min(cut + step, stop) - start
-            yield first, *((0, end - begin) for begin, end in others)
+            whole[dim] = max(cut, start) - start, min(cut + step, stop) - start
+            yield tuple(whole)
 
     def slice(self, box: Box) -> EncodedView:
         """The part of the part that ``box`` covers, whose ranges count from the part's first element."""
@@ -130,23 +139,46 @@ EncodedPair = tuple[EncodedView, torch.Tensor | Strided]
 
 
 class PushedEncodings:
-    """Encodings of pageable host memory: the host computes them, into memory of its own, and pushes them to the device.
+    """Encodings of host memory that the device has no kernel for: the host computes them and pushes them there.
 
-    ``launch`` may hold up its caller as :class:`.host.PushedViews` does.
+    One held tensor at a time, through one buffer in host memory. Nothing that is read is kept, and ``launch`` may hold up
+    its caller, as :class:`.host.PushedViews` has it.
     """
 
     def __init__(self, pairs: Sequence[tuple[EncodedView, torch.Tensor]]):
-        self._pushes = [(torch.empty(view.shape, dtype=view.dtype), target) for view, target in pairs]
-        computed = [(view, made) for (view, _), (made, _) in zip(pairs, self._pushes, strict=True)]
-        self._encoders = make_encoders(computed, torch.device("cpu"))
-        self.nbytes = sum(made.nbytes for made, _ in self._pushes)
+        by_held: dict[int, list[tuple[EncodedView, torch.Tensor]]] = {}
+        for view, target in pairs:
+            by_held.setdefault(id(view.held), []).append((view, target))
+        needs = [sum(_padded(view.nbytes) for view, _ in group) for group in by_held.values()]
+        self._buffer = torch.empty(max(needs, default=0), dtype=torch.uint8)
+        self._steps: list[tuple[list[Encoder], list[tuple[torch.Tensor, torch.Tensor]]]] = []
+        for group in by_held.values():
+            computed, pushes, cursor = [], [], 0
+            for view, target in group:
+                raw = self._buffer[cursor : cursor + view.nbytes]
+                made = raw.view(view.dtype).view(view.shape)
+                cursor += _padded(view.nbytes)
+                computed.append((view, made))
+                pushes.append((made, target))
+            self._steps.append((make_encoders(computed, torch.device("cpu")), pushes))
+        self.nbytes = sum(view.nbytes for view, _ in pairs)
 
     def launch(self) -> None:
-        """Compute all, and copy the results in the order of the current stream."""
-        for encoder in self._encoders:
-            encoder.launch()
-        for made, target in self._pushes:
-            target.copy_(made, non_blocking=True)
+        """Compute all, and copy the results in the order of the current stream.
+
+        Raises:
+            RefitError: the memory of a source was freed.
+        """
+        for encoders, pushes in self._steps:
+            for encoder in encoders:
+                encoder.launch()
+            for made, target in pushes:
+                # CUDA has read pageable memory when it returns, so the buffer can be used again.
+                target.copy_(made, non_blocking=True)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
 
 
 def make_encoders(pairs: Iterable[EncodedPair], device: torch.device) -> list[Encoder]:
@@ -154,7 +186,7 @@ def make_encoders(pairs: Iterable[EncodedPair], device: torch.device) -> list[En
 
     Raises:
         ValueError: a part and its target differ in shape or size of items.
-        NotComputable: ``device`` can't compute a format into plain memory, or from pageable memory of the host.
+        NotComputable: ``device`` has no kernel for a format and its target is plain memory, or can't read a source.
     """
     groups: dict[Format, list[EncodedPair]] = {}
     pushed: list[tuple[EncodedView, torch.Tensor]] = []
@@ -165,14 +197,21 @@ def make_encoders(pairs: Iterable[EncodedPair], device: torch.device) -> list[En
                 f"{view.dtype}{list(view.shape)} can't be written to items of {itemsize} bytes of shape "
                 f"{list(target.shape)}"
             )
-        if not pushed_to(device, view.held):
+        at_home = view.held.device.type == device.type
+        has_kernel = device.type != "cuda" or view.encoding.format.has_kernel(view.held.dtype)
+        if at_home or (has_kernel and not pushed_to(device, view.held)):
+            if not has_kernel and isinstance(target, Strided):
+                raise NotComputable(
+                    f"there is no kernel that makes {view.dtype} of {view.held.dtype} in a peer's memory; set "
+                    "policy.refit.transport to p2p"
+                )
             groups.setdefault(view.encoding.format, []).append((view, target))
         elif isinstance(target, torch.Tensor):
             pushed.append((view, target))
         else:
             raise NotComputable(
-                f"{view.held.dtype}{list(view.held.shape)} lies in pageable host memory, which {device} can't read; offload "
-                "parameters to pinned memory, or set policy.refit.transport to p2p"
+                f"{view.held.dtype}{list(view.held.shape)} lies in host memory, from where {device} can't make "
+                f"{view.dtype}; offload parameters to pinned memory, or set policy.refit.transport to p2p"
             )
     made = [format.prepare(group, device) for format, group in groups.items()]
     return [*made, PushedEncodings(pushed)] if pushed else made

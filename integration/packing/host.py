@@ -7,7 +7,6 @@ serve it as they serve the device's own memory. Pageable memory would fault; the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,15 +26,29 @@ def pushed_to(device: torch.device, view: torch.Tensor) -> bool:
     return device.type == "cuda" and not kernels_read(view)
 
 
-class _Push(NamedTuple):
-    """A view of a storage that is not kept, and where it goes."""
+class WeakView:
+    """A view of a storage that is not kept: its owner may free it, or move a parameter elsewhere."""
 
-    storage: StorageWeakRef
-    dtype: torch.dtype
-    offset: int | torch.SymInt
-    shape: torch.Size
-    strides: tuple[int, ...]
-    target: torch.Tensor
+    def __init__(self, view: torch.Tensor):
+        self._storage = StorageWeakRef(view.untyped_storage())
+        self._place = view.dtype, view.storage_offset(), view.shape, view.stride()
+        self._device = view.device
+
+    def view(self) -> torch.Tensor:
+        """The view, for as long as the caller needs it.
+
+        Raises:
+            RefitError: the memory was freed.
+        """
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        dtype, offset, shape, strides = self._place
+        if storage is None:
+            raise RefitError(
+                f"memory of a {dtype}{list(shape)} weight was freed after the refit had begun; it can't be sent. Leave "
+                "parameters where they are until the refit has returned",
+                stage="pack",
+            )
+        return torch.empty(0, dtype=dtype, device=self._device).set_(storage, offset, shape, strides)
 
 
 class PushedViews:
@@ -47,17 +60,7 @@ class PushedViews:
     """
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]):
-        self._pushes = [
-            _Push(
-                StorageWeakRef(source.untyped_storage()),
-                source.dtype,
-                source.storage_offset(),
-                source.shape,
-                source.stride(),
-                target,
-            )
-            for source, target in pairs
-        ]
+        self._pushes = [(WeakView(source), target) for source, target in pairs]
         self.nbytes = sum(source.nbytes for source, _ in pairs)
 
     def launch(self) -> None:
@@ -66,13 +69,5 @@ class PushedViews:
         Raises:
             RefitError: the memory of a source was freed.
         """
-        for push in self._pushes:
-            storage = torch.UntypedStorage._new_with_weak_ptr(push.storage.cdata)
-            if storage is None:
-                raise RefitError(
-                    f"host memory of a {push.dtype}{list(push.shape)} weight was freed after the refit had begun; it can't "
-                    "be sent. Leave offloaded parameters where they are until the refit has returned",
-                    stage="pack",
-                )
-            source = torch.empty(0, dtype=push.dtype).set_(storage, push.offset, push.shape, push.strides)
-            push.target.copy_(source, non_blocking=True)
+        for source, target in self._pushes:
+            target.copy_(source.view(), non_blocking=True)

@@ -17,6 +17,8 @@ _COPY_TILE, _COPY_WARPS = 1024, 8
 _CHECKSUM_TILE, _CHECKSUM_WARPS = 512, 4
 # Of up to 16 elements each.
 _CAST_TILE = 512
+# Between any two of which the kernel casts.
+CAST_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
 class _Launch:
@@ -138,20 +140,27 @@ class ChecksumTable:
 
     @staticmethod
     def build(
-        views: Sequence[tuple[Strided, int]], device: torch.device, slots: Sequence[int] | None = None
+        views: Sequence[tuple[Strided, int | Strided]],
+        device: torch.device,
+        slots: Sequence[int] | None = None,
     ) -> ChecksumTable:
-        """A table of views, each with the byte offset of its first element in its message.
+        """A table of views, each with its place in its message.
 
         Args:
-            views: live memory, which lies row-major in the message from the offset on.
+            views: live memory, which lies row-major in the message from a byte offset on, or else where the message's
+                bytes at "addresses" from 0 on are.
             device: that holds the memory.
             slots: for each view the row of ``out`` that its message adds up in; all 0 if left out.
         """
         from .kernels import CHECKSUM_WORDS, checksum_segments
 
         triples = (
-            (view, Strided.packed(offset, view.shape, view.itemsize), slot)
-            for (view, offset), slot in zip(views, slots or [0] * len(views), strict=True)
+            (
+                view,
+                place if isinstance(place, Strided) else Strided.packed(place, view.shape, view.itemsize),
+                slot,
+            )
+            for (view, place), slot in zip(views, slots or [0] * len(views), strict=True)
         )
         tables = build_tables(triples, _CHECKSUM_TILE)
         like = torch.empty(2, dtype=torch.int64, device=device)

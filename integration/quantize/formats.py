@@ -38,6 +38,9 @@ class Format(Protocol):
     def scale_name_end(self) -> str:
         """What the scales' name has behind the weight's name."""
 
+    def has_kernel(self, source: torch.dtype, rounded: torch.dtype | None = None) -> bool:
+        """As :meth:`..packing.encoded.Format.has_kernel`; what is kept as ``source`` is ``rounded`` to this type first."""
+
     def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes (``float8_e4m3fn``, ``[n, k]``) and scales of a whole weight, or of a part that cuts no block."""
 
@@ -69,6 +72,9 @@ class Fp8Blockwise:
         """The same in the numerics' words."""
         return fp8_blockwise.ScaleFormat.UE8M0 if self.ue8m0 else fp8_blockwise.ScaleFormat.FP32
 
+    def has_kernel(self, source: torch.dtype, rounded: torch.dtype | None = None) -> bool:
+        return self.block == fp8_blockwise.BLOCK and rounded in (None, torch.bfloat16)
+
     def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return fp8_blockwise.quantize(weight, self.block, self.scale_format)
 
@@ -76,7 +82,7 @@ class Fp8Blockwise:
         self, pairs: Sequence[EncodedPair], device: torch.device, rounded: torch.dtype | None = None
     ) -> Encoder:
         windows = joined(pairs)
-        if device.type == "cuda" and self.block == fp8_blockwise.BLOCK and rounded in (None, torch.bfloat16):
+        if device.type == "cuda" and self.has_kernel(pairs[0][0].held.dtype, rounded):
             return Fp8Table.build(windows, device, self.scale_format, rounded is not None)
         return TorchEncoder(windows, _after(rounded, self.encode))
 
@@ -99,6 +105,9 @@ class Mxfp8:
     @property
     def block(self) -> tuple[int, int]:
         return (1, mxfp8.BLOCK)
+
+    def has_kernel(self, source: torch.dtype, rounded: torch.dtype | None = None) -> bool:
+        return False
 
     def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return mxfp8.quantize(weight, mxfp8.Rounding(self.rounding))
@@ -131,6 +140,9 @@ class Rounded:
     @property
     def scale_dtype(self) -> torch.dtype:
         return self.of.scale_dtype
+
+    def has_kernel(self, source: torch.dtype) -> bool:
+        return self.of.has_kernel(source, self.dtype)
 
     def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
         return self.of.prepare(pairs, device, self.dtype)

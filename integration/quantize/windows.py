@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..layout import Box, local_slice
-from ..packing.encoded import EncodedPair, NotComputable
+from ..packing.encoded import EncodedPair
+from ..packing.host import WeakView
 from ..packing.strided import Strided
 
 Target = torch.Tensor | Strided
@@ -63,7 +64,7 @@ def joined(pairs: Sequence[EncodedPair]) -> list[Window]:
 
 
 class TorchEncoder:
-    """Computes windows with torch, block by block of whole weights' parts: on CPUs, and for formats without a kernel."""
+    """Computes windows with torch, one after another: on CPUs, and for formats without a kernel. Keeps no source."""
 
     def __init__(
         self,
@@ -74,9 +75,6 @@ class TorchEncoder:
         Args:
             windows: their targets tensors.
             encode: codes and scales of a weight.
-
-        Raises:
-            NotComputable: a target is plain memory.
         """
         self._todo = []
         for window in windows:
@@ -85,15 +83,19 @@ class TorchEncoder:
             if codes is not None:
                 top, left = window.first
                 box = ((top, top + codes.shape[0]), (left, left + codes.shape[1]))
-            self._todo.append((window.source, codes, box, scales))
+            self._todo.append((WeakView(window.source), codes, box, scales))
         self._encode = encode
         self.nbytes = sum(window.nbytes for window in windows)
 
     def launch(self) -> None:
-        """Compute and write all."""
+        """Compute and write all.
+
+        Raises:
+            RefitError: the memory of a source was freed.
+        """
         with torch.no_grad():
             for source, codes_target, box, scales_target in self._todo:
-                codes, scales = self._encode(source)
+                codes, scales = self._encode(source.view())
                 if codes_target is not None and box is not None:
                     origin = tuple((0, 0) for _ in box)
                     codes_target.copy_(codes[local_slice(origin, box)])
@@ -102,8 +104,5 @@ class TorchEncoder:
 
 
 def _tensor(target: Target | None) -> torch.Tensor | None:
-    if isinstance(target, Strided):
-        raise NotComputable(
-            "there is no kernel that computes this format into a peer's memory; set policy.refit.transport to p2p"
-        )
+    assert not isinstance(target, Strided), "make_encoders hands plain memory to kernels only"
     return target

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlrefit.integration.errors import RefitError
 from rlrefit.integration.layout import Box, Fragment, box_of
 from rlrefit.integration.manifest import TensorSpec
-from rlrefit.integration.packing import Cast, EncodedView, NotComputable, Strided, make_encoders
+from rlrefit.integration.packing import (
+    Cast,
+    EncodedView,
+    NotComputable,
+    PushedEncodings,
+    Strided,
+    make_encoders,
+)
 from rlrefit.integration.quantize.formats import (
     Codes,
     Format,
@@ -133,6 +144,30 @@ def test_only_a_part_that_cuts_no_block_is_quantized_alone() -> None:
     assert isinstance(encoded_fragments(Fragment("w", (300, 200), ((172, 300), (0, 200)), held), FP8), str)
 
 
+def test_the_host_computes_what_it_pushes_and_keeps_nothing_of_it() -> None:
+    weights = [torch.randn(200, 160).bfloat16(), torch.randn(130, 64).bfloat16()]
+    pairs = []
+    for held in weights:
+        for encoding in (Codes(FP8), Scales(FP8), Cast(torch.float32)):
+            view = EncodedView(held, encoding, box_of(encoding.shape(held.shape)))
+            pairs.append((view, torch.empty(view.shape, dtype=view.dtype)))
+    pushed = PushedEncodings(pairs)
+    for sign in (1, -1):  # changed weights before the second launch
+        for held in weights:
+            held.mul_(sign)
+        pushed.launch()
+        for (view, target), held in zip(pairs, [w for w in weights for _ in range(3)], strict=True):
+            whole = {Cast(torch.float32): held.float()}
+            whole |= dict(zip((Codes(FP8), Scales(FP8)), FP8.encode(held), strict=True))
+            assert same(target, whole[view.encoding])
+    freed = weakref.ref(weights[0].untyped_storage())
+    del pairs, view, held, whole, weights
+    gc.collect()
+    assert freed() is None
+    with pytest.raises(RefitError, match="was freed after the refit had begun"):
+        pushed.launch()
+
+
 def test_formats_cross_processes_as_plain_data() -> None:
     for format in (FP8, Fp8Blockwise((64, 32), True, "_scale"), Mxfp8("down")):
         assert from_json(to_json(format)) == format
@@ -149,7 +184,7 @@ def test_a_format_without_a_kernel_is_not_computed_into_a_peers_memory() -> None
     held = torch.randn(4, 64).bfloat16()
     view = EncodedView(held, Codes(Mxfp8()), box_of(held.shape))
     with pytest.raises(NotComputable, match=r"set policy.refit.transport to p2p"):
-        make_encoders([(view, Strided.packed(0, (4, 64), 1))], CPU)
+        make_encoders([(view, Strided.packed(0, (4, 64), 1))], torch.device("cuda"))
     with pytest.raises(ValueError, match="can't be written to items of 2 bytes"):
         make_encoders([(view, torch.empty(4, 64, dtype=torch.bfloat16))], CPU)
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
 
+from ...layout import Box
 from ...packing import ChecksumTable, EncodedView, Encoder, Strided, make_encoders
 from ...plan import Message
 
+# Elements that are computed once more at a time, if a row of blocks has not more.
+_STRIP = 16 << 20
+
 # A message and what this rank holds of it, one for each of its segments.
 Bound = tuple[Message, Sequence[Strided | EncodedView]]
-_View = tuple[Strided, int]
+_View = tuple[Strided, int | Strided]
 
 
 class _Step(NamedTuple):
@@ -25,7 +30,7 @@ class _Step(NamedTuple):
 class Proofs:
     """Computes the checksums of the messages that a refit checks: all, or one of each pair in turn.
 
-    What is computed while it is written is computed once more into scratch memory, one message at a time.
+    What is computed while it is written is computed once more into scratch memory, strip by strip.
 
     Attributes:
         sums: int64 ``[messages, 2]`` on the device, peers in ascending order; 0 for what is not checked.
@@ -43,10 +48,12 @@ class Proofs:
         self.messages = [message for peer in sorted(pairs) for message, _ in pairs[peer]]
         self.sums = torch.zeros(len(self.messages), 2, dtype=torch.int64, device=device)
         needs = [
-            message.nbytes
+            prod(stop - start for start, stop in strip) * view.dtype.itemsize
             for bound in pairs.values()
-            for message, held in bound
-            if verify != "off" and any(isinstance(view, EncodedView) for view in held)
+            for _, held in bound
+            for view in held
+            if verify != "off" and isinstance(view, EncodedView)
+            for strip in view.strips(_STRIP)
         ]
         self.scratch_bytes = max(needs, default=0)
         self._scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
@@ -78,20 +85,20 @@ class Proofs:
         slots: list[int] = []
         steps: list[_Step] = []
         for slot, (message, held) in group:
-            computed: list[tuple[EncodedView, Strided]] = []
-            found: list[_View] = []
             for segment, view in zip(message.segments, held, strict=True):
                 if isinstance(view, EncodedView):
-                    place = Strided.packed(
-                        self._scratch.data_ptr() + segment.offset, view.shape, view.dtype.itemsize
-                    )
-                    computed.append((view, place))
-                    found.append((place, segment.offset))
+                    steps += [self._strip(view, segment.offset, strip, slot) for strip in view.strips(_STRIP)]
                 else:
                     plain.append((view, segment.offset))
                     slots.append(slot)
-            if computed:
-                table = ChecksumTable.build(found, device, [slot] * len(found))
-                steps.append(_Step(make_encoders(computed, device), table))
         steps.append(_Step([], ChecksumTable.build(plain, device, slots)))
         return steps, sum(message.payload_bytes for _, (message, _) in group)
+
+    def _strip(self, view: EncodedView, offset: int, strip: Box, slot: int) -> _Step:
+        part = view.slice(strip)
+        place = Strided.packed(self._scratch.data_ptr(), part.shape, part.dtype.itemsize)
+        packed = Strided.packed(offset, view.shape, view.dtype.itemsize).slice(strip)
+        device = self._scratch.device
+        return _Step(
+            make_encoders([(part, place)], device), ChecksumTable.build([(place, packed)], device, [slot])
+        )

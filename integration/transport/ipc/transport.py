@@ -12,7 +12,7 @@ import torch
 
 from ...errors import PeerLost, PlanError, RefitMismatch, RefitTimeout, TransportUnavailable
 from ...layout import Fragment, volume
-from ...packing import CopyTable, EncodedView, NotComputable, Strided, make_encoders
+from ...packing import CopyTable, EncodedView, Encoder, NotComputable, Strided, make_encoders
 from ...packing.host import kernels_read
 from ...plan import Message, Plan, Segment
 from ...records import StageClock
@@ -97,6 +97,8 @@ class IpcTransport(Transport):
         self._exported: ExportedMemory | None = None
         self._imported: list[ImportedMemory] = []
         self._mailbox: Mailbox | None = None
+        self._encoders: list[Encoder] = []
+        self._sent_proofs = self._landed_proofs = Proofs({}, "off", torch.device("cpu"))
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
         reason = "the parameters are not on a GPU" if self._device.type != "cuda" else missing()
@@ -374,6 +376,9 @@ class IpcTransport(Transport):
             self._exported.close()
             self._exported = None
         self._host = None
+        # Before new ones are made beside them.
+        self._encoders = []
+        self._sent_proofs = self._landed_proofs = Proofs({}, "off", torch.device("cpu"))
         if self._imported and failed and not self._drained():
             # Unmapping under a running kernel would break this process's context, and the trainer with it.
             logger.warning("writes of a failed refit are still under way; their peers' memory stays mapped")
