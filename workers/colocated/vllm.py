@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...integration.errors import RefitError
 from ...integration.stage_memory import ProcessMemory
 from ...integration.stages import TAGS, StageRefused
 from ..vllm.driver import VllmDriver
@@ -18,10 +19,19 @@ class VllmSleeper:
 
     Args:
         drivers: of the engines that share GPUs with the trainer.
+
+    Raises:
+        RefitError: an engine was started without sleep mode.
     """
 
     def __init__(self, drivers: Sequence[VllmDriver]) -> None:
         self._drivers = list(drivers)
+        if still := [number for number, driver in enumerate(self._drivers) if not driver.sleeps]:
+            raise RefitError(
+                f"engine {', '.join(map(str, still))} was started without enable_sleep_mode: vLLM would pass over every sleep in "
+                "silence, and the trainer would find no memory. Start it with enable_sleep_mode=True",
+                stage="settings",
+            )
 
     def sleep(self, level: int) -> None:
         """As :meth:`~...integration.stages.SleepingEngine.sleep`.

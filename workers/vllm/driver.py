@@ -203,6 +203,12 @@ class VllmDriver(_Driver):
         """Whether requests are unfinished."""
         return bool(self._llm.llm_engine.has_unfinished_requests())
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether vLLM can give its memory back; without its sleep mode a sleep on a GPU is passed over in silence."""
+        config = self._llm.llm_engine.vllm_config
+        return bool(config.model_config.enable_sleep_mode) or config.device_config.device_type == "cpu"
+
     def sleep(self, level: int) -> None:
         """Give weights and KV cache back, as ``LLM.sleep`` does; running requests would be aborted."""
         self._llm.sleep(level=level)
