@@ -16,6 +16,7 @@ from ...integration.config import RefitConfig
 from ...integration.errors import EngineDirty, RefitError
 from .answers import raise_refit_errors
 from .preemption import require_kept_tokens
+from .sleeping import SleepCalls
 from .token_versions import Generated, TokenVersions
 
 EXTENSION = "rlrefit.workers.vllm.extension.VllmRefitExtension"
@@ -66,7 +67,7 @@ class _Driver:
         return engine
 
 
-class VllmDriver(_Driver):
+class VllmDriver(SleepCalls, _Driver):
     """Drives a ``vllm.LLM`` whose workers have :class:`~.extension.VllmRefitExtension`.
 
     Start it with ``worker_extension_cls=driver.EXTENSION``, or with ``weight_transfer_config=plugin.transfer_config()``.
@@ -193,37 +194,6 @@ class VllmDriver(_Driver):
         """
         found = [answer["version"] for answer in self._rpc("refit_serving_version")]
         return _one_version(found)
-
-    def asleep(self) -> frozenset[str]:
-        """What of ``weights`` and ``kv_cache`` has no memory on any worker at the moment."""
-        return frozenset(tag for answer in self._rpc("refit_asleep") for tag in answer["asleep"])
-
-    @property
-    def busy(self) -> bool:
-        """Whether requests are unfinished."""
-        return bool(self._llm.llm_engine.has_unfinished_requests())
-
-    @property
-    def sleeps(self) -> bool:
-        """Whether vLLM can give its memory back; without its sleep mode a sleep on a GPU is passed over in silence."""
-        config = self._llm.llm_engine.vllm_config
-        return bool(config.model_config.enable_sleep_mode) or config.device_config.device_type == "cpu"
-
-    def sleep(self, level: int) -> None:
-        """Give weights and KV cache back, as ``LLM.sleep`` does; running requests would be aborted."""
-        self._llm.sleep(level=level)
-
-    def wake_up(self, tags: Sequence[str]) -> None:
-        """Take memory for ``weights``, ``kv_cache`` or both; requests run again once nothing sleeps."""
-        self._llm.wake_up(tags=list(tags))
-
-    def empty_cache(self) -> None:
-        """Have all workers give back what their allocators cache."""
-        self._rpc("refit_empty_cache")
-
-    def memory(self, *, restart: bool = False) -> list[dict[str, Any]]:
-        """Of each worker, fields of a ``ProcessMemory``; ``restart`` lets the peaks count anew from here."""
-        return self._rpc("refit_memory", restart)
 
     def close_refit(self) -> None:
         """End the epoch on all workers."""
