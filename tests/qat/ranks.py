@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,8 +74,64 @@ def _fsdp(rank: int, case: Case) -> dict[str, Any]:
     with torch.no_grad():
         report["logits"] = model(token_ids()).logits.float()
     report |= {"losses": losses, "slices": _slices(packed)}
+    if case.written.name == "of-fsdp":
+        report |= _faults(rank, case, source, qat) | _written_behind(case, model, qat)
     write_checkpoint(case.written, case.checkpoint, source, qat)
     return report
+
+
+def _faults(rank: int, case: Case, source: Any, qat: Any) -> dict[str, Any]:
+    """What all ranks say of what fails on one."""
+    from rlrefit.workers.qat.checkpoint import write_checkpoint
+    from rlrefit.workers.qat.source import PackedSource
+
+    torch.distributed.barrier()
+    folder = case.written.parent / "failed"
+    with _full_disk() if rank == 0 else nullcontext():
+        found = {
+            "full disk": _error_of(lambda: write_checkpoint(folder / "new", case.checkpoint, source, qat))
+        }
+    packed = PackedSource(source, qat)
+    if rank == 1:
+        source.settle = _raise
+    found["settle"] = _error_of(packed.settle)
+    source.__dict__.pop("settle", None)
+    return found | {"left behind": [path.name for path in folder.iterdir()] if folder.exists() else []}
+
+
+def _raise() -> None:
+    raise OSError("the host's memory")
+
+
+@contextmanager
+def _full_disk() -> Iterator[None]:
+    """Files of this process can't become large."""
+    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, kept[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+
+
+def _written_behind(case: Case, model: Any, qat: Any) -> dict[str, str]:
+    """What a forward pass says of writes to shards that torch counts no versions of; the weights are then as before."""
+    from torch.distributed.checkpoint import load, save
+
+    saved = case.written.parent / "saved"
+    state = {"model": model.state_dict()}
+    save(state, checkpoint_id=saved)
+    qat.refresh()
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.99)
+    found = {"averaged": _error_of(lambda: model(token_ids()))}
+    qat.refresh()
+    found["none"] = _error_of(lambda: model(token_ids()))
+    load({"model": model.state_dict()}, checkpoint_id=saved)
+    found["loaded"] = _error_of(lambda: model(token_ids()))
+    qat.refresh()
+    assert not found.pop("none")
+    return found
 
 
 def _megatron(rank: int, case: Case) -> dict[str, Any]:

@@ -10,37 +10,30 @@ import torch
 
 from rlrefit.integration.quantize import nvfp4
 from rlrefit.integration.quantize.nvfp4_checkpoint import fused_module, packed_names
-from rlrefit.recipes.tiny.checkpoints import make_checkpoint
-from tests.spawn import run_alone, run_ranks
+from tests.ahead import FoundAhead
 
+from .layouts import LAYOUTS, Trained, train_in_all_layouts
 from .models import read, trainer
-from .ranks import Case, cut, run, token_ids
-from .vllm_side import ENVIRONMENT, serve
+from .ranks import cut, token_ids
 
-pytestmark = pytest.mark.timeout(300)
-
-LAYOUTS: dict[str, tuple[str, dict[str, int] | None]] = {
-    "fsdp": ("qwen3", None),
-    "fsdp-moe": ("qwen3-moe", None),
-    "tp2": ("qwen3", {"tensor_parallel": 2}),
-    "ep2": ("qwen3-moe", {"tensor_parallel": 2, "expert_parallel": 2}),
-}
+AHEAD = (train_in_all_layouts,)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("checkpoints")
-    for kind in ("qwen3", "qwen3-moe"):
-        make_checkpoint(kind, root / kind)
-    return root
+def trained(found_ahead: FoundAhead) -> Trained:
+    return found_ahead.by(train_in_all_layouts)
 
 
 @pytest.fixture(scope="module")
-def reports(folder: Path) -> dict[str, list[dict[str, Any]]]:
+def folder(trained: Trained) -> Path:
+    return trained.folder
+
+
+@pytest.fixture(scope="module")
+def reports(trained: Trained) -> dict[str, list[dict[str, Any]]]:
     """By layout, the report of each rank."""
-    cases = [Case(str(folder / kind), folder / f"of-{name}", how) for name, (kind, how) in LAYOUTS.items()]
-    by_rank = run_ranks(run, 2, cases)
-    return {name: [reports[i] for reports in by_rank] for i, name in enumerate(LAYOUTS)}
+    return trained.reports
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -121,11 +114,26 @@ def test_training_learns(reports: dict[str, Any], layout: str) -> None:
         assert second < first - (0.1 if "fsdp" in layout else 0.01)
 
 
-def test_vllm_loads_the_checkpoint_and_takes_refits_of_it_and_computes_what_training_does(
-    folder: Path, reports: dict[str, Any]
+def test_what_fails_on_one_rank_fails_on_all_and_training_goes_on(reports: dict[str, Any]) -> None:
+    for report in reports["fsdp"]:
+        assert "the checkpoint" in report["full disk"]
+        assert "was not written: SafetensorError" in report["full disk"]
+        assert "failed on trainer rank 1 of 2: OSError: the host's memory" in report["settle"]
+        assert report["left behind"] == []
+
+
+def test_a_state_that_is_loaded_into_shards_behind_torchs_counters_is_noticed(
+    reports: dict[str, Any],
 ) -> None:
-    a, b = (str(folder / f"of-{layout}") for layout in ("fsdp", "tp2"))
-    found = run_alone(serve, a, b, str(folder / "of-fsdp-moe"), environment=ENVIRONMENT)
+    for report in reports["fsdp"]:
+        for how in ("averaged", "loaded"):
+            assert "a weight was written after the last refresh()" in report[how], how
+
+
+def test_vllm_loads_the_checkpoint_and_takes_refits_of_it_and_computes_what_training_does(
+    trained: Trained,
+) -> None:
+    found = trained.vllm
     assert found["changed"]
     assert found["differing after 1"] == []
     assert found["differing after 2"] == []

@@ -187,16 +187,15 @@ def test_a_weight_that_is_not_finite_is_told_by_name(
         qat.refresh()
 
 
-def test_a_failed_export_leaves_nothing_behind(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_failed_export_leaves_nothing_behind(
+    checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, qat = trainer(checkpoints("qwen3"))
     source = FSDPSource(model, torch.bfloat16)
     with pytest.raises(RefitError, match=r"was not written: FileNotFoundError.*nothing is left behind"):
         write_checkpoint(tmp_path / "new", tmp_path / "missing", source, qat)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(RefitError, match=r"OutOfMemoryError: no memory"),
-    ):
-        patch.setattr(QAT, "packed", _out_of_memory)
+    monkeypatch.setattr(QAT, "packed", _out_of_memory)
+    with pytest.raises(RefitError, match=r"OutOfMemoryError: no memory"):
         write_checkpoint(tmp_path / "new", checkpoints("qwen3"), source, qat)
     assert list(tmp_path.iterdir()) == []
 

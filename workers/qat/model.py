@@ -106,7 +106,7 @@ class QAT:
             if not torch.compiler.is_compiling():
                 self._scales.check_contents()
 
-        self._hooks.append(module.register_forward_pre_hook(before))
+        self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
 
     def refresh(self) -> None:
         """Compute the global scales of the weights as they are now; a collective of all trainer ranks.
