@@ -172,6 +172,15 @@ class Group:
             raise RefitError("the process group is closed", stage="process group", rank=self.rank)
         return self._backends[lane]
 
+    def prepare_broadcast(self, root: int) -> None:
+        """Set up ahead of use what broadcasts from ``root`` need; all ranks at the same time.
+
+        NCCL and gloo have set up all when the group was made.
+
+        Raises:
+            RefitTimeout, PeerLost: some rank did not take part.
+        """
+
     def broadcast(self, buffer: torch.Tensor, root: int, stage: str) -> None:
         """Broadcast a contiguous buffer from the group's rank ``root`` and wait; errors as in :meth:`exchange`."""
         with self._classifying(stage, f"from group rank {root}"):

@@ -116,4 +116,9 @@ def make_packed_broadcast(
         wire = agree_on_wire(channel, "misc", device)
         if place is not None:
             group = open_group(channel, wire, "misc", place, device, 1, config.bucket_bytes)
+            try:
+                group.prepare_broadcast(0)
+            except BaseException:
+                group.close(failed=True)
+                raise
     return PackedBroadcast(group, specs, config.bucket_bytes, world.rank, config.verify), group

@@ -14,11 +14,11 @@ from torch._C._distributed_c10d import Store
 
 from ..errors import PeerLost, RefitError
 from ..exchanges import Exchange, Parcel
-from ..process_groups import Group
 from ..transport.ipc.driver import DriverError, call
 from .device_exchange import DeviceExchange
 from .device_link import LANE_WORD_BYTES, DeviceLink
 from .device_memory import OwnBuckets, PeerBuckets
+from .group import SharedGroup
 from .host_link import BUCKETS
 from .pairs import Pair, hear, open_pairs, tell
 
@@ -36,7 +36,7 @@ _DRAIN_WITHIN = 10.0
 _KEPT: list[object] = []
 
 
-class DeviceGroup(Group):
+class DeviceGroup(SharedGroup):
     """Ranks that copy parcels into each other's buckets on their GPUs, and from there to where they belong.
 
     An exchange is only enqueued, as over NCCL. The buckets come from the driver, so that any allocator may be in use.
@@ -123,12 +123,6 @@ class DeviceGroup(Group):
         """An exchange has been enqueued, whose end ``ended`` tells."""
         self._last[lane] = (stream, ended)
         self._under_way.append((ended, calls))
-
-    def broadcast(self, buffer: torch.Tensor, root: int, stage: str) -> None:
-        here = self.rank == root
-        others = [rank for rank in range(self.size) if rank != root]
-        sends = [Parcel(rank, buffer) for rank in others] if here else []
-        self.exchange(sends, [] if here else [Parcel(root, buffer)], stage)
 
     def abort(self) -> bool:
         self._given_up = True

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 
 from ..errors import RefitError
 from ..exchanges import Exchange, Parcel
-from ..process_groups import Group
+from .group import SharedGroup
 from .host_exchange import HostExchange
 from .host_link import BUCKETS, HostLink
 from .pairs import Pair, open_pairs
@@ -22,7 +22,7 @@ MOST_BUCKET_BYTES = 4 << 20
 _ALIGNED = 4096
 
 
-class HostGroup(Group):
+class HostGroup(SharedGroup):
     """Ranks that exchange parcels through buckets in memory that each pair of them shares.
 
     A parcel larger than a bucket goes in parts. Memory is taken when two ranks first have something to exchange,
@@ -86,12 +86,6 @@ class HostGroup(Group):
     def link(self, peer: int, lane: int) -> HostLink:
         """The link to a connected peer."""
         return self._links[peer][lane]
-
-    def broadcast(self, buffer: torch.Tensor, root: int, stage: str) -> None:
-        here = self.rank == root
-        others = [rank for rank in range(self.size) if rank != root]
-        sends = [Parcel(rank, buffer) for rank in others] if here else []
-        self.exchange(sends, [] if here else [Parcel(root, buffer)], stage)
 
     def look_around(self, stage: str) -> None:
         """Raise if another rank has given up."""

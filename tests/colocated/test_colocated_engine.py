@@ -21,7 +21,7 @@ from tests.refit.test_killed_peer import kill_a_rank
 from tests.refit.test_session import refit_versions, world
 from tests.spawn import run_ranks
 
-from .worlds import left_after, left_behind, many_refits
+from .worlds import left_behind, many_refits, nothing_left
 
 CONFIG = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full")
 
@@ -36,7 +36,7 @@ def test_three_changed_refits_land_bit_for_bit_and_commit(transport: str, carrie
         assert [(wrong, version) for _, wrong, version in result] == [([], 1), ([], 2), ([], 3)]
         assert {record.transport for record, _, _ in result} == {carries}
         assert all(record.bytes_misc > 0 and record.bytes_verified > 0 for record, _, _ in result)
-    assert left_after(before) == before
+    assert nothing_left(before)
 
 
 def test_the_engine_is_called_as_nccl_xfer_is_and_says_what_carries_the_bytes_and_why() -> None:

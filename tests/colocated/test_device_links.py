@@ -140,8 +140,9 @@ def test_all_bytes_arrive_however_the_queues_come_on_and_how_few_they_are(
 def test_a_rank_that_gives_up_ends_the_waits_of_its_own_streams(queues: list[Queues]) -> None:
     wired = Wired(1)
     queues.append(Queues(1, 0))
-    large = torch.zeros(5 * BUCKET, dtype=torch.uint8)
-    DeviceExchange(wired.groups[0], 0, [Parcel(1, large)], [Parcel(2, large.clone())], BUCKET).enqueue(0)
+    out, into = (torch.zeros(5 * BUCKET, dtype=torch.uint8) for _ in range(2))
+    exchange = DeviceExchange(wired.groups[0], 0, [Parcel(1, out)], [Parcel(2, into)], BUCKET)
+    exchange.enqueue(0)
     assert not queues[0].finish(0.2)
     for peer in (1, 2):
         wired.groups[0].link(peer, 0).release()

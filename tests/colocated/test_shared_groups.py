@@ -19,7 +19,7 @@ from rlrefit.workers.catalog import GenLayout, TrainLayout
 from tests.refit.mappings import wrong_refits
 from tests.refit.matrix import model, stored
 
-from .worlds import SharedWorld, SharedWorlds, left_after, left_behind
+from .worlds import SharedWorld, SharedWorlds, left_behind, nothing_left
 
 CPU = torch.device("cpu")
 
@@ -117,7 +117,7 @@ def test_a_peer_that_closes_ends_the_exchange_at_once_and_nothing_stays_open() -
     with SharedWorld(2) as world:
         assert world.run(exchange) == [None, None]
     assert time.monotonic() - start < 5
-    assert left_after(before) == before
+    assert nothing_left(before)
 
 
 def test_what_was_sent_whole_arrives_though_the_sender_has_left() -> None:
@@ -160,7 +160,7 @@ def test_a_rank_that_never_comes_is_a_timeout_and_leaves_nothing() -> None:
         with pytest.raises(RefitTimeout):
             group.exchange([], [Parcel(1 - rank, torch.zeros(8, dtype=torch.uint8))], "transfer")
         group.close(failed=True)
-    assert left_after(before) == before
+    assert nothing_left(before)
 
 
 def test_a_wait_looks_at_the_other_ranks_and_raises_what_it_finds() -> None:

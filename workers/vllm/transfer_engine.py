@@ -41,7 +41,7 @@ from .worker_refit import WorkerRefit
 
 logger = logging.getLogger(__name__)
 
-_ENGINES = ("nccl_xfer", "packed_broadcast")
+_ENGINES = ("nccl_xfer", "colocated_ipc", "packed_broadcast")
 
 
 @dataclass
@@ -52,7 +52,7 @@ class RefitInitInfo(WeightTransferInitInfo):
         rendezvous: what trainer rank 0 opened.
         first_rank: refit rank of this deployment's first worker: the number of trainer ranks, where it is the first.
         refit_config: fields of ``RefitConfig``, the same as on the trainer.
-        engine: ``nccl_xfer``, or ``packed_broadcast`` for the conventional path.
+        engine: ``nccl_xfer``, ``colocated_ipc`` on one host, or ``packed_broadcast`` for the conventional path.
     """
 
     rendezvous: dict[str, Any]
@@ -117,7 +117,7 @@ class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]
         info: RefitUpdateInfo = self.parse_update_info(update_info)
         if not self._updating:
             raise RefitError("start_weight_update must be called before update_weights", stage="handshake")
-        shards = self._engine == "nccl_xfer"
+        shards = self._engine != "packed_broadcast"
         receive = refit.nccl_xfer_refit if shards else refit.update_weights_from_collective
         try:
             record = receive(info.version)
