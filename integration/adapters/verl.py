@@ -158,12 +158,13 @@ class NcclXferCheckpointEngine(verl_base.CheckpointEngine):
             )
         held = [report["held"] for report in metadata]
         name = "" if held[0] is None else str(held[0][0])
-        # The name ends with the size: if a replica has gone, the others still stand in their places.
-        goes_on = held == [(name, rank) for rank in range(size)] and name.endswith(f"/{size}")
+        # The name ends with the membership: if the last replica has gone, the others still stand in their places.
+        members = f"/{actor_wg_world_size}+{rollout_world_size}"
+        goes_on = held == [(name, rank) for rank in range(size)] and name.endswith(members)
         meeting: dict[str, Any] | None = None
         if not goes_on:
             host, port, epoch = metadata[0]["address"]
-            token, name = secrets.token_hex(32), f"{secrets.token_hex(8)}/{size}"
+            token, name = secrets.token_hex(32), secrets.token_hex(8) + members
             meeting = Rendezvous(host, port, actor_wg_world_size, rollout_world_size, epoch, token).to_json()
         both: dict[str, list[Any]] = {
             "rank": list(range(size)),
@@ -232,6 +233,8 @@ class NcclXferCheckpointEngine(verl_base.CheckpointEngine):
     def finalize(self) -> None:
         """Commit: verl calls it once all workers have sent or loaded all weights."""
         self._close_listener()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the buckets' memory is the inference process's, which shares the GPU
         if self._arrived is None:
             return
         record, self._arrived = self._arrived, None

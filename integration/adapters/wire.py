@@ -83,7 +83,7 @@ class Wire:
         """Send one bucket, and return once it has left the device."""
         with self._on_stream(packed):
             described = json.dumps(pieces, separators=(",", ":")).encode()
-            checked = self._checks(index)
+            checked = bucket.numel() > 0 and self._checks(index)
             flags = (_LAST if last else 0) | (_CHECKED if checked else 0)
             words = [bucket.numel(), len(described), index, flags, 0, 0]
             head = torch.tensor(words, dtype=torch.int64, device=self.device)

@@ -64,10 +64,10 @@ def test_workers_of_another_protocol_are_refused_by_their_ranks() -> None:
 @pytest.mark.parametrize(
     ("held", "goes_on"),
     [
-        (["a/3", "a/3", "a/3"], True),
-        (["a/3", "a/3", None], False),  # a replica was added, or its process started anew
-        (["a/4", "a/4", "a/4"], False),  # the last replica was removed
-        (["a/3", "b/3", "a/3"], False),
+        (["a/2+1", "a/2+1", "a/2+1"], True),
+        (["a/2+1", "a/2+1", None], False),  # a replica was added, or its process started anew
+        (["a/2+2", "a/2+2", "a/2+2"], False),  # the last replica was removed
+        (["a/2+1", "b/2+1", "a/2+1"], False),
         ([None, None, None], False),
     ],
 )

@@ -73,6 +73,13 @@ def test_the_loader_may_keep_what_it_gets_and_every_byte_can_be_checked() -> Non
         assert record.bytes_verified == record.bytes_misc == sent.bytes_misc == 9 * 1200
 
 
+@pytest.mark.parametrize("weights", [[], [("none", torch.empty(0, 4))], [("one", torch.tensor(2.0))]])
+def test_exports_of_next_to_nothing_arrive(weights: Weights) -> None:
+    _, (found, record) = run_epoch(sending(weights), receiving(), verify="full")
+    assert [(name, tensor.shape) for name, tensor in found] == [(name, t.shape) for name, t in weights]
+    assert record.bytes_verified == record.bytes_misc == sum(tensor.nbytes for _, tensor in weights)
+
+
 def test_bytes_that_change_on_the_wire_are_not_handed_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     from rlrefit.integration.process_groups import Group
 
