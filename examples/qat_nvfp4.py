@@ -7,6 +7,8 @@ is in it must give the trained model's logits, bit for bit.
     python examples/qat_nvfp4.py                  # one process, any machine, under a minute on two cores
     python examples/qat_nvfp4.py --out FOLDER     # keeps the checkpoint
 
+docs/nvfp4.md tells the calls under FSDP2 and Megatron, and how an engine is refitted.
+
 On a GPU without FP4 units vLLM serves it with weights alone in four bits; on a CPU, slowly, with all of it:
 ``VLLM_NVFP4_GEMM_BACKEND=emulation vllm serve FOLDER --enforce-eager``.
 """
