@@ -65,17 +65,17 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     )
     rollout = RolloutConfig(name="vllm", checkpoint_engine=config, tensor_model_parallel_size=1)
     ray.init(
-        num_cpus=8,
+        num_cpus=5,  # as many processes as actors: Ray starts them ahead
         include_dashboard=False,
         object_store_memory=128 << 20,
         log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}},
     )
     try:
-        actor, worker = ray.remote(Actor), ray.remote(RolloutWorker)
+        actor, worker = ray.remote(num_cpus=1)(Actor), ray.remote(num_cpus=1)(RolloutWorker)
         port = free_port()
-        handles = [placed(actor, rank, 2, port).remote(config) for rank in range(2)]
-        workers = [placed(worker, 0, 1, free_port()).remote(rollout) for _ in range(3)]
+        handles = [actor.remote(config, place(rank, 2, port)) for rank in range(2)]
+        workers = [worker.remote(rollout, place(0, 1, free_port())) for _ in range(3)]
         actors = RayWorkerGroup(worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls=actor))
         replicas = [Replica(rank, rollout, worker) for rank, worker in enumerate(workers)]
         yield Fleet(config, actors, replicas, records_dir)
@@ -83,19 +83,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         ray.shutdown()
 
 
-def placed(kind: Any, rank: int, size: int, port: int) -> Any:
-    """``kind`` with the environment that verl gives to a worker."""
-    env = {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "PYTHONPATH": ROOT,
-        "OMP_NUM_THREADS": 1,
-    }
-    return kind.options(
-        runtime_env={"env_vars": {name: str(value) for name, value in env.items()}}, num_cpus=1
-    )
+def place(rank: int, size: int, port: int) -> dict[str, str]:
+    """The environment that verl gives to a worker."""
+    env = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {name: str(value) for name, value in env.items()}
 
 
 def test_two_changed_updates_arrive_bit_for_bit_over_one_group(fleet: Fleet) -> None:

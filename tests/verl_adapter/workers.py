@@ -63,7 +63,8 @@ class Shards:
 class Actor(Worker):
     """What verl's ActorRolloutRefWorker does for an update; its module loads all of verl's training engines."""
 
-    def __init__(self, config: CheckpointEngineConfig) -> None:
+    def __init__(self, config: CheckpointEngineConfig, env: dict[str, str]) -> None:
+        os.environ.update(env)
         super().__init__()
         dist.init_process_group("gloo", rank=self.rank, world_size=self.world_size)
         self.engine = Shards()
@@ -124,7 +125,8 @@ class KeptWeights(BaseRollout):
 class RolloutWorker(CheckpointEngineWorker):
     """verl's rollout worker before :class:`KeptWeights`."""
 
-    def __init__(self, config: RolloutConfig) -> None:
+    def __init__(self, config: RolloutConfig, env: dict[str, str]) -> None:
+        os.environ.update(env)
         super().__init__(config, None, KeptWeights())
 
     def wrong(self, version: int) -> list[str]:
