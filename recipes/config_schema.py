@@ -23,7 +23,7 @@ class ModelConfig:
         catalog: bundled model of ``rlrefit plan`` whose shapes this one has. The recipe is checked against them
             before anything is fetched, and the checkpoint's config.json against them afterwards. Null finds it by
             the hub name, where it is bundled.
-        dtype: ``bfloat16``, ``float32``, or ``auto``: bfloat16 where the cluster has GPUs, else float32,
+        dtype: ``bfloat16``, ``float32``, or ``auto``: bfloat16 where the cluster has GPUs or FP8 is made of it, else float32,
             which CPUs compute faster. It is the trainer's compute dtype, the dtype on the wire and the
             engine's. The optimizer's master weights are float32 in any case.
     """

@@ -170,7 +170,9 @@ def _with_dtype(config: TrainConfig, gpus: int) -> TrainConfig:
     """The configuration with ``model.dtype: auto`` settled."""
     if config.model.dtype != "auto":
         return config
-    return replace(config, model=replace(config.model, dtype="bfloat16" if gpus else "float32"))
+    # FP8 codes are made of 16 bits, on CPUs too.
+    in_bf16 = gpus or config.policy.refit.trainer_quantize_fp8
+    return replace(config, model=replace(config.model, dtype="bfloat16" if in_bf16 else "float32"))
 
 
 def _engines(config: TrainConfig, model_path: str, tokenizer: Any, gpus: int) -> RolloutGroup:
