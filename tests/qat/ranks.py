@@ -96,6 +96,11 @@ def _faults(rank: int, case: Case, source: Any, qat: Any) -> dict[str, Any]:
         source.settle = _raise
     found["settle"] = _error_of(packed.settle)
     source.__dict__.pop("settle", None)
+    calibrated = qat.state_dict()
+    if rank == 1:
+        qat.load_state_dict({name: 2 * value for name, value in calibrated.items()})
+    found["other scales"] = _error_of(packed.settle)
+    qat.load_state_dict(calibrated)
     return found | {"left behind": [path.name for path in folder.iterdir()] if folder.exists() else []}
 
 

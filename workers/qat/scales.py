@@ -113,9 +113,9 @@ class WeightScales:
         count = len(self.names)
 
         def work() -> torch.Tensor:
+            found = self._local()  # first, as making the source may be a collective
             if settle is not None:
                 settle()
-            found = self._local()
             return found if inputs is None else torch.cat([found, inputs.noted()])
 
         self.now_stale("the last refresh() failed")
