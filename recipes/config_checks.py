@@ -107,6 +107,12 @@ def _singles(config: TrainConfig) -> Iterator[Violation]:
             yield Violation((key,), f"{key}: {value:g} {problem}")
     for text in config.policy.refit.violations("policy.refit"):
         yield Violation((text.split(":", 1)[0],), text)
+    if config.policy.refit.lora == "adapter":
+        yield Violation(
+            ("policy.refit.lora",),
+            "policy.refit.lora: no recipe trains an adapter, so that nothing would reach the engine; give merge, or train "
+            "LoRA in a trainer of your own that inherits FSDPRefitMixin",
+        )
     if not config.name or "/" in config.name or config.name in (".", ".."):
         yield Violation(
             ("name",), f"name: {config.name!r} is no folder name under run_root; give one without '/'"
@@ -250,11 +256,6 @@ def _fp8_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
         yield Violation(
             (key, "model.dtype"),
             f"{key}: codes are made of BF16 or FP16 weights, and model.dtype is {config.model.dtype}; give bfloat16",
-        )
-    if quantizes and config.policy.refit.lora == "adapter":
-        yield Violation(
-            (key, "policy.refit.lora"),
-            f"{key}: with policy.refit.lora=adapter the adapter alone travels, unquantized; give false",
         )
 
 

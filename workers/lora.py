@@ -87,6 +87,9 @@ def lora_violations(
 ) -> list[str]:
     """All that is wrong with a configuration of LoRA, one sentence each, with the remedy; empty if nothing is.
 
+    For trainers of one's own, before anything is started: what a live model or engine shows is checked again when the
+    ranks meet. Recipes train no adapters.
+
     Args:
         refit: how weights travel.
         lora: fields of peft's ``LoraConfig``.

@@ -238,10 +238,16 @@ def test_the_trainer_quantizes_for_engines_that_hold_fp8_and_from_16_bits() -> N
     config.generation.weight_dtype = "fp8"
     assert texts(config) == []
     config.model.dtype = "float32"
+    (found,) = texts(config)
+    assert "codes are made of BF16 or FP16 weights" in found
+
+
+def test_an_adapter_alone_is_refused_as_no_recipe_trains_one() -> None:
+    config = TrainConfig()
     config.policy.refit.lora = "adapter"
-    found = texts(config)
-    assert any("codes are made of BF16 or FP16 weights" in text for text in found)
-    assert any("the adapter alone travels" in text for text in found)
+    (found,) = texts(config)
+    assert found.startswith("policy.refit.lora: no recipe trains an adapter")
+    assert "give merge" in found
 
 
 def test_only_vllm_quantizes_weights_itself() -> None:

@@ -39,6 +39,8 @@ class _Driver:
     def __init__(self) -> None:
         self.version = -1
         self._engine = ""
+        # Whether the refits bring an adapter, which a request has to ask for.
+        self._adapter = False
         self._versions = TokenVersions()
         # What a refit left that failed: until one succeeds, nothing is generated.
         self._unusable: RefitError | None = None
@@ -50,6 +52,14 @@ class _Driver:
                 f"{self._unusable}. Refit again, which resumes it, or start the engine anew",
                 stage="generate",
             )
+
+    def _asked(self, lora_request: Any) -> Any:
+        """The adapter of a request: the trainer's where refits bring one and the caller names none."""
+        if lora_request is not None or not self._adapter:
+            return lora_request
+        from .lora import lora_request as trainers
+
+        return trainers(self.version)
 
     @property
     def _method(self) -> str:
@@ -95,7 +105,7 @@ class VllmDriver(SleepCalls, _Driver):
         """
         arguments = (rendezvous, first_rank, asdict(config), self._checked(engine))
         answers = self._rpc("init_per_pp_refit_comm_group", *arguments)
-        self._engine = engine
+        self._engine, self._adapter = engine, config.lora == "adapter"
         return answers
 
     def refit(self, version: int, mode: PauseMode = "keep") -> list[dict[str, Any]]:
@@ -153,7 +163,7 @@ class VllmDriver(SleepCalls, _Driver):
             prompts: as vLLM takes them.
             parameters: one ``SamplingParams``, or one for each prompt; their ``output_kind`` is vLLM's default here.
             between_steps: called after each step of the engine's output; it may call :meth:`refit`.
-            lora_request: as vLLM takes it; :func:`.lora.lora_request` asks for the trainer's adapter.
+            lora_request: as vLLM takes it. None is the trainer's adapter where refits bring one, else the base model.
 
         Raises:
             EngineDirty: the engine may not generate, or a refit in ``between_steps`` failed and left it so. The
@@ -161,7 +171,8 @@ class VllmDriver(SleepCalls, _Driver):
         """
         self._require_usable()
         self._rpc("refit_require_servable")
-        requests = self._llm.enqueue(prompts, parameters, lora_request=lora_request, use_tqdm=False)
+        asked = self._asked(lora_request)
+        requests = self._llm.enqueue(prompts, parameters, lora_request=asked, use_tqdm=False)
         names = [self._external_name(request) for request in requests]
         for name in names:
             self._versions.begin(name, self.version)
@@ -277,7 +288,7 @@ class AsyncVllmDriver(_Driver):
         """As :meth:`VllmDriver.init_refit`."""
         arguments = (rendezvous, first_rank, asdict(config), self._checked(engine))
         answers = await self._rpc("init_per_pp_refit_comm_group", *arguments)
-        self._engine = engine
+        self._engine, self._adapter = engine, config.lora == "adapter"
         return answers
 
     async def refit(self, version: int, mode: PauseMode = "keep") -> list[dict[str, Any]]:
@@ -324,7 +335,8 @@ class AsyncVllmDriver(_Driver):
             )
         async with self._admission:
             self._require_usable()
-            queue = await self._llm.add_request(request_id, prompt, parameters, lora_request=lora_request)
+            asked = self._asked(lora_request)
+            queue = await self._llm.add_request(request_id, prompt, parameters, lora_request=asked)
             self._versions.begin(request_id, self.version)
             self._queues[request_id] = queue
         finished = False

@@ -42,8 +42,7 @@ def lora_request(version: int) -> LoRARequest:
     """
     if version < 0:
         raise EngineDirty(
-            "no refit has brought the trainer's adapter yet, so the engine can't answer with it. Refit first, or leave "
-            "lora_request out for the base model",
+            "no refit has brought the trainer's adapter yet, so the engine can't answer with it. Refit first",
             stage="generate",
         )
     return LoRARequest(_NAME, ADAPTER_ID, _PATH)
