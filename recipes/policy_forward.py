@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .policy_batch import BatchSplit, PolicyBatch
 
-# Entropy takes float32 copies of the logits of so many tokens of each row.
-_TOKENS_AT_A_TIME = 512
+# Entropy, and log-probabilities under FSDP, take float32 copies of the logits of so many tokens of each row.
+TOKENS_AT_A_TIME = 512
 
 
 def token_logprobs(logits: Tensor, input_ids: Tensor, temperature: float, vocab_size: int) -> Tensor:
@@ -57,7 +57,7 @@ def token_entropy(
         ``[B, S]`` float32 in nats; column 0 is 0.
     """
     entropies = []
-    for part in logits[:, :-1, :columns].split(_TOKENS_AT_A_TIME, dim=1):
+    for part in logits[:, :-1, :columns].split(TOKENS_AT_A_TIME, dim=1):
         scores = part.float() / temperature
         top = scores.amax(-1, keepdim=True)
         if group is not None:

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ..integration.endpoints import rank_device
 from ..workers.fsdp.model import FSDPLayout, FSDPModel, build_fsdp
 from .policy import OnLogits, Policy, PolicyConfig
 from .policy_batch import BatchSplit, PolicyBatch
-from .policy_forward import token_entropy
+from .policy_forward import TOKENS_AT_A_TIME, token_entropy
 from .policy_state import random_state, set_random_state
 from .policy_state_fsdp import load_sharded, save_sharded
 
@@ -66,31 +67,32 @@ class FSDPPolicy(Policy):
     def __init__(self, config: FSDPPolicyConfig) -> None:
         super().__init__(config)
         torch.manual_seed(config.seed)
-        built = self._build(torch.float32)
+        built = self._build(torch.float32, config.reshard_after_forward)
         self.model = built.model
         self.reference = None
         if config.loss.kl_coef > 0:
-            self.reference = self._build(config.dtype).model.requires_grad_(False)
+            # It has no backward pass that would use what stays gathered.
+            self.reference = self._build(config.dtype, True).model.requires_grad_(False)
         self._replica, _, self._tp_rank = built.mesh.get_coordinate()
         self._data_parallel = dist.get_world_size() // config.layout.tensor_parallel
         self._cut = built.cut_by_tensor_parallel
         self._optimizer = self._build_optimizer()
 
-    def _build(self, keep_dtype: torch.dtype) -> FSDPModel:
+    def _build(self, keep_dtype: torch.dtype, reshard_after_forward: bool) -> FSDPModel:
         config = self.config
         return build_fsdp(
             config.model_path,
             config.layout,
             dtype=config.dtype,
             keep_dtype=keep_dtype,
-            reshard_after_forward=config.reshard_after_forward,
+            reshard_after_forward=reshard_after_forward,
             cpu_offload=config.cpu_offload,
             recompute=config.recompute,
         )
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         adam = self.config.optimizer
-        parameters = list(self.model.parameters())
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": adam.weight_decay},
             {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
@@ -110,13 +112,22 @@ class FSDPPolicy(Policy):
         return split, split.local(batch, rank).to(rank_device())
 
     def _token_logprobs(self, logits: Tensor, part: PolicyBatch) -> Tensor:
-        predictions = logits[:, :-1].float()
+        scores = logits[:, :-1].split(TOKENS_AT_A_TIME, dim=1)
+        targets = part.input_ids[:, 1:].split(TOKENS_AT_A_TIME, dim=1)
+        # Computed again in the backward pass, so that float32 copies of all logits never stand at once.
+        found = [
+            checkpoint(self._picked, *each, use_reentrant=False, preserve_rng_state=False)
+            for each in zip(scores, targets, strict=True)
+        ]
+        return functional.pad(torch.cat(found, 1), (1, 0))
+
+    def _picked(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Log-probabilities of ``targets`` ``[B, S]``, each under the logits of its place."""
+        predictions = logits.float()
         if self.config.temperature != 1.0:
             predictions = predictions / self.config.temperature
-        loss = functional.cross_entropy(
-            predictions.flatten(0, 1), part.input_ids[:, 1:].flatten(), reduction="none"
-        )
-        return functional.pad(-loss.view_as(part.input_ids[:, 1:]), (1, 0))
+        loss = functional.cross_entropy(predictions.flatten(0, 1), targets.flatten(), reduction="none")
+        return -loss.view_as(targets)
 
     def _token_entropy(self, logits: Tensor) -> Tensor:
         return token_entropy(logits, self.config.temperature, logits.shape[-1])
@@ -139,15 +150,24 @@ class FSDPPolicy(Policy):
     def _accumulate(
         self, local: PolicyBatch, split: BatchSplit, loss_of: OnLogits
     ) -> list[dict[str, Tensor]]:
-        self.model.train()
+        self._set_deterministic()
         self._optimizer.zero_grad()
         results = []
-        for part in split.parts(local):
+        for number, part in enumerate(split.parts(local), 1):
+            # Copies add their gradients up once; shards every time, as whole gradients would fill the memory.
+            self.model.set_requires_all_reduce(number == split.micro_batches)
             loss, result = loss_of(self._logits(self.model, part), part)
             # FSDP averages over data-parallel ranks, where the loss's parts are to be summed.
             (loss * self._data_parallel).backward()
             results.append(result)
         return results
+
+    def _set_deterministic(self) -> None:
+        """Train what log-probabilities are taken of: no jitter or sampling in routers, which training mode may turn on."""
+        self.model.eval()
+        for module in self.model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                module.training = True  # alone, else it would not recompute
 
     def _step_optimizer(self) -> tuple[float, float]:
         adam = self.config.optimizer

@@ -58,5 +58,18 @@ def load_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer, tp_
 def _state(
     model: Any, optimizer: torch.optim.Optimizer, tp_rank: int, options: StateDictOptions
 ) -> dict[str, Any]:
+    _fill(optimizer)
     weights, steps = get_state_dict(model, optimizer, options=options)
     return {f"tp_{tp_rank}": {"model": weights, "optimizer": steps}}
+
+
+def _fill(optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters that had no gradient yet the state that AdamW begins with, as the reading side has it of all."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }

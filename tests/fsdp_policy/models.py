@@ -25,6 +25,8 @@ _SHAPE: dict[str, Any] = {
 }
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 KINDS = ("qwen3", "qwen3-tied", "qwen3-moe")
+# Whose routers transformers keeps in FP32, with a bias that is not trained.
+ROUTED_IN_FLOAT32 = "ernie"
 TEMPERATURE = 0.7
 # So large that Adam's step is smooth in the gradient: where a gradient is nearly 0, its rounding would otherwise
 # decide the step's sign.
@@ -42,8 +44,18 @@ def write_checkpoint(kind: str, folder: Path) -> str:
     """Write a bfloat16 checkpoint and return its folder."""
     import transformers
 
-    if kind == "qwen3-moe":
-        config: Any = transformers.Qwen3MoeConfig(**_SHAPE, **_MOE, tie_word_embeddings=False)
+    if kind == ROUTED_IN_FLOAT32:
+        shape = {key: value for key, value in _SHAPE.items() if key not in ("head_dim", "attention_dropout")}
+        config: Any = transformers.Ernie4_5_MoeConfig(
+            **shape,
+            moe_num_experts=4,
+            moe_k=2,
+            moe_intermediate_size=16,
+            moe_layer_start_index=1,
+            moe_layer_end_index=1,
+        )
+    elif kind == "qwen3-moe":
+        config = transformers.Qwen3MoeConfig(**_SHAPE, **_MOE, tie_word_embeddings=False)
     else:
         config = transformers.Qwen3Config(**_SHAPE, tie_word_embeddings=kind == "qwen3-tied")
     torch.manual_seed(len(kind))

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from .models import ADAM, STEPS, TEMPERATURE, loss_config, plain_batch, training_batch
+from .models import ADAM, ROUTED_IN_FLOAT32, STEPS, TEMPERATURE, loss_config, plain_batch, training_batch
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,43 @@ def everything(
         "resumed": resume_all(resumed, root),
         "other layout": _load_fails(other, Path(root) / first),
         "cut off": _cut_off(rank, case, Path(root) / first),
+        "routers": _routers(resumed[ROUTED_IN_FLOAT32]),
+        "unused": _unused(Path(root) / "unused"),
     }
+
+
+def _routers(case: Case) -> dict[str, Any]:
+    """In what routers compute, and which parameters are not trained."""
+    policy, computed = make_policy(case), set()
+    for name, module in policy.model.named_modules():
+        if name.endswith("gate"):
+            module.register_forward_pre_hook(lambda gate, _: computed.add(gate.weight.dtype))
+    policy.compute_logprobs(plain_batch())
+    frozen = [name for name, parameter in policy.model.named_parameters() if not parameter.requires_grad]
+    return {"computed": computed, "frozen": frozen}
+
+
+def _unused(folder: Path) -> bool:
+    """Whether a state comes back of which one module never had a gradient and another one is frozen."""
+    from rlrefit.recipes.policy_state_fsdp import load_sharded, save_sharded
+
+    def make() -> tuple[Any, torch.optim.Optimizer]:
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(8, 8) for name in ("used", "unused", "frozen")})
+        model["frozen"].requires_grad_(False)
+        for module in model.values():
+            fully_shard(module)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return model, torch.optim.AdamW(trained, foreach=True)
+
+    (model, optimizer), (other, others) = make(), make()
+    model["used"](torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    save_sharded(folder, model, optimizer, 0)
+    load_sharded(folder, other, others, 0)
+    pairs = list(zip(model.parameters(), other.parameters(), strict=True))
+    weights = all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+    steps = [(optimizer.state[a]["step"], others.state[b]["step"]) for a, b in pairs if a.requires_grad]
+    return weights and all(a == b for a, b in steps) and [float(a) for a, _ in steps] == [1, 1, 0, 0]
 
 
 def train_all(cases: dict[str, Case]) -> dict[str, Report]:

@@ -11,7 +11,7 @@ import torch
 
 from tests.spawn import run_ranks
 
-from .models import KINDS, LENGTHS, Oracle, write_checkpoint
+from .models import KINDS, LENGTHS, ROUTED_IN_FLOAT32, Oracle, write_checkpoint
 from .ranks import Case, everything
 
 RANKS = 4
@@ -24,7 +24,7 @@ TRAINED: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
         {"reshard_after_forward": False},
     ),
     "HSDP 2x2, recomputing": ("qwen3", {"replicate": 2}, {"recompute": True}),
-    "FSDP2 x TP2": ("qwen3", {"tensor_parallel": 2}, {}),
+    "FSDP2 x TP2, tied embeddings": ("qwen3-tied", {"tensor_parallel": 2}, {}),
     "FSDP4 in host memory": ("qwen3", {}, {"cpu_offload": True}),
     "FSDP4 of six experts": ("qwen3-moe", {}, {}),
     "HSDP 2x1 x TP2 of experts": ("qwen3-moe", {"replicate": 2, "tensor_parallel": 2}, {}),
@@ -33,6 +33,7 @@ IN_BFLOAT16, WITH_REFERENCE = "FSDP4 in bfloat16", "HSDP 2x2 with a reference"
 RESUMED: dict[str, tuple[str, dict[str, int], torch.dtype]] = {
     "HSDP": ("qwen3-tied", {"replicate": 2}, torch.bfloat16),
     "FSDP x TP": ("qwen3-moe", {"tensor_parallel": 2}, torch.float32),
+    ROUTED_IN_FLOAT32: (ROUTED_IN_FLOAT32, {}, torch.bfloat16),
 }
 
 
@@ -48,7 +49,7 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     root = tmp_path_factory.mktemp("fsdp_policy")
-    paths = {kind: write_checkpoint(kind, root / kind) for kind in KINDS}
+    paths = {kind: write_checkpoint(kind, root / f"{kind}-model") for kind in (*KINDS, ROUTED_IN_FLOAT32)}
     trained = {name: Case(paths[of], layout, options=more) for name, (of, layout, more) in TRAINED.items()}
     trained[IN_BFLOAT16] = Case(paths["qwen3"], dtype=torch.bfloat16)
     trained[WITH_REFERENCE] = Case(paths["qwen3"], {"replicate": 2}, torch.bfloat16, kl_coef=0.1)
@@ -56,7 +57,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     other = Case(paths["qwen3-tied"], {}, torch.bfloat16)
     with ThreadPoolExecutor(1) as pool:
         ranks = pool.submit(run_ranks, everything, RANKS, trained, resumed, other, str(root))
-        oracles = {kind: Oracle(path) for kind, path in paths.items()}
+        oracles = {kind: Oracle(path) for kind, path in paths.items() if kind in KINDS}
         return World(oracles, ranks.result())
 
 
@@ -138,3 +139,14 @@ def test_a_state_that_ends_early_is_refused_on_all_ranks_and_nothing_is_changed(
         assert "can't be read" in report["text"]
         assert "resume from an earlier checkpoint" in report["text"]
         assert report["unchanged"]
+
+
+def test_what_transformers_keeps_in_float32_computes_in_it_and_what_is_frozen_stays_so(world: World) -> None:
+    for rank in world.ranks:
+        assert rank["routers"]["computed"] == {torch.float32}
+        (name,) = rank["routers"]["frozen"]
+        assert name.endswith("e_score_correction_bias")
+
+
+def test_a_module_without_gradients_and_a_frozen_one_do_not_hinder_a_restart(world: World) -> None:
+    assert all(rank["unused"] for rank in world.ranks)

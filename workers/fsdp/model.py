@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...integration.endpoints import rank_device
 from ..checkpoint_ranks import check_on_all_ranks
+from .casting import kept_in_float32
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ def build_fsdp(
     rest is the root's. Without TP the checkpoint is read by rank 0 alone, which hands every rank its shards tensor by
     tensor; under TP each rank reads its own part.
 
+    Modules that transformers keeps in FP32 beside layers in ``dtype`` (routers of some) are units of their own, in FP32.
+
     Args:
         model_path: a Hugging Face checkpoint of safetensors: a folder, or a hub name, which is fetched to this
             host's cache.
@@ -83,7 +86,8 @@ def build_fsdp(
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised.
-        ValueError: the layout does not fit the ranks, or transformers has no TP plan for the model.
+        ValueError: the layout does not fit the ranks, transformers has no TP plan for the model, or keeps a parameter in
+            FP32 that FSDP can't gather apart.
         CheckpointMismatch: the checkpoint is incomplete, damaged, or of another shape; the same on all ranks.
     """
     if not dist.is_initialized():
@@ -103,6 +107,7 @@ def build_fsdp(
         mesh_dim_names=("replicate", "shard", "tp"),
     )
     model, cut, loaded = _unsharded(folder, config, keep_dtype, mesh)
+    layers, precise = _layers(model), _precise_modules(model, dtype)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     options: dict[str, Any] = {
@@ -114,7 +119,12 @@ def build_fsdp(
     }
     if cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for layer in _layers(model):
+    for module in precise:
+        # As transformers computes with them: neither gathered in another dtype nor given inputs in one.
+        exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        _materialize(module, device)
+        fully_shard(module, **{**options, "mp_policy": exact})
+    for layer in layers:
         _materialize(layer, device)
         fully_shard(layer, **options)
     _materialize(model, device)
@@ -159,7 +169,8 @@ def _set_for_reinforcement_learning(config: Any) -> None:
     """Log-probabilities must depend on the tokens alone."""
     for each in (config, config.get_text_config()):
         for name, value in vars(each).items():
-            if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
+            random = "dropout" in name or "layerdrop" in name or name.endswith("_pdrop")
+            if random and isinstance(value, float):
                 setattr(each, name, 0.0)
 
 
@@ -185,6 +196,40 @@ def _layers(model: Any) -> list[torch.nn.Module]:
     return found[::-1]
 
 
+def _precise_modules(model: Any, dtype: torch.dtype) -> list[torch.nn.Module]:
+    """The modules whose parameters transformers keeps in FP32 when layers compute in ``dtype``, and which have it now.
+
+    Raises:
+        ValueError: a module has such parameters beside others; lists all.
+    """
+    precise = kept_in_float32(model, dtype)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if precise(name) and tensor.is_floating_point():
+                tensor.data = tensor.data.float()
+    found: dict[str, torch.nn.Module] = {}
+    for path, module in model.named_modules():
+        names = [f"{path}.{name}" for name, _ in module.named_parameters()]
+        inside = any(path.startswith(f"{outer}.") for outer in found)
+        # FSDP gathers on the call of a module, and containers are never called.
+        called = not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict | torch.nn.ParameterList)
+        if names and called and not inside and all(map(precise, names)):
+            found[path] = module
+    left = [
+        name
+        for name, _ in model.named_parameters()
+        if precise(name) and not any(name.startswith(f"{path}.") for path in found)
+    ]
+    if left:
+        shown = ", ".join(left[:5]) + (" …" if len(left) > 5 else "")
+        raise ValueError(
+            f"transformers keeps {len(left)} parameters of {type(model).__name__} in float32, beside others of the same "
+            f"module: {shown}. FSDP would gather them in {dtype}, and the trainer compute something else than the engine; "
+            "give dtype float32, or train it with Megatron"
+        )
+    return list(found.values())
+
+
 def _materialize(module: torch.nn.Module, device: torch.device) -> None:
     """Give tensors without memory some on ``device``; a tensor that is tied stays so."""
     made: dict[int, torch.Tensor] = {}
@@ -195,8 +240,9 @@ def _materialize(module: torch.nn.Module, device: torch.device) -> None:
                     continue
                 if id(tensor) not in made:
                     empty = torch.empty_like(tensor, device=device)
-                    is_parameter = isinstance(tensor, torch.nn.Parameter)
-                    made[id(tensor)] = torch.nn.Parameter(empty) if is_parameter else empty
+                    if isinstance(tensor, torch.nn.Parameter):
+                        empty = torch.nn.Parameter(empty, tensor.requires_grad)
+                    made[id(tensor)] = empty
                 tensors[key] = made[id(tensor)]
 
 

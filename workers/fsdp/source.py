@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Iterator, Sequence
 
 import torch
@@ -12,7 +11,7 @@ from ...integration.errors import RefitError
 from ...integration.layout import Fragment
 from ...integration.manifest import TensorSpec
 from .adapters import Adapters, base_model, has_adapters
-from .casting import exported
+from .casting import exported, kept_in_float32
 from .checkpoint import CheckpointWeight, conversion_of, trace_checkpoint
 from .merging import MergedShards
 from .own_plan import OwnPlan
@@ -150,14 +149,10 @@ def _export_dtypes(
     model: torch.nn.Module, kept: KeptTensors, dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
     """The dtype that each of the model's tensors is exported in."""
-    plan = getattr(model, "_get_dtype_plan", None)
-    in_fp32 = [re.compile(key.replace("*", ".*")) for key in plan(dtype)] if plan and dtype else []
+    in_fp32 = kept_in_float32(model, dtype)
     return {
         name: dtype
-        if dtype
-        and kept.is_parameter(name)
-        and kept[name].is_floating_point()
-        and not any(pattern.search(name) for pattern in in_fp32)
+        if dtype and kept.is_parameter(name) and kept[name].is_floating_point() and not in_fp32(name)
         else kept[name].dtype
         for name in kept.names
     }
