@@ -330,7 +330,9 @@ def test_a_recipe_says_whether_its_trainer_quantizes_and_shards_by_fsdp(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe = ("--recipe", "grpo_qwen3_30b_a3b", "--compile-ranks", "1", "--json", "trainer=fsdp")
-    code, out, _ = _plan(capsys, *recipe, "policy.refit.trainer_quantize_fp8=true")
+    code, out, _ = _plan(
+        capsys, *recipe, "policy.refit.trainer_quantize_fp8=true", "generation.weight_dtype=fp8"
+    )
     found = json.loads(out)
     assert (code, found["quantize"]) == (0, "fp8")
     assert found["train"].startswith("fsdp=")
