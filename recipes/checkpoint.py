@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ..workers.durable import sync
 
 MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
@@ -107,7 +108,7 @@ class CheckpointStore:
             shutil.rmtree(aside, ignore_errors=True)
             raise
         aside.replace(final)
-        _sync_folder(self.root)
+        sync(self.root)
         self._prune()
 
     def latest_good(self) -> LatestGood:
@@ -140,7 +141,7 @@ class CheckpointStore:
     def _complete(self, folder: Path, step: int, extra: dict[str, Any]) -> None:
         files = {}
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            _sync(path)
+            sync(path)
             files[path.relative_to(folder).as_posix()] = {
                 "size": path.stat().st_size,
                 "sha256": _sha256(path),
@@ -153,8 +154,8 @@ class CheckpointStore:
         manifest = {"step": step, "layout": self.layout, "extra": extra, "files": files}
         path = folder / MANIFEST
         path.write_text(json.dumps(manifest, indent=1, sort_keys=True))
-        _sync(path)
-        _sync_folder(folder)
+        sync(path)
+        sync(folder)
 
     def _folders(self) -> list[Path]:
         named = [(p, _STEP_FOLDER.fullmatch(p.name)) for p in self.root.iterdir() if p.is_dir()]
@@ -209,17 +210,3 @@ def _sha256(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    """Make names within a folder durable, as fsync of a file doesn't."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

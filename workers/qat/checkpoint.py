@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from ...integration.endpoints import WeightSource
 from ...integration.errors import RefitError
 from ...integration.manifest import TensorSpec
 from ...integration.quantize.nvfp4_checkpoint import quantization_config
+from ..durable import sync
 from .model import QAT
 
 SHARD_BYTES = 5 * 10**9
@@ -133,10 +133,10 @@ class _Writer:
         aside.chmod(0o755)  # mkdtemp's are for the owner alone, which would shut out engines of another user
         for file in aside.iterdir():
             file.chmod(0o644)
-            _sync(file)
-        _sync(aside)
+            sync(file)
+        sync(aside)
         self._aside = aside.rename(self._folder)
-        _sync(self._folder.parent)
+        sync(self._folder.parent)
         self._aside = None
 
     def discard(self) -> None:
@@ -188,15 +188,6 @@ def _pending_name(index: int) -> str:
 
 def _bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _sync(path: Path) -> None:
-    """Make a file's bytes, or the names in a folder, outlast a crash of the host."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
