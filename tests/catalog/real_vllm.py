@@ -77,7 +77,7 @@ def _one(case: dict[str, Any], alive: list[torch.nn.Module]) -> dict[str, Any]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from rlrefit.workers.vllm.trace import trace_loader
+    from rlrefit.workers.loader_trace.trace import trace_loader
     from rlrefit.workers.vllm.twin import _IntegerTablesStayReal
 
     _stand_in_for_groups(case)

@@ -17,13 +17,13 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 from vllm.platforms import current_platform
 
 from rlrefit.integration.errors import PlanError, RefitError, RefitMismatch
+from rlrefit.workers.loader_trace.modules import owners_of, spread_over_modules
+from rlrefit.workers.loader_trace.trace import LoaderTrace, trace_loader
 from rlrefit.workers.vllm import plugin, routing_cost, worker_process
 from rlrefit.workers.vllm.completeness import check_complete
 from rlrefit.workers.vllm.derived import refresh_absorbed_projections
-from rlrefit.workers.vllm.destination import _owners, _spread_over_modules
 from rlrefit.workers.vllm.extension import VllmRefitExtension, raise_refit_errors
 from rlrefit.workers.vllm.layouts import ModuleLayout, module_layout
-from rlrefit.workers.vllm.trace import LoaderTrace, trace_loader
 
 BF16 = torch.bfloat16
 SHAPES = {"q": (4, 6), "k": (2, 6), "o": (6, 4), "norm": (6,)}
@@ -65,9 +65,13 @@ def _layouts(**changed: ModuleLayout) -> dict[str, ModuleLayout]:
     }
 
 
+def _blocked(layouts: dict[str, ModuleLayout]) -> dict[str, str]:
+    return {name: layout.reason for name, layout in layouts.items() if not layout.direct}
+
+
 def test_one_misc_tensor_takes_its_whole_module_and_no_other():
     model = _Model(computed="q")
-    reasons = _spread_over_modules(_traced(model), _owners(model), _layouts())
+    reasons = spread_over_modules(_traced(model), owners_of(model), {})
     assert set(reasons) == {"q", "k"}
     assert "mul" in reasons["q"]
     assert "q takes the misc path" in reasons["k"]
@@ -75,7 +79,7 @@ def test_one_misc_tensor_takes_its_whole_module_and_no_other():
 
 def test_a_module_that_may_not_be_written_directly_sends_all_its_tensors_to_misc():
     model = _Model()
-    reasons = _spread_over_modules(_traced(model), _owners(model), _layouts(attn_qkv=PACKED))
+    reasons = spread_over_modules(_traced(model), owners_of(model), _blocked(_layouts(attn_qkv=PACKED)))
     assert reasons == {"q": "layer attn.qkv: packed", "k": "layer attn.qkv: packed"}
 
 
@@ -83,10 +87,10 @@ def test_tied_parameters_belong_to_every_module_that_holds_them():
     model = _Model()
     model.head = _Linear(6, 6)
     model.head.weight = model.attn["qkv"].weight
-    owners = _owners(model)
+    owners = owners_of(model)
     assert owners["attn.qkv.weight"] == {"attn.qkv", "head"}
     packed_head = _layouts() | {"head": ModuleLayout(False, True, "layer head: packed")}
-    assert set(_spread_over_modules(_traced(model), owners, packed_head)) == {"q", "k"}
+    assert set(spread_over_modules(_traced(model), owners, _blocked(packed_head))) == {"q", "k"}
 
 
 def test_a_manifest_that_leaves_rows_of_a_parameter_stale_is_a_plan_error():
@@ -94,7 +98,7 @@ def test_a_manifest_that_leaves_rows_of_a_parameter_stale_is_a_plan_error():
     with pytest.raises(PlanError, match=r"12 elements of attn\.qkv\.weight") as caught:
         check_complete(
             _traced(model, "q", "o", "norm"),
-            _owners(model),
+            owners_of(model),
             _layouts(),
             model,
             set(dict(model.named_parameters())),
@@ -109,7 +113,7 @@ def test_a_whole_manifest_and_a_parameter_on_the_misc_path_are_complete():
         (_Model(), _layouts(attn_qkv=PACKED)),
     ):
         names = set(dict(model.named_parameters()))
-        check_complete(_traced(model), _owners(model), layouts, model, names)
+        check_complete(_traced(model), owners_of(model), layouts, model, names)
 
 
 class _Blocks(nn.Module):
@@ -136,7 +140,7 @@ class _Blocks(nn.Module):
         assert (self.temporary in trace.unknown) == bool(self.temporary)
         layouts = dict.fromkeys(("layers.0", "layers.1", "norm"), DIRECT)
         parameters = {name for name, _ in self.named_parameters()}
-        check_complete(trace, _owners(self), layouts, self, parameters, dummy=dummy)
+        check_complete(trace, owners_of(self), layouts, self, parameters, dummy=dummy)
 
 
 FIRST, SECOND, NORM, BUFFER = "layers.0.weight", "layers.1.weight", "norm.weight", "norm.running"

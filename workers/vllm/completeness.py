@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from ...integration.errors import PlanError
+from ..loader_trace.trace import LoaderTrace
 from .layouts import ATTENTION_MODULES, ModuleLayout, has_padding
-from .trace import LoaderTrace
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 

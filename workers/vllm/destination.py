@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +15,8 @@ from ...integration.errors import PlanError, RefitError
 from ...integration.layout import Fragment
 from ...integration.manifest import TensorSpec
 from ...integration.quantize.formats import Format, wire_specs
+from ..loader_trace.modules import owners_of, spread_over_modules
+from ..loader_trace.trace import Landing, LoaderTrace, Manifest, trace_loader
 from .completeness import check_complete
 from .derived import refresh_derived_state
 from .layouts import ModuleLayout, module_layout
@@ -29,7 +30,6 @@ from .quantized import (
 )
 from .reload import ScopedReload
 from .routing_cost import warn_of_misc
-from .trace import Landing, LoaderTrace, Manifest, trace_loader
 from .twin import meta_twin
 
 logger = logging.getLogger(__name__)
@@ -219,14 +219,16 @@ class VllmDestination:
             trace = trace_loader(twin.load_weights, _loadable(twin), manifest)
             require_codes(trace, manifest, fresh)
             parameters = {name for name, _ in twin.named_parameters()}
-            owners = _owners(twin)
+            owners = owners_of(twin)
             blocks = block_modules(self._model)
             layouts = self._layouts(
                 twin,
                 {module for modules in owners.values() for module in modules},
                 promised_modules(trace, blocks, self._promised),
             )
-        reasons = _spread_over_modules(trace, owners, layouts)
+        reasons = spread_over_modules(
+            trace, owners, {name: found.reason for name, found in layouts.items() if not found.direct}
+        )
         dummy = self._vllm_config.load_config.load_format == "dummy"
         strict = {name for pair in parameters_of(blocks).items() for name in pair}
         check_complete(trace, owners, layouts, self._model, parameters, strict=strict, dummy=dummy)
@@ -330,18 +332,6 @@ def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
         )
 
 
-def _owners(twin: nn.Module) -> dict[str, frozenset[str]]:
-    """For each parameter or buffer name the modules that hold it; several where weights are tied."""
-    first_name: dict[int, str] = {}
-    for name, tensor in (*twin.named_parameters(), *twin.named_buffers()):
-        first_name.setdefault(id(tensor), name)
-    holders: dict[str, set[str]] = {}
-    for module_name, module in twin.named_modules():
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            holders.setdefault(first_name[id(tensor)], set()).add(module_name)
-    return {name: frozenset(modules) for name, modules in holders.items()}
-
-
 def _after_swaps(
     trace: LoaderTrace, parameters: Mapping[str, torch.Tensor], layouts: Mapping[str, ModuleLayout]
 ) -> LoaderTrace:
@@ -354,38 +344,3 @@ def _after_swaps(
         for name, found in trace.landings.items()
     }
     return replace(trace, landings=landings)
-
-
-def _spread_over_modules(
-    trace: LoaderTrace, owners: dict[str, frozenset[str]], layouts: dict[str, ModuleLayout]
-) -> dict[str, str]:
-    """Misc reasons, such that no module gets both direct writes and loaded tensors; in manifest order."""
-    modules_of = {
-        name: sorted({module for parameter in touched for module in owners[parameter]})
-        for name, touched in trace.touched.items()
-    }
-    reasons = dict(trace.misc_reasons)
-    for name, modules in modules_of.items():
-        blocking = next((layouts[module].reason for module in modules if not layouts[module].direct), None)
-        if blocking is not None:
-            reasons.setdefault(name, blocking)
-    names_in: dict[str, list[str]] = {}
-    for name, modules in modules_of.items():
-        for module in modules:
-            names_in.setdefault(module, []).append(name)
-    settled: set[str] = set()
-    pending = deque(reasons)
-    while pending:
-        culprit = pending.popleft()
-        for module in modules_of[culprit]:
-            if module in settled:
-                continue
-            settled.add(module)
-            for name in names_in[module]:
-                if name not in reasons:
-                    reasons[name] = (
-                        f"layer {module}: {culprit} takes the misc path ({reasons[culprit]}), and one module is "
-                        "never written by both"
-                    )
-                    pending.append(name)
-    return {name: reasons[name] for name in trace.touched if name in reasons}

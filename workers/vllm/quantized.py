@@ -14,8 +14,8 @@ from torch import nn
 from ...integration.errors import PlanError
 from ...integration.manifest import TensorSpec, dtype_name
 from ...integration.quantize.formats import Format, wire_specs
+from ..loader_trace.trace import LoaderTrace, Manifest
 from .fp8 import FLOAT8, BlockFp8, block_fp8, own_quantizer
-from .trace import LoaderTrace, Manifest
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from ...integration.errors import RefitError
-from .trace import Landing
+from ..loader_trace.trace import Landing
 
 
 class _ReloadScope(nn.Module):

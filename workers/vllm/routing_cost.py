@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from math import prod
 
-from .trace import Manifest
+from ..loader_trace.trace import Manifest
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,9 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
 from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -24,25 +21,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-
-class _IntegerTablesStayReal(TorchFunctionMode):
-    """Integer factories without a device build on the CPU, under an outer ``torch.device("meta")``.
-
-    Constructors and loaders read such tables (the expert map of an expert-parallel layer, by ``.item()``),
-    so they need values. Weights are floating point and stay on meta.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        dtype = kwargs.get("dtype")
-        if (
-            func in _device_constructors()
-            and kwargs.get("device") is None
-            and dtype is not None
-            and not dtype.is_floating_point
-        ):
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
+from ..loader_trace.meta import IntegerTablesStayReal
 
 
 @contextmanager
@@ -57,7 +36,7 @@ def meta_twin(model: nn.Module, vllm_config: VllmConfig) -> Iterator[nn.Module]:
         _shared_state_kept(model),
         set_default_torch_dtype(vllm_config.model_config.dtype),
         torch.device("meta"),
-        _IntegerTablesStayReal(),
+        IntegerTablesStayReal(),
     ):
         twin = initialize_model(vllm_config=_twin_config(vllm_config)).eval()
     # vLLM remembers which pipeline layers a model misses by id(model) and never forgets. A twin would

@@ -1,0 +1,63 @@
+"""Which modules hold a parameter, and why all weights of a module take one path."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from torch import nn
+
+from .trace import LoaderTrace
+
+
+def owners_of(twin: nn.Module) -> dict[str, frozenset[str]]:
+    """For each parameter or buffer name the modules that hold it; several where weights are tied."""
+    first_name: dict[int, str] = {}
+    for name, tensor in (*twin.named_parameters(), *twin.named_buffers()):
+        first_name.setdefault(id(tensor), name)
+    holders: dict[str, set[str]] = {}
+    for module_name, module in twin.named_modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            holders.setdefault(first_name[id(tensor)], set()).add(module_name)
+    return {name: frozenset(modules) for name, modules in holders.items()}
+
+
+def spread_over_modules(
+    trace: LoaderTrace, owners: Mapping[str, frozenset[str]], blocked: Mapping[str, str]
+) -> dict[str, str]:
+    """Misc reasons, such that no module gets both direct writes and loaded tensors; in manifest order.
+
+    Args:
+        trace: of the whole manifest.
+        owners: for each parameter or buffer the modules that hold it.
+        blocked: modules that must not be written in place, with the reason.
+    """
+    modules_of = {
+        name: sorted({module for parameter in touched for module in owners[parameter]})
+        for name, touched in trace.touched.items()
+    }
+    reasons = dict(trace.misc_reasons)
+    for name, modules in modules_of.items():
+        blocking = next((blocked[module] for module in modules if module in blocked), None)
+        if blocking is not None:
+            reasons.setdefault(name, blocking)
+    names_in: dict[str, list[str]] = {}
+    for name, modules in modules_of.items():
+        for module in modules:
+            names_in.setdefault(module, []).append(name)
+    settled: set[str] = set()
+    pending = deque(reasons)
+    while pending:
+        culprit = pending.popleft()
+        for module in modules_of[culprit]:
+            if module in settled:
+                continue
+            settled.add(module)
+            for name in names_in[module]:
+                if name not in reasons:
+                    reasons[name] = (
+                        f"layer {module}: {culprit} takes the misc path ({reasons[culprit]}), and one module is "
+                        "never written by both"
+                    )
+                    pending.append(name)
+    return {name: reasons[name] for name in trace.touched if name in reasons}
