@@ -1,0 +1,103 @@
+"""Calls from NeMo-RL's driver to the workers of both sides, and their answers within a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from ...integration.errors import RefitError, RefitTimeout
+from ..vllm.answers import REFIT_ERROR, raise_refit_errors
+
+Answer = dict[str, Any]
+# Who stands behind each object: ranks of the refit world.
+Pending = Sequence[tuple[Any, Sequence[int]]]
+
+
+class Workers:
+    """Both worker groups of a NeMo-RL run.
+
+    Args:
+        policy: NeMo-RL's ``Policy``.
+        generation: NeMo-RL's ``VllmGeneration``.
+        limit_s: seconds in which all workers have to answer a call.
+    """
+
+    def __init__(self, policy: Any, generation: Any, limit_s: float) -> None:
+        self._policy, self._generation = policy.worker_group, generation.worker_group
+        self._limit_s = limit_s
+        self._rpc = (
+            "checkpoint_engine_rpc_async"
+            if generation.cfg["vllm_cfg"]["async_engine"]
+            else "checkpoint_engine_rpc"
+        )
+        self.train_ranks = len(self._policy.workers)
+        self.gen_ranks = len(self._generation.workers)
+        self._per_engine = self.gen_ranks // generation.dp_size
+
+    @property
+    def first_ranks(self) -> list[int]:
+        """Refit ranks of the engines' first workers."""
+        return list(range(self.train_ranks, self.train_ranks + self.gen_ranks, self._per_engine))
+
+    def policy(self, call: Callable[..., Answer], **arguments: Any) -> Pending:
+        """Begin ``call(worker, …)`` in every policy worker's process."""
+        # An argument that is None must not go through NeMo-RL's ray.put, and nothing here is large.
+        refs = self._policy.run_all_workers_single_data("__ray_call__", fn=call, **arguments)
+        return [(ref, [rank]) for rank, ref in enumerate(refs)]
+
+    def first_policy(self, call: Callable[..., Answer], **arguments: Any) -> Pending:
+        """Begin ``call(worker, …)`` on policy rank 0 alone."""
+        return [(self._policy.workers[0].__ray_call__.remote(call, **arguments), [0])]
+
+    def engines(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending:
+        """Begin ``method`` on every worker of the engines, with a tuple of arguments for each engine."""
+        refs = self._generation.run_all_workers_multiple_data(
+            self._rpc,
+            method_args=list(arguments),
+            run_rank_0_only_axes=["tensor_parallel", "pipeline_parallel"],
+            common_kwargs={"checkpoint_method": method},
+        )
+        ranks = [range(first, first + self._per_engine) for first in self.first_ranks]
+        return list(zip(refs, ranks, strict=True))
+
+    def answers(self, pending: Pending, stage: str) -> list[Answer]:
+        """All answers, by refit rank.
+
+        Raises:
+            RefitTimeout: somebody has not answered in time; says who.
+            RefitError: of the kind that a worker raised; of several the one with the cause.
+        """
+        refs = [ref for ref, _ in pending]
+        _, late = ray.wait(refs, num_returns=len(refs), timeout=self._limit_s)
+        if late:
+            who = [rank for ref, ranks in pending if ref in late for rank in ranks]
+            raise RefitTimeout(
+                f"{self._named(who)} did not answer within {self._limit_s:.0f} s. The engines may hold weights in part and refuse "
+                "to generate; see what those workers do (py-spy dump), and sync again or start anew",
+                stage=stage,
+            )
+        found: list[Answer] = []
+        for ref, ranks in pending:
+            given = _answer(ref)
+            found += given if isinstance(given, list) else [given] * len(ranks)
+        return raise_refit_errors(found, "refit rank")
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return ", ".join(
+            f"policy worker {rank}" if rank < self.train_ranks else f"vLLM worker {rank - self.train_ranks}"
+            for rank in ranks
+        )
+
+
+def _answer(ref: Any) -> Answer | list[Answer]:
+    """What a worker answered; its end, or an exception that it raised, as an answer too."""
+    try:
+        found: Answer | list[Answer] = ray.get(ref)
+    except RayActorError as error:
+        return {REFIT_ERROR: {"type": "PeerLost", "text": f"the worker's process has ended ({error})"}}
+    except RayError as error:
+        return {REFIT_ERROR: {"type": RefitError.__name__, "text": str(error)}}
+    return found

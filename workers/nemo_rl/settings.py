@@ -1,0 +1,74 @@
+"""What ``policy.generation.refit_cfg.rlrefit`` holds: ``RefitConfig`` and where records go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ...integration.config import RefitConfig
+from ...integration.errors import RefitError
+
+KEY = "rlrefit"
+_PREFIX = f"policy.generation.refit_cfg.{KEY}"
+
+
+@dataclass(frozen=True)
+class NemoRlRefit:
+    """The settings of one run.
+
+    Attributes:
+        config: how weights travel; the same on all ranks.
+        records_dir: folder for ``refits.jsonl``, a line a refit and rank; None for none.
+        colocated: whether policy and vLLM take turns on the same GPUs.
+    """
+
+    config: RefitConfig
+    records_dir: str | None = None
+    colocated: bool = False
+
+    @property
+    def engine(self) -> str:
+        """The checkpoint engine: NCCL admits no two ranks of one GPU, so these meet in shared memory."""
+        return "colocated_ipc" if self.colocated else "nccl_xfer"
+
+    @staticmethod
+    def of(generation: Mapping[str, Any]) -> NemoRlRefit:
+        """From NeMo-RL's ``policy.generation``.
+
+        Raises:
+            RefitError: lists all that is wrong.
+        """
+        section = generation.get("refit_cfg") or {}
+        # NeMo-RL makes a pydantic model of it, which keeps what it does not know.
+        given = dict(getattr(section, "model_extra", section).get(KEY) or {})
+        records_dir = given.pop("records_dir", None)
+        known = [found.name for found in fields(RefitConfig)]
+        wrong = [
+            f"{_PREFIX}.{name} is not known; there are {', '.join(known)} and records_dir"
+            for name in given
+            if name not in known
+        ]
+        config = RefitConfig(**{name: value for name, value in given.items() if name in known})
+        wrong += config.violations(_PREFIX)
+        backend = generation.get("backend")
+        if backend != "vllm":
+            wrong.append(
+                f"policy.generation.backend: {backend!r}; shard to shard reaches vLLM's workers alone, set it to vllm"
+            )
+        worker_cls = (generation.get("vllm_kwargs") or {}).get("worker_cls")
+        if worker_cls != WORKER_CLS:
+            wrong.append(
+                f"policy.generation.vllm_kwargs.worker_cls: {worker_cls!r}; vLLM's workers have no refit, set it to {WORKER_CLS}"
+            )
+        if generation.get("refit_transport") is not None:
+            wrong.append(
+                f"policy.generation.refit_transport: {generation['refit_transport']!r}; NeMo-RL would set up that transport "
+                "beside this one, set it to null"
+            )
+        if wrong:
+            raise RefitError("; ".join(wrong), stage="settings")
+        return NemoRlRefit(config, records_dir, bool(generation["colocated"]["enabled"]))
+
+
+WORKER_CLS = "rlrefit.workers.nemo_rl.vllm_worker.RefitWorker"
