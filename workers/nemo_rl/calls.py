@@ -44,7 +44,6 @@ class Workers:
 
     def policy(self, call: Callable[..., Answer], **arguments: Any) -> Pending:
         """Begin ``call(worker, …)`` in every policy worker's process."""
-        # An argument that is None must not go through NeMo-RL's ray.put, and nothing here is large.
         refs = self._policy.run_all_workers_single_data("__ray_call__", fn=call, **arguments)
         return [(ref, [rank]) for rank, ref in enumerate(refs)]
 

@@ -89,7 +89,7 @@ class ShardSynchronizer:
             try:
                 self._ensure_open()
                 records = self._refit(self.version + 1, _own_names(kv_scales))
-            except RefitError:
+            except Exception:
                 self._close()
                 raise
         self.version += 1
