@@ -196,6 +196,19 @@ class RefitSession:
                 cast(WeightDestination, self._endpoint).abandon()
             raise
 
+    def healthy(self) -> bool:
+        """Whether another refit can run: nothing has failed here, and no other rank has gone or given up."""
+        if self._failed or self._closed:
+            return False
+        try:
+            self._channel.check_abort("handshake")
+        except RefitError as error:
+            logger.warning("the epoch of %d ranks has ended: %s", self.world.size, error)
+            self._failed = f"{type(error).__name__}: {error}"
+            self.engine.finalize(failed=True)
+            return False
+        return True
+
     def close(self) -> None:
         """End the epoch on this rank; safe to call twice."""
         if self._closed:

@@ -183,6 +183,10 @@ class SourceRefitMixin:
         """Send all weights once over the conventional packed broadcast; as :meth:`nccl_xfer_refit`."""
         return self._refit("packed_broadcast", version, kv_scales).to_json()
 
+    def refit_healthy(self) -> bool:
+        """Whether an epoch is open and can go on: nothing has failed, and no other rank has gone."""
+        return self._refit_session is not None and self._refit_session.healthy()
+
     def close_refit(self) -> None:
         """End the epoch on this rank and free its communicators and buffers."""
         self._close_session()

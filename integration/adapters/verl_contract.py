@@ -64,14 +64,18 @@ def require_supported(base: Any) -> None:
     """
     wrong = violations(base)
     if wrong:
-        try:
-            installed = version("verl")
-        except PackageNotFoundError:
-            installed = "(a checkout without metadata)"
         raise UnsupportedVerl(
-            f"verl {installed} is not supported by rlrefit's adapter, which is written for {TESTED}: {'; '.join(wrong)}. "
+            f"verl {installed_version()} is not supported by rlrefit's adapter, which is written for {TESTED}: {'; '.join(wrong)}. "
             f"Nothing was registered; install verl=={TESTED}, or set checkpoint_engine.backend to one of verl's own"
         )
+
+
+def installed_version() -> str:
+    """Of verl, as far as its metadata tell."""
+    try:
+        return version("verl")
+    except PackageNotFoundError:
+        return "(a checkout without metadata)"
 
 
 def _parameters(method: Callable[..., Any] | None) -> list[str] | None:

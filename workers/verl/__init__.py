@@ -1,0 +1,1 @@
+"""verl's training engines and vLLM rollouts as the two sides of a refit, shard to shard."""

@@ -1,0 +1,87 @@
+"""The worker extension for verl's vLLM: verl's own, whose hand-over of weights may be an order to refit.
+
+actor_rollout_ref.rollout.engine_kwargs.vllm:
+  worker_extension_cls: rlrefit.workers.verl.extension.VerlRefitExtension
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+from ...integration.adapters.verl_epochs import write_record
+from ...integration.errors import RefitMismatch
+from ...integration.records import RefitRecord
+from ..vllm.extension import VllmRefitExtension
+from .contract import require_supported_rollout
+from .orders import ORDER, Order
+
+require_supported_rollout(vLLMColocateWorkerExtension, bucketed_weight_transfer)
+
+logger = logging.getLogger(__name__)
+
+
+class VerlRefitExtension(VllmRefitExtension, vLLMColocateWorkerExtension):  # type: ignore[misc]  # verl is untyped
+    """Mixed into vLLM's ``Worker`` in place of verl's extension, all of whose calls it keeps."""
+
+    def update_weights_from_ipc(
+        self,
+        peft_config: dict[str, Any] | None = None,
+        base_sync_done: bool | None = None,
+        use_shm: bool = False,
+    ) -> None:
+        """Take what the process beside this one hands over.
+
+        verl gives ``base_sync_done`` where trainer and engine share GPUs, and then hands over weights, as ever; its
+        checkpoint engines give none, and the one for shards hands over an order.
+
+        Raises:
+            RefitMismatch: no order came, but weights.
+        """
+        if base_sync_done is not None:
+            super().update_weights_from_ipc(
+                peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm
+            )
+            return
+        strange: list[str] = []
+
+        def take(handed: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
+            for name, tensor in handed:
+                if name == ORDER:
+                    self._refit_as_ordered(Order.from_tensor(tensor))
+                else:
+                    strange.append(name)
+
+        receiver = bucketed_weight_transfer.BucketedWeightReceiver(
+            zmq_handle=self._get_zmq_handle(), device=self.model_runner.device, use_shm=use_shm
+        )
+        receiver.receive_weights(on_bucket_received=take)
+        if strange:
+            raise RefitMismatch(
+                f"{len(strange)} weights were handed over ({', '.join(strange[:3])} …) where an order to refit was due. "
+                "None of them was loaded. With a checkpoint engine of full tensors, leave out "
+                "rollout.engine_kwargs.vllm.worker_extension_cls",
+                stage="handshake",
+            )
+
+    def _refit_as_ordered(self, order: Order) -> None:
+        """Refit; a failure is logged and told to all other ranks, of which the actors raise it.
+
+        Not raised here: the process beside this one waits for an answer, and vLLM's executor would read the first
+        worker's error alone and meet the others' in its next call.
+        """
+        try:
+            if order.meeting is not None:
+                self._refit.init_per_pp_refit_comm_group(order.meeting, order.rank, order.config)
+            record = RefitRecord(**self._refit.nccl_xfer_refit(order.version))
+        except Exception:
+            logger.exception(
+                "the refit failed on this worker, which holds no whole weights until the next one"
+            )
+            return
+        if order.records_dir is not None:
+            write_record(order.records_dir, record, order.train_ranks)
