@@ -114,6 +114,8 @@ class TrtllmSender:
         RefitError: the engines' driver is not where it has to be.
     """
 
+    _engine_name = "trtllm"
+
     def __init__(
         self,
         source: WeightSource,
@@ -172,7 +174,7 @@ class TrtllmSender:
             epoch=0,
             rank=self._rank,
             role="trainer",
-            engine="trtllm",
+            engine=self._engine_name,
             transport="cuda_ipc",
             bytes_bulk=0,
             bytes_misc=sent,
@@ -215,7 +217,7 @@ class TrtllmSender:
                     self._draw(export, spec, held)
             if held is None:
                 return None
-            return self._device, encode(((name, held[name]) for name in bucket.names), self._reduce)
+            return self._device, self._encoded([(name, held[name]) for name in bucket.names])
 
         def load(engines: Engines, payloads: Sequence[tuple[str, str] | None]) -> None:
             with self._clock.stage("misc"):
@@ -230,6 +232,10 @@ class TrtllmSender:
         if self._source.device.type == "cuda":
             torch.cuda.ipc_collect()
         return nbytes, peak
+
+    def _encoded(self, weights: Sequence[tuple[str, torch.Tensor]]) -> str:
+        """A bucket as the engine's workers take it; what it refers to is kept until they have answered."""
+        return encode(weights, self._reduce)
 
     def _draw(
         self,

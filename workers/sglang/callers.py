@@ -1,0 +1,237 @@
+"""The two ways to an SGLang engine: its tokenizer manager in this process, or the HTTP server. Both are called step by step.
+
+A :class:`Step` is one of SGLang's own control requests. What a refit does is written once, in :mod:`.driver`, in steps; how a
+step is done is written here, once for each way and with no order of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ...integration.errors import RefitError, RefitTimeout
+
+# Step → (request structure of sglang.srt.managers.io_struct, whether its method takes a web request, too). The name is
+# the tokenizer manager's method and the server's path.
+_REQUESTS: Mapping[str, tuple[str, bool]] = {
+    "update_weights_from_tensor": ("UpdateWeightsFromTensorReqInput", True),
+    "update_weights_from_distributed": ("UpdateWeightsFromDistributedReqInput", True),
+    "init_weights_update_group": ("InitWeightsUpdateGroupReqInput", True),
+    "destroy_weights_update_group": ("DestroyWeightsUpdateGroupReqInput", True),
+    "release_memory_occupation": ("ReleaseMemoryOccupationReqInput", True),
+    "resume_memory_occupation": ("ResumeMemoryOccupationReqInput", True),
+    "pause_generation": ("PauseGenerationReqInput", False),
+    "continue_generation": ("ContinueGenerationReqInput", False),
+}
+# What the driver asks of an engine's settings.
+SETTINGS = (
+    "tp_size",
+    "pp_size",
+    "dp_size",
+    "device",
+    "enable_eplb",
+    "enable_memory_saver",
+    "enable_weights_cpu_backup",
+    "custom_weight_loader",
+    "weight_cache_mode",
+    "disaggregation_mode",
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One request to an engine.
+
+    Attributes:
+        name: of :data:`_REQUESTS`, or ``flush_cache``, ``settings``, ``weight_version``, ``update_weight_version``.
+        fields: of the request.
+    """
+
+    name: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What SGLang said.
+
+    Attributes:
+        success: as SGLang says.
+        message: its text.
+        value: what was asked for, of ``settings`` and ``weight_version``.
+    """
+
+    success: bool = True
+    message: str = ""
+    value: Any = None
+
+
+class Caller(Protocol):
+    """A way to one engine."""
+
+    def call(self, step: Step) -> Answer:
+        """Do a step, and return once SGLang has answered."""
+
+
+class EngineCaller:
+    """A way to an ``sglang.Engine`` of this process.
+
+    Args:
+        engine: the engine.
+        loop: the running event loop in which the engine's asynchronous methods are awaited. Its own, which its synchronous
+            methods run, if left out; SGLang ties an engine to the loop of its first request.
+        timeout_s: of each step; only with ``loop``.
+    """
+
+    def __init__(
+        self, engine: Any, loop: asyncio.AbstractEventLoop | None = None, timeout_s: float = 600.0
+    ) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._timeout_s = timeout_s
+
+    def call(self, step: Step) -> Answer:
+        """As :meth:`Caller.call`.
+
+        Raises:
+            RefitError: called from a coroutine of the engine's loop, which would wait for itself.
+            RefitTimeout: no answer.
+        """
+        if self._loop is None:
+            if self._engine.loop.is_running():
+                raise RefitError(
+                    "the engine's event loop is running, so a synchronous step would wait for itself; use "
+                    "AsyncSglangRefit from coroutines",
+                    stage="settings",
+                )
+            found: Answer = self._engine.loop.run_until_complete(self._done(step))
+            return found
+        future = asyncio.run_coroutine_threadsafe(self._done(step), self._loop)
+        try:
+            return future.result(self._timeout_s)
+        except TimeoutError as error:
+            future.cancel()
+            raise _late(step, self._timeout_s) from error
+
+    async def _done(self, step: Step) -> Answer:
+        manager = self._engine.tokenizer_manager
+        if step.name == "settings":
+            return Answer(value={name: getattr(manager.server_args, name) for name in SETTINGS})
+        if step.name == "weight_version":
+            return Answer(value=manager.config_value("weight_version"))
+        if step.name == "update_weight_version":
+            manager.record_config_updates("rlrefit", weight_version=step.fields["new_version"])
+            return Answer()
+        if step.name == "flush_cache":
+            flushed = await manager.flush_cache(**step.fields)
+            return Answer(flushed.success, flushed.message)
+        from sglang.srt.managers import io_struct
+
+        structure, web = _REQUESTS[step.name]
+        request = getattr(io_struct, structure)(**step.fields)
+        # Nothing of the pauses waits for an answer, so that nothing else starts the loop that reads answers.
+        manager.auto_create_handle_loop()
+        result = await getattr(manager, step.name)(*((request, None) if web else (request,)))
+        return Answer(*result[:2]) if isinstance(result, tuple) else Answer()
+
+
+class HttpCaller:
+    """A way to an SGLang server.
+
+    Args:
+        url: of the server, ``http://host:port``.
+        api_key: its ``--admin-api-key`` or ``--api-key``, if it has one.
+        timeout_s: of each step.
+    """
+
+    def __init__(self, url: str, api_key: str = "", timeout_s: float = 600.0) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._timeout_s = timeout_s
+
+    def call(self, step: Step) -> Answer:
+        """As :meth:`Caller.call`.
+
+        Raises:
+            RefitError: the server can't be reached, or knows no such call.
+            RefitTimeout: no answer.
+        """
+        if step.name == "settings":
+            found = self._ask(step, "GET", "/server_info")
+            missing = [name for name in SETTINGS if name not in found]
+            if missing:
+                raise RefitError(
+                    f"the server at {self._url} does not tell its {', '.join(missing)}; it is no SGLang 0.5.17",
+                    stage="settings",
+                )
+            return Answer(value={name: found[name] for name in SETTINGS})
+        if step.name == "weight_version":
+            return Answer(value=self._ask(step, "GET", "/model_info")["weight_version"])
+        if step.name == "flush_cache":
+            seconds = step.fields.get("timeout_s") or 0.0
+            return self._answered(self._ask(step, "POST", f"/flush_cache?timeout={seconds}"))
+        fields = {name: _plain(value) for name, value in step.fields.items()}
+        if step.name == "update_weight_version":
+            # Its default would abort the requests that go on with the new weights.
+            fields["abort_all_requests"] = False
+        return self._answered(self._ask(step, "POST", f"/{step.name}", fields))
+
+    def _answered(self, found: dict[str, Any]) -> Answer:
+        return Answer(bool(found.get("success", True)), str(found.get("message", "")))
+
+    def _ask(
+        self, step: Step, method: str, path: str, fields: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        body = None if fields is None else json.dumps(fields).encode()
+        request = urllib.request.Request(self._url + path, body, self._headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+                return _read(response.read())
+        except urllib.error.HTTPError as error:
+            said = _read(error.read())
+            if error.code == 400:  # SGLang's way to say success: false
+                return {"message": error.reason, **said, "success": False}
+            raise RefitError(
+                f"the SGLang server at {self._url} answered {step.name} with {error.code}: {said.get('message', error.reason)}",
+                stage="settings",
+            ) from error
+        except TimeoutError as error:
+            raise _late(step, self._timeout_s) from error
+        except urllib.error.URLError as error:
+            raise RefitError(
+                f"the SGLang server at {self._url} did not take {step.name}: {error.reason}. It may have ended; weights that "
+                "were being written are served by nobody",
+                stage="settings",
+            ) from error
+
+
+def _plain(value: Any) -> Any:
+    """Bytes as text, which the server decodes."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return [_plain(found) for found in value] if isinstance(value, list) else value
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    """A JSON object, or text under ``message``."""
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return {"message": data.decode(errors="replace").strip()}
+    return found if isinstance(found, dict) else {"message": str(found)}
+
+
+def _late(step: Step, seconds: float) -> RefitTimeout:
+    return RefitTimeout(
+        f"SGLang did not answer {step.name} within {seconds:.0f} s: requests that do not end, or a worker that hangs or has "
+        "ended. Weights that were being written are served by nobody; look at the engine's log and start it anew",
+        stage="transfer",
+    )

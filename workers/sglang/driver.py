@@ -1,0 +1,466 @@
+"""The driver's side: refit a running SGLang engine, in this process or behind its HTTP server, and put its memory to sleep.
+
+:class:`SglangRefit` is the only place where an order of steps is written. :class:`AsyncSglangRefit` runs it in a thread while the
+event loop, in which SGLang's own coroutines have to run, goes on: nothing that one of them does can be missing in the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Literal, TypeVar
+
+from ...integration.config import RefitConfig
+from ...integration.errors import EngineDirty, RefitError, RefitMismatch, RefitTimeout
+from ...integration.manifest import TensorSpec
+from ...integration.stage_memory import ProcessMemory
+from ...integration.stages import KV_CACHE, TAGS, WEIGHTS, StageRefused
+from ..vllm.answers import raise_refit_errors
+from .callers import Answer, Caller, EngineCaller, Step
+from .loader import LOADER
+
+# What becomes of running requests. wait: they end with the old weights first; abort: they end as they are; retract: they go
+# back to the queue, and their keys and values are computed anew with the new weights.
+PauseMode = Literal["wait", "abort", "retract"]
+Result = TypeVar("Result")
+_METHODS = {
+    "nccl_xfer": "nccl_xfer_refit",
+    "colocated_ipc": "nccl_xfer_refit",
+    "packed_broadcast": "update_weights_from_collective",
+}
+_DISCARDING = 2
+_POLL_S = 0.05
+
+
+class SglangRefit:
+    """Drives an SGLang engine that was started with ``custom_weight_loader=[LOADER]``.
+
+    It is a :class:`~...integration.stages.SleepingEngine`, and what a :class:`~.sender.SglangSender` calls.
+
+    Args:
+        caller: the way to the engine.
+        timeout_s: for running requests to end, where they are waited for.
+
+    Attributes:
+        devices: UUIDs of the GPUs of the workers, in the order of their tensor ranks.
+        loads_in_parts: SGLang's loaders take weights in several buckets.
+
+    Raises:
+        RefitError: how the engine was started; everything that is wrong with it.
+    """
+
+    loads_in_parts = True
+
+    def __init__(self, caller: Caller, timeout_s: float = 300.0) -> None:
+        self._caller = caller
+        self._timeout_s = timeout_s
+        self._settings: dict[str, Any] = caller.call(Step("settings")).value
+        self._require_settings()
+        self._asleep: frozenset[str] = frozenset()
+        self._paused = False
+        self._engine = ""
+        self._sending = -1
+        # What a refit left that failed: until one succeeds, nothing is to be generated.
+        self._unusable: RefitError | None = None
+        # The workers guard their weights from here on, and not from the first refit.
+        self._update([])
+        self.devices: list[str] = [found["device"] for found in self._rpc("describe")]
+
+    @property
+    def version(self) -> int:
+        """Of the weights that all workers may serve, -1 before the first refit.
+
+        Raises:
+            EngineDirty: they are not whole on a worker.
+            RefitMismatch: workers hold different versions.
+        """
+        found = {answer["version"] for answer in self._rpc("serving_version")}
+        if len(found) > 1:
+            raise RefitMismatch(
+                f"workers of one engine hold versions {sorted(found)}; refit again before anything is generated",
+                stage="generate",
+            )
+        return int(found.pop())
+
+    def weight_version(self) -> str:
+        """What SGLang itself tells with each output (``meta_info["weight_version"]``): the version, as text."""
+        return str(self._caller.call(Step("weight_version")).value)
+
+    def require_servable(self) -> None:
+        """To be called before requests are given to the engine; a paused engine would keep them waiting.
+
+        Raises:
+            EngineDirty: a refit failed and left the engine paused, its weights are not whole, or memory is asleep.
+        """
+        if self._unusable is not None:
+            raise EngineDirty(
+                f"the last refit failed and left the engine paused, so that nothing would be generated: {self._unusable}. "
+                "Refit again, which resumes it, or start the engine anew",
+                stage="generate",
+            )
+        if self._asleep:
+            raise EngineDirty(
+                f"{' and '.join(sorted(self._asleep))} of the engine are asleep; wake them before anything is generated",
+                stage="generate",
+            )
+        self._rpc("serving_version")
+
+    # Shard to shard
+
+    def init_refit(
+        self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str = "nccl_xfer"
+    ) -> list[dict[str, Any]]:
+        """Have all workers meet the trainer; ``first_rank`` is the refit rank of the first of them.
+
+        Raises:
+            RefitError: of the kind that the worker raised. Nothing has been written.
+        """
+        if engine not in _METHODS:
+            raise RefitError(f"engine: {engine!r} is not one of {', '.join(_METHODS)}", stage="settings")
+        self._require_awake()
+        answers = self._rpc("join", rendezvous, first_rank, asdict(config), engine)
+        self._engine = engine
+        return answers
+
+    def refit(self, version: int, mode: PauseMode = "wait") -> list[dict[str, Any]]:
+        """Have all workers receive the weights, and serve ``version`` from here on.
+
+        Args:
+            version: the same as on the trainer.
+            mode: what becomes of running requests.
+
+        Returns:
+            The workers' records.
+
+        Raises:
+            RefitError: of the kind that the worker raised. If weights were written in part the engine stays paused, and the
+                next refit that succeeds resumes it.
+        """
+        if not self._engine:
+            raise RefitError(
+                "no trainer has been met: call init_refit with the rendezvous that trainer rank 0 opened",
+                stage="handshake",
+            )
+        self._require_awake()
+        self._quiet(mode)
+        try:
+            records = self._rpc(_METHODS[self._engine], version)
+        except RefitError as error:
+            self._failed(error)
+            raise
+        self._serve(version)
+        return records
+
+    def close_refit(self) -> None:
+        """End the epoch on all workers."""
+        self._rpc("close")
+        self._engine = ""
+
+    # Through SGLang's own loader, on the trainer's GPUs
+
+    def begin(self, version: int, specs: Sequence[TensorSpec], mode: PauseMode = "wait") -> None:
+        """Pause the engine, and have its workers see that they can take these weights, and no less.
+
+        Raises:
+            RefitError: of the worker's kind; nothing was written.
+        """
+        self._require_awake()
+        self._quiet(mode)
+        try:
+            self._rpc("begin", version, [spec.to_json() for spec in specs])
+        except RefitError as error:
+            self._failed(error)
+            raise
+        self._sending = version
+
+    def load(self, handles: dict[str, str]) -> None:
+        """Load a bucket on all workers: ``{device UUID: payload}``, whose memory may be freed afterwards.
+
+        Raises:
+            RefitError: SGLang says why. The engine stays paused until a refit succeeds.
+        """
+        payloads = [handles[device] for device in self.devices]
+        try:
+            self._update(payloads, "flattened_bucket")
+            # SGLang answers once its copies are queued; the sender frees what they read.
+            self._rpc("settle")
+        except RefitError as error:
+            self._failed(error)
+            raise
+
+    def finish(self) -> None:
+        """After the last bucket: derived state. Raises as :meth:`load`."""
+        try:
+            self._rpc("finish", self._sending)
+        except RefitError as error:
+            self._failed(error)
+            raise
+
+    def commit(self, version: int) -> None:
+        """Serve ``version``. Raises as :meth:`load`."""
+        self._rpc("commit", version)
+        self._serve(version)
+
+    # Memory by stage
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether SGLang can give its memory back; without its memory saver it passes over a release on a GPU in silence."""
+        return bool(self._settings["enable_memory_saver"]) or self._settings["device"] == "cpu"
+
+    def sleep(self, level: int = _DISCARDING) -> None:
+        """Release KV cache and weights. :class:`~...integration.stages.SleepingEngine`'s.
+
+        Requests that come meanwhile wait until all has woken.
+
+        Raises:
+            StageRefused: requests are running, whose release SGLang answers by ending its scheduler; memory is asleep; or
+                level 1, for which SGLang has to be started with ``enable_weights_cpu_backup``. Nothing has changed.
+        """
+        if level < _DISCARDING and not self._settings["enable_weights_cpu_backup"]:
+            raise StageRefused(
+                f"sleep level {level} was asked for, and SGLang keeps released weights in host memory only where it was started "
+                f"with enable_weights_cpu_backup=True. Nothing has changed; start it so, or take level {_DISCARDING}",
+                stage="sleep",
+            )
+        if self._asleep:
+            raise StageRefused(
+                f"{', '.join(sorted(self._asleep))} sleeps already. Nothing has changed", stage="sleep"
+            )
+        if not self._paused and not self._pause_idle():
+            raise StageRefused(
+                "the engine has unfinished requests, and SGLang's scheduler ends where memory is released under them. Nothing "
+                "has changed; let generate() return first",
+                stage="sleep",
+            )
+        if level >= _DISCARDING:
+            self._rpc("discard", f"a level {level} sleep discarded the weights")
+        # Here, and not after: a release that fails half-way leaves memory that is not known.
+        self._asleep = TAGS
+        self._step("release_memory_occupation", tags=[KV_CACHE])
+        self._step("release_memory_occupation", tags=[WEIGHTS])
+
+    def wake(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
+        """Take memory again: ``weights`` before a refit, ``kv_cache`` once the trainer freed its own; requests run again once
+        nothing sleeps.
+
+        Raises:
+            StageRefused: a tag is unknown, or its memory is there already, for which SGLang's scheduler would end. Nothing
+                has changed.
+        """
+        wrong = sorted(set(tags) - self._asleep)
+        if wrong or not tags:
+            raise StageRefused(
+                f"{', '.join(wrong) or 'nothing'} can't wake: each of {', '.join(sorted(TAGS))} does so once after a sleep. "
+                "Nothing has changed",
+                stage="wake_up",
+            )
+        for tag in sorted(tags, reverse=True):  # the weights first
+            self._step("resume_memory_occupation", tags=[tag])
+            self._asleep -= {tag}
+        # What a sleep has discarded, a refit brings first.
+        if not self._asleep and self._unusable is None and self._servable():
+            self._resume()
+
+    def asleep(self) -> frozenset[str]:
+        """Which of ``weights`` and ``kv_cache`` have no memory at the moment."""
+        return self._asleep
+
+    def empty_cache(self) -> None:
+        """Have all workers give back what their allocators cache."""
+        self._rpc("empty_cache")
+
+    def memory(self, *, restart: bool = False) -> list[ProcessMemory]:
+        """Of each worker, with the peaks since the last restart; ``restart`` lets them count anew from here."""
+        return [ProcessMemory(**found) for found in self._rpc("memory", restart)]
+
+    # Steps
+
+    def _quiet(self, mode: PauseMode) -> None:
+        """Let no batch run until :meth:`_resume`."""
+        if self._paused:
+            return
+        if mode == "wait":
+            limit = time.monotonic() + self._timeout_s
+            while not self._pause_idle():
+                if time.monotonic() > limit:
+                    raise RefitTimeout(
+                        f"the engine's requests did not all end within {self._timeout_s:.0f} s, new ones included. Nothing was "
+                        "written; refit with mode='abort', or stop sending requests",
+                        stage="handshake",
+                    )
+                time.sleep(_POLL_S)
+        elif mode in ("abort", "retract"):
+            self._step("pause_generation", mode=mode)
+            self._paused = True
+        else:
+            raise RefitError(
+                f"mode: {mode!r} is not one of wait, abort, retract. SGLang's in_place lets running requests go on with keys and "
+                "values of the old weights, and their tokens would be no version's",
+                stage="settings",
+            )
+
+    def _pause_idle(self) -> bool:
+        """Pause an engine without requests, caches empty; False, and not paused, where it has some."""
+        if not self._caller.call(Step("flush_cache")).success:
+            return False
+        self._step("pause_generation", mode="in_place")
+        # A request may have come between the two.
+        if not self._caller.call(Step("flush_cache")).success:
+            self._step("continue_generation", torch_empty_cache=False)
+            return False
+        self._paused = True
+        return True
+
+    def _serve(self, version: int) -> None:
+        """Drop what was computed with the old weights, tell the version, and let requests run again."""
+        if KV_CACHE not in self._asleep:
+            flushed = self._flushed()
+            if not flushed.success:
+                error = RefitError(
+                    "SGLang keeps prefixes of the old weights: it flushes no cache while requests wait, retracted ones "
+                    f"included ({flushed.message or 'it gives no reason'}). The engine stays paused; start it with "
+                    "disable_radix_cache=True for mode='retract', or use mode='abort' or 'wait'",
+                    stage="post_load",
+                )
+                self._failed(error)
+                raise error
+        self._step("update_weight_version", new_version=str(version))
+        self._unusable = None
+        if not self._asleep:
+            self._resume()
+
+    def _flushed(self) -> Answer:
+        """Flush the caches; a running batch may still be on its way out."""
+        return self._caller.call(Step("flush_cache", {"timeout_s": 10.0}))
+
+    def _resume(self) -> None:
+        if self._paused:
+            self._step("continue_generation", torch_empty_cache=False)
+        self._paused = False
+
+    def _failed(self, error: RefitError) -> None:
+        """Resume an engine whose weights are whole, as they were; keep the other one paused."""
+        if not self._servable() or error.stage == "post_load":
+            self._unusable = error
+        elif not self._asleep:
+            self._resume()
+
+    def _servable(self) -> bool:
+        try:
+            self._rpc("serving_version")
+        except RefitError:
+            return False
+        return True
+
+    def _step(self, name: str, **fields: Any) -> Answer:
+        answer = self._caller.call(Step(name, fields))
+        if not answer.success:
+            raise RefitError(f"SGLang refused {name}: {answer.message}", stage="transfer")
+        return answer
+
+    def _update(self, payloads: list[str], load_format: str = LOADER) -> Answer:
+        """One request of SGLang's ``update_weights_from_tensor``; caches are flushed by a step of their own."""
+        payload = [_pickled([])] * self._settings["tp_size"] if not payloads else payloads
+        return self._step(
+            "update_weights_from_tensor",
+            serialized_named_tensors=payload,
+            load_format=load_format,
+            flush_cache=False,
+            disable_draft_model=True,
+        )
+
+    def _rpc(self, command: str, *arguments: Any) -> list[dict[str, Any]]:
+        """Answers of all workers."""
+        payload = _pickled([(command, json.dumps(arguments))])
+        answer = self._update([payload] * self._settings["tp_size"])
+        found, _ = json.JSONDecoder().raw_decode(answer.message)
+        return raise_refit_errors(found, "SGLang worker")
+
+    def _require_awake(self) -> None:
+        if WEIGHTS in self._asleep:
+            raise RefitError(
+                "the engine's weights are asleep: nothing can be written into them. Nothing has moved. Wake them with "
+                "wake(['weights']), refit, then wake(['kv_cache'])",
+                stage="handshake",
+            )
+
+    def _require_settings(self) -> None:
+        settings = self._settings
+        problems = []
+        if LOADER not in (settings["custom_weight_loader"] or []):
+            problems.append(f"custom_weight_loader lacks {LOADER!r}")
+        for name in ("pp_size", "dp_size"):
+            if settings[name] != 1:
+                problems.append(
+                    f"{name} is {settings[name]}; refits of one tensor-parallel group are what there is"
+                )
+        if settings["enable_eplb"]:
+            problems.append(
+                "enable_eplb moves experts between ranks, and a refit would overwrite other experts"
+            )
+        if settings["weight_cache_mode"] != "off":
+            problems.append(f"weight_cache_mode is {settings['weight_cache_mode']!r}: its weights are shared")
+        if settings["disaggregation_mode"] != "null":
+            problems.append(
+                f"disaggregation_mode is {settings['disaggregation_mode']!r}: its queues are not flushed"
+            )
+        if problems:
+            raise RefitError(
+                f"SGLang was started in a way that rlrefit does not refit: {'; '.join(problems)}. Nothing was written; start it "
+                "otherwise",
+                stage="settings",
+            )
+
+
+class AsyncSglangRefit:
+    """:class:`SglangRefit` for coroutines: the same calls, awaited. Make it with :meth:`open`."""
+
+    def __init__(self, refit: SglangRefit) -> None:
+        self.blocking = refit
+        # A step at a time; SGLang's own locks know nothing of an order of steps.
+        self._turn = asyncio.Lock()
+
+    @staticmethod
+    async def open(engine: Any, timeout_s: float = 300.0) -> AsyncSglangRefit:
+        """For an ``sglang.Engine`` whose asynchronous methods are awaited in the running loop.
+
+        Args:
+            engine: the engine, or a :class:`~.callers.Caller` (of a server, say).
+            timeout_s: as :class:`SglangRefit`'s.
+        """
+        caller = engine if hasattr(engine, "call") else EngineCaller(engine, asyncio.get_running_loop())
+        return AsyncSglangRefit(await asyncio.to_thread(SglangRefit, caller, timeout_s))
+
+    async def init_refit(
+        self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str = "nccl_xfer"
+    ) -> list[dict[str, Any]]:
+        """As :meth:`SglangRefit.init_refit`."""
+        return await self.run(self.blocking.init_refit, rendezvous, first_rank, config, engine)
+
+    async def refit(self, version: int, mode: PauseMode = "wait") -> list[dict[str, Any]]:
+        """As :meth:`SglangRefit.refit`."""
+        return await self.run(self.blocking.refit, version, mode)
+
+    async def sleep(self, level: int = _DISCARDING) -> None:
+        """As :meth:`SglangRefit.sleep`."""
+        await self.run(self.blocking.sleep, level)
+
+    async def wake(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
+        """As :meth:`SglangRefit.wake`."""
+        await self.run(self.blocking.wake, tags)
+
+    async def run(self, call: Callable[..., Result], *arguments: Any) -> Result:
+        """Any blocking call that uses :attr:`blocking` (a sender's refit, a cycle's move), in a thread."""
+        async with self._turn:
+            return await asyncio.to_thread(call, *arguments)
+
+
+def _pickled(command: list[Any]) -> str:
+    """What SGLang's safe unpickler reads: lists, tuples and text, so that it holds on any host."""
+    return base64.b64encode(pickle.dumps(command)).decode()

@@ -1,0 +1,93 @@
+"""Which modules of a live SGLang model may be written in place: a whitelist, with a reason for all others.
+
+What each kind of module does with loaded weights is named here as it was read in SGLang 0.5.17:
+``layers/quantization/unquant.py`` (AITER shuffles experts in place, FlashInfer's TRT-LLM experts are rearranged, AMX packs on
+CPUs) and ``layers/quantization/fp8.py`` (blocks stay as they were loaded unless DeepGEMM wants powers of two as scales).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.layers.quantization import unquant
+from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+)
+from sglang.srt.utils import use_intel_amx_backend
+from torch import nn
+
+FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2})
+# Their loaders subtract nothing and add nothing; Gemma's norms add 1 as they compute.
+_NORMS = "sglang.srt.layers.layernorm"
+_TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+
+
+@dataclass(frozen=True)
+class ModuleLayout:
+    """How one module of the live model takes new weights.
+
+    Attributes:
+        reason: why its parameters must not be written in place; empty if they may.
+        loadable: SGLang's own loader can write it: the parameters still have the shape in which they are loaded.
+        processed: after a load, SGLang's quantization method has to process it again.
+    """
+
+    reason: str = ""
+    loadable: bool = True
+    processed: bool = False
+
+
+def module_layout(name: str, live: nn.Module, twin: nn.Module) -> ModuleLayout:
+    """Classify the live module ``name`` by its type and by its parameters beside the untouched twin's."""
+    changed = _changed_parameter(live, twin)
+    if changed:
+        return ModuleLayout(f"layer {name}: {changed}", loadable=False)
+    method = getattr(live, "quant_method", None)
+    if use_intel_amx_backend(live):
+        return ModuleLayout(f"layer {name}: its weights are packed for AMX", loadable=False)
+    if type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        return ModuleLayout()
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        effect = _experts_effect(method)
+        return ModuleLayout(f"layer {name}: {effect}", loadable=False) if effect else ModuleLayout()
+    if isinstance(method, QuantizeMethodBase):
+        return ModuleLayout(
+            f"layer {name}: process_weights_after_loading of {type(method).__name__} may rewrite the layout",
+            processed=True,
+        )
+    if type(live).__module__ == _NORMS or isinstance(live, _TORCH_NORMS):
+        return ModuleLayout()
+    return ModuleLayout(
+        f"layer {name}: {type(live).__name__} is not among the modules that are known to use their weights as loaded"
+    )
+
+
+def _changed_parameter(live: nn.Module, twin: nn.Module) -> str:
+    """The first parameter that post-load processing visibly replaced, in words; empty if there is none."""
+    for name, fresh in twin.named_parameters(recurse=False):
+        current = live._parameters.get(name)
+        if current is None:
+            return f"{name} no longer exists after process_weights_after_loading"
+        for what, now, loaded in (
+            ("shape", tuple(current.shape), tuple(fresh.shape)),
+            ("dtype", current.dtype, fresh.dtype),
+            ("strides", current.stride(), fresh.stride()),
+        ):
+            if now != loaded:
+                return f"process_weights_after_loading changed the {what} of {name} from {loaded} to {now}"
+        if hasattr(fresh, "weight_loader") and not hasattr(current, "weight_loader"):
+            return f"process_weights_after_loading replaced {name}, which lost its weight loader"
+    return ""
+
+
+def _experts_effect(method: UnquantizedFusedMoEMethod) -> str:
+    """What SGLang makes of loaded experts in place, in words; empty if it leaves them alone."""
+    if method.use_flashinfer_trtllm_moe:
+        return "FlashInfer's TRT-LLM experts are rearranged after loading; start SGLang with moe_runner_backend='triton'"
+    if unquant._use_aiter:
+        return "AITER shuffles experts after loading; start SGLang with moe_runner_backend='triton' and SGLANG_USE_AITER=0"
+    return ""

@@ -1,0 +1,72 @@
+"""A trainer rank as the sender of weights to SGLang engines on the trainer's own GPUs, by SGLang's flattened buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...integration.endpoints import WeightSource
+from ...integration.records import RefitRecord
+from ..trtllm.sender import Engines, TrtllmSender
+
+# The unit of SGLang's loaders is a tensor, and a bucket is held twice: as copies of the export, and flattened.
+_COPIES = 2
+
+
+class SglangSender(TrtllmSender):
+    """Sends all weights of a source to an SGLang engine; on every trainer rank, as :class:`~..trtllm.sender.TrtllmSender`.
+
+    Each rank that shares a GPU with a worker flattens its bucket with SGLang's own ``FlattenedTensorBucket`` and serializes
+    it with SGLang's own ``MultiprocessingSerializer``, as bytes with their dtypes beside them, so that float8 travels too. The
+    leader orders the payloads by the workers' GPUs. Rank 0 of ``group`` has the engine's :class:`~.driver.SglangRefit`.
+
+    Args:
+        source: of the weights as the engine loads them.
+        engines: on rank 0 of ``group``; None on the others.
+        device: UUID of this rank's GPU, :func:`~..trtllm.sender.own_device`; ``cpu`` where both are on one host's CPUs.
+        bucket_bytes: of all that is held for a bucket at a time; a larger weight gets a bucket of its own.
+        group: of all trainer ranks, on host memory, with the timeout that bounds each wait; None for one rank.
+    """
+
+    _engine_name = "sglang"
+
+    def __init__(
+        self,
+        source: WeightSource,
+        engines: Engines | None,
+        device: str,
+        bucket_bytes: int,
+        group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(source, engines, device, bucket_bytes // _COPIES, group)
+        self._flattened: torch.Tensor | None = None
+
+    def refit(self, version: int) -> RefitRecord:
+        """As :meth:`~..trtllm.sender.TrtllmSender.refit`; nothing of the last bucket stays."""
+        try:
+            return super().refit(version)
+        finally:
+            self._flattened = None
+            if self._source.device.type == "cuda":
+                torch.cuda.ipc_collect()
+
+    def _encoded(self, weights: Sequence[tuple[str, torch.Tensor]]) -> str:
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        if self._source.device.type == "cuda":
+            # SGLang's: handles name the device by its UUID, whatever number it has in the worker.
+            monkey_patch_torch_reductions()
+        # The engine has answered for the bucket before.
+        self._flattened = None
+        # Wide numbers first: SGLang views each one where it lies, which has to be a multiple of its width.
+        ordered = sorted(weights, key=lambda weight: -weight[1].element_size())
+        bucket = FlattenedTensorBucket(named_tensors=ordered)
+        # The memory that the payload refers to.
+        self._flattened = bucket.get_flattened_tensor()
+        payload: str = MultiprocessingSerializer.serialize(
+            {"flattened_tensor": self._flattened, "metadata": bucket.get_metadata()}, output_str=True
+        )
+        return payload
