@@ -1,0 +1,163 @@
+"""Refits by :class:`ShardSynchronizer` on Ray, in the order in which NeMo-RL's GRPO calls it: two FSDP2 policy workers, and
+two engines of one rank each, vLLM's own and one of transformers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from rlrefit.integration.errors import PeerLost, RefitTimeout
+from rlrefit.workers.nemo_rl.calls import Workers
+from rlrefit.workers.nemo_rl.settings import WORKER_CLS, NemoRlRefit
+from rlrefit.workers.nemo_rl.synchronizer import TIMER, ShardSynchronizer
+from tests.nemo_rl_adapter.run_workers import (
+    GenerationWorker,
+    Policy,
+    PolicyWorker,
+    VllmGeneration,
+    called,
+    timer,
+)
+from tests.refit.models import make_model
+from tests.spawn import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What NeMo-RL's setup leaves behind."""
+
+    policy: Policy
+    generation: VllmGeneration
+    engines: list[Any]
+    noted: list[str]
+    records_dir: Path
+
+    def synchronizer(self) -> ShardSynchronizer:
+        return ShardSynchronizer(self.policy, self.generation, NemoRlRefit.of(self.generation.cfg))
+
+    def train(self, version: int) -> None:
+        called(self.policy.worker_group.workers, "train", version)
+
+    def wrong(self, engine: int) -> list[str]:
+        exported = called(self.policy.worker_group.workers, "exported")[0]
+        return self.ask(engine, "probe_wrong", exported)
+
+    def poison(self) -> None:
+        for engine in range(len(self.engines)):
+            self.ask(engine, "probe_poison")
+
+    def ask(self, engine: int, method: str, *args: Any) -> Any:
+        [[found]] = called([self.engines[engine]], "checkpoint_engine_rpc", method, args)
+        return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    checkpoint = make_model("qwen3", tmp_path_factory.mktemp("model"), seed=1)
+    records_dir = tmp_path_factory.mktemp("records")
+    env = {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=128 << 20,
+        log_to_driver=False,
+        runtime_env={"env_vars": env},
+    )
+    cfg = {
+        "backend": "vllm",
+        "colocated": {"enabled": False},
+        "vllm_cfg": {"async_engine": False},
+        "vllm_kwargs": {"worker_cls": WORKER_CLS},
+        "refit_transport": None,
+        "refit_cfg": {
+            "rlrefit": {
+                "timeout_s": TIMEOUT_S,
+                "bucket_mb": 1,
+                "verify": "full",
+                "records_dir": str(records_dir),
+            }
+        },
+    }
+    noted: list[str] = []
+    try:
+        policies, generations = ray.remote(num_cpus=1)(PolicyWorker), ray.remote(num_cpus=1)(GenerationWorker)
+        port = free_port()
+        engines = [generations.remote(checkpoint, kind) for kind in ("vllm", "transformers")]
+        workers = [policies.remote(checkpoint, rank, port) for rank in range(2)]
+        called(
+            engines, "checkpoint_engine_rpc", "rlrefit_close"
+        )  # NeMo-RL's setup returns with all of them started
+        called(workers, "checkpoint_engine_rpc", "")
+        yield Run(Policy(workers, noted), VllmGeneration(engines, cfg, noted), engines, noted, records_dir)
+    finally:
+        ray.shutdown()
+
+
+def test_two_changed_refits_reach_live_parameters_bit_for_bit_in_nemo_rls_order(run: Run) -> None:
+    run.generation.weight_synchronizer = synchronizer = run.synchronizer()
+    synchronizer.init_communicator()
+    assert synchronizer.is_stale
+    tokens = []
+    for version in (1, 2):
+        run.train(version)
+        run.poison()
+        metrics = synchronizer.sync_weights(timer=timer(run.noted), kv_scales=None)
+        assert not synchronizer.is_stale
+        tokens.append(called(run.engines[:1], "generate"))
+        assert [run.wrong(engine) for engine in (0, 1)] == [[], []]
+        assert [run.ask(engine, "rlrefit_serving_version")["version"] for engine in (0, 1)] == [version] * 2
+    assert tokens[0] != tokens[1]
+    assert run.noted == [TIMER, TIMER]  # their GPUs are their own: NeMo-RL takes no turns
+    assert metrics["refit/version"] == 2
+    assert metrics["refit/misc_mbytes"] == 0
+    records = [json.loads(line) for line in (run.records_dir / "refits.jsonl").read_text().splitlines()]
+    assert [(record["version"], record["epoch"], record["rank"]) for record in records] == [
+        (version, 1, rank) for version in (1, 2) for rank in range(4)
+    ]
+    assert all(r["bytes_verified"] == r["bytes_bulk"] > 0 for r in records if r["role"] == "generation")
+
+
+def test_who_does_not_answer_in_time_is_named(run: Run) -> None:
+    workers = Workers(run.policy, run.generation, limit_s=0.5)
+    slow = run.generation.worker_group.workers[1].__ray_call__.remote(lambda worker: time.sleep(1.5))
+    there = run.generation.worker_group.workers[0].__ray_call__.remote(lambda worker: [{}])
+    with pytest.raises(RefitTimeout, match=r"^vLLM worker 1 did not answer within 0 s"):
+        workers.answers([(there, [2]), (slow, [3])], "transfer")
+    ray.get(slow)
+
+
+def test_an_engine_killed_in_a_refit_ends_it_and_the_others_go_on(run: Run) -> None:
+    synchronizer = run.synchronizer()
+    synchronizer.init_communicator()
+    called(run.engines[1:], "die_in_refit")
+    start = time.monotonic()
+    with pytest.raises(PeerLost):
+        synchronizer.sync_weights()
+    assert time.monotonic() - start < TIMEOUT_S
+    assert synchronizer.is_stale
+
+    run.generation.worker_group.workers.pop()
+    run.generation.dp_size = 1
+    run.train(3)
+    rebuilt = run.synchronizer()
+    rebuilt.init_communicator()
+    rebuilt.sync_weights()
+    assert run.wrong(0) == []
