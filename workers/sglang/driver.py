@@ -1,19 +1,17 @@
 """The driver's side: refit a running SGLang engine, in this process or behind its HTTP server, and put its memory to sleep.
 
-:class:`SglangRefit` is the only place where an order of steps is written. :class:`AsyncSglangRefit` runs it in a thread while the
-event loop, in which SGLang's own coroutines have to run, goes on: nothing that one of them does can be missing in the other.
+:class:`SglangRefit` is the only place where an order of steps is written; :mod:`.async_driver` runs it for coroutines.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from ...integration.config import RefitConfig
 from ...integration.errors import EngineDirty, RefitError, RefitMismatch, RefitTimeout
@@ -21,20 +19,21 @@ from ...integration.manifest import TensorSpec
 from ...integration.stage_memory import ProcessMemory
 from ...integration.stages import KV_CACHE, TAGS, WEIGHTS, StageRefused
 from ..vllm.answers import raise_refit_errors
-from .callers import Answer, Caller, EngineCaller, Step
+from .callers import Answer, Caller, Step
 from .loader import LOADER
 
 # What becomes of running requests. wait: they end with the old weights first; abort: they end as they are; retract: they go
 # back to the queue, and their keys and values are computed anew with the new weights.
 PauseMode = Literal["wait", "abort", "retract"]
-Result = TypeVar("Result")
 _METHODS = {
     "nccl_xfer": "nccl_xfer_refit",
     "colocated_ipc": "nccl_xfer_refit",
     "packed_broadcast": "update_weights_from_collective",
 }
-_DISCARDING = 2
+DISCARDING = 2
 _POLL_S = 0.05
+# For an overlapped batch whose requests have ended, and for aborted requests.
+_IDLE_S, _DRAIN_S = 1.0, 10.0
 
 
 class SglangRefit:
@@ -213,7 +212,7 @@ class SglangRefit:
         """Whether SGLang can give its memory back; without its memory saver it passes over a release on a GPU in silence."""
         return bool(self._settings["enable_memory_saver"]) or self._settings["device"] == "cpu"
 
-    def sleep(self, level: int = _DISCARDING) -> None:
+    def sleep(self, level: int = DISCARDING) -> None:
         """Release KV cache and weights. :class:`~...integration.stages.SleepingEngine`'s.
 
         Requests that come meanwhile wait until all has woken.
@@ -222,10 +221,10 @@ class SglangRefit:
             StageRefused: requests are running, whose release SGLang answers by ending its scheduler; memory is asleep; or
                 level 1, for which SGLang has to be started with ``enable_weights_cpu_backup``. Nothing has changed.
         """
-        if level < _DISCARDING and not self._settings["enable_weights_cpu_backup"]:
+        if level < DISCARDING and not self._settings["enable_weights_cpu_backup"]:
             raise StageRefused(
                 f"sleep level {level} was asked for, and SGLang keeps released weights in host memory only where it was started "
-                f"with enable_weights_cpu_backup=True. Nothing has changed; start it so, or take level {_DISCARDING}",
+                f"with enable_weights_cpu_backup=True. Nothing has changed; start it so, or take level {DISCARDING}",
                 stage="sleep",
             )
         if self._asleep:
@@ -238,7 +237,7 @@ class SglangRefit:
                 "has changed; let generate() return first",
                 stage="sleep",
             )
-        if level >= _DISCARDING:
+        if level >= DISCARDING:
             self._rpc("discard", f"a level {level} sleep discarded the weights")
         # Here, and not after: a release that fails half-way leaves memory that is not known.
         self._asleep = TAGS
@@ -307,7 +306,7 @@ class SglangRefit:
 
     def _pause_idle(self) -> bool:
         """Pause an engine without requests, caches empty; False, and not paused, where it has some."""
-        if not self._caller.call(Step("flush_cache")).success:
+        if not self._flushed(_IDLE_S).success:
             return False
         self._step("pause_generation", mode="in_place")
         # A request may have come between the two.
@@ -320,7 +319,7 @@ class SglangRefit:
     def _serve(self, version: int) -> None:
         """Drop what was computed with the old weights, tell the version, and let requests run again."""
         if KV_CACHE not in self._asleep:
-            flushed = self._flushed()
+            flushed = self._flushed(_DRAIN_S)
             if not flushed.success:
                 error = RefitError(
                     "SGLang keeps prefixes of the old weights: it flushes no cache while requests wait, retracted ones "
@@ -335,9 +334,9 @@ class SglangRefit:
         if not self._asleep:
             self._resume()
 
-    def _flushed(self) -> Answer:
-        """Flush the caches; a running batch may still be on its way out."""
-        return self._caller.call(Step("flush_cache", {"timeout_s": 10.0}))
+    def _flushed(self, seconds: float) -> Answer:
+        """Flush the caches; batches that are on their way out get some seconds."""
+        return self._caller.call(Step("flush_cache", {"timeout_s": seconds}))
 
     def _resume(self) -> None:
         if self._paused:
@@ -366,10 +365,10 @@ class SglangRefit:
 
     def _update(self, payloads: list[str], load_format: str = LOADER) -> Answer:
         """One request of SGLang's ``update_weights_from_tensor``; caches are flushed by a step of their own."""
-        payload = [_pickled([])] * self._settings["tp_size"] if not payloads else payloads
+        nothing = [_pickled([])] * self._settings["tp_size"]
         return self._step(
             "update_weights_from_tensor",
-            serialized_named_tensors=payload,
+            serialized_named_tensors=payloads or nothing,
             load_format=load_format,
             flush_cache=False,
             disable_draft_model=True,
@@ -416,49 +415,6 @@ class SglangRefit:
                 "otherwise",
                 stage="settings",
             )
-
-
-class AsyncSglangRefit:
-    """:class:`SglangRefit` for coroutines: the same calls, awaited. Make it with :meth:`open`."""
-
-    def __init__(self, refit: SglangRefit) -> None:
-        self.blocking = refit
-        # A step at a time; SGLang's own locks know nothing of an order of steps.
-        self._turn = asyncio.Lock()
-
-    @staticmethod
-    async def open(engine: Any, timeout_s: float = 300.0) -> AsyncSglangRefit:
-        """For an ``sglang.Engine`` whose asynchronous methods are awaited in the running loop.
-
-        Args:
-            engine: the engine, or a :class:`~.callers.Caller` (of a server, say).
-            timeout_s: as :class:`SglangRefit`'s.
-        """
-        caller = engine if hasattr(engine, "call") else EngineCaller(engine, asyncio.get_running_loop())
-        return AsyncSglangRefit(await asyncio.to_thread(SglangRefit, caller, timeout_s))
-
-    async def init_refit(
-        self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str = "nccl_xfer"
-    ) -> list[dict[str, Any]]:
-        """As :meth:`SglangRefit.init_refit`."""
-        return await self.run(self.blocking.init_refit, rendezvous, first_rank, config, engine)
-
-    async def refit(self, version: int, mode: PauseMode = "wait") -> list[dict[str, Any]]:
-        """As :meth:`SglangRefit.refit`."""
-        return await self.run(self.blocking.refit, version, mode)
-
-    async def sleep(self, level: int = _DISCARDING) -> None:
-        """As :meth:`SglangRefit.sleep`."""
-        await self.run(self.blocking.sleep, level)
-
-    async def wake(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
-        """As :meth:`SglangRefit.wake`."""
-        await self.run(self.blocking.wake, tags)
-
-    async def run(self, call: Callable[..., Result], *arguments: Any) -> Result:
-        """Any blocking call that uses :attr:`blocking` (a sender's refit, a cycle's move), in a thread."""
-        async with self._turn:
-            return await asyncio.to_thread(call, *arguments)
 
 
 def _pickled(command: list[Any]) -> str:

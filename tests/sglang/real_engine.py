@@ -1,0 +1,88 @@
+"""A real SGLang engine, on a CPU or on GPUs, with what the tests ask of it. To be used where SGLang can be imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlrefit.workers.sglang.callers import EngineCaller
+from rlrefit.workers.sglang.driver import SglangRefit
+from rlrefit.workers.sglang.loader import LOADER
+from tests.gpu.vllm_checkpoints import read_checkpoint
+
+PROMPTS = [[5, 17, 33, 90], [101, 7, 8, 9, 10, 11], [64], [3 + i % 1000 for i in range(60)]]
+SAMPLING = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+
+
+def start(path: str, device: str, **arguments: Any) -> Any:
+    """An ``sglang.Engine`` without anything that the bare package lacks."""
+    import sglang
+
+    return sglang.Engine(model_path=path, **(_settings(device) | arguments))
+
+
+def _settings(device: str) -> dict[str, Any]:
+    return {
+        "device": device,
+        "skip_tokenizer_init": True,
+        "attention_backend": "torch_native" if device == "cpu" else "triton",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "disable_cuda_graph": True,
+        "dtype": "bfloat16",
+        "mem_fraction_static": 0.1,
+        "max_total_tokens": 4096,
+        "max_running_requests": 8,
+        "random_seed": 0,
+        "log_level": "warning",
+        "skip_server_warmup": True,
+        "custom_weight_loader": [LOADER],
+    }
+
+
+class Scene:
+    """An engine that was started from the first of two checkpoints, and what it holds with each of them."""
+
+    def __init__(self, paths: Sequence[str], device: str, **arguments: Any) -> None:
+        self.paths = list(paths)
+        self.engine = start(self.paths[0], device, **arguments)
+        self.refit = SglangRefit(EngineCaller(self.engine))
+        # Of the engine as it was started from a checkpoint, and as its own update from disk leaves it.
+        self.references = [self.generate()]
+        self.check("snapshot")
+        self.engine.update_weights_from_disk(self.paths[1])
+        self.references.append(self.generate())
+        self.engine.update_weights_from_disk(self.paths[0])
+        assert self.generate() == self.references[0]
+        assert self.references[0] != self.references[1]
+
+    def generate(self) -> list[list[int]]:
+        """Greedy tokens."""
+        found = self.engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING)
+        return [output["output_ids"] for output in found]
+
+    async def generate_async(self) -> list[list[int]]:
+        """The same, awaited."""
+        found = await self.engine.async_generate(input_ids=PROMPTS, sampling_params=SAMPLING)
+        return [output["output_ids"] for output in found]
+
+    def check(self, action: str) -> None:
+        """SGLang's own check of its weights: ``snapshot``, ``reset_tensors`` (to random numbers), ``compare``."""
+        success, message, *_ = self.engine.loop.run_until_complete(self._checked(action))
+        assert success, message
+
+    def poison(self) -> None:
+        """Not-a-number wherever a checkpoint tensor goes, through SGLang's own update."""
+        tensors = [
+            (name, torch.full_like(tensor, float("nan")))
+            for name, tensor in read_checkpoint(self.paths[0]).items()
+        ]
+        success, message = self.engine.update_weights_from_tensor(tensors)
+        assert success, message
+
+    async def _checked(self, action: str) -> Any:
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        return await self.engine.tokenizer_manager.check_weights(CheckWeightsReqInput(action=action), None)

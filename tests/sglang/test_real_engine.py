@@ -1,0 +1,301 @@
+"""Real SGLang 0.5.17 engines on CPUs: its scheduler, its workers, its loaders, its HTTP endpoints.
+
+SGLang is no requirement of rlrefit's tests, since each of its processes takes many seconds to load. Where it can be imported
+(``pip install --no-deps sglang==0.5.17`` and ``ipython`` beside what ``requirements/lock.txt`` has), these run; docs/sglang.md
+says what has run where.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from rlrefit.integration.colocated import ColocatedCycle
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.errors import EngineDirty, PlanError, RefitError
+from rlrefit.integration.rendezvous import open_rendezvous
+from rlrefit.integration.session import RefitSession
+from rlrefit.integration.stages import StageRefused
+from rlrefit.workers.sglang.async_driver import AsyncSglangRefit
+from rlrefit.workers.sglang.callers import HttpCaller
+from rlrefit.workers.sglang.driver import SglangRefit
+from rlrefit.workers.sglang.sender import SglangSender
+from tests.gpu.vllm_checkpoints import write_checkpoint
+from tests.gpu.vllm_trainer import CheckpointSource
+from tests.spawn import free_port
+
+from .real_engine import PROMPTS, Scene
+
+pytestmark = [
+    pytest.mark.timeout(500),
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang"),
+]
+CONFIG = RefitConfig(bucket_mb=1, timeout_s=120.0, verify="full")
+CPU = torch.device("cpu")
+
+
+class Trainer:
+    """One rank in this process, with a thread of its own for what waits for the engine."""
+
+    def __init__(self, paths: list[str], ranks: int) -> None:
+        self.source = CheckpointSource(paths, CPU)
+        self._ranks = ranks
+        self._pool = ThreadPoolExecutor(1)
+        self._session: RefitSession | None = None
+        self._server: Any = None
+
+    def begin_to_meet(self) -> tuple[dict[str, Any], Future[None]]:
+        self._server = open_rendezvous("127.0.0.1", 1, self._ranks)
+        meeting = self._server.rendezvous
+
+        def join() -> None:
+            self._session = RefitSession.open(meeting, 0, lambda: self.source, CONFIG)
+
+        return meeting.to_json(), self._pool.submit(join)
+
+    def send(self, index: int, version: int) -> Future[Any]:
+        assert self._session is not None
+        self.source.take_on(index)
+        return self._pool.submit(self._session.refit, version)
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._server.close()
+
+    # As the trainer of a colocated cycle, in which it has nothing to move.
+
+    def onload(self) -> None:
+        pass
+
+    def offload(self) -> None:
+        pass
+
+    def free(self) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def memory(self, *, restart: bool = False) -> list[Any]:
+        return []
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    folder = tmp_path_factory.mktemp("dense")
+    scene = Scene([write_checkpoint(folder / f"{i}", i, fp8=False) for i in (0, 1)], "cpu")
+    yield scene
+    scene.engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    folder = tmp_path_factory.mktemp("experts")
+    paths = [write_checkpoint(folder / f"{i}", i, fp8=False, experts=True) for i in (0, 1)]
+    scene = Scene(paths, "cpu", tp_size=2, ep_size=2)
+    yield scene
+    scene.engine.shutdown()
+
+
+def _sender(scene: Scene, refit: SglangRefit | None = None) -> tuple[SglangSender, CheckpointSource]:
+    source = CheckpointSource(scene.paths, CPU)
+    return SglangSender(source, refit or scene.refit, "cpu", 1 << 20), source
+
+
+@pytest.fixture
+def apart(dense: Scene) -> Iterator[Trainer]:
+    trainer = Trainer(dense.paths, 1)
+    yield trainer
+    trainer.close()
+
+
+def test_buckets_give_the_engine_that_was_started_from_the_weights(dense: Scene) -> None:
+    sender, source = _sender(dense)
+    for version, index in enumerate((1, 0, 1, 0)):
+        dense.poison()
+        source.take_on(index)
+        record = sender.refit(version)
+        assert record.bytes_misc == sum(spec.nbytes for spec in source.specs())
+        assert dense.generate() == dense.references[index]
+        assert (dense.refit.version, dense.refit.weight_version()) == (version, str(version))
+    dense.check("compare")
+
+
+def test_shard_to_shard_refits_give_the_engine_that_was_started_from_the_weights(
+    dense: Scene, apart: Trainer
+) -> None:
+    meeting, joining = apart.begin_to_meet()
+    [found] = dense.refit.init_refit(meeting, 1, CONFIG)
+    joining.result()
+    assert (found["misc"], found["unused"]) == (0, 0)
+    for version, index in enumerate((1, 0, 1, 0), 10):
+        dense.poison()
+        sending = apart.send(index, version)
+        [record] = dense.refit.refit(version)
+        sending.result()
+        assert record["bytes_bulk"] > 0 == record["bytes_misc"]
+        assert dense.generate() == dense.references[index]
+    dense.check("compare")
+
+
+def test_experts_under_tp2_and_ep2_are_refitted_shard_to_shard_from_coroutines(experts: Scene) -> None:
+    async def scenario() -> None:
+        refit = await AsyncSglangRefit.open(experts.engine)
+        trainer = Trainer(experts.paths, 2)
+        meeting, joining = trainer.begin_to_meet()
+        found = await refit.init_refit(meeting, 1, CONFIG)
+        joining.result()
+        assert [rank["misc"] for rank in found] == [0, 0]
+        for version, (index, mode) in enumerate(((1, "wait"), (0, "abort"), (1, "wait"), (0, "wait"))):
+            sending = trainer.send(index, version)
+            running = asyncio.ensure_future(experts.generate_async())
+            await asyncio.sleep(0.05)
+            records = await refit.refit(version, mode)  # type: ignore[arg-type]
+            sending.result()
+            assert len(records) == 2
+            await asyncio.gather(running, return_exceptions=True)  # SGLang may raise what it aborted
+            assert await experts.generate_async() == experts.references[index]
+        trainer.close()
+
+    experts.engine.loop.run_until_complete(scenario())
+    experts.check("compare")
+
+
+@pytest.mark.parametrize("multi_stage", [True, False], ids=["in stages", "at once"])
+def test_a_cycle_of_memory_stages(dense: Scene, multi_stage: bool) -> None:
+    sender, source = _sender(dense)
+    cycle = ColocatedCycle(
+        dense.refit,
+        Trainer(dense.paths, 1),
+        lambda version: [sender.refit(version)],
+        multi_stage_wake_up=multi_stage,
+    )
+    for version, index in enumerate((1, 0), 20):
+        cycle.to_training()
+        with pytest.raises(EngineDirty, match="asleep"):
+            dense.refit.require_servable()
+        with pytest.raises(RefitError, match="asleep"):
+            sender.refit(version)
+        source.take_on(index)
+        cycle.to_generation(version)
+        assert cycle.generate(dense.generate) == dense.references[index]
+
+
+def test_an_engine_with_requests_is_not_put_to_sleep(dense: Scene) -> None:
+    async def scenario() -> None:
+        refit = await AsyncSglangRefit.open(dense.engine)
+        long = {"temperature": 0.0, "max_new_tokens": 600, "ignore_eos": True}
+        running = asyncio.ensure_future(
+            dense.engine.async_generate(input_ids=PROMPTS[0], sampling_params=long)
+        )
+        await asyncio.sleep(0.5)
+        with pytest.raises(StageRefused, match="unfinished requests"):
+            await refit.sleep()
+        assert len((await running)["output_ids"]) == 600
+        await refit.sleep()
+        waiting = asyncio.ensure_future(dense.generate_async())
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        with pytest.raises(StageRefused, match="Nothing has changed"):
+            await refit.wake(["experts"])
+        sender, source = _sender(dense, refit.blocking)
+        await refit.wake(["weights"])
+        source.take_on(1)
+        await refit.run(sender.refit, 30)
+        assert not waiting.done()
+        await refit.wake(["kv_cache"])
+        assert await waiting == dense.references[1]
+
+    dense.engine.loop.run_until_complete(scenario())
+
+
+def test_retracted_requests_need_an_engine_without_cached_prefixes(dense: Scene) -> None:
+    """SGLang 0.5.17 flushes no cache while retracted requests wait, so their old prefixes would stay."""
+
+    async def scenario() -> None:
+        refit = await AsyncSglangRefit.open(dense.engine)
+        sender, source = _sender(dense, refit.blocking)
+        long = {"temperature": 0.0, "max_new_tokens": 600, "ignore_eos": True}
+        running = asyncio.ensure_future(
+            dense.engine.async_generate(input_ids=PROMPTS[0], sampling_params=long)
+        )
+        await asyncio.sleep(0.5)
+        await refit.run(refit.blocking._quiet, "retract")
+        source.take_on(0)
+        with pytest.raises(RefitError, match="retracted"):
+            await refit.run(sender.refit, 40)
+        with pytest.raises(EngineDirty, match="left the engine paused"):
+            await refit.run(refit.blocking.require_servable)
+        assert not running.done()
+        # Ended as they are, they no longer keep the cache.
+        await refit.run(refit.blocking._step, "continue_generation")
+        await refit.run(setattr, refit.blocking, "_paused", False)
+        await refit.run(refit.blocking._quiet, "abort")
+        await refit.run(sender.refit, 41)
+        await asyncio.gather(running, return_exceptions=True)
+        assert await dense.generate_async() == dense.references[0]
+
+    dense.engine.loop.run_until_complete(scenario())
+
+
+def test_a_manifest_that_lacks_a_weight_is_refused_before_anything_is_written(dense: Scene) -> None:
+    sender, source = _sender(dense)
+    source.take_on(1)
+    del source._held["model.norm.weight"]
+    before = dense.generate()
+    with pytest.raises(PlanError, match=r"model\.norm\.weight"):
+        sender.refit(50)
+    assert dense.generate() == before
+    dense.refit.require_servable()
+
+
+def test_the_server_is_driven_over_http(dense: Scene) -> None:
+    """SGLang's own endpoints, served in the engine's loop."""
+    import uvicorn
+    from sglang.srt.entrypoints import http_server
+
+    http_server.set_global_state(
+        http_server._GlobalState(
+            tokenizer_manager=dense.engine.tokenizer_manager,
+            template_manager=dense.engine.template_manager,
+            scheduler_info=dense.engine._scheduler_init_result.scheduler_infos[0],
+        )
+    )
+    port = free_port()
+    server = uvicorn.Server(
+        uvicorn.Config(http_server.app, host="127.0.0.1", port=port, log_level="warning", lifespan="off")
+    )
+
+    def work() -> None:
+        refit = SglangRefit(HttpCaller(f"http://127.0.0.1:{port}"))
+        sender, source = _sender(dense, refit)
+        for version, index in enumerate((1, 0), 60):
+            source.take_on(index)
+            refit.sleep()
+            refit.wake(["weights"])
+            sender.refit(version)
+            refit.wake(["kv_cache"])
+            assert (refit.version, refit.weight_version()) == (version, str(version))
+        with pytest.raises(RefitError, match="no trainer has been met"):
+            refit.refit(62)
+
+    async def scenario() -> None:
+        serving = asyncio.ensure_future(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.05)
+        try:
+            await asyncio.to_thread(work)
+        finally:
+            server.should_exit = True
+            await serving
+
+    dense.engine.loop.run_until_complete(scenario())
+    assert dense.generate() == dense.references[0]
+    dense.check("compare")

@@ -1,0 +1,61 @@
+"""Refits of SGLang engines for coroutines.
+
+The blocking driver runs in a thread while the event loop, in which SGLang's own coroutines have to run, goes on. No order of steps
+is written here, so that nothing which one of the two does can be missing in the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from ...integration.config import RefitConfig
+from ...integration.stages import KV_CACHE, WEIGHTS
+from .callers import EngineCaller
+from .driver import DISCARDING, PauseMode, SglangRefit
+
+Result = TypeVar("Result")
+
+
+class AsyncSglangRefit:
+    """:class:`SglangRefit` for coroutines: the same calls, awaited. Make it with :meth:`open`."""
+
+    def __init__(self, refit: SglangRefit) -> None:
+        self.blocking = refit
+        # A step at a time; SGLang's own locks know nothing of an order of steps.
+        self._turn = asyncio.Lock()
+
+    @staticmethod
+    async def open(engine: Any, timeout_s: float = 300.0) -> AsyncSglangRefit:
+        """For an ``sglang.Engine`` whose asynchronous methods are awaited in the running loop.
+
+        Args:
+            engine: the engine, or a :class:`~.callers.Caller` (of a server, say).
+            timeout_s: as :class:`SglangRefit`'s.
+        """
+        caller = engine if hasattr(engine, "call") else EngineCaller(engine, asyncio.get_running_loop())
+        return AsyncSglangRefit(await asyncio.to_thread(SglangRefit, caller, timeout_s))
+
+    async def init_refit(
+        self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str = "nccl_xfer"
+    ) -> list[dict[str, Any]]:
+        """As :meth:`SglangRefit.init_refit`."""
+        return await self.run(self.blocking.init_refit, rendezvous, first_rank, config, engine)
+
+    async def refit(self, version: int, mode: PauseMode = "wait") -> list[dict[str, Any]]:
+        """As :meth:`SglangRefit.refit`."""
+        return await self.run(self.blocking.refit, version, mode)
+
+    async def sleep(self, level: int = DISCARDING) -> None:
+        """As :meth:`SglangRefit.sleep`."""
+        await self.run(self.blocking.sleep, level)
+
+    async def wake(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
+        """As :meth:`SglangRefit.wake`."""
+        await self.run(self.blocking.wake, tags)
+
+    async def run(self, call: Callable[..., Result], *arguments: Any) -> Result:
+        """Any blocking call that uses :attr:`blocking` (a sender's refit, a cycle's move), in a thread."""
+        async with self._turn:
+            return await asyncio.to_thread(call, *arguments)
