@@ -126,8 +126,8 @@ def test_two_changed_refits_reach_live_parameters_bit_for_bit_in_nemo_rls_order(
         assert [run.ask(engine, "rlrefit_serving_version")["version"] for engine in (0, 1)] == [version] * 2
     assert tokens[0] != tokens[1]
     assert run.noted == [TIMER, TIMER]  # their GPUs are their own: NeMo-RL takes no turns
-    assert metrics["refit/version"] == 2
-    assert metrics["refit/misc_mbytes"] == 0
+    assert metrics["version"] == 2
+    assert metrics["misc_mbytes"] == 0
     records = [json.loads(line) for line in (run.records_dir / "refits.jsonl").read_text().splitlines()]
     assert [(record["version"], record["epoch"], record["rank"]) for record in records] == [
         (version, 1, rank) for version in (1, 2) for rank in range(4)

@@ -78,7 +78,7 @@ class ShardSynchronizer:
             kv_scales: scales of an FP8 KV cache, under the names that NeMo-RL's calibration gives them.
 
         Returns:
-            Metrics for the trainer's log.
+            Metrics for the trainer's log, where NeMo-RL puts ``refit/`` before them.
 
         Raises:
             RefitError: and its kinds. The engines refuse to generate if they were being written; the next call meets
@@ -192,9 +192,9 @@ def _own_names(kv_scales: Mapping[str, float] | None) -> dict[str, float] | None
 def _metrics(records: list[Answer]) -> dict[str, float]:
     summary = summarize([RefitRecord(**record) for record in records])
     return {
-        "refit/version": float(summary.version),
-        "refit/seconds": summary.seconds,
-        "refit/bulk_mbytes": summary.bytes_bulk / (1 << 20),
-        "refit/misc_mbytes": summary.bytes_misc / (1 << 20),
-        "refit/kept_gb_per_s": summary.kept_gb_per_s,
+        "version": float(summary.version),
+        "seconds": summary.seconds,
+        "bulk_mbytes": summary.bytes_bulk / (1 << 20),
+        "misc_mbytes": summary.bytes_misc / (1 << 20),
+        "kept_gb_per_s": summary.kept_gb_per_s,
     }

@@ -1,0 +1,139 @@
+"""What the adapter checks of NeMo-RL before anything runs: against the interfaces as they were read, and against NeMo-RL
+itself where it can be found."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rlrefit.integration.adapters import nemo_rl_contract
+from rlrefit.integration.adapters.nemo_rl_contract import (
+    CHECKPOINT_ENGINE,
+    SHARD_TO_SHARD,
+    SYNCHRONIZER,
+    UnsupportedNemoRl,
+    differences,
+    require_supported,
+    violations,
+)
+from rlrefit.integration.adapters.nemo_rl_engine import FullTensorEngine
+from rlrefit.integration.errors import RefitError
+from rlrefit.workers.nemo_rl.engine_calls import EngineCalls
+from rlrefit.workers.nemo_rl.settings import WORKER_CLS, NemoRlRefit
+from rlrefit.workers.nemo_rl.synchronizer import ShardSynchronizer
+from tests.nemo_rl_adapter import recorded
+
+ALL = (CHECKPOINT_ENGINE, *SHARD_TO_SHARD)
+TRANSPORT = "rlrefit.integration.adapters.nemo_rl:NcclXferCheckpointEngine"
+
+
+@pytest.fixture
+def as_recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The recorded interfaces under NeMo-RL's own names."""
+    for published in ALL:
+        module = sys.modules.get(published.module)
+        if module is None or getattr(module, "__file__", None) is not None:
+            module = ModuleType(published.module)
+            monkeypatch.setitem(sys.modules, published.module, module)
+        setattr(module, published.name, getattr(recorded, published.name))
+    yield
+    sys.modules.pop("rlrefit.integration.adapters.nemo_rl", None)
+
+
+def configured(**changes: Any) -> dict[str, Any]:
+    generation = {
+        "backend": "vllm",
+        "colocated": {"enabled": False},
+        "vllm_kwargs": {"worker_cls": WORKER_CLS},
+        "refit_transport": None,
+        "refit_cfg": {"rlrefit": {"timeout_s": 60.0, "records_dir": "runs"}},
+    }
+    return generation | changes
+
+
+def test_the_contract_is_what_was_read_and_what_an_installed_nemo_rl_has() -> None:
+    for published in ALL:
+        assert differences(published, getattr(recorded, published.name)) == []
+    if find_spec("nemo_rl") is not None:
+        assert violations(ALL) == []
+        backend = importlib.import_module("nemo_rl.models.generation.vllm.vllm_backend")
+        extension = backend.VllmInternalWorkerExtensionWithCheckpointEngine
+        names = {name for name in dir(extension) if not name.startswith("__")}
+        assert names == set(recorded.EXTENSION)
+
+
+def test_our_sides_answer_what_the_contract_asks() -> None:
+    for published, ours in ((CHECKPOINT_ENGINE, FullTensorEngine), (SYNCHRONIZER, ShardSynchronizer)):
+        asked = set(published.methods) | set(getattr(recorded, published.name).__abstractmethods__)
+        assert asked <= set(dir(ours))
+        for method, wanted in published.methods.items():
+            assert nemo_rl_contract.shown(getattr(ours, method)) == wanted
+
+
+def test_vllm_finds_no_name_of_nemo_rls_extension_on_our_worker() -> None:
+    assert set(dir(EngineCalls)) & set(recorded.EXTENSION) == set()
+
+
+def test_the_transport_is_made_as_nemo_rl_makes_it(as_recorded: None) -> None:
+    module, name = TRANSPORT.split(":")
+    kind = getattr(importlib.import_module(module), name)
+    made = kind(
+        bucket_size=1 << 20, release_after_refit=False, timeout_s=5
+    )  # what create_checkpoint_engine passes
+    assert isinstance(made, recorded.CheckpointEngine)
+    assert made.get_target_weight_layout() is None
+
+
+def test_a_nemo_rl_that_calls_in_another_way_is_refused_with_all_differences(
+    as_recorded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Later(recorded.WeightSynchronizer):
+        def sync_weights(self, *, timer=None, kv_scales=None, refit_timeout_s=None): ...
+
+        def reconcile_communicator(self, absent_shards): ...
+
+    Later.__abstractmethods__ |= {"reconcile_communicator"}
+    monkeypatch.setattr(sys.modules[SYNCHRONIZER.module], "WeightSynchronizer", Later)
+    monkeypatch.delattr(sys.modules["nemo_rl.distributed.worker_groups"], "RayWorkerGroup")
+    with pytest.raises(UnsupportedNemoRl) as error:
+        require_supported(SHARD_TO_SHARD)
+    for part in (
+        "sync_weights takes (self, *, timer, kv_scales, refit_timeout_s), not (self, *, timer, kv_scales)",
+        "WeightSynchronizer asks for reconcile_communicator",
+        "nemo_rl.distributed.worker_groups has no RayWorkerGroup",
+        nemo_rl_contract.READ_AT[:9],
+    ):
+        assert part in str(error.value)
+
+
+def test_without_nemo_rl_the_check_says_what_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for published in ALL:
+        monkeypatch.setitem(sys.modules, published.module, None)
+    with pytest.raises(UnsupportedNemoRl, match=r"weight_sync.interfaces can't be imported"):
+        require_supported(SHARD_TO_SHARD)
+
+
+def test_the_settings_are_read_from_nemo_rls_own_section() -> None:
+    found = NemoRlRefit.of(configured())
+    assert (found.config.timeout_s, found.records_dir, found.engine) == (60.0, "runs", "nccl_xfer")
+    assert NemoRlRefit.of(configured(colocated={"enabled": True})).engine == "colocated_ipc"
+    assert NemoRlRefit.of(configured(refit_cfg=None)).records_dir is None
+
+
+def test_all_that_is_wrong_with_a_configuration_is_told_at_once() -> None:
+    wrong = configured(
+        backend="sglang",
+        vllm_kwargs=None,
+        refit_transport="nccl_reshard",
+        refit_cfg={"rlrefit": {"transport": "fast", "buckets": 3}},
+    )
+    with pytest.raises(RefitError) as error:
+        NemoRlRefit.of(wrong)
+    for part in ("backend", "worker_cls", "refit_transport", "'fast' is not one of", "rlrefit.buckets"):
+        assert part in str(error.value)
