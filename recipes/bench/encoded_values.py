@@ -6,6 +6,7 @@ As :mod:`.values`: whole blocks are computed and quantized on the engine's side,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import batched
 
 import torch
 
@@ -33,34 +34,38 @@ def wrong(
         formats: weight → how it is held.
         version: of the true values.
     """
-    flags: list[torch.Tensor] = []
-    owners: list[Fragment] = []
+    groups: dict[tuple[Format, torch.dtype, tuple[int, ...], Box], list[tuple[str, Fragment, Fragment]]] = {}
     for name, format in formats.items():
         scales = {fragment.box: fragment for fragment in held.get(name + format.scale_name_end, ())}
         for codes in held.get(name, ()):
-            scale = scales[scale_box(codes.box, format.block)]
-            for box in _strips(codes, format.block[0]):
-                expected = format.encode(_true(specs[name], box, codes.view.device, version))
+            key = format, specs[name].dtype, tuple(codes.full_shape), codes.box
+            found = specs[name].name, codes, scales[scale_box(codes.box, format.block)]
+            groups.setdefault(key, []).append(found)
+    flags: list[torch.Tensor] = []
+    owners: list[Fragment] = []
+    for (format, dtype, shape, whole), members in groups.items():
+        for box in _strips(whole, format.block[0]):
+            (top, bottom), (left, right) = box
+            # Alike weights at once: a model's experts are tens of thousands of small ones.
+            for some in batched(members, max(1, _CHUNK // max(1, (bottom - top) * (right - left)))):
+                names, codes_of, scales_of = zip(*some, strict=True)
+                true = values.stacked(names, shape, box, dtype, codes_of[0].view.device, version)
                 boxes = box, scale_box(box, format.block)
-                for fragment, part, true in zip((codes, scale), boxes, expected, strict=True):
-                    found = values.bits(fragment.view)[local_slice(fragment.box, part)]
-                    flags.append((found != values.bits(true)).any())
-                    owners.append(fragment)
+                for fragments, part, expected in zip(
+                    (codes_of, scales_of), boxes, format.encode(true), strict=True
+                ):
+                    bits = torch.stack([values.bits(f.view)[local_slice(f.box, part)] for f in fragments])
+                    flags.append((bits != values.bits(expected)).flatten(1).any(1))
+                    owners += fragments
     if not flags:
         return []
-    found = torch.stack(flags).nonzero().flatten().tolist()
-    return list({id(owners[i]): owners[i] for i in found}.values())
+    found_wrong = torch.cat(flags).nonzero().flatten().tolist()
+    return list({id(owners[i]): owners[i] for i in found_wrong}.values())
 
 
-def _true(spec: TensorSpec, box: Box, device: torch.device, version: int) -> torch.Tensor:
-    view = torch.empty([stop - start for start, stop in box], dtype=spec.dtype, device=device)
-    values.write([Fragment(spec.name, tuple(spec.shape), box, view)], version)
-    return view
-
-
-def _strips(fragment: Fragment, rows: int) -> Iterator[Box]:
+def _strips(box: Box, rows: int) -> Iterator[Box]:
     """Rows of whole blocks; an engine's parts begin where blocks do."""
-    (start, stop), columns = fragment.box
+    (start, stop), columns = box
     step = max(1, _CHUNK // (rows * max(1, columns[1] - columns[0]))) * rows
     for first in range(start, stop, step):
         yield (first, min(first + step, stop)), columns

@@ -42,6 +42,20 @@ def write(fragments: Iterable[Fragment], version: int) -> None:
             target[part].copy_(expected)
 
 
+def stacked(
+    names: Sequence[str],
+    full_shape: Sequence[int],
+    box: Box,
+    dtype: torch.dtype,
+    device: torch.device,
+    version: int,
+) -> torch.Tensor:
+    """True values of the same box of several weights of one shape: ``[len(names), *box]``."""
+    if dtype.itemsize not in _BITS:
+        raise ValueError(f"the benchmark has no values for {dtype}; use a dtype of 1, 2 or 4 bytes")
+    return _box_bits(names, box, full_shape, dtype.itemsize, device, version).view(dtype)
+
+
 def advance(tensors: Iterable[torch.Tensor], old: int, new: int) -> None:
     """Turn values of version ``old`` into those of ``new``, in place: one cheap pass over each storage."""
     for tensor in tensors:
@@ -79,9 +93,10 @@ def _expected(fragment: Fragment, version: int) -> Iterable[tuple[tuple[slice, .
     """True bits of a fragment in pieces along its first dimension: (index into the view, bits)."""
     if not fragment.view.numel():
         return
-    box = fragment.box
+    box, shape = fragment.box, fragment.full_shape
+    place = fragment.view.element_size(), fragment.view.device, version
     if not box:
-        yield (), _box_bits(fragment, ((0, 1),), (1,), version).reshape(())
+        yield (), _box_bits([fragment.name], ((0, 1),), (1,), *place).reshape(())
         return
     rows = box[0][1] - box[0][0]
     step = max(1, _CHUNK * rows // fragment.view.numel())
@@ -89,20 +104,30 @@ def _expected(fragment: Fragment, version: int) -> Iterable[tuple[tuple[slice, .
         stop = min(rows, start + step)
         piece = ((box[0][0] + start, box[0][0] + stop), *box[1:])
         index = (slice(start, stop), *(slice(None),) * (len(box) - 1))
-        yield index, _box_bits(fragment, piece, fragment.full_shape, version)
+        yield index, _box_bits([fragment.name], piece, shape, *place)[0]
 
 
-def _box_bits(fragment: Fragment, box: Box, full_shape: Sequence[int], version: int) -> torch.Tensor:
-    device, itemsize = fragment.view.device, fragment.view.element_size()
-    seed = zlib.crc32(fragment.name.encode()) - (1 << 31)
+def _box_bits(
+    names: Sequence[str],
+    box: Box,
+    full_shape: Sequence[int],
+    itemsize: int,
+    device: torch.device,
+    version: int,
+) -> torch.Tensor:
+    seeds = [zlib.crc32(name.encode()) - (1 << 31) for name in names]
     (low, high) = box[-1]
-    columns = _hashes(device, full_shape[-1], 1)[low:high] ^ seed
+    columns = _hashes(device, full_shape[-1], 1)[low:high]
+    if len(seeds) == 1:  # without a copy to the device
+        columns = columns ^ seeds[0]
+    else:
+        columns = columns ^ torch.tensor(seeds, dtype=torch.int32, device=device).unsqueeze(-1)
+    columns = columns.view(len(names), *(1,) * (len(box) - 1), high - low)
     values = (_row_hashes(device, box[:-1], full_shape[:-1]).unsqueeze(-1) + columns).mul_(_MULTIPLIER)
     # The upper bits are the well mixed ones. The top bit of the exponent stays clear.
     if itemsize < 4:
         values >>= 32 - 8 * itemsize
-    keep = ~(1 << (8 * itemsize - 2))
-    values = (values & keep).bitwise_xor_(_mask(version, itemsize))
+    values = values.bitwise_and_(~(1 << (8 * itemsize - 2))).bitwise_xor_(_mask(version, itemsize))
     return values.to(_BITS[itemsize])
 
 
