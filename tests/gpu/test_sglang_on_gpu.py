@@ -170,7 +170,9 @@ class Apart:
     def __init__(self, paths: list[str], *, experts: bool) -> None:
         self.trainer = SglangTrainer()
         self.ranks = 2 if torch.cuda.device_count() > 2 else 1
-        self.scene = Scene(paths, "cuda", tp_size=self.ranks, ep_size=self.ranks if experts else 1)
+        self.scene = Scene(
+            paths, "cuda", tp_size=self.ranks, ep_size=self.ranks if experts else 1, disable_radix_cache=True
+        )
         self.specs = self.trainer.do("hold", paths)
         self.server: Any = None
         self.version = -1
@@ -237,7 +239,7 @@ def test_coroutines_refit_shard_to_shard_while_requests_come(apart: Apart) -> No
         refit = await AsyncSglangRefit.open(scene.engine)
         await refit.init_refit(apart.begin_to_meet(), 1, CONFIG)
         apart.trainer.end()
-        for mode, index in (("wait", 1), ("abort", 0), ("wait", 1)):
+        for mode, index in (("wait", 1), ("abort", 0), ("retract", 1)):
             apart.version += 1
             apart.trainer.do("take_on", index)
             apart.trainer.begin("send", apart.version)

@@ -41,6 +41,7 @@ SETTINGS = (
     "custom_weight_loader",
     "weight_cache_mode",
     "disaggregation_mode",
+    "disable_radix_cache",
 )
 
 

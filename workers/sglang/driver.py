@@ -62,6 +62,8 @@ class SglangRefit:
         self._require_settings()
         self._asleep: frozenset[str] = frozenset()
         self._paused = False
+        # Whether requests wait that were retracted: their keys and values are gone, and no prefixes are cached.
+        self._retracted = False
         self._engine = ""
         self._sending = -1
         # What a refit left that failed: until one succeeds, nothing is to be generated.
@@ -282,7 +284,8 @@ class SglangRefit:
 
     def _quiet(self, mode: PauseMode) -> None:
         """Let no batch run until :meth:`_resume`."""
-        if self._paused:
+        self._retracted = self._paused and self._retracted
+        if self._paused and mode != "abort":
             return
         if mode == "wait":
             limit = time.monotonic() + self._timeout_s
@@ -294,7 +297,15 @@ class SglangRefit:
                         stage="handshake",
                     )
                 time.sleep(_POLL_S)
+        elif mode == "retract" and not self._settings["disable_radix_cache"]:
+            raise RefitError(
+                "mode='retract' needs an engine without cached prefixes: SGLang flushes none while retracted requests wait, so "
+                "that they would go on from keys and values of the old weights. Nothing was written; start SGLang with "
+                "disable_radix_cache=True, or use mode='abort' or 'wait'",
+                stage="settings",
+            )
         elif mode in ("abort", "retract"):
+            self._retracted = mode == "retract"
             self._step("pause_generation", mode=mode)
             self._paused = True
         else:
@@ -318,13 +329,12 @@ class SglangRefit:
 
     def _serve(self, version: int) -> None:
         """Drop what was computed with the old weights, tell the version, and let requests run again."""
-        if KV_CACHE not in self._asleep:
+        if KV_CACHE not in self._asleep and not self._retracted:
             flushed = self._flushed(_DRAIN_S)
             if not flushed.success:
                 error = RefitError(
-                    "SGLang keeps prefixes of the old weights: it flushes no cache while requests wait, retracted ones "
-                    f"included ({flushed.message or 'it gives no reason'}). The engine stays paused; start it with "
-                    "disable_radix_cache=True for mode='retract', or use mode='abort' or 'wait'",
+                    "SGLang keeps prefixes of the old weights, since requests are left "
+                    f"({flushed.message or 'it gives no reason'}). The engine stays paused; refit again with mode='abort'",
                     stage="post_load",
                 )
                 self._failed(error)

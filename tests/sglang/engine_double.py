@@ -1,0 +1,355 @@
+"""A double of SGLang's tokenizer manager and scheduler, with the ways in which the real ones fail.
+
+As read in 0.5.17: the scheduler process ends where memory is released under requests, where memory is resumed that has not been
+released, and where a flush fails that an update asked for; ``flush_cache`` fails while requests run or wait, retracted ones
+included; a paused engine starts none. Its one worker is a real :class:`DestinationRefitMixin` over plain tensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, make_dataclass
+from typing import Any
+
+import torch
+
+from rlrefit.integration.endpoints import storage_key
+from rlrefit.integration.layout import Fragment
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.stage_memory import MemoryWatch
+from rlrefit.workers.destination_mixin import DestinationRefitMixin
+from rlrefit.workers.sglang.callers import SETTINGS
+from rlrefit.workers.sglang.loader import LOADER
+from rlrefit.workers.vllm.answers import answer
+
+from .recorded import REQUESTS
+
+CPU = torch.device("cpu")
+SHAPES = {"a.weight": (8, 6), "b.weight": (5,), "c.weight": (4, 4), "d.weight_scale": (3,)}
+DTYPES = {"b.weight": torch.float8_e4m3fn, "d.weight_scale": torch.float32}
+
+
+class SchedulerEnded(BaseException):
+    """SGLang's scheduler process would have ended."""
+
+
+def weights(index: int) -> dict[str, torch.Tensor]:
+    """Those of one version; a byte-wide one before wider ones, as exports may have them."""
+    generator = torch.Generator().manual_seed(index)
+    return {
+        name: torch.randn(shape, generator=generator).to(DTYPES.get(name, torch.bfloat16))
+        for name, shape in SHAPES.items()
+    }
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in SHAPES)
+
+
+class Holder:
+    """Whole tensors by name: a source, or the destination of an engine."""
+
+    device = CPU
+
+    def __init__(self, index: int) -> None:
+        self.held = weights(index)
+
+    def take_on(self, index: int) -> None:
+        for name, tensor in weights(index).items():
+            self.held[name].copy_(tensor)
+
+    def poison(self) -> None:
+        for tensor in self.held.values():
+            tensor.view(torch.uint8).fill_(0xFF)  # not a number in all of the dtypes
+
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in self.held.items()]
+
+    def fragments(self, specs: Sequence[TensorSpec] = ()) -> tuple[list[Fragment], dict[str, str]]:
+        return [
+            Fragment(n, tuple(t.shape), tuple((0, d) for d in t.shape), t) for n, t in self.held.items()
+        ], {}
+
+    def export(self, names: Sequence[str]) -> Iterable[tuple[str, torch.Tensor]]:
+        return ((name, self.held[name]) for name in names)
+
+    def load_weights(self, loaded: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in loaded:
+            self.held[name].copy_(tensor)
+
+    def settle(self) -> None:
+        pass
+
+    def finish(self, version: int) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(t.nbytes for t in self.held.values())
+
+    def storage_key(self) -> Any:
+        return storage_key(self.held.values())
+
+
+class WorkerDouble(DestinationRefitMixin):
+    """Commands as :class:`WorkerRefit` has them."""
+
+    def __init__(self, holder: Holder) -> None:
+        self.holder = holder
+        self.undefined = ""
+        self._watch = MemoryWatch(CPU, interval_s=0)
+
+    def _make_refit_destination(self) -> Holder:
+        return self.holder
+
+    def do(self, method: str, arguments: Sequence[Any]) -> dict[str, Any]:
+        found: dict[str, Any] = getattr(self, method)(*arguments)
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        return {"device": "cpu"}
+
+    def join(self, rendezvous: Any, first: int, config: Any, engine: str) -> dict[str, Any]:
+        return self.init_per_pp_refit_comm_group(rendezvous, first, config, engine)
+
+    def nccl_xfer_refit(self, version: int) -> dict[str, Any]:
+        record = super().nccl_xfer_refit(version)
+        self.undefined = ""
+        return record
+
+    def close(self) -> dict[str, Any]:
+        self.close_refit()
+        return {}
+
+    def serving_version(self) -> dict[str, Any]:
+        from rlrefit.integration.errors import EngineDirty
+
+        self.refit_state.require_clean()
+        if self.undefined:
+            raise EngineDirty(self.undefined)
+        return {"version": self.refit_state.version}
+
+    def begin(self, version: int, specs: Any) -> dict[str, Any]:
+        assert [TensorSpec.from_json(spec) for spec in specs] == self.holder.specs()
+        self.refit_state.mark_dirty(version)
+        return {}
+
+    def settle(self) -> dict[str, Any]:
+        return {}
+
+    def finish(self, version: int) -> dict[str, Any]:
+        return {}
+
+    def commit(self, version: int) -> dict[str, Any]:
+        self.refit_state.commit(version)
+        self.undefined = ""
+        return {}
+
+    def discard(self, why: str) -> dict[str, Any]:
+        self.undefined = why
+        self.holder.poison()
+        return {}
+
+    def memory(self, restart: bool) -> dict[str, Any]:
+        return asdict(self._watch.read("engine rank 0"))
+
+    def empty_cache(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclass
+class Flushed:
+    success: bool
+    message: str = ""
+
+
+class ManagerDouble:
+    """``TokenizerManager``, and what its scheduler does."""
+
+    def __init__(self, **settings: Any) -> None:
+        plain: dict[str, Any] = {
+            "tp_size": 1,
+            "pp_size": 1,
+            "dp_size": 1,
+            "device": "cpu",
+            "enable_eplb": False,
+            "enable_memory_saver": True,
+            "enable_weights_cpu_backup": False,
+            "custom_weight_loader": [LOADER],
+            "weight_cache_mode": "off",
+            "disaggregation_mode": "null",
+            "disable_radix_cache": False,
+        }
+        assert set(plain) == set(SETTINGS)
+        self.server_args = types.SimpleNamespace(**(plain | settings))
+        self.holder = Holder(0)
+        self.worker = WorkerDouble(self.holder)
+        self.running = 0
+        self.retracted = 0
+        self.paused = False
+        self.stale_prefixes = False
+        self.asleep: set[str] = set()
+        self.calls: list[str] = []
+        self.attached = False
+        self.fail_bucket = -1
+        self._buckets = 0
+        self._version = "default"
+
+    def auto_create_handle_loop(self) -> None:
+        pass
+
+    def config_value(self, name: str) -> Any:
+        assert name == "weight_version"
+        return self._version
+
+    def record_config_updates(self, source: str, *, weight_version: str) -> None:
+        self.calls.append("update_weight_version")
+        self._version = weight_version
+
+    async def flush_cache(self, timeout_s: float | None = None) -> Flushed:
+        self.calls.append("flush_cache")
+        if self.running or self.retracted:
+            return Flushed(False, "Timed out waiting for idle state." if timeout_s else "")
+        self.stale_prefixes = False
+        return Flushed(True)
+
+    async def pause_generation(self, obj: Any) -> None:
+        self.calls.append(f"pause {obj.mode}")
+        self.paused = True
+        if obj.mode == "abort":
+            self.running = self.retracted = 0
+        elif obj.mode == "retract":
+            self.running, self.retracted = 0, self.running
+
+    async def continue_generation(self, obj: Any) -> None:
+        self.calls.append("continue")
+        self.paused = False
+        self.running, self.retracted = self.running + self.retracted, 0
+
+    async def release_memory_occupation(self, obj: Any, request: Any) -> None:
+        self.calls.append(f"release {','.join(obj.tags)}")
+        if self.running or self.retracted:
+            raise SchedulerEnded("release_memory_occupation should be called only when server is idle.")
+        self.asleep |= set(obj.tags)
+
+    async def resume_memory_occupation(self, obj: Any, request: Any) -> None:
+        self.calls.append(f"resume {','.join(obj.tags)}")
+        if not set(obj.tags) <= self.asleep:
+            raise SchedulerEnded("KeyError: offload_tags.remove")
+        self.asleep -= set(obj.tags)
+
+    async def update_weights_from_tensor(self, obj: Any, request: Any) -> tuple[bool, str]:
+        await asyncio.sleep(0)
+        assert not obj.flush_cache
+        [payload] = obj.serialized_named_tensors
+        named = pickle.loads(base64.b64decode(payload))
+        if obj.load_format == "flattened_bucket":
+            return self._load_bucket(named)
+        assert obj.load_format == LOADER
+        if not named:
+            self.attached = True
+            return True, "Success"
+        assert self.attached
+        [(method, arguments)] = named
+        self.calls.append(method)
+        # The real one answers from its own process, while this one's loop goes on.
+        found = await asyncio.to_thread(answer, lambda: self.worker.do(method, json.loads(arguments)))
+        return True, json.dumps([found])
+
+    def _load_bucket(self, bucket: dict[str, Any]) -> tuple[bool, str]:
+        self.calls.append("bucket")
+        if self.running or "weights" in self.asleep:
+            raise SchedulerEnded("an update of weights that are used, or not there")
+        self._buckets += 1
+        if self._buckets == self.fail_bucket:
+            return False, "Failed to update parameter online. Please discard the whole weights."
+        self.stale_prefixes = True
+        for meta in bucket["metadata"]:
+            flat = bucket["flattened_tensor"][meta.start_idx : meta.end_idx]
+            self.holder.load_weights([(meta.name, flat.view(meta.dtype).reshape(meta.shape))])
+        return True, "Success"
+
+
+class EngineDouble:
+    """``sglang.Engine``."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.tokenizer_manager = ManagerDouble(**settings)
+
+
+@dataclass
+class Metadata:
+    """``FlattenedTensorMetadata`` of sglang/srt/weight_sync/tensor_bucket.py."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
+class BucketDouble:
+    """``FlattenedTensorBucket``: bytes after bytes, in the order in which they are given."""
+
+    def __init__(self, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+        flat = [(name, tensor, tensor.flatten().view(torch.uint8)) for name, tensor in named_tensors]
+        self._metadata: list[Metadata] = []
+        start = 0
+        for name, tensor, data in flat:
+            stop = start + data.numel()
+            self._metadata.append(Metadata(name, tensor.shape, tensor.dtype, start, stop, data.numel()))
+            start = stop
+        self._flattened = torch.cat([data for *_, data in flat])
+
+    def get_flattened_tensor(self) -> torch.Tensor:
+        return self._flattened
+
+    def get_metadata(self) -> list[Metadata]:
+        return self._metadata
+
+
+class SerializerDouble:
+    """``MultiprocessingSerializer``, without memory that processes share."""
+
+    @staticmethod
+    def serialize(obj: Any, output_str: bool = False) -> str:
+        assert output_str
+        return base64.b64encode(pickle.dumps(obj)).decode()
+
+
+def modules() -> dict[str, types.ModuleType]:
+    """Doubles of the modules that a driver and a sender import."""
+    found = {
+        name: types.ModuleType(name)
+        for name in (
+            "sglang",
+            "sglang.srt",
+            "sglang.srt.managers",
+            "sglang.srt.managers.io_struct",
+            "sglang.srt.utils",
+            "sglang.srt.utils.patch_torch",
+            "sglang.srt.weight_sync",
+            "sglang.srt.weight_sync.tensor_bucket",
+        )
+    }
+    defaults = {"flush_cache": True, "load_format": None, "torch_empty_cache": True}
+    for structure, names in REQUESTS.items():
+        fields = [(name, Any, defaults.get(name)) for name in names]
+        setattr(
+            found["sglang.srt.managers.io_struct"], structure, make_dataclass(structure, fields, kw_only=True)
+        )
+    found["sglang.srt.managers"].io_struct = found["sglang.srt.managers.io_struct"]  # type: ignore[attr-defined]
+    found["sglang.srt.utils"].MultiprocessingSerializer = SerializerDouble  # type: ignore[attr-defined]
+    found["sglang.srt.utils.patch_torch"].monkey_patch_torch_reductions = lambda: None  # type: ignore[attr-defined]
+    found["sglang.srt.weight_sync.tensor_bucket"].FlattenedTensorBucket = BucketDouble  # type: ignore[attr-defined]
+    return found

@@ -1,0 +1,446 @@
+"""Refits of SGLang engines in each of the three ways to them, over a double with the ways in which the real one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from rlrefit.integration.colocated import ColocatedCycle
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.errors import EngineDirty, RefitError, RefitTimeout
+from rlrefit.integration.rendezvous import open_rendezvous
+from rlrefit.integration.session import RefitSession
+from rlrefit.integration.stages import StageError, StageRefused
+from rlrefit.workers.sglang.async_driver import AsyncSglangRefit
+from rlrefit.workers.sglang.callers import SETTINGS, EngineCaller, HttpCaller, Step
+from rlrefit.workers.sglang.driver import SglangRefit
+from rlrefit.workers.sglang.loader import LOADER, serving
+from rlrefit.workers.sglang.sender import SglangSender
+
+from .engine_double import EngineDouble, Holder, ManagerDouble, equal, modules, weights
+from .recorded import PATHS, REQUESTS
+
+CONFIG = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full")
+# Smaller than the weights together: several buckets.
+BUCKET_BYTES = 128
+Work = Callable[[SglangRefit], Any]
+
+
+@pytest.fixture(autouse=True)
+def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+class Server:
+    """The server's endpoints over a double."""
+
+    def __init__(self, engine: EngineDouble) -> None:
+        manager, loop = engine.tokenizer_manager, engine.loop
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *args: Any) -> None:
+                pass
+
+            def answer(self) -> None:
+                path, _, query = self.path.partition("?")
+                name = {there: name for name, there in PATHS.items()}[path]
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                fields = json.loads(body) if body else {}
+                found = asyncio.run_coroutine_threadsafe(_endpoint(manager, name, query, fields), loop)
+                content = found.result(20)
+                self.send_response(200 if content.get("success", True) else 400)
+                self.end_headers()
+                self.wfile.write(json.dumps(content).encode())
+
+            do_GET = do_POST = answer
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+async def _endpoint(manager: ManagerDouble, name: str, query: str, fields: dict[str, Any]) -> dict[str, Any]:
+    from sglang.srt.managers import io_struct
+
+    from rlrefit.workers.sglang.callers import _REQUESTS
+
+    if name == "settings":
+        return vars(manager.server_args) | {"version": "0.5.17"}
+    if name == "weight_version":
+        return {"weight_version": manager.config_value("weight_version")}
+    if name == "update_weight_version":
+        assert fields.pop("abort_all_requests") is False
+        manager.record_config_updates("http", weight_version=fields["new_version"])
+        return {"success": True}
+    if name == "flush_cache":
+        found = await manager.flush_cache(float(query.removeprefix("timeout=")))
+        return asdict(found)
+    structure, web = _REQUESTS[name]
+    request = getattr(io_struct, structure)(**fields)
+    result = await getattr(manager, name)(*((request, None) if web else (request,)))
+    return {"success": result[0], "message": result[1]} if isinstance(result, tuple) else {}
+
+
+def _blocking(engine: EngineDouble, work: Work) -> Any:
+    return work(SglangRefit(EngineCaller(engine), timeout_s=0.2))
+
+
+def _awaited(engine: EngineDouble, work: Work) -> Any:
+    async def scenario() -> Any:
+        refit = await AsyncSglangRefit.open(engine, timeout_s=0.2)
+        return await refit.run(work, refit.blocking)
+
+    return engine.loop.run_until_complete(scenario())
+
+
+def _over_http(engine: EngineDouble, work: Work) -> Any:
+    server = Server(engine)
+
+    async def scenario() -> Any:
+        return await asyncio.to_thread(
+            lambda: work(SglangRefit(HttpCaller(server.url, "key"), timeout_s=0.2))
+        )
+
+    try:
+        return engine.loop.run_until_complete(scenario())
+    finally:
+        server.close()
+
+
+WAYS = {"blocking": _blocking, "awaited": _awaited, "over HTTP": _over_http}
+
+
+@pytest.fixture(params=list(WAYS))
+def through(request: pytest.FixtureRequest) -> Callable[[EngineDouble, Work], Any]:
+    return WAYS[request.param]
+
+
+@pytest.fixture
+def engine() -> Iterator[EngineDouble]:
+    started = EngineDouble()
+    yield started
+    started.loop.close()
+
+
+class Trainer:
+    """A trainer with nothing to move, as a cycle wants one."""
+
+    def onload(self) -> None:
+        pass
+
+    offload = free = empty_cache = onload
+
+    def memory(self, *, restart: bool = False) -> list[Any]:
+        return []
+
+
+def _sender(refit: SglangRefit) -> tuple[SglangSender, Holder]:
+    source = Holder(0)
+    return SglangSender(source, refit, "cpu", BUCKET_BYTES), source
+
+
+def _two_refits_in_buckets(engine: EngineDouble) -> Work:
+    manager = engine.tokenizer_manager
+
+    def work(refit: SglangRefit) -> None:
+        sender, source = _sender(refit)
+        for version, index in enumerate((1, 2)):
+            source.take_on(index)
+            manager.holder.poison()
+            record = sender.refit(version)
+            assert record.bytes_misc == source.kept_bytes
+            assert equal(manager.holder.held, weights(index))
+            assert (refit.version, refit.weight_version()) == (version, str(version))
+            assert not manager.paused
+            assert not manager.stale_prefixes
+
+    return work
+
+
+def _two_refits_shard_to_shard(engine: EngineDouble) -> Work:
+    manager = engine.tokenizer_manager
+
+    def work(refit: SglangRefit) -> None:
+        source, server = Holder(0), open_rendezvous("127.0.0.1", 1, 1)
+        with ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(RefitSession.open, server.rendezvous, 0, lambda: source, CONFIG)
+            refit.init_refit(server.rendezvous.to_json(), 1, CONFIG)
+            session = joining.result()
+            for version, index in enumerate((1, 2)):
+                source.take_on(index)
+                manager.holder.poison()
+                sending = pool.submit(session.refit, version)
+                [record] = refit.refit(version)
+                sending.result()
+                assert record["bytes_bulk"] == source.kept_bytes
+                assert equal(manager.holder.held, weights(index))
+                assert (refit.version, refit.weight_version()) == (version, str(version))
+                assert not manager.paused
+            refit.close_refit()
+            session.close()
+        server.close()
+
+    return work
+
+
+def _two_cycles(engine: EngineDouble, multi_stage: bool) -> Work:
+    manager = engine.tokenizer_manager
+
+    def work(refit: SglangRefit) -> None:
+        sender, source = _sender(refit)
+        cycle = ColocatedCycle(
+            refit, Trainer(), lambda version: [sender.refit(version)], multi_stage_wake_up=multi_stage
+        )
+        for version, index in enumerate((1, 2)):
+            cycle.to_training()
+            assert manager.asleep == {"weights", "kv_cache"}
+            with pytest.raises(StageError):
+                cycle.wake_kv_cache()
+            source.take_on(index)
+            cycle.to_generation(version)
+            assert not manager.asleep
+            assert not manager.paused
+            assert equal(manager.holder.held, weights(index))
+
+    return work
+
+
+def test_two_refits_in_buckets(engine: EngineDouble, through: Any) -> None:
+    through(engine, _two_refits_in_buckets(engine))
+
+
+def test_two_refits_shard_to_shard(engine: EngineDouble, through: Any) -> None:
+    through(engine, _two_refits_shard_to_shard(engine))
+
+
+@pytest.mark.parametrize("multi_stage", [True, False], ids=["in stages", "at once"])
+def test_two_cycles_of_memory_stages(engine: EngineDouble, through: Any, multi_stage: bool) -> None:
+    through(engine, _two_cycles(engine, multi_stage))
+
+
+@pytest.mark.parametrize(
+    "scene",
+    [_two_refits_in_buckets, _two_refits_shard_to_shard, lambda engine: _two_cycles(engine, True)],
+    ids=["buckets", "shard to shard", "stages"],
+)
+def test_all_ways_take_the_same_steps(scene: Callable[[EngineDouble], Work]) -> None:
+    taken = []
+    for through in WAYS.values():
+        engine = EngineDouble()
+        through(engine, scene(engine))
+        taken.append(engine.tokenizer_manager.calls)
+        engine.loop.close()
+    assert taken[0] == taken[1] == taken[2]
+    assert taken[0].count("update_weight_version") == 2
+
+
+def test_the_cache_is_flushed_once_after_the_last_bucket(engine: EngineDouble) -> None:
+    _blocking(engine, _two_refits_in_buckets(engine))
+    calls = engine.tokenizer_manager.calls
+    first, last = calls.index("bucket"), calls.index("commit")
+    assert calls[first:last].count("bucket") > 1
+    assert "flush_cache" not in calls[first:last]
+    assert calls[last + 1] == "flush_cache"
+
+
+def test_running_requests_are_waited_for_and_not_forever(engine: EngineDouble, through: Any) -> None:
+    manager = engine.tokenizer_manager
+    manager.running = 1
+
+    def work(refit: SglangRefit) -> None:
+        sender, _ = _sender(refit)
+        with pytest.raises(RefitTimeout, match="did not all end"):
+            sender.refit(0)
+        assert equal(manager.holder.held, weights(0))
+        assert not manager.paused
+
+    through(engine, work)
+
+
+def test_a_sleep_under_requests_is_refused_and_does_not_end_the_scheduler(
+    engine: EngineDouble, through: Any
+) -> None:
+    engine.tokenizer_manager.running = 1
+
+    def work(refit: SglangRefit) -> None:
+        with pytest.raises(StageRefused, match="unfinished requests"):
+            refit.sleep()
+        assert not refit.asleep()
+
+    through(engine, work)
+    assert not engine.tokenizer_manager.paused
+
+
+def test_a_wake_up_that_would_end_the_scheduler_is_refused(engine: EngineDouble) -> None:
+    refit = SglangRefit(EngineCaller(engine))
+    for tags in (["weights"], [], ["experts"]):
+        with pytest.raises(StageRefused, match="Nothing has changed"):
+            refit.wake(tags)
+    refit.sleep()
+    with pytest.raises(StageRefused, match="sleeps already"):
+        refit.sleep()
+    with pytest.raises(StageRefused, match="Nothing has changed"):
+        refit.wake(["weights", "experts"])
+    assert refit.asleep() == {"weights", "kv_cache"}
+
+
+def test_weights_that_a_sleep_discarded_are_not_served(engine: EngineDouble, through: Any) -> None:
+    def work(refit: SglangRefit) -> None:
+        refit.sleep()
+        refit.wake()
+        with pytest.raises(EngineDirty, match="discarded"):
+            refit.require_servable()
+        assert engine.tokenizer_manager.paused
+        sender, source = _sender(refit)
+        source.take_on(2)
+        sender.refit(0)
+        refit.require_servable()
+        assert not engine.tokenizer_manager.paused
+        assert equal(engine.tokenizer_manager.holder.held, weights(2))
+
+    through(engine, work)
+
+
+def test_level_1_needs_a_backup_and_keeps_the_weights() -> None:
+    engine = EngineDouble()
+    with pytest.raises(StageRefused, match="enable_weights_cpu_backup"):
+        SglangRefit(EngineCaller(engine)).sleep(1)
+    backed = EngineDouble(enable_weights_cpu_backup=True)
+    refit = SglangRefit(EngineCaller(backed))
+    refit.sleep(1)
+    refit.wake()
+    refit.require_servable()
+    assert not backed.tokenizer_manager.paused
+
+
+def test_a_bucket_that_fails_keeps_the_engine_paused_until_a_refit_succeeds(
+    engine: EngineDouble, through: Any
+) -> None:
+    manager = engine.tokenizer_manager
+    manager.fail_bucket = 2
+
+    def work(refit: SglangRefit) -> None:
+        sender, source = _sender(refit)
+        source.take_on(1)
+        with pytest.raises(RefitError, match="discard the whole weights"):
+            sender.refit(0)
+        assert manager.paused
+        with pytest.raises(EngineDirty, match="left the engine paused"):
+            refit.require_servable()
+        manager.holder.poison()
+        sender.refit(1)
+        assert equal(manager.holder.held, weights(1))
+        refit.require_servable()
+        assert not manager.paused
+
+    through(engine, work)
+
+
+def test_requests_are_retracted_only_where_no_prefix_of_theirs_is_cached(through: Any) -> None:
+    cached, plain = EngineDouble(), EngineDouble(disable_radix_cache=True)
+    for engine in (cached, plain):
+        engine.tokenizer_manager.running = 2
+
+    def refused(refit: SglangRefit) -> None:
+        with pytest.raises(RefitError, match="disable_radix_cache=True"):
+            refit.begin(0, Holder(0).specs(), "retract")
+        assert not cached.tokenizer_manager.paused
+
+    def retracted(refit: SglangRefit) -> None:
+        refit.begin(0, Holder(0).specs(), "retract")
+        assert plain.tokenizer_manager.retracted == 2
+        refit.commit(0)
+        assert not plain.tokenizer_manager.paused
+        assert plain.tokenizer_manager.running == 2
+
+    through(cached, refused)
+    through(plain, retracted)
+
+
+def test_requests_that_are_left_after_a_refit_keep_the_engine_paused_until_they_are_aborted(
+    engine: EngineDouble, through: Any
+) -> None:
+    manager = engine.tokenizer_manager
+
+    def work(refit: SglangRefit) -> None:
+        refit.begin(0, Holder(0).specs())
+        manager.retracted = 1
+        with pytest.raises(RefitError, match="mode='abort'"):
+            refit.commit(0)
+        assert manager.paused
+        with pytest.raises(EngineDirty):
+            refit.require_servable()
+        refit.begin(1, Holder(0).specs(), "abort")
+        refit.commit(1)
+        assert not manager.paused
+        assert manager.retracted == 0
+
+    through(engine, work)
+
+
+def test_requests_that_keep_old_keys_are_not_let_through(engine: EngineDouble) -> None:
+    refit = SglangRefit(EngineCaller(engine))
+    with pytest.raises(RefitError, match="in_place"):
+        refit.begin(0, [], "in_place")  # type: ignore[arg-type]
+
+
+def test_everything_that_is_wrong_with_an_engine_is_told_at_once() -> None:
+    engine = EngineDouble(custom_weight_loader=None, pp_size=2, enable_eplb=True, weight_cache_mode="read")
+    with pytest.raises(RefitError) as caught:
+        SglangRefit(EngineCaller(engine))
+    for name in ("custom_weight_loader", "pp_size", "enable_eplb", "weight_cache_mode"):
+        assert name in str(caught.value)
+    assert engine.tokenizer_manager.calls == []
+
+
+def test_a_blocking_call_from_a_coroutine_says_what_to_use(engine: EngineDouble) -> None:
+    async def scenario() -> None:
+        with pytest.raises(RefitError, match="AsyncSglangRefit"):
+            SglangRefit(EngineCaller(engine))
+
+    engine.loop.run_until_complete(scenario())
+
+
+def test_a_server_that_does_not_answer_or_is_another_one_is_named() -> None:
+    with pytest.raises(RefitError, match=r"http://127\.0\.0\.1:9"):
+        HttpCaller("http://127.0.0.1:9").call(Step("settings"))
+    engine = EngineDouble()
+    del engine.tokenizer_manager.server_args.weight_cache_mode
+    with pytest.raises(RefitError, match=r"weight_cache_mode; it is no SGLang 0\.5\.17"):
+        _over_http(engine, lambda refit: None)
+
+
+def test_the_callers_know_the_recorded_requests() -> None:
+    from rlrefit.workers.sglang.callers import _REQUESTS
+
+    assert {structure for structure, _ in _REQUESTS.values()} == set(REQUESTS)
+    assert {*_REQUESTS, "flush_cache", "settings", "weight_version", "update_weight_version"} == set(PATHS)
+    assert len(set(SETTINGS)) == len(SETTINGS)
+
+
+def test_the_loader_serves_commands_and_leaves_other_formats_to_sglang() -> None:
+    seen: list[Any] = []
+
+    def original(self: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
+        seen.append((named_tensors, load_format))
+        return True, "Success"
+
+    served = serving(original)
+    assert served(None, ["w"], "flattened_bucket") == (True, "Success")
+    assert served(None, ["w"]) == (True, "Success")
+    assert served(None, [], load_format=LOADER) == (True, "[]")
+    assert seen == [(["w"], "flattened_bucket"), (["w"], None)]
