@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# GRPO by NeMo-RL (its checkout in $NEMO_RL) with weights shard to shard; arguments override keys of grpo_qwen3_4b.yaml.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+: "${NEMO_RL:?the folder of a checkout of NVIDIA-NeMo/RL}"
+export NEMO_RL
+exec uv run --directory "$NEMO_RL" python "$here/train.py" --config "$here/grpo_qwen3_4b.yaml" "$@"
