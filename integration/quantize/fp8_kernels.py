@@ -38,11 +38,12 @@ def quantize_blocks(
     UE8M0: tl.constexpr,
     ROUND: tl.constexpr,
     UNIT: tl.constexpr,
+    CONVERTS: tl.constexpr,
 ):
     """:func:`.fp8_blockwise.quantize`, the same operations in the same order.
 
     Of a row's codes those between ``top``, ``left``, ``bottom`` and ``right`` are written, which may be none, and its
-    scales if they have an address. With ``UNIT`` above 1, rows of weights and codes are contiguous, and their
+    scales if they have an address. ``CONVERTS``: the GPU has instructions for E4M3. With ``UNIT`` above 1, rows of weights and codes are contiguous, and their
     addresses, distances, places and lengths are multiples of that many elements: what the compiler needs to know for
     wide accesses.
     """
@@ -51,8 +52,9 @@ def quantize_blocks(
     source = tl.multiple_of(tl.load(row).to(tl.pointer_type(WORD)), UNIT * WORD.primitive_bitwidth // 8)
     codes = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.uint8)), UNIT)
     scales_at = tl.load(row + 2)
-    height = tl.load(row + 3)
-    width = tl.multiple_of(tl.load(row + 4), UNIT)
+    # 32 bits where they suffice: GPUs have no 64-bit arithmetic, and this is done by every thread.
+    height = tl.load(row + 3).to(tl.int32)
+    width = tl.multiple_of(tl.load(row + 4).to(tl.int32), UNIT)
     source_row = tl.multiple_of(tl.load(row + 5), UNIT)
     codes_row = tl.multiple_of(tl.load(row + 7), UNIT)
     if UNIT > 1:
@@ -61,30 +63,38 @@ def quantize_blocks(
     else:
         source_column = tl.load(row + 6)
         codes_column = tl.load(row + 8)
-    top = tl.load(row + 12)
-    left = tl.multiple_of(tl.load(row + 13), UNIT)
-    bottom = tl.load(row + 14)
-    right = tl.multiple_of(tl.load(row + 15), UNIT)
+    top = tl.load(row + 12).to(tl.int32)
+    left = tl.multiple_of(tl.load(row + 13).to(tl.int32), UNIT)
+    bottom = tl.load(row + 14).to(tl.int32)
+    right = tl.multiple_of(tl.load(row + 15).to(tl.int32), UNIT)
     across = (width + BLOCK - 1) // BLOCK
-    tile = pid - tl.load(row + 11)
+    tile = pid - tl.load(row + 11).to(tl.int32)
     down = tile // across
     over = tile - down * across
     r = (down * BLOCK + tl.arange(0, BLOCK))[:, None]
     c = (over * BLOCK + tl.arange(0, BLOCK))[None, :]
     mask = (r < height) & (c < width)
-    x = tl.load(source + (r * source_row + c * source_column), mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(source + (r * source_row + c * source_column), mask=mask, other=0.0)
     if ROUND:
-        x = to_bf16(x).to(tl.float32)
-    amax = tl.maximum(tl.max(tl.max(tl.abs(x), axis=1), axis=0), FLOOR)
-    # The hardware's maximum passes over NaN.
-    unordered = tl.max(tl.max((x != x).to(tl.int32), axis=1), axis=0)
-    amax = tl.where(unordered != 0, float("nan"), amax)
+        x = to_bf16(x.to(tl.float32))
+    # Sizes in the order of their bits as integers, NaN above all; of narrow types half the registers of FP32.
+    if x.dtype == tl.float32:
+        largest = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0)
+    else:
+        largest = tl.max(tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF, axis=1), axis=0).to(tl.int16)
+    amax = largest.to(x.dtype, bitcast=True).to(tl.float32)
+    amax = tl.where(amax < FLOOR, FLOOR, amax)
     scale = tl.div_rn(amax, 448.0)
     if UE8M0:
         bits = scale.to(tl.uint32, bitcast=True)
         power = ((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.uint32)) << 23
         scale = tl.where(scale < float("inf"), power.to(tl.float32, bitcast=True), scale)
-    q = _e4m3(x * tl.div_rn(1.0, scale))
+    scaled = x.to(tl.float32) * tl.div_rn(1.0, scale)
+    if CONVERTS:
+        # It saturates where torch's has NaN: beyond 448, where nothing scaled is, but for NaN.
+        q = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        q = _e4m3(scaled)
     mask = (r >= top) & (r < bottom) & (c >= left) & (c < right)
     tl.store(codes + ((r - top) * codes_row + (c - left) * codes_column), q, mask=mask)
     scales = scales_at.to(tl.pointer_type(tl.float32))

@@ -61,6 +61,8 @@ class Fp8Table:
             nbytes += window.nbytes
             key = str(window.source.dtype), _unit(window, source, codes)
             groups.setdefault(key, []).append((window, source, codes, scales))
+        # Ada and later have instructions for E4M3.
+        converts = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
         launches = []
         for (dtype, unit), group in groups.items():
             tiles, rows = _table(group)
@@ -75,6 +77,7 @@ class Fp8Table:
                     scale is ScaleFormat.UE8M0,
                     round_to_bf16,
                     unit,
+                    converts,
                 ),
             )
             if device.type == "cuda":
