@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,11 +20,12 @@ from rlrefit.integration.colocated import ColocatedCycle
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import EngineDirty, RefitError, RefitTimeout
 from rlrefit.integration.rendezvous import open_rendezvous
-from rlrefit.integration.session import RefitSession
+from rlrefit.integration.session import RefitSession, ServingState
 from rlrefit.integration.stages import StageError, StageRefused
 from rlrefit.workers.sglang.async_driver import AsyncSglangRefit
-from rlrefit.workers.sglang.callers import SETTINGS, EngineCaller, HttpCaller, Step
+from rlrefit.workers.sglang.callers import SETTINGS, Answer, EngineCaller, HttpCaller, Step
 from rlrefit.workers.sglang.driver import SglangRefit
+from rlrefit.workers.sglang.guard import WeightsGuard
 from rlrefit.workers.sglang.loader import LOADER, serving
 from rlrefit.workers.sglang.sender import SglangSender
 
@@ -444,3 +447,52 @@ def test_the_loader_serves_commands_and_leaves_other_formats_to_sglang() -> None
     assert served(None, ["w"]) == (True, "Success")
     assert served(None, [], load_format=LOADER) == (True, "[]")
     assert seen == [(["w"], "flattened_bucket"), (["w"], None)]
+
+
+class TwoRanks:
+    """A way to an engine of two workers, whose second one has the first GPU."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+
+    def call(self, step: Step) -> Answer:
+        if step.name == "settings":
+            return Answer(value=vars(ManagerDouble(tp_size=2).server_args))
+        self.steps.append(step)
+        found: list[dict[str, Any]] = [{"device": "GPU-b"}, {"device": "GPU-a"}]
+        return Answer(message=json.dumps(found))
+
+
+def test_payloads_are_given_in_the_order_of_the_workers_ranks_one_for_each() -> None:
+    way = TwoRanks()
+    refit = SglangRefit(way)
+    assert refit.devices == ["GPU-b", "GPU-a"]
+    way.steps.clear()
+    refit.load({"GPU-a": "of a", "GPU-b": "of b"})
+    sent = way.steps[0].fields
+    assert sent["serialized_named_tensors"] == ["of b", "of a"]
+    assert (sent["load_format"], sent["flush_cache"]) == ("flattened_bucket", False)
+    # Until the workers' copies are done, the sender keeps what they read.
+    assert (
+        json.loads(pickle.loads(base64.b64decode(way.steps[1].fields["serialized_named_tensors"][0]))[0][1])
+        == []
+    )
+
+
+def test_a_batch_over_weights_that_are_not_whole_is_stopped() -> None:
+    class Runner:
+        def forward(self, batch: str) -> str:
+            return f"logits of {batch}"
+
+    runner, state = Runner(), ServingState()
+    guard = WeightsGuard(runner, state)
+    assert runner.forward("a batch") == "logits of a batch"
+    state.mark_dirty(3)
+    with pytest.raises(EngineDirty, match="refit 3 began"):
+        runner.forward("a batch")
+    state.commit(3)
+    guard.discard("a level 2 sleep discarded the weights")
+    with pytest.raises(EngineDirty, match="level 2"):
+        runner.forward("a batch")
+    guard.refitted()
+    assert runner.forward(batch="b") == "logits of b"

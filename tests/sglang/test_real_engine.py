@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import inspect
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -30,6 +31,7 @@ from tests.gpu.vllm_checkpoints import write_checkpoint
 from tests.gpu.vllm_trainer import CheckpointSource
 from tests.spawn import free_port
 
+from . import recorded
 from .real_engine import PROMPTS, Scene
 
 pytestmark = [
@@ -115,6 +117,24 @@ def apart(dense: Scene) -> Iterator[Trainer]:
     trainer = Trainer(dense.paths, 1)
     yield trainer
     trainer.close()
+
+
+def test_sglang_is_as_it_was_recorded() -> None:
+    import sglang
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers import io_struct
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    from rlrefit.workers.sglang.compat import require_supported_sglang
+
+    assert sglang.__version__ == recorded.VERSION
+    for structure, names in recorded.REQUESTS.items():
+        found = getattr(io_struct, structure).__struct_fields__
+        assert set(found) - {"rid", "http_worker_ipc"} == set(names), structure
+    for method, arguments in recorded.METHODS.items():
+        assert tuple(inspect.signature(getattr(TokenizerManager, method)).parameters) == arguments, method
+    assert set(recorded.PATHS.values()) <= {route.path for route in http_server.app.routes}
+    require_supported_sglang()
 
 
 def test_buckets_give_the_engine_that_was_started_from_the_weights(dense: Scene) -> None:
