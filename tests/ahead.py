@@ -12,6 +12,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -35,9 +36,12 @@ class FoundAhead:
     def __init__(self, modules: Iterable[ModuleType], root: Path):
         works = list(dict.fromkeys(work for module in modules for work in getattr(module, "AHEAD", ())))
         self._found: dict[str, tuple[bool, Any]] = {}
-        self._process: Any = None
+        self._starting: Future[tuple[Connection, Any]] | None = None
         if works:
-            self._pipe, self._process = _start(works, root)
+            # Not here: its server has to load first.
+            pool = ThreadPoolExecutor(1)
+            self._starting = pool.submit(_start, works, root)
+            pool.shutdown(wait=False)
 
     def by(self, work: Work[Found]) -> Found:
         """What a work returned; waits for it.
@@ -46,11 +50,13 @@ class FoundAhead:
             WorkFailed: it raised, or its process died.
         """
         while _name(work) not in self._found:
+            assert self._starting is not None, f"no module that was collected has {_name(work)} in AHEAD"
+            pipe, process = self._starting.result()
             try:
-                name, succeeded, value = pickle.loads(self._pipe.recv_bytes())
+                name, succeeded, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                self._process.join()
-                raise WorkFailed(f"its process died with exit code {self._process.exitcode}") from None
+                process.join()
+                raise WorkFailed(f"its process died with exit code {process.exitcode}") from None
             self._found[name] = succeeded, value
         succeeded, value = self._found[_name(work)]
         if not succeeded:
@@ -60,18 +66,17 @@ class FoundAhead:
 
     def close(self) -> None:
         """End what nobody asked for any more, with all processes that it started."""
-        if self._process is None:
+        if self._starting is None:
             return
-        if self._process.is_alive():
-            leads_group = os.getpgid(self._process.pid) == self._process.pid
-            (os.killpg if leads_group else os.kill)(self._process.pid, signal.SIGKILL)
-        self._process.join()
+        _, process = self._starting.result()
+        if process.is_alive():
+            leads_group = os.getpgid(process.pid) == process.pid
+            (os.killpg if leads_group else os.kill)(process.pid, signal.SIGKILL)
+        process.join()
 
 
 def _start(works: Sequence[Work[Any]], root: Path) -> tuple[Connection, Any]:
-    from tests.spawn import (
-        processes,
-    )  # starts the server of processes, which only tests that want it shall load
+    from tests.servers import processes  # which only sessions with tests that want them shall start
 
     ours, theirs = processes().Pipe(duplex=False)
     # Not a daemon: it has children.

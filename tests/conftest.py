@@ -27,19 +27,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def server_of_processes() -> None:
-    """Starts to load beside the first tests, if any test that was collected starts processes.
+def servers_of_processes() -> None:
+    """Start to load beside the first tests, if any test that was collected starts processes of theirs.
 
-    In a fixture and not in a hook: what its processes write is captured only if it starts while pytest captures.
+    In a fixture and not in a hook: what their processes write is captured only if they start while pytest captures.
     """
-    for name in ("tests.spawn", "spawn"):
-        if name in sys.modules:
-            sys.modules[name].processes()
+    for name in ("tests.spawn.processes", "tests.vllm_processes.vllm_processes"):
+        module, _, starts = name.rpartition(".")
+        if module in sys.modules:
+            getattr(sys.modules[module], starts)()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def found_ahead(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, server_of_processes: None
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, servers_of_processes: None
 ) -> Iterator[FoundAhead]:
     """What the modules of all tests that were collected want to have begun as early as can be."""
     modules = dict.fromkeys(

@@ -1,11 +1,7 @@
-"""Run a function on several ranks over gloo, each in a process of its own, and bring back what they return.
-
-Processes are forked from a server that has loaded what their start would otherwise spend most of its time on.
-"""
+"""Run a function on several ranks over gloo, each in a process of its own, and bring back what they return."""
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import pickle
 import socket
@@ -13,39 +9,15 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
-from unittest import mock
 
-# What ranks would spend most of their start on. Not vLLM, which starts threads as it loads: they'd not outlive a fork.
-_PRELOADED = [
-    "pytest",  # the module that each process takes for the main one
-    "torch.distributed.tensor",
-    "torch._inductor.compile_fx",
-    "torchvision",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "tests.loaded_megatron",
-]
+from tests.servers import processes
 
 
 class RankFailed(AssertionError):
     """A rank raised, died or did not finish in time; the text holds its traceback."""
-
-
-def processes() -> ForkServerContext:
-    """Makes processes without GPUs that come up in a moment, each as if it were started anew.
-
-    The first call starts the server, which loads while the caller goes on.
-    """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # CUDA would not outlive a fork
-        forkserver.ensure_running()
-    return context
 
 
 def free_port() -> int:
@@ -103,34 +75,50 @@ def _alone(
     answer(fn(*args))
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 240.0,
+    made_by: Callable[[], ForkServerContext] = processes,
+) -> list[Any]:
     """Call ``fn(rank, *args)`` on ``world_size`` ranks of one gloo world, and return their results by rank.
 
     ``fn`` must be a module-level function; arguments and results are pickled (tensors by value, so send
     small ones). ``torch.distributed`` is initialised when ``fn`` starts, with one thread per rank.
+    With ``made_by=vllm_processes`` they have vLLM loaded, and not Megatron.
 
     Raises:
         RankFailed: with the first failing rank's traceback, or the ranks that did not finish in
             ``timeout_s`` seconds. The other ranks are killed.
     """
     of_all = (fn, args, world_size, free_port(), timeout_s)
-    return _run(_in_a_group, [(*of_all, rank) for rank in range(world_size)], timeout_s)
+    return _run(_in_a_group, [(*of_all, rank) for rank in range(world_size)], timeout_s, made_by)
 
 
 def run_alone(
-    fn: Callable[..., Any], *args: Any, environment: dict[str, str], timeout_s: float = 240.0
+    fn: Callable[..., Any],
+    *args: Any,
+    environment: dict[str, str],
+    timeout_s: float = 240.0,
+    made_by: Callable[[], ForkServerContext] = processes,
 ) -> Any:
     """Call ``fn(*args)`` in a process of its own, in no group, with the ``environment`` added to this one's.
 
     Raises:
         RankFailed: as :func:`run_ranks` does.
     """
-    return _run(_alone, [(fn, args, environment)], timeout_s)[0]
+    return _run(_alone, [(fn, args, environment)], timeout_s, made_by)[0]
 
 
-def _run(body: Callable[..., None], arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
+def _run(
+    body: Callable[..., None],
+    arguments: Sequence[tuple[Any, ...]],
+    timeout_s: float,
+    made_by: Callable[[], ForkServerContext],
+) -> list[Any]:
     """What ``body`` answers in one process for each of the ``arguments``."""
-    context = processes()
+    context = made_by()
     size = len(arguments)
     pipes: dict[Connection, int] = {}
     started = []

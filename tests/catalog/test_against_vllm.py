@@ -12,6 +12,7 @@ import torch
 from rlrefit.integration.manifest import dtype_name
 from rlrefit.integration.quantize.formats import Fp8Blockwise
 from rlrefit.workers.catalog import GenLayout, Model, Param, gen_storage
+from tests.vllm_processes import vllm_processes
 
 from .real import ask
 from .shrunken import BLOCK_CONFIGS, CONFIGS
@@ -85,7 +86,7 @@ def _unconverted(config: Mapping[str, Any]) -> list[str]:
 @pytest.fixture(scope="module")
 def real() -> list[dict[str, Any]]:
     cases = [_case(model, *case[1:]) for model, case in zip(_MODELS, _ALL, strict=True)]
-    return ask("real_vllm", cases, {})
+    return ask("real_vllm", cases, {}, made_by=vllm_processes)
 
 
 @pytest.mark.parametrize(

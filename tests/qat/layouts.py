@@ -8,6 +8,7 @@ from typing import Any
 
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from tests.spawn import run_alone, run_ranks
+from tests.vllm_processes import vllm_processes
 
 from .ranks import Case, run
 from .vllm_side import ENVIRONMENT, serve
@@ -42,4 +43,6 @@ def train_in_all_layouts(folder: Path) -> Trained:
     by_rank = run_ranks(run, 2, cases)
     reports = {name: [of_rank[i] for of_rank in by_rank] for i, name in enumerate(LAYOUTS)}
     a, b, experts = (str(folder / f"of-{layout}") for layout in ("fsdp", "tp2", "fsdp-moe"))
-    return Trained(folder, reports, run_alone(serve, a, b, experts, environment=ENVIRONMENT))
+    return Trained(
+        folder, reports, run_alone(serve, a, b, experts, environment=ENVIRONMENT, made_by=vllm_processes)
+    )

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from vllm_checkpoints import dense_config, moe_config, read_checkpoint, write_checkpoint
 from vllm_engines import GEN_RANKS, PROMPTS, Engine, Sampled, ScriptEngine, ServerEngine
 from vllm_trainers import CONFIG, RANKS, Trainers
@@ -26,6 +20,7 @@ from rlrefit.integration.records import RefitRecord
 from rlrefit.integration.stage_memory import ProcessMemory, StageRecord
 from rlrefit.integration.stages import StageRefused
 from rlrefit.workers.colocated.vllm import VllmSleeper
+from tests.vllm_processes import forked_engines
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -101,12 +96,11 @@ def scene(
     model, paths = request.param, checkpoints[request.param]
     for index, path in enumerate(paths):
         trainers.do("export", model, index, path)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, forked_engines():
         for key, value in {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_LOGGING_LEVEL": "ERROR",
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
         }.items():
             patch.setenv(key, value)
         started = Scene(model, trainers, ENGINES[model](paths[0]), paths)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from spawn import run_ranks
 from vllm_fp8_ranks import Fp8Case, Fp8Result, refit_fp8, write_pair
 
 from rlrefit.integration.quantize.formats import Fp8Blockwise
+from tests.spawn import run_ranks
+from tests.vllm_processes import vllm_processes
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -27,14 +22,14 @@ LAYER = "model.layers.0"
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Fp8Result]]:
-    """All cases in one pair of processes, because importing vLLM takes longest."""
+    """All cases in one pair of processes."""
     listed = []
     for options in CASES.values():
         experts = options.get("experts", False)
         folder = tmp_path_factory.mktemp("checkpoints")
         trained, served = zip(*(write_pair(folder, seed, experts=experts) for seed in (1, 2)), strict=True)
         listed.append(Fp8Case(trained, served, **options))
-    by_rank = run_ranks(refit_fp8, 2, listed, timeout_s=550)
+    by_rank = run_ranks(refit_fp8, 2, listed, timeout_s=550, made_by=vllm_processes)
     return {name: [found[i] for found in by_rank] for i, name in enumerate(CASES)}
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from spawn import run_ranks
 from vllm_checkpoints import dense_config, moe_config, quantize_checkpoint, read_checkpoint, write_checkpoint
 from vllm_ranks import Case, Layout, RankResult, refit_there_and_back
+
+from tests.spawn import run_ranks
+from tests.vllm_processes import vllm_processes
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -65,13 +61,13 @@ def _run(cases: dict, checkpoints: dict, ranks: int) -> dict[str, list[RankResul
         Case(*checkpoints[model], layout, packed, "fp8" if name == "quantized online" else None)
         for name, (model, layout, packed) in cases.items()
     ]
-    by_rank = run_ranks(refit_there_and_back, ranks, listed, timeout_s=550)
+    by_rank = run_ranks(refit_there_and_back, ranks, listed, timeout_s=550, made_by=vllm_processes)
     return {name: [results[i] for results in by_rank] for i, name in enumerate(cases)}
 
 
 @pytest.fixture(scope="module")
 def results(checkpoints: dict[str, tuple[str, str]]) -> dict[str, list[RankResult]]:
-    """All cases; every number of ranks is one group of processes, because importing vLLM takes longest."""
+    """All cases; every number of ranks is one group of processes."""
     return _run(SINGLE, checkpoints, 1) | _run(DOUBLE, checkpoints, 2)
 
 

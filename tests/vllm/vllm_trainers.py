@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from spawn import run_ranks
+from tests.spawn import run_ranks
 
 RANKS = 2
 CONFIG = {"transport": "auto", "bucket_mb": 1, "timeout_s": 120.0, "verify": "full"}

@@ -1,0 +1,27 @@
+"""vLLM, ready to use; the server of the tests' processes that hold engines and models of it imports it before it forks."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from rlrefit.workers.vllm import orphans
+from tests.vllm_processes import forked_engines
+
+for _module in (
+    "entrypoints.llm",
+    "model_executor.layers.fused_moe.layer",
+    "model_executor.models.qwen3",
+    "model_executor.models.qwen3_moe",
+    "v1.engine.async_llm",
+    "v1.engine.core",
+    "v1.worker.cpu_worker",
+):
+    import_module(f"vllm.{_module}")
+# An engine's processes spin for a second after each message, in which nothing else gets their cores.
+_messages = import_module("vllm.distributed.device_communicators.shm_broadcast")
+_messages.SpinCondition.__init__.__defaults__ = (0.02,)
+_of_all_forks = forked_engines()
+_of_all_forks.__enter__()  # engines' cores start the workers
+# The server is the system's parent of them all, which that watch takes for the end of theirs; the tests' processes
+# have a watch of their own.
+orphans._started.set()

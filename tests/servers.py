@@ -1,0 +1,131 @@
+"""Servers that fork the tests' processes, with what their start would otherwise spend most of its time on loaded.
+
+There are two, started when they are first asked: one with Megatron and transformers, and one with vLLM, for its engines' processes and for ranks that hold
+its models. All that descends from the session asks the same two for processes, where multiprocessing would start a
+server of its own in each process that wants children.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import threading
+from multiprocessing import forkserver, popen_forkserver, reduction
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any, ClassVar
+from unittest import mock
+
+_PRELOADED = [
+    "pytest",  # the module that each process takes for the main one
+    "tests.servers",
+    "torch.distributed.tensor",
+    "torch._inductor.compile_fx",
+    "torchvision",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "tests.loaded_megatron",
+]
+_PRELOADED_WITH_VLLM = ["pytest", "tests.servers", "tests.loaded_vllm"]
+
+
+class _Server(forkserver.ForkServer):
+    """One that the session starts, and its descendants find running."""
+
+    def ensure_running(self) -> None:
+        if self._forkserver_pid is None and self._forkserver_alive_fd is not None:
+            return  # inherited
+        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # CUDA would not outlive a fork
+            super().ensure_running()
+
+    def connect_to_new_process(self, fds: list[int]) -> tuple[int, int]:
+        asked = _SERVERS[getattr(_chosen, "name", MEGATRON)]
+        return super(_Server, asked).connect_to_new_process(fds)
+
+
+MEGATRON, VLLM = "megatron", "vllm"
+_chosen = threading.local()
+# Multiprocessing's own, which the code under test may ask too, and another one.
+forkserver._forkserver.__class__ = _Server
+forkserver.connect_to_new_process = forkserver._forkserver.connect_to_new_process
+_SERVERS: dict[str, _Server] = {MEGATRON: forkserver._forkserver, VLLM: _Server()}
+_SERVERS[VLLM].set_forkserver_preload(_PRELOADED_WITH_VLLM)
+
+
+class _Process(ForkServerProcess):
+    """Ends with the process that started it, is no nicer than that, and knows the servers."""
+
+    server: ClassVar[str] = MEGATRON
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._niceness = os.nice(0)
+        self._servers: dict[str, tuple[str, Any]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        running = {
+            name: (server._forkserver_address, reduction.DupFd(server._forkserver_alive_fd))
+            for name, server in _SERVERS.items()
+            if server._forkserver_alive_fd is not None
+        }
+        return self.__dict__ | {"_servers": running}
+
+    @classmethod
+    def _Popen(cls, process: Any) -> popen_forkserver.Popen:
+        _chosen.name = process.server
+        try:
+            return popen_forkserver.Popen(process)
+        finally:
+            del _chosen.name
+
+    def run(self) -> None:
+        for name, (address, alive) in self._servers.items():
+            server = _SERVERS[name]
+            server._forkserver_address, server._forkserver_alive_fd = address, alive.detach()
+        os.nice(self._niceness - os.nice(0))
+        threading.Thread(target=_end_with_the_parent, daemon=True).start()
+        super().run()
+
+
+class _VllmProcess(_Process):
+    """Has the environment of the process that started it, as vLLM expects."""
+
+    server = VLLM
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_environment": dict(os.environ)}
+
+    def run(self) -> None:
+        os.environ.update(self._environment)
+        super().run()
+
+
+class _Context(ForkServerContext):
+    Process = _Process
+
+
+class VllmContext(ForkServerContext):
+    Process = _VllmProcess
+
+
+def _end_with_the_parent() -> None:
+    parent = mp.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def server(name: str) -> _Server:
+    return _SERVERS[name]
+
+
+def processes() -> ForkServerContext:
+    """Makes processes without GPUs that come up in a moment, each as if it were started anew.
+
+    The first call starts the server, which loads while the caller goes on.
+    """
+    _SERVERS[MEGATRON].set_forkserver_preload(_PRELOADED)  # the code under test may have set others
+    _SERVERS[MEGATRON].ensure_running()
+    return _Context()
