@@ -212,4 +212,4 @@ def timer(noted: list[str]) -> Any:
 
 def called(workers: Sequence[Any], method: str, *args: Any) -> list[Any]:
     """The method's results on all of ``workers``."""
-    return ray.get([getattr(worker, method).remote(*args) for worker in workers], timeout=120)
+    return ray.get([getattr(worker, method).remote(*args) for worker in workers], timeout=280)

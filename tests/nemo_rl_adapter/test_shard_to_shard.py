@@ -4,6 +4,7 @@ two engines of one rank each, vLLM's own and one of transformers."""
 from __future__ import annotations
 
 import json
+import pickle
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import ray
 
-from rlrefit.integration.errors import PeerLost, RefitTimeout
+from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
 from rlrefit.workers.nemo_rl.calls import Workers
 from rlrefit.workers.nemo_rl.settings import WORKER_CLS, NemoRlRefit
 from rlrefit.workers.nemo_rl.synchronizer import TIMER, ShardSynchronizer
@@ -29,7 +30,7 @@ from tests.refit.models import make_model
 from tests.spawn import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,12 @@ def test_two_changed_refits_reach_live_parameters_bit_for_bit_in_nemo_rls_order(
         (version, 1, rank) for version in (1, 2) for rank in range(4)
     ]
     assert all(r["bytes_verified"] == r["bytes_bulk"] > 0 for r in records if r["role"] == "generation")
+    # The asynchronous trainer sends its generation to another process, whose copy must not end this epoch.
+    copy = pickle.loads(pickle.dumps(synchronizer))
+    copy.shutdown()
+    with pytest.raises(RefitError, match="refit from NeMo-RL's driver"):
+        copy.sync_weights()
+    assert synchronizer.sync_weights()["version"] == 3
 
 
 def test_who_does_not_answer_in_time_is_named(run: Run) -> None:

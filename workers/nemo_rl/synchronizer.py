@@ -99,7 +99,12 @@ class ShardSynchronizer:
 
     def shutdown(self) -> None:
         """End the epoch on all workers that are still there."""
-        self._close()
+        if self._open:
+            self._close()
+
+    def __reduce__(self) -> tuple[type[SynchronizerElsewhere], tuple[bool]]:
+        # NeMo-RL's asynchronous trainer sends its generation to the actor that collects trajectories, this along with it.
+        return SynchronizerElsewhere, (self._stale,)
 
     def _turn(self) -> AbstractContextManager[None]:
         return self._shared_gpus() if self._settings.colocated else nullcontext()
@@ -180,6 +185,35 @@ class ShardSynchronizer:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "refits.jsonl").open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+class SynchronizerElsewhere:
+    """What another process gets in place of a synchronizer: it refits nothing, and ends nobody's epoch with its own end."""
+
+    def __init__(self, stale: bool) -> None:
+        self.is_stale = stale
+
+    def mark_stale(self) -> None:
+        """The trainer's process alone keeps account."""
+
+    def init_communicator(self) -> None:
+        """Refused, as :meth:`sync_weights`."""
+        self.sync_weights()
+
+    def sync_weights(self, *, timer: Any = None, kv_scales: Any = None) -> dict[str, float]:
+        """Refused.
+
+        Raises:
+            RefitError: always.
+        """
+        raise RefitError(
+            "this is the copy of a synchronizer in another process than the one that installed it, and a second epoch would end "
+            "the first. Nothing was sent; refit from NeMo-RL's driver",
+            stage="handshake",
+        )
+
+    def shutdown(self) -> None:
+        """The epoch is the driver's."""
 
 
 def _own_names(kv_scales: Mapping[str, float] | None) -> dict[str, float] | None:
