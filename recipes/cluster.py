@@ -81,6 +81,8 @@ class ActorGroup:
             host. With more the parts may lie on several hosts, and it is actors which the actor starts that take
             them (vLLM's Ray executor: a rank each).
         env: environment variables of the actors' processes, set before they start.
+        guest_cpus: CPU cores that are reserved beside each actor for another group's (:class:`GuestGroup`); all are on
+            one host then.
     """
 
     def __init__(
@@ -93,19 +95,22 @@ class ActorGroup:
         cpus: float | None = None,
         bundles: int = 1,
         env: Mapping[str, str] | None = None,
+        guest_cpus: float = 0.0,
     ) -> None:
         self.name = name
         self._timeout_s = config.timeout_s
         cpus = config.cpus_per_rank if cpus is None else cpus
-        bundle = {"CPU": cpus / bundles} | ({"GPU": gpus / bundles} if gpus else {})
+        bundle = {"CPU": cpus / bundles + guest_cpus} | ({"GPU": gpus / bundles} if gpus else {})
         apart = bundles > 1
+        self._strategy = "STRICT_PACK" if guest_cpus else "PACK"
         self._placements = [
-            placement_group([bundle] * (bundles if apart else count), strategy="PACK")
+            placement_group([bundle] * (bundles if apart else count), strategy=self._strategy)
             for _ in range(count if apart else 1)
         ]
         self._wait_for_places(bundle, count * bundles)
         # Ranks in a row share a host: tensor-parallel groups are cut from them.
         places = [0] * count if apart else bundles_by_host(_hosts_of(self._placements[0]))
+        self._places = places
         remote = ray.remote(actor)
         self.actors = [
             remote.options(
@@ -131,8 +136,9 @@ class ActorGroup:
             self._give_places_back()
             free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
             raise RunError(
-                f"{count} {self.name} ranks with {bundle} each found no place within {self._timeout_s:.0f} s: the "
-                f"cluster offers {offered}, of which {free} are free. Stop what holds the rest, add nodes, or ask for "
+                f"{count} {self.name} ranks with {bundle} each found no place "
+                f"{'on one host ' if self._strategy == 'STRICT_PACK' else ''}within {self._timeout_s:.0f} s: the cluster "
+                f"offers {offered}, of which {free} are free. Stop what holds the rest, add nodes, or ask for "
                 "fewer ranks."
             ) from None
 
@@ -170,6 +176,61 @@ class ActorGroup:
         for actor in self.actors:
             ray.kill(actor)
         self._give_places_back()
+
+
+class GuestGroup(ActorGroup):
+    """Actors on the places of another group's, whose GPUs they share.
+
+    Ray counts the GPUs as the hosts'; a guest is told which ones it has, since Ray would give several halves of one GPU
+    as soon as a guest has more than one.
+
+    Args:
+        name: what users call the ranks.
+        actor: the actor's class, undecorated.
+        hosts: the other group, with ``guest_cpus``; its actors have to answer ``visible_gpus``.
+        each: actors of the other group in a row whose places one guest takes.
+        gpus: GPUs of each of these; 0 on a machine without.
+        config: reservation per rank and time limits.
+        env: environment variables of the guests' processes, set before they start.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        actor: type,
+        hosts: ActorGroup,
+        each: int,
+        gpus: int,
+        config: RayConfig,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self._timeout_s = config.timeout_s
+        # The hosts give them back.
+        self._placements = []
+        visible = hosts.call("visible_gpus") if gpus else []
+        remote = ray.remote(actor)
+        self.actors = [
+            remote.options(
+                num_cpus=config.cpus_per_rank,
+                num_gpus=0,
+                max_restarts=0,
+                runtime_env={"env_vars": dict(env or {}) | _seeing(visible[first : first + each])},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=hosts._placements[0],
+                    placement_group_bundle_index=hosts._places[first],
+                ),
+            ).remote()
+            for first in range(0, len(hosts), each)
+        ]
+
+
+def _seeing(gpus: Sequence[str]) -> dict[str, str]:
+    """Environment of a process that sees these GPUs in this order; of none if there are none."""
+    if not gpus:
+        return {}
+    # The second one has Ray leave the first as it is, which a process without GPUs of its own may find emptied.
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 def bundles_by_host(host_of: Mapping[int, str]) -> list[int]:

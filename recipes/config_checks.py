@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from .algorithms.losses import AGGREGATIONS
+from .config_colocated import colocated_violations
 from .config_errors import Violation
 from .config_schema import TrainConfig
 from .config_trainers import data_parallel, trainer_violations, value_at
@@ -259,4 +260,13 @@ def _fp8_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
         )
 
 
-_COMBINATIONS = (trainer_violations, _batches, _schedule, _dapo, _generation, _kv_scales, _fp8_weights)
+_COMBINATIONS = (
+    trainer_violations,
+    _batches,
+    _schedule,
+    _dapo,
+    _generation,
+    _kv_scales,
+    _fp8_weights,
+    colocated_violations,
+)

@@ -23,8 +23,8 @@ class ModelConfig:
         catalog: bundled model of ``rlrefit plan`` whose shapes this one has. The recipe is checked against them
             before anything is fetched, and the checkpoint's config.json against them afterwards. Null finds it by
             the hub name, where it is bundled.
-        dtype: ``bfloat16``, ``float32``, or ``auto``: bfloat16 where the cluster has GPUs or FP8 is made of it, else float32,
-            which CPUs compute faster. It is the trainer's compute dtype, the dtype on the wire and the
+        dtype: ``bfloat16``, ``float32``, or ``auto``: bfloat16 where the cluster has GPUs, FP8 is made of it, or a
+            colocated Megatron trainer needs it, else float32, which CPUs compute faster. It is the trainer's compute dtype, the dtype on the wire and the
             engine's. The optimizer's master weights are float32 in any case.
     """
 
@@ -195,7 +195,7 @@ class TrainerConfig:
         backend: ``megatron``, or ``fsdp``: a transformers model under torch's ``fully_shard``. Of the keys below,
             FSDP reads ``ranks``, ``tensor_parallel``, ``micro_batch_size``, ``recompute.granularity``, ``optimizer``
             and ``fsdp``.
-        ranks: trainer processes, one GPU each where there are GPUs.
+        ranks: trainer processes, one GPU each where there are GPUs (``generation.colocated``: shared with an engine's).
         tensor_parallel: TP of attention and dense layers. With Megatron sequence parallelism is on as well above 1;
             with FSDP it is transformers' own plan, inside of each group that shards.
         pipeline_parallel: PP.
@@ -277,6 +277,23 @@ class VllmConfig:
 
 
 @dataclass
+class ColocatedConfig:
+    """Trainer and engines on the same GPUs, in two processes each, that take turns; NeMo-RL's key.
+
+    While the trainer has the GPUs the engines sleep, and while the engines generate the trainer's weights, gradients
+    and optimizer are in host memory. The refit is that of ``colocated_ipc``, for which all ranks have to be on one host.
+
+    Attributes:
+        enabled: give each trainer rank and one engine rank a GPU together; ``trainer.ranks`` must be the engines' ranks.
+        multi_stage_wake_up: wake an engine's weights before the refit, and its KV cache once the trainer's weights
+            have left the GPU. False wakes all at once before the refit, which needs memory for both.
+    """
+
+    enabled: bool = False
+    multi_stage_wake_up: bool = True
+
+
+@dataclass
 class GenerationConfig:
     """The generation side and its layout.
 
@@ -292,6 +309,7 @@ class GenerationConfig:
         max_new_tokens: longest completion.
         temperature: of training rollouts, and of the trainer's log-probabilities with them; above 0.
         vllm: see :class:`VllmConfig`.
+        colocated: see :class:`ColocatedConfig`.
     """
 
     backend: str = "transformers"
@@ -302,6 +320,7 @@ class GenerationConfig:
     max_new_tokens: int = 4
     temperature: float = 1.0
     vllm: VllmConfig = field(default_factory=VllmConfig)
+    colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..workers.catalog import LayoutError, Model, TrainLayout, bundled_models, bundled_name, open_model
 from ..workers.megatron.pipeline_layout import pipeline_layout_violations
+from .config_colocated import colocated_gpu_violations
 from .config_errors import Violation
 from .config_schema import TrainConfig
 from .tiny.checkpoints import KINDS, PREFIX
@@ -263,6 +264,9 @@ def gpu_violations(config: TrainConfig, gpus: int) -> Iterator[Violation]:
         config: the recipe.
         gpus: CUDA devices of this machine; without any, ranks run on CPUs and nothing is asked.
     """
+    if config.generation.colocated.enabled:
+        yield from colocated_gpu_violations(config, gpus)
+        return
     generation = generation_ranks(config)
     needed = config.trainer.ranks + generation
     if config.ray.address is None and 0 < gpus < needed:

@@ -54,7 +54,7 @@ class TrainingLoop:
     Args:
         config: the recipe.
         trainers: trainer ranks.
-        refits: moves the weights.
+        refits: moves the weights, and lets trainer and engines take turns where they share devices.
         collector: generates and scores.
         sampler: position in the training data, saved with checkpoints.
         validation: held-out prompts.
@@ -118,21 +118,26 @@ class TrainingLoop:
         val_reward = None
         if self._validates(step):
             with watch.stage("validate"):
-                val_reward = self._collector.validate(self._validation, self._config.validation.samples)
+                samples = self._config.validation.samples
+                val_reward = self._refits.generate(
+                    lambda: self._collector.validate(self._validation, samples)
+                )
         with watch.stage("generate"):
-            experience = self._collector.collect(step)
+            experience = self._refits.generate(lambda: self._collector.collect(step))
         if refit is not None:
             _require_version(experience, refit.version)
+        with watch.stage("hand_over"):
+            self._refits.hand_over()
         with watch.stage("logprobs"):
-            batch = self._batch(experience)
+            batch = self._refits.train(lambda: self._batch(experience))
         assert batch.old_logprobs is not None
         assert batch.rollout_logprobs is not None
         kl = generation_kl(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
         with watch.stage("train"):
-            trained = self._train(step, batch)
+            trained = self._refits.train(lambda: self._train(step, batch))
         if self._config.policy.refit.kv_scales:
             with watch.stage("calibrate"):
-                self._refits.calibrate(batch)
+                self._refits.train(lambda: self._refits.calibrate(batch))
         rewards = [r.reward for r in experience.rollouts]
         lengths = [len(r.completion.token_ids) for r in experience.rollouts]
         return {
@@ -152,6 +157,7 @@ class TrainingLoop:
             "time/step": watch.total,
             **{f"time/{name}": seconds for name, seconds in watch.seconds.items()},
             **_refit_metrics(refit),
+            **self._refits.stage_metrics(),
         }
 
     def _validates(self, step: int) -> bool:

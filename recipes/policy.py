@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..workers.colocated.trainer import ColocatedRank
 from .algorithms.losses import PolicyLossConfig, loss_normalizer, metric_means, policy_loss
 from .policy_batch import BatchSplit, PolicyBatch
 from .policy_state import CheckpointError, read_rank_state, write_rank_state
@@ -180,6 +181,14 @@ class Policy(ABC):
         sums = self._sum_over_batch(results)
         loss = sums.pop("loss")
         return {"loss": loss, "grad_norm": grad_norm, "lr": lr, **metric_means([sums])}
+
+    @abstractmethod
+    def colocated_rank(self) -> ColocatedRank:
+        """What takes this rank off its GPU while an engine has it; all of the policy is on the GPU.
+
+        Raises:
+            RefitError: it can't leave; says why.
+        """
 
     def save(self, folder: str | Path) -> None:
         """Write this rank's state (weights, masters, moments, schedule, random states) into ``folder``."""

@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ..integration.endpoints import rank_device
+from ..workers.colocated.trainer import TorchRank
 from ..workers.fsdp.model import FSDPLayout, FSDPModel, build_fsdp
 from .policy import OnLogits, Policy, PolicyConfig
 from .policy_batch import BatchSplit, PolicyBatch
@@ -99,6 +100,12 @@ class FSDPPolicy(Policy):
         ]
         groups = [group for group in groups if group["params"]]
         return torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps, foreach=True)
+
+    def colocated_rank(self) -> TorchRank:
+        # Offloaded shards are in host memory at all times, and FSDP wants them there.
+        models = [] if self.config.cpu_offload else [self.model]
+        frozen = [self.reference] if models and self.reference is not None else []
+        return TorchRank(models, self._optimizer, rank_device(), dist.get_rank(), frozen=frozen)
 
     def _split(self, batch: PolicyBatch) -> tuple[BatchSplit, PolicyBatch]:
         split = BatchSplit.of(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..integration.endpoints import rank_device
+from ..workers.colocated.trainer import MegatronRank
 from ..workers.megatron.model import MegatronLayout, Recompute, build_megatron
 from .policy import OnLogits, Policy, PolicyConfig
 from .policy_batch import BatchSplit, PolicyBatch
@@ -70,6 +71,11 @@ class MegatronPolicy(Policy):
                 chunk.requires_grad_(False).eval()
         self._vocab_size: int = built.provider.vocab_size
         self._optimizer, self._scheduler = self._build_optimizer(built.provider)
+
+    def colocated_rank(self) -> MegatronRank:
+        return MegatronRank(
+            self.model, self._optimizer, rank_device(), dist.get_rank(), frozen=self.reference or ()
+        )
 
     def _accumulate(
         self, local: PolicyBatch, split: BatchSplit, loss_of: OnLogits

@@ -18,6 +18,10 @@ class RankActor:
         """Address of this node as other nodes reach it, and a free port."""
         return ray.util.get_node_ip_address(), free_port()
 
+    def visible_gpus(self) -> str:
+        """``CUDA_VISIBLE_DEVICES`` as Ray has set it for this actor, which has a GPU."""
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
     def join(self, rank: int, size: int, host: str, port: int, timeout_s: float, local_world: bool) -> None:
         """Initialise ``torch.distributed``: NCCL where this actor has a GPU, else gloo.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ..integration.records import RefitRecord, RefitSummary, summarize
 from .cluster import gather
@@ -15,6 +17,8 @@ from .trainer_group import TrainerGroup
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 
 class Refits:
     """Joins a trainer and its engines, and moves the weights.
@@ -24,7 +28,13 @@ class Refits:
         trainers: the trainer's ranks, built.
         engines: the engines, built.
         records: JSON-lines file for the record of every refit and rank.
+
+    Attributes:
+        routes: numbers of weights by route; empty until trainer and engines have met.
     """
+
+    # Of the shard-to-shard path.
+    _kind = "nccl_xfer"
 
     def __init__(
         self, config: TrainConfig, trainers: TrainerGroup, engines: RolloutGroup, records: Path
@@ -34,16 +44,22 @@ class Refits:
         self._records = records
         self._timeout_s = config.ray.timeout_s
         self._kv_scales: dict[str, float] | None = None
-        self._engine = "nccl_xfer" if config.policy.nccl_xfer_refit else "packed_broadcast"
-        meeting = trainers.open_refit_rendezvous(engines.gen_ranks)
-        routes = gather(
-            [
-                *trainers.submit_init_refit(meeting, self._engine),
-                *engines.submit_init_refit(meeting, trainers.ranks, self._engine),
-            ],
-            self._timeout_s,
-        )[0]
-        self.routes: dict[str, object] = routes
+        self._engine = self._kind if config.policy.nccl_xfer_refit else "packed_broadcast"
+        self._on_met: Callable[[dict[str, object]], None] = lambda routes: None
+        self.routes: dict[str, object] = {}
+
+    def begin(self, first_step: int, on_met: Callable[[dict[str, object]], None]) -> None:
+        """Have the trainer ready for the first step.
+
+        Args:
+            first_step: of the run.
+            on_met: called with the routes, once they are known.
+
+        Raises:
+            RunError: a rank failed; names it.
+        """
+        self._on_met = on_met
+        self._meet()
 
     def calibrate(self, batch: PolicyBatch) -> None:
         """Have the next refit bring scales for the engines' FP8 KV cache: those of ``batch`` under the present weights.
@@ -59,6 +75,35 @@ class Refits:
         Raises:
             RunError: a rank failed; names it. The engines may be dirty and refuse to generate.
         """
+        return self._summary(self._move(version))
+
+    def generate(self, work: Callable[[], Result]) -> Result:
+        """Do the engines' work."""
+        return work()
+
+    def hand_over(self) -> None:
+        """Have the trainer ready for its work, whatever the engines have to give up for it."""
+
+    def train(self, work: Callable[[], Result]) -> Result:
+        """Do the trainer's work."""
+        return work()
+
+    def stage_metrics(self) -> dict[str, Any]:
+        """Of the memory stages since the last call; none where trainer and engines have devices of their own."""
+        return {}
+
+    def _meet(self) -> None:
+        meeting = self._trainers.open_refit_rendezvous(self._engines.gen_ranks)
+        self.routes = gather(
+            [
+                *self._trainers.submit_init_refit(meeting, self._engine),
+                *self._engines.submit_init_refit(meeting, self._trainers.ranks, self._engine),
+            ],
+            self._timeout_s,
+        )[0]
+        self._on_met(self.routes)
+
+    def _move(self, version: int) -> list[RefitRecord]:
         results = gather(
             [
                 *self._trainers.submit_refit(self._engine, version, self._kv_scales),
@@ -68,5 +113,8 @@ class Refits:
         )
         self._kv_scales = None
         rows = [row for result in results for row in (result if isinstance(result, list) else [result])]
-        append_json_lines(self._records, rows)
-        return summarize([RefitRecord(**row) for row in rows])
+        return [RefitRecord(**row) for row in rows]
+
+    def _summary(self, records: list[RefitRecord]) -> RefitSummary:
+        append_json_lines(self._records, [record.to_json() for record in records])
+        return summarize(records)

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from ..workers.completion import Completion
-from .cluster import RunError, gather
+from .cluster import ActorGroup, RunError, gather
 from .config_schema import TrainConfig
 
 Calls = list[tuple[str, ray.ObjectRef]]
@@ -26,13 +26,14 @@ class Sampling:
 
 
 class RolloutGroup(ABC):
-    """All replicas of a generation engine.
+    """All replicas of a generation engine; colocated, each rank of one sits beside a trainer's.
 
     Attributes:
         gen_ranks: ranks of all replicas together, as the refit counts them.
     """
 
     gen_ranks: int
+    _group: ActorGroup
 
     def __init__(self, config: TrainConfig) -> None:
         self._timeout_s = config.ray.timeout_s
@@ -53,6 +54,10 @@ class RolloutGroup(ABC):
     @abstractmethod
     def submit_refit(self, engine: str, version: int) -> Calls:
         """Have all ranks receive the weights; each call yields a list of records."""
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method on all processes of the engines; those of :class:`~.colocated_calls.SleepCalls` where they take turns."""
+        return self._group.call(method, *arguments)
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..integration.config import RefitConfig
 from ..workers.completion import Completion
-from .cluster import ActorGroup, gather
+from .cluster import ActorGroup, GuestGroup, gather
+from .colocated_calls import SleepCalls
 from .config_schema import TrainConfig
 from .rank import RankActor, join_worlds
 from .rollout import Calls, RolloutGroup, Sampling
 
+if TYPE_CHECKING:
+    from ..workers.colocated.transformers import TransformersSleeper
 
-class TransformersActor(RankActor):
+
+class TransformersActor(RankActor, SleepCalls):
     """One rank of a transformers engine."""
 
     def build(
@@ -24,6 +28,7 @@ class TransformersActor(RankActor):
         from ..workers.transformers_engine.engine import TransformersEngine
 
         self._engine = TransformersEngine(model_path, getattr(torch, dtype), tp_size, fp8=fp8)
+        self._sleeper: TransformersSleeper | None = None
         self._special = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
 
     def init_refit(
@@ -32,26 +37,44 @@ class TransformersActor(RankActor):
         return self._engine.init_per_pp_refit_comm_group(rendezvous, rank, asdict(config), engine)
 
     def refit(self, engine: str, version: int) -> list[dict[str, Any]]:
-        if engine == "nccl_xfer":
+        if engine != "packed_broadcast":
             return [self._engine.nccl_xfer_refit(version)]
         return [self._engine.update_weights_from_collective(version)]
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         return self._engine.generate(prompts, **asdict(sampling), **self._special)
 
+    @property
+    def sleeper(self) -> TransformersSleeper:
+        """Of this rank, made on first use."""
+        from ..workers.colocated.transformers import TransformersSleeper
+
+        if self._sleeper is None:
+            self._sleeper = TransformersSleeper(self._engine)
+        return self._sleeper
+
 
 class TransformersRollouts(RolloutGroup):
-    """Replicas of a tensor-parallel transformers model."""
+    """Replicas of a tensor-parallel transformers model; ``beside`` are trainer ranks whose places they share."""
 
     def __init__(
-        self, config: TrainConfig, model_path: str, eos_token_id: int, pad_token_id: int, gpus: int
+        self,
+        config: TrainConfig,
+        model_path: str,
+        eos_token_id: int,
+        pad_token_id: int,
+        gpus: int,
+        beside: ActorGroup | None = None,
     ) -> None:
         super().__init__(config)
         self._tp = config.generation.tensor_parallel
         self._refit_config = config.policy.refit
         self.gen_ranks = self._tp * self._replicas
-        self._group = ActorGroup(
-            "generation", TransformersActor, self.gen_ranks, gpus, config.ray, env=config.ray.generation_env
+        name, env = "generation", config.ray.generation_env
+        self._group = (
+            ActorGroup(name, TransformersActor, self.gen_ranks, gpus, config.ray, env=env)
+            if beside is None
+            else GuestGroup(name, TransformersActor, beside, 1, gpus, config.ray, env=env)
         )
         fp8 = config.generation.weight_dtype == "fp8"
         self._build_arguments = (model_path, config.model.dtype, self._tp, fp8, eos_token_id, pad_token_id)

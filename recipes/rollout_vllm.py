@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..integration.config import RefitConfig
 from ..workers.checkpoint_folder import checkpoint_folder
 from ..workers.completion import Completion
-from .cluster import ActorGroup, RunError, gather
+from .cluster import ActorGroup, GuestGroup, RunError, gather
+from .colocated_calls import SleepCalls
 from .config_schema import TrainConfig
 from .config_surroundings import local_hf_config
 from .rollout import Calls, RolloutGroup, Sampling
 from .vllm_arguments import engine_arguments, engine_bundles
 
+if TYPE_CHECKING:
+    from ..workers.colocated.vllm import VllmSleeper
+
 logger = logging.getLogger(__name__)
 
+_NAME = "generation engine"
 # Seconds for vLLM's processes to stop before they are killed.
 _CLOSE_S = 30.0
 # What vLLM on a CPU reads from the environment and nowhere else: KV cache in GiB, and no pinning of
@@ -26,7 +31,7 @@ _CLOSE_S = 30.0
 _CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
-class VllmActor:
+class VllmActor(SleepCalls):
     """One vLLM engine with all its tensor-parallel workers."""
 
     _llm: Any = None
@@ -42,6 +47,7 @@ class VllmActor:
         self._eos = eos_token_id
         self._llm = LLM(model_path, worker_extension_cls=EXTENSION, **arguments)
         self._driver = VllmDriver(self._llm)
+        self._sleeper: VllmSleeper | None = None
 
     def init_refit(
         self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str
@@ -70,6 +76,15 @@ class VllmActor:
         generated = self._driver.generate([{"prompt_token_ids": p} for p in prompts], parameters)
         return [self._completion(found.output.outputs[0], version) for found in generated]
 
+    @property
+    def sleeper(self) -> VllmSleeper:
+        """Of this engine, made on first use."""
+        from ..workers.colocated.vllm import VllmSleeper
+
+        if self._sleeper is None:
+            self._sleeper = VllmSleeper([self._driver])
+        return self._sleeper
+
     def close(self) -> None:
         """Stop vLLM's own processes, which outlive a killed actor for a while."""
         if self._llm is not None:
@@ -82,15 +97,37 @@ class VllmActor:
 
 
 class VllmRollouts(RolloutGroup):
-    """Replicas of a vLLM engine."""
+    """Replicas of a vLLM engine; ``beside`` are trainer ranks whose places they share."""
 
-    def __init__(self, config: TrainConfig, model_path: str, eos_token_id: int, gpus: int) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        model_path: str,
+        eos_token_id: int,
+        gpus: int,
+        beside: ActorGroup | None = None,
+    ) -> None:
         super().__init__(config)
         self._ranks = config.generation.tensor_parallel * config.generation.pipeline_parallel
         self._refit_config = config.policy.refit
         self.gen_ranks = self._ranks * self._replicas
-        self._group = ActorGroup(
-            "generation engine",
+        self._group = (
+            self._own_places(config, gpus)
+            if beside is None
+            else GuestGroup(
+                _NAME, VllmActor, beside, self._ranks, gpus, config.ray, env=config.ray.generation_env
+            )
+        )
+        hf_config = local_hf_config(str(checkpoint_folder(model_path, weights=False)))
+        arguments = engine_arguments(config, hf_config)
+        if beside is not None and gpus:
+            # vLLM's CPU build has no such mode, and keeps its memory.
+            arguments["enable_sleep_mode"] = True
+        self._build_arguments = (model_path, arguments, eos_token_id)
+
+    def _own_places(self, config: TrainConfig, gpus: int) -> ActorGroup:
+        return ActorGroup(
+            _NAME,
             VllmActor,
             self._replicas,
             gpus * self._ranks,
@@ -99,8 +136,6 @@ class VllmRollouts(RolloutGroup):
             bundles=engine_bundles(config),
             env=config.ray.generation_env,
         )
-        hf_config = local_hf_config(str(checkpoint_folder(model_path, weights=False)))
-        self._build_arguments = (model_path, engine_arguments(config, hf_config), eos_token_id)
 
     def start(self) -> None:
         self._building = self._group.submit("build", *self._build_arguments)

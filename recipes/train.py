@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,10 @@ from ..workers.checkpoint_folder import CheckpointUnreachable, checkpoint_folder
 from ..workers.megatron.hf_checkpoint import check_checkpoint
 from .algorithms.losses import PolicyLossConfig
 from .checkpoint import CheckpointStore
-from .cluster import RunError, gpus_per_rank, ray_cluster
+from .cluster import ActorGroup, RunError, gpus_per_rank, ray_cluster
+from .colocated import ColocatedRefits
 from .config import ConfigError, model_violations, resolve_data_path
+from .config_colocated import needs_bfloat16
 from .config_schema import TrainConfig, TrainerConfig
 from .config_surroundings import generation_ranks
 from .data.prompts import PromptSampler, held_out, load_prompts
@@ -44,13 +46,13 @@ class Interrupted(Exception):
     """The user stopped the run; it is saved, and ``resume=true`` goes on."""
 
 
-def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] = Refits) -> Path:
+def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] | None = None) -> Path:
     """Run a recipe to its end.
 
     Args:
         config: checked by ``load_config``.
         console: where progress is shown.
-        refits: makes the object that moves the weights; another one may watch or withhold them.
+        refits: makes the object that moves the weights; another one than the recipe's may watch or withhold them.
 
     Returns:
         The run's folder, with ``metrics.jsonl``, ``refits.jsonl``, ``config.yaml`` and ``report.png``.
@@ -86,16 +88,20 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] =
         config = _with_dtype(config, gpus)
         trainers = TrainerGroup(config, policy_config(config, model_path, _loss(config)), gpus)
         stack.callback(trainers.shutdown)
-        trainers.start()
-        engines = _engines(config, model_path, inputs.tokenizer, gpus)
+        colocated = config.generation.colocated.enabled
+        if not colocated:
+            trainers.start()
+        engines = _engines(config, model_path, inputs.tokenizer, gpus, trainers.actors if colocated else None)
         stack.callback(engines.shutdown)
         engines.start()
-        trainers.wait_until_built()
+        if not colocated:
+            trainers.wait_until_built()
         engines.wait_until_built()
+        refits = refits or (ColocatedRefits if colocated else Refits)
+        mover = refits(config, trainers, engines, folder / "refits.jsonl")
+        mover.begin(first_step, lambda routes: console.print(_routes(config, routes)))
         if resumed:
             trainers.load(resumed.folder)
-        mover = refits(config, trainers, engines, folder / "refits.jsonl")
-        console.print(_routes(config, mover))
         collector = ExperienceCollector(
             engines,
             inputs.train,
@@ -171,14 +177,17 @@ def _with_dtype(config: TrainConfig, gpus: int) -> TrainConfig:
     if config.model.dtype != "auto":
         return config
     # FP8 codes are made of 16 bits, on CPUs too.
-    in_bf16 = gpus or config.policy.refit.trainer_quantize_fp8
+    in_bf16 = gpus or config.policy.refit.trainer_quantize_fp8 or needs_bfloat16(config)
     return replace(config, model=replace(config.model, dtype="bfloat16" if in_bf16 else "float32"))
 
 
-def _engines(config: TrainConfig, model_path: str, tokenizer: Any, gpus: int) -> RolloutGroup:
+def _engines(
+    config: TrainConfig, model_path: str, tokenizer: Any, gpus: int, beside: ActorGroup | None
+) -> RolloutGroup:
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     if config.generation.backend == "vllm":
-        return VllmRollouts(config, model_path, tokenizer.eos_token_id, gpus)
-    return TransformersRollouts(config, model_path, tokenizer.eos_token_id, tokenizer.pad_token_id, gpus)
+        return VllmRollouts(config, model_path, eos, gpus, beside)
+    return TransformersRollouts(config, model_path, eos, pad, gpus, beside)
 
 
 def _loss(config: TrainConfig) -> PolicyLossConfig:
@@ -237,9 +246,10 @@ def _require_fresh(folder: Path, config: TrainConfig, resumed: Any) -> None:
 
 def _headline(config: TrainConfig, model_path: str) -> str:
     generation = config.generation
+    shared = ", colocated" if generation.colocated.enabled else ""
     return (
         f"[bold]{config.name}[/]: {config.algorithm.name} on {model_path}; trainer {config.trainer.ranks} ranks "
-        f"({_trainer_text(config.trainer)}), {generation.backend} {generation.replicas} x TP{generation.tensor_parallel}"
+        f"({_trainer_text(config.trainer)}), {generation.backend} {generation.replicas} x TP{generation.tensor_parallel}{shared}"
     )
 
 
@@ -252,8 +262,7 @@ def _trainer_text(trainer: TrainerConfig) -> str:
     return (f"HSDP{copies}x{shards}" if copies > 1 else f"FSDP{shards}") + (f" TP{tp}" if tp > 1 else "")
 
 
-def _routes(config: TrainConfig, refits: Refits) -> str:
-    routes = refits.routes
+def _routes(config: TrainConfig, routes: Mapping[str, object]) -> str:
     how = "shard to shard" if config.policy.nccl_xfer_refit else "packed broadcast of everything"
     return f"refit: {how}; {routes['bulk']} weights bulk, {routes['misc']} misc, {routes['unused']} unused by the engine"
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..integration.config import RefitConfig
+from ..integration.stage_memory import ProcessMemory
 from .cluster import ActorGroup, gather
 from .config_schema import TrainConfig
 from .policy import PolicyBatch, PolicyConfig
@@ -21,9 +22,11 @@ from .trainer_policies import refitting_policy
 class TrainerActor(RankActor):
     """One trainer rank."""
 
-    def build(self, config: PolicyConfig, refit_config: RefitConfig) -> None:
+    def build(self, config: PolicyConfig, refit_config: RefitConfig, colocated: bool) -> None:
         """Build the model and load the checkpoint's weights."""
         self._policy = refitting_policy(config, refit_config)
+        if colocated:
+            self._memory = self._policy.colocated_rank()
 
     def compute_logprobs(self, batch: PolicyBatch) -> np.ndarray | None:
         return _from_rank_0(self._policy.compute_logprobs(batch))
@@ -51,9 +54,24 @@ class TrainerActor(RankActor):
         return self._policy.init_per_pp_refit_comm_group(rendezvous, rank, engine)
 
     def refit(self, engine: str, version: int, kv_scales: dict[str, float] | None) -> dict[str, Any]:
-        if engine == "nccl_xfer":
+        if engine != "packed_broadcast":
             return self._policy.nccl_xfer_refit(version, kv_scales)
         return self._policy.broadcast_weights_for_collective(version, kv_scales)
+
+    def onload(self) -> None:
+        self._memory.onload()
+
+    def offload(self) -> None:
+        self._memory.offload()
+
+    def free(self) -> None:
+        self._memory.free()
+
+    def empty_cache(self) -> None:
+        self._memory.empty_cache()
+
+    def memory(self, restart: bool) -> list[ProcessMemory]:
+        return self._memory.memory(restart)
 
 
 class TrainerGroup:
@@ -61,10 +79,17 @@ class TrainerGroup:
 
     def __init__(self, config: TrainConfig, policy: PolicyConfig, gpus: int) -> None:
         self._timeout_s = config.ray.timeout_s
+        colocated = config.generation.colocated.enabled
         self._group = ActorGroup(
-            "trainer", TrainerActor, config.trainer.ranks, gpus, config.ray, env=config.ray.trainer_env
+            "trainer",
+            TrainerActor,
+            config.trainer.ranks,
+            gpus,
+            config.ray,
+            env=config.ray.trainer_env,
+            guest_cpus=config.ray.cpus_per_rank if colocated else 0.0,
         )
-        self._build_arguments = (policy, config.policy.refit)
+        self._build_arguments = (policy, config.policy.refit, colocated)
 
     def start(self) -> None:
         """Make the ranks' world and begin to build the models."""
@@ -74,6 +99,15 @@ class TrainerGroup:
     def wait_until_built(self) -> None:
         """Wait for the models, whose building began with :meth:`start`."""
         gather(self._building, self._timeout_s)
+
+    @property
+    def actors(self) -> ActorGroup:
+        """The ranks' actors, beside which engines may be placed."""
+        return self._group
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of :class:`TrainerActor` on all ranks."""
+        return self._group.call(method, *arguments)
 
     @property
     def ranks(self) -> int:

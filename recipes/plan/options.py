@@ -123,6 +123,8 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
         wrong.append(str(error))
     try:
         hosts = read_hosts(arguments.topology)
+        if recipe is not None and recipe.colocated:
+            hosts = replace(hosts, colocated=True)
     except HostsError as error:
         wrong.append(f"topology: {error}")
     layouts: list[TrainLayout | FsdpLayout | GenLayout] = [

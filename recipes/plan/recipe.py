@@ -22,12 +22,14 @@ class RecipePlan:
         train: its trainer's layout.
         gen: its engines' layout.
         refit: its buckets and streams.
+        colocated: whether each trainer rank shares its GPU with an engine's.
     """
 
     model: Model
     train: TrainLayout | FsdpLayout
     gen: GenLayout
     refit: RefitConfig
+    colocated: bool = False
 
 
 def read_recipe(recipe: str, overrides: Sequence[str] = ()) -> RecipePlan:
@@ -77,7 +79,7 @@ def plan_of(config: TrainConfig) -> RecipePlan:
         pp=generation.pipeline_parallel,
         ep=generation.tensor_parallel if shares_experts else 1,
     )
-    return RecipePlan(_model(config), train, gen, config.policy.refit)
+    return RecipePlan(_model(config), train, gen, config.policy.refit, generation.colocated.enabled)
 
 
 def _megatron(trainer: TrainerConfig) -> TrainLayout:

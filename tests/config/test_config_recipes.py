@@ -23,6 +23,7 @@ def test_the_bundled_recipes_are_listed_without_their_bases() -> None:
         "grpo_qwen3_30b_a3b_fp8",
         "grpo_qwen3_4b",
         "grpo_qwen3_4b_fp8_kv",
+        "grpo_qwen3_8b_colocated",
         "grpo_tiny",
         "grpo_tiny_moe",
         "grpo_tiny_pp",

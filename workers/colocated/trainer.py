@@ -1,7 +1,7 @@
 """Trainer ranks that leave their GPU to an engine and come back: torch modules, FSDP2, and Megatron under its DDP.
 
-The weights stay in host memory while the engine generates, pinned where the module allows it: a refit reads them from
-wherever they are.
+The weights stay in pinned host memory while the engine generates: a refit reads them from wherever they are, but for those
+under FSDP2, which it refuses to read then. On a CPU nothing moves, but gradients are freed in their turn.
 """
 
 from __future__ import annotations
@@ -13,21 +13,29 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ...integration.errors import RefitError
 from ...integration.stage_memory import MemoryWatch, ProcessMemory, empty_cache
+from .host_copies import HostCopies
 
 _HOST = torch.device("cpu")
 
 
-class _Rank(ABC):
-    """What all kinds share; each is a :class:`~...integration.stages.ColocatedTrainer` of one rank."""
+class ColocatedRank(ABC):
+    """What all kinds share; each is a :class:`~...integration.stages.ColocatedTrainer` of one rank.
 
-    def __init__(self, device: torch.device, rank: int) -> None:
+    Args:
+        device: GPU of this rank.
+        rank: of the trainer.
+        frozen: modules that no refit reads, a reference policy's, say; they leave with the optimizer.
+    """
+
+    def __init__(self, device: torch.device, rank: int, frozen: Sequence[nn.Module]) -> None:
         self._device = device
         self._rank = rank
+        self._frozen = list(frozen)
         self._watch = MemoryWatch(device)
+        self._frozen_copies = HostCopies(device)
 
     @abstractmethod
     def onload(self) -> None:
@@ -52,12 +60,16 @@ class _Rank(ABC):
             self._watch.restart()
         return [found]
 
+    @property
+    def _on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
     def _settle(self) -> None:
-        if self._device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.synchronize(self._device)
 
 
-class TorchRank(_Rank):
+class TorchRank(ColocatedRank):
     """Modules with parameters of their own, or under FSDP2.
 
     Args:
@@ -65,6 +77,7 @@ class TorchRank(_Rank):
         optimizer: of their parameters; of its state all moves that is on the GPU at an ``offload``.
         device: GPU of this rank.
         rank: of the trainer.
+        frozen: as of :class:`ColocatedRank`.
     """
 
     def __init__(
@@ -73,17 +86,18 @@ class TorchRank(_Rank):
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         rank: int = 0,
+        frozen: Sequence[nn.Module] = (),
     ) -> None:
-        super().__init__(device, rank)
+        super().__init__(device, rank, frozen)
         self._modules = list(modules)
         self._optimizer = optimizer
-        # Pinned memory by what lies there, taken once: pinning takes longer than copying.
+        self._copies = HostCopies(device)
         self._pinned: dict[tuple[int, str], torch.Tensor] = {}
         self._moved: list[tuple[dict[str, Any], str]] = []
 
     def onload(self) -> None:
-        for module in self._modules:
-            self._move_module(module, self._device)
+        self._copies.restore()
+        self._frozen_copies.restore()
         while self._moved:
             values, name = self._moved[-1]
             values[name] = values[name].to(self._device, non_blocking=True)
@@ -98,27 +112,13 @@ class TorchRank(_Rank):
                 if isinstance(value, torch.Tensor) and value.device.type == self._device.type != "cpu":
                     values[name] = self._to_host(value, (id(values), name))
                     self._moved.append((values, name))
+        if self._on_gpu:
+            self._frozen_copies.free(self._frozen)
         self._settle()
 
     def free(self) -> None:
-        for module in self._modules:
-            self._move_module(module, _HOST)
-        self._settle()
-
-    def _move_module(self, module: nn.Module, device: torch.device) -> None:
-        if any(isinstance(part, FSDPModule) for part in module.modules()):
-            # FSDP2 keeps views of its shards, which only its own way of moving renews.
-            module.to(device)
-            return
-        with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
-                if tensor.device.type != device.type:
-                    data = tensor.data
-                    tensor.data = (
-                        self._to_host(data, (id(tensor), ""))
-                        if device == _HOST
-                        else data.to(device, non_blocking=True)
-                    )
+        if self._on_gpu:
+            self._copies.free(self._modules)
 
     def _to_host(self, tensor: torch.Tensor, place: tuple[int, str]) -> torch.Tensor:
         if type(tensor) is not torch.Tensor:
@@ -130,7 +130,7 @@ class TorchRank(_Rank):
         return kept.copy_(tensor, non_blocking=True)
 
 
-class MegatronRank(_Rank):
+class MegatronRank(ColocatedRank):
     """Model chunks under Megatron-core's ``DistributedDataParallel``, by Megatron-core's own offloading.
 
     Args:
@@ -138,21 +138,31 @@ class MegatronRank(_Rank):
         optimizer: Megatron-core's, with master weights of its own.
         device: GPU of this rank.
         rank: of the trainer.
+        frozen: as of :class:`ColocatedRank`; chunks under no DDP.
 
     Raises:
         RefitError: a chunk is under no DDP, whose buffers are what is freed; the optimizer steps the model's parameters
             themselves, so that offloading its state would tear them out of their buffers.
     """
 
-    def __init__(self, model: Sequence[Any], optimizer: Any, device: torch.device, rank: int = 0) -> None:
-        super().__init__(device, rank)
+    def __init__(
+        self,
+        model: Sequence[Any],
+        optimizer: Any,
+        device: torch.device,
+        rank: int = 0,
+        frozen: Sequence[nn.Module] = (),
+    ) -> None:
+        super().__init__(device, rank, frozen)
         self._chunks = list(model)
         self._optimizer = optimizer
         self._require_movable()
 
     def onload(self) -> None:
-        self._buffers("reload_from_cpu", move_params=True, move_grads=True)
-        self._optimizer.restore_from_cpu()
+        self._frozen_copies.restore()
+        self._buffers("reload_from_cpu", move_params=self._on_gpu, move_grads=True)
+        if self._on_gpu:
+            self._optimizer.restore_from_cpu()
         self._settle()
 
     def offload(self) -> None:
@@ -160,10 +170,13 @@ class MegatronRank(_Rank):
         self._settle()
         self._buffers("offload_to_cpu", move_params=False, move_grads=True)
         self._optimizer.offload_to_cpu()
+        if self._on_gpu:
+            self._frozen_copies.free(self._frozen)
+        self._settle()
 
     def free(self) -> None:
         self._settle()
-        self._buffers("offload_to_cpu", move_params=True, move_grads=True)
+        self._buffers("offload_to_cpu", move_params=self._on_gpu, move_grads=True)
         self._settle()
 
     def _buffers(self, method: str, **what: bool) -> None:

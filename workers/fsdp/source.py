@@ -95,6 +95,7 @@ class FSDPSource:
 
     def settle(self) -> None:
         # What FSDP has gathered needs nothing: the shards are read, which the optimizer writes.
+        self._require_memory()
         if self._adapters is not None:
             self._adapters.require_same_modules()
         elif has_adapters(self._model):
@@ -122,6 +123,17 @@ class FSDPSource:
 
     def storage_key(self) -> Hashable:
         return storage_key(map(self._kept.local, self._kept.names))
+
+    def _require_memory(self) -> None:
+        """All shards leave the GPU together, so that one tells of all."""
+        name = next((name for name in self._kept.names if self._kept.local(name).numel()), "")
+        if name and not self._kept.local(name).untyped_storage().nbytes():
+            raise RefitError(
+                "the trainer's shards are away: their memory was freed, with copies on the host that a refit does not know. "
+                "Nothing was sent. Bring the trainer back to its GPU first (load_trainer of a colocated cycle)",
+                stage="export",
+                parameter=name,
+            )
 
     def _dtype(self, weight: CheckpointWeight) -> torch.dtype:
         """Of the export: a conversion's own dtype stands."""

@@ -1,0 +1,82 @@
+"""What ``generation.colocated`` asks of a recipe, all of it told at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlrefit.recipes.config import load_config
+from rlrefit.recipes.config_colocated import ENABLED, needs_bfloat16
+from rlrefit.recipes.config_surroundings import gpu_violations
+
+ON = f"{ENABLED}=true"
+
+
+@pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
+@pytest.mark.parametrize("recipe", ["grpo_tiny", "dapo_tiny", "grpo_tiny_moe", "grpo_tiny_pp"])
+def test_either_trainer_and_algorithm_can_share_its_gpus(violations, recipe: str, trainer: str) -> None:
+    assert violations(ON, f"trainer={trainer}", recipe=recipe) == ()
+
+
+def test_ranks_that_do_not_match_get_the_replicas_that_do(violations) -> None:
+    (found,) = violations(ON, recipe="grpo_tiny_vllm")
+    assert found.startswith("trainer.ranks: 2 trainer ranks and 1 generation ranks")
+    assert "give generation.replicas=2" in found
+    assert violations(ON, "generation.replicas=2", recipe="grpo_tiny_vllm") == ()
+    (found,) = violations(ON, "trainer.ranks=3", "trainer.tensor_parallel=1", "algorithm.prompts_per_step=48")
+    assert "give trainer.ranks=2" in found
+
+
+def test_all_that_can_not_share_gpus_is_told_at_once_with_its_remedy(violations) -> None:
+    found = violations(
+        ON,
+        "generation.tensor_parallel=4",
+        "generation.vllm.distributed_executor_backend=ray",
+        "policy.refit.transport=ipc",
+        "ray.generation_env={PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'}",
+        "trainer.distributed_optimizer=false",
+        "model.dtype=float32",
+        recipe="grpo_tiny_vllm",
+    )
+    told = {text.partition(":")[0]: text for text in found}
+    assert told.keys() == {
+        "trainer.ranks",
+        "generation.vllm.distributed_executor_backend",
+        "policy.refit.transport",
+        "ray.generation_env.PYTORCH_CUDA_ALLOC_CONF",
+        "trainer.distributed_optimizer",
+        "model.dtype",
+    }
+    assert "give trainer.ranks=4" in told["trainer.ranks"]
+    assert "give mp" in told["generation.vllm.distributed_executor_backend"]
+    assert "give auto" in told["policy.refit.transport"]
+    assert "leave expandable_segments out" in told["ray.generation_env.PYTORCH_CUDA_ALLOC_CONF"]
+    assert "give true" in told["trainer.distributed_optimizer"]
+    assert "give bfloat16 or auto, or train with trainer=fsdp" in told["model.dtype"]
+
+
+def test_an_optimizer_that_is_half_in_host_memory_is_refused(violations) -> None:
+    (found,) = violations(ON, "trainer.optimizer.cpu_offload_fraction=0.5")
+    assert "give 0: all of the optimizer is in host memory while an engine generates" in found
+
+
+def test_stages_without_shared_gpus_have_no_effect_and_are_refused(violations) -> None:
+    (found,) = violations("generation.colocated.multi_stage_wake_up=false")
+    assert f"give true, or {ENABLED}=true" in found
+    assert violations(ON, "generation.colocated.multi_stage_wake_up=false") == ()
+
+
+def test_shared_gpus_are_counted_once_and_the_transformers_engine_needs_its_own(data) -> None:
+    config = load_config("grpo_tiny", [*data, ON])
+    assert [*gpu_violations(config, 0)] == []
+    (engine,) = gpu_violations(config, 2)
+    assert "give generation.backend=vllm, or false here" in engine.text
+    served = load_config("grpo_tiny_vllm", [*data, ON, "generation.replicas=2"])
+    assert [*gpu_violations(served, 2)] == []
+    (ranks,) = gpu_violations(served, 1)
+    assert "2 ranks share a GPU each with an engine's, and this machine has 1" in ranks.text
+
+
+def test_only_megatrons_optimizer_asks_for_bfloat16(data) -> None:
+    assert needs_bfloat16(load_config("grpo_tiny", [*data, ON]))
+    assert not needs_bfloat16(load_config("grpo_tiny", [*data, ON, "trainer=fsdp"]))
+    assert not needs_bfloat16(load_config("grpo_tiny", data))

@@ -1,0 +1,124 @@
+"""Whole runs of a recipe whose trainer and vLLM take turns on one GPU, by the command line as a user gives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlrefit.recipes.run_files import read_json_lines
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(540),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+STEPS = 3
+# Of the GPU, for an engine whose model has a few megabytes: the rest of it is KV cache.
+UTILIZATION = 0.8
+BEGIN = ["sleep", "load_trainer"]
+STEP = [
+    *("offload_trainer", "wake_weights", "refit", "free_trainer", "wake_kv_cache"),
+    *("generate", *BEGIN, "train", "train"),
+]
+
+
+def run(trainer: str, root: Path) -> tuple[int, str]:
+    """Exit code and output of the recipe on one GPU."""
+    arguments = (
+        "recipe=grpo_tiny_vllm",
+        f"trainer={trainer}",
+        f"name={trainer}",
+        f"run_root={root}",
+        "trainer.ranks=1",
+        "trainer.tensor_parallel=1",
+        "generation.colocated.enabled=true",
+        f"generation.vllm.gpu_memory_utilization={UTILIZATION}",
+        f"algorithm.steps={STEPS}",
+        "validation.every=0",
+        "checkpoint.every=0",
+        "policy.refit.verify=full",
+        "ray.timeout_s=400",
+    )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    done = subprocess.run(
+        [sys.executable, "-m", "rlrefit.recipes.cli", "train", *arguments],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+        env={**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": visible},
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("trainer", ["fsdp", "megatron"])
+def test_three_steps_in_turns_on_one_gpu_follow_the_policy_and_give_the_memory_back(
+    trainer: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    code, output = run(trainer, tmp_path)
+    assert code == 0, output
+    folder = tmp_path / trainer
+    rows = read_json_lines(folder / "metrics.jsonl")
+    stages = read_json_lines(folder / "stages.jsonl")
+    refits = read_json_lines(folder / "refits.jsonl")
+    _tell(request, trainer, stages, refits)
+
+    assert [row["weights/version"] for row in rows] == list(range(STEPS))
+    assert max(row["generation_kl"] for row in rows) <= 1e-3
+    assert len({row["train/grad_norm"] for row in rows}) == STEPS
+
+    assert {record["engine"] for record in refits} == {"colocated_ipc"}
+    assert all(record["bytes_verified"] > 0 for record in refits if record["role"] == "generation")
+    assert all(record["stage_peaks"]["wake_weights"] > 0 for record in refits)
+
+    assert [record["move"] for record in stages] == BEGIN + STEP * STEPS
+    assert not any(record["failed"] for record in stages)
+    assert len({process["device"] for record in stages for process in record["processes"]}) == 1
+    total = stages[-1]["processes"][0]["device_total"]
+    assert min(_used(stages, "generate")) > 0.9 * UTILIZATION * total
+    assert max(_used(stages, "sleep")) < 0.2 * total
+    assert max(_used(stages, "refit")) < 0.2 * total
+    # From the second step on, since the first refit makes buffers that stay.
+    trained, alone = _of_trainer(stages, "train")[1::2], _of_trainer(stages, "offload_trainer")
+    freed = _of_trainer(stages, "free_trainer")
+    assert all(whole > weights for whole, weights in zip(trained[:-1], alone[1:], strict=True))
+    assert all(weights > rest for weights, rest in zip(alone[1:], freed[1:], strict=True))
+
+
+def _used(stages: list[dict[str, Any]], move: str) -> list[int]:
+    """Bytes in use on the GPU after each such move."""
+    return [max(p["device_used"] for p in each["processes"]) for each in stages if each["move"] == move]
+
+
+def _of_trainer(stages: list[dict[str, Any]], move: str) -> list[int]:
+    """Bytes that the trainer's tensors take on the GPU after each such move."""
+    return [
+        process["allocated"]
+        for each in stages
+        for process in each["processes"]
+        if each["move"] == move and process["process"].startswith("trainer")
+    ]
+
+
+def _tell(
+    request: pytest.FixtureRequest, trainer: str, stages: list[dict[str, Any]], refits: list[dict[str, Any]]
+) -> None:
+    told = {
+        move: {
+            "s": [round(each["seconds"], 3) for each in stages if each["move"] == move],
+            "peak GiB": round(max(each["device_peak"] for each in stages if each["move"] == move) / 2**30, 2),
+        }
+        for move in dict.fromkeys(each["move"] for each in stages)
+    }
+    carried = sorted({record["transport"] for record in refits})
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    reporter.write_line("\n" + json.dumps({"trainer": trainer, "transport": carried, "stages": told}))

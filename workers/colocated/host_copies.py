@@ -1,0 +1,96 @@
+"""Tensors that leave a GPU and come back into the same storages.
+
+The storages stay, without memory: who keeps views of them (a refit that is bound to them, FSDP2 to its shards) keeps no
+memory, and finds them filled again. A tensor that got new memory for each stay would leave the old one to such views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+class HostCopies:
+    """Of modules' parameters and buffers; always of the same modules.
+
+    The copies of a GPU's are page-locked, and kept: to take such memory takes longer than to copy.
+
+    Args:
+        device: where the modules live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # By the identity of a storage: the storage, and what it holds.
+        self._copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+        self._away: set[int] = set()
+        # Tensors that show their copies meanwhile, and where they live.
+        self._shown: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def free(self, modules: Sequence[nn.Module]) -> None:
+        """Copy what lies on the device to the host, and free it there.
+
+        Parameters and buffers show the copies until :meth:`restore`, but for those of a module under FSDP2, whose shards
+        stay what they are, without memory.
+        """
+        for module in modules:
+            sharded = any(isinstance(part, FSDPModule) for part in module.modules())
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()  # gathered weights are nobody's
+            for tensor in _tensors(module):
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                if local.device.type != self._device.type or not local.numel():
+                    continue
+                copy = self._copy(local.untyped_storage())
+                if not sharded:
+                    self._shown.append((tensor, tensor.data))
+                    tensor.data = _view(copy, local)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        # Without those of tensors that have got other storages since.
+        self._copies = {key: self._copies[key] for key in self._away}
+        for storage, _ in self._copies.values():
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Bring back all that is away."""
+        for key in self._away:
+            storage, copy = self._copies[key]
+            storage.resize_(copy.numel())
+            _bytes(storage).copy_(copy, non_blocking=True)
+        self._away.clear()
+        for tensor, home in self._shown:
+            tensor.data = home
+        self._shown.clear()
+
+    def _copy(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        key = storage._cdata
+        if key not in self._copies:
+            pinned = self._device.type == "cuda"
+            made = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+            self._copies[key] = storage, made
+        copy = self._copies[key][1]
+        if key not in self._away:
+            copy.copy_(_bytes(storage), non_blocking=True)
+            self._away.add(key)
+        return copy
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    found: Iterable[torch.Tensor] = (*module.parameters(), *module.buffers())
+    yield from found
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _view(copy: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The place of ``like`` in a copy of its storage."""
+    shown = torch.empty(0, dtype=like.dtype)
+    return shown.set_(copy.untyped_storage(), like.storage_offset(), like.shape, like.stride())
