@@ -49,7 +49,8 @@ def on_rank(rank: int, size: int, port: int, checkpoint: str, root: str, results
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), **place)
         torch.cuda.set_device(rank)
-        dist.init_process_group("nccl")
+        # Gloo gathers what is in host memory when all is compared.
+        dist.init_process_group("cpu:gloo,cuda:nccl")
         exact = {name: Case(checkpoint, layout, options=more) for name, (layout, more) in CASES.items()}
         rounded = {
             name: Case(checkpoint, layout, torch.bfloat16, options=more)

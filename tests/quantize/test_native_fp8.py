@@ -89,7 +89,7 @@ class Float8BlockwiseQTensor(torch.Tensor):
             "rowwise_data": codes.view(torch.uint8),
             "rowwise_scale_inv": torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4)),
             "is_2D_scaled": True,
-            "fp8_dtype": "DType.kFloat8E4M3",
+            "fp8_dtype": SimpleNamespace(name="kFloat8E4M3"),
             "quantizer": SimpleNamespace(block_len=128, force_pow_2_scales=True),
         }
 

@@ -51,8 +51,9 @@ def native_blocks(weight: Any) -> NativeBlocks:
         raise Refused("FP8 parameter: Transformer Engine keeps it by columns only at the moment")
     if not found["is_2D_scaled"] or quantizer.block_len != _BLOCK[0]:
         raise Refused("FP8 parameter: its scales are not those of blocks of 128 by 128")
-    if not str(found["fp8_dtype"]).endswith("E4M3"):
-        raise Refused(f"FP8 parameter: its codes are {found['fp8_dtype']}, and engines take E4M3")
+    kind = found["fp8_dtype"].name
+    if not kind.endswith("E4M3"):
+        raise Refused(f"FP8 parameter: its codes are {kind}, and engines take E4M3")
     if codes.dim() != 2 or not codes.is_contiguous():
         raise Refused("FP8 parameter: its codes are no contiguous matrix")
     rows, columns = blocks.scale_shape(codes.shape, _BLOCK)
