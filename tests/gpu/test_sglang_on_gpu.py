@@ -73,7 +73,9 @@ class TakingTurns:
 def colocated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder = tmp_path_factory.mktemp("colocated")
     paths = [write_checkpoint(folder / f"{i}", i, fp8=False, experts=request.param) for i in (0, 1)]
-    scene = Scene(paths, "cuda", enable_memory_saver=True, max_total_tokens=_TOKENS)
+    scene = Scene(
+        paths, "cuda", enable_memory_saver=True, max_total_tokens=_TOKENS, moe_runner_backend="triton"
+    )
     yield scene
     scene.engine.shutdown()
 
@@ -171,7 +173,13 @@ class Apart:
         self.trainer = SglangTrainer()
         self.ranks = 2 if torch.cuda.device_count() > 2 else 1
         self.scene = Scene(
-            paths, "cuda", tp_size=self.ranks, ep_size=self.ranks if experts else 1, disable_radix_cache=True
+            paths,
+            "cuda",
+            tp_size=self.ranks,
+            ep_size=self.ranks if experts else 1,
+            disable_radix_cache=True,
+            disable_custom_all_reduce=True,
+            moe_runner_backend="triton",
         )
         self.specs = self.trainer.do("hold", paths)
         self.server: Any = None
@@ -272,6 +280,7 @@ def test_a_refit_beside_sglangs_own_broadcast(apart: Apart) -> None:
         ours.append(apart.refit(index))
         assert scene.generate() == scene.references[index]
         scene.poison()
+        scene.settle()
         apart.trainer.begin("broadcast")
         began = time.perf_counter()
         success, message = scene.engine.update_weights_from_distributed(names, dtypes, shapes)

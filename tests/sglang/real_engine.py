@@ -53,9 +53,9 @@ class Scene:
         # Of the engine as it was started from a checkpoint, and as its own update from disk leaves it.
         self.references = [self.generate()]
         self.check("snapshot")
-        self.engine.update_weights_from_disk(self.paths[1])
+        self._load(1)
         self.references.append(self.generate())
-        self.engine.update_weights_from_disk(self.paths[0])
+        self._load(0)
         assert self.generate() == self.references[0]
         assert self.references[0] != self.references[1]
 
@@ -95,7 +95,18 @@ class Scene:
             (name, torch.full_like(tensor, float("nan")))
             for name, tensor in read_checkpoint(self.paths[0]).items()
         ]
-        success, message = self.engine.update_weights_from_tensor(tensors)
+        success, message = self.engine.update_weights_from_tensor(tensors, flush_cache=False)
+        assert success, message
+
+    def settle(self) -> None:
+        """Wait until no batch is left: SGLang's own updates flush the cache, and its scheduler ends where that fails."""
+        manager = self.engine.tokenizer_manager
+        flushed = self.engine.loop.run_until_complete(manager.flush_cache(timeout_s=10.0))
+        assert flushed.success, flushed.message
+
+    def _load(self, index: int) -> None:
+        self.settle()
+        success, message, *_ = self.engine.update_weights_from_disk(self.paths[index])
         assert success, message
 
     async def _checked(self, action: str) -> Any:
