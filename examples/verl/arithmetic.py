@@ -1,0 +1,53 @@
+"""The tiny recipes' model and task for verl: ``python examples/verl/arithmetic.py FOLDER`` writes what grpo_arithmetic.yaml asks for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas
+
+from rlrefit.recipes.rewards import arithmetic
+from rlrefit.recipes.tiny.checkpoints import make_checkpoint
+from rlrefit.recipes.tiny.make_data import records
+from rlrefit.recipes.tiny.make_tokenizer import load_tokenizer
+
+SOURCE = "arithmetic"
+# A prompt is text and no conversation: verl applies a template to every prompt.
+PLAIN = "{% for message in messages %}{{ message['content'] if 'content' in message else '' }}{% endfor %}"
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
+) -> float:
+    """The bundled rule-based reward, as verl's ``custom_reward_function`` is called.
+
+    verl does not say whether a completion ended by itself; one that did not is longer than its answer.
+    """
+    found = arithmetic(prompt="", completion=solution_str, answer=ground_truth, finished=True)
+    return found.value
+
+
+def write(folder: Path) -> None:
+    """Writes ``model/``, ``train.parquet`` and ``validation.parquet``; a second call changes nothing."""
+    if not (folder / "model").exists():
+        make_checkpoint("qwen3", folder / "model")
+        tokenizer = load_tokenizer()
+        tokenizer.chat_template = PLAIN
+        tokenizer.save_pretrained(folder / "model")
+    for name, part in zip(("train", "validation"), records(), strict=True):
+        rows = [
+            {
+                "data_source": SOURCE,
+                "prompt": [{"role": "user", "content": record["prompt"]}],
+                "reward_model": {"style": "rule", "ground_truth": record["answer"]},
+                "extra_info": {"index": index},
+            }
+            for index, record in enumerate(part)
+        ]
+        pandas.DataFrame(rows).to_parquet(folder / f"{name}.parquet")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

@@ -1,0 +1,57 @@
+"""verl's own correctness test of checkpoint engines, with ours, on two GPUs: an FSDP2 actor, and a live vLLM server.
+
+verl's compares with a mock of the engine; here every live parameter of vLLM is compared, after it was made a NaN.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlrefit.recipes.tiny.checkpoints import make_checkpoint
+
+pytest.importorskip("verl")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="an actor and a vLLM server need a GPU each"),
+    pytest.mark.timeout(420),
+]
+ROLLOUT = "actor_rollout_ref.rollout"
+ENGINE = f"{ROLLOUT}.checkpoint_engine"
+# With vLLM's sleep mode verl discards and remaps all weights before an update.
+AWAKE = (f"{ROLLOUT}.free_cache_engine=false", f"+{ROLLOUT}.enable_sleep_mode=false")
+FULL = (
+    f"{ENGINE}.backend=nccl_xfer",
+    f"{ENGINE}.custom_backend_module=rlrefit.integration.adapters.verl",
+    f"+{ENGINE}.engine_kwargs.nccl_xfer.timeout_s=120.0",
+    f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=tests.verl_adapter.probe.FullProbe",
+)
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), AWAKE, FULL], ids=["shards_with_sleep_mode", "shards_awake", "full_tensors"]
+)
+def test_three_changed_updates_land_in_the_live_parameters_bit_for_bit(
+    overrides: tuple[str, ...], tmp_path: Path, record_property: Any
+) -> None:
+    from tests.verl_adapter.fleet import expected, shard_fleet
+
+    checkpoint = make_checkpoint("qwen3", tmp_path / "model")
+    env = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    seconds = []
+    with shard_fleet(tmp_path, checkpoint, env, 1, 1, overrides) as fleet:
+        manager = fleet.manager(0)
+        for version in (1, 2, 3):
+            metrics = fleet.update(manager, version)
+            seconds.append(metrics["checkpoint_engine/seconds"])
+            found = fleet.held(0)
+            assert found["parameters"] == expected(checkpoint, version)
+            if overrides is not FULL:
+                assert found["version"] == {"version": version}
+    record_property("warm_update_seconds", statistics.median(seconds[1:]))

@@ -1,0 +1,168 @@
+"""verl's own actors (FSDP2) and its own vLLM replicas on a Ray cluster of one host, with shards between them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import verl
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
+from verl.checkpoint_engine import CheckpointEngineManager
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.single_controller.ray.base import create_colocated_worker_cls
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import HFModelConfig
+from verl.workers.rollout.replica import get_rollout_replica_class
+
+from rlrefit.workers.vllm.extension import _digest_of
+from tests.verl_adapter.fsdp_actor import Actor, weight
+
+ROOT = Path(__file__).resolve().parents[2]
+# On CPUs: verl's platform by its own registry, vLLM without its detection of cores.
+CPU = {
+    "VERL_USE_EXTERNAL_MODULES": "tests.verl_adapter.cpu_platform",
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True)
+class ShardFleet:
+    """Actors and replicas, all of which have come up."""
+
+    config: Any
+    actors: RayWorkerGroup
+    replicas: list[Any]
+    folder: Path
+
+    def manager(self, *replicas: int) -> CheckpointEngineManager:
+        engine = omega_conf_to_dataclass(self.config.rollout.checkpoint_engine)
+        return CheckpointEngineManager(engine, self.actors, [self.replicas[i] for i in replicas])
+
+    def update(self, manager: CheckpointEngineManager, version: int) -> dict[str, float]:
+        """Change all weights, spoil those of the engines, and update by ``manager``."""
+        self.actors.change(version)
+        for replica in manager.replicas:
+            self.call(replica, "probe_poison")
+        return manager.update_weights(version)
+
+    def call(self, replica: Any, method: str, *args: Any) -> None:
+        ray.get(replica.server_handle.collective_rpc.remote(method, args=args), timeout=120)
+
+    def held(self, replica: int) -> dict[str, Any]:
+        """Digests of a replica's live parameters, and its version."""
+        file = self.folder / f"held-{replica}.json"
+        self.call(self.replicas[replica], "probe_write", str(file))
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+
+    def records(self, role: str) -> list[dict[str, Any]]:
+        """Of rank 0 of a role, in order."""
+        lines = (self.folder / f"refits-{role}-0.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def expected(checkpoint: Path, version: int) -> dict[str, str]:
+    """Digests of what vLLM's parameters have to be at a version, for a dense Qwen3 at TP1."""
+    shapes = {name: tensor.shape for name, tensor in load_file(checkpoint / "model.safetensors").items()}
+    whole = {name: weight(name, shape, version).bfloat16() for name, shape in shapes.items()}
+    fused: dict[str, torch.Tensor] = {}
+    for name, tensor in whole.items():
+        for part, parts, joined in (
+            ("q_proj", ("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+            ("gate_proj", ("gate_proj", "up_proj"), "gate_up_proj"),
+        ):
+            if part in name:
+                fused[name.replace(part, joined)] = torch.cat([whole[name.replace(part, p)] for p in parts])
+        if not any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+            fused[name] = tensor
+    return {name: _digest_of(tensor) for name, tensor in fused.items()}
+
+
+@contextmanager
+def shard_fleet(
+    folder: Path,
+    checkpoint: Path,
+    env: dict[str, str],
+    actors: int,
+    replicas: int,
+    overrides: tuple[str, ...] = (),
+) -> Iterator[ShardFleet]:
+    """Actors, and replicas of one vLLM worker each, on a cluster of their own; a GPU of Ray's each."""
+    config = _config(folder, checkpoint, overrides).actor_rollout_ref
+    gpus = actors + replicas
+    ray.init(
+        num_cpus=2 * gpus,
+        num_gpus=gpus,
+        include_dashboard=False,
+        object_store_memory=128 << 20,
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}},
+    )
+    try:
+        pool = RayResourcePool([actors], use_gpu=True, max_colocate_count=2, name_prefix="actors")
+        actor = RayClassWithInitArgs(ray.remote(Actor), config=config, role="actor")
+        fused = RayWorkerGroup(
+            resource_pool=pool, ray_cls_with_init=create_colocated_worker_cls({"actor": actor})
+        )
+        group = fused.spawn(prefix_set=["actor"])["actor"]
+        made = [
+            get_rollout_replica_class("vllm")(
+                replica_rank=rank,
+                config=omega_conf_to_dataclass(config.rollout),
+                model_config=omega_conf_to_dataclass(config.model, dataclass_type=HFModelConfig),
+                gpus_per_node=1,
+            )
+            for rank in range(replicas)
+        ]
+
+        async def start() -> None:
+            await asyncio.gather(
+                asyncio.to_thread(group.init_model), *(replica.init_standalone() for replica in made)
+            )
+
+        asyncio.run(start())
+        yield ShardFleet(config, group, made, folder)
+    finally:
+        ray.shutdown()
+
+
+def _config(folder: Path, checkpoint: Path, overrides: tuple[str, ...]) -> Any:
+    engine = f"{_ROLLOUT}.checkpoint_engine"
+    wanted = [
+        f"actor_rollout_ref.model.path={checkpoint}",
+        "actor_rollout_ref.model.use_remove_padding=false",
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        "actor_rollout_ref.hybrid_engine=false",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "actor_rollout_ref.actor.use_torch_compile=false",
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile=false",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
+        f"{_ROLLOUT}.name=vllm",
+        f"{_ROLLOUT}.tensor_model_parallel_size=1",
+        f"{_ROLLOUT}.enforce_eager=true",
+        f"{_ROLLOUT}.max_model_len=128",
+        f"{_ROLLOUT}.max_num_seqs=4",
+        f"{_ROLLOUT}.gpu_memory_utilization=0.3",
+        f"+{_ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=tests.verl_adapter.probe.ShardProbe",
+        f"{engine}.backend=nccl_xfer_shards",
+        f"{engine}.custom_backend_module=rlrefit.workers.verl.engine",
+        f"{engine}.update_weights_bucket_megabytes=1",
+        f"+{engine}.engine_kwargs.nccl_xfer_shards={{timeout_s:120.0,verify:full,records_dir:{folder}}}",
+        *overrides,
+    ]
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        return compose("ppo_trainer", wanted)

@@ -1,0 +1,40 @@
+"""verl's own actor worker with its FSDP2 engine, on CPUs."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+
+class Actor(ActorRolloutRefWorker):
+    """As verl made it; the process group is gloo's, and its weights can be changed without training."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # verl would ask for a backend of the host and one of the device.
+        if not torch.cuda.is_available() and not dist.is_initialized():
+            dist.init_process_group("gloo")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def change(self, version: int) -> None:
+        """Give each weight values that belong to the version, in place, as an optimizer would."""
+        with torch.no_grad():
+            for name, parameter in self.actor.engine.module.named_parameters():
+                whole = weight(name, parameter.shape, version)
+                assert isinstance(parameter, DTensor)
+                shard = distribute_tensor(
+                    whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
+                parameter.to_local().copy_(shard.to_local())
+
+
+def weight(name: str, shape: tuple[int, ...], version: int) -> torch.Tensor:
+    """A whole weight of a version, in FP32."""
+    seed = int.from_bytes(hashlib.sha256(f"{name} {version}".encode()).digest()[:4], "big")
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)) * 0.02

@@ -1,0 +1,112 @@
+"""Shard to shard in verl, by verl's own manager, actors and vLLM servers, on CPUs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlrefit.recipes.tiny.checkpoints import make_checkpoint
+from tests.ahead import FoundAhead
+
+TIMEOUT_S = 120.0
+
+
+@dataclass
+class Seen:
+    """What the updates left in the engines, by version and replica, and what was told of them."""
+
+    held: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    expected: dict[int, dict[str, str]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    sent: list[dict[str, Any]] = field(default_factory=list)
+    received: list[dict[str, Any]] = field(default_factory=list)
+    error: str = ""
+    seconds_to_error: float = 0.0
+
+
+def updates(folder: Path) -> Seen:
+    """Five updates of a fleet: one replica, two, one of them killed, the other alone."""
+    checkpoint = make_checkpoint("qwen3", folder / "model")
+    # verl asks the installed packages for vLLM's version, which the CPU's build has under another name.
+    named = folder / "named" / "vllm-0.21.0+cpu.dist-info"
+    named.mkdir(parents=True)
+    (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.21.0+cpu\n")
+    root = str(Path(__file__).resolve().parents[2])
+    path = [str(named.parent), root]
+    sys.path[:0] = path
+    env = {"PYTHONPATH": os.pathsep.join(path)}
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "tests.verl_adapter.cpu_platform"
+    os.environ["VERL_PLATFORM"] = "cpu"
+
+    from tests.verl_adapter.fleet import CPU, expected, shard_fleet
+
+    rollout = "actor_rollout_ref.rollout"
+    plain = (f"{rollout}.free_cache_engine=false", f"+{rollout}.enable_sleep_mode=false")
+    seen = Seen()
+    with shard_fleet(folder, checkpoint, env | CPU, 2, 2, plain) as fleet:
+        manager = fleet.manager(0)
+
+        def update(version: int) -> None:
+            seen.metrics = fleet.update(manager, version)
+            for replica in manager.replicas:
+                seen.held[version, replica.replica_rank] = fleet.held(replica.replica_rank)
+            seen.expected[version] = expected(checkpoint, version)
+
+        update(1)
+        update(2)
+        manager.add_replicas([fleet.replicas[1]])
+        update(3)
+        fleet.call(fleet.replicas[0], "probe_die_in_the_next_refit")
+        start = time.monotonic()
+        try:
+            fleet.update(manager, 4)
+        except Exception as error:
+            seen.error = str(error)
+        seen.seconds_to_error = time.monotonic() - start
+        manager.remove_replicas([fleet.replicas[0]])
+        update(5)
+        seen.sent, seen.received = fleet.records("trainer"), fleet.records("generation")
+    return seen
+
+
+AHEAD = (updates,)
+
+
+@pytest.fixture(scope="module")
+def seen(found_ahead: FoundAhead) -> Seen:
+    return found_ahead.by(updates)
+
+
+def test_two_changed_updates_land_in_the_live_parameters_bit_for_bit(seen: Seen) -> None:
+    for version in (1, 2):
+        assert seen.held[version, 0] == {
+            "parameters": seen.expected[version],
+            "version": {"version": version},
+        }
+    assert [(record["version"], record["epoch"]) for record in seen.sent[:2]] == [(1, 1), (2, 1)]
+    assert all(record["bytes_bulk"] == record["bytes_verified"] > 0 for record in seen.received)
+    assert all(record["bytes_misc"] == 0 for record in seen.sent + seen.received)
+
+
+def test_a_replica_that_is_added_gets_all_weights_with_the_next_update(seen: Seen) -> None:
+    for replica in (0, 1):
+        assert seen.held[3, replica]["parameters"] == seen.expected[3]
+
+
+def test_a_killed_vllm_worker_ends_the_update_and_the_rest_goes_on(seen: Seen) -> None:
+    assert "PeerLost" in seen.error
+    assert seen.seconds_to_error < TIMEOUT_S
+    assert seen.held[5, 1] == {"parameters": seen.expected[5], "version": {"version": 5}}
+    assert [record["version"] for record in seen.sent] == [1, 2, 3, 5]
+    assert len({record["epoch"] for record in seen.sent}) == 3
+
+
+def test_verl_gets_the_metrics_of_the_last_update(seen: Seen) -> None:
+    assert seen.metrics["checkpoint_engine/epoch"] == seen.sent[-1]["epoch"]
+    assert seen.metrics["checkpoint_engine/payload_mbytes"] == seen.sent[-1]["bytes_bulk"] / (1 << 20)
