@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +11,18 @@ from typing import Any
 import pytest
 import verl
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from verl.checkpoint_engine import base
 from verl.utils.config import omega_conf_to_dataclass
 
 from rlrefit.integration.adapters.verl import NcclXferCheckpointEngine
 from rlrefit.integration.adapters.verl_contract import UnsupportedVerl, require_supported, violations
+from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError, RefitMismatch
+from rlrefit.workers.verl.contract import rollout_violations
+from rlrefit.workers.verl.engine import ShardCheckpointEngine
+from rlrefit.workers.verl.orders import Order
+from rlrefit.workers.verl.source import EXTENSION, source_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = ("127.0.0.1", 1234, 1)
@@ -98,3 +105,90 @@ def test_the_example_makes_the_backend_by_verls_own_keys() -> None:
         **engine.engine_kwargs[engine.backend],
     )
     assert made.options.records_dir == "runs/verl/refits"
+
+
+def composed(name: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A configuration of the examples, as verl's entry point reads it."""
+    for variable in ("RLREFIT_VERL_DATA", "RLREFIT_VERL_EXAMPLES"):
+        monkeypatch.setenv(variable, "/data")
+    verls_own = f"hydra.searchpath=[file://{Path(verl.__file__).parent}/trainer/config]"
+    with initialize_config_dir(str(ROOT / "examples" / "verl"), version_base=None):
+        return compose(name, [verls_own, *overrides])
+
+
+@pytest.mark.parametrize("name", ["grpo_qwen3_4b_shards", "grpo_arithmetic"])
+def test_the_examples_of_shards_name_the_backend_and_the_extension(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = composed(name, [], monkeypatch)
+    rollout = config.actor_rollout_ref.rollout
+    engine = omega_conf_to_dataclass(rollout.checkpoint_engine)
+    import_module(engine.custom_backend_module)
+    made = base.CheckpointEngineRegistry.new(
+        engine.backend,
+        bucket_size=engine.update_weights_bucket_megabytes << 20,
+        **engine.engine_kwargs[engine.backend],
+    )
+    assert made.options.refit.bucket_mb == engine.update_weights_bucket_megabytes
+    assert rollout.engine_kwargs.vllm.worker_extension_cls == EXTENSION
+    asynchronous = config.trainer.v1.separate_async
+    batch = asynchronous.parameter_sync_step * config.actor_rollout_ref.actor.ppo_mini_batch_size
+    assert config.data.train_batch_size == batch
+
+
+@pytest.mark.parametrize("engine", ["nccl", "nccl_xfer", "nccl_xfer_shards"])
+def test_the_comparison_of_engines_overrides_keys_that_exist(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare = runpy.run_path(str(ROOT / "examples" / "verl" / "compare.py"))
+    backend = f"{compare['_ROLLOUT']}.checkpoint_engine.backend={engine}"
+    config = composed("grpo_arithmetic", [backend, *compare["ENGINES"][engine]], monkeypatch)
+    named = "worker_extension_cls" in config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert named == (engine == "nccl_xfer_shards")
+
+
+def test_all_wrong_options_of_shards_are_told_at_once() -> None:
+    with pytest.raises(RefitError) as error:
+        ShardCheckpointEngine(0, timeout_s=0, verify="some", streams=True, kv_scales=True)
+    for part in (
+        "timeout_s",
+        "verify",
+        "streams: True is no int",
+        "kv_scales is not known",
+        "bucket_megabytes",
+    ):
+        assert part in str(error.value)
+
+
+def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
+    worker = SimpleNamespace(
+        actor=SimpleNamespace(engine=SimpleNamespace(_qat_enabled=True, vanilla_bridge=True)),
+        config=OmegaConf.create(
+            {
+                "actor": {"strategy": "veomni"},
+                "rollout": {"name": "sglang", "quantization": "fp8", "engine_kwargs": {}},
+                "model": {"lora_rank": 8, "lora": {"merge": False}},
+            }
+        ),
+    )
+    with pytest.raises(RefitError) as error:
+        source_of(worker, RefitConfig())
+    for part in ("veomni", "mbridge", "quantization-aware", "sglang", "fp8", "lora.merge", EXTENSION):
+        assert part in str(error.value)
+    assert "backend=nccl_xfer with" in str(error.value)
+
+
+def test_an_extension_that_is_called_in_another_way_is_refused_with_all_differences() -> None:
+    class Extension:
+        def update_weights_from_ipc(self, handle: str) -> None:
+            """As a later verl might ask."""
+
+    found = rollout_violations(Extension, SimpleNamespace())
+    assert "update_weights_from_ipc takes (self, handle)" in found[0]
+    assert "vLLMColocateWorkerExtension has no _get_zmq_handle" in found
+    assert "BucketedWeightReceiver has no receive_weights" in found
+
+
+def test_an_order_travels_as_a_tensor() -> None:
+    order = Order({"host": "a"}, 2, 1, 7, {"bucket_mb": 1}, None)
+    assert Order.from_tensor(order.to_tensor()) == order

@@ -13,7 +13,7 @@ from ..megatron.mixin import MegatronRefitMixin
 from ..source_mixin import SourceRefitMixin
 
 EXTENSION = "rlrefit.workers.verl.extension.VerlRefitExtension"
-_STRATEGIES = ("fsdp", "fsdp2", "megatron")
+_STRATEGIES = ("fsdp2", "megatron")
 
 
 class FSDPSide(FSDPRefitMixin):
@@ -80,6 +80,11 @@ def _violations(engine: Any, strategy: str, rollout: Any, model: Any) -> list[st
         found.append("verl's quantization-aware training changes weights in its export, after the shards")
     if rollout.name != "vllm":
         found.append(f"rollout.name is {rollout.name}; vllm has parameters that can be written in place")
+    if rollout.get("quantization") is not None:
+        found.append(
+            f"rollout.quantization is {rollout.quantization}, for which verl patches vLLM's layers; refits into these "
+            "have not been tried"
+        )
     lora = model.get("lora") or {}
     if (model.get("lora_rank", 0) > 0 or lora.get("rank", 0) > 0) and not lora.get("merge", False):
         found.append("verl serves the LoRA adapter beside the base model; set model.lora.merge=true")
