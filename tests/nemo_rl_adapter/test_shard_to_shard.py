@@ -53,6 +53,9 @@ class Run:
         exported = called(self.policy.worker_group.workers, "exported")[0]
         return self.ask(engine, "probe_wrong", exported)
 
+    def lines(self) -> list[str]:
+        return (self.records_dir / "refits.jsonl").read_text().splitlines()
+
     def poison(self) -> None:
         for engine in range(len(self.engines)):
             self.ask(engine, "probe_poison")
@@ -129,7 +132,7 @@ def test_two_changed_refits_reach_live_parameters_bit_for_bit_in_nemo_rls_order(
     assert run.noted == [TIMER, TIMER]  # their GPUs are their own: NeMo-RL takes no turns
     assert metrics["version"] == 2
     assert metrics["misc_mbytes"] == 0
-    records = [json.loads(line) for line in (run.records_dir / "refits.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in run.lines()]
     assert [(record["version"], record["epoch"], record["rank"]) for record in records] == [
         (version, 1, rank) for version in (1, 2) for rank in range(4)
     ]
@@ -140,6 +143,24 @@ def test_two_changed_refits_reach_live_parameters_bit_for_bit_in_nemo_rls_order(
     with pytest.raises(RefitError, match="refit from NeMo-RL's driver"):
         copy.sync_weights()
     assert synchronizer.sync_weights()["version"] == 3
+
+
+def test_on_shared_gpus_both_sides_take_turns_and_meet_in_the_first_refit(run: Run) -> None:
+    run.noted.clear()
+    run.generation.cfg["colocated"] = {"enabled": True}
+    synchronizer = run.synchronizer()
+    synchronizer.init_communicator()
+    assert run.noted == []  # vLLM sleeps at that moment
+    for version in (11, 12):
+        run.train(version)
+        run.poison()
+        synchronizer.sync_weights(timer=timer(run.noted))
+        assert [run.wrong(engine) for engine in (0, 1)] == [[], []]
+    turn = ["offload_before_refit", "weights", TIMER, "offload_after_refit", "kv_cache"]
+    assert run.noted == turn * 2
+    assert json.loads(run.lines()[-1])["engine"] == "colocated_ipc"
+    synchronizer.shutdown()
+    run.generation.cfg["colocated"] = {"enabled": False}
 
 
 def test_who_does_not_answer_in_time_is_named(run: Run) -> None:
