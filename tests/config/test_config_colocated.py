@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from rlrefit.recipes.config import load_config
 from rlrefit.recipes.config_colocated import ENABLED, needs_bfloat16
 from rlrefit.recipes.config_surroundings import gpu_violations
+from rlrefit.recipes.plan.arguments import add_arguments
+from rlrefit.recipes.plan.options import read_options
 
 ON = f"{ENABLED}=true"
 
@@ -74,6 +78,15 @@ def test_shared_gpus_are_counted_once_and_the_transformers_engine_needs_its_own(
     assert [*gpu_violations(served, 2)] == []
     (ranks,) = gpu_violations(served, 1)
     assert "2 ranks share a GPU each with an engine's, and this machine has 1" in ranks.text
+
+
+def test_the_plan_of_a_recipe_that_shares_its_gpus_has_both_sides_on_the_same_hosts() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    shared = read_options(parser.parse_args(["--recipe", "grpo_qwen3_8b_colocated"]))
+    assert shared.hosts.topology(8, 8).host_of == (0,) * 16
+    apart = read_options(parser.parse_args(["--recipe", "grpo_qwen3_8b_colocated", f"{ENABLED}=false"]))
+    assert apart.hosts.topology(8, 8).host_of == (0,) * 8 + (1,) * 8
 
 
 def test_only_megatrons_optimizer_asks_for_bfloat16(data) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from rlrefit.recipes.config import load_config
+from rlrefit.recipes.run_files import read_json_lines
 from rlrefit.recipes.train import train
 
 from .command import SHORT, curve, metrics
@@ -31,10 +32,11 @@ def run(recipe: str, root: Path, ray_address: str, *overrides: str) -> tuple[lis
 
 def results(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What of a curve must not depend on how the weights travelled."""
-    return [{key: value for key, value in row.items() if not key.startswith("refit/")} for row in curve(rows)]
+    moved = ("refit/", "stage/")
+    return [{key: value for key, value in row.items() if not key.startswith(moved)} for row in curve(rows)]
 
 
-def test_shard_to_shard_gives_the_curve_of_the_golden_path_bit_for_bit_and_so_does_a_resumed_run(
+def test_shard_to_shard_gives_the_curve_of_the_golden_path_bit_for_bit_and_so_do_resumed_runs(
     tmp_path: Path, ray_address: str
 ) -> None:
     steps = (f"algorithm.steps={STEPS}", f"checkpoint.every={SAVED}")
@@ -46,14 +48,18 @@ def test_shard_to_shard_gives_the_curve_of_the_golden_path_bit_for_bit_and_so_do
     assert max(row["generation_kl"] for row in rows) <= 1e-3
     assert len({row["train/grad_norm"] for row in rows}) == STEPS
 
-    shutil.copytree(tmp_path / "shards", tmp_path / "golden")
-    shutil.rmtree(tmp_path / "golden" / "grpo_tiny" / "checkpoints" / f"step_{STEPS:06d}")
-    again, said = run(
-        "grpo_tiny", tmp_path / "golden", ray_address, *steps, "policy.refit.transport=golden", "resume=true"
-    )
-    assert f"resuming after step {SAVED}" in said
-    assert results(again) == results(rows)
-    assert again[SAVED:] != rows[SAVED:]  # but for the seconds
+    others = {"golden": "policy.refit.transport=golden", "turns": "generation.colocated.enabled=true"}
+    for name, other in others.items():
+        shutil.copytree(tmp_path / "shards", tmp_path / name)
+        shutil.rmtree(tmp_path / name / "grpo_tiny" / "checkpoints" / f"step_{STEPS:06d}")
+        again, said = run("grpo_tiny", tmp_path / name, ray_address, *steps, other, "resume=true")
+        assert f"resuming after step {SAVED}" in said
+        assert results(again) == results(rows)
+        assert again[SAVED:] != rows[SAVED:]  # but for the seconds
+    assert "transformers 1 x TP2, colocated" in said
+    stages = read_json_lines(tmp_path / "turns" / "grpo_tiny" / "stages.jsonl")
+    assert [row["move"] for row in stages[:2]] == ["sleep", "load_trainer"]
+    assert {row["step"] for row in stages} == set(range(SAVED + 1, STEPS + 1))
 
 
 def test_dapo_trains_a_mixture_of_experts_under_tensor_parallelism(tmp_path: Path, ray_address: str) -> None:

@@ -1,0 +1,97 @@
+"""Runs of a recipe whose trainer and engine take turns on the same devices; of FSDP's in ``test_fsdp_runs``."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rlrefit.recipes.cluster import RunError
+from rlrefit.recipes.colocated import ColocatedRefits
+from rlrefit.recipes.config import load_config
+from rlrefit.recipes.rewards import RewardError
+from rlrefit.recipes.run_files import read_json_lines
+from rlrefit.recipes.train import train
+
+from .command import SHORT, curve, metrics
+
+pytestmark = pytest.mark.timeout(600)
+
+STEPS = 2
+TURNS = ("generation.colocated.enabled=true", "generation.colocated.multi_stage_wake_up=false")
+# All at once; the first refit needs the trainer built, and a step generates twice where it validates.
+BEGIN = ["sleep", "load_trainer"]
+STEP = [
+    *("offload_trainer", "wake_all", "refit", "free_trainer", "generate", "generate"),
+    *BEGIN,
+    "train",
+    "train",
+]
+
+
+def run(name: str, root: Path, ray_address: str, *overrides: str, refits: Any = None) -> list[dict[str, Any]]:
+    """The lines of a DAPO run's metrics, with Megatron in BF16."""
+    common = (
+        f"name={name}",
+        f"run_root={root}",
+        f"ray.address={ray_address}",
+        f"algorithm.steps={STEPS}",
+        "algorithm.max_sampling_rounds=2",
+        "validation.every=1",
+        "checkpoint.every=0",
+    )
+    config = load_config("dapo_tiny", [*common, *SHORT, *overrides])
+    return metrics(train(config, Console(file=io.StringIO()), refits))
+
+
+def numbers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What of a curve must not depend on where the weights travelled."""
+    moved = ("refit/", "stage/")
+    return [{key: value for key, value in row.items() if not key.startswith(moved)} for row in curve(rows)]
+
+
+class WatchedRefits(ColocatedRefits):
+    """Before the first step, work fails, and is asked for at the wrong stage; the run goes on as if nothing had been."""
+
+    def begin(self, first_step: int, on_met: Any) -> None:
+        super().begin(first_step, on_met)
+        with pytest.raises(RewardError, match="no number"):
+            self.train(_fail)
+        with pytest.raises(
+            RunError, match=r"train failed: RunError: trainer rank . failed: CheckpointError: .*Stage: train"
+        ):
+            self.train(lambda: self._trainers.load(Path("/nowhere")))
+        with pytest.raises(
+            RunError, match=r"generate was asked for at stage 'training'.*The way to generate: offload"
+        ):
+            self.generate(lambda: None)
+
+
+def _fail() -> None:
+    raise RewardError("no number")
+
+
+def test_in_turns_megatron_learns_bit_for_bit_what_it_learns_beside_its_engine(
+    tmp_path: Path, ray_address: str
+) -> None:
+    beside = run("beside", tmp_path, ray_address, "model.dtype=bfloat16")
+    rows = run("turns", tmp_path, ray_address, *TURNS, refits=WatchedRefits)
+    assert numbers(rows) == numbers(beside)
+    assert max(row["generation_kl"] for row in rows) <= 1e-3
+    assert [row["weights/version"] for row in rows] == list(range(STEPS))
+    assert all(row[f"stage/seconds/{move}"] > 0 for row in rows for move in STEP)
+    assert all(row[f"stage/peak_bytes/{move}"] > 0 for row in rows for move in STEP)
+
+    stages = read_json_lines(tmp_path / "turns" / "stages.jsonl")
+    failed = [row["failed"].partition(":")[0] for row in stages if row["failed"]]
+    assert failed == ["RewardError", "RunError"]
+    assert [row["move"] for row in stages if not row["failed"]] == BEGIN + STEP * STEPS
+    names = {"trainer rank 0", "trainer rank 1", "engine rank 0", "engine rank 1"}
+    assert {process["process"] for process in stages[-1]["processes"]} == names
+    refits = read_json_lines(tmp_path / "turns" / "refits.jsonl")
+    assert len(refits) == 4 * STEPS
+    assert {(row["engine"], row["transport"]) for row in refits} == {("colocated_ipc", "buckets")}
+    assert all(row["stage_peaks"].keys() >= {"wake_all", "refit", "free_trainer"} for row in refits)
