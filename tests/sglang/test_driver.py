@@ -8,6 +8,7 @@ import json
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -416,6 +417,43 @@ def test_a_blocking_call_from_a_coroutine_says_what_to_use(engine: EngineDouble)
             SglangRefit(EngineCaller(engine))
 
     engine.loop.run_until_complete(scenario())
+
+
+def test_an_engine_that_does_not_answer_is_not_waited_for_forever(engine: EngineDouble) -> None:
+    async def silent(obj: Any, request: Any) -> None:
+        await asyncio.sleep(60)
+
+    engine.tokenizer_manager.update_weights_from_tensor = silent  # type: ignore[assignment,method-assign]
+    with pytest.raises(RefitTimeout, match="did not answer update_weights_from_tensor"):
+        SglangRefit(EngineCaller(engine, timeout_s=0.1))
+
+    async def scenario() -> None:
+        with pytest.raises(RefitTimeout, match="did not answer update_weights_from_tensor"):
+            await asyncio.to_thread(
+                SglangRefit, EngineCaller(engine, asyncio.get_running_loop(), timeout_s=0.1)
+            )
+
+    engine.loop.run_until_complete(scenario())
+
+
+def test_a_cancelled_refit_ends_before_the_next_steps_begin(engine: EngineDouble) -> None:
+    order: list[str] = []
+
+    def slow() -> None:
+        time.sleep(0.2)
+        order.append("first")
+
+    async def scenario() -> None:
+        refit = await AsyncSglangRefit.open(engine)
+        task = asyncio.ensure_future(refit.run(slow))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await refit.run(order.append, "second")
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    engine.loop.run_until_complete(scenario())
+    assert order == ["first", "second"]
 
 
 def test_a_server_that_does_not_answer_or_is_another_one_is_named() -> None:

@@ -58,4 +58,10 @@ class AsyncSglangRefit:
     async def run(self, call: Callable[..., Result], *arguments: Any) -> Result:
         """Any blocking call that uses :attr:`blocking` (a sender's refit, a cycle's move), in a thread."""
         async with self._turn:
-            return await asyncio.to_thread(call, *arguments)
+            steps = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
+            try:
+                return await asyncio.shield(steps)
+            except asyncio.CancelledError:
+                # Steps that have begun go on in their thread, and others must not begin beside them.
+                await asyncio.wait([steps])
+                raise

@@ -87,7 +87,7 @@ class EngineCaller:
         engine: the engine.
         loop: the running event loop in which the engine's asynchronous methods are awaited. Its own, which its synchronous
             methods run, if left out; SGLang ties an engine to the loop of its first request.
-        timeout_s: of each step; only with ``loop``.
+        timeout_s: of each step.
     """
 
     def __init__(
@@ -104,20 +104,19 @@ class EngineCaller:
             RefitError: called from a coroutine of the engine's loop, which would wait for itself.
             RefitTimeout: no answer.
         """
-        if self._loop is None:
-            if self._engine.loop.is_running():
-                raise RefitError(
-                    "the engine's event loop is running, so a synchronous step would wait for itself; use "
-                    "AsyncSglangRefit from coroutines",
-                    stage="settings",
-                )
-            found: Answer = self._engine.loop.run_until_complete(self._done(step))
-            return found
-        future = asyncio.run_coroutine_threadsafe(self._done(step), self._loop)
+        if self._loop is None and self._engine.loop.is_running():
+            raise RefitError(
+                "the engine's event loop is running, so a synchronous step would wait for itself; use AsyncSglangRefit from "
+                "coroutines",
+                stage="settings",
+            )
+        work = asyncio.wait_for(self._done(step), self._timeout_s)
         try:
-            return future.result(self._timeout_s)
+            if self._loop is None:
+                found: Answer = self._engine.loop.run_until_complete(work)
+                return found
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
         except TimeoutError as error:
-            future.cancel()
             raise _late(step, self._timeout_s) from error
 
     async def _done(self, step: Step) -> Answer:
