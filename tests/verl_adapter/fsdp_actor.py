@@ -26,8 +26,8 @@ class Actor(ActorRolloutRefWorker):
         """Give each weight values that belong to the version, in place, as an optimizer would."""
         with torch.no_grad():
             for name, parameter in self.actor.engine.module.named_parameters():
-                whole = weight(name, parameter.shape, version)
                 assert isinstance(parameter, DTensor)
+                whole = weight(name, parameter.shape, version).to(parameter.device_mesh.device_type)
                 shard = distribute_tensor(
                     whole, parameter.device_mesh, parameter.placements, src_data_rank=None
                 )
