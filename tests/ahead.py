@@ -35,6 +35,7 @@ class FoundAhead:
 
     def __init__(self, modules: Iterable[ModuleType], root: Path):
         works = list(dict.fromkeys(work for module in modules for work in getattr(module, "AHEAD", ())))
+        self._root = root
         self._found: dict[str, tuple[bool, Any]] = {}
         self._starting: Future[tuple[Connection, Any]] | None = None
         if works:
@@ -53,11 +54,11 @@ class FoundAhead:
             assert self._starting is not None, f"no module that was collected has {_name(work)} in AHEAD"
             pipe, process = self._starting.result()
             try:
-                name, succeeded, value = pickle.loads(pipe.recv_bytes())
+                name = pipe.recv()
             except EOFError:
                 process.join()
                 raise WorkFailed(f"its process died with exit code {process.exitcode}") from None
-            self._found[name] = succeeded, value
+            self._found[name] = pickle.loads(_answer_of(name, self._root).read_bytes())
         succeeded, value = self._found[_name(work)]
         if not succeeded:
             raise WorkFailed(value)
@@ -86,6 +87,10 @@ def _start(works: Sequence[Work[Any]], root: Path) -> tuple[Connection, Any]:
     return ours, process
 
 
+def _answer_of(name: str, root: Path) -> Path:
+    return root / f"{name}.pickle"
+
+
 def _name(work: Work[Any]) -> str:
     return f"{work.__module__}.{work.__qualname__}"
 
@@ -98,11 +103,12 @@ def _do_all(works: Sequence[Work[Any]], root: Path, pipe: Connection) -> None:
         folder = root / _name(work)
         folder.mkdir()
         try:
-            answer = _name(work), True, work(folder)
+            answer = True, work(folder)
         except BaseException:
-            answer = _name(work), False, traceback.format_exc()
-        # Not Connection.send: torch makes that pass tensors through a socket of this process, which may be gone.
-        pipe.send_bytes(pickle.dumps(answer))
+            answer = False, traceback.format_exc()
+        # In a file: a pipe would be full until a test asks, and the works that follow would wait for that.
+        _answer_of(_name(work), root).write_bytes(pickle.dumps(answer))
+        pipe.send(_name(work))
 
 
 def _end_with_the_session() -> None:

@@ -23,7 +23,14 @@ os.environ.update(
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Last come the modules whose work is done ahead, so that they find it done."""
-    items.sort(key=lambda item: isinstance(item, pytest.Function) and hasattr(item.module, "AHEAD"))
+    items.sort(key=_is_done_ahead)
+    for item in filter(_is_done_ahead, items):
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(900))  # whatever is done before it
+
+
+def _is_done_ahead(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and hasattr(item.module, "AHEAD")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -37,7 +37,8 @@ class _Server(forkserver.ForkServer):
     def ensure_running(self) -> None:
         if self._forkserver_pid is None and self._forkserver_alive_fd is not None:
             return  # inherited
-        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # CUDA would not outlive a fork
+        # Neither CUDA nor OpenMP's threads would outlive a fork, and processes of many threads wait for one another.
+        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"):
             super().ensure_running()
 
     def connect_to_new_process(self, fds: list[int]) -> tuple[int, int]:

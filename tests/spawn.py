@@ -125,7 +125,7 @@ def _run(
     results: dict[int, Any] = {}
     for rank, args in enumerate(arguments):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_main, args=(body, args, theirs), daemon=True)
+        process = context.Process(target=_main, args=(body, args, theirs))
         process.start()
         theirs.close()
         pipes[ours] = rank

@@ -21,6 +21,10 @@ def fail(folder: Path) -> None:
     raise KeyError("what is missing")
 
 
+def find_much(folder: Path) -> bytes:
+    return bytes(1 << 20)
+
+
 def start_and_wait(folder: Path) -> None:
     child = subprocess.Popen(["sleep", "300"])
     (folder / "unfinished").write_text(str(child.pid))
@@ -42,6 +46,15 @@ def test_what_works_return_and_raise_comes_to_who_asks_in_any_order(tmp_path: Pa
         found.by(fail)
     assert found.by(tell_folder).parent == tmp_path
     assert found.by(tell_folder).is_dir()
+    found.close()
+
+
+def test_a_large_answer_that_nobody_asked_for_yet_holds_up_no_other_work(tmp_path: Path) -> None:
+    found = FoundAhead([module_with(find_much, tell_folder, start_and_wait)], tmp_path)
+    while not list(tmp_path.glob("*/pid")):
+        time.sleep(0.05)
+    assert found.by(tell_folder).is_dir()
+    assert found.by(find_much) == bytes(1 << 20)
     found.close()
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.ahead import FoundAhead
 from tests.spawn import run_ranks
 
 from .models import KINDS, LENGTHS, ROUTED_IN_FLOAT32, Oracle, write_checkpoint
@@ -46,9 +48,7 @@ class World:
         return [rank["trained"][case] for rank in self.ranks]
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    root = tmp_path_factory.mktemp("fsdp_policy")
+def run_all_cases(root: Path) -> World:
     paths = {kind: write_checkpoint(kind, root / f"{kind}-model") for kind in (*KINDS, ROUTED_IN_FLOAT32)}
     trained = {name: Case(paths[of], layout, options=more) for name, (of, layout, more) in TRAINED.items()}
     trained[IN_BFLOAT16] = Case(paths["qwen3"], dtype=torch.bfloat16)
@@ -56,9 +56,17 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     resumed = {name: Case(paths[of], layout, dtype) for name, (of, layout, dtype) in RESUMED.items()}
     other = Case(paths["qwen3-tied"], {}, torch.bfloat16)
     with ThreadPoolExecutor(1) as pool:
-        ranks = pool.submit(run_ranks, everything, RANKS, trained, resumed, other, str(root))
+        ranks = pool.submit(run_ranks, everything, RANKS, trained, resumed, other, str(root), timeout_s=900.0)
         oracles = {kind: Oracle(path) for kind, path in paths.items() if kind in KINDS}
         return World(oracles, ranks.result())
+
+
+AHEAD = (run_all_cases,)
+
+
+@pytest.fixture(scope="module")
+def world(found_ahead: FoundAhead) -> World:
+    return found_ahead.by(run_all_cases)
 
 
 @pytest.mark.parametrize("case", TRAINED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
@@ -89,6 +90,7 @@ def test_memory_that_can_not_be_mapped_leaves_no_descriptor_and_no_mapping(
 ) -> None:
     driver = Driver(fails_at)
     monkeypatch.setattr(memory, "call", driver)
+    gc.collect()  # what other tests left must not be closed in between
     before = open_descriptors()
     server = DescriptorServer(lambda i: os.open(os.devnull, os.O_RDONLY), 70, 1, 5.0)
     peer = Description(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.ahead import FoundAhead
 from tests.fsdp.models import make_model
 from tests.fsdp.ranks import Layout
 
@@ -52,10 +54,8 @@ CASES: dict[str, dict[str, Any]] = {
 Reports = dict[str, tuple[list[Report], list[Report]]]
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def run_all_cases(folder: Path) -> Reports:
     """What all ranks saw in all cases."""
-    folder = tmp_path_factory.mktemp("lora")
     model = make_model("qwen3", folder / "qwen3")
     cases = []
     for number, fields in enumerate(CASES.values()):
@@ -63,6 +63,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
         own.mkdir()
         cases.append(Case(own, model, **fields))
     return dict(zip(CASES, run_cases(cases), strict=True))
+
+
+AHEAD = (run_all_cases,)
+
+
+@pytest.fixture(scope="module")
+def reports(found_ahead: FoundAhead) -> Reports:
+    return found_ahead.by(run_all_cases)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,7 +17,9 @@ from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import EngineDirty
 from rlrefit.recipes.run_files import write_whole
 from rlrefit.workers.fsdp.mixin import FSDPRefitMixin
+from tests.ahead import FoundAhead
 from tests.spawn import run_alone
+from tests.vllm_processes import vllm_processes
 
 from .ranks import VERSIONS, wait_for
 
@@ -120,9 +122,7 @@ def train(folder: str) -> None:
     trainer.close_refit()
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    folder = tmp_path_factory.mktemp("lora-vllm")
+def serve_adapters(folder: Path) -> Served:
     config = Qwen3Config(
         vocab_size=128,
         hidden_size=64,
@@ -136,12 +136,28 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     )
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder / "base")
-    with ThreadPoolExecutor(1) as pool:
-        # The engine starts processes, which only this one may.
-        trainer = pool.submit(run_alone, train, str(folder), environment={}, timeout_s=200.0)
-        found = serve(str(folder), str(folder / "base"))
+    with ThreadPoolExecutor(2) as pool:
+        trainer = pool.submit(run_alone, train, str(folder), environment={}, timeout_s=900.0)
+        engine = pool.submit(
+            run_alone,
+            serve,
+            str(folder),
+            str(folder / "base"),
+            environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+            timeout_s=900.0,
+            made_by=vllm_processes,
+        )
         trainer.result()
-    return found
+        served: Served = engine.result()
+    return served
+
+
+AHEAD = (serve_adapters,)
+
+
+@pytest.fixture(scope="module")
+def served(found_ahead: FoundAhead) -> Served:
+    return found_ahead.by(serve_adapters)
 
 
 def test_the_engine_serves_what_vllm_makes_of_the_adapter_s_files(served: Served) -> None:
