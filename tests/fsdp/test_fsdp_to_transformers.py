@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.ahead import FoundAhead
 
 from .models import KINDS, make_model
 from .ranks import Layout
@@ -50,10 +53,8 @@ CASES = {
 Reports = dict[str, tuple[list[Any], list[Any]]]
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def run_all_cases(folder: Path) -> Reports:
     """What all ranks saw in all cases."""
-    folder = tmp_path_factory.mktemp("fsdp")
     models = {kind: make_model(kind, folder / kind) for kind in KINDS}
     cases = []
     for number, case in enumerate(CASES.values()):
@@ -61,6 +62,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
         own.mkdir()
         cases.append(Case(own, models[case.kind], case.layout, case.gen_tp, case.refit_dtype, case.ways))
     return dict(zip(CASES, run_cases(cases), strict=True))
+
+
+AHEAD = (run_all_cases,)
+
+
+@pytest.fixture(scope="module")
+def reports(found_ahead: FoundAhead) -> Reports:
+    return found_ahead.by(run_all_cases)
 
 
 @pytest.mark.parametrize("name", CASES)

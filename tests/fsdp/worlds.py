@@ -51,8 +51,8 @@ class Case:
 def run_cases(cases: Sequence[Case]) -> list[tuple[list[Any], list[Any]]]:
     """Run cases one after another in the same processes; for each, the reports of trainer and generation ranks."""
     with ThreadPoolExecutor(2) as pool:
-        trainers = pool.submit(run_ranks, train, TRAIN_RANKS, cases, timeout_s=240.0)
-        engines = pool.submit(run_ranks, serve, GEN_RANKS, cases, timeout_s=240.0)
+        trainers = pool.submit(run_ranks, train, TRAIN_RANKS, cases, timeout_s=900.0)
+        engines = pool.submit(run_ranks, serve, GEN_RANKS, cases, timeout_s=900.0)
         reports = list(zip(*trainers.result(), strict=True)), list(zip(*engines.result(), strict=True))
     return [(list(t), list(g)) for t, g in zip(*reports, strict=True)]
 
