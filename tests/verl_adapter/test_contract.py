@@ -14,6 +14,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.checkpoint_engine import base
 from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import CheckpointEngineConfig
+from verl.workers.rollout.replica import RolloutMode
 
 from rlrefit.integration.adapters.verl import NcclXferCheckpointEngine
 from rlrefit.integration.adapters.verl_contract import UnsupportedVerl, require_supported, violations
@@ -21,6 +23,7 @@ from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError, RefitMismatch
 from rlrefit.workers.verl.contract import rollout_violations
 from rlrefit.workers.verl.engine import ShardCheckpointEngine
+from rlrefit.workers.verl.manager import RefitCheckpointManager
 from rlrefit.workers.verl.orders import Order
 from rlrefit.workers.verl.source import EXTENSION, source_of
 
@@ -192,3 +195,24 @@ def test_an_extension_that_is_called_in_another_way_is_refused_with_all_differen
 def test_an_order_travels_as_a_tensor() -> None:
     order = Order({"host": "a"}, 2, 1, 7, {"bucket_mb": 1}, None)
     assert Order.from_tensor(order.to_tensor()) == order
+
+
+@pytest.mark.parametrize(
+    ("backend", "modes", "data_parallel", "told"),
+    [
+        ("nccl", [RolloutMode.HYBRID], 1, "backend is nccl"),
+        ("nccl_xfer_shards", [RolloutMode.HYBRID, RolloutMode.STANDALONE], 1, "a manager of its own"),
+        ("nccl_xfer_shards", [RolloutMode.HYBRID], 2, "data_parallel_size is above 1"),
+    ],
+)
+def test_the_manager_for_shared_gpus_refuses_what_it_cannot_reach(
+    backend: str, modes: list[RolloutMode], data_parallel: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(base.CheckpointEngineRegistry._registry, "nccl", ShardCheckpointEngine)
+    config = CheckpointEngineConfig(backend=backend)
+    replicas = [
+        SimpleNamespace(rollout_mode=mode, config=SimpleNamespace(data_parallel_size=data_parallel))
+        for mode in modes
+    ]
+    with pytest.raises(RefitError, match=told):
+        RefitCheckpointManager(config, None, replicas)

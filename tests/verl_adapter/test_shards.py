@@ -31,7 +31,7 @@ class Seen:
 
 
 def updates(folder: Path) -> Seen:
-    """Five updates of a fleet: one replica, two, one of them killed, the other alone."""
+    """Seven updates of a fleet: one replica, two, one of them killed, the other alone, then as one on the actors' GPUs."""
     checkpoint = make_checkpoint("qwen3", folder / "model")
     # verl asks the installed packages for vLLM's version, which the CPU's build has under another name.
     named = folder / "named" / "vllm-0.21.0+cpu.dist-info"
@@ -44,6 +44,9 @@ def updates(folder: Path) -> Seen:
     os.environ["VERL_USE_EXTERNAL_MODULES"] = "tests.verl_adapter.cpu_platform"
     os.environ["VERL_PLATFORM"] = "cpu"
 
+    from verl.workers.rollout.replica import RolloutMode
+
+    from rlrefit.workers.verl.manager import RefitCheckpointManager
     from tests.verl_adapter.fleet import CPU, expected, shard_fleet
 
     rollout = "actor_rollout_ref.rollout"
@@ -71,6 +74,11 @@ def updates(folder: Path) -> Seen:
         seen.seconds_to_error = time.monotonic() - start
         manager.remove_replicas([fleet.replicas[0]])
         update(5)
+        # As a replica on the actors' GPUs: the server has no sleep mode here, so its turns are all that differs.
+        fleet.replicas[1].rollout_mode = RolloutMode.HYBRID
+        manager = RefitCheckpointManager(manager.config, fleet.actors, manager.replicas)
+        update(6)
+        update(7)
         seen.sent, seen.received = fleet.records("trainer"), fleet.records("generation")
     return seen
 
@@ -103,8 +111,19 @@ def test_a_killed_vllm_worker_ends_the_update_and_the_rest_goes_on(seen: Seen) -
     assert "PeerLost" in seen.error
     assert seen.seconds_to_error < TIMEOUT_S
     assert seen.held[5, 1] == {"parameters": seen.expected[5], "version": {"version": 5}}
-    assert [record["version"] for record in seen.sent] == [1, 2, 3, 5]
-    assert len({record["epoch"] for record in seen.sent}) == 3
+    assert [record["version"] for record in seen.sent[:4]] == [1, 2, 3, 5]
+    assert len({record["epoch"] for record in seen.sent[:4]}) == 3
+
+
+def test_the_manager_for_shared_gpus_reaches_the_live_parameters_over_one_group(seen: Seen) -> None:
+    for version in (6, 7):
+        assert seen.held[version, 1] == {
+            "parameters": seen.expected[version],
+            "version": {"version": version},
+        }
+    before, *turns = seen.sent[-3:]
+    assert [record["version"] for record in turns] == [6, 7]
+    assert turns[0]["epoch"] == turns[1]["epoch"] > before["epoch"]
 
 
 def test_verl_gets_the_metrics_of_the_last_update(seen: Seen) -> None:

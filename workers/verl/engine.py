@@ -58,6 +58,7 @@ class ShardCheckpointEngine(EpochEngine):
         super().__init__(is_master, self.options.refit.port)
         self.version: int | None = None
         self._source: SourceRefitMixin | None = None
+        self._training: Any = None
         self._meeting: Rendezvous | None = None
         self._train_ranks = 0
         self._server: RendezvousServer | None = None
@@ -66,6 +67,11 @@ class ShardCheckpointEngine(EpochEngine):
         # Version that a rollout worker has ordered, and whether its last order was fulfilled on all ranks.
         self._ordered: int | None = None
         self._fulfilled = False
+
+    def prepare(self) -> dict[str, Any]:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # an engine on the same GPU takes its memory next
+        return super().prepare()
 
     def _holds(self) -> bool:
         self._arrived = self._ordered = None
@@ -134,6 +140,13 @@ class ShardCheckpointEngine(EpochEngine):
             if self.options.records_dir is not None:
                 write_record(self.options.records_dir, record, self._train_ranks)
 
+    def release(self) -> None:
+        """Give back what an update took of the trainer's GPU, for an engine that shares it."""
+        if self._training is not None and self._training.is_param_offload_enabled:
+            self._training.to("cpu", model=True, optimizer=False, grad=False)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
     def introduce(self, worker: Any) -> None:
         """Learn of the actor that this engine belongs to.
 
@@ -141,6 +154,7 @@ class ShardCheckpointEngine(EpochEngine):
             RefitError: it can't refit shard to shard; lists all reasons.
         """
         self._source = source_of(worker, self.options.refit)
+        self._training = worker.actor.engine
 
     def _refit(self, version: int) -> dict[str, Any]:
         source = self._source

@@ -68,6 +68,10 @@ class VerlRefitExtension(VllmRefitExtension, vLLMColocateWorkerExtension):  # ty
                 stage="handshake",
             )
 
+    def refit_as_ordered(self, order: dict[str, Any]) -> None:
+        """Refit; ``order`` has the refit rank of the engine's first worker, from which the others count on."""
+        self._refit_as_ordered(Order(**{**order, "rank": order["rank"] + self.rank}))
+
     def _refit_as_ordered(self, order: Order) -> None:
         """Refit; a failure is logged and told to all other ranks, of which the actors raise it.
 

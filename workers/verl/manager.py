@@ -1,0 +1,134 @@
+"""A manager for verl's trainers that take one by name, whose trainer and engines share GPUs.
+
+actor_rollout_ref.rollout:
+  checkpoint_manager_class: rlrefit.workers.verl.manager.RefitCheckpointManager
+  checkpoint_engine:
+    backend: nccl_xfer_shards
+    custom_backend_module: rlrefit.workers.verl.engine
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from verl.checkpoint_engine import CheckpointEngineManager
+from verl.utils.ray_utils import auto_await
+from verl.workers.rollout.replica import RolloutMode
+
+from ...integration.errors import RefitError
+from .options import BACKEND, ShardOptions
+from .orders import Order
+
+
+class RefitCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl is untyped
+    """verl's manager, which for replicas on the trainer's own GPUs orders vLLM's workers to refit shard to shard.
+
+    The turns are verl's: the weights wake, the update runs, the trainer gives its memory back, the KV cache wakes. Other
+    replicas are updated as verl does.
+
+    Args:
+        config: verl's ``CheckpointEngineConfig``.
+        actor_wg: the actors.
+        replicas: all of them on the actors' GPUs, or none.
+
+    Raises:
+        RefitError: another backend, or replicas that can't be reached worker by worker; lists all reasons.
+    """
+
+    def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
+        super().__init__(config, actor_wg, replicas)
+        self._require_shards(replicas)
+        given = dict(config.engine_kwargs.get(BACKEND, {}))
+        self._options = ShardOptions.from_kwargs(config.update_weights_bucket_megabytes << 20, given)
+        # Name of the epoch that vLLM's workers have joined, and the replicas that did.
+        self._held: tuple[str, list[Any]] = "", []
+
+    def add_replicas(self, replicas: list[Any]) -> None:
+        """As verl's; they take part from the next update on."""
+        self._require_shards(replicas)
+        super().add_replicas(replicas)
+
+    @auto_await  # type: ignore[untyped-decorator]
+    async def update_weights(self, global_steps: int | None = None) -> dict[str, float]:
+        """Bring the actors' weights into all replicas; returns the metrics of actor rank 0.
+
+        Raises:
+            RefitError: and its kinds, from the actors; the engines then refuse to generate until an update succeeds.
+        """
+        if not any(_shares_gpus(replica) for replica in self.replicas):
+            found: dict[str, float] = await super().update_weights(global_steps)
+            return found
+        return await self._update_in_turn(0 if global_steps is None else global_steps)
+
+    async def _update_in_turn(self, version: int) -> dict[str, float]:
+        actors, sleeping = self.actor_wg.world_size, [r for r in self.replicas if r.config.free_cache_engine]
+        reports = ray.get(self._each_actor("prepare"))
+        await _wake(sleeping, "weights")
+        firsts, rollouts = [], 0
+        for replica in self.replicas:
+            firsts.append(actors + rollouts)
+            rollouts += replica.world_size
+        name, members = self._held
+        goes_on = bool(name) and members == self.replicas
+        reports += [
+            {**reports[0], "held": (name, actors + i) if goes_on else None, "address": None}
+            for i in range(rollouts)
+        ]
+        self._held = "", []
+        ours, theirs = self.backend_cls.build_topology(actors, rollouts, reports)
+        ray.get(self._each_actor("init_process_group", **ours))
+        orders = [
+            Order(
+                theirs["meeting"][0],
+                first,
+                actors,
+                version,
+                asdict(self._options.refit),
+                self._options.records_dir,
+            )
+            for first in firsts
+        ]
+        sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
+        received = [
+            replica.server_handle.collective_rpc.remote("refit_as_ordered", args=(asdict(order),))
+            for replica, order in zip(self.replicas, orders, strict=True)
+        ]
+        results = ray.get(sent + received)
+        ray.get(self._each_actor("finalize") + self._each_actor("release"))
+        self._held = theirs["name"][0], list(self.replicas)
+        await _wake(sleeping, "kv_cache")
+        metrics: dict[str, float] = results[0]
+        return metrics
+
+    def _each_actor(self, method: str, **kwargs: list[Any]) -> list[Any]:
+        size = self.actor_wg.world_size
+        refs: list[Any] = self.actor_wg.execute_checkpoint_engine(method=[method] * size, **kwargs)
+        return refs
+
+    def _require_shards(self, replicas: list[Any]) -> None:
+        wrong = []
+        if self.backend != BACKEND:
+            wrong.append(f"checkpoint_engine.backend is {self.backend}; set it to {BACKEND}")
+        everyone = [*self.replicas, *replicas]
+        if len({_shares_gpus(replica) for replica in everyone}) > 1:
+            wrong.append(
+                "some replicas are on the actors' GPUs and some are not; give each kind a manager of its own"
+            )
+        if any(_shares_gpus(r) and r.config.data_parallel_size > 1 for r in everyone):
+            wrong.append(
+                "rollout.data_parallel_size is above 1, and verl's servers reach one of the engine's data-parallel ranks; "
+                "have more replicas instead"
+            )
+        if wrong:
+            raise RefitError("; ".join(wrong), stage="settings")
+
+
+def _shares_gpus(replica: Any) -> bool:
+    return replica.rollout_mode == RolloutMode.HYBRID
+
+
+async def _wake(replicas: list[Any], tag: str) -> None:
+    await asyncio.gather(*(server.wake_up.remote(tags=[tag]) for r in replicas for server in r.servers))
