@@ -25,7 +25,7 @@ require_supported_rollout(vLLMColocateWorkerExtension, bucketed_weight_transfer)
 logger = logging.getLogger(__name__)
 
 
-class VerlRefitExtension(VllmRefitExtension, vLLMColocateWorkerExtension):  # type: ignore[misc]  # verl is untyped
+class VerlRefitExtension(VllmRefitExtension, vLLMColocateWorkerExtension):
     """Mixed into vLLM's ``Worker`` in place of verl's extension, all of whose calls it keeps."""
 
     def update_weights_from_ipc(

@@ -23,7 +23,7 @@ from .options import BACKEND, ShardOptions
 from .orders import Order
 
 
-class RefitCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl is untyped
+class RefitCheckpointManager(CheckpointEngineManager):
     """verl's manager, which for replicas on the trainer's own GPUs orders vLLM's workers to refit shard to shard.
 
     The turns are verl's: the weights wake, the update runs, the trainer gives its memory back, the KV cache wakes. Other
@@ -51,7 +51,7 @@ class RefitCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # 
         self._require_shards(replicas)
         super().add_replicas(replicas)
 
-    @auto_await  # type: ignore[untyped-decorator]
+    @auto_await
     async def update_weights(self, global_steps: int | None = None) -> dict[str, float]:
         """Bring the actors' weights into all replicas; returns the metrics of actor rank 0.
 
