@@ -8,6 +8,7 @@ from ..endpoints import WeightDestination, WeightSource
 from ..errors import RefitError
 from ..manifest import Manifest
 from ..shared_wire.opening import agree_on_wire
+from ..transport import ONE_SIDED
 from ..world import RefitWorld, host_identity
 from .nccl_xfer import NcclXferEngine
 
@@ -15,9 +16,10 @@ from .nccl_xfer import NcclXferEngine
 class ColocatedIpcEngine(NcclXferEngine):
     """As ``nccl_xfer``, over the ranks' shared memory.
 
-    Weights go straight into the engines' parameters where those can be mapped (``ipc``), and else through buckets
-    (CUDA IPC, or host memory), as the misc path does. Pools without shareable handles, as vLLM's sleep mode has, so
-    cost two buckets for each direction and stream, and no copy of the model.
+    Weights go straight into the engines' parameters where those can be mapped (``ipc``). Pools without shareable
+    handles, as vLLM's sleep mode has, read the trainer's parameters instead where those can be mapped (``pull``). All else
+    goes through buckets (CUDA IPC, or host memory), as the misc path does: two for each direction and stream, and no copy
+    of the model.
     """
 
     name = "colocated_ipc"
@@ -42,14 +44,14 @@ class ColocatedIpcEngine(NcclXferEngine):
 
     @property
     def transport_name(self) -> str:
-        """``ipc``, ``buckets``, or ``golden``."""
+        """``ipc``, ``pull``, ``buckets``, or ``golden``."""
         name = super().transport_name
         return "buckets" if name == "p2p" else name
 
     @property
     def transport_reason(self) -> str:
         reason = super().transport_reason
-        return reason if self.transport_name == "ipc" else f"{reason}; {self._wire.reason}"
+        return reason if self.transport_name in ONE_SIDED else f"{reason}; {self._wire.reason}"
 
     @property
     def held_bytes(self) -> int:

@@ -290,7 +290,14 @@ def test_twenty_turns_fit_in_stages_with_flat_memory(
         move: {"s": round(sorted(values)[len(values) // 2], 3), "peak GiB": round(peaks[move] / 2**30, 2)}
         for move, values in seconds.items()
     }
-    reporter.write_line(f"\n{json.dumps(table, indent=1)}")
+    reporter.write_line(f"\n{json.dumps(table)}")
+    received = [record for record in turns["records"] if record["role"] == "generation"]
+    assert {record["transport"] for record in received} == {"pull"}
+    rates = sorted(record["bytes_bulk"] / record["seconds"]["transfer"] / 1e9 for record in received[1:])
+    reporter.write_line(
+        f"{received[0]['bytes_bulk'] / 1e9:.1f} GB a refit; GB/s {rates[0]:.0f} to {rates[-1]:.0f}, median "
+        f"{rates[len(rates) // 2]:.0f}; stages of the last {json.dumps(received[-1]['seconds'])}"
+    )
 
 
 def test_the_same_model_runs_out_of_memory_if_all_wakes_at_once(found: dict[str, Any]) -> None:

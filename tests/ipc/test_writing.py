@@ -13,7 +13,7 @@ from rlrefit.integration.clock import StageClock
 from rlrefit.integration.errors import RefitTimeout
 from rlrefit.integration.packing import Strided
 from rlrefit.integration.plan import Message, Plan, Segment
-from rlrefit.integration.transport.ipc import lease
+from rlrefit.integration.transport.ipc import lease, one_sided
 from rlrefit.integration.transport.ipc import transport as module
 from rlrefit.integration.transport.ipc.description import Allocation, Description, Inbox, Place, View
 from rlrefit.integration.transport.ipc.transport import IpcTransport
@@ -145,9 +145,11 @@ def receiver(timeout_s: float) -> object:
 def test_a_sender_writes_no_later_than_the_receiver_waits(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, ours: float, theirs: float, allowed: float
 ) -> None:
-    monkeypatch.setattr(module, "ImportedMemory", lambda *_: SimpleNamespace(bases=[0], close=lambda: None))
+    memory = SimpleNamespace(bases=[0], close=lambda: None)
+    monkeypatch.setattr(one_sided, "ImportedMemory", lambda *_: memory)
     copies = SimpleNamespace(launch=lambda: gpu.step("copy"))
-    monkeypatch.setattr(module, "CopyTable", SimpleNamespace(build=lambda pairs, device: copies))
+    for user in (module, one_sided):
+        monkeypatch.setattr(user, "CopyTable", SimpleNamespace(build=lambda pairs, device: copies))
     one = sender(gpu, ours)
     source = Strided.packed(0, (4,), 2)
     parts: dict[str, Any] = {

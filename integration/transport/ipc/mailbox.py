@@ -29,6 +29,7 @@ class Mailbox:
     Attributes:
         memory: int64, on the device.
         checksums: int64 ``[messages, 2]``: the part of it where senders write their checksums.
+        senders: in ascending order.
     """
 
     def __init__(self, messages: Mapping[int, int], device: torch.device):
@@ -38,18 +39,18 @@ class Mailbox:
             messages: number of messages of each sender.
             device: of the parameters.
         """
-        self._senders = sorted(messages)
+        self.senders = sorted(messages)
         self._first: dict[int, int] = {}
         count = 0
-        for sender in self._senders:
+        for sender in self.senders:
             self._first[sender] = count
             count += messages[sender]
         # Rounded up, so that checksums are aligned to 16 bytes.
-        bells = len(self._senders) + len(self._senders) % 2
+        bells = len(self.senders) + len(self.senders) % 2
         self.memory = torch.zeros(bells + 2 * count, dtype=torch.int64, device=device)
         self.checksums = self.memory[bells:].view(count, 2)
-        self._bells = self.memory[: len(self._senders)]
-        self._seen = torch.zeros(len(self._senders), dtype=torch.int64).pin_memory()
+        self._bells = self.memory[: len(self.senders)]
+        self._seen = torch.zeros(len(self.senders), dtype=torch.int64).pin_memory()
         self._stream = torch.cuda.Stream(device)
         self._copied = torch.cuda.Event()
         self._looking = False
@@ -58,7 +59,7 @@ class Mailbox:
 
     def bell_address(self, sender: int) -> int:
         """Where ``sender`` rings."""
-        return int(self._bells[self._senders.index(sender)].data_ptr())
+        return int(self._bells[self.senders.index(sender)].data_ptr())
 
     def checksum_address(self, sender: int) -> int:
         """Where the checksums of ``sender``'s messages go."""
@@ -75,7 +76,7 @@ class Mailbox:
             return None
         self._looking = False
         rung = self._seen.tolist()
-        return [sender for sender, last in zip(self._senders, rung, strict=True) if last < number]
+        return [sender for sender, last in zip(self.senders, rung, strict=True) if last < number]
 
 
 def ring(address: int, number: int, stream: torch.cuda.Stream) -> None:

@@ -1,0 +1,328 @@
+"""What transports share whose ranks map each other's GPU memory: mailboxes, waits with a limit, and what they let go of."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ...errors import PeerLost, PlanError, RefitMismatch, RefitTimeout, TransportUnavailable
+from ...layout import Fragment, volume
+from ...packing import CopyTable, EncodedView, Strided
+from ...plan import Message, Plan, Segment
+from ...records import StageClock
+from ..base import Transport, damaged
+from ..host_memory import HostMemory
+from ..views import LiveViews
+from .description import Description, Inbox, View, extent
+from .driver import DriverError, missing
+from .mailbox import CHECKSUM_BYTES, Mailbox, proven
+from .memory import ExportedMemory, ImportedMemory, device_uuid, process_name
+from .proofs import Bound, Proofs
+
+logger = logging.getLogger(__name__)
+
+# Seconds between looks at the device or the mailbox, and between looks at the other ranks meanwhile.
+_PAUSE = 2e-5
+_WATCH_EVERY = 0.5
+# Seconds that a failed epoch waits for its own copies before it unmaps the peers' memory.
+_DRAIN_WITHIN = 5.0
+
+
+class OneSided(Transport):
+    """Copies between live parameters of two processes by one of them, which has the other's mapped.
+
+    No byte is staged, and no tensor of a GPU is kept: a trainer that offloads its parameters has their memory back at
+    once. Before each refit the caller lets all ranks :meth:`settle`, and then meet. As long as an epoch is open the
+    driver keeps the memory that peers have mapped, even if its owner frees it; the next ``bind`` lets go of it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        plan: Plan,
+        verify: str,
+        device: torch.device,
+        timeout_s: float,
+        watch: Callable[[str], None],
+        describe_rank: Callable[[int], str],
+    ):
+        """Take the plan; nothing is opened yet.
+
+        Args:
+            rank: of the refit world.
+            plan: this rank's, without relays; its rounds don't matter here.
+            verify: ``off``, ``sampled`` or ``full``, the same on all ranks.
+            device: of the parameters.
+            timeout_s: limit of any wait, in seconds.
+            watch: called with the stage now and then during a wait; raises if another rank has given up.
+            describe_rank: what a user calls a rank.
+
+        Raises:
+            PlanError: the plan has relays.
+        """
+        super().__init__(rank, verify)
+        indexed = device.type != "cuda" or device.index is not None
+        self._device = device if indexed else torch.device("cuda", torch.cuda.current_device())
+        self._stream: torch.cuda.Stream | None = None
+        self._timeout = timeout_s
+        self._watch = watch
+        self._who = describe_rank
+        self._sends = _by_peer(plan.sends, lambda message: message.destination)
+        self._receives = _by_peer(plan.receives, lambda message: message.source)
+        if any(m.is_relay for rounds in (plan.sends, plan.receives) for messages in rounds for m in messages):
+            raise PlanError(
+                f"{self.name} takes no relays, since every sender reaches every receiver; make the plan without fan-out",
+                stage="bind",
+                rank=rank,
+            )
+        self._payload = sum(
+            m.payload_bytes for side in (self._sends, self._receives) for ms in side.values() for m in ms
+        )
+        self._host: HostMemory | None = None
+        self._exported: ExportedMemory | None = None
+        self._imported: list[ImportedMemory] = []
+        self._mailbox: Mailbox | None = None
+        self._sent_proofs = self._landed_proofs = Proofs({}, "off", torch.device("cpu"))
+
+    def moved(self) -> bool:
+        with self._classifying():
+            return (self._exported is not None and self._exported.moved()) or (
+                self._host is not None and self._host.moved()
+            )
+
+    def settle(self) -> None:
+        # What was enqueued before still uses the parameters that peers are about to overwrite, or would keep
+        # this rank's copies waiting until after its peers have given it up.
+        with self._classifying():
+            self._catch_up("handshake")
+
+    def close(self, *, failed: bool = False) -> None:
+        self._release(failed=failed)
+
+    @property
+    def staging_bytes(self) -> int:
+        mailbox = self._mailbox.memory.nbytes if self._mailbox is not None else 0
+        return mailbox + self._sent_proofs.scratch_bytes
+
+    def _begin_binding(self, fragments: Sequence[Fragment]) -> LiveViews:
+        """Look at the fragments, and let go of what was bound before."""
+        reason = "the parameters are not on a GPU" if self._device.type != "cuda" else missing()
+        if reason:
+            raise TransportUnavailable(reason, stage="bind", rank=self.rank)
+        views = LiveViews(fragments, self._device)
+        if self._receives:
+            views.require_home()
+        self._release(failed=False)
+        self._ended = torch.cuda.Event()
+        # Of its own, so that what goes aside needs not wait for the copies.
+        self._stream = self._stream or torch.cuda.Stream(self._device)
+        self._host = HostMemory((fragment.view for fragment in fragments), self._device)
+        return views
+
+    def _open_mailbox(self, messages: Mapping[int, int]) -> Mailbox:
+        """This rank's mailbox, with a bell for each peer and sums for each of its ``messages``; made once."""
+        if self._mailbox is None:
+            self._mailbox = Mailbox(messages, self._device)
+            if any(messages.values()):
+                self._differ = torch.zeros_like(self._mailbox.checksums, dtype=torch.bool)
+                self._damage = torch.zeros(self._differ.shape, dtype=torch.bool).pin_memory()
+        return self._mailbox
+
+    def _export(self, views: Iterable[Strided], mailbox: Mailbox) -> ExportedMemory:
+        """Look up the allocations of views and of the mailbox."""
+        memory = mailbox.memory
+        ranges = [(view.address, extent(view)) for view in views]
+        self._exported = ExportedMemory([*ranges, (memory.data_ptr(), memory.nbytes)], self._device)
+        return self._exported
+
+    def _describe(self, exported: ExportedMemory, inboxes: Mapping[int, Inbox]) -> object:
+        address, token = exported.serve(len(inboxes), self._timeout)
+        return Description(
+            process_name(),
+            device_uuid(self._device),
+            self._timeout,
+            exported.allocations,
+            address,
+            token,
+            inboxes,
+        ).to_json()
+
+    def _describe_nothing(self) -> object:
+        """Of a rank whose memory nobody maps."""
+        return Description(process_name(), device_uuid(self._device), self._timeout).to_json()
+
+    def _import(self, peer: Description) -> ImportedMemory:
+        """Map a peer's memory, until it is let go of."""
+        mapped = ImportedMemory(peer, self._device, self._timeout)
+        self._imported.append(mapped)
+        return mapped
+
+    @contextmanager
+    def _reading(self, peer: int) -> Iterator[None]:
+        """What a peer describes may not be what the plan needs."""
+        try:
+            yield
+        except (ValueError, KeyError) as error:
+            raise RefitMismatch(
+                f"{self._who(peer)} describes other memory than the plan needs ({error}); nothing was written. "
+                "Do all ranks run the same rlrefit?",
+                stage="connect",
+                rank=self.rank,
+            ) from error
+
+    def _mapped(
+        self, bound: Sequence[Bound], peer: Description, inbox: Inbox, bases: Sequence[int]
+    ) -> list[Strided]:
+        """The peer's memory of each segment, as it is mapped here; raises ValueError if it isn't of the segments' sizes."""
+        segments = [segment for message, _ in bound for segment in message.segments]
+        found = []
+        for segment, view in zip(segments, inbox.views, strict=True):
+            if volume(segment.box) * view.itemsize != segment.nbytes:
+                raise ValueError(f"items of {view.itemsize} bytes for {segment.name}")
+            found.append(peer.target(view, [stop - start for start, stop in segment.box], bases))
+        return found
+
+    def _telling(self, places: Sequence[tuple[Sequence[Bound], int]]) -> CopyTable:
+        """Copies of this sender's checksums to where each receiver, in ascending order, has them."""
+        told: list[tuple[Strided, Strided]] = []
+        rows = 0
+        for bound, place in places:
+            proofs = self._sent_proofs.sums[rows : rows + len(bound)]
+            rows += len(bound)
+            told.append((Strided.flat(proofs.data_ptr(), proofs.nbytes), Strided.flat(place, proofs.nbytes)))
+        return CopyTable.build(told if self.verify != "off" else (), self._device)
+
+    def _await_bells(self, mailbox: Mailbox, number: int, stage: str) -> None:
+        late = mailbox.senders
+
+        def all_rang() -> bool:
+            nonlocal late
+            missing_now = mailbox.missing(number)
+            late = late if missing_now is None else missing_now
+            return missing_now == []
+
+        self._wait(all_rang, stage, lambda: ", ".join(map(self._who, late)))
+
+    def _verify(self, mailbox: Mailbox, clock: StageClock) -> int:
+        covered = self._landed_proofs.compute(self._refits)
+        with clock.waiting():
+            self._await_bells(mailbox, proven(self._refits), "verify")
+        torch.ne(self._landed_proofs.sums, mailbox.checksums, out=self._differ)
+        self._damage.copy_(self._differ, non_blocking=True)
+        self._ended.record(torch.cuda.current_stream(self._device))
+        with clock.waiting():
+            self._wait(self._ended.query, "verify", lambda: "this rank's checksums")
+        for message, differs in zip(self._landed_proofs.messages, self._damage.any(1).tolist(), strict=True):
+            if differs:
+                raise damaged(message, self.rank)
+        return covered
+
+    def _catch_up(self, stage: str) -> None:
+        """Wait until this rank's GPU has done what was enqueued on the current stream."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        self._wait(event.query, stage, lambda: "this rank's earlier work on its GPU")
+
+    def _wait(self, done: Callable[[], bool], stage: str, late: Callable[[], str]) -> None:
+        """Poll until ``done``; ``late`` says who or what is waited for."""
+        start = time.monotonic()
+        next_watch = start + _WATCH_EVERY
+        while not done():
+            now = time.monotonic()
+            if now >= next_watch:
+                self._watch(stage)
+                next_watch = now + _WATCH_EVERY
+            if now - start > self._timeout:
+                raise RefitTimeout(
+                    f"{late()} did not finish within {self._timeout:.0f} s; dead, stuck, or late. Raise "
+                    "policy.refit.timeout_s if it is only slow",
+                    stage=stage,
+                    rank=self.rank,
+                )
+            time.sleep(_PAUSE)
+
+    @contextmanager
+    def _classifying(self) -> Iterator[None]:
+        try:
+            yield
+        except (torch.AcceleratorError, DriverError) as error:
+            raise PeerLost(
+                f"the GPU failed while it wrote to its peers' memory or read what they wrote: {error}. A peer may have "
+                "freed its parameters during the refit. This process's CUDA context can't be used any more; restart it",
+                stage="transfer",
+                rank=self.rank,
+            ) from error
+
+    def _release(self, *, failed: bool) -> None:
+        """Unmap the peers' memory, stop serving handles, and let go of host memory."""
+        if self._exported is not None:
+            self._exported.close()
+            self._exported = None
+        self._host = None
+        # Before new ones are made beside them.
+        self._sent_proofs = self._landed_proofs = Proofs({}, "off", torch.device("cpu"))
+        if self._imported and failed and not self._drained():
+            # Unmapping under a running kernel would break this process's context, and the trainer with it.
+            logger.warning("copies of a failed refit are still under way; their peers' memory stays mapped")
+            self._imported = []
+        self._unmap()
+
+    def _unmap(self) -> None:
+        """Let go of the peers' memory, which nothing on this GPU uses any more."""
+        while self._imported:
+            self._imported.pop().close()
+
+    def _drained(self) -> bool:
+        deadline = time.monotonic() + _DRAIN_WITHIN
+        try:
+            while not self._ended.query():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_PAUSE)
+        except torch.AcceleratorError as error:
+            logger.warning("the GPU is lost: %s", error)
+            return False
+        return True
+
+
+def checksums_at(peer: Description, inbox: Inbox, messages: int, bases: Sequence[int]) -> int:
+    """Where a receiver has the sums of this many messages, as it is mapped here."""
+    return peer.region(inbox.checksums, CHECKSUM_BYTES * messages, bases)
+
+
+def memory_of(peers: Mapping[int, Sequence[Bound]]) -> list[Strided]:
+    """All memory behind the segments that are exchanged with some peers."""
+    return [v for held in peers.values() for _, views in held for v in views if isinstance(v, Strided)]
+
+
+def views_in(exported: ExportedMemory, held: Sequence[Bound]) -> tuple[View, ...]:
+    """The memory of each segment, as a peer is told of it."""
+    live = memory_of({0: held})
+    return tuple(View(exported.place(view.address), view.strides, view.itemsize) for view in live)
+
+
+def bound(peers: Mapping[int, Sequence[Message]], views: LiveViews) -> dict[int, list[Bound]]:
+    """Each peer's messages with what this rank holds of their segments, as plain addresses: views would keep the memory of
+    parameters that are offloaded meanwhile."""
+
+    def held(segment: Segment) -> Strided | EncodedView:
+        found = views.of(segment)
+        return Strided.of(found) if isinstance(found, torch.Tensor) else found
+
+    return {peer: [(m, [held(s) for s in m.segments]) for m in messages] for peer, messages in peers.items()}
+
+
+def _by_peer(
+    rounds: Sequence[Sequence[Message]], peer: Callable[[Message], int]
+) -> dict[int, tuple[Message, ...]]:
+    """Each peer's messages in the order of rounds, peers ascending."""
+    found: dict[int, list[Message]] = defaultdict(list)
+    for messages in rounds:
+        for message in messages:
+            found[peer(message)].append(message)
+    return {key: tuple(found[key]) for key in sorted(found)}
