@@ -24,8 +24,9 @@ from rlrefit.integration.errors import RefitError, RefitMismatch
 from rlrefit.workers.verl.contract import rollout_violations
 from rlrefit.workers.verl.engine import ShardCheckpointEngine
 from rlrefit.workers.verl.manager import RefitCheckpointManager
+from rlrefit.workers.verl.options import EXTENSION
 from rlrefit.workers.verl.orders import Order
-from rlrefit.workers.verl.source import EXTENSION, source_of
+from rlrefit.workers.verl.source import source_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = ("127.0.0.1", 1234, 1)

@@ -101,13 +101,7 @@ class ShardCheckpointEngine(EpochEngine):
         """
         await _discard(weights)
         if self._source is None:
-            # In an event loop of one thread, so that nothing else of the actor runs meanwhile.
-            await ray.get_runtime_context().current_actor.__ray_call__.remote(_introduce)
-        if self._source is None:
-            raise RefitError(
-                "this process has no ActorRolloutRefWorker of verl with a checkpoint engine, so there are no shards to send",
-                stage="settings",
-            )
+            await self._meet_own_actor()
         record = await self._in_thread(self._refit, 0 if global_steps is None else global_steps)
         self._arrived = RefitRecord(**record)
         return metrics_of(self._arrived) if self._arrived.rank == 0 else {}
@@ -155,6 +149,21 @@ class ShardCheckpointEngine(EpochEngine):
         """
         self._source = source_of(worker, self.options.refit)
         self._training = worker.actor.engine
+
+    async def _meet_own_actor(self) -> None:
+        try:
+            # To itself, and so beside this coroutine, in the one thread of the actor's event loop.
+            await ray.get_runtime_context().current_actor.__ray_call__.remote(_introduce)
+            if self._source is None:
+                raise RefitError(
+                    "this process has no ActorRolloutRefWorker of verl with a checkpoint engine, so there are no shards to "
+                    "send",
+                    stage="settings",
+                )
+        except BaseException:
+            if self._server is not None:
+                self._server.close()  # vLLM's workers have set out to meet the actors
+            raise
 
     def _refit(self, version: int) -> dict[str, Any]:
         source = self._source

@@ -9,6 +9,7 @@ from ...integration.config import RefitConfig
 from ...integration.errors import RefitError
 
 BACKEND = "nccl_xfer_shards"
+EXTENSION = "rlrefit.workers.verl.extension.VerlRefitExtension"
 _PREFIX = f"checkpoint_engine.engine_kwargs.{BACKEND}"
 # Of RefitConfig; the bucket's size is verl's own key.
 _OF_REFIT = ("transport", "streams", "timeout_s", "verify", "trainer_quantize_fp8", "port")

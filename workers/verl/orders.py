@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from .options import EXTENSION
+
 # A name that no weight has; a worker without the extension refuses it by this name.
-ORDER = "rlrefit.workers.verl.extension.VerlRefitExtension"
+ORDER = EXTENSION
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from ...integration.errors import RefitError
 from ..fsdp.mixin import FSDPRefitMixin
 from ..megatron.mixin import MegatronRefitMixin
 from ..source_mixin import SourceRefitMixin
+from .options import EXTENSION
 
-EXTENSION = "rlrefit.workers.verl.extension.VerlRefitExtension"
 _STRATEGIES = ("fsdp2", "megatron")
 
 
