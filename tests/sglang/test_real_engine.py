@@ -1,8 +1,8 @@
 """Real SGLang 0.5.17 engines on CPUs: its scheduler, its workers, its loaders, its HTTP endpoints.
 
 SGLang is no requirement of rlrefit's tests, since each of its processes takes many seconds to load. Where it can be imported
-(``pip install --no-deps sglang==0.5.17`` and ``ipython`` beside what ``requirements/lock.txt`` has), these run; docs/sglang.md
-says what has run where.
+(``pip install --no-deps sglang==0.5.17``, ``ipython`` and ``soundfile`` beside what ``requirements/lock.txt`` has), these run;
+docs/sglang.md says what has run where.
 """
 
 from __future__ import annotations
