@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,19 +29,6 @@ from tests.nemo_rl_adapter import recorded
 
 ALL = (CHECKPOINT_ENGINE, *SHARD_TO_SHARD)
 TRANSPORT = "rlrefit.integration.adapters.nemo_rl:NcclXferCheckpointEngine"
-
-
-@pytest.fixture
-def as_recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The recorded interfaces under NeMo-RL's own names."""
-    for published in ALL:
-        module = sys.modules.get(published.module)
-        if module is None or getattr(module, "__file__", None) is not None:
-            module = ModuleType(published.module)
-            monkeypatch.setitem(sys.modules, published.module, module)
-        setattr(module, published.name, getattr(recorded, published.name))
-    yield
-    sys.modules.pop("rlrefit.integration.adapters.nemo_rl", None)
 
 
 def configured(**changes: Any) -> dict[str, Any]:

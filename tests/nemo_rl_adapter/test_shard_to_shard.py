@@ -16,8 +16,10 @@ import ray
 
 from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
 from rlrefit.workers.nemo_rl.calls import Workers
+from rlrefit.workers.nemo_rl.install import install
 from rlrefit.workers.nemo_rl.settings import WORKER_CLS, NemoRlRefit
 from rlrefit.workers.nemo_rl.synchronizer import TIMER, ShardSynchronizer
+from tests.nemo_rl_adapter.recorded import WeightSynchronizer
 from tests.nemo_rl_adapter.run_workers import (
     GenerationWorker,
     Policy,
@@ -115,9 +117,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         ray.shutdown()
 
 
-def test_two_changed_refits_reach_live_parameters_bit_for_bit_in_nemo_rls_order(run: Run) -> None:
-    run.generation.weight_synchronizer = synchronizer = run.synchronizer()
-    synchronizer.init_communicator()
+def test_two_changed_refits_reach_live_parameters_bit_for_bit_in_nemo_rls_order(
+    run: Run, as_recorded: None
+) -> None:
+    install(run.policy, run.generation)
+    synchronizer = run.generation.weight_synchronizer
+    assert isinstance(synchronizer, WeightSynchronizer)
     assert synchronizer.is_stale
     tokens = []
     for version in (1, 2):
