@@ -166,11 +166,20 @@ def test_all_wrong_options_of_shards_are_told_at_once() -> None:
 
 def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
     worker = SimpleNamespace(
-        actor=SimpleNamespace(engine=SimpleNamespace(_qat_enabled=True, vanilla_bridge=True)),
+        actor=SimpleNamespace(
+            engine=SimpleNamespace(
+                module=None, is_param_offload_enabled=False, _qat_enabled=True, vanilla_bridge=True
+            )
+        ),
         config=OmegaConf.create(
             {
                 "actor": {"strategy": "veomni"},
-                "rollout": {"name": "sglang", "quantization": "fp8", "engine_kwargs": {}},
+                "rollout": {
+                    "name": "sglang",
+                    "dtype": "bfloat16",
+                    "quantization": "fp8",
+                    "engine_kwargs": {},
+                },
                 "model": {"lora_rank": 8, "lora": {"merge": False}},
             }
         ),
@@ -180,6 +189,18 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
     for part in ("veomni", "mbridge", "quantization-aware", "sglang", "fp8", "lora.merge", EXTENSION):
         assert part in str(error.value)
     assert "backend=nccl_xfer with" in str(error.value)
+
+
+def test_an_actor_that_is_made_in_another_way_is_refused_with_all_that_it_lacks() -> None:
+    worker = SimpleNamespace(
+        actor=SimpleNamespace(engine=SimpleNamespace()), config=OmegaConf.create({"model": {}})
+    )
+    with pytest.raises(UnsupportedVerl) as error:
+        source_of(worker, RefitConfig())
+    assert "its actor has no actor.engine.module, no actor.engine.is_param_offload_enabled" in str(
+        error.value
+    )
+    assert "no config.rollout.dtype" in str(error.value)
 
 
 def test_an_extension_that_is_called_in_another_way_is_refused_with_all_differences() -> None:

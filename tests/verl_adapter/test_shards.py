@@ -84,6 +84,7 @@ def updates(folder: Path) -> Seen:
 
 
 AHEAD = (updates,)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

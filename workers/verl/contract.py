@@ -15,6 +15,38 @@ _RECEIVER = {
     "__init__": ["self", "zmq_handle", "device", "use_shm"],
     "receive_weights": ["self", "on_bucket_received"],
 }
+# Of verl's ActorRolloutRefWorker with its model loaded.
+_ACTOR = (
+    "actor.engine.module",
+    "actor.engine.is_param_offload_enabled",
+    "config.actor.strategy",
+    "config.rollout.name",
+    "config.rollout.dtype",
+    "config.model",
+)
+
+
+def require_supported_actor(worker: Any) -> None:
+    """Check what shard to shard reads of an actor.
+
+    Raises:
+        UnsupportedVerl: names the version and all that is missing.
+    """
+    absent = [path for path in _ACTOR if not _has(worker, path)]
+    if absent:
+        raise UnsupportedVerl(
+            f"verl {installed_version()} is not supported by rlrefit's shard to shard, which is written for {TESTED}: its "
+            f"actor has no {', no '.join(absent)}. Nothing was sent; install verl=={TESTED}, or use "
+            "rlrefit.integration.adapters.verl, which needs the export alone"
+        )
+
+
+def _has(owner: Any, path: str) -> bool:
+    for name in path.split("."):
+        if not hasattr(owner, name):
+            return False
+        owner = getattr(owner, name)
+    return True
 
 
 def rollout_violations(extension: Any, transfer: Any) -> list[str]:

@@ -11,6 +11,7 @@ from ...integration.errors import RefitError
 from ..fsdp.mixin import FSDPRefitMixin
 from ..megatron.mixin import MegatronRefitMixin
 from ..source_mixin import SourceRefitMixin
+from .contract import require_supported_actor
 from .options import EXTENSION
 
 _STRATEGIES = ("fsdp2", "megatron")
@@ -53,8 +54,10 @@ def source_of(worker: Any, config: RefitConfig) -> SourceRefitMixin:
         config: of the refit.
 
     Raises:
+        UnsupportedVerl: it is not as this was written for.
         RefitError: its engine or the rollout's settings don't allow shard to shard; lists all reasons.
     """
+    require_supported_actor(worker)
     engine, strategy, rollout = worker.actor.engine, worker.config.actor.strategy, worker.config.rollout
     wrong = _violations(engine, strategy, rollout, worker.config.model)
     if wrong:
