@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from types import ModuleType
 import psutil
 import pytest
 
-from tests.ahead import FoundAhead, Work, WorkFailed
+from tests.ahead import FoundAhead, Work, WorkFailed, keeping_time
 
 
 def tell_folder(folder: Path) -> Path:
@@ -19,6 +20,15 @@ def tell_folder(folder: Path) -> Path:
 
 def fail(folder: Path) -> None:
     raise KeyError("what is missing")
+
+
+def tell_niceness(folder: Path) -> int:
+    return os.nice(0)
+
+
+@keeping_time
+def tell_niceness_in_time(folder: Path) -> int:
+    return os.nice(0)
 
 
 def find_much(folder: Path) -> bytes:
@@ -55,6 +65,12 @@ def test_a_large_answer_that_nobody_asked_for_yet_holds_up_no_other_work(tmp_pat
         time.sleep(0.05)
     assert found.by(tell_folder).is_dir()
     assert found.by(find_much) == bytes(1 << 20)
+    found.close()
+
+
+def test_works_are_nicer_than_the_tests_unless_they_keep_time(tmp_path: Path) -> None:
+    found = FoundAhead([module_with(tell_niceness, tell_niceness_in_time, fail)], tmp_path)
+    assert found.by(tell_niceness_in_time) == os.nice(0) < found.by(tell_niceness)
     found.close()
 
 

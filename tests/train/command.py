@@ -33,7 +33,8 @@ def rlrefit(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "COLUMNS": "200"},
+        # The server of the tests' processes, of which one may ask, hides GPUs.
+        env={k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | {"COLUMNS": "200"},
     )
 
 

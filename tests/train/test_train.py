@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.ahead import FoundAhead, keeping_time
+
 from .command import (
     SHORT,
     curve,
@@ -44,26 +46,28 @@ LEARNED = 28
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that was started in a folder, and ended before its time."""
+    """A run that was started in a folder, and ended before its time.
+
+    Attributes:
+        left: processes of its ranks that outlived it.
+    """
 
     cwd: Path
     code: int
     output: str
     seconds: float
-    ranks: list[psutil.Process]
+    left: list[str]
 
 
-@pytest.fixture(scope="module")
-def died(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def lose_a_rank(cwd: Path) -> Ended:
     """The demo, which saves a checkpoint after every second step, and loses a rank when it has learned."""
-    cwd = tmp_path_factory.mktemp("died")
     process = rlrefit(*RUN, "algorithm.steps=200", cwd=cwd)
     wait_for_step(process, LEARNED + 1)  # a step is told after its checkpoint is written
     ranks = ray_processes_of(process)
     kill_rank(process, "TransformersActor")
     start = time.monotonic()
     code, output = finish(process, timeout_s=90)
-    return Ended(cwd, code, output, time.monotonic() - start, ranks)
+    return Ended(cwd, code, output, time.monotonic() - start, _left_of(ranks))
 
 
 @pytest.mark.timeout(900)
@@ -90,7 +94,7 @@ def test_the_death_of_a_rank_ends_the_run_with_its_name_and_leaves_no_process(di
     lines = (died.cwd / "runs" / "died" / "metrics.jsonl").read_text().splitlines()
     assert len(lines) >= LEARNED + 1
     assert all(json.loads(line) for line in lines)
-    _require_gone(died.ranks)
+    assert not died.left
 
 
 @dataclass(frozen=True)
@@ -106,9 +110,7 @@ class Resumed(Ended):
     damaged: Path
 
 
-@pytest.fixture(scope="module")
-def resumed(died: Ended, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
-    cwd = tmp_path_factory.mktemp("resumed")
+def go_on_and_interrupt(died: Ended, cwd: Path) -> Resumed:
     shutil.copytree(died.cwd / "runs", cwd / "runs")
     good, newest = sorted((cwd / "runs" / "died" / "checkpoints").glob("step_*"))[-2:]
     damaged = max(newest.iterdir(), key=lambda path: path.stat().st_size)
@@ -120,7 +122,28 @@ def resumed(died: Ended, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     process.send_signal(signal.SIGINT)
     start = time.monotonic()
     code, rest = finish(process)
-    return Resumed(cwd, code, output + rest, time.monotonic() - start, ranks, good, damaged)
+    return Resumed(cwd, code, output + rest, time.monotonic() - start, _left_of(ranks), good, damaged)
+
+
+@keeping_time  # Ray gives up starting after half a minute
+def run_the_demo_twice(folder: Path) -> tuple[Ended, Resumed]:
+    for name in ("died", "resumed"):
+        (folder / name).mkdir()
+    died = lose_a_rank(folder / "died")
+    return died, go_on_and_interrupt(died, folder / "resumed")
+
+
+AHEAD = (run_the_demo_twice,)
+
+
+@pytest.fixture(scope="module")
+def died(found_ahead: FoundAhead) -> Ended:
+    return found_ahead.by(run_the_demo_twice)[0]
+
+
+@pytest.fixture(scope="module")
+def resumed(found_ahead: FoundAhead) -> Resumed:
+    return found_ahead.by(run_the_demo_twice)[1]
 
 
 @pytest.mark.timeout(900)
@@ -150,7 +173,7 @@ def test_an_interrupt_finishes_the_step_saves_it_and_leaves_no_process(resumed: 
     last = metrics(folder)[-1]["step"]
     assert last < 50
     assert (folder / "checkpoints" / f"step_{last:06d}" / "manifest.json").exists()
-    _require_gone(resumed.ranks)
+    assert not resumed.left
 
 
 @pytest.mark.timeout(500)
@@ -175,10 +198,11 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def _require_gone(processes: list[psutil.Process]) -> None:
+def _left_of(processes: list[psutil.Process]) -> list[str]:
+    """Those that still run 20 s later."""
     deadline = time.monotonic() + 20
     while (
         left := [p for p in processes if p.is_running() and p.status() != "zombie"]
     ) and time.monotonic() < deadline:
         time.sleep(0.5)
-    assert not left, f"still running: {[p.cmdline()[:1] for p in left]}"
+    return [str(process) for process in left]
