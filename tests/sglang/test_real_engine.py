@@ -105,6 +105,8 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     with pytest.MonkeyPatch.context() as patch:
         # SGLang puts each rank of a CPU on a NUMA node of its own unless it is told the cores.
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+        # It takes a NCCL that it finds for a sign of GPUs.
+        patch.setenv("SGLANG_NCCL_SO_PATH", str(folder / "none"))
         scene = Scene(paths, "cpu", tp_size=2, ep_size=2, disable_radix_cache=True)
     yield scene
     scene.engine.shutdown()
