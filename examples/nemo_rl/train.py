@@ -1,6 +1,6 @@
 """NeMo-RL's own ``examples/run_grpo.py`` with weights shard to shard: its ``setup``, then :func:`install`, then its training.
 
-    uv run --directory $NEMO_RL python …/examples/nemo_rl/train.py --config …/grpo_qwen3_4b.yaml
+uv run --directory $NEMO_RL python …/examples/nemo_rl/train.py --config …/grpo_qwen3_4b.yaml
 """
 
 from __future__ import annotations
