@@ -1,4 +1,7 @@
-"""Whole runs of a recipe whose trainer and vLLM take turns on one GPU, by the command line as a user gives it."""
+"""Whole runs of a recipe whose trainer and vLLM take turns on one GPU, by the command line as a user gives it.
+
+Where vLLM has its packages in folders of its own, ENGINE_PATH is the PYTHONPATH of the engine's processes.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,7 @@ STEP = [
 
 def run(trainer: str, root: Path) -> tuple[int, str]:
     """Exit code and output of the recipe on one GPU."""
+    engine_path = os.environ.get("ENGINE_PATH")
     arguments = (
         "recipe=grpo_tiny_vllm",
         f"trainer={trainer}",
@@ -46,8 +50,11 @@ def run(trainer: str, root: Path) -> tuple[int, str]:
         "checkpoint.every=0",
         "policy.refit.verify=full",
         "ray.timeout_s=400",
+        *([f"ray.generation_env.PYTHONPATH={engine_path}"] if engine_path else []),
     )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    # What this process imports from, the ranks' processes do too.
+    paths = os.pathsep.join(dict.fromkeys(path for path in sys.path if path))
     done = subprocess.run(
         [sys.executable, "-m", "rlrefit.recipes.cli", "train", *arguments],
         cwd=root,
@@ -55,7 +62,7 @@ def run(trainer: str, root: Path) -> tuple[int, str]:
         stderr=subprocess.STDOUT,
         text=True,
         timeout=500,
-        env={**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": visible},
+        env={**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": visible, "PYTHONPATH": paths},
     )
     return done.returncode, done.stdout
 
