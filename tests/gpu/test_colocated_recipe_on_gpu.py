@@ -53,8 +53,6 @@ def run(trainer: str, root: Path) -> tuple[int, str]:
         *([f"ray.generation_env.PYTHONPATH={engine_path}"] if engine_path else []),
     )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    # What this process imports from, the ranks' processes do too.
-    paths = os.pathsep.join(dict.fromkeys(path for path in sys.path if path))
     done = subprocess.run(
         [sys.executable, "-m", "rlrefit.recipes.cli", "train", *arguments],
         cwd=root,
@@ -62,7 +60,7 @@ def run(trainer: str, root: Path) -> tuple[int, str]:
         stderr=subprocess.STDOUT,
         text=True,
         timeout=500,
-        env={**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": visible, "PYTHONPATH": paths},
+        env={**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": visible},
     )
     return done.returncode, done.stdout
 
