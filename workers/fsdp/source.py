@@ -126,13 +126,16 @@ class FSDPSource:
 
     def _require_memory(self) -> None:
         """All shards leave the GPU together, so that one tells of all."""
-        name = next((name for name in self._kept.names if self._kept.local(name).numel()), "")
-        if name and not self._kept.local(name).untyped_storage().nbytes():
+        shards = ((name, self._kept.local(name)) for name in self._kept.names)
+        found = next(
+            ((n, shard) for n, shard in shards if type(shard) is torch.Tensor and shard.numel()), None
+        )
+        if found is not None and not found[1].untyped_storage().nbytes():
             raise RefitError(
                 "the trainer's shards are away: their memory was freed, with copies on the host that a refit does not know. "
                 "Nothing was sent. Bring the trainer back to its GPU first (load_trainer of a colocated cycle)",
                 stage="export",
-                parameter=name,
+                parameter=found[0],
             )
 
     def _dtype(self, weight: CheckpointWeight) -> torch.dtype:
