@@ -14,7 +14,7 @@ from ..errors import TransportUnavailable
 from ..layout import Fragment
 from ..plan import BroadcastPlan, Plan
 from ..records import StageClock
-from ..transport import FALLBACK, FALLBACKS, TransferResult, make_transport
+from ..transport import FALLBACK, TransferResult, make_transport
 from ..world import RefitWorld
 
 logger = logging.getLogger(__name__)
@@ -48,14 +48,12 @@ class BulkPath:
             fragments: this rank's.
 
         Raises:
-            TransportUnavailable: on every rank, if any can't; under ``auto`` only if no fallback can either.
+            TransportUnavailable: on every rank, if any can't; under ``auto`` only if the fallback can't either.
         """
         self._channel = channel
         self._bindings = 0
         self.name, self.reason = chosen
-        others = FALLBACKS.get(self.name, (FALLBACK,)) if self.name != FALLBACK else ()
-        self._fallbacks = list(others) if config.transport == "auto" else []
-        self._missed: list[str] = []
+        self._falls_back = config.transport == "auto" and self.name != FALLBACK
         self._make = partial(make_transport, channel=channel, device=device, plan=plan, config=config)
         self._transport = self._make(self.name)
         try:
@@ -68,23 +66,23 @@ class BulkPath:
         """Bind the transport to this rank's storage and tell all peers of it; again whenever some rank's has moved.
 
         Raises:
-            TransportUnavailable: names the first rank that can't, and its reason; under ``auto`` only if no
-                fallback can either; the first that can serves from then on.
+            TransportUnavailable: names the first rank that can't, and its reason; under ``auto`` only if the
+                fallback can't either, which serves from then on.
         """
-        while True:
-            try:
-                return self._bind(fragments)
-            except TransportUnavailable as error:
-                # Raised on all ranks, whichever could not.
-                if not self._fallbacks:
-                    raise
-                self._transport.close()
-                self._missed.append(f"{self.name} can't serve: {error}")
-                self.reason = f"auto: {'; '.join(self._missed)}"
-                self.name = self._fallbacks.pop(0)
-                if self._channel.world.rank == 0:
-                    logger.warning("%s; %s serves instead, by the plan that was made", self.reason, self.name)
-                self._transport = self._make(self.name)
+        try:
+            self._bind(fragments)
+        except TransportUnavailable as error:
+            # Raised on all ranks, whichever could not.
+            if not self._falls_back:
+                raise
+            self._falls_back = False
+            self._transport.close()
+            self.reason = f"auto: {self.name} can't serve: {error}"
+            if self._channel.world.rank == 0:
+                logger.warning("%s; %s serves instead, by the plan that was made", self.reason, FALLBACK)
+            self.name = FALLBACK
+            self._transport = self._make(FALLBACK)
+            self._bind(fragments)
 
     def _bind(self, fragments: Sequence[Fragment]) -> None:
         self._bindings += 1

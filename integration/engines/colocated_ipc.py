@@ -16,10 +16,10 @@ from .nccl_xfer import NcclXferEngine
 class ColocatedIpcEngine(NcclXferEngine):
     """As ``nccl_xfer``, over the ranks' shared memory.
 
-    Weights go straight into the engines' parameters where those can be mapped (``ipc``). Pools without shareable
-    handles, as vLLM's sleep mode has, read the trainer's parameters instead where those can be mapped (``pull``). All else
-    goes through buckets (CUDA IPC, or host memory), as the misc path does: two for each direction and stream, and no copy
-    of the model.
+    Weights go straight into the engines' parameters where those can be mapped (``ipc``), and else through buckets
+    (CUDA IPC, or host memory), as the misc path does. Pools without shareable handles, as vLLM's sleep mode has, so
+    cost two buckets for each direction and stream, and no copy of the model; or, with ``transport: pull``, they read the
+    trainer's parameters.
     """
 
     name = "colocated_ipc"

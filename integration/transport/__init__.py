@@ -19,7 +19,6 @@ from .p2p import P2PTransport
 
 __all__ = [
     "FALLBACK",
-    "FALLBACKS",
     "ONE_SIDED",
     "GoldenTransport",
     "IpcTransport",
@@ -40,8 +39,6 @@ ONE_SIDED: dict[str, type[IpcTransport] | type[PullTransport]] = {
     "ipc": IpcTransport,
     "pull": PullTransport,
 }
-# What serves instead under ``auto``, one after the other.
-FALLBACKS = {"ipc": ("pull", FALLBACK)}
 
 
 def choose(transport: str, told: Sequence[object], train_ranks: int) -> tuple[str, str]:

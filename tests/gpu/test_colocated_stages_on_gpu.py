@@ -292,7 +292,7 @@ def test_twenty_turns_fit_in_stages_with_flat_memory(
     }
     reporter.write_line(f"\n{json.dumps(table)}")
     received = [record for record in turns["records"] if record["role"] == "generation"]
-    assert {record["transport"] for record in received} == {"pull"}
+    assert {record["transport"] for record in received} == {"buckets"}
     rates = sorted(record["bytes_bulk"] / record["seconds"]["transfer"] / 1e9 for record in received[1:])
     reporter.write_line(
         f"{received[0]['bytes_bulk'] / 1e9:.1f} GB a refit; GB/s {rates[0]:.0f} to {rates[-1]:.0f}, median "

@@ -60,6 +60,6 @@ def test_casts_read_and_write_16_bytes_at_a_time(source: Any, size: int) -> None
 def test_blocks_are_read_and_their_codes_written_16_bytes_at_a_time(converts: bool) -> None:
     constants = {"COLUMNS": 16, "WORD": tl.bfloat16, "BLOCK": 128, "FLOOR": 1e-4, "UE8M0": False}
     constants |= {"ROUND": False, "UNIT": 16, "CONVERTS": converts}
-    found = accesses(fp8_kernels.quantize_blocks, constants, 8)
-    assert (found["ld.global.v4.b32"], found["st.global.v4.b32"]) == (8, 4)
+    found = accesses(fp8_kernels.quantize_blocks, constants, 4)
+    assert (found["ld.global.v4.b32"], found["st.global.v4.b32"]) == (16, 8)
     assert found["st.global.b8"] == 0
