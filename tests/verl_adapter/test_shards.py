@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -37,13 +38,19 @@ def updates(folder: Path) -> Seen:
     named = folder / "named" / "vllm-0.21.0+cpu.dist-info"
     named.mkdir(parents=True)
     (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.21.0+cpu\n")
-    root = str(Path(__file__).resolve().parents[2])
-    path = [str(named.parent), root]
-    sys.path[:0] = path
+    path = [str(named.parent), str(Path(__file__).resolve().parents[2])]
     env = {"PYTHONPATH": os.pathsep.join(path)}
-    os.environ["VERL_USE_EXTERNAL_MODULES"] = "tests.verl_adapter.cpu_platform"
-    os.environ["VERL_PLATFORM"] = "cpu"
+    own = {
+        "VERL_USE_EXTERNAL_MODULES": "tests.verl_adapter.cpu_platform",
+        "VERL_PLATFORM": "cpu",
+        "CUDA_VISIBLE_DEVICES": "0,1,2,3",  # numbers that Ray hands out
+    }
+    # For this work alone: others follow in its process.
+    with mock.patch.dict(os.environ, own), mock.patch.object(sys, "path", [*path, *sys.path]):
+        return _update(folder, checkpoint, env)
 
+
+def _update(folder: Path, checkpoint: Path, env: dict[str, str]) -> Seen:
     from verl.workers.rollout.replica import RolloutMode
 
     from rlrefit.workers.verl.manager import RefitCheckpointManager
