@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TRANSPORTS = ("auto", "p2p", "ipc", "pull", "m2n", "golden")
+TRANSPORTS = ("auto", "p2p", "ipc", "m2n", "golden")
 VERIFY_MODES = ("off", "sampled", "full")
 LORA_MODES = ("merge", "adapter")
 # Each stream has a communicator, whose kernels take up to 32 of a GPU's multiprocessors.

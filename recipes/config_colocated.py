@@ -89,7 +89,7 @@ def _engine(config: TrainConfig) -> Iterator[Violation]:
         yield Violation(
             ("policy.refit.transport", "generation.backend", ENABLED),
             "policy.refit.transport: ipc, but vLLM's sleep mode keeps weights in memory that no other process can map; give "
-            "auto, which goes through buckets that both map, or pull, by which vLLM maps the trainer's parameters",
+            "auto, which goes through buckets that both map",
         )
     if vllm.distributed_executor_backend == "ray":
         key = "generation.vllm.distributed_executor_backend"

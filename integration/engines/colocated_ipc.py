@@ -8,7 +8,6 @@ from ..endpoints import WeightDestination, WeightSource
 from ..errors import RefitError
 from ..manifest import Manifest
 from ..shared_wire.opening import agree_on_wire
-from ..transport import ONE_SIDED
 from ..world import RefitWorld, host_identity
 from .nccl_xfer import NcclXferEngine
 
@@ -18,8 +17,7 @@ class ColocatedIpcEngine(NcclXferEngine):
 
     Weights go straight into the engines' parameters where those can be mapped (``ipc``), and else through buckets
     (CUDA IPC, or host memory), as the misc path does. Pools without shareable handles, as vLLM's sleep mode has, so
-    cost two buckets for each direction and stream, and no copy of the model; or, with ``transport: pull``, they read the
-    trainer's parameters.
+    cost two buckets for each direction and stream, and no copy of the model.
     """
 
     name = "colocated_ipc"
@@ -44,14 +42,14 @@ class ColocatedIpcEngine(NcclXferEngine):
 
     @property
     def transport_name(self) -> str:
-        """``ipc``, ``pull``, ``buckets``, or ``golden``."""
+        """``ipc``, ``buckets``, or ``golden``."""
         name = super().transport_name
         return "buckets" if name == "p2p" else name
 
     @property
     def transport_reason(self) -> str:
         reason = super().transport_reason
-        return reason if self.transport_name in ONE_SIDED else f"{reason}; {self._wire.reason}"
+        return reason if self.transport_name == "ipc" else f"{reason}; {self._wire.reason}"
 
     @property
     def held_bytes(self) -> int:

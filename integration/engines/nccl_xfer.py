@@ -20,7 +20,7 @@ from ..misc import PackedBroadcast
 from ..plan import BroadcastPlan, Plan, Topology, analyse, plan_broadcast
 from ..process_groups import Group
 from ..records import StageClock
-from ..transport import ONE_SIDED, choose, facts
+from ..transport import choose, facts
 from ..world import RefitWorld, host_identity
 from .agreement import agree_on_plan, agree_on_specs, make_packed_broadcast
 from .base import CheckpointEngine, SendResult
@@ -72,7 +72,8 @@ class NcclXferEngine(CheckpointEngine):
             destinations,
             bucket_bytes=self.config.bucket_bytes,
             topology=Topology.of_hosts([answer["host"] for answer in answers]),
-            fan_out=False if self._chosen[0] in ONE_SIDED else None,
+            # One-sided, every sender reaches every receiver, and none passes anything on.
+            fan_out=False if self._chosen[0] == "ipc" else None,
         )
         self.manifest: Manifest = self.analysis.manifest
         self.plan: Plan | BroadcastPlan

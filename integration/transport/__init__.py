@@ -13,17 +13,15 @@ from ..process_groups import Group
 from ..shared_wire.opening import agree_on_wire, open_group, shared_gpu
 from .base import TransferResult, Transport
 from .golden import GoldenTransport
-from .ipc import IpcTransport, PullTransport, availability, facts
+from .ipc import IpcTransport, availability, facts
 from .m2n import WHY_NO_TRANSPORT
 from .p2p import P2PTransport
 
 __all__ = [
     "FALLBACK",
-    "ONE_SIDED",
     "GoldenTransport",
     "IpcTransport",
     "P2PTransport",
-    "PullTransport",
     "TransferResult",
     "Transport",
     "choose",
@@ -34,11 +32,6 @@ __all__ = [
 
 # What serves any layout and any network.
 FALLBACK = "p2p"
-# By which every sender reaches every receiver, so that none passes anything on.
-ONE_SIDED: dict[str, type[IpcTransport] | type[PullTransport]] = {
-    "ipc": IpcTransport,
-    "pull": PullTransport,
-}
 
 
 def choose(transport: str, told: Sequence[object], train_ranks: int) -> tuple[str, str]:
@@ -67,7 +60,7 @@ def choose(transport: str, told: Sequence[object], train_ranks: int) -> tuple[st
     sharing = shared_gpu(told)
     return (
         name,
-        reason if name in ONE_SIDED or not sharing else f"{reason}, through memory of the host: {sharing}",
+        reason if name == "ipc" or not sharing else f"{reason}, through memory of the host: {sharing}",
     )
 
 
@@ -93,8 +86,8 @@ def make_transport(
         except BaseException:
             opened.close(failed=True)
             raise
-    if transport in ONE_SIDED and isinstance(plan, Plan):
-        return ONE_SIDED[transport](
+    if transport == "ipc" and isinstance(plan, Plan):
+        return IpcTransport(
             world.rank,
             plan,
             config.verify,
@@ -105,4 +98,4 @@ def make_transport(
         )
     if transport == "golden" and isinstance(plan, BroadcastPlan):
         return GoldenTransport(group(1), world.rank, plan, config.verify, is_source=world.is_source)
-    raise ValueError(f"there is no transport {transport!r} for this plan; use p2p, ipc, pull or golden")
+    raise ValueError(f"there is no transport {transport!r} for this plan; use p2p, ipc or golden")

@@ -106,11 +106,8 @@ class RunOptions:
         ):
             if value is not None and value < least:
                 found.append(f"{option}: {value} is too small; give at least {least}")
-        for transport in ("ipc", "pull"):
-            if self.device == "cpu" and transport in self.transports:
-                found.append(
-                    f"--transport: {transport} needs GPUs; with --device cpu give auto, p2p or golden"
-                )
+        if self.device == "cpu" and "ipc" in self.transports:
+            found.append("--transport: ipc needs GPUs; with --device cpu give auto, p2p or golden")
         return found
 
 

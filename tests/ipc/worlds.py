@@ -21,7 +21,7 @@ from rlrefit.integration.holdings import Holdings
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.plan import analyse
-from rlrefit.integration.transport import ONE_SIDED, IpcTransport, PullTransport
+from rlrefit.integration.transport import IpcTransport
 from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource
 
 HIDDEN, INTERMEDIATE, EXPERTS = 256, 384, 4
@@ -44,7 +44,6 @@ class Scenario:
         victim: the rank that dies.
         expandable: whether parameters lie in torch's expandable segments.
         rows: of an additional large weight; 0 for none.
-        transport: ``ipc`` or ``pull``.
     """
 
     meeting: str
@@ -58,7 +57,6 @@ class Scenario:
     expandable: bool = False
     rows: int = 0
     bucket_bytes: int = 1 << 20
-    transport: str = "ipc"
 
     @property
     def size(self) -> int:
@@ -103,7 +101,7 @@ class Rank:
         self.transport = self.make_transport()
         self.bind()
 
-    def make_transport(self) -> IpcTransport | PullTransport:
+    def make_transport(self) -> IpcTransport:
         positions = {spec.name: i for i, spec in enumerate(self.specs)}
         held = [
             Holdings.from_fragments(rank, _fragments(self.scenario, self.specs, rank), {}, positions)
@@ -116,7 +114,7 @@ class Rank:
             bucket_bytes=self.scenario.bucket_bytes,
             fan_out=False,
         )
-        return ONE_SIDED[self.scenario.transport](
+        return IpcTransport(
             self.rank,
             analysis.compile(self.rank),
             self.scenario.verify,
@@ -142,27 +140,16 @@ class Rank:
         else:
             self.endpoint.poison()
 
-    def meet(self) -> None:
-        """Let all ranks be ready; bind anew where the transport wants it for every refit."""
-        self.transport.settle()
-        if any(self.meeting.vote(self.scenario.transport == "pull" and self.transport.moved())):
-            self.bind()
-
     def refit(self, version: int) -> dict[str, Any]:
         """Change the weights, refit, and return what came of it."""
         self.prepare(version)
-        self.meet()
+        self.transport.settle()
+        self.meeting.vote()
         self.clock.restart()
         result = self.transport.run(self.clock)
         wrong = [] if self.is_source else self.endpoint.wrong(version)
         self.meeting.vote()
-        seconds = self.clock.seconds.get("transfer", 0.0)
-        return {
-            "wrong": wrong,
-            "payload": result.payload_bytes,
-            "verified": result.verified_bytes,
-            "seconds": seconds,
-        }
+        return {"wrong": wrong, "payload": result.payload_bytes, "verified": result.verified_bytes}
 
 
 def _specs(scenario: Scenario) -> list[TensorSpec]:
@@ -283,7 +270,8 @@ def _remap(rank: Rank) -> dict[str, Any]:
 def _kill(rank: Rank) -> dict[str, Any]:
     rank.open()
     rank.refit(1)
-    rank.meet()
+    rank.transport.settle()
+    rank.meeting.vote()
     if rank.rank == rank.scenario.victim:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank.is_source:
@@ -306,7 +294,8 @@ def _busy(rank: Rank) -> dict[str, Any]:
     rank.open()
     rank.refit(1)
     rank.prepare(2)
-    rank.meet()
+    rank.transport.settle()
+    rank.meeting.vote()
     if rank.rank == 0:
         # Some 3e9 cycles are 1.5 s and more, on any GPU.
         for _ in range(int(rank.scenario.timeout_s) + 2):
@@ -336,7 +325,8 @@ def _lie(rank: Rank) -> dict[str, Any]:
             return covered
 
         rank.transport._sent_proofs.compute = wrongly  # type: ignore[method-assign]
-    rank.meet()
+    rank.transport.settle()
+    rank.meeting.vote()
     try:
         rank.transport.run(rank.clock)
         return {"ended": "done"}

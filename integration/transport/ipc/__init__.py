@@ -1,7 +1,6 @@
-"""One-sided refits inside a host: senders write straight into the receivers' live parameters, or receivers read the senders'."""
+"""One-sided refits inside a host: senders write straight into the receivers' live parameters."""
 
 from .availability import availability, facts
-from .pull import PullTransport
 from .transport import IpcTransport
 
-__all__ = ["IpcTransport", "PullTransport", "availability", "facts"]
+__all__ = ["IpcTransport", "availability", "facts"]
