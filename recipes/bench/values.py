@@ -2,11 +2,13 @@
 
 The benchmark's oracle. A value depends on the weight's name, the element's place in the full tensor and the
 version, so that bytes of another weight, place or refit are told apart; both sides compute it for themselves and
-share nothing. Values are finite, below 2 in size, and never the poison.
+share nothing. Values are finite, below 2 in size, and never the poison. The largest of a block of 128 by 128 depends on
+the block, over sixteen powers of two, so that scales of other blocks, weights and refits are told apart as well.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -17,8 +19,12 @@ from ...integration.layout import Box, Fragment
 
 # The integer type in which bits of each item size are made and compared.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-# Elements computed at once; bounds the temporary memory at 256 MiB.
+# Elements computed at once; bounds the temporary memory at 512 MiB.
 _CHUNK = 1 << 26
+# Where the lower bits of the exponent lie, by item size: BF16's and FP32's.
+_BINADE_AT = {2: 7, 4: 23}
+_BINADES = 16
+_BLOCK = 128
 _MULTIPLIER = -1640531535  # 2654435761, Knuth's multiplicative hash, as a signed 32-bit number
 
 
@@ -117,35 +123,41 @@ def _box_bits(
 ) -> torch.Tensor:
     seeds = [zlib.crc32(name.encode()) - (1 << 31) for name in names]
     (low, high) = box[-1]
-    columns = _hashes(device, full_shape[-1], 1)[low:high]
-    if len(seeds) == 1:  # without a copy to the device
-        columns = columns ^ seeds[0]
-    else:
-        columns = columns ^ torch.tensor(seeds, dtype=torch.int32, device=device).unsqueeze(-1)
-    columns = columns.view(len(names), *(1,) * (len(box) - 1), high - low)
-    values = (_row_hashes(device, box[:-1], full_shape[:-1]).unsqueeze(-1) + columns).mul_(_MULTIPLIER)
+    rows = _row_numbers(device, box[:-1], full_shape[:-1])
+    shape = len(names), *(1,) * rows.dim(), high - low
+
+    def seeded(columns: torch.Tensor) -> torch.Tensor:
+        if len(seeds) == 1:  # without a copy to the device
+            return (columns ^ seeds[0]).view(shape)
+        return (columns ^ torch.tensor(seeds, dtype=torch.int32, device=device).unsqueeze(-1)).view(shape)
+
+    total = math.prod(full_shape[:-1])
+    columns = seeded(_hashes(device, full_shape[-1], 1)[low:high])
+    values = (_hashes(device, total, 2)[rows].unsqueeze(-1) + columns).mul_(_MULTIPLIER)
     # The upper bits are the well mixed ones. The top bit of the exponent stays clear.
     if itemsize < 4:
         values >>= 32 - 8 * itemsize
+    if itemsize in _BINADE_AT:
+        at = _BINADE_AT[itemsize]
+        over = torch.arange(low, high, device=device) // _BLOCK
+        across = seeded(_hashes(device, -(-full_shape[-1] // _BLOCK), 3)[over])
+        down = _hashes(device, -(-total // _BLOCK), 4)[rows // _BLOCK].unsqueeze(-1)
+        binades = (down + across).mul_(_MULTIPLIER)
+        binades.bitwise_right_shift_(28).bitwise_and_(_BINADES - 1).bitwise_left_shift_(at)
+        values = values.bitwise_and_(~((_BINADES - 1) << at)).bitwise_or_(binades)
     values = values.bitwise_and_(~(1 << (8 * itemsize - 2))).bitwise_xor_(_mask(version, itemsize))
     return values.to(_BITS[itemsize])
 
 
-def _row_hashes(device: torch.device, box: Box, shape: Sequence[int]) -> torch.Tensor:
-    """A hash for each row of the leading dimensions, of the box's leading shape."""
-    total = 1
-    for size in shape:
-        total *= size
-    table = _hashes(device, total, 2)
-    if len(box) == 1:
-        return table[box[0][0] : box[0][1]]
+def _row_numbers(device: torch.device, box: Box, shape: Sequence[int]) -> torch.Tensor:
+    """The number of each row, counted over the leading dimensions, of the box's leading shape."""
     rows = torch.zeros((), dtype=torch.int64, device=device)
     for (start, stop), size in zip(box, shape, strict=True):
         rows = rows.unsqueeze(-1) * size + torch.arange(start, stop, device=device)
-    return table[rows]
+    return rows
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def _hash_table(device: torch.device, size: int, salt: int) -> torch.Tensor:
     x = torch.arange(size, dtype=torch.int64, device=device)
     x = (x + salt * 0x51ED2701) * 0x2545F4914F6CDD1D

@@ -93,6 +93,17 @@ def test_a_strided_view_is_written_and_read_in_place():
     assert (storage[:2] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scales_tell_blocks_weights_and_refits_apart(dtype):
+    scales = [
+        Fp8Blockwise().encode(full(name, (1024, 1024), version, dtype=dtype))[1].flatten()
+        for name, version in (("w", 3), ("v", 3), ("w", 4))
+    ]
+    for one, other in ((0, 1), (0, 2)):
+        assert (scales[one] == scales[other]).float().mean() < 0.25
+    assert len(scales[0].unique()) >= 12
+
+
 def test_a_dtype_of_eight_bytes_is_refused():
     with pytest.raises(ValueError, match="1, 2 or 4 bytes"):
         values.write([fragment("w", (2, 2), dtype=torch.float64)], 0)
