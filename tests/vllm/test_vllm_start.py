@@ -11,11 +11,12 @@ from torch import nn
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rlrefit.integration.errors import EngineDirty, PlanError, RefitError, RefitTimeout
 from rlrefit.integration.quantize.formats import Fp8Blockwise
 from rlrefit.integration.session import ServingState
-from rlrefit.workers.vllm import plugin
+from rlrefit.workers.vllm import compat, plugin
 from rlrefit.workers.vllm.answers import answer, raise_refit_errors
 from rlrefit.workers.vllm.compat import REFIT, WEIGHT_TRANSFER, Needed, require_supported_vllm
 from rlrefit.workers.vllm.destination import Routes
@@ -51,6 +52,32 @@ def test_all_that_a_vllm_lacks_is_told_at_once_with_its_version():
     assert "initialize_layerwise_reload: has no device and no phase" in text
     assert "LayerReloadingInfo: has no loaded_bytes" in text
     assert "vllm>=0.21,<0.22" in text
+
+
+@pytest.mark.parametrize(("version", "warnings"), [("0.21.0+cpu", 0), ("0.25.1", 1), ("0.210.0", 1)])
+def test_a_vllm_that_no_test_has_run_is_taken_with_a_warning(
+    version: str, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(compat, "_version", lambda: version)
+    require_supported_vllm(REFIT[:2])
+    texts = [record.getMessage() for record in caplog.records]
+    assert [
+        text.startswith(f"rlrefit is tested with vLLM 0.21, and this is {version}") for text in texts
+    ] == [True] * warnings
+
+
+def test_model_runner_v2_is_refused_before_its_model_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    class V2:
+        """Not of V1's kind, as vLLM's own V2."""
+
+    loaded: list[Any] = []
+    monkeypatch.setattr(_Worker, "load_model", loaded.append)
+    guard_loaded_models(_Worker)
+    worker: Any = _Worker("dummy")
+    worker.model_runner = V2()
+    with pytest.raises(RefitError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        worker.load_model()
+    assert loaded == []
 
 
 def _failing(error: Exception) -> dict[str, Any]:
@@ -152,16 +179,26 @@ def test_a_later_vllm_whose_backend_is_a_plain_string_is_left_alone():
     assert Later(backend="anything").backend == "anything"
 
 
+class _Runner(GPUModelRunner):
+    """Of the kind that refits are made for, without anything to run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def execute_model(self, step: Any) -> str:
+        return f"ran {step.number}"
+
+    def get_model(self) -> nn.Module:
+        return self.model
+
+
 class _Worker:
     """What the guard touches of vLLM's worker, whose sleep leaves memory where it is."""
 
     def __init__(self, load_format: str = "auto") -> None:
         self.slept: list[int] = []
         self.vllm_config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
-        model = nn.Linear(2, 2)
-        self.model_runner = SimpleNamespace(
-            execute_model=lambda step: f"ran {step.number}", get_model=lambda: model
-        )
+        self.model_runner: Any = _Runner(nn.Linear(2, 2))
 
     def run(self, number: int, tokens: int = 1) -> str:
         return self.model_runner.execute_model(

@@ -9,12 +9,16 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...integration.errors import RefitError
 
+logger = logging.getLogger(__name__)
+
+# The one that the tests run. Another is taken if it has all names and parameters below, with a warning.
 SUPPORTED = "0.21"
 _LAYERS = "vllm.model_executor.layers"
 _KERNELS = "vllm.model_executor.kernels.linear.scaled_mm"
@@ -104,13 +108,46 @@ def require_supported_vllm(needed: Sequence[Needed] = REFIT) -> None:
     Raises:
         RefitError: lists everything that is missing or takes other parameters, vLLM's version and the supported one.
     """
+    installed = _version()
     wrong = [problem for problem in map(_problem, needed) if problem]
     if wrong:
         listed = "\n".join(f"  - {problem}" for problem in wrong)
         raise RefitError(
-            f"vLLM {_version()} differs from vLLM {SUPPORTED}, for which this rlrefit is made, in {len(wrong)} things "
+            f"vLLM {installed} differs from vLLM {SUPPORTED}, for which this rlrefit is made, in {len(wrong)} things "
             f"that refits rely on:\n{listed}\nNothing was changed in the engine. Install vllm>={SUPPORTED},<0.22, or a "
             "newer rlrefit",
+            stage="start",
+        )
+    if not installed.startswith(f"{SUPPORTED}."):
+        logger.warning(
+            "rlrefit is tested with vLLM %s, and this is %s. It has the %d names that refits rely on, with their parameters; "
+            "what they do was not tested. Compare its generations with the trainer's log-probabilities before relying on it, "
+            "or install vllm>=%s,<0.22",
+            SUPPORTED,
+            installed,
+            len(needed),
+            SUPPORTED,
+        )
+
+
+def require_supported_runner(runner: Any) -> None:
+    """Check which of vLLM's model runners a worker has; before it loads its model.
+
+    Model Runner V2 is another class than the one held against :data:`REFIT`. Its profiling and its warm-up are steps with
+    tokens through ``execute_model``, which the guard would refuse with ``load_format=dummy``, and refits into it are
+    untested.
+
+    Raises:
+        RefitError: it is not V1's.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if not isinstance(runner, GPUModelRunner):
+        kind = type(runner)
+        raise RefitError(
+            f"vLLM {_version()} uses {kind.__module__}.{kind.__name__} as its model runner (Model Runner V2, which vLLM from "
+            f"0.25 takes for dense models by itself); refits are made for V1's {GPUModelRunner.__module__}. No weight was "
+            "loaded. Set VLLM_USE_V2_MODEL_RUNNER=0 in the environment of the engine and its workers",
             stage="start",
         )
 

@@ -6,6 +6,7 @@ import functools
 import logging
 from typing import Any
 
+from .compat import require_supported_runner
 from .orphans import end_with_parents
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,10 @@ def prepare_worker_process() -> None:
 
 
 def guard_loaded_models(worker_class: type[Any]) -> None:
-    """Have each worker of ``worker_class`` guarded as soon as its model is loaded, before any call of a driver."""
+    """Have each worker of ``worker_class`` guarded as soon as its model is loaded, before any call of a driver.
+
+    Its ``load_model`` raises ``RefitError`` where its model runner is not the one that refits are made for.
+    """
     original = worker_class.load_model
     if hasattr(original, _MARK):
         return
@@ -44,6 +48,7 @@ def guard_loaded_models(worker_class: type[Any]) -> None:
     def load_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
         from .worker_refit import WorkerRefit
 
+        require_supported_runner(worker.model_runner)
         result = original(worker, *args, **kwargs)
         WorkerRefit.of(worker)
         return result
