@@ -8,16 +8,17 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 from tests.servers import processes
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or did not finish in time; the text holds its traceback."""
+    """A rank raised, died or did not end in time, if only after it had answered; the text holds its traceback."""
 
 
 def free_port() -> int:
@@ -90,10 +91,12 @@ def run_ranks(
 
     Raises:
         RankFailed: with the first failing rank's traceback, or the ranks that did not finish in
-            ``timeout_s`` seconds. The other ranks are killed.
+            ``timeout_s`` seconds. The other ranks are killed. So too where all have answered, and one raises
+            or dies as it leaves, or does not end in that time.
     """
     of_all = (fn, args, world_size, free_port(), timeout_s)
-    return _run(_in_a_group, [(*of_all, rank) for rank in range(world_size)], timeout_s, made_by)
+    arguments = [(*of_all, rank) for rank in range(world_size)]
+    return _run(fn.__name__, _in_a_group, arguments, timeout_s, made_by)
 
 
 def run_alone(
@@ -108,10 +111,37 @@ def run_alone(
     Raises:
         RankFailed: as :func:`run_ranks` does.
     """
-    return _run(_alone, [(fn, args, environment)], timeout_s, made_by)[0]
+    return _run(fn.__name__, _alone, [(fn, args, environment)], timeout_s, made_by)[0]
+
+
+def run_together(*worlds: Callable[[], Any]) -> list[Any]:
+    """Call functions beside one another, such as the two sides of a refit, and return what they return.
+
+    Raises:
+        BaseException: the first in time, whatever its place, when all have ended; the others are its notes. What one
+            side meets is most often what the other one does first.
+    """
+    raised: list[BaseException] = []
+
+    def run(world: Callable[[], Any]) -> Any:
+        try:
+            return world()
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    with ThreadPoolExecutor(len(worlds)) as pool:
+        futures = [pool.submit(run, world) for world in worlds]
+    if raised:
+        first, *later = raised
+        for error in later:
+            first.add_note(f"Later, beside it:\n{''.join(traceback.format_exception_only(error))}")
+        raise first
+    return [future.result() for future in futures]
 
 
 def _run(
+    of: str,
     body: Callable[..., None],
     arguments: Sequence[tuple[Any, ...]],
     timeout_s: float,
@@ -121,7 +151,7 @@ def _run(
     context = made_by()
     size = len(arguments)
     pipes: dict[Connection, int] = {}
-    started = []
+    started: list[tuple[ForkServerProcess, Connection]] = []
     results: dict[int, Any] = {}
     for rank, args in enumerate(arguments):
         ours, theirs = context.Pipe(duplex=False)
@@ -129,31 +159,58 @@ def _run(
         process.start()
         theirs.close()
         pipes[ours] = rank
-        started.append(process)
+        started.append((process, ours))
     deadline = time.monotonic() + timeout_s
     try:
         while pipes:
             ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RankFailed(f"ranks {sorted(pipes.values())} of {size} ran longer than {timeout_s} s")
+                raise RankFailed(
+                    f"{of}: ranks {sorted(pipes.values())} of {size} ran longer than {timeout_s} s"
+                )
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = pipes.pop(pipe)
                 try:
                     succeeded, value = pickle.loads(pipe.recv_bytes())
                 except EOFError:
-                    started[rank].join(5)
+                    process, _ = started[rank]
+                    process.join(5)
                     raise RankFailed(
-                        f"rank {rank} of {size} died with exit code {started[rank].exitcode}"
+                        f"{of}: rank {rank} of {size} died with exit code {process.exitcode}"
                     ) from None
                 if not succeeded:
-                    raise RankFailed(f"rank {rank} of {size}:\n{value}")
+                    raise RankFailed(f"{of}: rank {rank} of {size}:\n{value}")
                 results[rank] = value
-        for process in started:
+        for process, _ in started:
             process.join(max(1.0, deadline - time.monotonic()))
+        bad_ends = [
+            f"{of}: rank {rank} of {size} had answered, and {end}"
+            for rank, (process, pipe) in enumerate(started)
+            if (end := _bad_end(process, pipe, timeout_s))
+        ]
+        if bad_ends:
+            raise RankFailed("\n".join(bad_ends))
     finally:
-        for process in started:
+        for process, pipe in started:
             if process.is_alive():
                 process.kill()
             process.join(5)
+            pipe.close()
     return [results[rank] for rank in range(size)]
+
+
+def _bad_end(process: ForkServerProcess, pipe: Connection, timeout_s: float) -> str | None:
+    """How a process that has given its answer did not end as it should."""
+    if process.is_alive():
+        return f"did not end in {timeout_s} s"
+    if process.exitcode == 0:
+        return None
+    died = f"died with exit code {process.exitcode}"
+    if not pipe.poll():  # a process that it left behind holds the other end
+        return died
+    try:
+        _, raised = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return died
+    return f"raised:\n{raised}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +16,16 @@ from rlrefit.workers.nemo_rl.engine_calls import require_text_only
 from rlrefit.workers.vllm.answers import raise_refit_errors
 from tests.nemo_rl_adapter import megatron_ranks
 from tests.refit.models import make_model
-from tests.spawn import run_ranks
+from tests.spawn import run_ranks, run_together
 
 
 def test_a_megatron_policys_shards_reach_an_engine_bit_for_bit_twice(tmp_path: Path) -> None:
     models = [make_model("qwen3", tmp_path / f"model{seed}", seed) for seed in range(3)]
     meeting = tmp_path / "meeting.json"
-    with ThreadPoolExecutor(2) as pool:
-        policies = pool.submit(run_ranks, megatron_ranks.policy, 2, models, meeting, timeout_s=250.0)
-        engines = pool.submit(run_ranks, megatron_ranks.engine, 1, models, meeting, timeout_s=250.0)
-        answers, [wrong] = policies.result(), engines.result()
+    answers, [wrong] = run_together(
+        lambda: run_ranks(megatron_ranks.policy, 2, models, meeting, timeout_s=250.0),
+        lambda: run_ranks(megatron_ranks.engine, 1, models, meeting, timeout_s=250.0),
+    )
     for prepared, routes, *records, closed in answers:
         raise_refit_errors([prepared, routes, *records, closed])
         assert (prepared["refused"], routes["misc"], routes["bulk"]) == ({}, 0, prepared["weights"])

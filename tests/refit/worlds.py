@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlrefit.recipes.run_files import write_whole
-from tests.spawn import run_ranks
+from tests.spawn import run_ranks, run_together
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,11 @@ def run_scenarios(scenarios: Sequence[Scenario]) -> list[tuple[list[Any], list[A
     Returns:
         For each scenario what the trainer ranks and the generation ranks report.
     """
-    with ThreadPoolExecutor(2) as pool:
-        trainers = pool.submit(run_ranks, trainer, TRAIN_RANKS, scenarios, timeout_s=900.0)
-        engines = pool.submit(run_ranks, engine, GEN_RANKS, scenarios, timeout_s=900.0)
-        reports = list(zip(*trainers.result(), strict=True)), list(zip(*engines.result(), strict=True))
+    trainers, engines = run_together(
+        lambda: run_ranks(trainer, TRAIN_RANKS, scenarios, timeout_s=900.0),
+        lambda: run_ranks(engine, GEN_RANKS, scenarios, timeout_s=900.0),
+    )
+    reports = list(zip(*trainers, strict=True)), list(zip(*engines, strict=True))
     return [(list(t), list(g)) for t, g in zip(*reports, strict=True)]
 
 
