@@ -59,6 +59,10 @@ class ColocatedCycle:
             once, before the refit.
         sleep_level: 2 discards the weights, which the next refit brings; 1 keeps them in host memory.
         on_stage: called with the record of each move, of those that failed too.
+        after_failure: the memory of those processes that still answer after a move has failed, within seconds: a rank
+            that waits for the failed one answers nobody. None asks both sides as after a success. After an interrupt
+            nobody is asked.
+        advice: what a failure's text tells to do; empty for the remedy of its stage, which is for who goes on.
 
     Raises:
         StageError: a part of the engine sleeps.
@@ -73,6 +77,8 @@ class ColocatedCycle:
         multi_stage_wake_up: bool = True,
         sleep_level: int = 2,
         on_stage: Callable[[StageRecord], None] | None = None,
+        after_failure: Callable[[], Sequence[ProcessMemory]] | None = None,
+        advice: str = "",
     ) -> None:
         if sleep_level not in (1, 2):
             raise StageError(
@@ -86,12 +92,13 @@ class ColocatedCycle:
                 "known; wake all of it up before the cycle begins",
                 stage="settings",
             )
-        self.state = StageState(multi_stage_wake_up, Stage.SLEEPING if asleep else Stage.AWAKE)
+        self.state = StageState(multi_stage_wake_up, Stage.SLEEPING if asleep else Stage.AWAKE, advice=advice)
         self._engine = engine
         self._trainer = trainer
         self._refit = refit
         self._sleep_level = sleep_level
         self._on_stage = on_stage
+        self._after_failure = after_failure
         self._cycles = 0
         self._peaks: dict[str, int] = {}
         # Of the last refit.
@@ -207,14 +214,12 @@ class ColocatedCycle:
             if asleep is not None:
                 self._require_asleep(asleep)
         except StageRefused as error:
-            self._record(
-                move, time.perf_counter() - start, version, self._memory_after_failure(), _named(error)
-            )
+            self._record(move, time.perf_counter() - start, version, self._memory_after(error), _named(error))
             raise
         except BaseException as error:  # an interrupt, too: the move is half done
             seconds = time.perf_counter() - start
             self.state = self.state.after_failure(move, error)
-            found = self._memory_after_failure()
+            found = self._memory_after(error)
             self._record(move, seconds, version, found, _named(error))
             told = f"{self.state.failed}. Stage: {self.state.stage}. {self.state.remedy}"
             if isinstance(error, Exception) and not isinstance(error, RefitError):
@@ -236,8 +241,12 @@ class ColocatedCycle:
                 stage="memory",
             )
 
-    def _memory_after_failure(self) -> tuple[ProcessMemory, ...]:
+    def _memory_after(self, error: BaseException) -> tuple[ProcessMemory, ...]:
         """Of those that still answer: the failure may have ended an engine's processes."""
+        if not isinstance(error, Exception):
+            return ()  # who interrupts wants an end, and any process may be in the middle of its work
+        if self._after_failure is not None:
+            return tuple(self._after_failure())
         found: list[ProcessMemory] = []
         for who, side in (("trainer", self._trainer), ("engine", self._engine)):
             try:
@@ -263,7 +272,7 @@ class ColocatedCycle:
 def _told(processes: Sequence[ProcessMemory]) -> str:
     """Who has how much of the fullest device."""
     if not processes:
-        return "No process says what memory it holds"
+        return "No process was asked, or has answered, what memory it holds"
     fullest = max(processes, key=lambda process: process.device_peak)
     parts = ", ".join(
         f"{process.process} {process.peak_reserved / _GIB:.2f}"

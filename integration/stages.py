@@ -147,11 +147,13 @@ class StageState:
         multi_stage: whether the engine wakes in stages.
         stage: the present one.
         failed: the move that failed last and its error; empty once a move has succeeded.
+        advice: what to do after any failure, of callers who don't go on from one; empty takes the stage's own remedy.
     """
 
     multi_stage: bool = True
     stage: Stage = Stage.AWAKE
     failed: str = ""
+    advice: str = ""
 
     @property
     def order(self) -> Order:
@@ -166,7 +168,9 @@ class StageState:
     @property
     def remedy(self) -> str:
         """What to do after the failure; empty if nothing has failed."""
-        return _REMEDY.get(self.stage, "Repeat it once its cause is gone") if self.failed else ""
+        if not self.failed:
+            return ""
+        return self.advice or _REMEDY.get(self.stage, "Repeat it once its cause is gone")
 
     def require(self, move: Move) -> None:
         """Check that a move is legal.

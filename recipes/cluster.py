@@ -270,6 +270,26 @@ def gather(calls: Sequence[tuple[str, ray.ObjectRef]], timeout_s: float) -> list
     return [results[ref] for _, ref in calls]
 
 
+def answers_within(calls: Sequence[tuple[str, ray.ObjectRef]], timeout_s: float) -> list[Any]:
+    """What calls on several ranks have returned after ``timeout_s`` seconds at most; None of those that failed or are late.
+
+    For questions after a failure, when a rank may wait for another one and answer nobody.
+    """
+    refs = [ref for _, ref in calls]
+    done = set(ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]) if refs else set()
+    results: list[Any] = []
+    for name, ref in calls:
+        results.append(None)
+        if ref not in done:
+            logger.warning("%s did not answer within %.0f s after the failure", name, timeout_s)
+            continue
+        try:
+            results[-1] = _result(name, ref)
+        except RunError as error:
+            logger.warning("no answer after the failure: %s", error)
+    return results
+
+
 def _result(name: str, ref: ray.ObjectRef) -> Any:
     try:
         return ray.get(ref)

@@ -7,13 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import ray
+
 from ..integration.colocated import ColocatedCycle
 from ..integration.errors import RefitError
 from ..integration.records import RefitRecord, RefitSummary
 from ..integration.stage_memory import ProcessMemory, StageRecord
 from ..integration.stages import StageFailed
 from ..workers.colocated.called import CalledEngine, CalledTrainer
-from .cluster import RunError
+from .cluster import RunError, answers_within
 from .config_schema import TrainConfig
 from .refits import Refits
 from .rollout import RolloutGroup
@@ -21,6 +23,10 @@ from .run_files import append_json_lines, keep_json_lines
 from .trainer_group import TrainerGroup
 
 Result = TypeVar("Result")
+
+# For all ranks together, after a failure: those that wait for the failed one never answer.
+_ASKED_S = 3.0
+_ADVICE = "The run has ended; once the cause is gone, resume=true goes on from the last checkpoint"
 
 
 class LateTrainer(CalledTrainer):
@@ -39,6 +45,10 @@ class LateTrainer(CalledTrainer):
         self._trainers.start()
         self._trainers.wait_until_built()
         self._built = True
+
+    def submit_memory(self) -> list[tuple[str, ray.ObjectRef]]:
+        """Ask all ranks for their memory that are built; what they answer is for :meth:`numbered`."""
+        return self._trainers.submit("memory", False) if self._built else []
 
     def empty_cache(self) -> None:
         """On all ranks, if they are built."""
@@ -71,13 +81,17 @@ class ColocatedRefits(Refits):
         self._seconds: dict[str, float] = {}
         self._peaks: dict[str, int] = {}
         super().__init__(config, trainers, engines, records)
+        self._late = LateTrainer(trainers)
+        self._called = CalledEngine(engines.call)
         with _run_errors():
             self._cycle = ColocatedCycle(
-                CalledEngine(engines.call),
-                LateTrainer(trainers),
+                self._called,
+                self._late,
                 self._meet_and_move,
                 multi_stage_wake_up=config.generation.colocated.multi_stage_wake_up,
                 on_stage=self._note,
+                after_failure=self._memory_of_those_that_answer,
+                advice=_ADVICE,
             )
 
     _kind = "colocated_ipc"
@@ -118,6 +132,14 @@ class ColocatedRefits(Refits):
         if not self.routes:
             self._meet()
         return self._move(version)
+
+    def _memory_of_those_that_answer(self) -> list[ProcessMemory]:
+        trainers, engines = self._late.submit_memory(), self._engines.submit("memory", False)
+        answers = answers_within([*trainers, *engines], _ASKED_S)
+        return [
+            *self._late.numbered(answers[: len(trainers)]),
+            *self._called.numbered(answers[len(trainers) :]),
+        ]
 
     def _note(self, record: StageRecord) -> None:
         append_json_lines(self._stages_file, [{"step": self._step, **record.to_json()}])

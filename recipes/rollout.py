@@ -59,6 +59,10 @@ class RolloutGroup(ABC):
         """Call a method on all processes of the engines; those of :class:`~.colocated_calls.SleepCalls` where they take turns."""
         return self._group.call(method, *arguments)
 
+    def submit(self, method: str, *arguments: Any) -> Calls:
+        """The same without waiting."""
+        return self._group.submit(method, *arguments)
+
     @abstractmethod
     def shutdown(self) -> None:
         """Stop the engines."""

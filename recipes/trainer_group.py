@@ -109,6 +109,10 @@ class TrainerGroup:
         """Call a method of :class:`TrainerActor` on all ranks."""
         return self._group.call(method, *arguments)
 
+    def submit(self, method: str, *arguments: Any) -> list[tuple[str, ray.ObjectRef]]:
+        """The same without waiting."""
+        return self._group.submit(method, *arguments)
+
     @property
     def ranks(self) -> int:
         return len(self._group)

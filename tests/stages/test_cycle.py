@@ -10,7 +10,7 @@ import pytest
 
 from rlrefit.integration.colocated import ColocatedCycle
 from rlrefit.integration.errors import EngineDirty, RefitError
-from rlrefit.integration.stage_memory import StageRecord, write_records
+from rlrefit.integration.stage_memory import ProcessMemory, StageRecord, write_records
 from rlrefit.integration.stages import Stage, StageError, StageFailed, StageRefused
 
 from .pool import Device, OutOfMemory, PoolEngine, PoolTrainer, refit_on
@@ -137,6 +137,8 @@ def test_a_failure_leaves_a_stage_that_the_cycle_goes_on_from_or_says_is_lost(
         take_a_turn(cycle)
     assert cycle.state.stage is stage
     assert records[-1].failed == f"{type(error).__name__}: {error}"
+    # Who interrupts wants an end, and a process that is in the middle of its work answers nobody.
+    assert bool(records[-1].processes) is isinstance(error, Exception)
     told = str(caught.value) if expected is StageFailed else " ".join(caught.value.__notes__)
     assert f"Stage: {stage}. " in told
     assert cycle.state.remedy in told
@@ -149,6 +151,33 @@ def test_a_failure_leaves_a_stage_that_the_cycle_goes_on_from_or_says_is_lost(
     assert cycle.state.stage is Stage.AWAKE
     assert device.calls.count("refit 7") == (2 if call == "refit 7" else 1)
     cycle.generate(lambda: None)
+
+
+def test_after_a_failure_only_those_are_asked_that_the_caller_names_and_its_advice_is_told() -> None:
+    device, records = Device(AMPLE), []
+    engine, trainer = PoolEngine(device), PoolTrainer(device)
+    cycle = ColocatedCycle(
+        engine,
+        trainer,
+        refit_on(device),
+        on_stage=records.append,
+        after_failure=engine.memory,
+        advice="Start over",
+    )
+    cycle.to_training()
+
+    def fail() -> None:
+        trainer.memory = never  # type: ignore[method-assign]
+        raise ValueError("rank 0 is gone")
+
+    def never(*, restart: bool = False) -> list[ProcessMemory]:
+        raise AssertionError("a rank that waits for rank 0 was asked")
+
+    with pytest.raises(
+        StageFailed, match=r"ValueError: rank 0 is gone\. Stage: training\. Start over\. Of 0\.00"
+    ):
+        cycle.train(fail)
+    assert [process.process for process in records[-1].processes] == ["engine rank 0"]
 
 
 @pytest.mark.parametrize("work", ["train", "generate"])

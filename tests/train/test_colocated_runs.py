@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from rlrefit.recipes.cluster import RunError
+from rlrefit.recipes.cluster import RunError, gather
 from rlrefit.recipes.colocated import ColocatedRefits
 from rlrefit.recipes.config import load_config
 from rlrefit.recipes.rewards import RewardError
@@ -32,8 +33,8 @@ STEP = [
 ]
 
 
-def run(name: str, root: Path, ray_address: str, *overrides: str, refits: Any = None) -> list[dict[str, Any]]:
-    """The lines of a DAPO run's metrics, with Megatron in BF16."""
+def run(name: str, root: Path, ray_address: str, *overrides: str, refits: Any = None) -> Path:
+    """The folder of a DAPO run, with Megatron in BF16."""
     common = (
         f"name={name}",
         f"run_root={root}",
@@ -44,7 +45,7 @@ def run(name: str, root: Path, ray_address: str, *overrides: str, refits: Any = 
         "checkpoint.every=0",
     )
     config = load_config("dapo_tiny", [*common, *SHORT, *overrides])
-    return metrics(train(config, Console(file=io.StringIO()), refits))
+    return train(config, Console(file=io.StringIO()), refits)
 
 
 def numbers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -54,7 +55,34 @@ def numbers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class WatchedRefits(ColocatedRefits):
-    """Before the first step, work fails, and is asked for at the wrong stage; the run goes on as if nothing had been."""
+    """Before the first step, work fails, and is asked for at the wrong stage; the run goes on as if nothing had been.
+
+    After the last one a rank fails while another waits for it in a collective, which ends the run.
+    """
+
+    failed_at = 0.0
+
+    def __init__(self, config: Any, trainers: Any, engines: Any, records: Path) -> None:
+        super().__init__(config, trainers, engines, records)
+        step = trainers.train_step
+
+        def kept(batch: Any) -> dict[str, float]:
+            self._batch = batch
+            return step(batch)
+
+        trainers.train_step = kept
+
+    def run(self, version: int) -> Any:
+        return super().run(version) if version < STEPS else self.train(self._stick)
+
+    def _stick(self) -> None:
+        first, second = self._trainers.actors.actors
+        stuck = second.train_step.remote(self._batch)
+        calls = [("trainer rank 0", first.load.remote("/nowhere")), ("trainer rank 1", stuck)]
+        try:
+            gather(calls, 60)
+        finally:
+            WatchedRefits.failed_at = time.monotonic()
 
     def begin(self, first_step: int, on_met: Any) -> None:
         super().begin(first_step, on_met)
@@ -77,8 +105,13 @@ def _fail() -> None:
 def test_in_turns_megatron_learns_bit_for_bit_what_it_learns_beside_its_engine(
     tmp_path: Path, ray_address: str
 ) -> None:
-    beside = run("beside", tmp_path, ray_address, "model.dtype=bfloat16")
-    rows = run("turns", tmp_path, ray_address, *TURNS, refits=WatchedRefits)
+    beside = metrics(run("beside", tmp_path, ray_address, "model.dtype=bfloat16"))
+    with pytest.raises(RunError) as ended:
+        run("turns", tmp_path, ray_address, *TURNS, f"algorithm.steps={STEPS + 1}", refits=WatchedRefits)
+    assert time.monotonic() - WatchedRefits.failed_at < 20  # and not after ray.timeout_s
+    assert "train failed: RunError: trainer rank 0 failed: CheckpointError" in str(ended.value)
+    assert "resume=true goes on from the last checkpoint" in str(ended.value)
+    rows = metrics(tmp_path / "turns")
     assert numbers(rows) == numbers(beside)
     assert max(row["generation_kl"] for row in rows) <= 1e-3
     assert [row["weights/version"] for row in rows] == list(range(STEPS))
@@ -87,10 +120,12 @@ def test_in_turns_megatron_learns_bit_for_bit_what_it_learns_beside_its_engine(
 
     stages = read_json_lines(tmp_path / "turns" / "stages.jsonl")
     failed = [row["failed"].partition(":")[0] for row in stages if row["failed"]]
-    assert failed == ["RewardError", "RunError"]
+    assert failed == ["RewardError", "RunError", "RunError"]
     assert [row["move"] for row in stages if not row["failed"]] == BEGIN + STEP * STEPS
     names = {"trainer rank 0", "trainer rank 1", "engine rank 0", "engine rank 1"}
-    assert {process["process"] for process in stages[-1]["processes"]} == names
+    assert {process["process"] for process in stages[-2]["processes"]} == names
+    # One waits for the other, and was not waited for.
+    assert {process["process"] for process in stages[-1]["processes"]} == names - {"trainer rank 1"}
     refits = read_json_lines(tmp_path / "turns" / "refits.jsonl")
     assert len(refits) == 4 * STEPS
     assert {(row["engine"], row["transport"]) for row in refits} == {("colocated_ipc", "buckets")}

@@ -24,8 +24,19 @@ class _Called:
 
     def memory(self, *, restart: bool = False) -> list[ProcessMemory]:
         """Of all of them, numbered through; their own ``memory`` takes ``restart`` by position."""
-        found = [process for answer in self._call("memory", restart) for process in answer]
-        return [replace(process, process=f"{self._kind} rank {i}") for i, process in enumerate(found)]
+        return self.numbered(self._call("memory", restart))
+
+    def numbered(self, answers: Sequence[Sequence[ProcessMemory] | None]) -> list[ProcessMemory]:
+        """What their ``memory`` returned, with the ranks' numbers; None of those that did not answer.
+
+        Each speaks for as many ranks as the others.
+        """
+        each = max((len(answer) for answer in answers if answer is not None), default=0)
+        return [
+            replace(process, process=f"{self._kind} rank {first * each + i}")
+            for first, answer in enumerate(answers)
+            for i, process in enumerate(answer or ())
+        ]
 
 
 class CalledTrainer(_Called):
