@@ -67,14 +67,13 @@ def test_a_vllm_that_no_test_has_run_is_taken_with_a_warning(
 
 
 def test_model_runner_v2_is_refused_before_its_model_is_loaded(monkeypatch: pytest.MonkeyPatch):
-    class V2:
-        """Not of V1's kind, as vLLM's own V2."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 
     loaded: list[Any] = []
     monkeypatch.setattr(_Worker, "load_model", loaded.append)
     guard_loaded_models(_Worker)
     worker: Any = _Worker("dummy")
-    worker.model_runner = V2()
+    worker.model_runner = object.__new__(RunnerV2)
     with pytest.raises(RefitError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         worker.load_model()
     assert loaded == []

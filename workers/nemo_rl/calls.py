@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from ...integration.errors import RefitError, RefitTimeout
+from ...integration.errors import PeerLost, RefitError, RefitTimeout
 from ..vllm.answers import REFIT_ERROR, raise_refit_errors
 
 Answer = dict[str, Any]
@@ -23,11 +25,15 @@ class Workers:
         policy: NeMo-RL's ``Policy``.
         generation: NeMo-RL's ``VllmGeneration``.
         limit_s: seconds in which all workers have to answer a call.
+
+    Attributes:
+        missing: refit ranks that were late or had ended when their answers were asked for.
     """
 
     def __init__(self, policy: Any, generation: Any, limit_s: float) -> None:
         self._policy, self._generation = policy.worker_group, generation.worker_group
         self._limit_s = limit_s
+        self.missing: set[int] = set()
         self._rpc = (
             "checkpoint_engine_rpc_async"
             if generation.cfg["vllm_cfg"]["async_engine"]
@@ -62,27 +68,49 @@ class Workers:
         ranks = [range(first, first + self._per_engine) for first in self.first_ranks]
         return list(zip(refs, ranks, strict=True))
 
-    def answers(self, pending: Pending, stage: str) -> list[Answer]:
+    def answers(self, pending: Pending, stage: str, limit_s: float | None = None) -> list[Answer]:
         """All answers, by refit rank.
+
+        Args:
+            pending: calls that were begun.
+            stage: of the refit, for errors.
+            limit_s: another limit than all calls have.
 
         Raises:
             RefitTimeout: somebody has not answered in time; says who.
             RefitError: of the kind that a worker raised; of several the one with the cause.
         """
+        limit_s = self._limit_s if limit_s is None else limit_s
         refs = [ref for ref, _ in pending]
-        _, late = ray.wait(refs, num_returns=len(refs), timeout=self._limit_s)
+        _, late = ray.wait(refs, num_returns=len(refs), timeout=limit_s)
+        found: list[Answer] = []
+        for ref, ranks in pending:
+            if ref in late:
+                self.missing.update(ranks)
+                continue
+            try:
+                given: Answer | list[Answer] = ray.get(ref)
+            except RayActorError as error:
+                self.missing.update(ranks)
+                given = _failed(PeerLost, f"the worker's process has ended ({error})")
+            except RayError as error:
+                given = _failed(RefitError, str(error))
+            found += given if isinstance(given, list) else [given] * len(ranks)
         if late:
             who = [rank for ref, ranks in pending if ref in late for rank in ranks]
-            raise RefitTimeout(
-                f"{self._named(who)} did not answer within {self._limit_s:.0f} s. The engines may hold weights in part and refuse "
+            timeout = RefitTimeout(
+                f"{self._named(who)} did not answer within {limit_s:.0f} s. The engines may hold weights in part and refuse "
                 "to generate; see what those workers do (py-spy dump), and sync again or start anew",
                 stage=stage,
             )
-        found: list[Answer] = []
-        for ref, ranks in pending:
-            given = _answer(ref)
-            found += given if isinstance(given, list) else [given] * len(ranks)
+            for told in dict.fromkeys(given[REFIT_ERROR]["text"] for given in found if REFIT_ERROR in given):
+                timeout.add_note(f"Another worker answered: {told}")
+            raise timeout
         return raise_refit_errors(found, "refit rank")
+
+    def present(self, pending: Pending) -> Pending:
+        """Those of ``pending`` for whose answers it is worth waiting."""
+        return [(ref, ranks) for ref, ranks in pending if not self.missing.intersection(ranks)]
 
     def _named(self, ranks: Sequence[int]) -> str:
         return ", ".join(
@@ -91,12 +119,31 @@ class Workers:
         )
 
 
-def _answer(ref: Any) -> Answer | list[Answer]:
-    """What a worker answered; its end, or an exception that it raised, as an answer too."""
-    try:
-        found: Answer | list[Answer] = ray.get(ref)
-    except RayActorError as error:
-        return {REFIT_ERROR: {"type": "PeerLost", "text": f"the worker's process has ended ({error})"}}
-    except RayError as error:
-        return {REFIT_ERROR: {"type": RefitError.__name__, "text": str(error)}}
-    return found
+def within(limit_s: float, call: Callable[[], Any], what: str, stage: str) -> Any:
+    """What ``call`` returns: one of NeMo-RL's, which wait for their workers for ever.
+
+    It runs in a thread of its own, which is left behind if it is late; the process may end in spite of it.
+
+    Raises:
+        RefitTimeout: it has not returned after ``limit_s`` seconds.
+    """
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=f"rlrefit-{stage}").start()
+    if not wait([result], limit_s).done:
+        raise RefitTimeout(
+            f"{what} did not return within {limit_s:.0f} s: a worker does not answer. See what the workers do (py-spy dump), "
+            "and start them anew",
+            stage=stage,
+        )
+    return result.result()
+
+
+def _failed(kind: type[RefitError], text: str) -> Answer:
+    return {REFIT_ERROR: {"type": kind.__name__, "text": text}}

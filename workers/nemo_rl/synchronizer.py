@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from ...integration.errors import RefitError
 from ...integration.records import RefitRecord, summarize
 from . import policy_worker
-from .calls import Answer, Workers
+from .calls import Answer, Workers, within
 from .engine_calls import CLOSE, JOIN, REFIT
 from .settings import NemoRlRefit
 
@@ -27,6 +27,8 @@ TIMER = "prepare_for_generation/transfer_and_update_weights"
 # A refit is several waits in a row, each of which may take its own timeout and then names its rank and stage; the
 # driver's own limit is for workers that can't say anything any more.
 _WAITS, _GRACE_S = 2.0, 30.0
+# To leave an epoch takes a worker no time, unless it is stuck.
+_LONGEST_CLOSE_S = 30.0
 
 
 class ShardSynchronizer:
@@ -40,7 +42,9 @@ class ShardSynchronizer:
 
     def __init__(self, policy: Any, generation: Any, settings: NemoRlRefit) -> None:
         self._policy, self._generation, self._settings = policy, generation, settings
-        self._workers = Workers(policy, generation, settings.config.timeout_s * _WAITS + _GRACE_S)
+        self._limit_s = settings.config.timeout_s * _WAITS + _GRACE_S
+        self._close_s = min(settings.config.timeout_s, _LONGEST_CLOSE_S)
+        self._workers = Workers(policy, generation, self._limit_s)
         self._stale = True
         self._open = False
         self._epoch = 0
@@ -85,6 +89,7 @@ class ShardSynchronizer:
                 all workers anew.
         """
         self._stale = True
+        self._workers.missing.clear()
         with self._turn(), timer.time(TIMER) if timer is not None else nullcontext():
             try:
                 self._ensure_open()
@@ -111,22 +116,55 @@ class ShardSynchronizer:
 
     @contextmanager
     def _shared_gpus(self) -> Iterator[None]:
-        """As NeMo-RL's own IPC synchronizer does: both sides get back what they had, refitted or not."""
-        self._policy.offload_before_refit()
+        """As NeMo-RL's own IPC synchronizer does: both sides get back what they had, refitted or not.
+
+        After a failed refit only from workers that are there and answer; what fails then is a note of the refit's error.
+        """
+        self._nemo_rl(self._policy, "offload_before_refit")
         self._wake("weights")
         try:
             yield
-        finally:
-            self._policy.offload_after_refit()
-            self._wake("kv_cache")
+        except Exception as error:
+            self._give_back_after(error)
+            raise
+        self._nemo_rl(self._policy, "offload_after_refit")
+        self._wake("kv_cache")
+
+    def _give_back_after(self, error: Exception) -> None:
+        missing, train_ranks = self._workers.missing, self._workers.train_ranks
+        turns: tuple[tuple[str, bool, Callable[[], None]], ...] = (
+            (
+                "the policy was not offloaded",
+                any(rank < train_ranks for rank in missing),
+                lambda: self._nemo_rl(self._policy, "offload_after_refit"),
+            ),
+            (
+                "vLLM's kv_cache was not woken",
+                any(rank >= train_ranks for rank in missing),
+                lambda: self._wake("kv_cache"),
+            ),
+        )
+        for undone, somebody_is_missing, turn in turns:
+            if somebody_is_missing:
+                error.add_note(f"{undone}: not all of its workers are there and answer")
+                continue
+            try:
+                turn()
+            # Of any kind, NeMo-RL's or Ray's: the refit's own is the one that says what happened first.
+            except Exception as second:
+                error.add_note(f"{undone}: {type(second).__name__}: {second}")
 
     def _wake(self, tag: str) -> None:
         # NeMo-RL prints an exception of its workers and answers False; those that wake answer nothing.
-        if self._generation.prepare_for_generation(tags=[tag]) is False:
+        if self._nemo_rl(self._generation, "prepare_for_generation", tags=[tag]) is False:
             raise RefitError(
                 f"vLLM could not wake its {tag}; NeMo-RL has printed why. Its engines do not generate",
                 stage="handshake",
             )
+
+    def _nemo_rl(self, side: Any, method: str, **arguments: Any) -> Any:
+        turn = getattr(side, method)
+        return within(self._limit_s, lambda: turn(**arguments), f"NeMo-RL's {method}", "handshake")
 
     def _ensure_open(self) -> None:
         if self._open:
@@ -167,14 +205,19 @@ class ShardSynchronizer:
         return workers.answers([*policy, *engines], "transfer")
 
     def _close(self) -> None:
-        """After a failure too, when some workers may be gone: the others leave the epoch, and the log says the rest."""
+        """After a failure too, when some workers may be gone: the others leave the epoch, and the log says the rest.
+
+        All are told, so that one that was late leaves once it goes on; none that is known to be missing is waited for.
+        """
         workers, self._open = self._workers, False
         pending = [
             *workers.policy(policy_worker.close),
             *workers.engines(CLOSE, [()] * len(workers.first_ranks)),
         ]
+        present = workers.present(pending)
         try:
-            workers.answers(pending, "close")
+            if present:
+                workers.answers(present, "close", self._close_s)
         except RefitError as error:
             logger.warning("not all workers left refit epoch %d: %s", self._epoch, error)
 
