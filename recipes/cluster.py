@@ -83,6 +83,9 @@ class ActorGroup:
         env: environment variables of the actors' processes, set before they start.
         guest_cpus: CPU cores that are reserved beside each actor for another group's (:class:`GuestGroup`); all are on
             one host then.
+
+    Raises:
+        RunError: the actors found no place in time, or no host of the cluster is large enough for those of one.
     """
 
     def __init__(
@@ -103,6 +106,8 @@ class ActorGroup:
         bundle = {"CPU": cpus / bundles + guest_cpus} | ({"GPU": gpus / bundles} if gpus else {})
         apart = bundles > 1
         self._strategy = "STRICT_PACK" if guest_cpus else "PACK"
+        if guest_cpus:
+            self._require_host(bundle, count)
         self._placements = [
             placement_group([bundle] * (bundles if apart else count), strategy=self._strategy)
             for _ in range(count if apart else 1)
@@ -127,6 +132,23 @@ class ActorGroup:
             ).remote()
             for rank in range(count)
         ]
+
+    def _require_host(self, bundle: dict[str, float], count: int) -> None:
+        """Ray would wait for a host that never comes."""
+        hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        needed = {kind: amount * count for kind, amount in bundle.items()}
+        # Less what adding fractions of cores is off by.
+        if any(all(host.get(kind, 0.0) > n - 1e-6 for kind, n in needed.items()) for host in hosts):
+            return
+        offered = " or ".join(
+            sorted({", ".join(f"{host.get(kind, 0.0):g} {kind}" for kind in needed) for host in hosts})
+        )
+        raise RunError(
+            f"{count} {self.name} ranks that share their GPUs with engines have to be on one host, whose memory the weights "
+            f"go through, and need {', '.join(f'{n:g} {kind}' for kind, n in needed.items())} there; hosts of this cluster "
+            f"have {offered}. Nothing was started. Use fewer ranks (trainer.ranks, generation.replicas), fewer "
+            "ray.cpus_per_rank if cores are what is short, a larger host, or generation.colocated.enabled=false."
+        )
 
     def _wait_for_places(self, bundle: dict[str, float], count: int) -> None:
         try:

@@ -52,12 +52,27 @@ def colocated_gpu_violations(config: TrainConfig, gpus: int) -> Iterator[Violati
             f"{ENABLED}: true, but the transformers engine gives its memory back on CPUs only; give "
             "generation.backend=vllm, or false here",
         )
-    if config.ray.address is None and config.trainer.ranks > gpus:
-        yield Violation(
-            ("trainer.ranks", ENABLED, "ray.address"),
-            f"trainer.ranks: {config.trainer.ranks} ranks share a GPU each with an engine's, and this machine has {gpus}; "
-            "use fewer ranks, or give ray.address of a cluster with a larger host",
-        )
+    if config.ray.address is None and (
+        text := too_large_for(config.trainer.ranks, gpus, "this machine", "ray.address of a cluster with one")
+    ):
+        yield Violation(("trainer.ranks", ENABLED, "ray.address"), text)
+
+
+def too_large_for(ranks: int, gpus: int, host: str, larger: str) -> str:
+    """Why a host can't hold a trainer and the engines that share its GPUs; empty if it can.
+
+    Args:
+        ranks: of the trainer.
+        gpus: of the host.
+        host: what it is called.
+        larger: what to give for a larger one.
+    """
+    if ranks <= gpus:
+        return ""
+    return (
+        f"trainer.ranks: {ranks} ranks share a GPU each with an engine's, all on one host, whose memory the weights go "
+        f"through, and {host} has {gpus}; use fewer ranks, a larger host ({larger}), or {ENABLED}=false"
+    )
 
 
 def _sizes(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:

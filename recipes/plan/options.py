@@ -22,6 +22,7 @@ from ...workers.catalog import (
     parse_train,
     violations,
 )
+from ..config_colocated import too_large_for
 from ..config_errors import ConfigError
 from ..option_checks import empty_layouts, output_problems, refit_problems
 from .arguments import DTYPES
@@ -145,6 +146,10 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
     ranks = None if arguments.compile_ranks == "all" else arguments.compile_ranks
     if ranks is not None and not (ranks.isdecimal() and int(ranks) >= 1):
         wrong.append(f"compile-ranks is {ranks!r}; give all, or a number of at least 1")
+    if recipe is not None and recipe.colocated and train is not None and hosts is not None:
+        larger = "--topology gpus_per_host=…"
+        if text := too_large_for(train.world_size, hosts.gpus_per_host, "a host of this topology", larger):
+            wrong.append(text)
     if wrong or model is None or train is None or gen is None or hosts is None:
         raise PlanProblems(wrong)
     return PlanOptions(

@@ -10,9 +10,16 @@ from rlrefit.recipes.config import load_config
 from rlrefit.recipes.config_colocated import ENABLED, needs_bfloat16
 from rlrefit.recipes.config_surroundings import gpu_violations
 from rlrefit.recipes.plan.arguments import add_arguments
-from rlrefit.recipes.plan.options import read_options
+from rlrefit.recipes.plan.options import PlanOptions, PlanProblems, read_options
 
 ON = f"{ENABLED}=true"
+
+
+def planned(recipe: str, *arguments: str) -> PlanOptions:
+    """What ``rlrefit plan`` makes of a recipe."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return read_options(parser.parse_args(["--recipe", recipe, *arguments]))
 
 
 @pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
@@ -77,16 +84,24 @@ def test_shared_gpus_are_counted_once_and_the_transformers_engine_needs_its_own(
     served = load_config("grpo_tiny_vllm", [*data, ON, "generation.replicas=2"])
     assert [*gpu_violations(served, 2)] == []
     (ranks,) = gpu_violations(served, 1)
-    assert "2 ranks share a GPU each with an engine's, and this machine has 1" in ranks.text
+    assert "2 ranks share a GPU each with an engine's, all on one host" in ranks.text
+    assert "this machine has 1; use fewer ranks" in ranks.text
 
 
 def test_the_plan_of_a_recipe_that_shares_its_gpus_has_both_sides_on_the_same_hosts() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    shared = read_options(parser.parse_args(["--recipe", "grpo_qwen3_8b_colocated"]))
+    shared = planned("grpo_qwen3_8b_colocated")
     assert shared.hosts.topology(8, 8).host_of == (0,) * 16
-    apart = read_options(parser.parse_args(["--recipe", "grpo_qwen3_8b_colocated", f"{ENABLED}=false"]))
+    apart = planned("grpo_qwen3_8b_colocated", f"{ENABLED}=false")
     assert apart.hosts.topology(8, 8).host_of == (0,) * 8 + (1,) * 8
+
+
+def test_a_recipe_that_needs_more_than_one_host_for_both_sides_can_not_be_planned() -> None:
+    with pytest.raises(
+        PlanProblems, match=r"32 ranks share a GPU each.*a host of this topology has 8"
+    ) as found:
+        planned("dapo_qwen3_32b", ON)
+    assert f"--topology gpus_per_host=…), or {ENABLED}=false" in str(found.value)
+    assert planned("dapo_qwen3_32b", ON, "--topology", "gpus_per_host=32").hosts.topology(32, 32).hosts == 1
 
 
 def test_only_megatrons_optimizer_asks_for_bfloat16(data) -> None:

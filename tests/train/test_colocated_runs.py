@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rlrefit.recipes.cluster import RunError, gather
+from rlrefit.recipes.cluster import ActorGroup, RunError, gather, ray_cluster
 from rlrefit.recipes.colocated import ColocatedRefits
 from rlrefit.recipes.config import load_config
+from rlrefit.recipes.config_schema import RayConfig
 from rlrefit.recipes.rewards import RewardError
 from rlrefit.recipes.run_files import read_json_lines
 from rlrefit.recipes.train import train
+from rlrefit.recipes.trainer_group import TrainerActor
 
 from .command import SHORT, curve, metrics
 
@@ -100,6 +102,17 @@ class WatchedRefits(ColocatedRefits):
 
 def _fail() -> None:
     raise RewardError("no number")
+
+
+def test_ranks_that_no_host_can_hold_end_the_start_at_once(ray_address: str) -> None:
+    config = RayConfig(address=ray_address)
+    with ray_cluster(config, 2):
+        joined = time.monotonic()
+        with pytest.raises(
+            RunError, match=r"64 trainer ranks .* on one host.*hosts of this cluster have \d+ CPU\."
+        ):
+            ActorGroup("trainer", TrainerActor, 64, 0, config, guest_cpus=1.0)
+        assert time.monotonic() - joined < 10
 
 
 def test_in_turns_megatron_learns_bit_for_bit_what_it_learns_beside_its_engine(
