@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,8 @@ import ray
 import torch
 import torch.distributed as dist
 
+from rlrefit.integration.errors import RefitError
+from rlrefit.workers.nemo_rl import policy_worker
 from rlrefit.workers.nemo_rl.engine_calls import EngineCalls
 from tests.fsdp.ranks import Layout, build, gathered, mesh_of
 from tests.nemo_rl_adapter.recorded import VllmInternalWorkerExtension
@@ -33,6 +37,23 @@ class PolicyWorker:
     async def checkpoint_engine_rpc(self, checkpoint_method: str, method_kwargs: Any = None) -> Any:
         """Being a coroutine it makes this an asyncio actor, as NeMo-RL's are."""
         await asyncio.sleep(0)
+
+    def offload_before_refit(self) -> None:
+        """It has nothing beside its weights."""
+
+    offload_after_refit = offload_before_refit
+
+    def stick_in_refit(self, until: Path) -> None:
+        """Answer nobody from where the next refit begins until the file is there."""
+        side = policy_worker._open(self)
+
+        def stuck(*_: Any) -> Any:
+            del side.nccl_xfer_refit
+            while not until.exists():
+                time.sleep(0.05)
+            raise RefitError("this worker was stuck")
+
+        side.nccl_xfer_refit = stuck
 
     def train(self, version: int) -> None:
         """Change all weights; ahead of the cast to BF16 in most bits."""
@@ -128,6 +149,9 @@ class GenerationWorker:
     def checkpoint_engine_rpc(self, checkpoint_method: str, method_args: tuple[Any, ...] = ()) -> Any:
         return self.llm.collective_rpc(checkpoint_method, args=method_args)
 
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """On CPUs it never sleeps."""
+
     def generate(self) -> list[int]:
         """Greedy tokens of vLLM."""
         from vllm import SamplingParams
@@ -180,9 +204,11 @@ class Policy:
 
     def offload_before_refit(self) -> None:
         self._noted.append("offload_before_refit")
+        ray.get(self.worker_group.run_all_workers_single_data("offload_before_refit"))
 
     def offload_after_refit(self) -> None:
         self._noted.append("offload_after_refit")
+        ray.get(self.worker_group.run_all_workers_single_data("offload_after_refit"))
 
 
 class VllmGeneration:
@@ -195,6 +221,10 @@ class VllmGeneration:
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         self._noted.extend(kwargs["tags"])
+        try:
+            ray.get(self.worker_group.run_all_workers_single_data("wake_up", **kwargs))
+        except Exception:
+            return False
         return True
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 import ray
 
 from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
-from rlrefit.workers.nemo_rl.calls import Workers
+from rlrefit.workers.nemo_rl.calls import Workers, within
 from rlrefit.workers.nemo_rl.install import install
 from rlrefit.workers.nemo_rl.settings import WORKER_CLS, NemoRlRefit
 from rlrefit.workers.nemo_rl.synchronizer import TIMER, ShardSynchronizer
@@ -47,6 +49,20 @@ class Run:
 
     def synchronizer(self) -> ShardSynchronizer:
         return ShardSynchronizer(self.policy, self.generation, NemoRlRefit.of(self.generation.cfg))
+
+    @contextmanager
+    def shared_gpus(self) -> Iterator[ShardSynchronizer]:
+        """A synchronizer of a run in which both sides take turns, from no turn yet."""
+        self.noted.clear()
+        colocated = self.generation.cfg["colocated"]
+        self.generation.cfg["colocated"] = {"enabled": True}
+        synchronizer = self.synchronizer()
+        try:
+            yield synchronizer
+        finally:
+            synchronizer.shutdown()
+            self.generation.cfg["colocated"] = colocated
+            self.noted.clear()
 
     def train(self, version: int) -> None:
         called(self.policy.worker_group.workers, "train", version)
@@ -151,21 +167,45 @@ def test_two_changed_refits_reach_live_parameters_bit_for_bit_in_nemo_rls_order(
 
 
 def test_on_shared_gpus_both_sides_take_turns_and_meet_in_the_first_refit(run: Run) -> None:
-    run.noted.clear()
-    run.generation.cfg["colocated"] = {"enabled": True}
-    synchronizer = run.synchronizer()
-    synchronizer.init_communicator()
-    assert run.noted == []  # vLLM sleeps at that moment
-    for version in (11, 12):
-        run.train(version)
-        run.poison()
-        synchronizer.sync_weights(timer=timer(run.noted))
+    with run.shared_gpus() as synchronizer:
+        synchronizer.init_communicator()
+        assert run.noted == []  # vLLM sleeps at that moment
+        for version in (11, 12):
+            run.train(version)
+            run.poison()
+            synchronizer.sync_weights(timer=timer(run.noted))
+            assert [run.wrong(engine) for engine in (0, 1)] == [[], []]
+        turn = ["offload_before_refit", "weights", TIMER, "offload_after_refit", "kv_cache"]
+        assert run.noted == turn * 2
+        assert json.loads(run.lines()[-1])["engine"] == "colocated_ipc"
+
+
+def test_a_stuck_policy_worker_on_shared_gpus_is_an_error_in_time_and_no_turn_waits_for_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    go_on = tmp_path / "go on"
+    with run.shared_gpus() as synchronizer:
+        synchronizer.init_communicator()
+        synchronizer.sync_weights()
+        run.noted.clear()
+        called(run.policy.worker_group.workers[1:], "stick_in_refit", go_on)
+        monkeypatch.setattr(synchronizer._workers, "_limit_s", 1.5)
+        try:
+            with pytest.raises(RefitTimeout, match="policy worker 1") as error:
+                synchronizer.sync_weights()
+        finally:
+            go_on.touch()
+        assert run.noted == ["offload_before_refit", "weights"]
+        assert [note.split(":")[0] for note in error.value.__notes__] == [
+            "the policy was not offloaded",
+            "vLLM's kv_cache was not woken",
+        ]
+        assert "not all workers left" not in caplog.text  # it was not waited for once more
+        assert synchronizer.is_stale
+        monkeypatch.undo()
+        run.train(13)
+        synchronizer.sync_weights()
         assert [run.wrong(engine) for engine in (0, 1)] == [[], []]
-    turn = ["offload_before_refit", "weights", TIMER, "offload_after_refit", "kv_cache"]
-    assert run.noted == turn * 2
-    assert json.loads(run.lines()[-1])["engine"] == "colocated_ipc"
-    synchronizer.shutdown()
-    run.generation.cfg["colocated"] = {"enabled": False}
 
 
 def test_who_does_not_answer_in_time_is_named(run: Run) -> None:
@@ -177,20 +217,35 @@ def test_who_does_not_answer_in_time_is_named(run: Run) -> None:
     ray.get(slow)
 
 
-def test_an_engine_killed_in_a_refit_ends_it_and_the_others_go_on(run: Run) -> None:
-    synchronizer = run.synchronizer()
-    synchronizer.init_communicator()
-    called(run.engines[1:], "die_in_refit")
-    start = time.monotonic()
-    with pytest.raises(PeerLost):
-        synchronizer.sync_weights()
-    assert time.monotonic() - start < TIMEOUT_S
-    assert synchronizer.is_stale
+def test_a_call_of_nemo_rl_that_does_not_return_is_left_behind() -> None:
+    def fails() -> None:
+        raise TimeoutError("its own")
 
-    run.generation.worker_group.workers.pop()
-    run.generation.dp_size = 1
+    over = threading.Event()
+    with pytest.raises(RefitTimeout, match=r"^NeMo-RL's offload did not return within 0 s"):
+        within(0.1, over.wait, "NeMo-RL's offload", "handshake")
+    over.set()
+    with pytest.raises(TimeoutError, match="its own"):
+        within(60.0, fails, "", "")
+    assert within(60.0, lambda: 3, "", "") == 3
+
+
+def test_an_engine_killed_in_a_refit_ends_it_with_its_own_error_and_the_others_go_on(run: Run) -> None:
+    with run.shared_gpus() as synchronizer:
+        synchronizer.init_communicator()
+        called(run.engines[1:], "die_in_refit")
+        start = time.monotonic()
+        with pytest.raises(PeerLost) as error:
+            synchronizer.sync_weights()
+        assert time.monotonic() - start < TIMEOUT_S
+        assert synchronizer.is_stale
+        # The policy gets back what it had; vLLM's failure to wake without the one that died is not what the trainer is told.
+        assert run.noted == ["offload_before_refit", "weights", "offload_after_refit"]
+        assert "kv_cache was not woken" in error.value.__notes__[0]
+
+    left = VllmGeneration(run.engines[:1], run.generation.cfg, run.noted)
     run.train(3)
-    rebuilt = run.synchronizer()
+    rebuilt = replace(run, generation=left).synchronizer()
     rebuilt.init_communicator()
     rebuilt.sync_weights()
     assert run.wrong(0) == []
