@@ -35,7 +35,7 @@ _BEFORE_REFIT = frozenset(
     {
         Stage.SLEEPING,
         Stage.TRAINING,
-        Stage.TRAINER_PARTLY,
+        Stage.TRAINER_LEAVING,
         Stage.TRAINER_OFFLOADED,
         Stage.WEIGHTS_AWAKE,
         Stage.REFITTED,
@@ -105,8 +105,11 @@ class ColocatedCycle:
         self._records: list[RefitRecord] = []
 
     def to_training(self) -> None:
-        """Have the engine sleep, and bring the trainer to the GPU; goes on where an earlier call has failed."""
-        if self.state.stage is Stage.AWAKE:
+        """Have the engine sleep, and bring the trainer to the GPU; goes on where an earlier call has failed.
+
+        An engine that waits for a refit sleeps again, whose weights are lost then: the next one brings them.
+        """
+        if Move.SLEEP in self.state.legal:
             self.sleep()
         self.load_trainer()
 
@@ -125,7 +128,7 @@ class ColocatedCycle:
         there = self.state.stage in _REFITTED and {record.version for record in self._records} == {version}
         if not there and self.state.stage not in _BEFORE_REFIT:
             self.state.require(Move.REFIT)
-        if self.state.stage in (Stage.TRAINING, Stage.TRAINER_PARTLY):
+        if self.state.stage in (Stage.TRAINING, Stage.TRAINER_LEAVING):
             self.offload_trainer()
         if self.state.stage in (Stage.SLEEPING, Stage.TRAINER_OFFLOADED):
             if self.state.multi_stage:
@@ -143,7 +146,14 @@ class ColocatedCycle:
 
     def sleep(self) -> None:
         """Have the engine give all its memory back."""
-        self._do(Move.SLEEP, lambda: self._engine.sleep(self._sleep_level), asleep=TAGS)
+
+        def sleep() -> None:
+            # Engines sleep as a whole only, and pass over it where a part sleeps already.
+            if rest := self._engine.asleep():
+                self._wake(*sorted(rest))
+            self._engine.sleep(self._sleep_level)
+
+        self._do(Move.SLEEP, sleep, asleep=TAGS)
 
     def load_trainer(self) -> None:
         """Bring the trainer to the GPU as a whole."""

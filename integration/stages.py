@@ -10,7 +10,7 @@ All at once (``multi_stage_wake_up: false``), for engines that can't wake in par
     … trainer offloaded ─wake_all→ all awake ─refit→ all refitted ─free_trainer→ awake
 
 A refit may read weights that lie in host memory, so that ``sleeping`` may be followed by ``wake_weights`` or ``wake_all``
-too. What fails leaves a stage from which the rest of the way is known, or ``lost``.
+too; FSDP2's it refuses there. From a refit that was refused or has failed, ``sleep`` leads back to the trainer. What fails leaves a stage from which the rest of the way is known, or ``lost``.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Stage(StrEnum):
     SLEEPING = "sleeping(weights, kv_cache)"
     TRAINING = "training"
     TRAINER_PARTLY = "trainer partly there"
+    TRAINER_LEAVING = "trainer partly offloaded"
     TRAINER_OFFLOADED = "trainer offloaded"
     WEIGHTS_AWAKE = "weights awake"
     REFITTED = "refitted"
@@ -69,8 +70,10 @@ _COMMON: dict[tuple[Stage, Move], Stage] = {
     (Stage.TRAINING, Move.TRAIN): Stage.TRAINING,
     (Stage.TRAINING, Move.OFFLOAD_TRAINER): Stage.TRAINER_OFFLOADED,
     (Stage.TRAINER_OFFLOADED, Move.LOAD_TRAINER): Stage.TRAINING,
+    # Of weights that are there in part nothing may be read.
     (Stage.TRAINER_PARTLY, Move.LOAD_TRAINER): Stage.TRAINING,
-    (Stage.TRAINER_PARTLY, Move.OFFLOAD_TRAINER): Stage.TRAINER_OFFLOADED,
+    (Stage.TRAINER_LEAVING, Move.LOAD_TRAINER): Stage.TRAINING,
+    (Stage.TRAINER_LEAVING, Move.OFFLOAD_TRAINER): Stage.TRAINER_OFFLOADED,
 }
 _MULTI: Order = MappingProxyType(
     _COMMON
@@ -78,6 +81,7 @@ _MULTI: Order = MappingProxyType(
         (Stage.SLEEPING, Move.WAKE_WEIGHTS): Stage.WEIGHTS_AWAKE,
         (Stage.TRAINER_OFFLOADED, Move.WAKE_WEIGHTS): Stage.WEIGHTS_AWAKE,
         (Stage.WEIGHTS_AWAKE, Move.REFIT): Stage.REFITTED,
+        (Stage.WEIGHTS_AWAKE, Move.SLEEP): Stage.SLEEPING,
         (Stage.REFITTED, Move.REFIT): Stage.REFITTED,
         (Stage.REFITTED, Move.FREE_TRAINER): Stage.TRAINER_FREED,
         (Stage.TRAINER_FREED, Move.WAKE_KV_CACHE): Stage.AWAKE,
@@ -89,6 +93,7 @@ _SINGLE: Order = MappingProxyType(
         (Stage.SLEEPING, Move.WAKE_ALL): Stage.ALL_AWAKE,
         (Stage.TRAINER_OFFLOADED, Move.WAKE_ALL): Stage.ALL_AWAKE,
         (Stage.ALL_AWAKE, Move.REFIT): Stage.ALL_REFITTED,
+        (Stage.ALL_AWAKE, Move.SLEEP): Stage.SLEEPING,
         (Stage.ALL_REFITTED, Move.REFIT): Stage.ALL_REFITTED,
         (Stage.ALL_REFITTED, Move.FREE_TRAINER): Stage.AWAKE,
     }
@@ -102,11 +107,11 @@ _AFTER_FAILURE: Mapping[Move, Stage] = MappingProxyType(
         Move.WAKE_ALL: Stage.LOST,
         Move.WAKE_KV_CACHE: Stage.LOST,
         Move.LOAD_TRAINER: Stage.TRAINER_PARTLY,
-        Move.OFFLOAD_TRAINER: Stage.TRAINER_PARTLY,
+        Move.OFFLOAD_TRAINER: Stage.TRAINER_LEAVING,
     }
 )
 _WHY = {
-    Move.SLEEP: "only an engine that is awake as a whole can go to sleep; engines pass over it otherwise",
+    Move.SLEEP: "the engine sleeps already, or has new weights that are still to be generated from",
     Move.LOAD_TRAINER: "the engine still holds memory that the trainer's gradients and optimizer need",
     Move.TRAIN: "the trainer is not on the GPU as a whole",
     Move.OFFLOAD_TRAINER: "the trainer's gradients and optimizer are not on the GPU",
@@ -120,8 +125,10 @@ _WHY = {
 _REMEDY = {
     Stage.LOST: "Start the engine anew (its memory can't be trusted) and make a new cycle",
     Stage.WEIGHTS_AWAKE: "Refit again, in a new epoch (init_refit) if this one has ended; until then the engine refuses to "
-    "generate",
-    Stage.TRAINER_PARTLY: "Make room and repeat it, or take the trainer off the GPU (offload_trainer)",
+    "generate. If it is the trainer whose weights can't be read, have the engine sleep again (sleep), and load_trainer",
+    Stage.TRAINER_PARTLY: "Make room and repeat it (load_trainer): till then the trainer's weights can't be read",
+    Stage.TRAINER_LEAVING: "Make room in host memory and repeat it (offload_trainer), or bring the trainer back "
+    "(load_trainer)",
     Stage.REFITTED: "Repeat it: the KV cache can't wake before the trainer's weights have left the GPU",
 }
 _REMEDY |= {Stage.ALL_AWAKE: _REMEDY[Stage.WEIGHTS_AWAKE], Stage.ALL_REFITTED: _REMEDY[Stage.REFITTED]}

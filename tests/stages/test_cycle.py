@@ -119,7 +119,7 @@ def test_the_records_hold_the_peak_of_every_stage_since_the_last_refit(tmp_path:
     [
         ("sleep", Stage.LOST, None),
         ("onload", Stage.TRAINER_PARTLY, ColocatedCycle.to_training),
-        ("offload", Stage.TRAINER_PARTLY, lambda cycle: cycle.to_generation(7)),
+        ("offload", Stage.TRAINER_LEAVING, lambda cycle: cycle.to_generation(7)),
         ("wake weights", Stage.LOST, None),
         ("refit 7", Stage.WEIGHTS_AWAKE, lambda cycle: cycle.to_generation(7)),
         ("free", Stage.REFITTED, lambda cycle: cycle.to_generation(7)),
@@ -216,6 +216,36 @@ def test_an_engine_that_passes_over_a_wake_up_is_found_out() -> None:
     with pytest.raises(RefitError, match="kv_cache and weights sleeps, where kv_cache should"):
         cycle.to_generation(0)
     assert cycle.state.stage is Stage.LOST
+
+
+@pytest.mark.parametrize("multi", [True, False])
+def test_a_refit_that_the_trainer_refuses_leads_back_to_it_by_a_sleep(multi: bool) -> None:
+    device, cycle, _ = make(AMPLE, multi=multi)
+    cycle.to_training()
+    device.fails["refit 1"] = RefitError("the trainer's shards are away")
+    with pytest.raises(RefitError, match="shards are away") as caught:
+        cycle.to_generation(1)
+    assert "have the engine sleep again (sleep), and load_trainer" in caught.value.__notes__[0]
+    device.calls.clear()
+    cycle.to_training()
+    # Engines pass over a sleep where a part sleeps already.
+    rest = ["empty trainer", "empty engine", "wake kv_cache"] if multi else []
+    assert device.calls == [*rest, "sleep", "onload"]
+    cycle.to_generation(1)
+    assert cycle.generate(lambda: "text") == "text"
+
+
+def test_weights_that_came_back_in_part_are_not_refitted() -> None:
+    device, cycle, _ = make(AMPLE)
+    device.fails["onload"] = OutOfMemory("no room")
+    with pytest.raises(StageFailed, match=r"Make room and repeat it \(load_trainer\)"):
+        cycle.to_training()
+    with pytest.raises(
+        StageError, match=r"trainer partly there.*The way to refit: load_trainer, offload_trainer"
+    ):
+        cycle.to_generation(0)
+    cycle.to_training()
+    assert cycle.to_generation(0)
 
 
 def test_weights_are_refitted_once_before_they_generate_and_not_without_a_sleep() -> None:

@@ -17,7 +17,7 @@ class Memory:
     multi: bool
     weights: bool = True
     kv_cache: bool = True
-    # Of the trainer: away, weights, whole, or partly; and whether it has left the GPU to the engine.
+    # Of the trainer: away, weights, whole, partly (weights too), or leaving (weights whole); and whether it has left the GPU to the engine.
     trainer: str = "away"
     left: bool = True
     # Whether the engine's weights are whole, and of one version.
@@ -30,14 +30,17 @@ class Memory:
         awake = self.weights and self.kv_cache
         asleep = not self.weights and not self.kv_cache
         match move:
-            case Move.GENERATE | Move.SLEEP:
+            case Move.GENERATE:
                 return awake and self.fresh and self.left
+            case Move.SLEEP:
+                # Nothing is lost that is still to be generated from.
+                return self.weights and self.fresh is self.left and (awake or not self.fresh)
             case Move.LOAD_TRAINER:
                 return asleep and self.trainer != "whole"
             case Move.TRAIN:
                 return self.trainer == "whole"
             case Move.OFFLOAD_TRAINER:
-                return self.trainer in ("whole", "partly")
+                return self.trainer in ("whole", "leaving")
             case Move.WAKE_WEIGHTS | Move.WAKE_ALL:
                 mine = self.multi == (move is Move.WAKE_WEIGHTS)
                 return mine and asleep and self.trainer in ("away", "weights")
@@ -72,7 +75,7 @@ class Memory:
         if move in (Move.SLEEP, Move.WAKE_WEIGHTS, Move.WAKE_ALL, Move.WAKE_KV_CACHE):
             return replace(self, lost=True)
         if move in (Move.LOAD_TRAINER, Move.OFFLOAD_TRAINER):
-            return replace(self, trainer="partly")
+            return replace(self, trainer="partly" if move is Move.LOAD_TRAINER else "leaving")
         return replace(self, fresh=False) if move is Move.REFIT else self
 
 

@@ -27,7 +27,8 @@ class HostCopies:
         self._device = device
         # By the identity of a storage: the storage, and what it holds.
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
-        self._away: set[int] = set()
+        # Of those that are away; in the order that they left in, and come back in.
+        self._away: dict[int, None] = {}
         # Tensors that show their copies meanwhile, and where they live.
         self._shown: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -58,7 +59,7 @@ class HostCopies:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Bring back all that is away."""
+        """Bring back all that is away; may be called again if it has failed, until which nothing may be read."""
         for key in self._away:
             storage, copy = self._copies[key]
             storage.resize_(copy.numel())
@@ -77,7 +78,7 @@ class HostCopies:
         copy = self._copies[key][1]
         if key not in self._away:
             copy.copy_(_bytes(storage), non_blocking=True)
-            self._away.add(key)
+            self._away[key] = None
         return copy
 
 

@@ -125,17 +125,19 @@ class FSDPSource:
         return storage_key(map(self._kept.local, self._kept.names))
 
     def _require_memory(self) -> None:
-        """All shards leave the GPU together, so that one tells of all."""
+        """All shards leave the GPU together, but a return that runs out of memory brings some of them."""
         shards = ((name, self._kept.local(name)) for name in self._kept.names)
-        found = next(
-            ((n, shard) for n, shard in shards if type(shard) is torch.Tensor and shard.numel()), None
-        )
-        if found is not None and not found[1].untyped_storage().nbytes():
+        away = [
+            name
+            for name, shard in shards
+            if type(shard) is torch.Tensor and shard.numel() and not shard.untyped_storage().nbytes()
+        ]
+        if away:
             raise RefitError(
-                "the trainer's shards are away: their memory was freed, with copies on the host that a refit does not know. "
+                f"the trainer's shards are away, {len(away)} of {len(self._kept.names)}: their memory was freed, with copies on the host that a refit does not know. "
                 "Nothing was sent. Bring the trainer back to its GPU first (load_trainer of a colocated cycle)",
                 stage="export",
-                parameter=found[0],
+                parameter=away[0],
             )
 
     def _dtype(self, weight: CheckpointWeight) -> torch.dtype:
