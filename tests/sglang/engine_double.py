@@ -318,15 +318,6 @@ class BucketDouble:
         return self._metadata
 
 
-class SerializerDouble:
-    """``MultiprocessingSerializer``, without memory that processes share."""
-
-    @staticmethod
-    def serialize(obj: Any, output_str: bool = False) -> str:
-        assert output_str
-        return base64.b64encode(pickle.dumps(obj)).decode()
-
-
 def modules() -> dict[str, types.ModuleType]:
     """Doubles of the modules that a driver and a sender import."""
     found = {
@@ -349,7 +340,5 @@ def modules() -> dict[str, types.ModuleType]:
             found["sglang.srt.managers.io_struct"], structure, make_dataclass(structure, fields, kw_only=True)
         )
     found["sglang.srt.managers"].io_struct = found["sglang.srt.managers.io_struct"]  # type: ignore[attr-defined]
-    found["sglang.srt.utils"].MultiprocessingSerializer = SerializerDouble  # type: ignore[attr-defined]
-    found["sglang.srt.utils.patch_torch"].monkey_patch_torch_reductions = lambda: None  # type: ignore[attr-defined]
     found["sglang.srt.weight_sync.tensor_bucket"].FlattenedTensorBucket = BucketDouble  # type: ignore[attr-defined]
     return found

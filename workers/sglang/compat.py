@@ -22,6 +22,7 @@ def require_supported_sglang() -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.model_loader import loader
+    from sglang.srt.utils import patch_torch
 
     problems = [
         *_parameters(
@@ -30,7 +31,11 @@ def require_supported_sglang() -> None:
         *_parameters(loader._initialize_model, "loader", "model_config", "load_config", "quant_config"),
         *_parameters(loader._get_quantization_config, "loader", "model_config", "load_config"),
         *_parameters(ModelRunner.forward, "ModelRunner", "self", "forward_batch"),
+        *_parameters(patch_torch._device_to_uuid, "patch_torch", "device"),
+        *_parameters(patch_torch._rebuild_cuda_tensor_modified, "patch_torch", "args"),
     ]
+    if getattr(patch_torch, "_REDUCE_TENSOR_ARG_DEVICE_INDEX", None) != 6:
+        problems.append("patch_torch expects the device of a CUDA handle elsewhere")
     if not isinstance(getattr(factory, "_ROPE_DICT", None), dict):
         problems.append("rotary_embedding.factory has no _ROPE_DICT")
     if "get_model_runner" not in WeightUpdater.__dataclass_fields__:

@@ -9,6 +9,7 @@ import torch
 from ...integration.endpoints import WeightSource
 from ...integration.records import RefitRecord
 from ..trtllm.sender import Engines, TrtllmSender
+from .handles import serialized
 
 # The unit of SGLang's loaders is a tensor, and a bucket is held twice: as copies of the export, and flattened.
 _COPIES = 2
@@ -18,8 +19,7 @@ class SglangSender(TrtllmSender):
     """Sends all weights of a source to an SGLang engine; on every trainer rank, as :class:`~..trtllm.sender.TrtllmSender`.
 
     Each rank that shares a GPU with a worker flattens its bucket with SGLang's own ``FlattenedTensorBucket`` and serializes
-    it with SGLang's own ``MultiprocessingSerializer``, as bytes with their dtypes beside them, so that float8 travels too. The
-    leader orders the payloads by the workers' GPUs. Rank 0 of ``group`` has the engine's :class:`~.driver.SglangRefit`.
+    it as SGLang does, as bytes with their dtypes beside them, so that float8 travels too. The leader orders the payloads by the workers' GPUs. Rank 0 of ``group`` has the engine's :class:`~.driver.SglangRefit`.
 
     Args:
         source: of the weights as the engine loads them.
@@ -52,13 +52,8 @@ class SglangSender(TrtllmSender):
                 torch.cuda.ipc_collect()
 
     def _encoded(self, weights: Sequence[tuple[str, torch.Tensor]]) -> str:
-        from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-        if self._source.device.type == "cuda":
-            # SGLang's: handles name the device by its UUID, whatever number it has in the worker.
-            monkey_patch_torch_reductions()
         # The engine has answered for the bucket before.
         self._flattened = None
         # Wide numbers first: SGLang views each one where it lies, which has to be a multiple of its width.
@@ -66,7 +61,4 @@ class SglangSender(TrtllmSender):
         bucket = FlattenedTensorBucket(named_tensors=ordered)
         # The memory that the payload refers to.
         self._flattened = bucket.get_flattened_tensor()
-        payload: str = MultiprocessingSerializer.serialize(
-            {"flattened_tensor": self._flattened, "metadata": bucket.get_metadata()}, output_str=True
-        )
-        return payload
+        return serialized({"flattened_tensor": self._flattened, "metadata": bucket.get_metadata()})
