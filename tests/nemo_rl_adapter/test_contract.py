@@ -122,3 +122,15 @@ def test_all_that_is_wrong_with_a_configuration_is_told_at_once() -> None:
         NemoRlRefit.of(wrong)
     for part in ("backend", "worker_cls", "refit_transport", "'fast' is not one of", "rlrefit.buckets"):
         assert part in str(error.value)
+
+
+def test_a_drafter_that_is_trained_along_is_refused() -> None:
+    drafting = {
+        "worker_cls": WORKER_CLS,
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+    }
+    with pytest.raises(RefitError, match="speculative_config: the policy trains its MTP layers"):
+        NemoRlRefit.of(configured(vllm_kwargs=drafting, _mtp_weights_from_refit=True))
+    # From the checkpoint, as NeMo-RL loads it where the policy doesn't train it; and trained, but not served.
+    NemoRlRefit.of(configured(vllm_kwargs=drafting, _mtp_weights_from_refit=False))
+    NemoRlRefit.of(configured(_mtp_weights_from_refit=True))

@@ -55,6 +55,12 @@ def test_what_nemo_rls_own_export_alone_knows_is_refused_all_at_once() -> None:
     assert "rlrefit.integration.adapters.nemo_rl:NcclXferCheckpointEngine" in text
 
 
+def test_virtual_pipeline_stages_of_which_a_worker_keeps_one_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(virtual_pipeline_model_parallel_size=2)
+    assert "its pipeline has 2 virtual stages" in refused(model=model, megatron_bridge=object())
+
+
 def test_a_worker_without_what_the_mixins_need_is_refused() -> None:
     assert "it has no dtype" in refused(model=nn.Linear(2, 2))
     assert "it has no model" in refused(megatron_bridge=object())

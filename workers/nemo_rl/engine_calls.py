@@ -7,6 +7,7 @@ from typing import Any
 from ...integration.errors import RefitError
 from ..destination_mixin import DestinationRefitMixin
 from ..vllm.answers import answer
+from .settings import FULL_TENSORS
 
 # As NeMo-RL's generation workers pass them on to each worker of their engine.
 JOIN, REFIT, CLOSE, VERSION = "rlrefit_join", "rlrefit_refit", "rlrefit_close", "rlrefit_serving_version"
@@ -74,6 +75,6 @@ def require_text_only(model_config: Any) -> None:
         raise RefitError(
             f"{model_config.model} is multimodal: a refit drops its workers' encoder outputs, and NeMo-RL has no call by which "
             "vLLM's scheduler forgets them too. Nothing has moved. Set policy.generation.refit_transport to "
-            "rlrefit.integration.adapters.nemo_rl:NcclXferCheckpointEngine, or vllm_kwargs.language_model_only=true",
+            f"{FULL_TENSORS}, or vllm_kwargs.language_model_only=true",
             stage="settings",
         )

@@ -16,12 +16,10 @@ from ...integration.config import RefitConfig
 from ...integration.errors import RefitError
 from ..source_mixin import SourceRefitMixin
 from ..vllm.answers import answer
+from .settings import FULL_TENSORS
 
 _ATTRIBUTE = "_rlrefit_policy_refit"
-_FULL_TENSORS = (
-    "Set policy.generation.refit_transport to rlrefit.integration.adapters.nemo_rl:NcclXferCheckpointEngine, which sends "
-    "what NeMo-RL itself exports"
-)
+_INSTEAD = f"Set policy.generation.refit_transport to {FULL_TENSORS}, which sends what NeMo-RL itself exports"
 
 
 def prepare(worker: Any, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +71,7 @@ def _refit_of(worker: Any, config: RefitConfig) -> SourceRefitMixin:
     if wrong:
         raise RefitError(
             f"{type(worker).__name__} can't be refitted shard to shard: {'; '.join(wrong)}. Nothing was prepared. "
-            f"{_FULL_TENSORS}",
+            f"{_INSTEAD}",
             stage="settings",
             rank=getattr(worker, "rank", -1),
         )
@@ -125,6 +123,12 @@ def _violations(worker: Any) -> list[str]:
         found.append(
             "its model is Automodel's own implementation, whose state_dict_adapter makes the checkpoint's weights as it "
             "exports them"
+        )
+    stages = getattr(getattr(worker.model, "config", None), "virtual_pipeline_model_parallel_size", None)
+    if (stages or 1) > 1:
+        found.append(
+            f"its pipeline has {stages} virtual stages, and NeMo-RL's worker keeps the first one's model alone "
+            "(virtual_pipeline_model_parallel_size)"
         )
     lora = [name for name, module in worker.model.named_modules() if type(module).__name__ == "LinearLoRA"]
     if lora:

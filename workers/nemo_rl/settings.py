@@ -56,7 +56,8 @@ class NemoRlRefit:
             wrong.append(
                 f"policy.generation.backend: {backend!r}; shard to shard reaches vLLM's workers alone, set it to vllm"
             )
-        worker_cls = (generation.get("vllm_kwargs") or {}).get("worker_cls")
+        vllm_kwargs = generation.get("vllm_kwargs") or {}
+        worker_cls = vllm_kwargs.get("worker_cls")
         if worker_cls != WORKER_CLS:
             wrong.append(
                 f"policy.generation.vllm_kwargs.worker_cls: {worker_cls!r}; vLLM's workers have no refit, set it to {WORKER_CLS}"
@@ -66,9 +67,18 @@ class NemoRlRefit:
                 f"policy.generation.refit_transport: {generation['refit_transport']!r}; NeMo-RL would set up that transport "
                 "beside this one, set it to null"
             )
+        # NeMo-RL's own note that the policy trains its MTP layers; its refits then load them into the drafter too.
+        if generation.get("_mtp_weights_from_refit") and vllm_kwargs.get("speculative_config"):
+            wrong.append(
+                "policy.generation.vllm_kwargs.speculative_config: the policy trains its MTP layers "
+                "(policy.megatron_cfg.mtp_num_layers above 0), and the drafter is a model of its own, which shard to shard does "
+                "not reach: it would draft with the weights of its start. Take speculative_config out, or set "
+                f"policy.generation.refit_transport to {FULL_TENSORS} and leave rlrefit.workers.nemo_rl.install out"
+            )
         if wrong:
             raise RefitError("; ".join(wrong), stage="settings")
         return NemoRlRefit(config, records_dir, bool(generation["colocated"]["enabled"]))
 
 
+FULL_TENSORS = "rlrefit.integration.adapters.nemo_rl:NcclXferCheckpointEngine"
 WORKER_CLS = "rlrefit.workers.nemo_rl.vllm_worker.RefitWorker"
