@@ -103,9 +103,11 @@ class FSDPPolicy(Policy):
 
     def colocated_rank(self) -> TorchRank:
         # Offloaded shards are in host memory at all times, and FSDP wants them there.
-        models = [] if self.config.cpu_offload else [self.model]
-        frozen = [self.reference] if models and self.reference is not None else []
-        return TorchRank(models, self._optimizer, rank_device(), dist.get_rank(), frozen=frozen)
+        models, frozen = [self.model], [self.reference] if self.reference is not None else []
+        rank, device = dist.get_rank(), rank_device()
+        if self.config.cpu_offload:
+            return TorchRank([], self._optimizer, device, rank, offloaded=[*models, *frozen])
+        return TorchRank(models, self._optimizer, device, rank, frozen)
 
     def _split(self, batch: PolicyBatch) -> tuple[BatchSplit, PolicyBatch]:
         split = BatchSplit.of(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rlrefit.integration.errors import RefitError
 from rlrefit.workers.colocated.host_copies import HostCopies
+from rlrefit.workers.colocated.trainer import TorchRank
 from tests.spawn import run_ranks
 
 CPU = torch.device("cpu")
@@ -52,7 +56,54 @@ def test_a_tensor_that_got_another_storage_leaves_with_that_one() -> None:
     assert len(copies._copies) == 2
 
 
-def train_in_turns(rank: int) -> dict[str, object]:
+def under_tensor_parallelism_alone() -> list[str]:
+    """What is said of a module with DTensors that FSDP2 knows nothing of."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
+    told = []
+    for use in (HostCopies(CPU).free, lambda modules: TorchRank(modules, adam(model), CPU)):
+        try:
+            use([model])
+        except RefitError as error:
+            told.append(str(error))
+    model(torch.ones(1, 4))  # nothing has moved
+    return told
+
+
+def still_gathered(reshard_after_forward: bool) -> list[int]:
+    """Bytes that FSDP2 has gathered after a pass without gradients, and after the offload."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    def made() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for module in (*model, model):
+            fully_shard(module, reshard_after_forward=reshard_after_forward)
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+        return model
+
+    models = [made() for _ in range(3)]
+    parts = [part for model in models for part in model.modules() if isinstance(part, FSDPModule)]
+
+    def gathered() -> int:
+        plain = [p for part in parts for p in part.parameters() if not isinstance(p, DTensor)]
+        return sum(p.untyped_storage().nbytes() for p in plain)
+
+    trained, reference, offloaded = models
+    rank = TorchRank([trained], adam(trained), CPU, frozen=[reference], offloaded=[offloaded])
+    before = gathered()
+    rank.offload()
+    return [before, gathered()]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def train_in_turns(rank: int) -> dict[str, Any]:
     """A model under FSDP2 that leaves between its steps beside one that stays; and a refit while it is away."""
     from torch.distributed.fsdp import fully_shard
 
@@ -93,11 +144,20 @@ def train_in_turns(rank: int) -> dict[str, object]:
                 storage.resize_(0)
         copies.restore()
         source.settle()
+    refused = under_tensor_parallelism_alone()
+    gathered = [still_gathered(reshard_after_forward) for reshard_after_forward in (True, False)]
     same = [
         torch.equal(a.full_tensor(), b.full_tensor())
         for a, b in zip(leaves.parameters(), stays.parameters(), strict=True)
     ]
-    return {"away": away, "same": same, "told": told, "partly": partly}
+    return {
+        "away": away,
+        "same": same,
+        "told": told,
+        "partly": partly,
+        "refused": refused,
+        "gathered": gathered,
+    }
 
 
 @pytest.mark.timeout(120)
@@ -107,4 +167,10 @@ def test_shards_of_fsdp_come_back_bit_for_bit_and_a_refit_refuses_to_read_them_w
         assert found["same"] == [True] * 4
         assert "the trainer's shards are away" in str(found["told"])
         assert "Bring the trainer back" in str(found["told"])
+        copies, rank = found["refused"]
+        assert copies == rank
+        assert "0.weight is a DTensor (2 are) in a module that is not under FSDP2" in copies
+        (_, resharded), (kept, left) = found["gathered"]
+        assert (resharded, left) == (0, 0)
+        assert kept > 0
         assert found["partly"] == ["the trainer's shards are away, 1 of 4"] * 12

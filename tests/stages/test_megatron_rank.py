@@ -33,6 +33,15 @@ def answers(rank: int, model_path: str) -> dict[str, str]:
             found[name] = ""
         except RefitError as error:
             found[name] = str(error)
+        for graphs in ({"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}):
+            config = policy.model[0].config
+            kept = {key: getattr(config, key) for key in graphs}
+            vars(config).update(graphs)
+            try:
+                MegatronRank(policy.model, policy._optimizer, torch.device("cpu"), rank)
+            except RefitError as error:
+                found[f"{name}, {next(iter(graphs))}"] = str(error)
+            vars(config).update(kept)
         leave_layout()
     return found
 
@@ -45,6 +54,14 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_a_distributed_optimizer_with_masters_can_leave(told: dict[str, str]) -> None:
     assert told["BF16, distributed"] == ""
+
+
+def test_cuda_graphs_would_replay_on_freed_memory_and_are_refused_by_name(told: dict[str, str]) -> None:
+    text = told["BF16, distributed, cuda_graph_impl"]
+    assert "model chunk 0 runs under CUDA graphs (cuda_graph_impl=local)" in text
+    assert "(enable_cuda_graph=True)" in told["BF16, distributed, enable_cuda_graph"]
+    assert "CUDA graphs" in told["FP32, not distributed, cuda_graph_impl"]
+    assert "use_distributed_optimizer" in told["FP32, not distributed, cuda_graph_impl"]
 
 
 def test_all_that_is_in_the_way_is_told_at_once(told: dict[str, str]) -> None:

@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ...integration.errors import RefitError
+
 
 class HostCopies:
     """Of modules' parameters and buffers; always of the same modules.
@@ -37,12 +39,14 @@ class HostCopies:
 
         Parameters and buffers show the copies until :meth:`restore`, but for those of a module under FSDP2, whose shards
         stay what they are, without memory.
+
+        Raises:
+            RefitError: as of :func:`require_movable`; nothing has moved.
         """
+        require_movable(modules)
+        reshard(modules)
         for module in modules:
-            sharded = any(isinstance(part, FSDPModule) for part in module.modules())
-            for part in module.modules():
-                if isinstance(part, FSDPModule):
-                    part.reshard()  # gathered weights are nobody's
+            sharded = _is_sharded(module)
             for tensor in _tensors(module):
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 if local.device.type != self._device.type or not local.numel():
@@ -80,6 +84,42 @@ class HostCopies:
             copy.copy_(_bytes(storage), non_blocking=True)
             self._away[key] = None
         return copy
+
+
+def require_movable(modules: Sequence[nn.Module]) -> None:
+    """Check that modules can leave their device and be read meanwhile, or refuse to be.
+
+    Raises:
+        RefitError: a module has DTensors and is not under FSDP2. A DTensor can't show a copy elsewhere, so that who reads
+            it while it is away would read freed memory.
+    """
+    found = [
+        name
+        for module in modules
+        if not _is_sharded(module)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if isinstance(tensor, DTensor)
+    ]
+    if found:
+        raise RefitError(
+            f"these modules can't leave their GPU: {found[0]} is a DTensor ({len(found)} are) in a module that is not under "
+            "FSDP2, of tensor parallelism alone, say. Nothing has moved. Wrap the module with fully_shard, over a mesh of "
+            "one rank too, or give the engine GPUs of its own",
+            stage="settings",
+            parameter=found[0],
+        )
+
+
+def reshard(modules: Sequence[nn.Module]) -> None:
+    """Free what FSDP2 has gathered of modules, and keeps: it is nobody's state."""
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...integration.errors import RefitError
 from ...integration.stage_memory import MemoryWatch, ProcessMemory, empty_cache
-from .host_copies import HostCopies
+from .host_copies import HostCopies, require_movable, reshard
 
 _HOST = torch.device("cpu")
 
@@ -34,6 +34,7 @@ class ColocatedRank(ABC):
         self._device = device
         self._rank = rank
         self._frozen = list(frozen)
+        require_movable(self._frozen)
         self._watch = MemoryWatch(device)
         self._frozen_copies = HostCopies(device)
 
@@ -78,6 +79,10 @@ class TorchRank(ColocatedRank):
         device: GPU of this rank.
         rank: of the trainer.
         frozen: as of :class:`ColocatedRank`.
+        offloaded: modules under FSDP2 whose shards are in host memory at all times; what it gathers of them is not.
+
+    Raises:
+        RefitError: modules that can't be read while they are away, as of :func:`.host_copies.require_movable`.
     """
 
     def __init__(
@@ -87,8 +92,11 @@ class TorchRank(ColocatedRank):
         device: torch.device,
         rank: int = 0,
         frozen: Sequence[nn.Module] = (),
+        offloaded: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__(device, rank, frozen)
+        require_movable(modules)
+        self._offloaded = list(offloaded)
         self._modules = list(modules)
         self._optimizer = optimizer
         self._copies = HostCopies(device)
@@ -107,6 +115,8 @@ class TorchRank(ColocatedRank):
     def offload(self) -> None:
         gc.collect()  # what of the last step only cycles of references keep
         self._optimizer.zero_grad(set_to_none=True)
+        # After a pass without a backward one, with reshard_after_forward=False all weights are still gathered.
+        reshard([*self._modules, *self._frozen, *self._offloaded])
         for values in self._optimizer.state.values():
             for name, value in values.items():
                 if isinstance(value, torch.Tensor) and value.device.type == self._device.type != "cpu":
@@ -142,7 +152,8 @@ class MegatronRank(ColocatedRank):
 
     Raises:
         RefitError: a chunk is under no DDP, whose buffers are what is freed; the optimizer steps the model's parameters
-            themselves, so that offloading its state would tear them out of their buffers.
+            themselves, so that offloading its state would tear them out of their buffers; CUDA graphs, which would replay
+            on memory that was freed.
     """
 
     def __init__(
@@ -197,7 +208,12 @@ class MegatronRank(ColocatedRank):
             for name, parameter in chunk.named_parameters()
             if _storage(parameter) in stepped
         ]
-        problems = []
+        problems = [
+            f"model chunk {i} runs under CUDA graphs ({graphs}), which keep the addresses of memory that is freed here; "
+            "train without them"
+            for i, chunk in enumerate(self._chunks)
+            if (graphs := _cuda_graphs(getattr(chunk, "config", None)))
+        ][:1]
         if bare:
             problems.append(f"model chunk {bare[0]} is not under Megatron's DistributedDataParallel")
         elif any(
@@ -219,6 +235,15 @@ class MegatronRank(ColocatedRank):
                 f"this trainer can't leave its GPU: {'; '.join(problems)}. Nothing has moved",
                 stage="settings",
             )
+
+
+def _cuda_graphs(config: object) -> str:
+    """The setting of Megatron's ``TransformerConfig`` that captures graphs; empty if none does."""
+    # The other two are deprecated, and become the first as a configuration is made.
+    if (impl := getattr(config, "cuda_graph_impl", None) or "none") != "none":
+        return f"cuda_graph_impl={impl}"
+    names = ("enable_cuda_graph", "external_cuda_graph")
+    return next((f"{name}=True" for name in names if getattr(config, name, False)), "")
 
 
 def _storage(tensor: torch.Tensor) -> int:
