@@ -43,16 +43,15 @@ class VerlRefitExtension(VllmRefitExtension, vLLMColocateWorkerExtension):
             RefitMismatch: no order came, but weights.
         """
         if base_sync_done is not None:
-            super().update_weights_from_ipc(
-                peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm
-            )
+            self._load_handed_over(peft_config, base_sync_done, use_shm)
             return
+        orders: list[Order] = []
         strange: list[str] = []
 
         def take(handed: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
             for name, tensor in handed:
                 if name == ORDER:
-                    self._refit_as_ordered(Order.from_tensor(tensor))
+                    orders.append(Order.from_tensor(tensor))
                 else:
                     strange.append(name)
 
@@ -67,6 +66,27 @@ class VerlRefitExtension(VllmRefitExtension, vLLMColocateWorkerExtension):
                 "rollout.engine_kwargs.vllm.worker_extension_cls",
                 stage="handshake",
             )
+        # Only now: the process beside this one waits for verl's answer without a limit, and has it by now.
+        for order in orders:
+            self._refit_as_ordered(order)
+
+    def _load_handed_over(
+        self, peft_config: dict[str, Any] | None, base_sync_done: bool, use_shm: bool
+    ) -> None:
+        """verl's own loading; of a whole model it is a refit to the guard, which else lets nothing generate."""
+        if peft_config and base_sync_done:  # the adapter alone
+            super().update_weights_from_ipc(
+                peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm
+            )
+            return
+        state = self._refit.refit_state
+        version = state.version + 1  # verl tells its server alone which one it is
+        state.mark_dirty(version)
+        super().update_weights_from_ipc(
+            peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm
+        )
+        state.commit(version)
+        self._refit.guard.refitted()
 
     def refit_as_ordered(self, order: dict[str, Any]) -> None:
         """Refit; ``order`` has the refit rank of the engine's first worker, from which the others count on."""

@@ -66,7 +66,7 @@ class RefitCheckpointManager(CheckpointEngineManager):
     async def _update_in_turn(self, version: int) -> dict[str, float]:
         actors, sleeping = self.actor_wg.world_size, [r for r in self.replicas if r.config.free_cache_engine]
         reports = ray.get(self._each_actor("prepare"))
-        await _wake(sleeping, "weights")
+        await _each_server(sleeping, "wake_up", tags=["weights"])
         firsts, rollouts = [], 0
         for replica in self.replicas:
             firsts.append(actors + rollouts)
@@ -99,7 +99,10 @@ class RefitCheckpointManager(CheckpointEngineManager):
         results = ray.get(sent + received)
         ray.get(self._each_actor("finalize") + self._each_actor("release"))
         self._held = theirs["name"][0], list(self.replicas)
-        await _wake(sleeping, "kv_cache")
+        # As verl's own hand-over ends; what the caches hold was computed with the weights of before.
+        await _each_server(self.replicas, "clear_kv_cache")
+        await _each_server(self.replicas, "set_global_steps", global_steps=version)
+        await _each_server(sleeping, "wake_up", tags=["kv_cache"])
         metrics: dict[str, float] = results[0]
         return metrics
 
@@ -130,5 +133,6 @@ def _shares_gpus(replica: Any) -> bool:
     return replica.rollout_mode == RolloutMode.HYBRID
 
 
-async def _wake(replicas: list[Any], tag: str) -> None:
-    await asyncio.gather(*(server.wake_up.remote(tags=[tag]) for r in replicas for server in r.servers))
+async def _each_server(replicas: list[Any], method: str, **kwargs: Any) -> None:
+    servers = [server for replica in replicas for server in replica.servers]
+    await asyncio.gather(*(getattr(server, method).remote(**kwargs) for server in servers))
