@@ -66,6 +66,7 @@ def sender(gpu: Gpu, timeout_s: float = 10.0) -> IpcTransport:
         "_sent_proofs": SimpleNamespace(compute=lambda refit: gpu.step("prove")),
         "_tell": SimpleNamespace(launch=lambda: gpu.step("tell")),
         "_bells": [0],
+        "_encoders": [],
     }
     for name, part in parts.items():
         setattr(one, name, part)

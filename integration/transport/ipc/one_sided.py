@@ -20,6 +20,7 @@ from ..host_memory import HostMemory
 from ..views import LiveViews
 from .description import Description, Inbox, View, extent
 from .driver import DriverError, missing
+from .lease import Lease
 from .mailbox import CHECKSUM_BYTES, Mailbox, proven
 from .memory import ExportedMemory, ImportedMemory, device_uuid, process_name
 from .proofs import Bound, Proofs
@@ -70,6 +71,7 @@ class OneSided(Transport):
         self._device = device if indexed else torch.device("cuda", torch.cuda.current_device())
         self._stream: torch.cuda.Stream | None = None
         self._timeout = timeout_s
+        self._lease = Lease(timeout_s)
         self._watch = watch
         self._who = describe_rank
         self._sends = _by_peer(plan.sends, lambda message: message.destination)
@@ -100,6 +102,7 @@ class OneSided(Transport):
         # this rank's copies waiting until after its peers have given it up.
         with self._classifying():
             self._catch_up("handshake")
+        self._lease.renew()
 
     def close(self, *, failed: bool = False) -> None:
         self._release(failed=failed)

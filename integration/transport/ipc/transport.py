@@ -9,9 +9,8 @@ import torch
 
 from ...errors import TransportUnavailable
 from ...layout import Fragment
-from ...packing import CopyTable, EncodedView, Encoder, NotComputable, Strided, make_encoders
+from ...packing import CopyTable, EncodedView, NotComputable, Strided, make_encoders
 from ...packing.host import kernels_read
-from ...plan import Plan
 from ...records import StageClock
 from ..base import TransferResult
 from .description import Description, Inbox
@@ -31,20 +30,6 @@ class IpcTransport(OneSided):
     """
 
     name = "ipc"
-
-    def __init__(
-        self,
-        rank: int,
-        plan: Plan,
-        verify: str,
-        device: torch.device,
-        timeout_s: float,
-        watch: Callable[[str], None],
-        describe_rank: Callable[[int], str],
-    ):
-        super().__init__(rank, plan, verify, device, timeout_s, watch, describe_rank)
-        self._lease = Lease(timeout_s)
-        self._encoders: list[Encoder] = []
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
         views = self._begin_binding(fragments)
@@ -107,10 +92,6 @@ class IpcTransport(OneSided):
         self._tell = self._telling(told)
         # They would keep the memory of parameters that are offloaded meanwhile.
         self._bound_sends = {}
-
-    def settle(self) -> None:
-        super().settle()
-        self._lease.renew()
 
     def run(self, clock: StageClock, aside: Callable[[], None] | None = None) -> TransferResult:
         self._refits += 1
