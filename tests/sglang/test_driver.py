@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import pickle
+import socket
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+import torch
 
 from rlrefit.integration.colocated import ColocatedCycle
 from rlrefit.integration.config import RefitConfig
@@ -436,7 +438,46 @@ def test_an_engine_that_does_not_answer_is_not_waited_for_forever(engine: Engine
     engine.loop.run_until_complete(scenario())
 
 
-def test_a_cancelled_refit_ends_before_the_next_steps_begin(engine: EngineDouble) -> None:
+def test_a_blocking_call_beside_the_awaited_ones_is_refused_and_their_own_answer(
+    engine: EngineDouble,
+) -> None:
+    async def scenario() -> None:
+        refit = await AsyncSglangRefit.open(engine)
+        sender, _ = _sender(refit.blocking)
+        for version in (3, 4):
+            await refit.run(sender.refit, version)
+            for blocking in (
+                lambda: refit.blocking.version,
+                refit.blocking.weight_version,
+                refit.blocking.require_servable,
+            ):
+                with pytest.raises(RefitError, match="would wait for itself"):
+                    blocking()
+            assert (await refit.version(), await refit.weight_version()) == (version, str(version))
+            await refit.require_servable()
+
+    engine.loop.run_until_complete(asyncio.wait_for(scenario(), 20))
+
+
+def test_steps_of_coroutines_have_the_callers_device(
+    engine: EngineDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA keeps a device for each thread; here a number that does."""
+    own = threading.local()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(own, "device", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(own, "device", device))
+    torch.cuda.set_device(3)
+
+    async def scenario() -> int:
+        refit = await AsyncSglangRefit.open(engine)
+        return await refit.run(torch.cuda.current_device)
+
+    assert engine.loop.run_until_complete(scenario()) == 3
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_cancelled_refit_ends_before_the_next_steps_begin(engine: EngineDouble, times: int) -> None:
     order: list[str] = []
 
     def slow() -> None:
@@ -446,8 +487,9 @@ def test_a_cancelled_refit_ends_before_the_next_steps_begin(engine: EngineDouble
     async def scenario() -> None:
         refit = await AsyncSglangRefit.open(engine)
         task = asyncio.ensure_future(refit.run(slow))
-        await asyncio.sleep(0.05)
-        task.cancel()
+        for _ in range(times):
+            await asyncio.sleep(0.02)
+            task.cancel()
         await refit.run(order.append, "second")
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -463,6 +505,24 @@ def test_a_server_that_does_not_answer_or_is_another_one_is_named() -> None:
     del engine.tokenizer_manager.server_args.weight_cache_mode
     with pytest.raises(RefitError, match=r"weight_cache_mode; it is no SGLang 0\.5\.17"):
         _over_http(engine, lambda refit: None)
+
+
+@pytest.mark.parametrize("begins", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"])
+def test_a_server_that_dies_before_it_has_answered_is_a_refit_error(begins: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def die() -> None:
+            for _ in range(2):
+                connection, _ = listening.accept()
+                connection.recv(65536)
+                connection.sendall(begins)
+                connection.close()
+
+        threading.Thread(target=die, daemon=True).start()
+        way = HttpCaller(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=10)
+        for step in (Step("pause_generation", {"mode": "abort"}), Step("weight_version")):
+            with pytest.raises(RefitError, match=f"did not answer {step.name}.*may have ended"):
+                way.call(step)
 
 
 def test_the_callers_know_the_recorded_requests() -> None:

@@ -7,15 +7,16 @@ is written here, so that nothing which one of the two does can be missing in the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
+
+import torch
 
 from ...integration.config import RefitConfig
 from ...integration.stages import KV_CACHE, WEIGHTS
 from .callers import EngineCaller
 from .driver import DISCARDING, PauseMode, SglangRefit
-
-Result = TypeVar("Result")
 
 
 class AsyncSglangRefit:
@@ -47,6 +48,18 @@ class AsyncSglangRefit:
         """As :meth:`SglangRefit.refit`."""
         return await self.run(self.blocking.refit, version, mode)
 
+    async def version(self) -> int:
+        """As :attr:`SglangRefit.version`."""
+        return await self.run(lambda: self.blocking.version)
+
+    async def weight_version(self) -> str:
+        """As :meth:`SglangRefit.weight_version`."""
+        return await self.run(self.blocking.weight_version)
+
+    async def require_servable(self) -> None:
+        """As :meth:`SglangRefit.require_servable`."""
+        await self.run(self.blocking.require_servable)
+
     async def sleep(self, level: int = DISCARDING) -> None:
         """As :meth:`SglangRefit.sleep`."""
         await self.run(self.blocking.sleep, level)
@@ -55,13 +68,24 @@ class AsyncSglangRefit:
         """As :meth:`SglangRefit.wake`."""
         await self.run(self.blocking.wake, tags)
 
-    async def run(self, call: Callable[..., Result], *arguments: Any) -> Result:
-        """Any blocking call that uses :attr:`blocking` (a sender's refit, a cycle's move), in a thread."""
+    async def run[Result](self, call: Callable[..., Result], *arguments: Any) -> Result:
+        """Any blocking call that uses :attr:`blocking` (a sender's refit, a cycle's move), in a thread, with this one's CUDA device."""
         async with self._turn:
-            steps = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            steps = asyncio.ensure_future(asyncio.to_thread(_on_device, device, call, *arguments))
             try:
                 return await asyncio.shield(steps)
             except asyncio.CancelledError:
-                # Steps that have begun go on in their thread, and others must not begin beside them.
-                await asyncio.wait([steps])
+                # Steps that have begun go on in their thread, and others must not begin beside them, however often who
+                # waits is cancelled: wait() ends with each time.
+                while not steps.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait([steps])
                 raise
+
+
+def _on_device[Result](device: int | None, call: Callable[..., Result], *arguments: Any) -> Result:
+    """A thread begins with the first device, whatever the caller's is."""
+    if device is not None:
+        torch.cuda.set_device(device)
+    return call(*arguments)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -21,9 +22,6 @@ from ...integration.errors import RefitError, RefitTimeout
 # the tokenizer manager's method and the server's path.
 _REQUESTS: Mapping[str, tuple[str, bool]] = {
     "update_weights_from_tensor": ("UpdateWeightsFromTensorReqInput", True),
-    "update_weights_from_distributed": ("UpdateWeightsFromDistributedReqInput", True),
-    "init_weights_update_group": ("InitWeightsUpdateGroupReqInput", True),
-    "destroy_weights_update_group": ("DestroyWeightsUpdateGroupReqInput", True),
     "release_memory_occupation": ("ReleaseMemoryOccupationReqInput", True),
     "resume_memory_occupation": ("ResumeMemoryOccupationReqInput", True),
     "pause_generation": ("PauseGenerationReqInput", False),
@@ -104,10 +102,11 @@ class EngineCaller:
             RefitError: called from a coroutine of the engine's loop, which would wait for itself.
             RefitTimeout: no answer.
         """
-        if self._loop is None and self._engine.loop.is_running():
+        inside = self._engine.loop.is_running() if self._loop is None else _running_loop() is self._loop
+        if inside:
             raise RefitError(
-                "the engine's event loop is running, so a synchronous step would wait for itself; use AsyncSglangRefit from "
-                "coroutines",
+                f"{step.name} was called from the event loop that has to answer it, and would wait for itself. Nothing was "
+                "asked; await the call of that name of AsyncSglangRefit, or its run(call) with any other blocking call",
                 stage="settings",
             )
         work = asyncio.wait_for(self._done(step), self._timeout_s)
@@ -205,12 +204,24 @@ class HttpCaller:
             ) from error
         except TimeoutError as error:
             raise _late(step, self._timeout_s) from error
-        except urllib.error.URLError as error:
+        except (
+            OSError,
+            http.client.HTTPException,
+        ) as error:  # the latter from one that ends before it has answered
+            reason = getattr(error, "reason", None) or f"{type(error).__name__}: {error}"
             raise RefitError(
-                f"the SGLang server at {self._url} did not take {step.name}: {error.reason}. It may have ended; weights that "
+                f"the SGLang server at {self._url} did not answer {step.name}: {reason}. It may have ended; weights that "
                 "were being written are served by nobody",
                 stage="settings",
             ) from error
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop that runs in this thread."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _plain(value: Any) -> Any:
