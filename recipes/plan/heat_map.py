@@ -37,10 +37,10 @@ def _matrix(study: Study) -> np.ndarray:
 
 def _title(study: Study) -> str:
     analysis = study.analysis
-    return (
-        f"{study.options.model.name}: {analysis.train_ranks} trainer ranks to {analysis.gen_ranks} engine ranks, "
-        f"shard to shard T = {seconds(analysis.bound_seconds)}, predicted {seconds(analysis.predicted_seconds)}"
-    )
+    sides = f"{study.options.model.name}: {analysis.train_ranks} trainer ranks to {analysis.gen_ranks} engine ranks"
+    if not study.timed:
+        return f"{sides} on the same GPUs"
+    return f"{sides}, shard to shard T = {seconds(analysis.bound_seconds)}, predicted {seconds(analysis.predicted_seconds)}"
 
 
 def _write_png(study: Study, path: Path) -> None:
@@ -50,9 +50,11 @@ def _write_png(study: Study, path: Path) -> None:
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 6), layout="constrained")
+    figure = Figure(figsize=(13 if study.timed else 8, 6), layout="constrained")
     FigureCanvasAgg(figure)
-    pairs, links = figure.subplots(1, 2, width_ratios=(3, 2))
+    pairs, *rest = figure.subplots(
+        1, 2 if study.timed else 1, squeeze=False, width_ratios=(3, 2)[: 1 + study.timed]
+    )[0]
     # Pairs differ by orders of magnitude; those that exchange nothing stay white.
     matrix = np.ma.masked_equal(_matrix(study) / 1e6, 0.0)
     scale = LogNorm(matrix.min(), matrix.max()) if matrix.count() else None
@@ -60,6 +62,13 @@ def _write_png(study: Study, path: Path) -> None:
     image = pairs.imshow(matrix, aspect="auto", interpolation="nearest", cmap=colors, norm=scale)
     pairs.set(xlabel="engine rank (of the engines)", ylabel="sending rank (of the refit)", title="MB by pair")
     figure.colorbar(image, ax=pairs, label="MB")
+    for links in rest:
+        _draw_links(study, links)
+    figure.suptitle(_title(study))
+    figure.savefig(path, dpi=110)
+
+
+def _draw_links(study: Study, links: Any) -> None:
     by_way = _links_by_way(study)
     for label, times in by_way.items():
         # The two directions of a link often take as long: dashes let the other line through.
@@ -68,8 +77,6 @@ def _write_png(study: Study, path: Path) -> None:
     links.axhline(study.analysis.bound_seconds, color="black", linestyle=":", label="speed of light T")
     links.set(xlabel="links, busiest first", ylabel="seconds", title="time of each link", ylim=(0, None))
     links.legend()
-    figure.suptitle(_title(study))
-    figure.savefig(path, dpi=110)
 
 
 def _links_by_way(study: Study) -> dict[str, list[float]]:
@@ -90,7 +97,7 @@ def _page(study: Study) -> str:
     if largest:
         # A pair that exchanges anything at all is told from one that doesn't.
         levels = np.where(matrix > 0, 1 + np.floor(matrix * (254 / largest)), 0).astype(np.uint8)
-    links = sorted(analysis.links, key=lambda link: -link.seconds)[:200]
+    links = sorted(analysis.links, key=lambda link: -link.seconds)[: 200 if study.timed else 0]
     data: dict[str, Any] = {
         "rows": matrix.shape[0],
         "columns": matrix.shape[1],
@@ -109,10 +116,13 @@ def _page(study: Study) -> str:
     payload = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     return (
         _PAGE.replace("@title@", html.escape(_title(study)))
-        .replace("@links@", rows)
+        .replace("@links@", _LINKS.replace("@rows@", rows) if links else "")
         .replace("@data@", payload)
     )
 
+
+_LINKS = """<h3>Bytes per link, busiest first</h3>
+<table><tr><th>link<th>bytes<th>GB/s<th>time<th>share of the busiest</tr>@rows@</table>"""
 
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>@title@</title>
@@ -127,8 +137,7 @@ td:first-child,th:first-child{text-align:left}td:last-child{width:240px}.bar{hei
 <p>Rows send (refit ranks), columns receive (engine ranks). Darker is more; white is nothing.</p>
 <p id="tip">Point at a cell.</p>
 <canvas id="map"></canvas>
-<h3>Bytes per link, busiest first</h3>
-<table><tr><th>link<th>bytes<th>GB/s<th>time<th>share of the busiest</tr>@links@</table>
+@links@
 <script>
 const d=@data@;
 const levels=Uint8Array.from(atob(d.levels),c=>c.charCodeAt(0));

@@ -30,6 +30,10 @@ from .hosts import Hosts, HostsError, read_hosts
 from .recipe import RecipePlan, layout_text, read_recipe
 
 _DTYPES = dict(zip(DTYPES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
+_UNTIMED = (
+    "not predicted: each trainer rank shares its GPU with an engine's, and what stays on a GPU crosses no link; the topology "
+    "knows hosts, and not which ranks are on one GPU. What is staged is colocated_ipc's, and not planned here"
+)
 HEAT_MAPS = (".png", ".html", ".htm")
 
 
@@ -56,6 +60,7 @@ class PlanOptions:
         explain: a weight to explain; empty for none.
         heat_map: file for the heat map; None for none.
         replaced: what options took the place of in the recipe, and what is still the recipe's; empty where none did.
+        untimed: why nothing can be said of links and times; empty where it can.
     """
 
     model: Model
@@ -68,6 +73,7 @@ class PlanOptions:
     explain: str
     heat_map: Path | None
     replaced: str = ""
+    untimed: str = ""
 
     @property
     def quantize(self) -> str:
@@ -163,6 +169,7 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
         arguments.explain,
         heat_map,
         _replaced(arguments, recipe) if recipe is not None else "",
+        _UNTIMED if recipe is not None and recipe.colocated else "",
     )
 
 

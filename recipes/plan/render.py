@@ -40,12 +40,44 @@ def show_study(console: Console, study: Study) -> None:
         console.print(f"trainer: {uneven}", highlight=False, soft_wrap=True)
     console.print(_routes(study))
     console.print(_ranks(study))
-    console.print(_links(study))
+    if study.timed:
+        console.print(_links(study))
     slowest = study.slowest_part
+    measured = [
+        (
+            "a rank's own part",
+            f"at most {max(part.segments for part in study.parts):,} segments in "
+            f"{max(part.messages for part in study.parts):,} messages and "
+            f"{max(part.rounds for part in study.parts):,} rounds",
+        ),
+        (
+            "planning",
+            f"at most {slowest.seconds:.2f} s a rank (rank {slowest.rank}; {len(study.parts)} of {train + gen} "
+            f"measured), {size(study.peak_rss_bytes)} of memory in this process",
+        ),
+    ]
+    told = _link_times(study) if study.timed else [("T, time, staging", options.untimed)]
+    summary = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for key, value in [*told, *measured]:
+        summary.add_row(key, escape(value))
+    console.print(summary, highlight=False)
+    if study.bulk_share < _USUAL_BULK_SHARE:
+        console.print(
+            f"warning: only {study.bulk_share:.1%} of the bytes go shard to shard; the rest goes whole to every engine "
+            "rank, for the reasons under routes",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _link_times(study: Study) -> list[tuple[str, str]]:
+    """What links bound and predict, and the memory that ``p2p`` stages in."""
+    analysis, options = study.analysis, study.options
     relays = ", engine ranks of a host pass on what they share" if analysis.fan_out else ""
     # A bucket that is passed on in a later round is not free for the next one.
     held_longer = " (more where a rank passes on)" if analysis.fan_out else ""
-    lines = [
+    return [
         (
             "speed of light T",
             f"{seconds(analysis.bound_seconds)} of bulk (the least that some link needs, whoever sends)",
@@ -60,30 +92,7 @@ def show_study(console: Console, study: Study) -> None:
             f"{size(study.staging_bytes)} at most{held_longer} for each direction and rank (a round fills {size(max(p.staging_bytes for p in study.parts))}); "
             "ipc needs none",
         ),
-        (
-            "a rank's own part",
-            f"at most {max(part.segments for part in study.parts):,} segments in "
-            f"{max(part.messages for part in study.parts):,} messages and "
-            f"{max(part.rounds for part in study.parts):,} rounds",
-        ),
-        (
-            "planning",
-            f"at most {slowest.seconds:.2f} s a rank (rank {slowest.rank}; {len(study.parts)} of {train + gen} "
-            f"measured), {size(study.peak_rss_bytes)} of memory in this process",
-        ),
     ]
-    summary = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for key, value in lines:
-        summary.add_row(key, escape(value))
-    console.print(summary, highlight=False)
-    if study.bulk_share < _USUAL_BULK_SHARE:
-        console.print(
-            f"warning: only {study.bulk_share:.1%} of the bytes go shard to shard; the rest goes whole to every engine "
-            "rank, for the reasons under routes",
-            style="yellow",
-            highlight=False,
-            soft_wrap=True,
-        )
 
 
 def _misc(study: Study) -> str:

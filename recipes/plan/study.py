@@ -71,6 +71,11 @@ class Study:
     peak_rss_bytes: int
 
     @property
+    def timed(self) -> bool:
+        """Whether links and times mean anything."""
+        return not self.options.untimed
+
+    @property
     def slowest_part(self) -> Part:
         """The measured rank that took longest."""
         return max(self.parts, key=lambda part: part.seconds)
@@ -125,7 +130,7 @@ class Study:
         return sorted(rows, key=lambda row: (order[row.route], -row.nbytes, row.reason))
 
     def as_json(self, train: str, gen: str) -> dict[str, object]:
-        """The keys that ``--json`` prints; ``train`` and ``gen`` as the user wrote them."""
+        """The keys that ``--json`` prints; ``train`` and ``gen`` as the user wrote them, times null if nothing tells them."""
         misc = {row.reason: row.nbytes for row in self.routes() if row.route == "misc"}
         return {
             "model": self.options.model.name,
@@ -137,9 +142,9 @@ class Study:
             "misc_reasons": misc,
             "seconds_compile_max": self.slowest_part.seconds,
             "peak_rss_bytes": self.peak_rss_bytes,
-            "busiest_link_ratio": self.analysis.busiest_link_ratio,
-            "predicted_seconds": self.predicted_seconds,
-            "bound_seconds": self.bound_seconds,
+            "busiest_link_ratio": self.analysis.busiest_link_ratio if self.timed else None,
+            "predicted_seconds": self.predicted_seconds if self.timed else None,
+            "bound_seconds": self.bound_seconds if self.timed else None,
             "violations": [],
         }
 

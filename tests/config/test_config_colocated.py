@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import io
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from rlrefit.recipes.config import load_config
 from rlrefit.recipes.config_colocated import ENABLED, needs_bfloat16
 from rlrefit.recipes.config_surroundings import gpu_violations
 from rlrefit.recipes.plan.arguments import add_arguments
+from rlrefit.recipes.plan.heat_map import write_heat_map
 from rlrefit.recipes.plan.options import PlanOptions, PlanProblems, read_options
+from rlrefit.recipes.plan.render import show_study
+from rlrefit.recipes.plan.study import study
 
 ON = f"{ENABLED}=true"
 
@@ -102,6 +108,26 @@ def test_a_recipe_that_needs_more_than_one_host_for_both_sides_can_not_be_planne
         planned("dapo_qwen3_32b", ON)
     assert f"--topology gpus_per_host=…), or {ENABLED}=false" in str(found.value)
     assert planned("dapo_qwen3_32b", ON, "--topology", "gpus_per_host=32").hosts.topology(32, 32).hosts == 1
+
+
+def test_the_plan_of_shared_gpus_tells_routes_and_bytes_and_why_it_tells_no_times(tmp_path: Path) -> None:
+    made = study(planned("grpo_qwen3_8b_colocated", "--compile-ranks", "1"))
+    found = made.as_json("", "")
+    assert made.analysis.manifest.bytes_of("bulk") > 16e9
+    assert [found[name] for name in ("bound_seconds", "predicted_seconds", "busiest_link_ratio")] == [
+        None
+    ] * 3
+    show_study(Console(file=(file := io.StringIO()), width=200), made)
+    said = " ".join(file.getvalue().split())
+    assert "not predicted: each trainer rank shares its GPU with an engine's" in said
+    assert "speed of light" not in said
+    assert "busiest link" not in said
+    for name in ("map.html", "map.png"):
+        write_heat_map(made, tmp_path / name)
+    assert (tmp_path / "map.png").stat().st_size > 0
+    page = (tmp_path / "map.html").read_text()
+    assert "8 trainer ranks to 8 engine ranks on the same GPUs" in page
+    assert "GB/s" not in page
 
 
 def test_only_megatrons_optimizer_asks_for_bfloat16(data) -> None:
