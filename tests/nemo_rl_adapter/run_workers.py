@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,21 +96,19 @@ class Extension(Probe, VllmInternalWorkerExtension):
 
 
 class TransformersRank(EngineCalls):
-    """An engine of one rank that is not vLLM's, behind the calls of :class:`~...RefitWorker`."""
+    """One rank of an engine that is not vLLM's, behind the calls of :class:`~...RefitWorker`; it holds the whole model."""
 
-    def __init__(self, checkpoint: str) -> None:
+    def __init__(self, checkpoint: str, rank: int = 0) -> None:
         from rlrefit.workers.transformers_engine.engine import TransformersEngine
 
+        self._rank = rank
         self.engine = TransformersEngine(checkpoint, torch.bfloat16)
 
     def _rlrefit_side(self) -> Any:
         return self.engine
 
     def _rlrefit_rank(self) -> int:
-        return 0
-
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        return [getattr(self, method)(*args)]
+        return self._rank
 
     def probe_poison(self) -> None:
         with torch.no_grad():
@@ -125,11 +124,30 @@ class TransformersRank(EngineCalls):
         ] + sorted(held.keys() ^ weights.keys())
 
 
+class TransformersLlm:
+    """``vllm.LLM`` over ranks of transformers, in a thread each as vLLM's are in a process each."""
+
+    def __init__(self, checkpoint: str) -> None:
+        self._checkpoint = checkpoint
+        self.ranks = [TransformersRank(checkpoint)]
+
+    def resize(self, ranks: int) -> None:
+        self.ranks = [TransformersRank(self._checkpoint, rank) for rank in range(ranks)]
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            return list(pool.map(lambda rank: getattr(rank, method)(*args), self.ranks))
+
+
 class GenerationWorker:
-    """``VllmGenerationWorker``: an engine of one worker, and the call that reaches its workers by name."""
+    """``VllmGenerationWorker`` of an engine's first worker, and the call that reaches all of them by name."""
 
     def __init__(self, checkpoint: str, kind: str) -> None:
-        self.llm = TransformersRank(checkpoint) if kind == "transformers" else self._vllm(checkpoint)
+        self.llm = TransformersLlm(checkpoint) if kind == "transformers" else self._vllm(checkpoint)
+
+    def resize(self, ranks: int) -> None:
+        """Have that many workers, all new."""
+        self.llm.resize(ranks)
 
     def _vllm(self, checkpoint: str) -> Any:
         from vllm import LLM
@@ -162,21 +180,23 @@ class GenerationWorker:
 
     def die_in_refit(self) -> None:
         """End this process where its next refit begins."""
-        self.llm.rlrefit_refit = lambda version: os.kill(os.getpid(), signal.SIGKILL)
+        self.llm.ranks[-1].rlrefit_refit = lambda version: os.kill(os.getpid(), signal.SIGKILL)
 
 
 class WorkerGroup:
-    """``RayWorkerGroup`` over workers that are there."""
+    """``RayWorkerGroup`` over workers that are there, of which ``ranks`` in a row are an engine."""
 
-    def __init__(self, workers: Sequence[Any]) -> None:
-        self.workers = list(workers)
+    def __init__(self, workers: Sequence[Any], ranks: int = 1) -> None:
+        self.workers, self._ranks = list(workers), ranks
 
     def run_all_workers_single_data(
         self, method_name: str, *args: Any, run_rank_0_only_axes: Any = None, **kwargs: Any
     ) -> list[Any]:
         assert not args
         shared = {key: ray.put(value) for key, value in kwargs.items()}
-        return [getattr(worker, method_name).remote(**shared) for worker in self.workers]
+        return [
+            getattr(worker, method_name).remote(**shared) for worker in self._called(run_rank_0_only_axes)
+        ]
 
     def run_all_workers_multiple_data(
         self,
@@ -187,13 +207,17 @@ class WorkerGroup:
         **kwargs: Any,
     ) -> list[Any]:
         assert not args
-        assert all(len(values) == len(self.workers) for values in kwargs.values())
+        workers = self._called(run_rank_0_only_axes)
+        assert all(len(values) == len(workers) for values in kwargs.values())
         return [
             getattr(worker, method_name).remote(
                 **{key: values[place] for key, values in kwargs.items()}, **(common_kwargs or {})
             )
-            for place, worker in enumerate(self.workers)
+            for place, worker in enumerate(workers)
         ]
+
+    def _called(self, run_rank_0_only_axes: Sequence[str] | None) -> list[Any]:
+        return self.workers[:: self._ranks] if run_rank_0_only_axes else self.workers
 
 
 class Policy:
@@ -214,15 +238,19 @@ class Policy:
 class VllmGeneration:
     """``VllmGeneration``, which notes what is asked of it."""
 
-    def __init__(self, workers: Sequence[Any], cfg: dict[str, Any], noted: list[str]) -> None:
-        self.worker_group, self.cfg, self.dp_size = WorkerGroup(workers), cfg, len(workers)
+    def __init__(self, workers: Sequence[Any], cfg: dict[str, Any], noted: list[str], ranks: int = 1) -> None:
+        self.worker_group, self.cfg = WorkerGroup(workers, ranks), cfg
+        self.dp_size = len(workers) // ranks
         self.weight_synchronizer: Any = None
         self._noted = noted
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         self._noted.extend(kwargs["tags"])
         try:
-            ray.get(self.worker_group.run_all_workers_single_data("wake_up", **kwargs))
+            axes = ["tensor_parallel", "pipeline_parallel"]
+            ray.get(
+                self.worker_group.run_all_workers_single_data("wake_up", run_rank_0_only_axes=axes, **kwargs)
+            )
         except Exception:
             return False
         return True

@@ -208,6 +208,32 @@ def test_a_stuck_policy_worker_on_shared_gpus_is_an_error_in_time_and_no_turn_wa
         assert [run.wrong(engine) for engine in (0, 1)] == [[], []]
 
 
+def test_an_engine_of_two_workers_is_called_at_its_first_and_takes_two_ranks(run: Run) -> None:
+    vllm, engine = run.engines
+    called([engine], "resize", 2)
+    # NeMo-RL's group has an actor for each GPU, and those after an engine's first are called by nobody.
+    generation = VllmGeneration([engine, vllm], run.generation.cfg, run.noted, ranks=2)
+    synchronizer = replace(run, generation=generation).synchronizer()
+    try:
+        synchronizer.init_communicator()
+        for version in (21, 22):
+            run.train(version)
+            called([engine], "checkpoint_engine_rpc", "probe_poison")
+            synchronizer.sync_weights()
+            exported = called(run.policy.worker_group.workers, "exported")[0]
+            assert called([engine], "checkpoint_engine_rpc", "probe_wrong", (exported,)) == [[[], []]]
+        records = [json.loads(line) for line in run.lines()[-4:]]
+        assert [(record["rank"], record["role"]) for record in records] == [
+            (0, "trainer"),
+            (1, "trainer"),
+            (2, "generation"),
+            (3, "generation"),
+        ]
+    finally:
+        synchronizer.shutdown()
+        called([engine], "resize", 1)
+
+
 def test_who_does_not_answer_in_time_is_named(run: Run) -> None:
     workers = Workers(run.policy, run.generation, limit_s=0.5)
     slow = run.generation.worker_group.workers[1].__ray_call__.remote(lambda worker: time.sleep(1.5))
