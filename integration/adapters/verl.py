@@ -23,7 +23,7 @@ from ..records import RefitRecord
 from ..rendezvous import Rendezvous, RendezvousServer
 from .full_tensor_epoch import FullTensorEpoch, FullTensorSettings, Weights
 from .verl_contract import require_supported
-from .verl_epochs import EpochEngine, metrics_of, write_record
+from .verl_epochs import EpochEngine, metrics_of, require_records_dir, write_record
 
 require_supported(verl_base)
 
@@ -94,6 +94,9 @@ class NcclXferCheckpointEngine(EpochEngine):
 
     def __init__(self, bucket_size: int, is_master: bool = False, **options: Any):
         self.options = VerlOptions.from_kwargs(bucket_size, options)
+        require_records_dir(
+            self.options.records_dir, f"checkpoint_engine.engine_kwargs.{BACKEND}.records_dir"
+        )
         super().__init__(is_master, self.options.port)
         self.version: int | None = None
         self._settings = FullTensorSettings(bucket_size, self.options.verify, float(self.options.timeout_s))

@@ -93,7 +93,10 @@ def test_a_group_serves_again_only_if_all_its_ranks_hold_it(held: list[str | Non
         assert (meetings[0]["train_ranks"], meetings[0]["gen_ranks"]) == (2, 1)
 
 
-def test_the_example_makes_the_backend_by_verls_own_keys() -> None:
+def test_the_example_makes_the_backend_by_verls_own_keys(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where the records go
     overrides = [f"hydra.searchpath=[file://{Path(verl.__file__).parent}/trainer/config]"]
     with initialize_config_dir(str(ROOT / "examples" / "verl"), version_base=None):
         config = compose("grpo_qwen3_4b", overrides)
@@ -122,8 +125,9 @@ def composed(name: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("name", ["grpo_qwen3_4b_shards", "grpo_arithmetic"])
 def test_the_examples_of_shards_name_the_backend_and_the_extension(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where the records go
     config = composed(name, [], monkeypatch)
     rollout = config.actor_rollout_ref.rollout
     engine = omega_conf_to_dataclass(rollout.checkpoint_engine)
@@ -149,6 +153,13 @@ def test_the_comparison_of_engines_overrides_keys_that_exist(
     config = composed("grpo_arithmetic", [backend, *compare["ENGINES"][engine]], monkeypatch)
     named = "worker_extension_cls" in config.actor_rollout_ref.rollout.engine_kwargs.vllm
     assert named == (engine == "nccl_xfer_shards")
+
+
+@pytest.mark.parametrize("engine", [NcclXferCheckpointEngine, ShardCheckpointEngine])
+def test_a_folder_that_takes_no_records_is_refused_as_the_engine_is_made(engine: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RefitError, match=r"records_dir: no record can be written to .*file/refits"):
+        engine(1 << 20, records_dir=str(tmp_path / "file" / "refits"))
 
 
 def test_all_wrong_options_of_shards_are_told_at_once() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from tests.ahead import FoundAhead
+from tests.verl_adapter.vllm_name import named_vllm
 
 TIMEOUT_S = 120.0
 
@@ -34,11 +35,7 @@ class Seen:
 def updates(folder: Path) -> Seen:
     """Seven updates of a fleet: one replica, two, one of them killed, the other alone, then as one on the actors' GPUs."""
     checkpoint = make_checkpoint("qwen3", folder / "model")
-    # verl asks the installed packages for vLLM's version, which the CPU's build has under another name.
-    named = folder / "named" / "vllm-0.21.0+cpu.dist-info"
-    named.mkdir(parents=True)
-    (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.21.0+cpu\n")
-    path = [str(named.parent), str(Path(__file__).resolve().parents[2])]
+    path = [named_vllm(folder), str(Path(__file__).resolve().parents[2])]
     env = {"PYTHONPATH": os.pathsep.join(path)}
     own = {
         "VERL_USE_EXTERNAL_MODULES": "tests.verl_adapter.cpu_platform",

@@ -27,7 +27,7 @@ import torch
 from verl.checkpoint_engine import base as verl_base
 
 from ...integration.adapters.verl_contract import require_supported
-from ...integration.adapters.verl_epochs import EpochEngine, metrics_of, write_record
+from ...integration.adapters.verl_epochs import EpochEngine, metrics_of, require_records_dir, write_record
 from ...integration.errors import RefitError
 from ...integration.records import RefitRecord
 from ...integration.rendezvous import Rendezvous, RendezvousServer
@@ -55,6 +55,9 @@ class ShardCheckpointEngine(EpochEngine):
 
     def __init__(self, bucket_size: int, is_master: bool = False, **options: Any):
         self.options = ShardOptions.from_kwargs(bucket_size, options)
+        require_records_dir(
+            self.options.records_dir, f"checkpoint_engine.engine_kwargs.{BACKEND}.records_dir"
+        )
         super().__init__(is_master, self.options.refit.port)
         self.version: int | None = None
         self._source: SourceRefitMixin | None = None

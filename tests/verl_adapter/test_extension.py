@@ -1,0 +1,159 @@
+"""What verl's rollouts hand over to vLLM's worker, by verl's own sender and receiver."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from verl.plugin.platform import platform_manager
+
+from rlrefit.integration.errors import EngineDirty
+from rlrefit.integration.records import RefitRecord
+from rlrefit.integration.session import ServingState
+from rlrefit.workers.verl.orders import ORDER, Order
+from tests.verl_adapter.cpu_platform import PlatformCPU
+from tests.verl_adapter.vllm_name import named_vllm
+
+LIMIT_S = 30.0
+RECORD = RefitRecord(1, 1, 1, "generation", "nccl_xfer", "golden", 8, 0, 8, 8, 0.1)
+
+
+class Refit:
+    """What a worker's refit is to the extension; its refits commit at once."""
+
+    def __init__(self) -> None:
+        self.refit_state = ServingState()
+        self.undefined = True
+        self.guard = SimpleNamespace(refitted=self.refitted)
+
+    def refitted(self) -> None:
+        self.undefined = False
+
+    def nccl_xfer_refit(self, version: int) -> dict[str, Any]:
+        self.refit_state.commit(version)
+        self.refitted()
+        return asdict(RECORD)
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(named_vllm(tmp_path))
+    monkeypatch.setattr(platform_manager, "_current_platform", PlatformCPU())
+    from rlrefit.workers.verl.extension import VerlRefitExtension
+
+    class Worker(VerlRefitExtension):
+        _refit: Any = None
+        handle = ""
+
+        def __new__(cls) -> Any:  # verl's own lets the process die with its parent
+            return object.__new__(cls)
+
+        def _get_zmq_handle(self) -> str:
+            return self.handle
+
+    with tempfile.TemporaryDirectory() as folder:  # short, as a socket's name has to be
+        made = Worker()
+        made._refit, made.handle = Refit(), f"ipc://{folder}/z"
+        made.model_runner = SimpleNamespace(device=torch.device("cpu"))
+        yield made
+
+
+def hand_over(worker: Any, order: Order) -> list[str]:
+    """Order as verl's rollout worker does; what ended within the limit."""
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+    ended: list[str] = []
+
+    def send() -> None:
+        sender = BucketedWeightSender(worker.handle, 1, use_shm=True)
+        asyncio.run(sender.async_send_weights(iter([(ORDER, order.to_tensor())])))
+        ended.append("sender")
+
+    def receive() -> None:
+        worker.update_weights_from_ipc(use_shm=True)
+        ended.append("worker")
+
+    threads = [threading.Thread(target=call, daemon=True) for call in (send, receive)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    return sorted(ended)
+
+
+def test_a_record_that_cannot_be_written_neither_hangs_the_hand_over_nor_undoes_the_refit(
+    worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    order = Order(None, 1, 1, 1, {}, str(file / "refits"))
+    assert hand_over(worker, order) == ["sender", "worker"]
+    assert worker._refit.refit_state.version == 1
+    assert str(file / "refits") in caplog.text
+
+
+def test_verl_has_its_answer_before_the_refit_begins(worker: Any) -> None:
+    released = threading.Event()
+
+    def refit(version: int) -> dict[str, Any]:
+        assert released.wait(LIMIT_S)
+        return asdict(RECORD)
+
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+    worker._refit.nccl_xfer_refit = refit
+    order = Order(None, 1, 1, 1, {}, None)
+    thread = threading.Thread(target=worker.update_weights_from_ipc, kwargs={"use_shm": True}, daemon=True)
+    thread.start()
+    sender = BucketedWeightSender(worker.handle, 1, use_shm=True)
+    asyncio.run(asyncio.wait_for(sender.async_send_weights(iter([(ORDER, order.to_tensor())])), LIMIT_S))
+    assert thread.is_alive()
+    released.set()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("base_sync_done", [True, False])
+def test_verls_own_hand_over_of_a_whole_model_may_be_served_and_half_of_one_may_not(
+    worker: Any, base_sync_done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlrefit.workers.verl import extension
+
+    refit, breaks = worker._refit, True
+
+    def load(self: Any, peft_config: Any, base_sync_done: bool, use_shm: bool) -> None:
+        with pytest.raises(EngineDirty):
+            refit.refit_state.require_clean()
+        if breaks:
+            raise OSError("the trainer died")
+
+    monkeypatch.setattr(extension.vLLMColocateWorkerExtension, "update_weights_from_ipc", load)
+    with pytest.raises(OSError, match="died"):
+        worker.update_weights_from_ipc(base_sync_done=base_sync_done)
+    with pytest.raises(EngineDirty):
+        refit.refit_state.require_clean()
+    assert refit.undefined
+    breaks = False
+    worker.update_weights_from_ipc(base_sync_done=base_sync_done)
+    refit.refit_state.require_clean()
+    assert not refit.undefined
+
+
+def test_an_adapter_that_verl_hands_over_makes_no_base_model_whole(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlrefit.workers.verl import extension
+
+    monkeypatch.setattr(
+        extension.vLLMColocateWorkerExtension, "update_weights_from_ipc", lambda self, **_: None
+    )
+    worker.update_weights_from_ipc(peft_config={"r": 8}, base_sync_done=True)
+    assert worker._refit.undefined
