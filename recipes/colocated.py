@@ -160,4 +160,5 @@ def _run_errors() -> Iterator[None]:
             raise error.__cause__ from None
         raise RunError(str(error)) from error
     except RefitError as error:
-        raise RunError(str(error)) from error
+        # The cycle's notes tell the stage and what to do.
+        raise RunError(" ".join([str(error), *getattr(error, "__notes__", ())])) from error

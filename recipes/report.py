@@ -8,7 +8,7 @@ from typing import Any
 
 Rows = Sequence[dict[str, Any]]
 
-_STEP_STAGES = ("refit", "validate", "generate", "logprobs", "train")
+_STEP_STAGES = ("refit", "validate", "generate", "hand_over", "logprobs", "train", "calibrate")
 
 
 def write_report(rows: Rows, path: Path, title: str) -> None:
@@ -28,7 +28,8 @@ def write_report(rows: Rows, path: Path, title: str) -> None:
     figure.suptitle(title)
     _rewards(axes[0, 0], rows)
     _divergence(axes[0, 1], rows)
-    _stages(axes[1, 0], rows, "time/", _STEP_STAGES, "Step time by stage")
+    step_stages = [stage for stage in _STEP_STAGES if any(row.get(f"time/{stage}") for row in rows)]
+    _stages(axes[1, 0], rows, "time/", step_stages, "Step time by stage")
     refit_stages = sorted(
         {key.removeprefix("refit/time/") for row in rows for key in row if "refit/time/" in key}
     )
