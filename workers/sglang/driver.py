@@ -9,7 +9,8 @@ import base64
 import json
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -61,13 +62,14 @@ class SglangRefit:
         self._settings: dict[str, Any] = caller.call(Step("settings")).value
         self._require_settings()
         self._asleep: frozenset[str] = frozenset()
+        # From before the engine is asked to pause until it has said that it goes on.
         self._paused = False
         # Whether requests wait that were retracted: their keys and values are gone, and no prefixes are cached.
         self._retracted = False
         self._engine = ""
         self._sending = -1
         # What a refit left that failed: until one succeeds, nothing is to be generated.
-        self._unusable: RefitError | None = None
+        self._unusable: BaseException | None = None
         # The workers guard their weights from here on, and not from the first refit.
         self._update([])
         self.devices: list[str] = [found["device"] for found in self._rpc("describe")]
@@ -96,12 +98,12 @@ class SglangRefit:
         """To be called before requests are given to the engine; a paused engine would keep them waiting.
 
         Raises:
-            EngineDirty: a refit failed and left the engine paused, its weights are not whole, or memory is asleep.
+            EngineDirty: a refit failed or has not ended, the engine is paused, its weights are not whole, or memory is asleep.
         """
         if self._unusable is not None:
             raise EngineDirty(
-                f"the last refit failed and left the engine paused, so that nothing would be generated: {self._unusable}. "
-                "Refit again, which resumes it, or start the engine anew",
+                "the last refit failed and left the engine paused, so that nothing would be generated: "
+                f"{type(self._unusable).__name__}: {self._unusable}. Refit again, which resumes it, or start the engine anew",
                 stage="generate",
             )
         if self._asleep:
@@ -110,6 +112,12 @@ class SglangRefit:
                 stage="generate",
             )
         self._rpc("serving_version")
+        if self._paused:
+            raise EngineDirty(
+                "the engine is paused, or has not said that it goes on, so that nothing would be generated. Refit (again), "
+                "which resumes it, or start the engine anew",
+                stage="generate",
+            )
 
     # Shard to shard
 
@@ -149,12 +157,10 @@ class SglangRefit:
             )
         self._require_awake()
         self._quiet(mode)
-        try:
+        with self._refitting(version):
             records = self._rpc(_METHODS[self._engine], version)
-        except RefitError as error:
-            self._failed(error)
-            raise
-        self._serve(version)
+        with self._keeping_paused():
+            self._serve(version)
         return records
 
     def close_refit(self) -> None:
@@ -172,11 +178,8 @@ class SglangRefit:
         """
         self._require_awake()
         self._quiet(mode)
-        try:
+        with self._refitting():
             self._rpc("begin", version, [spec.to_json() for spec in specs])
-        except RefitError as error:
-            self._failed(error)
-            raise
         self._sending = version
 
     def load(self, handles: dict[str, str]) -> None:
@@ -186,26 +189,21 @@ class SglangRefit:
             RefitError: SGLang says why. The engine stays paused until a refit succeeds.
         """
         payloads = [handles[device] for device in self.devices]
-        try:
+        with self._keeping_paused():
             self._update(payloads, "flattened_bucket")
             # SGLang answers once its copies are queued; the sender frees what they read.
             self._rpc("settle")
-        except RefitError as error:
-            self._failed(error)
-            raise
 
     def finish(self) -> None:
         """After the last bucket: derived state. Raises as :meth:`load`."""
-        try:
+        with self._keeping_paused():
             self._rpc("finish", self._sending)
-        except RefitError as error:
-            self._failed(error)
-            raise
 
     def commit(self, version: int) -> None:
         """Serve ``version``. Raises as :meth:`load`."""
-        self._rpc("commit", version)
-        self._serve(version)
+        with self._keeping_paused():
+            self._rpc("commit", version)
+            self._serve(version)
 
     # Memory by stage
 
@@ -220,9 +218,16 @@ class SglangRefit:
         Requests that come meanwhile wait until all has woken.
 
         Raises:
-            StageRefused: requests are running, whose release SGLang answers by ending its scheduler; memory is asleep; or
-                level 1, for which SGLang has to be started with ``enable_weights_cpu_backup``. Nothing has changed.
+            StageRefused: requests are running, whose release SGLang answers by ending its scheduler; memory is asleep; SGLang
+                was started without ``enable_memory_saver``; or level 1, for which it has to be started with
+                ``enable_weights_cpu_backup``. Nothing has changed.
         """
+        if not self.sleeps:
+            raise StageRefused(
+                "SGLang was started without its memory saver, so that it would free nothing as it sleeps, and the trainer would "
+                "run out of memory. Nothing has changed; start it with enable_memory_saver=True",
+                stage="sleep",
+            )
         if level < DISCARDING and not self._settings["enable_weights_cpu_backup"]:
             raise StageRefused(
                 f"sleep level {level} was asked for, and SGLang keeps released weights in host memory only where it was started "
@@ -233,7 +238,7 @@ class SglangRefit:
             raise StageRefused(
                 f"{', '.join(sorted(self._asleep))} sleeps already. Nothing has changed", stage="sleep"
             )
-        if not self._paused and not self._pause_idle():
+        if not (self._flushed(_IDLE_S).success if self._paused else self._pause_idle()):
             raise StageRefused(
                 "the engine has unfinished requests, and SGLang's scheduler ends where memory is released under them. Nothing "
                 "has changed; let generate() return first",
@@ -265,7 +270,7 @@ class SglangRefit:
             self._step("resume_memory_occupation", tags=[tag])
             self._asleep -= {tag}
         # What a sleep has discarded, a refit brings first.
-        if not self._asleep and self._unusable is None and self._servable():
+        if not self._asleep and self._unusable is None and self._served():
             self._resume()
 
     def asleep(self) -> frozenset[str]:
@@ -306,8 +311,8 @@ class SglangRefit:
             )
         elif mode in ("abort", "retract"):
             self._retracted = mode == "retract"
-            self._step("pause_generation", mode=mode)
             self._paused = True
+            self._step("pause_generation", mode=mode)
         else:
             raise RefitError(
                 f"mode: {mode!r} is not one of wait, abort, retract. SGLang's in_place lets running requests go on with keys and "
@@ -319,12 +324,12 @@ class SglangRefit:
         """Pause an engine without requests, caches empty; False, and not paused, where it has some."""
         if not self._flushed(_IDLE_S).success:
             return False
+        self._paused = True
         self._step("pause_generation", mode="in_place")
         # A request may have come between the two.
         if not self._caller.call(Step("flush_cache")).success:
-            self._step("continue_generation", torch_empty_cache=False)
+            self._resume()
             return False
-        self._paused = True
         return True
 
     def _serve(self, version: int) -> None:
@@ -332,13 +337,11 @@ class SglangRefit:
         if KV_CACHE not in self._asleep and not self._retracted:
             flushed = self._flushed(_DRAIN_S)
             if not flushed.success:
-                error = RefitError(
+                raise RefitError(
                     "SGLang keeps prefixes of the old weights, since requests are left "
                     f"({flushed.message or 'it gives no reason'}). The engine stays paused; refit again with mode='abort'",
                     stage="post_load",
                 )
-                self._failed(error)
-                raise error
         self._step("update_weight_version", new_version=str(version))
         self._unusable = None
         if not self._asleep:
@@ -353,19 +356,41 @@ class SglangRefit:
             self._step("continue_generation", torch_empty_cache=False)
         self._paused = False
 
-    def _failed(self, error: RefitError) -> None:
-        """Resume an engine whose weights are whole, as they were; keep the other one paused."""
-        if not self._servable() or error.stage == "post_load":
-            self._unusable = error
-        elif not self._asleep:
-            self._resume()
-
-    def _servable(self) -> bool:
+    @contextmanager
+    def _keeping_paused(self) -> Iterator[None]:
+        """After an error of any kind nothing is to be generated until a refit succeeds."""
         try:
-            self._rpc("serving_version")
+            yield
+        except BaseException as error:
+            self._unusable = error
+            raise
+
+    @contextmanager
+    def _refitting(self, version: int | None = None) -> Iterator[None]:
+        """As :meth:`_keeping_paused`, but an engine whose weights are whole, and as they were, goes on.
+
+        Args:
+            version: that the workers may serve once they have done their part; None if they don't yet.
+        """
+        before = self._unusable
+        try:
+            with self._keeping_paused():
+                yield
         except RefitError:
-            return False
-        return True
+            served = self._served()
+            # Workers that serve the new version have done so unseen, with prefixes of the old weights in their caches.
+            if before is None and served and version not in served:
+                if not self._asleep:
+                    self._resume()
+                self._unusable = None
+            raise
+
+    def _served(self) -> set[int]:
+        """Versions that all workers may serve; none where the weights are not whole."""
+        try:
+            return {answer["version"] for answer in self._rpc("serving_version")}
+        except RefitError:
+            return set()
 
     def _step(self, name: str, **fields: Any) -> Answer:
         answer = self._caller.call(Step(name, fields))

@@ -1,0 +1,168 @@
+"""Each step of a refit fails in each way: the driver knows that nothing would be generated, and the next refit resumes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from base64 import b64decode
+from collections.abc import Callable
+
+import pytest
+
+from rlrefit.integration.errors import EngineDirty, RefitError
+from rlrefit.integration.stages import StageRefused
+from rlrefit.workers.sglang.callers import Answer, Caller, EngineCaller, Step
+from rlrefit.workers.sglang.driver import SglangRefit
+from rlrefit.workers.sglang.loader import LOADER
+from rlrefit.workers.sglang.sender import SglangSender
+
+from .engine_double import EngineDouble, Holder, equal, modules, weights
+
+
+@pytest.fixture(autouse=True)
+def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def _kind(step: Step) -> str:
+    """Name of the step, or of the command that it carries to the workers."""
+    if step.fields.get("load_format") != LOADER:
+        return step.name
+    named = pickle.loads(b64decode(step.fields["serialized_named_tensors"][0]))
+    return str(named[0][0]) if named else ""
+
+
+def _refused(call: Callable[[], Answer]) -> Answer:
+    return Answer(False, "no")
+
+
+def _lost(call: Callable[[], Answer]) -> Answer:
+    call()
+    raise RefitError("the answer got lost", stage="settings")
+
+
+def _foreign(call: Callable[[], Answer]) -> Answer:
+    raise ConnectionResetError("gone")
+
+
+def _interrupted(call: Callable[[], Answer]) -> Answer:
+    call()
+    raise KeyboardInterrupt
+
+
+WAYS = {"refused": _refused, "lost": _lost, "foreign": _foreign, "interrupted": _interrupted}
+
+
+class Failing:
+    """A way to an engine on which one kind of step fails once."""
+
+    def __init__(self, way: Caller) -> None:
+        self._way = way
+        self.kind = ""
+        self.fail = _refused
+
+    def call(self, step: Step) -> Answer:
+        if self.kind and _kind(step) == self.kind:
+            self.kind = ""
+            return self.fail(lambda: self._way.call(step))
+        return self._way.call(step)
+
+
+@pytest.mark.parametrize("how", list(WAYS))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "pause_generation",
+        "begin",
+        "update_weights_from_tensor",
+        "settle",
+        "finish",
+        "commit",
+        "flush_cache",
+        "update_weight_version",
+        "continue_generation",
+    ],
+)
+def test_an_engine_is_never_taken_for_one_that_generates_while_it_is_paused(kind: str, how: str) -> None:
+    engine = EngineDouble()
+    manager, way = engine.tokenizer_manager, Failing(EngineCaller(engine))
+    refit = SglangRefit(way, 0.2)
+    source = Holder(0)
+    sender = SglangSender(source, refit, "cpu", 128)
+    source.take_on(1)
+    way.kind, way.fail = kind, WAYS[how]
+    try:
+        sender.refit(0)
+    except (RefitError, ConnectionResetError, KeyboardInterrupt):
+        pass
+    else:
+        # An idle engine is asked again whether it is one.
+        assert (kind, how) == ("flush_cache", "refused")
+    assert not way.kind
+    if manager.paused:
+        with pytest.raises(EngineDirty):
+            refit.require_servable()
+    else:
+        # As it was, or all of the new version.
+        assert equal(manager.holder.held, weights(refit.version + 1))
+        assert not manager.stale_prefixes
+    for version, index in ((1, 2), (2, 1)):
+        source.take_on(index)
+        manager.holder.poison()
+        sender.refit(version)
+        refit.require_servable()
+        assert equal(manager.holder.held, weights(index))
+        assert not manager.paused
+        assert not manager.stale_prefixes
+    engine.loop.close()
+
+
+def test_prefixes_of_old_weights_are_not_served_after_an_answer_was_lost() -> None:
+    """Workers that have committed serve whole weights, and all the same the caches are not flushed yet."""
+    engine = EngineDouble()
+    manager, way = engine.tokenizer_manager, Failing(EngineCaller(engine))
+    refit = SglangRefit(way)
+    sender = SglangSender(Holder(1), refit, "cpu", 128)
+    way.kind, way.fail = "commit", _lost
+    with pytest.raises(RefitError, match="got lost"):
+        sender.refit(0)
+    assert (refit.version, manager.stale_prefixes, manager.paused) == (0, True, True)
+    with pytest.raises(EngineDirty, match="got lost"):
+        refit.require_servable()
+
+
+def test_a_second_failure_before_anything_is_written_does_not_resume_what_the_first_one_left() -> None:
+    engine = EngineDouble()
+    manager, way = engine.tokenizer_manager, Failing(EngineCaller(engine))
+    refit = SglangRefit(way)
+    sender = SglangSender(Holder(1), refit, "cpu", 128)
+    for kind in ("commit", "begin"):
+        way.kind, way.fail = kind, _lost if kind == "commit" else _refused
+        with pytest.raises(RefitError):
+            sender.refit(0)
+        assert manager.paused
+        with pytest.raises(EngineDirty):
+            refit.require_servable()
+
+
+def test_an_engine_that_would_free_nothing_is_not_put_to_sleep() -> None:
+    engine = EngineDouble(device="cuda", enable_memory_saver=False)
+    refit = SglangRefit(EngineCaller(engine))
+    with pytest.raises(StageRefused, match="enable_memory_saver=True"):
+        refit.sleep()
+    assert not refit.asleep()
+    refit.require_servable()
+    assert not engine.tokenizer_manager.paused
+
+
+def test_a_paused_engine_with_requests_is_not_put_to_sleep() -> None:
+    engine = EngineDouble()
+    manager = engine.tokenizer_manager
+    refit = SglangRefit(EngineCaller(engine))
+    refit.begin(0, Holder(0).specs())
+    manager.retracted = 1
+    with pytest.raises(StageRefused, match="unfinished requests"):
+        refit.sleep()
+    assert json.dumps(manager.calls).count("release") == 0
