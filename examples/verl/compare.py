@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,8 @@ ENGINES = {
 }
 _TOLD = ("reward", "score", "kl", "rollout_probs_diff", "timing_s/update_weights", "timing_s/step")
 _PREFIX = "checkpoint_engine/"
+# Of one run.
+_LONGEST_S = 3600.0
 
 
 def run(engine: str, folder: Path, overrides: list[str]) -> dict[str, Any]:
@@ -36,15 +39,21 @@ def run(engine: str, folder: Path, overrides: list[str]) -> dict[str, Any]:
     here = Path(__file__).resolve().parent
     command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(here)]
     command += ["--config-name", "grpo_arithmetic", f"{_ROLLOUT}.checkpoint_engine.backend={engine}"]
+    metrics.unlink(missing_ok=True)  # verl would append to those of a run before
     start = time.monotonic()
     with log.open("w") as output:
-        code = subprocess.run(
-            [*command, *ENGINES[engine], *overrides],
-            env={**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics)},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            check=False,
-        ).returncode
+        try:
+            code = subprocess.run(
+                [*command, *ENGINES[engine], *overrides],
+                env={**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=_LONGEST_S,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            output.write(f"\n{engine} was killed after {_LONGEST_S} s\n")
+            code = -signal.SIGKILL
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     steps = [
         {
@@ -77,7 +86,7 @@ def main() -> int:
     (Path(folder) / "compare.json").write_text(json.dumps(found, indent=1))
     for one in found:
         print(json.dumps({**one, "steps": one["steps"][-1:]}))
-    return max(one["exit_code"] for one in found)
+    return int(any(one["exit_code"] != 0 for one in found))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ class VerlOptions:
         verify: checksums of what arrives against what was sent: ``off``, ``sampled`` (one bucket of an update, another
             one each time) or ``full``.
         records_dir: folder for ``refits-<role>-<rank>.jsonl``, a line an update; null for none.
-        port: TCP port of the rendezvous on actor rank 0; 0 takes any free one.
+        port: TCP port of the rendezvous on actor rank 0; 0 takes any free one. With one that is fixed the group is made
+            anew for each update.
     """
 
     timeout_s: float = 300.0
@@ -109,10 +110,12 @@ class NcclXferCheckpointEngine(EpochEngine):
             self._epoch = None
         return self._epoch is not None
 
-    def _join(self, rendezvous: Rendezvous, server: RendezvousServer | None) -> None:
+    def _leave(self) -> None:
         if self._epoch is not None:
             self._epoch.close()
         self._epoch = None
+
+    def _join(self, rendezvous: Rendezvous, server: RendezvousServer | None) -> None:
         self._epoch = FullTensorEpoch(rendezvous, self._rank, self._settings, server)
         if self.is_master:
             world = self._epoch.world

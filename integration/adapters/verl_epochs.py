@@ -11,6 +11,7 @@ import logging
 import secrets
 import socket
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,13 +24,17 @@ from ..rendezvous import Rendezvous, RendezvousServer, listen
 
 logger = logging.getLogger(__name__)
 
+# How long a fixed port is waited for.
+_PORT_S = 5.0
+
 
 class EpochEngine(verl_base.CheckpointEngine):
     """The engine of one worker: an actor rank, or a rollout worker beside its inference process.
 
     Args:
         is_master: whether this is actor rank 0.
-        port: TCP port of the rendezvous on actor rank 0; 0 takes any free one.
+        port: TCP port of the rendezvous on actor rank 0; 0 takes any free one. With one that is fixed each update has an
+            epoch of its own.
 
     Attributes:
         protocol: of what workers and driver tell each other; another one for each contract, and whenever one changes.
@@ -50,8 +55,12 @@ class EpochEngine(verl_base.CheckpointEngine):
         """Whether this worker can go on with the epoch that it joined last."""
         raise NotImplementedError
 
+    def _leave(self) -> None:
+        """End the last epoch here, if there was one, and with it the rendezvous that this worker serves."""
+        raise NotImplementedError
+
     def _join(self, rendezvous: Rendezvous, server: RendezvousServer | None) -> None:
-        """Leave the last epoch and join this one, at the same time as all other workers."""
+        """Join this epoch, at the same time as all other workers; the last one has been left."""
         raise NotImplementedError
 
     def prepare(self) -> dict[str, Any]:
@@ -62,11 +71,15 @@ class EpochEngine(verl_base.CheckpointEngine):
             there, or None; ``address`` (host, port, number) of the next epoch, on actor rank 0 alone.
         """
         held = (self._name, self._rank) if self._holds() else None
+        if self.is_master and self._port:
+            # The last epoch's rendezvous has the port until it ends, and whether it may stay is known to the driver alone.
+            self._leave()
+            held = None
         address = None
         if self.is_master:
             self._close_listener()
             host = str(ray.util.get_node_ip_address()).strip("[]")  # type: ignore[no-untyped-call]
-            self._listener = listen(host, self._port)
+            self._listener = _listen_once_free(host, self._port)
             self._epochs += 1
             address = (host, self._listener.getsockname()[1], self._epochs)
         return {"protocol": self.protocol, "held": held, "address": address}
@@ -131,6 +144,7 @@ class EpochEngine(verl_base.CheckpointEngine):
         server = None
         if self._listener is not None:
             server, self._listener = RendezvousServer(self._listener, rendezvous), None
+        self._leave()
         self._name, self._rank = kwargs["name"], kwargs["rank"]
         self._join(rendezvous, server)
 
@@ -138,6 +152,18 @@ class EpochEngine(verl_base.CheckpointEngine):
         if self._listener is not None:
             self._listener.close()
         self._listener = None
+
+
+def _listen_once_free(host: str, port: int) -> socket.socket:
+    """As :func:`listen`; a rendezvous that was closed gives its port back a moment later."""
+    deadline = time.monotonic() + _PORT_S
+    while True:
+        try:
+            return listen(host, port)
+        except RefitError:
+            if not port or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def require_records_dir(folder: str | None, key: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import runpy
+import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,6 +162,24 @@ def test_a_folder_that_takes_no_records_is_refused_as_the_engine_is_made(engine:
     (tmp_path / "file").touch()
     with pytest.raises(RefitError, match=r"records_dir: no record can be written to .*file/refits"):
         engine(1 << 20, records_dir=str(tmp_path / "file" / "refits"))
+
+
+def test_a_comparison_with_a_killed_run_fails_and_tells_no_older_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare = runpy.run_path(str(ROOT / "examples" / "verl" / "compare.py"))
+    killed, fine = tmp_path / "killed", tmp_path / "fine"
+    killed.write_text('#!/bin/sh\ncase "$*" in *"backend=nccl "*) kill -9 $$;; esac\n')
+    fine.write_text("#!/bin/sh\n")
+    (tmp_path / "nccl.jsonl").write_text('{"step": 1, "data": {}}\n')
+    monkeypatch.setattr(sys, "argv", ["compare.py", str(tmp_path), "nccl", "nccl_xfer"])
+    for python, code in ((killed, 1), (fine, 0)):
+        python.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(python))
+        assert compare["main"]() == code
+        found = json.loads((tmp_path / "compare.json").read_text())
+        assert [one["exit_code"] for one in found] == ([-9, 0] if code else [0, 0])
+        assert found[0]["steps"] == []
 
 
 def test_all_wrong_options_of_shards_are_told_at_once() -> None:

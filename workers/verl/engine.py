@@ -82,10 +82,13 @@ class ShardCheckpointEngine(EpochEngine):
             return self._fulfilled  # vLLM's worker has the session; if that has ended, the actors know
         return self._meeting is None and self._source.refit_healthy()
 
-    def _join(self, rendezvous: Rendezvous, server: RendezvousServer | None) -> None:
-        # All meet in the update itself: vLLM's workers hear of it then.
+    def _leave(self) -> None:
         if self._server is not None:
             self._server.close()
+        self._server = None
+
+    def _join(self, rendezvous: Rendezvous, server: RendezvousServer | None) -> None:
+        # All meet in the update itself: vLLM's workers hear of it then, and leave the last epoch as they do.
         self._server, self._meeting, self._fulfilled = server, rendezvous, False
         self._train_ranks = rendezvous.train_ranks
 

@@ -1,0 +1,72 @@
+"""A rendezvous at a port that is fixed, as a firewall wants it, over updates of verl's engines."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import ray
+import torch
+
+from rlrefit.integration.adapters.verl import NcclXferCheckpointEngine
+from rlrefit.workers.verl.engine import ShardCheckpointEngine
+from tests.spawn import free_port
+
+
+@pytest.fixture(autouse=True)
+def this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+
+
+def update(engines: list[NcclXferCheckpointEngine], version: int) -> list[torch.Tensor]:
+    """An update by one actor and rollout workers, each in a thread of its own; what the latter got."""
+
+    async def send() -> None:
+        await engines[0].send_weights(iter([("w", torch.full((3,), float(version)))]), version)
+
+    async def receive(engine: NcclXferCheckpointEngine) -> torch.Tensor:
+        got = [tensor.clone() async for _, tensor in engine.receive_weights(version)]
+        return torch.cat(got)
+
+    with ThreadPoolExecutor(len(engines)) as pool:
+        reports = list(pool.map(lambda engine: engine.prepare(), engines))
+        given = NcclXferCheckpointEngine.build_topology(1, len(engines) - 1, reports)
+        kwargs = [{key: part[key][i] for key in part} for part in given for i in range(len(part["rank"]))]
+        joined = [pool.submit(e.init_process_group, **k) for e, k in zip(engines, kwargs, strict=True)]
+        for future in joined:
+            future.result()
+        sent = pool.submit(lambda: asyncio.run(send()))
+        got = list(pool.map(lambda engine: asyncio.run(receive(engine)), engines[1:]))
+        sent.result()
+    for engine in engines:
+        engine.finalize()
+    return got
+
+
+def test_full_tensors_meet_at_a_fixed_port_in_each_update_and_with_an_added_replica() -> None:
+    port = free_port()
+    engines = [NcclXferCheckpointEngine(1 << 20, is_master=not i, port=port, timeout_s=20) for i in range(3)]
+    for version, count in ((1, 2), (2, 2), (3, 3), (4, 2)):
+        got = update(engines[:count], version)
+        assert [tensor.tolist() for tensor in got] == [[version] * 3] * (count - 1)
+    for engine in engines:
+        engine._leave()
+
+
+def test_shards_meet_at_a_fixed_port_in_each_update_and_with_an_added_replica() -> None:
+    port = free_port()
+    engines = [ShardCheckpointEngine(1 << 20, is_master=not i, port=port) for i in range(3)]
+    epochs = []
+    for count in (2, 2, 3):
+        reports = [engine.prepare() for engine in engines[:count]]
+        given = ShardCheckpointEngine.build_topology(1, count - 1, reports)
+        kwargs = [{key: part[key][i] for key in part} for part in given for i in range(len(part["rank"]))]
+        for engine, one in zip(engines, kwargs, strict=False):
+            engine.init_process_group(**one)
+        socket.create_connection(("127.0.0.1", port), 5).close()  # somebody serves there
+        epochs.append(kwargs[0]["meeting"]["epoch"])
+        assert kwargs[0]["meeting"]["port"] == port
+    assert epochs == [1, 2, 3]
+    engines[0]._leave()
