@@ -77,6 +77,9 @@ def test_model_runner_v2_is_refused_before_its_model_is_loaded(monkeypatch: pyte
     with pytest.raises(RefitError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         worker.load_model()
     assert loaded == []
+    # By vLLM's own weight-transfer calls a worker is reached after its start.
+    with pytest.raises(RefitError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        WorkerRefit.of(worker)
 
 
 def _failing(error: Exception) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def require_supported_vllm(needed: Sequence[Needed] = REFIT) -> None:
 
 
 def require_supported_runner(runner: Any) -> None:
-    """Check which of vLLM's model runners a worker has; before it loads its model.
+    """Check which of vLLM's model runners a worker has; before it loads its model, where rlrefit is loaded by then.
 
     Model Runner V2 is another class than the one held against :data:`REFIT`. Its profiling and its warm-up are steps with
     tokens through ``execute_model``, which the guard would refuse with ``load_format=dummy``, and refits into it are
@@ -146,8 +146,8 @@ def require_supported_runner(runner: Any) -> None:
         kind = type(runner)
         raise RefitError(
             f"vLLM {_version()} uses {kind.__module__}.{kind.__name__} as its model runner (Model Runner V2, which vLLM from "
-            f"0.25 takes for dense models by itself); refits are made for V1's {GPUModelRunner.__module__}. No weight was "
-            "loaded. Set VLLM_USE_V2_MODEL_RUNNER=0 in the environment of the engine and its workers",
+            f"0.25 takes for dense models by itself); refits are made for V1's {GPUModelRunner.__module__}. Nothing was "
+            "changed. Set VLLM_USE_V2_MODEL_RUNNER=0 in the environment of the engine and its workers",
             stage="start",
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 from ...integration.errors import RefitError
 from ...integration.stage_memory import MemoryWatch, empty_cache
 from ..destination_mixin import DestinationRefitMixin
+from .compat import require_supported_runner
 from .destination import VllmDestination
 from .guard import WeightsGuard
 from .kv_scales import VllmScaledCache
@@ -32,9 +33,14 @@ class WorkerRefit(DestinationRefitMixin):
 
     @staticmethod
     def of(worker: Any) -> WorkerRefit:
-        """The one of ``worker``, made on first use."""
+        """The one of ``worker``, made on first use.
+
+        Raises:
+            RefitError: its model runner is not the one that refits are made for.
+        """
         found = getattr(worker, _ATTRIBUTE, None)
         if found is None:
+            require_supported_runner(worker.model_runner)
             found = WorkerRefit(worker)
             setattr(worker, _ATTRIBUTE, found)
         return found
