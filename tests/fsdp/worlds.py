@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from rlrefit.recipes.run_files import write_whole
-from tests.spawn import run_ranks
+from tests.spawn import run_ranks, run_together
 
 from .ranks import Layout, build, gathered, mesh_of, step
 
@@ -50,10 +49,11 @@ class Case:
 
 def run_cases(cases: Sequence[Case]) -> list[tuple[list[Any], list[Any]]]:
     """Run cases one after another in the same processes; for each, the reports of trainer and generation ranks."""
-    with ThreadPoolExecutor(2) as pool:
-        trainers = pool.submit(run_ranks, train, TRAIN_RANKS, cases, timeout_s=900.0)
-        engines = pool.submit(run_ranks, serve, GEN_RANKS, cases, timeout_s=900.0)
-        reports = list(zip(*trainers.result(), strict=True)), list(zip(*engines.result(), strict=True))
+    trainers, engines = run_together(
+        lambda: run_ranks(train, TRAIN_RANKS, cases, timeout_s=900.0),
+        lambda: run_ranks(serve, GEN_RANKS, cases, timeout_s=900.0),
+    )
+    reports = list(zip(*trainers, strict=True)), list(zip(*engines, strict=True))
     return [(list(t), list(g)) for t, g in zip(*reports, strict=True)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from rlrefit.integration.errors import EngineDirty
 from rlrefit.recipes.run_files import write_whole
 from rlrefit.workers.fsdp.mixin import FSDPRefitMixin
 from tests.ahead import FoundAhead
-from tests.spawn import run_alone
+from tests.spawn import run_alone, run_together
 from tests.vllm_processes import vllm_processes
 
 from .ranks import VERSIONS, wait_for
@@ -136,19 +135,18 @@ def serve_adapters(folder: Path) -> Served:
     )
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder / "base")
-    with ThreadPoolExecutor(2) as pool:
-        trainer = pool.submit(run_alone, train, str(folder), environment={}, timeout_s=900.0)
-        engine = pool.submit(
-            run_alone,
+    served: Served
+    _, served = run_together(
+        lambda: run_alone(train, str(folder), environment={}, timeout_s=900.0),
+        lambda: run_alone(
             serve,
             str(folder),
             str(folder / "base"),
             environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
             timeout_s=900.0,
             made_by=vllm_processes,
-        )
-        trainer.result()
-        served: Served = engine.result()
+        ),
+    )
     return served
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from policy_checkpoints import transformers_logprobs, write_checkpoint
 from policy_ranks import LENGTHS, TEMPERATURE, Case, one_rank, token_ids, two_ranks
 
 from tests.ahead import FoundAhead
-from tests.spawn import run_ranks
+from tests.spawn import run_ranks, run_together
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -94,12 +93,11 @@ def run_all_cases(root: Path) -> World:
     alone["one row at a time"] = Case(str(paths["qwen3"]), micro_batch=1)
     other = Case(str(paths["moe"]), LAYOUTS["TP2 and ETP2"][1], "bfloat16", eps=1e-8)
     folders = {"good": str(paths["qwen3"]), "bad": str(bad)}
-    with ThreadPoolExecutor(2) as pool:
-        single = pool.submit(run_ranks, one_rank, 1, alone, timeout_s=900)
-        double = pool.submit(
-            run_ranks, two_ranks, 2, trained, resumed, other, folders, str(root), timeout_s=900
-        )
-        return World(paths, single.result()[0], double.result())
+    [single], double = run_together(
+        lambda: run_ranks(one_rank, 1, alone, timeout_s=900),
+        lambda: run_ranks(two_ranks, 2, trained, resumed, other, folders, str(root), timeout_s=900),
+    )
+    return World(paths, single, double)
 
 
 AHEAD = (run_all_cases,)
