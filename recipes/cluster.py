@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # Only tokens and log-probabilities go through Ray's object store; weights never do.
 _OBJECT_STORE_BYTES = 256 << 20
+# Hosts of a cluster that was just started may still be on their way.
+_JOINING_S = 30.0
 
 
 class RunError(RuntimeError):
@@ -134,12 +136,17 @@ class ActorGroup:
         ]
 
     def _require_host(self, bundle: dict[str, float], count: int) -> None:
-        """Ray would wait for a host that never comes."""
-        hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        """Ray would wait for a host that never comes, all of the time limit long."""
         needed = {kind: amount * count for kind, amount in bundle.items()}
-        # Less what adding fractions of cores is off by.
-        if any(all(host.get(kind, 0.0) > n - 1e-6 for kind, n in needed.items()) for host in hosts):
-            return
+        deadline = time.monotonic() + min(self._timeout_s, _JOINING_S)
+        while True:
+            hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            # Less what adding fractions of cores is off by.
+            if any(all(host.get(kind, 0.0) > n - 1e-6 for kind, n in needed.items()) for host in hosts):
+                return
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.5)
         offered = " or ".join(
             sorted({", ".join(f"{host.get(kind, 0.0):g} {kind}" for kind in needed) for host in hosts})
         )

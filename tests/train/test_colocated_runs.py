@@ -105,7 +105,7 @@ def _fail() -> None:
 
 
 def test_ranks_that_no_host_can_hold_end_the_start_at_once(ray_address: str) -> None:
-    config = RayConfig(address=ray_address)
+    config = RayConfig(address=ray_address, timeout_s=1)
     with ray_cluster(config, 2):
         joined = time.monotonic()
         with pytest.raises(
