@@ -27,7 +27,7 @@ from rlrefit.workers.sglang.callers import SETTINGS
 from rlrefit.workers.sglang.loader import LOADER
 from rlrefit.workers.vllm.answers import answer
 
-from .recorded import REQUESTS
+from .recorded import REQUESTS, VERSION
 
 CPU = torch.device("cpu")
 SHAPES = {"a.weight": (8, 6), "b.weight": (5,), "c.weight": (4, 4), "d.weight_scale": (3,)}
@@ -333,6 +333,7 @@ def modules() -> dict[str, types.ModuleType]:
             "sglang.srt.weight_sync.tensor_bucket",
         )
     }
+    found["sglang"].__version__ = VERSION  # type: ignore[attr-defined]
     defaults = {"flush_cache": True, "load_format": None, "torch_empty_cache": True}
     for structure, names in REQUESTS.items():
         fields = [(name, Any, defaults.get(name)) for name in names]

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -29,11 +30,11 @@ from rlrefit.workers.sglang.async_driver import AsyncSglangRefit
 from rlrefit.workers.sglang.callers import SETTINGS, Answer, EngineCaller, HttpCaller, Step
 from rlrefit.workers.sglang.driver import SglangRefit
 from rlrefit.workers.sglang.guard import WeightsGuard
-from rlrefit.workers.sglang.loader import LOADER, serving
+from rlrefit.workers.sglang.loader import LOADER, load, refusing, serving
 from rlrefit.workers.sglang.sender import SglangSender
 
 from .engine_double import EngineDouble, Holder, ManagerDouble, equal, modules, weights
-from .recorded import PATHS, REQUESTS
+from .recorded import PATHS, REQUESTS, VERSION
 
 CONFIG = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full")
 # Smaller than the weights together: several buckets.
@@ -85,7 +86,7 @@ async def _endpoint(manager: ManagerDouble, name: str, query: str, fields: dict[
     from rlrefit.workers.sglang.callers import _REQUESTS
 
     if name == "settings":
-        return vars(manager.server_args) | {"version": "0.5.17"}
+        return vars(manager.server_args) | {"version": sys.modules["sglang"].__version__}
     if name == "weight_version":
         return {"weight_version": manager.config_value("weight_version")}
     if name == "update_weight_version":
@@ -547,6 +548,48 @@ def test_the_loader_serves_commands_and_leaves_other_formats_to_sglang() -> None
     assert seen == [(["w"], "flattened_bucket"), (["w"], None)]
 
 
+def test_another_sglang_is_refused_before_anything_is_asked_of_its_workers(
+    engine: EngineDouble, through: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["sglang"], "__version__", "0.5.18")
+    with pytest.raises(RefitError, match=r"version 0\.5\.18"):
+        through(engine, lambda refit: None)
+    assert not engine.tokenizer_manager.attached
+    monkeypatch.setattr(sys.modules["sglang"], "__version__", f"{VERSION}+local")
+    through(engine, lambda refit: None)
+
+
+def test_a_worker_whose_internals_differ_answers_and_its_scheduler_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def original(self: Any, named_tensors: Any, fmt: str | None = None) -> tuple[bool, str]:
+        return True, "Success"
+
+    updater = types.ModuleType("sglang.srt.model_executor.model_runner_components.weight_updater")
+    updater.WeightUpdater = type("WeightUpdater", (), {"update_weights_from_tensor": original})  # type: ignore[attr-defined]
+    for name in ("sglang.srt.model_executor", "sglang.srt.model_executor.model_runner_components"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    load(None, [])  # without a WeightUpdater
+    monkeypatch.setitem(sys.modules, updater.__name__, updater)
+    load(None, [])
+    load(None, [])
+    worker = updater.WeightUpdater()
+    success, message = worker.update_weights_from_tensor(["w"], LOADER)
+    assert not success
+    assert "differs from 0.5.17" in message
+    assert worker.update_weights_from_tensor(["w"], fmt="flattened_bucket") == (True, "Success")
+    assert refusing(original, "why")(None, named_tensors=[], fmt=LOADER) == (False, "why")
+
+
+def test_workers_that_do_not_serve_are_told_of_with_what_they_say(engine: EngineDouble) -> None:
+    async def unserved(obj: Any, request: Any) -> tuple[bool, str]:
+        return True, "Success"
+
+    engine.tokenizer_manager.update_weights_from_tensor = unserved  # type: ignore[method-assign]
+    with pytest.raises(RefitError, match=r"said 'Success'.*engine's log"):
+        SglangRefit(EngineCaller(engine))
+
+
 class TwoRanks:
     """A way to an engine of two workers, whose second one has the first GPU."""
 
@@ -555,7 +598,7 @@ class TwoRanks:
 
     def call(self, step: Step) -> Answer:
         if step.name == "settings":
-            return Answer(value=vars(ManagerDouble(tp_size=2).server_args))
+            return Answer(value=vars(ManagerDouble(tp_size=2).server_args) | {"version": VERSION})
         self.steps.append(step)
         found: list[dict[str, Any]] = [{"device": "GPU-b"}, {"device": "GPU-a"}]
         return Answer(message=json.dumps(found))

@@ -131,7 +131,7 @@ def test_sglang_is_as_it_was_recorded() -> None:
     from sglang.srt.managers import io_struct
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    from rlrefit.workers.sglang.compat import require_supported_sglang
+    from rlrefit.workers.sglang.compat import differences, is_supported
 
     assert sglang.__version__ == recorded.VERSION
     for structure, names in recorded.REQUESTS.items():
@@ -140,7 +140,8 @@ def test_sglang_is_as_it_was_recorded() -> None:
     for method, arguments in recorded.METHODS.items():
         assert tuple(inspect.signature(getattr(TokenizerManager, method)).parameters) == arguments, method
     assert set(recorded.PATHS.values()) <= {getattr(route, "path", "") for route in http_server.app.routes}
-    require_supported_sglang()
+    assert is_supported(sglang.__version__)
+    assert differences() == ""
 
 
 def test_buckets_give_the_engine_that_was_started_from_the_weights(dense: Scene) -> None:

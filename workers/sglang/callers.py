@@ -63,7 +63,7 @@ class Answer:
     Attributes:
         success: as SGLang says.
         message: its text.
-        value: what was asked for, of ``settings`` and ``weight_version``.
+        value: what was asked for, of ``settings`` (:data:`SETTINGS` and SGLang's own ``version``) and ``weight_version``.
     """
 
     success: bool = True
@@ -121,7 +121,10 @@ class EngineCaller:
     async def _done(self, step: Step) -> Answer:
         manager = self._engine.tokenizer_manager
         if step.name == "settings":
-            return Answer(value={name: getattr(manager.server_args, name) for name in SETTINGS})
+            import sglang
+
+            settings = {name: getattr(manager.server_args, name) for name in SETTINGS}
+            return Answer(value=settings | {"version": sglang.__version__})
         if step.name == "weight_version":
             return Answer(value=manager.config_value("weight_version"))
         if step.name == "update_weight_version":
@@ -165,13 +168,13 @@ class HttpCaller:
         """
         if step.name == "settings":
             found = self._ask(step, "GET", "/server_info")
-            missing = [name for name in SETTINGS if name not in found]
+            missing = [name for name in (*SETTINGS, "version") if name not in found]
             if missing:
                 raise RefitError(
                     f"the server at {self._url} does not tell its {', '.join(missing)}; it is no SGLang 0.5.17",
                     stage="settings",
                 )
-            return Answer(value={name: found[name] for name in SETTINGS})
+            return Answer(value={name: found[name] for name in (*SETTINGS, "version")})
         if step.name == "weight_version":
             return Answer(value=self._ask(step, "GET", "/model_info")["weight_version"])
         if step.name == "flush_cache":

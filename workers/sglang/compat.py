@@ -3,51 +3,56 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
-
-from ...integration.errors import RefitError
 
 VERSION = "0.5.17"
 
 
-def require_supported_sglang() -> None:
-    """Refuse an SGLang whose internals differ from those that the refit goes by; called in its workers.
+def is_supported(version: str) -> bool:
+    """Whether an SGLang says to be the one; a local build's suffix is nothing of it."""
+    return version.partition("+")[0] == VERSION
 
-    Raises:
-        RefitError: all that differs.
-    """
+
+def differences() -> str:
+    """All in which this SGLang's internals differ from those that the refit goes by, as text; asked in its workers."""
     import sglang
-    from sglang.srt.layers.rotary_embedding import factory
-    from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-    from sglang.srt.model_loader import loader
-    from sglang.srt.utils import patch_torch
+
+    try:
+        from sglang.srt.layers.rotary_embedding import factory
+        from sglang.srt.model_executor.model_runner import ModelRunner
+        from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+        from sglang.srt.model_loader import loader
+        from sglang.srt.utils import patch_torch
+    except ImportError as error:
+        return _text(sglang.__version__, [str(error)])
 
     problems = [
-        *_parameters(
-            WeightUpdater.update_weights_from_tensor, "WeightUpdater", "self", "named_tensors", "load_format"
-        ),
-        *_parameters(loader._initialize_model, "loader", "model_config", "load_config", "quant_config"),
-        *_parameters(loader._get_quantization_config, "loader", "model_config", "load_config"),
-        *_parameters(ModelRunner.forward, "ModelRunner", "self", "forward_batch"),
-        *_parameters(patch_torch._device_to_uuid, "patch_torch", "device"),
-        *_parameters(patch_torch._rebuild_cuda_tensor_modified, "patch_torch", "args"),
+        *_parameters(WeightUpdater, "update_weights_from_tensor", "self", "named_tensors", "load_format"),
+        *_parameters(loader, "_initialize_model", "model_config", "load_config", "quant_config"),
+        *_parameters(loader, "_get_quantization_config", "model_config", "load_config"),
+        *_parameters(ModelRunner, "forward", "self", "forward_batch"),
+        *_parameters(patch_torch, "_device_to_uuid", "device"),
+        *_parameters(patch_torch, "_rebuild_cuda_tensor_modified", "args"),
     ]
     if getattr(patch_torch, "_REDUCE_TENSOR_ARG_DEVICE_INDEX", None) != 6:
         problems.append("patch_torch expects the device of a CUDA handle elsewhere")
     if not isinstance(getattr(factory, "_ROPE_DICT", None), dict):
         problems.append("rotary_embedding.factory has no _ROPE_DICT")
-    if "get_model_runner" not in WeightUpdater.__dataclass_fields__:
+    if "get_model_runner" not in getattr(WeightUpdater, "__dataclass_fields__", ()):
         problems.append("WeightUpdater has no get_model_runner")
-    if problems:
-        raise RefitError(
-            f"SGLang {sglang.__version__} differs from {VERSION}, for which rlrefit is written: {'; '.join(problems)}. "
-            "Nothing was written; install sglang==0.5.17",
-            stage="settings",
-        )
+    return _text(sglang.__version__, problems) if problems else ""
 
 
-def _parameters(function: Callable[..., Any], owner: str, *wanted: str) -> list[str]:
+def _text(version: str, problems: list[str]) -> str:
+    return (
+        f"SGLang {version} differs from {VERSION}, for which rlrefit is written: {'; '.join(problems)}. Nothing was written; "
+        f"install sglang=={VERSION}"
+    )
+
+
+def _parameters(owner: Any, name: str, *wanted: str) -> list[str]:
+    function = getattr(owner, name, None)
+    if function is None:
+        return [f"{owner.__name__} has no {name}"]
     found = tuple(inspect.signature(function).parameters)[: len(wanted)]
-    return [] if found == wanted else [f"{owner}.{function.__name__} takes {found}, not {wanted}"]
+    return [] if found == wanted else [f"{owner.__name__}.{name} takes {found}, not {wanted}"]

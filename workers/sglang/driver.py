@@ -21,6 +21,7 @@ from ...integration.stage_memory import ProcessMemory
 from ...integration.stages import KV_CACHE, TAGS, WEIGHTS, StageRefused
 from ..vllm.answers import raise_refit_errors
 from .callers import Answer, Caller, Step
+from .compat import VERSION, is_supported
 from .loader import LOADER
 
 # What becomes of running requests. wait: they end with the old weights first; abort: they end as they are; retract: they go
@@ -413,7 +414,14 @@ class SglangRefit:
         """Answers of all workers."""
         payload = _pickled([(command, json.dumps(arguments))])
         answer = self._update([payload] * self._settings["tp_size"])
-        found, _ = json.JSONDecoder().raw_decode(answer.message)
+        try:
+            found, _ = json.JSONDecoder().raw_decode(answer.message)
+        except ValueError as error:
+            raise RefitError(
+                f"SGLang's workers did not answer {command} but said {answer.message!r}: rlrefit's loader found no place in "
+                f"them; the engine's log says why. Start an engine of SGLang {VERSION}",
+                stage="settings",
+            ) from error
         return raise_refit_errors(found, "SGLang worker")
 
     def _require_awake(self) -> None:
@@ -427,6 +435,8 @@ class SglangRefit:
     def _require_settings(self) -> None:
         settings = self._settings
         problems = []
+        if not is_supported(settings["version"]):
+            problems.append(f"it is version {settings['version']}, and rlrefit is written for {VERSION}")
         if LOADER not in (settings["custom_weight_loader"] or []):
             problems.append(f"custom_weight_loader lacks {LOADER!r}")
         for name in ("pp_size", "dp_size"):

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 LOADER = "rlrefit.workers.sglang.loader.load"
 _MARK = "_serves_rlrefit"
@@ -20,14 +23,21 @@ _MARK = "_serves_rlrefit"
 
 def load(model: Any, named_tensors: Any) -> None:
     """To be called by SGLang, once in each worker; it loads nothing."""
-    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from .compat import differences
 
-    from .compat import require_supported_sglang
+    problem = differences()
+    try:
+        from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
-    require_supported_sglang()
-    original = WeightUpdater.update_weights_from_tensor
+        original = WeightUpdater.update_weights_from_tensor
+    except (ImportError, AttributeError):
+        # Nothing to answer with: the driver gets SGLang's own words where it waits for those of the workers.
+        logger.exception(problem)
+        return
     if not hasattr(original, _MARK):
-        WeightUpdater.update_weights_from_tensor = serving(original)
+        WeightUpdater.update_weights_from_tensor = (
+            refusing(original, problem) if problem else serving(original)
+        )
 
 
 def serving(original: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[bool, str]]:
@@ -45,6 +55,19 @@ def serving(original: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[bo
 
         [(method, arguments)] = named_tensors
         return True, json.dumps(serve(self, method, json.loads(arguments)))
+
+    setattr(update_weights_from_tensor, _MARK, True)
+    return update_weights_from_tensor
+
+
+def refusing(original: Callable[..., tuple[bool, str]], problem: str) -> Callable[..., tuple[bool, str]]:
+    """``WeightUpdater.update_weights_from_tensor`` of an SGLang that can't be refitted, which says so to the driver."""
+
+    @functools.wraps(original)
+    def update_weights_from_tensor(self: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+        if any(isinstance(value, str) and value == LOADER for value in (*args, *kwargs.values())):
+            return False, problem
+        return original(self, *args, **kwargs)
 
     setattr(update_weights_from_tensor, _MARK, True)
     return update_weights_from_tensor
