@@ -209,7 +209,10 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
                     "name": "sglang",
                     "dtype": "bfloat16",
                     "quantization": "fp8",
-                    "engine_kwargs": {},
+                    "mtp": {"enable": True, "enable_rollout": True},
+                    "engine_kwargs": {
+                        "vllm": {"quantization": "awq", "speculative_config": {"method": "ngram"}}
+                    },
                 },
                 "model": {"lora_rank": 8, "lora": {"merge": False}},
             }
@@ -217,7 +220,14 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
     )
     with pytest.raises(RefitError) as error:
         source_of(worker, RefitConfig())
-    for part in ("veomni", "mbridge", "quantization-aware", "sglang", "fp8", "lora.merge", EXTENSION):
+    for part in ("veomni", "mbridge", "quantization-aware", "sglang", "lora.merge", EXTENSION):
+        assert part in str(error.value)
+    for part in (
+        "quantization is fp8",
+        "vllm.quantization is awq",
+        "enable_rollout is true",
+        "speculative_config",
+    ):
         assert part in str(error.value)
     assert "backend=nccl_xfer with" in str(error.value)
 

@@ -15,10 +15,13 @@ import pytest
 import torch
 from verl.plugin.platform import platform_manager
 
-from rlrefit.integration.errors import EngineDirty
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.errors import EngineDirty, RefitError
 from rlrefit.integration.records import RefitRecord
-from rlrefit.integration.session import ServingState
+from rlrefit.integration.rendezvous import open_rendezvous
+from rlrefit.integration.session import RefitSession, ServingState
 from rlrefit.workers.verl.orders import ORDER, Order
+from tests.trtllm.sources import ListSource
 from tests.verl_adapter.cpu_platform import PlatformCPU
 from tests.verl_adapter.vllm_name import named_vllm
 
@@ -157,3 +160,26 @@ def test_an_adapter_that_verl_hands_over_makes_no_base_model_whole(
     )
     worker.update_weights_from_ipc(peft_config={"r": 8}, base_sync_done=True)
     assert worker._refit.undefined
+
+
+def test_an_engine_that_is_quantized_or_speculates_tells_the_actors_why_it_takes_no_part(worker: Any) -> None:
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    config = RefitConfig(timeout_s=LIMIT_S)
+    worker.vllm_config = SimpleNamespace(
+        quant_config=Fp8Config(), speculative_config=SimpleNamespace(method="mtp")
+    )
+    server = open_rendezvous("127.0.0.1", 1, 1)
+    order = Order(server.rendezvous.to_json(), 1, 1, 1, asdict(config), None)
+    thread = threading.Thread(target=worker._refit_as_ordered, args=(order,), daemon=True)
+    thread.start()
+
+    try:
+        with pytest.raises(RefitError) as error:
+            RefitSession.open(server.rendezvous, 0, lambda: ListSource({"w": torch.ones(4)}), config)
+    finally:
+        server.close()
+        thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    for part in ("quantized (fp8", "speculatively (mtp)", "Nothing was sent"):
+        assert part in str(error.value)

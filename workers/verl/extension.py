@@ -19,6 +19,7 @@ from ...integration.records import RefitRecord
 from ..vllm.extension import VllmRefitExtension
 from .contract import require_supported_rollout
 from .orders import ORDER, Order
+from .served import refuse, served_violations
 
 require_supported_rollout(vLLMColocateWorkerExtension, bucketed_weight_transfer)
 
@@ -100,6 +101,9 @@ class VerlRefitExtension(VllmRefitExtension, vLLMColocateWorkerExtension):
         """
         try:
             if order.meeting is not None:
+                wrong = served_violations(self.vllm_config)
+                if wrong:
+                    refuse(order, wrong)
                 self._refit.init_per_pp_refit_comm_group(order.meeting, order.rank, order.config)
             record = RefitRecord(**self._refit.nccl_xfer_refit(order.version))
         except Exception:

@@ -13,6 +13,7 @@ from ..megatron.mixin import MegatronRefitMixin
 from ..source_mixin import SourceRefitMixin
 from .contract import require_supported_actor
 from .options import EXTENSION
+from .served import asked_violations
 
 _STRATEGIES = ("fsdp2", "megatron")
 
@@ -83,11 +84,7 @@ def _violations(engine: Any, strategy: str, rollout: Any, model: Any) -> list[st
         found.append("verl's quantization-aware training changes weights in its export, after the shards")
     if rollout.name != "vllm":
         found.append(f"rollout.name is {rollout.name}; vllm has parameters that can be written in place")
-    if rollout.get("quantization") is not None:
-        found.append(
-            f"rollout.quantization is {rollout.quantization}, for which verl patches vLLM's layers; refits into these "
-            "have not been tried"
-        )
+    found += asked_violations(rollout)
     lora = model.get("lora") or {}
     if (model.get("lora_rank", 0) > 0 or lora.get("rank", 0) > 0) and not lora.get("merge", False):
         found.append("verl serves the LoRA adapter beside the base model; set model.lora.merge=true")
