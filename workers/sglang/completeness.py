@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...integration.errors import PlanError
 from ...integration.manifest import dtype_name
+from ..loader_trace.blocks import may_be_reached
 from ..loader_trace.trace import LoaderTrace, Manifest
-from .layouts import FLOAT8, ModuleLayout
+
+if TYPE_CHECKING:  # it needs SGLang, which nothing here does
+    from .layouts import ModuleLayout
+
+_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2})
 
 
 def check_loadable(
@@ -43,7 +49,7 @@ def check_codes(trace: LoaderTrace, manifest: Manifest, parameters: Mapping[str,
         for name, _, dtype in manifest
         if dtype.is_floating_point and dtype.itemsize > 1
         for parameter in sorted(trace.touched[name] & parameters.keys())
-        if parameters[parameter].dtype in FLOAT8 or not parameters[parameter].dtype.is_floating_point
+        if parameters[parameter].dtype in _FLOAT8 or not parameters[parameter].dtype.is_floating_point
     ]
     if cast:
         name, parameter, dtype = cast[0]
@@ -59,14 +65,18 @@ def check_codes(trace: LoaderTrace, manifest: Manifest, parameters: Mapping[str,
 def check_complete(trace: LoaderTrace, parameters: Sequence[str]) -> None:
     """Refuse a manifest that leaves a part of a parameter with the weights of an earlier version.
 
+    A tensor that could not be followed may reach what looks unwritten; it excuses what
+    :func:`~..loader_trace.blocks.may_be_reached` says.
+
     Raises:
         PlanError: names the first parameter.
     """
-    # A tensor that could not be followed may reach whatever looks unwritten.
-    if trace.unknown:
-        return
     misc = {parameter for name in trace.misc_reasons for parameter in trace.touched[name]}
-    stale = [name for name in parameters if name not in misc and trace.unwritten.get(name)]
+    stale = [
+        name
+        for name in parameters
+        if name not in misc and trace.unwritten.get(name) and not may_be_reached(name, trace.unknown)
+    ]
     if stale:
         raise PlanError(
             f"no tensor of the manifest reaches {trace.unwritten[stale[0]]} elements of {stale[0]}, nor a part of "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from sglang.srt.layers.quantization import unquant
 from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.layers.quantization.unquant import (
@@ -20,7 +19,6 @@ from sglang.srt.layers.quantization.unquant import (
 from sglang.srt.utils import use_intel_amx_backend
 from torch import nn
 
-FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2})
 # Their loaders subtract nothing and add nothing; Gemma's norms add 1 as they compute.
 _NORMS = "sglang.srt.layers.layernorm"
 _TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)

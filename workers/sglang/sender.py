@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ...integration.endpoints import WeightSource
+from ...integration.manifest import TensorSpec
 from ...integration.records import RefitRecord
+from ..trtllm.buckets import Bucket
 from ..trtllm.sender import Engines, TrtllmSender
 from .handles import serialized
 
-# The unit of SGLang's loaders is a tensor, and a bucket is held twice: as copies of the export, and flattened.
+# A bucket is held twice: as copies of the export, and flattened.
 _COPIES = 2
 
 
@@ -30,6 +32,8 @@ class SglangSender(TrtllmSender):
     """
 
     _engine_name = "sglang"
+    # SGLang's loaders take each tensor by itself.
+    _unit_of = staticmethod(str)
 
     def __init__(
         self,
@@ -51,11 +55,21 @@ class SglangSender(TrtllmSender):
             if self._source.device.type == "cuda":
                 torch.cuda.ipc_collect()
 
+    def _send(
+        self,
+        export: Iterator[tuple[str, torch.Tensor]],
+        specs: Sequence[TensorSpec],
+        bucket: Bucket,
+        held: dict[str, torch.Tensor] | None,
+    ) -> tuple[int, int]:
+        nbytes, peak = super()._send(export, specs, bucket, held)
+        # The engine has answered, so nobody reads it any more.
+        flattened, self._flattened = self._flattened, None
+        return nbytes, peak + (0 if flattened is None else flattened.nbytes)
+
     def _encoded(self, weights: Sequence[tuple[str, torch.Tensor]]) -> str:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-        # The engine has answered for the bucket before.
-        self._flattened = None
         # Wide numbers first: SGLang views each one where it lies, which has to be a multiple of its width.
         ordered = sorted(weights, key=lambda weight: -weight[1].element_size())
         bucket = FlattenedTensorBucket(named_tensors=ordered)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...integration.manifest import TensorSpec
@@ -34,7 +34,9 @@ class Bucket:
     drawn: int
 
 
-def lay_out(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
+def lay_out(
+    specs: Sequence[TensorSpec], bucket_bytes: int, unit_of: Callable[[str], str] = unit_of
+) -> list[Bucket]:
     """Pack weights in buckets as their units are complete, in the order of the export.
 
     A unit larger than ``bucket_bytes`` gets a bucket of its own. What has been drawn and is not complete waits beside
@@ -43,6 +45,7 @@ def lay_out(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
     Args:
         specs: in the order of the export.
         bucket_bytes: of the weights of a bucket.
+        unit_of: of a weight's name, what the weights share that have to travel together.
     """
     left = Counter(unit_of(spec.name) for spec in specs)
     waiting: dict[str, list[TensorSpec]] = defaultdict(list)

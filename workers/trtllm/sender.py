@@ -22,7 +22,7 @@ from ...integration.endpoints import WeightSource
 from ...integration.errors import PeerLost, RefitError, RefitMismatch
 from ...integration.manifest import TensorSpec, dtype_name
 from ...integration.records import RefitRecord, StageClock
-from .buckets import Bucket, lay_out
+from .buckets import Bucket, lay_out, unit_of
 from .payload import Reduce, cuda_handle, encode
 
 logger = logging.getLogger(__name__)
@@ -115,6 +115,7 @@ class TrtllmSender:
     """
 
     _engine_name = "trtllm"
+    _unit_of = staticmethod(unit_of)
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class TrtllmSender:
             needed, in_parts = self._leader_does(
                 lambda engines: (self._begun(engines, version, specs), engines.loads_in_parts)
             )
-        buckets = lay_out(specs, self._bucket_bytes if in_parts else sys.maxsize)
+        buckets = lay_out(specs, self._bucket_bytes if in_parts else sys.maxsize, self._unit_of)
         export = self._exported(specs)
         held: dict[str, torch.Tensor] | None = {} if self._device in needed else None
         sent = largest = drawn = 0
@@ -208,7 +209,7 @@ class TrtllmSender:
         """Draw ``specs`` from the export and hand the bucket over, on ranks whose GPU an engine uses (``held``).
 
         Returns:
-            Bytes handed over, and bytes of all copies before that.
+            Bytes handed over, and bytes of all that was held for them.
         """
 
         def payload() -> tuple[str, str] | None:

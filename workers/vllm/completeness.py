@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from torch import nn
 
 from ...integration.errors import PlanError
+from ..loader_trace.blocks import may_be_reached
 from ..loader_trace.trace import LoaderTrace
 from .layouts import ATTENTION_MODULES, ModuleLayout, has_padding
-
-_NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 
 
 def check_complete(
@@ -54,7 +52,7 @@ def check_complete(
             (layouts[m].direct or parameter in strict) and not has_padding(model.get_submodule(m))
             for m in owners[parameter]
         )
-        and not _reachable(parameter, trace.unknown, dummy)
+        and not may_be_reached(parameter, trace.unknown, strict=dummy)
     ]
     if not stale:
         return
@@ -85,16 +83,3 @@ def _filled_buffers(model: nn.Module) -> set[str]:
         for name, buffer in module.named_buffers(recurse=False)
         if buffer.is_floating_point()
     } & set(saved)
-
-
-def _reachable(parameter: str, unknown: frozenset[str], dummy: bool) -> bool:
-    blocks = {_block(name) for name in unknown}
-    if None in blocks and not dummy:
-        return True
-    block = _block(parameter)
-    return block is not None and block in blocks
-
-
-def _block(name: str) -> str | None:
-    found = _NUMBER.search(name)
-    return found.group(1) if found else None

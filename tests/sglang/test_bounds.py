@@ -1,0 +1,97 @@
+"""What a bucket may hold, and what a manifest may leave out."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from rlrefit.integration.errors import PlanError
+from rlrefit.workers.loader_trace.trace import Manifest, trace_loader
+from rlrefit.workers.sglang.callers import EngineCaller
+from rlrefit.workers.sglang.completeness import check_complete
+from rlrefit.workers.sglang.driver import SglangRefit
+from rlrefit.workers.sglang.sender import SglangSender
+from rlrefit.workers.trtllm.buckets import unit_of
+
+from .engine_double import EngineDouble, Holder, modules
+
+
+class Layer(nn.Module):
+    """Weights that TensorRT-LLM joins in one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "qkv":
+            self.register_parameter(name, nn.Parameter(torch.empty(4)))
+
+
+class Followed(nn.Module):
+    """Two layers and a norm, whose loader can't be followed for the tensors in ``unfollowed``."""
+
+    def __init__(self, unfollowed: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.norm = nn.Parameter(torch.empty(4))
+        self._unfollowed = unfollowed
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            if name == self._unfollowed:
+                float(tensor.sum())
+            parameters[name].data.copy_(tensor)
+
+
+@pytest.mark.parametrize(
+    ("unfollowed", "left_out", "refused"),
+    [
+        ("layers.0.q", "layers.1.k", True),
+        ("layers.0.q", "norm", True),
+        ("layers.0.q", "layers.0.k", False),
+        ("norm", "layers.1.k", False),
+        ("", "layers.1.k", True),
+        ("", "", False),
+    ],
+)
+def test_a_tensor_that_can_not_be_followed_excuses_its_own_block(
+    unfollowed: str, left_out: str, refused: bool
+) -> None:
+    with torch.device("meta"):
+        model = Followed(unfollowed)
+    parameters = dict(model.named_parameters())
+    manifest: Manifest = tuple((name, (4,), torch.float32) for name in parameters if name != left_out)
+    trace = trace_loader(model.load_weights, parameters, manifest)
+    assert trace.unknown == ({unfollowed} if unfollowed else set())
+    if refused:
+        with pytest.raises(PlanError, match=left_out):
+            check_complete(trace, list(parameters))
+    else:
+        check_complete(trace, list(parameters))
+
+
+def test_a_bucket_holds_no_more_than_it_may_with_its_flattened_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    engine = EngineDouble()
+    source = Holder(0)
+    destination = engine.tokenizer_manager.holder
+    for holder in (source, destination):
+        holder.held = {
+            f"layers.0.self_attn.{name}_proj.weight": torch.zeros(8, 8, dtype=torch.bfloat16)
+            for name in "qkv"
+        }
+    assert len({unit_of(name) for name in source.held}) == 1, "together three times what a half may hold"
+    sender = SglangSender(source, SglangRefit(EngineCaller(engine)), "cpu", 256)
+    for version in (0, 1):
+        for number, tensor in enumerate(source.held.values()):
+            tensor.fill_(3 * version + number)
+        for tensor in destination.held.values():
+            tensor.fill_(float("nan"))
+        record = sender.refit(version)
+        assert all(torch.equal(destination.held[name], tensor) for name, tensor in source.held.items())
+        assert record.peak_extra_bytes == 256
+    assert engine.tokenizer_manager.calls.count("bucket") == 6
+    engine.loop.close()
