@@ -17,11 +17,12 @@ from verl.plugin.platform import platform_manager
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import EngineDirty, RefitError
+from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.records import RefitRecord
 from rlrefit.integration.rendezvous import open_rendezvous
 from rlrefit.integration.session import RefitSession, ServingState
 from rlrefit.workers.verl.orders import ORDER, Order
-from tests.trtllm.sources import ListSource
+from tests.refit.synthetic import SyntheticSource
 from tests.verl_adapter.cpu_platform import PlatformCPU
 from tests.verl_adapter.vllm_name import named_vllm
 
@@ -169,6 +170,8 @@ def test_an_engine_that_is_quantized_or_speculates_tells_the_actors_why_it_takes
     worker.vllm_config = SimpleNamespace(
         quant_config=Fp8Config(), speculative_config=SimpleNamespace(method="mtp")
     )
+    spec = TensorSpec("w", (4,), torch.float32)
+    source = SyntheticSource([spec], {"w": [((0, 4),)]})
     server = open_rendezvous("127.0.0.1", 1, 1)
     order = Order(server.rendezvous.to_json(), 1, 1, 1, asdict(config), None)
     thread = threading.Thread(target=worker._refit_as_ordered, args=(order,), daemon=True)
@@ -176,7 +179,7 @@ def test_an_engine_that_is_quantized_or_speculates_tells_the_actors_why_it_takes
 
     try:
         with pytest.raises(RefitError) as error:
-            RefitSession.open(server.rendezvous, 0, lambda: ListSource({"w": torch.ones(4)}), config)
+            RefitSession.open(server.rendezvous, 0, lambda: source, config)
     finally:
         server.close()
         thread.join(LIMIT_S)
