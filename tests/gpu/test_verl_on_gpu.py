@@ -44,7 +44,8 @@ def test_three_changed_updates_land_in_the_live_parameters_bit_for_bit(
 
     checkpoint = make_checkpoint("qwen3", tmp_path / "model")
     env = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    seconds = []
+    seconds: list[float] = []
+    answers: list[list[float]] = []
     with shard_fleet(tmp_path, checkpoint, env, 1, 1, overrides) as fleet:
         manager = fleet.manager(0)
         for version in (1, 2, 3):
@@ -54,4 +55,8 @@ def test_three_changed_updates_land_in_the_live_parameters_bit_for_bit(
             assert found["parameters"] == expected(checkpoint, version)
             if overrides is not FULL:
                 assert found["version"] == {"version": version}
+            _, logprobs, told = fleet.generate(0)
+            assert told == version
+            assert logprobs not in answers  # not from what a cache holds of the version before
+            answers.append(logprobs)
     record_property("warm_update_seconds", statistics.median(seconds[1:]))

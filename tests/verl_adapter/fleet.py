@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +38,11 @@ CPU = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 _ROLLOUT = "actor_rollout_ref.rollout"
+# Tokens of a prompt; vLLM's blocks on CPUs have 128.
+PROMPT = 300
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShardFleet:
     """Actors and replicas, all of which have come up."""
 
@@ -47,6 +50,7 @@ class ShardFleet:
     actors: RayWorkerGroup
     replicas: list[Any]
     folder: Path
+    asked: int = 0
 
     def manager(self, *replicas: int) -> CheckpointEngineManager:
         engine = omega_conf_to_dataclass(self.config.rollout.checkpoint_engine)
@@ -61,6 +65,30 @@ class ShardFleet:
 
     def call(self, replica: Any, method: str, *args: Any) -> None:
         ray.get(replica.server_handle.collective_rpc.remote(method, args=args), timeout=120)
+
+    def generate(self, replica: int) -> tuple[list[int], list[float], Any]:
+        """A token by a replica's server, after more than a block of its KV cache: with its logprob, and verl's version."""
+        self.asked += 1
+        found = ray.get(
+            self.replicas[replica].server_handle.generate.remote(
+                prompt_ids=[7 * i % 50 + 3 for i in range(PROMPT)],
+                sampling_params={"temperature": 0.0, "max_tokens": 1, "logprobs": True},
+                request_id=f"probe-{self.asked}",
+            ),
+            timeout=120,
+        )
+        return found.token_ids, found.log_probs, found.extra_fields.get("global_steps")
+
+    def hand_over(self, replica: int, checkpoint: Path) -> None:
+        """A whole model by verl's own hand-over, as of a trainer on the replica's GPU."""
+
+        def hand(worker: Any) -> None:
+            weights = iter(load_file(checkpoint / "model.safetensors").items())
+            call = worker.server_adapter.update_weights(weights, peft_config=None, base_sync_done=True)
+            with ThreadPoolExecutor(1) as pool:  # the actor's own loop runs already
+                pool.submit(asyncio.run, call).result()
+
+        ray.get(self.replicas[replica].workers[0].__ray_call__.remote(hand), timeout=120)
 
     def held(self, replica: int) -> dict[str, Any]:
         """Digests of a replica's live parameters, and its version."""
@@ -154,7 +182,10 @@ def _config(folder: Path, checkpoint: Path, overrides: tuple[str, ...]) -> Any:
         f"{_ROLLOUT}.name=vllm",
         f"{_ROLLOUT}.tensor_model_parallel_size=1",
         f"{_ROLLOUT}.enforce_eager=true",
-        f"{_ROLLOUT}.max_model_len=128",
+        f"{_ROLLOUT}.max_model_len=512",
+        f"{_ROLLOUT}.prompt_length=400",
+        f"{_ROLLOUT}.response_length=64",
+        f"{_ROLLOUT}.enable_prefix_caching=true",
         f"{_ROLLOUT}.max_num_seqs=4",
         f"{_ROLLOUT}.gpu_memory_utilization=0.3",
         f"+{_ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=tests.verl_adapter.probe.ShardProbe",

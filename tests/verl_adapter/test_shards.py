@@ -28,6 +28,11 @@ class Seen:
     metrics: dict[str, float] = field(default_factory=dict)
     sent: list[dict[str, Any]] = field(default_factory=list)
     received: list[dict[str, Any]] = field(default_factory=list)
+    # Tokens, logprobs and verl's version: before and after an update by version and replica, and without the caches.
+    handed_over: Any = None
+    before: dict[tuple[int, int], Any] = field(default_factory=dict)
+    after: dict[tuple[int, int], Any] = field(default_factory=dict)
+    afresh: dict[tuple[int, int], Any] = field(default_factory=dict)
     error: str = ""
     seconds_to_error: float = 0.0
 
@@ -48,6 +53,7 @@ def updates(folder: Path) -> Seen:
 
 
 def _update(folder: Path, checkpoint: Path, env: dict[str, str]) -> Seen:
+    import ray
     from verl.workers.rollout.replica import RolloutMode
 
     from rlrefit.workers.verl.manager import RefitCheckpointManager
@@ -60,11 +66,19 @@ def _update(folder: Path, checkpoint: Path, env: dict[str, str]) -> Seen:
         manager = fleet.manager(0)
 
         def update(version: int) -> None:
+            ranks = [replica.replica_rank for replica in manager.replicas]
+            for rank in ranks if version in (2, 7) else []:
+                seen.before[version, rank] = fleet.generate(rank)
             seen.metrics = fleet.update(manager, version)
-            for replica in manager.replicas:
-                seen.held[version, replica.replica_rank] = fleet.held(replica.replica_rank)
+            for rank in ranks:
+                seen.held[version, rank] = fleet.held(rank)
+                seen.after[version, rank] = fleet.generate(rank)
+                ray.get(fleet.replicas[rank].server_handle.clear_kv_cache.remote())
+                seen.afresh[version, rank] = fleet.generate(rank)
             seen.expected[version] = expected(checkpoint, version)
 
+        fleet.hand_over(1, checkpoint)
+        seen.handed_over = fleet.generate(1)
         update(1)
         update(2)
         manager.add_replicas([fleet.replicas[1]])
@@ -113,7 +127,8 @@ def test_a_replica_that_is_added_gets_all_weights_with_the_next_update(seen: See
 
 
 def test_a_killed_vllm_worker_ends_the_update_and_the_rest_goes_on(seen: Seen) -> None:
-    assert "PeerLost" in seen.error
+    # verl raises what reaches it first: the actors' error, or that of the server whose worker has died.
+    assert "PeerLost" in seen.error or "collective_rpc method failed" in seen.error
     assert seen.seconds_to_error < TIMEOUT_S
     assert seen.held[5, 1] == {"parameters": seen.expected[5], "version": {"version": 5}}
     assert [record["version"] for record in seen.sent[:4]] == [1, 2, 3, 5]
@@ -129,6 +144,22 @@ def test_the_manager_for_shared_gpus_reaches_the_live_parameters_over_one_group(
     before, *turns = seen.sent[-3:]
     assert [record["version"] for record in turns] == [6, 7]
     assert turns[0]["epoch"] == turns[1]["epoch"] > before["epoch"]
+
+
+def test_an_engine_that_verl_handed_a_whole_model_generates(seen: Seen) -> None:
+    tokens, logprobs, _ = seen.handed_over
+    assert len(tokens) == len(logprobs) == 1
+
+
+def test_after_each_update_engines_answer_from_its_weights_and_from_no_older_cache(seen: Seen) -> None:
+    assert seen.after.keys() == {(1, 0), (2, 0), (3, 0), (3, 1), (5, 1), (6, 1), (7, 1)}
+    for (version, rank), answer in seen.after.items():
+        assert answer == seen.afresh[version, rank]
+        assert answer[2] == version
+    for at, (_, logprobs, version) in seen.before.items():
+        assert version == at[0] - 1
+        assert logprobs != seen.after[at][1]
+    assert seen.after[3, 0] == seen.after[3, 1]
 
 
 def test_verl_gets_the_metrics_of_the_last_update(seen: Seen) -> None:
