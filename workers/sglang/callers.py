@@ -105,8 +105,8 @@ class EngineCaller:
         inside = self._engine.loop.is_running() if self._loop is None else _running_loop() is self._loop
         if inside:
             raise RefitError(
-                f"{step.name} was called from the event loop that has to answer it, and would wait for itself. Nothing was "
-                "asked; await the call of that name of AsyncSglangRefit, or its run(call) with any other blocking call",
+                f"a blocking call ({step.name}) was made in the event loop that has to answer it, and would wait for itself. "
+                "Nothing was asked; await AsyncSglangRefit's own calls there, or its run(call) with any other blocking one",
                 stage="settings",
             )
         work = asyncio.wait_for(self._done(step), self._timeout_s)
