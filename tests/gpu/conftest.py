@@ -9,7 +9,7 @@ import pytest
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Name and outcome of each test as it ends, with the traceback of one that failed."""
-    if report.when != "call" and report.outcome == "passed":
+    if report.skipped or (report.when != "call" and report.passed):
         return
     lines = [f"{report.nodeid} {report.when}: {report.outcome} after {report.duration:.1f} s"]
     if report.failed:
