@@ -165,10 +165,9 @@ class ActorGroup:
             self._give_places_back()
             free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
             raise RunError(
-                f"{count} {self.name} ranks with {bundle} each found no place "
-                f"{'on one host ' if self._strategy == 'STRICT_PACK' else ''}within {self._timeout_s:.0f} s: the cluster "
-                f"offers {offered}, of which {free} are free. Stop what holds the rest, add nodes, or ask for "
-                "fewer ranks."
+                f"{count} {self.name} ranks with {bundle} each found no place within {self._timeout_s:.0f} s"
+                f"{' on one host' if self._strategy == 'STRICT_PACK' else ''}: the cluster offers {offered}, of which "
+                f"{free} are free. Stop what holds the rest, add nodes, or ask for fewer ranks."
             ) from None
 
     def _give_places_back(self) -> None:
