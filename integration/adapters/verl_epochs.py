@@ -12,6 +12,7 @@ import secrets
 import socket
 import tempfile
 import time
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -51,17 +52,17 @@ class EpochEngine(verl_base.CheckpointEngine):
         self._epochs = 0
         self._listener: socket.socket | None = None
 
+    @abstractmethod
     def _holds(self) -> bool:
         """Whether this worker can go on with the epoch that it joined last."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _leave(self) -> None:
         """End the last epoch here, if there was one, and with it the rendezvous that this worker serves."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _join(self, rendezvous: Rendezvous, server: RendezvousServer | None) -> None:
         """Join this epoch, at the same time as all other workers; the last one has been left."""
-        raise NotImplementedError
 
     def prepare(self) -> dict[str, Any]:
         """Say whether the last update's epoch can go on, and on actor rank 0 listen for the next one.

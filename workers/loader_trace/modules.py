@@ -61,3 +61,21 @@ def spread_over_modules(
                     )
                     pending.append(name)
     return {name: reasons[name] for name in trace.touched if name in reasons}
+
+
+def changed_parameter(live: nn.Module, twin: nn.Module) -> str:
+    """The first parameter that post-load processing visibly replaced, in words; empty if there is none."""
+    for name, fresh in twin.named_parameters(recurse=False):
+        current = live._parameters.get(name)
+        if current is None:
+            return f"{name} no longer exists after process_weights_after_loading"
+        for what, now, loaded in (
+            ("shape", tuple(current.shape), tuple(fresh.shape)),
+            ("dtype", current.dtype, fresh.dtype),
+            ("strides", current.stride(), fresh.stride()),
+        ):
+            if now != loaded:
+                return f"process_weights_after_loading changed the {what} of {name} from {loaded} to {now}"
+        if hasattr(fresh, "weight_loader") and not hasattr(current, "weight_loader"):
+            return f"process_weights_after_loading replaced {name}, which lost its weight loader"
+    return ""

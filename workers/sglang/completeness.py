@@ -10,12 +10,11 @@ import torch
 from ...integration.errors import PlanError
 from ...integration.manifest import dtype_name
 from ..loader_trace.blocks import may_be_reached
+from ..loader_trace.codes import unscaled_casts
 from ..loader_trace.trace import LoaderTrace, Manifest
 
 if TYPE_CHECKING:  # it needs SGLang, which nothing here does
     from .layouts import ModuleLayout
-
-_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2})
 
 
 def check_loadable(
@@ -44,13 +43,7 @@ def check_codes(trace: LoaderTrace, manifest: Manifest, parameters: Mapping[str,
     Raises:
         PlanError: names the first weight.
     """
-    cast = [
-        (name, parameter, dtype)
-        for name, _, dtype in manifest
-        if dtype.is_floating_point and dtype.itemsize > 1
-        for parameter in sorted(trace.touched[name] & parameters.keys())
-        if parameters[parameter].dtype in _FLOAT8 or not parameters[parameter].dtype.is_floating_point
-    ]
+    cast = unscaled_casts(trace, manifest, parameters)
     if cast:
         name, parameter, dtype = cast[0]
         raise PlanError(

@@ -19,6 +19,8 @@ from sglang.srt.layers.quantization.unquant import (
 from sglang.srt.utils import use_intel_amx_backend
 from torch import nn
 
+from ..loader_trace.modules import changed_parameter
+
 # Their loaders subtract nothing and add nothing; Gemma's norms add 1 as they compute.
 _NORMS = "sglang.srt.layers.layernorm"
 _TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
@@ -41,7 +43,7 @@ class ModuleLayout:
 
 def module_layout(name: str, live: nn.Module, twin: nn.Module) -> ModuleLayout:
     """Classify the live module ``name`` by its type and by its parameters beside the untouched twin's."""
-    changed = _changed_parameter(live, twin)
+    changed = changed_parameter(live, twin)
     if changed:
         return ModuleLayout(f"layer {name}: {changed}", loadable=False)
     method = getattr(live, "quant_method", None)
@@ -62,24 +64,6 @@ def module_layout(name: str, live: nn.Module, twin: nn.Module) -> ModuleLayout:
     return ModuleLayout(
         f"layer {name}: {type(live).__name__} is not among the modules that are known to use their weights as loaded"
     )
-
-
-def _changed_parameter(live: nn.Module, twin: nn.Module) -> str:
-    """The first parameter that post-load processing visibly replaced, in words; empty if there is none."""
-    for name, fresh in twin.named_parameters(recurse=False):
-        current = live._parameters.get(name)
-        if current is None:
-            return f"{name} no longer exists after process_weights_after_loading"
-        for what, now, loaded in (
-            ("shape", tuple(current.shape), tuple(fresh.shape)),
-            ("dtype", current.dtype, fresh.dtype),
-            ("strides", current.stride(), fresh.stride()),
-        ):
-            if now != loaded:
-                return f"process_weights_after_loading changed the {what} of {name} from {loaded} to {now}"
-        if hasattr(fresh, "weight_loader") and not hasattr(current, "weight_loader"):
-            return f"process_weights_after_loading replaced {name}, which lost its weight loader"
-    return ""
 
 
 def _experts_effect(method: UnquantizedFusedMoEMethod) -> str:

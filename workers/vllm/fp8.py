@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFp8BlockScaledMMKernel
 from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
@@ -34,8 +33,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEM
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from ...integration.quantize.formats import Fp8Blockwise
-
-FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2})
+from ..loader_trace.codes import FLOAT8
 
 _PLAIN_KERNELS = (CutlassFp8BlockScaledMMKernel, TritonFp8BlockScaledMMKernel)
 _PLAIN_BACKENDS = (

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import CpuArchEnum, current_platform
 
+from ..loader_trace.modules import changed_parameter
 from .fp8 import block_fp8
 
 ATTENTION_MODULES = (Attention, MLAAttention, MMEncoderAttention)
@@ -62,7 +63,7 @@ def module_layout(name: str, live: nn.Module, twin: nn.Module, promised: bool = 
     """
     method = getattr(live, "quant_method", None)
     visited = isinstance(method, QuantizeMethodBase) or isinstance(live, ATTENTION_MODULES)
-    changed = _changed_parameter(live, twin)
+    changed = changed_parameter(live, twin)
     if changed:
         return ModuleLayout(False, True, f"layer {name}: {changed}")
     blocks = block_fp8(live)
@@ -84,24 +85,6 @@ def has_padding(live: nn.Module) -> bool:
         config.hidden_dim != config.hidden_dim_unpadded
         or config.intermediate_size_per_partition != config.intermediate_size_per_partition_unpadded
     )
-
-
-def _changed_parameter(live: nn.Module, twin: nn.Module) -> str:
-    """The first parameter that post-load processing visibly replaced, in words; empty if there is none."""
-    for name, fresh in twin.named_parameters(recurse=False):
-        current = live._parameters.get(name)
-        if current is None:
-            return f"{name} no longer exists after process_weights_after_loading"
-        for what, now, loaded in (
-            ("shape", tuple(current.shape), tuple(fresh.shape)),
-            ("dtype", current.dtype, fresh.dtype),
-            ("strides", current.stride(), fresh.stride()),
-        ):
-            if now != loaded:
-                return f"process_weights_after_loading changed the {what} of {name} from {loaded} to {now}"
-        if hasattr(fresh, "weight_loader") and not hasattr(current, "weight_loader"):
-            return f"process_weights_after_loading replaced {name}, which lost its weight loader"
-    return ""
 
 
 def _post_load_effect(live: nn.Module, method: object) -> str:

@@ -14,8 +14,9 @@ from torch import nn
 from ...integration.errors import PlanError
 from ...integration.manifest import TensorSpec, dtype_name
 from ...integration.quantize.formats import Format, wire_specs
+from ..loader_trace.codes import FLOAT8, unscaled_casts
 from ..loader_trace.trace import LoaderTrace, Manifest
-from .fp8 import FLOAT8, BlockFp8, block_fp8, own_quantizer
+from .fp8 import BlockFp8, block_fp8, own_quantizer
 
 logger = logging.getLogger(__name__)
 
@@ -103,13 +104,7 @@ def require_codes(trace: LoaderTrace, manifest: Manifest, parameters: Mapping[st
     Raises:
         PlanError: names the first weight.
     """
-    cast = [
-        (name, parameter, dtype)
-        for name, _, dtype in manifest
-        if dtype.is_floating_point and dtype.itemsize > 1
-        for parameter in sorted(trace.touched[name] & parameters.keys())
-        if parameters[parameter].dtype in FLOAT8 or not parameters[parameter].dtype.is_floating_point
-    ]
+    cast = unscaled_casts(trace, manifest, parameters)
     if not cast:
         return
     name, parameter, dtype = cast[0]
