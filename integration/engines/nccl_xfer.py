@@ -20,6 +20,7 @@ from ..misc import PackedBroadcast
 from ..plan import BroadcastPlan, Plan, Topology, analyse, plan_broadcast
 from ..process_groups import Group
 from ..records import StageClock
+from ..shared_wire.opening import gpu_identity
 from ..transport import choose, facts
 from ..world import RefitWorld, host_identity
 from .agreement import agree_on_plan, agree_on_specs, make_packed_broadcast
@@ -71,7 +72,9 @@ class NcclXferEngine(CheckpointEngine):
             sources,
             destinations,
             bucket_bytes=self.config.bucket_bytes,
-            topology=Topology.of_hosts([answer["host"] for answer in answers]),
+            topology=Topology.of_hosts(
+                [answer["host"] for answer in answers], [gpu_identity(answer["gpu"]) for answer in answers]
+            ),
             # One-sided, every sender reaches every receiver, and none passes anything on.
             fan_out=False if self._chosen[0] == "ipc" else None,
         )

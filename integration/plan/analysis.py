@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,7 +33,7 @@ class Analysis:
 
     Attributes:
         manifest: the weights with their routes and reasons.
-        topology: hosts and rates that the sharing was made for.
+        topology: hosts, GPUs and rates that the sharing was made for.
         pair_bytes: bytes from each rank to each rank, int64 ``[world, world]``; where replicas share the
             sending, exact to one segment. Relays among engine ranks are included.
         links: every link in use, with its load.
@@ -167,7 +167,7 @@ class _Layout:
         cut_for = message_room(bucket_bytes, slots(train, gen), siblings)
         assignment = Assignment(classes, receivers, cut_for, topology)
         pairs = assignment.pair_bytes(train + gen)
-        links = assignment.links(pairs)
+        links = topology.links(pairs)
         families = [receiver.ranks for receiver in receivers if len(receiver.ranks) > 1]
         slowest = max((link.seconds for link in links), default=0.0)
         schedules: list[tuple[float, int, Ints]] = []
@@ -184,9 +184,16 @@ class _Layout:
 
 
 def _families(destinations: Sequence[Holdings], topology: Topology) -> list[Receiver]:
-    """Engine ranks of one host that want exactly the same boxes of the same weights."""
+    """Engine ranks of one host that want exactly the same boxes of the same weights.
+
+    Ranks that share a GPU stay alone: what a trainer holds there is nearer than anything that others could pass on.
+    """
     families: dict[object, list[int]] = defaultdict(list)
+    sharing = Counter(topology.gpu_of)
     for holdings in destinations:
+        if topology.gpu_of and sharing[topology.gpu_of[holdings.rank]] > 1:
+            families[holdings.rank].append(holdings.rank)
+            continue
         content = frozenset((g.boxes, g.dtype, g.indices.tobytes()) for g in holdings.groups)
         families[topology.host_of[holdings.rank], content].append(holdings.rank)
     return [Receiver(tuple(ranks), topology.host_of[ranks[0]]) for ranks in families.values()]
@@ -198,6 +205,7 @@ def _digest(manifest: Manifest, layout: _Layout) -> str:
     digest.update(layout.blocks.tobytes())
     digest.update(repr((layout.room, assignment.sets, [r.ranks for r in assignment.receivers])).encode())
     digest.update(assignment.nbytes.tobytes())
+    digest.update(assignment.home.tobytes())
     for order, ends in assignment.cut_points():
         digest.update(order.tobytes())
         digest.update(ends.tobytes())

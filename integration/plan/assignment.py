@@ -19,7 +19,7 @@ from ..layout import Box, volume
 from .balance import Demand, balance, least_possible
 from .classes import TensorClass
 from .geometry import cut
-from .topology import LinkLoad, Topology
+from .topology import Topology
 
 Ints = npt.NDArray[np.int64]
 
@@ -64,7 +64,11 @@ class Assignment:
         classes: of the bulk weights.
         receivers: all engine ranks, each in one receiver.
         room: bytes of a message; no piece is larger.
-        topology: hosts and rates.
+        topology: hosts, GPUs and rates.
+
+    Attributes:
+        home: for each replica set and receiver, int64 ``[sets, receivers]``: the replica on the receiver's own GPU, which
+            sends it all that it holds, since no link is as fast as its memory; -1 if there is none.
     """
 
     def __init__(
@@ -99,6 +103,8 @@ class Assignment:
                 self._classes_of_set[number].append(index)
         self.sets = list(self._set_numbers)
         self.nbytes = np.stack(amounts) if amounts else np.zeros((0, len(self.receivers)), dtype=np.int64)
+        self.home = self._homes()
+        self._away = np.where(self.home < 0, self.nbytes, 0)
         self._share_out()
 
     def sets_of(self, rank: int) -> list[int]:
@@ -137,6 +143,8 @@ class Assignment:
         return [*self._ends.values(), *((ranks, ranks) for ranks in self._served.values())]
 
     def _sources(self, number: int, receiver: int, middles: npt.NDArray[np.float64]) -> Ints:
+        if self.home[number, receiver] >= 0:
+            return np.full(len(middles), self.home[number, receiver], dtype=np.int64)
         if len(self.sets[number]) == 1:
             return np.full(len(middles), self.sets[number][0], dtype=np.int64)
         if number in self._served:
@@ -161,6 +169,18 @@ class Assignment:
             )
         return cuts
 
+    def _homes(self) -> Ints:
+        home = np.full(self.nbytes.shape, -1, dtype=np.int64)
+        if not self._topology.gpu_of:
+            return home
+        gpus = self._topology.gpus
+        # Ranks that pass on to each other share no GPU with a trainer.
+        own = gpus[[receiver.ranks[0] for receiver in self.receivers]]
+        for number, ranks in enumerate(self.sets):
+            for rank in reversed(ranks):
+                home[number, own == gpus[rank]] = rank
+        return home
+
     def _share_out(self) -> None:
         """Balance the demands, and fix where each replica's part of a set's list begins and ends."""
         hosts = np.array([r.host for r in self.receivers])
@@ -170,7 +190,7 @@ class Assignment:
         for number, ranks in enumerate(self.sets):
             if number in self._served:
                 continue
-            by_host = np.bincount(hosts, weights=self.nbytes[number], minlength=self._topology.hosts)
+            by_host = np.bincount(hosts, weights=self._away[number], minlength=self._topology.hosts)
             for host in np.flatnonzero(by_host).tolist():
                 keys.append((number, host))
                 self.demands.append(Demand(ranks, host, int(by_host[host])))
@@ -181,7 +201,7 @@ class Assignment:
             if len(demand.replicas) == 1:
                 continue
             on_host = np.flatnonzero(hosts == host)
-            amounts = self.nbytes[number, on_host]
+            amounts = self._away[number, on_host]
             self._starts[number, on_host] = np.cumsum(amounts) - amounts
             # Rotated, so that the rounding at the cut points does not favour the same replicas everywhere.
             order = np.roll(np.arange(len(demand.replicas)), host)
@@ -247,15 +267,17 @@ class Assignment:
         direct = np.zeros((ranks, len(self.receivers)), dtype=np.int64)
         hosts = np.array([r.host for r in self.receivers])
         for number, replicas in enumerate(self.sets):
+            at_home = np.flatnonzero(self.home[number] >= 0)
+            direct[self.home[number, at_home], at_home] += self.nbytes[number, at_home]
             if len(replicas) == 1:
-                direct[replicas[0]] += self.nbytes[number]
+                direct[replicas[0]] += self._away[number]
             elif number in self._served:
-                direct[self._served[number], np.arange(len(self.receivers))] += self.nbytes[number]
+                direct[self._served[number], np.arange(len(self.receivers))] += self._away[number]
         for (number, host), (order, ends) in self._ends.items():
             on_host = np.flatnonzero(hosts == host)
             starts = self._starts[number, on_host]
             begins = np.concatenate(([0], ends[:-1]))
-            common = np.minimum.outer(ends, starts + self.nbytes[number, on_host])
+            common = np.minimum.outer(ends, starts + self._away[number, on_host])
             common -= np.maximum.outer(begins, starts)
             direct[order[:, None], on_host[None, :]] += np.maximum(common, 0)
         return direct
@@ -263,7 +285,7 @@ class Assignment:
     def least_seconds(self) -> float:
         """The speed of light: seconds that some link needs at least, however the replicas share."""
         topology = self._topology
-        nic, nvlink = topology.nic_gb_per_s * 1e9, topology.nvlink_gb_per_s * 1e9
+        nic, nvlink, copy = (topology.gb_per_s * 1e9).tolist()
         bound = least_possible(self.demands, self.shares, topology)
         if not self.sets:
             return bound
@@ -273,47 +295,26 @@ class Assignment:
         # Of each set's replicas (rows), how many are on the host of each receiver (columns).
         inside = np.stack([(host_of[list(ranks)][:, None] == hosts).sum(axis=0) for ranks in self.sets])
         counts = np.array([len(ranks) for ranks in self.sets])[:, None]
-        remote = (self.nbytes * (inside == 0)).sum(axis=0)
-        local = (self.nbytes * (inside == counts)).sum(axis=0)
-        total = self.nbytes.sum(axis=0)
+        remote = (self._away * (inside == 0)).sum(axis=0)
+        local = (self._away * (inside == counts)).sum(axis=0)
+        total = self._away.sum(axis=0)
+        everything = self.nbytes.sum(axis=0)
+        # What nobody but the neighbour on the GPU holds can come from there alone.
+        only_home = ((self.nbytes - self._away) * (counts == 1)).sum(axis=0)
         # Each rank gets its stripe from outside and all other stripes from its siblings.
         relayed = total * (sizes - 1)
         for amounts, rate in (
             (remote, nic),
             (local + relayed, nvlink),
             (total + relayed, nic + nvlink),
+            (only_home, copy),
+            (everything, (nic if topology.hosts > 1 else 0.0) + nvlink + copy),
         ):
             bound = max(bound, float((amounts / sizes).max(initial=0.0)) / rate)
         if topology.host_gb_per_s is not None:
             into_host = np.bincount(hosts, weights=remote, minlength=topology.hosts)
             bound = max(bound, float(into_host.max()) / topology.host_gb_per_s / 1e9)
         return bound
-
-    def links(self, pairs: Ints) -> tuple[LinkLoad, ...]:
-        """The load of every link in use, from :meth:`pair_bytes`."""
-        topology = self._topology
-        host_of = np.array(topology.host_of)
-        same = host_of[:, None] == host_of[None, :]
-        loads: list[LinkLoad] = []
-        for label, mask, rate in (
-            ("NIC", ~same, topology.nic_gb_per_s),
-            ("NVLink", same, topology.nvlink_gb_per_s),
-        ):
-            sent, received = (pairs * mask).sum(axis=1), (pairs * mask).sum(axis=0)
-            for way, amounts in (("out", sent), ("in", received)):
-                loads += [
-                    LinkLoad(f"rank {r} {label} {way}", int(amounts[r]), rate)
-                    for r in np.flatnonzero(amounts).tolist()
-                ]
-        if topology.host_gb_per_s is not None:
-            outside = pairs * ~same
-            for way, amounts in (("out", outside.sum(axis=1)), ("in", outside.sum(axis=0))):
-                by_host = np.bincount(host_of, weights=amounts, minlength=topology.hosts)
-                loads += [
-                    LinkLoad(f"host {h} uplink {way}", int(by_host[h]), topology.host_gb_per_s)
-                    for h in np.flatnonzero(by_host).tolist()
-                ]
-        return tuple(loads)
 
 
 def _bytes_by_set(pieces: Sequence[Cut]) -> dict[int, int]:

@@ -106,26 +106,25 @@ def simulate(
 ) -> float:
     """Seconds that the rounds take, if each rank runs its own in order and links have their nominal rates.
 
-    A message starts when both ends are free; the messages of a round share each end's link evenly, and a NIC
-    and NVLink work at the same time. Relays follow each round.
+    A message starts when both ends are free; the messages of a round share each end's link evenly, and a NIC,
+    NVLink and a GPU's own memory work at the same time. Relays follow each round.
 
     Args:
         pair_bytes: from trainers to engine ranks, int64 of shape ``[train_ranks, gen_ranks]``.
         blocks: of :func:`arrange`.
         families: engine ranks (of the refit world) that pass on to each other what they receive.
         room: bytes of a message.
-        topology: hosts and rates.
+        topology: hosts, GPUs and rates.
     """
-    hosts = np.array(topology.host_of)
     train_ranks = pair_bytes.shape[0]
     source, target = np.nonzero(pair_bytes)
     if not source.size:
         return 0.0
     nbytes = pair_bytes[source, target].astype(np.float64)
-    inside = hosts[source] == hosts[target + train_ranks]
+    ways = topology.ways(source, target + train_ranks)
     count = np.clip(np.ceil(nbytes / room), 1, _SIMULATED_MESSAGES).astype(np.int64)
     relays = np.array([(a, b) for ranks in families for a in ranks for b in ranks if a != b], dtype=np.int64)
-    free = np.zeros(len(hosts))
+    free = np.zeros(len(topology.host_of))
     block = blocks[source, target]
     for index in range(int(block.max()) + 1):
         here = block == index
@@ -133,14 +132,14 @@ def simulate(
             active = np.flatnonzero(here & (count > message))
             part = nbytes[active] / count[active]
             s, d = source[active], target[active] + train_ranks
-            _exchange(free, s, d, part, inside[active], topology)
+            _exchange(free, s, d, part, ways[active], topology)
             if relays.size:
                 got: npt.NDArray[np.float64] = np.bincount(d, weights=part, minlength=len(free)).astype(
                     np.float64
                 )
                 moving = relays[got[relays[:, 0]] > 0]
                 a, b = moving[:, 0], moving[:, 1]
-                _exchange(free, a, b, got[a], np.ones(len(a), dtype=bool), topology)
+                _exchange(free, a, b, got[a], topology.ways(a, b), topology)
     return float(free.max())
 
 
@@ -149,16 +148,17 @@ def _exchange(
     source: Matrix,
     target: Matrix,
     nbytes: npt.NDArray[np.float64],
-    inside: npt.NDArray[np.bool_],
+    ways: Matrix,
     topology: Topology,
 ) -> None:
     """Let one round's messages pass; updates when each rank is ``free``."""
-    rates = np.where(inside, topology.nvlink_gb_per_s, topology.nic_gb_per_s) * 1e9
-    lanes = 2 * len(free)
+    rates = topology.gb_per_s * 1e9
+    kinds = len(rates)
+    lanes = kinds * len(free)
     took = np.maximum(
-        _fair_share(nbytes, 2 * source + inside, lanes), _fair_share(nbytes, 2 * target + inside, lanes)
+        _fair_share(nbytes, kinds * source + ways, lanes), _fair_share(nbytes, kinds * target + ways, lanes)
     )
-    end = np.maximum(free[source], free[target]) + took / rates + _ROUND_LATENCY
+    end = np.maximum(free[source], free[target]) + took / rates[ways] + _ROUND_LATENCY
     np.maximum.at(free, source, end)
     np.maximum.at(free, target, end)
 

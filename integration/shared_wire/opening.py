@@ -33,13 +33,18 @@ class Wire:
     reason: str
 
 
+def gpu_identity(told: object) -> str:
+    """The GPU that a rank told of, by its UUID; empty if it told of none."""
+    return _text(told, "device")
+
+
 def shared_gpu(told: Sequence[object]) -> str:
     """A sentence about two ranks of one GPU; empty if there are none.
 
     Args:
         told: what all ranks told of their GPUs; nothing in it is trusted.
     """
-    devices = [_text(one, "device") for one in told]
+    devices = [gpu_identity(one) for one in told]
     for (a, first), (b, second) in combinations(enumerate(devices), 2):
         if first and first == second:
             return f"refit ranks {a} and {b} share a GPU, and NCCL takes no two ranks of one"
