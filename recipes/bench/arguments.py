@@ -22,10 +22,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gen", required=True, metavar="tp=4,dp=1", help="layout of the engines")
     parser.add_argument(
+        "--colocated",
+        action="store_true",
+        help="trainer rank i and engine rank i are two processes on one GPU; as many ranks on both sides, no peers",
+    )
+    parser.add_argument(
         "--transport",
         action="append",
         metavar="NAMES",
-        help="auto (default), p2p, ipc, m2n (says why p2p serves), golden; repeat or set apart by commas",
+        help="auto (default), p2p, ipc, m2n (says why p2p serves), golden, and with --colocated buckets (of the engine "
+        "colocated_ipc); repeat or set apart by commas",
     )
     parser.add_argument("--dtype", default="bf16", help="of the weights: bf16, fp16 or fp32")
     parser.add_argument(
@@ -38,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers",
         action="append",
         metavar="NAMES",
-        help="broadcast, per-tensor, vllm, m2n (default: all) or none; set apart by commas",
+        help="broadcast, per-tensor, vllm, m2n (default: all, and none with --colocated) or none; set apart by commas",
     )
     parser.add_argument("--refits", type=int, default=20, help="timed refits for each transport")
     parser.add_argument("--warm-up", type=int, default=3, help="refits before them")

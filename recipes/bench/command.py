@@ -92,9 +92,10 @@ def _report_faults(options: BenchOptions, result: BenchResult, errors: Console) 
 
 def _options(arguments: argparse.Namespace) -> BenchOptions:
     return BenchOptions(
-        **common_options(arguments, PEERS),
+        **common_options(arguments, () if arguments.colocated else PEERS),
         quantize=arguments.quantize,
         check=arguments.check,
         timeline=arguments.timeline is not None,
+        colocated=arguments.colocated,
         **({"probe_bytes": _CPU_PROBE_BYTES} if arguments.device == "cpu" else {}),
     )

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from ...integration.engines import NcclXferEngine
+from ...integration.plan import Plan
 from ...integration.records import STAGES, RefitRecord
 from ...integration.rendezvous import Rendezvous, RendezvousServer, open_rendezvous
 from ...integration.session import RefitSession
@@ -18,10 +21,12 @@ from .peers import PEERS, Peer
 from .ranks import Ranks
 from .scene import Scene
 
+Ints = npt.NDArray[np.int64]
 _HOST = "127.0.0.1"
 # The refits whose result is compared with the true values: a stale plan or buffer shows in the second or third.
 CHECKED = (1, 2, 3)
 _PROBE_RUNS, _PROBE_WARM_UP = 7, 2
+_COPIES = 8
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class RefitResult:
         faults: what the checks found, one sentence each.
         misc: reason → number of weights on the misc path.
         timelines: stages of the last timed refit, by rank; empty unless asked for.
+        pair_bytes: where ranks share GPUs, bytes of the bulk path from each rank to each rank, int64 ``[world, world]``;
+            else, and where everything goes to all, None.
     """
 
     transport: str
@@ -65,6 +72,7 @@ class RefitResult:
     faults: list[str]
     misc: dict[str, int]
     timelines: list[list[tuple[str, float, float]]]
+    pair_bytes: Ints | None = None
 
 
 @dataclass(frozen=True)
@@ -75,16 +83,27 @@ class PeerResult:
     reason: str = ""
 
 
-def pairwise_rate(ranks: Ranks, nbytes: int) -> float:
-    """GB/s at which trainer i sends to engine i, all pairs at once, each ``nbytes`` in one message; the median."""
-    pairs = min(ranks.train_ranks, ranks.size - ranks.train_ranks)
-    group = ranks.group(range(ranks.size))
-    buffer = torch.zeros(nbytes, dtype=torch.uint8, device=ranks.device)
+def pairwise_rate(ranks: Ranks, nbytes: int) -> float | None:
+    """GB/s at which trainer i sends to engine i, all pairs at once, each ``nbytes`` in one message; the median.
+
+    Where these share a GPU, which NCCL would not join, trainer i sends to trainer i + 1; None if there is no other GPU.
+    """
+    train = ranks.train_ranks
+    if ranks.colocated:
+        targets = {i: (i + 1) % train for i in range(train)} if train > 1 else {}
+        group = ranks.group(range(train)) if targets else None
+    else:
+        targets = {i: train + i for i in range(min(train, ranks.size - train))}
+        group = ranks.group(range(ranks.size))
+    if not targets:
+        return None
+    sources = {target: source for source, target in targets.items()}
     operations: list[dist.P2POp] = []
-    if ranks.rank < pairs:
-        operations = [dist.P2POp(dist.isend, buffer, ranks.train_ranks + ranks.rank, group)]
-    elif 0 <= ranks.rank - ranks.train_ranks < pairs:
-        operations = [dist.P2POp(dist.irecv, buffer, ranks.rank - ranks.train_ranks, group)]
+    for move, peers in ((dist.isend, targets), (dist.irecv, sources)):
+        if ranks.rank in peers:
+            buffer = torch.zeros(nbytes, dtype=torch.uint8, device=ranks.device)
+            operations.append(dist.P2POp(move, buffer, peers[ranks.rank], group))
+            del buffer
 
     def exchange() -> None:
         if operations:
@@ -93,9 +112,26 @@ def pairwise_rate(ranks: Ranks, nbytes: int) -> float:
 
     seconds = _repeat(ranks, exchange, _PROBE_RUNS + _PROBE_WARM_UP)[_PROBE_WARM_UP:]
     operations.clear()
-    del buffer
     ranks.free()
     return nbytes / median(seconds) / 1e9
+
+
+def copy_rate(ranks: Ranks, nbytes: int) -> float:
+    """GB/s at which each trainer's device copies between two allocations of ``nbytes``, all at once; the median.
+
+    Bytes count once, though each is read and written.
+    """
+    pair = [torch.zeros(nbytes * ranks.is_source, dtype=torch.uint8, device=ranks.device) for _ in range(2)]
+
+    def copy() -> None:
+        # Enough for the time of a start and a synchronization not to matter.
+        for _ in range(_COPIES):
+            pair[0].copy_(pair[1])
+
+    seconds = _repeat(ranks, copy, _PROBE_RUNS + _PROBE_WARM_UP)[_PROBE_WARM_UP:]
+    pair.clear()
+    ranks.free()
+    return _COPIES * nbytes / median(seconds) / 1e9
 
 
 def refits(scene: Scene, transport: str) -> RefitResult:
@@ -141,12 +177,24 @@ def refits(scene: Scene, transport: str) -> RefitResult:
             faults=faults,
             misc=misc,
             timelines=_timelines(scene, session) if options.timeline else [],
+            pair_bytes=_pair_bytes(scene, session) if options.colocated else None,
         )
     finally:
         session.close()
         if server is not None:
             server.close()
         ranks.free()
+
+
+def _pair_bytes(scene: Scene, session: RefitSession) -> Ints | None:
+    """As of :class:`RefitResult`, from the messages of all ranks' own plans."""
+    ranks, plan = scene.ranks, cast(NcclXferEngine, session.engine).plan
+    if not isinstance(plan, Plan):
+        return None
+    sent = np.zeros((ranks.size, ranks.size), dtype=np.int64)
+    for message in (message for messages in plan.sends for message in messages):
+        sent[message.source, message.destination] += message.payload_bytes
+    return cast(Ints, np.sum(ranks.collect(sent), axis=0))
 
 
 def _timelines(scene: Scene, session: RefitSession) -> list[list[tuple[str, float, float]]]:
@@ -210,7 +258,10 @@ def _open(scene: Scene, transport: str) -> tuple[RefitSession, RendezvousServer 
         server = open_rendezvous(_HOST, options.train_ranks, options.gen_ranks)
         meeting = server.rendezvous.to_json()
     rendezvous = Rendezvous.from_json(ranks.share(meeting))
-    return RefitSession.open(rendezvous, ranks.rank, lambda: scene.endpoint, config), server
+    session = RefitSession.open(
+        rendezvous, ranks.rank, lambda: scene.endpoint, config, engine=options.engine(transport)
+    )
+    return session, server
 
 
 def _repeat(ranks: Ranks, work: Callable[[], Any], times: int) -> list[float]:

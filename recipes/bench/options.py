@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...integration.config import RefitConfig
 from .run_options import RunOptions
 
 PEERS = ("broadcast", "per-tensor", "vllm", "m2n")
+# Not a transport of ``policy.refit``: ``p2p`` of the engine ``colocated_ipc``.
+BUCKETS = "buckets"
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,8 @@ class BenchOptions(RunOptions):
         quantize: ``fp8`` for engines that hold linear layers in blocks of FP8, which the trainers make; or ``off``.
         check: compare what landed with the true values, bit for bit.
         timeline: keep every stage's intervals of one refit.
-        probe_bytes: message size of the pairwise p2p rate.
+        colocated: trainer rank i and engine rank i are two processes on one GPU.
+        probe_bytes: message size of the pairwise p2p rate, and of the device's copy rate.
     """
 
     PEERS = PEERS
@@ -30,6 +34,7 @@ class BenchOptions(RunOptions):
     quantize: str = "off"
     check: bool = True
     timeline: bool = False
+    colocated: bool = False
     probe_bytes: int = 2 << 30
 
     @property
@@ -43,8 +48,24 @@ class BenchOptions(RunOptions):
 
     @property
     def world_size(self) -> int:
-        """Ranks on both sides: one process each, and on GPUs one GPU each."""
+        """Ranks on both sides: one process each, and on GPUs one GPU each or one for two."""
         return self.train_ranks + self.gen_ranks
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that a run on GPUs takes."""
+        return self.train_ranks if self.colocated else self.world_size
+
+    def gpu_of(self, rank: int) -> int:
+        """Number of the GPU of ``rank``, trainers first."""
+        return rank % self.gpus
+
+    def refit_config(self, transport: str) -> RefitConfig:
+        return super().refit_config("p2p" if transport == BUCKETS else transport)
+
+    def engine(self, transport: str) -> str:
+        """Name of the checkpoint engine that has a transport."""
+        return "colocated_ipc" if transport == BUCKETS else "nccl_xfer"
 
     def violations(self, gpus: int) -> list[str]:
         """All that is wrong, one sentence each with the remedy; empty if nothing is.
@@ -55,9 +76,33 @@ class BenchOptions(RunOptions):
         found = self.common_violations()
         if self.is_quantized and self.dtype == "fp32":
             found.append("--quantize: fp8 is made of bf16 or fp16; give --dtype bf16")
-        if self.device == "cuda" and self.world_size > gpus:
+        found += self._sharing_violations()
+        if self.device == "cuda" and self.gpus > gpus:
             found.append(
-                f"{self.train_ranks} trainer and {self.gen_ranks} engine ranks need {self.world_size} GPUs, and this "
+                f"{self.train_ranks} trainer and {self.gen_ranks} engine ranks need {self.gpus} GPUs, and this "
                 f"host has {gpus}; give smaller layouts, or --device cpu with a small model or --layers"
+            )
+        return found
+
+    def _sharing_violations(self) -> list[str]:
+        """What is wrong for ranks that share GPUs, or for lack of it."""
+        if not self.colocated:
+            return (
+                [
+                    f"--transport: {BUCKETS} joins trainers and engines that share GPUs; give --colocated too, or p2p"
+                ]
+                if BUCKETS in self.transports
+                else []
+            )
+        found = []
+        if self.train_ranks != self.gen_ranks:
+            found.append(
+                f"--colocated: {self.train_ranks} trainer and {self.gen_ranks} engine ranks can't share GPUs one to one; "
+                "give --train and --gen as many ranks"
+            )
+        if self.peers:
+            found.append(
+                f"--peers: {', '.join(self.peers)} can't run with --colocated: they go over NCCL, which takes no two ranks "
+                "of one GPU; leave --peers out"
             )
         return found

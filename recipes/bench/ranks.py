@@ -24,6 +24,7 @@ class Ranks:
         rank: this rank.
         train_ranks: number of trainer ranks.
         size: ranks on both sides.
+        colocated: whether trainer rank i and engine rank i share a GPU.
         device: of this rank.
     """
 
@@ -32,8 +33,9 @@ class Ranks:
         self.rank = rank
         self.train_ranks = options.train_ranks
         self.size = options.world_size
+        self.colocated = options.colocated
         if options.device == "cuda":
-            self.device = torch.device("cuda", rank)
+            self.device = torch.device("cuda", options.gpu_of(rank))
             torch.cuda.set_device(self.device)
             self._backend = "nccl"
         else:
@@ -63,7 +65,11 @@ class Ranks:
     @property
     def device_name(self) -> str:
         """What the run is on, e.g. ``4 x NVIDIA H200``."""
-        kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU process"
+        if self.device.type != "cuda":
+            return f"{self.size} x CPU process"
+        kind = torch.cuda.get_device_name(self.device)
+        if self.colocated:
+            return f"{self.train_ranks} x {kind}, a trainer and an engine on each"
         return f"{self.size} x {kind}"
 
     def group(self, members: Iterable[int]) -> Any:

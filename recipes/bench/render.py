@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,16 @@ from rich.table import Table
 from .measure import RefitResult
 from .options import BenchOptions
 from .run import BenchResult
+from .sharing import Sharing, sharing
 
 
 def json_records(options: BenchOptions, result: BenchResult) -> list[dict[str, Any]]:
-    """A record for each transport; a peer that was not timed has ``null`` for its seconds."""
+    """A record for each transport; a peer that was not timed has ``null`` for its seconds.
+
+    Where ranks share GPUs, ``p2p_gb_per_s`` is the rate between these, ``null`` on one GPU, and further keys tell of the
+    copies: ``colocated``, ``copy_gb_per_s``, ``copy_ratio``, and those of :class:`~.sharing.Sharing`, ``null`` where
+    everything goes to all.
+    """
     peers = {
         name: peer.timing.median if peer.timing is not None else None for name, peer in result.peers.items()
     }
@@ -35,12 +42,13 @@ def json_records(options: BenchOptions, result: BenchResult) -> list[dict[str, A
             "seconds_max": refit.timing.maximum,
             "kept_gb_per_s": _rate(result, refit.timing.median),
             "p2p_gb_per_s": result.p2p_gb_per_s,
-            "p2p_ratio": _rate(result, refit.timing.median) / result.p2p_gb_per_s,
+            "p2p_ratio": _ratio(_rate(result, refit.timing.median), result.p2p_gb_per_s),
             "host_seconds": refit.host_seconds,
             "peak_extra_bytes": refit.peak_extra_bytes,
             "stages": refit.stages,
             "peers": peers,
             "bit_exact": refit.bit_exact,
+            **(_shared_figures(result, refit) if options.colocated else {}),
         }
         for refit in result.refits
     ]
@@ -55,10 +63,11 @@ def show(console: Console, options: BenchOptions, result: BenchResult) -> None:
     """Print the run's tables."""
     title = (
         f"{options.model} {options.dtype}{_quantized(options)}, {options.train_text} → {options.gen_text}, {result.device}; "
-        f"{result.kept_bytes / 1e9:.3f} GB kept per engine rank; pairwise p2p {result.p2p_gb_per_s:.1f} GB/s"
+        f"{result.kept_bytes / 1e9:.3f} GB kept per engine rank; {_wires(result)}"
     )
     table = _table()
-    columns = ("", "ms", "min", "max", "GB/s", "of p2p", "host ms", "MiB", "exact")
+    of, nominal = ("of copy", result.copy_gb_per_s) if options.colocated else ("of p2p", result.p2p_gb_per_s)
+    columns = ("", "ms", "min", "max", "GB/s", of, "host ms", "MiB", "exact")
     for column in columns:
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for refit in result.refits:
@@ -67,7 +76,7 @@ def show(console: Console, options: BenchOptions, result: BenchResult) -> None:
             f"refit {refit.transport}",
             *_times(timing.median, timing.minimum, timing.maximum),
             f"{_rate(result, timing.median):.1f}",
-            f"{_rate(result, timing.median) / result.p2p_gb_per_s:.1%}",
+            _share(_rate(result, timing.median), nominal),
             _times(refit.host_seconds)[0],
             f"{refit.peak_extra_bytes / 2**20:.0f}",
             {True: "yes", False: "NO", None: "unchecked"}[refit.bit_exact],
@@ -81,7 +90,7 @@ def show(console: Console, options: BenchOptions, result: BenchResult) -> None:
             f"peer {name}",
             *_times(peer.timing.median, peer.timing.minimum, peer.timing.maximum),
             f"{rate:.1f}",
-            f"{rate / result.p2p_gb_per_s:.1%}",
+            _share(rate, nominal),
             "",
             "",
             "yes",
@@ -92,6 +101,14 @@ def show(console: Console, options: BenchOptions, result: BenchResult) -> None:
         highlight=False,
     )
     console.print(table)
+    if options.colocated:
+        console.print(
+            "GB of the bulk path: least that stayed on a GPU, most that an engine took from others; ms that the busiest link "
+            "needs at the rates above",
+            highlight=False,
+            soft_wrap=True,
+        )
+        console.print(_shared(result))
     console.print("ms by stage, of the slowest rank (stages may overlap)", highlight=False)
     console.print(_stages(result.refits))
     for note in _notes(result):
@@ -131,6 +148,52 @@ def _quantized(options: BenchOptions) -> str:
     return " with linear layers in blocks of fp8 (quantized by the trainers)" if options.is_quantized else ""
 
 
+def _wires(result: BenchResult) -> str:
+    """The rates that were measured beside the refits."""
+    found = []
+    if result.copy_gb_per_s is not None:
+        found.append(f"device copy {result.copy_gb_per_s:.1f} GB/s")
+    if result.p2p_gb_per_s is not None:
+        found.append(f"pairwise p2p {result.p2p_gb_per_s:.1f} GB/s")
+    return ", ".join(found)
+
+
+def _shared_figures(result: BenchResult, refit: RefitResult) -> dict[str, Any]:
+    """Keys of a record that only runs on shared GPUs have."""
+    found = _sharing(result, refit)
+    return {
+        "colocated": True,
+        "copy_gb_per_s": result.copy_gb_per_s,
+        "copy_ratio": _ratio(_rate(result, refit.timing.median), result.copy_gb_per_s),
+        **{f.name: getattr(found, f.name) if found is not None else None for f in fields(Sharing)},
+    }
+
+
+def _shared(result: BenchResult) -> Table:
+    table = _table()
+    for column in ("", "stayed", "crossed", "bound ms", "of bound"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for refit in result.refits:
+        found = _sharing(result, refit)
+        if found is None:
+            table.add_row(f"refit {refit.transport}", "all to all")
+            continue
+        table.add_row(
+            f"refit {refit.transport}",
+            f"{found.stayed_bytes / 1e9:.3f}",
+            f"{found.crossed_bytes / 1e9:.3f}",
+            *_times(found.bound_seconds),
+            f"{found.bound_seconds / refit.timing.median:.1%}",
+        )
+    return table
+
+
+def _sharing(result: BenchResult, refit: RefitResult) -> Sharing | None:
+    if refit.pair_bytes is None or result.copy_gb_per_s is None:
+        return None
+    return sharing(refit.pair_bytes, result.copy_gb_per_s, result.p2p_gb_per_s)
+
+
 def _stages(refits: list[RefitResult]) -> Table:
     table = _table()
     for column in ("", *(refit.transport for refit in refits)):
@@ -158,6 +221,15 @@ def _table() -> Table:
 
 def _rate(result: BenchResult, seconds: float) -> float:
     return result.kept_bytes / seconds / 1e9
+
+
+def _ratio(rate: float, nominal: float | None) -> float | None:
+    return rate / nominal if nominal is not None else None
+
+
+def _share(rate: float, nominal: float | None) -> str:
+    ratio = _ratio(rate, nominal)
+    return f"{ratio:.1%}" if ratio is not None else ""
 
 
 def _times(*seconds: float) -> tuple[str, ...]:

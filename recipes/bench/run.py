@@ -19,14 +19,16 @@ class BenchResult:
 
     Attributes:
         kept_bytes: what the largest engine rank keeps after a refit.
-        p2p_gb_per_s: the pairwise rate, in 1e9 bytes per second.
+        p2p_gb_per_s: the pairwise rate, in 1e9 bytes per second; None if all ranks share one GPU.
+        copy_gb_per_s: what a device copies within its memory, likewise; None unless ranks share GPUs.
         refits: one for each transport asked for.
         peers: by name.
         device: what it ran on.
     """
 
     kept_bytes: int
-    p2p_gb_per_s: float
+    p2p_gb_per_s: float | None
+    copy_gb_per_s: float | None
     refits: list[RefitResult]
     peers: dict[str, PeerResult]
     device: str
@@ -40,11 +42,13 @@ def run_rank(rank: int, options: BenchOptions, store: TCPStore) -> BenchResult:
     """
     ranks = Ranks(rank, options, store)
     rate = measure.pairwise_rate(ranks, options.probe_bytes)
+    copy = measure.copy_rate(ranks, options.probe_bytes) if options.colocated else None
     scene = set_up(options, ranks)
     kept = 0 if ranks.is_source else scene.storage.nbytes
     result = BenchResult(
         kept_bytes=int(ranks.maxima([kept])[0]),
         p2p_gb_per_s=rate,
+        copy_gb_per_s=copy,
         refits=[measure.refits(scene, transport) for transport in options.transports],
         peers={name: measure.peer(scene, name) for name in options.peers},
         device=ranks.device_name,

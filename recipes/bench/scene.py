@@ -23,6 +23,7 @@ from ...workers.catalog import (
 )
 from .options import BenchOptions
 from .ranks import Ranks
+from .room import require_room
 from .run_options import DTYPES, RunOptions
 from .storage import BenchDestination, BenchSource, Storage
 
@@ -76,6 +77,7 @@ def set_up(options: BenchOptions, ranks: Ranks) -> Scene:
 
     Raises:
         CatalogError, LayoutError: the model or a layout can't be.
+        RefitError: a device that a trainer and an engine share has no room for both.
     """
     model = open_shortened(options.model, DTYPES[options.dtype], options.layers)
     served = served_model(model, options)
@@ -98,13 +100,18 @@ def set_up(options: BenchOptions, ranks: Ranks) -> Scene:
             boxes.setdefault(name, [box_of(by_name[name].shape)])
     endpoint: BenchSource | BenchDestination
     if ranks.is_source:
+        params = trainers[ranks.rank]
         whole = [by_name[name] for name in refused] if ranks.rank == 0 else []
-        storage = Storage.allocate(trainers[ranks.rank], whole, ranks.device, refused)
-        endpoint = BenchSource(specs, storage, refused, ranks.device)
     else:
         params = engines[ranks.rank - options.train_ranks]
         placed = _boxes(params, ())
         whole = [by_name[name] for name in _loader_only(params) if name not in placed]
+    if options.colocated:
+        require_room(options, ranks, params, whole)
+    if ranks.is_source:
+        storage = Storage.allocate(params, whole, ranks.device, refused)
+        endpoint = BenchSource(specs, storage, refused, ranks.device)
+    else:
         storage = Storage.allocate(params, whole, ranks.device)
         endpoint = BenchDestination(specs, storage, refused, ranks.device, served.formats())
     return Scene(options, ranks, specs, held, wanted, storage, endpoint)
