@@ -140,6 +140,9 @@ def test_vllm_loads_the_checkpoint_and_takes_refits_of_it_and_computes_what_trai
     assert found["changed"]
     assert found["differing after 1"] == []
     assert found["differing after 2"] == []
+    # CUDA graphs hold the addresses of what kernels keep beside parameters.
+    assert found["workspaces"] == [8, True]
+    assert "input_scale" in found["without input scales"]
     assert found["methods"] == {"ModelOptNvFp4LinearMethod"}
     # vLLM's emulation divides by the reciprocal of a scale where its kernels, and training, multiply by the scale.
     assert max(found["apart"].values()) < 2**-7

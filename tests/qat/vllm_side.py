@@ -40,12 +40,15 @@ def serve(path_a: str, path_b: str, with_experts: str) -> dict[str, Any]:
         with set_current_vllm_config(config):
             return get_model(vllm_config=config), config
 
+    _make_workspaces()
     a, b = read_checkpoint(path_a), read_checkpoint(path_b)
     live, config = loaded(path_a)
     expected, _ = loaded(path_b)
     destination = VllmDestination(live, config, torch.device("cpu"))
+    found: dict[str, Any] = {"without input scales": _refusal(destination, manifest_of(a))}
     fragments, misc = destination.fragments(manifest_of(a))
-    found: dict[str, Any] = {"changed": bool(_differing(live, expected)), "bulk": len(fragments)}
+    found |= {"changed": bool(_differing(live, expected)), "bulk": len(fragments)}
+    workspaces = _workspaces(live)
     for version, (tensors, oracle) in enumerate(((b, expected), (a, loaded(path_a)[0])), start=1):
         for parameter in live.parameters():
             parameter.data.view(-1).view(torch.uint8).fill_(0x7F)  # NaN in every float
@@ -54,8 +57,38 @@ def serve(path_a: str, path_b: str, with_experts: str) -> dict[str, Any]:
         destination.load_weights((name, tensors[name]) for name in misc)
         destination.finish(version)
         found[f"differing after {version}"] = _differing(live, oracle)
+    found["workspaces"] = [len(workspaces), workspaces == _workspaces(live)]
     with set_current_vllm_config(config):
         return found | _products(expected, b) | {"fused": _fused()} | _experts(with_experts)
+
+
+def _make_workspaces() -> None:
+    """Have the kernel make what Marlin's makes each time beside the parameters of a layer."""
+    from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
+
+    original = EmulationNvFp4LinearKernel.process_weights_after_loading
+
+    def process(kernel: Any, layer: Any) -> None:
+        original(kernel, layer)
+        layer.workspace = torch.zeros(4, dtype=torch.int)
+
+    EmulationNvFp4LinearKernel.process_weights_after_loading = process
+
+
+def _workspaces(model: torch.nn.Module) -> dict[str, int]:
+    """Where they are, by layer."""
+    return {n: m.workspace.data_ptr() for n, m in model.named_modules() if hasattr(m, "workspace")}
+
+
+def _refusal(destination: Any, manifest: Any) -> str:
+    """What is said of a trainer that quantizes weights alone, for an engine that quantizes inputs, too."""
+    from rlrefit.integration.errors import PlanError
+
+    try:
+        destination.fragments([entry for entry in manifest if not entry[0].endswith("input_scale")])
+    except PlanError as error:
+        return str(error)
+    return ""
 
 
 def _experts(path: str) -> dict[str, Any]:

@@ -308,7 +308,7 @@ def test_a_trace_is_outdated_by_another_manifest_parameters_of_another_layout_an
     manifest = (("w", (4, 2), torch.bfloat16),)
     live = {"weight": torch.zeros(4, 2)}
     layout = {"weight": ((4, 2), (2, 1), torch.float32)}
-    misc = ScopedReload(nn.Module(), None, torch.device("cpu"), {}, {}, {})
+    misc = ScopedReload(nn.Module(), None, torch.device("cpu"), {}, {}, {}, {})
     promised = {"w": Fp8Blockwise()}
     routes = Routes(manifest, layout, promised, {}, {}, misc)
     assert not routes.outdated(manifest, live, {"w": Fp8Blockwise()})

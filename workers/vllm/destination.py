@@ -20,6 +20,7 @@ from ..loader_trace.trace import Landing, LoaderTrace, Manifest, trace_loader
 from .completeness import check_complete
 from .derived import refresh_derived_state
 from .layouts import ModuleLayout, module_layout
+from .nvfp4 import absent_elements, packed_parameters
 from .quantized import (
     block_modules,
     formats_of,
@@ -231,6 +232,7 @@ class VllmDestination:
         )
         dummy = self._vllm_config.load_config.load_format == "dummy"
         strict = {name for pair in parameters_of(blocks).items() for name in pair}
+        strict |= packed_parameters(self._model)
         check_complete(trace, owners, layouts, self._model, parameters, strict=strict, dummy=dummy)
         trace = _after_swaps(trace, fresh, layouts)
         landings = {name: found for name, found in trace.landings.items() if name not in reasons and found}
@@ -304,6 +306,7 @@ class VllmDestination:
             {module: live[module] for module in required},
             {module: frozenset(names) for module, names in required.items()},
             placed,
+            absent_elements(self._model, trace),
         )
 
 

@@ -44,6 +44,7 @@ class ScopedReload:
         required: for each of them the checkpoint tensors that must come in every refit.
         placed: checkpoint tensors of other modules that the engine's loader cannot write, with the places that the trace
             found for them.
+        absent: by module, how many elements of its parameters no tensor brings and nothing needs.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ScopedReload:
         modules: Mapping[str, nn.Module],
         required: Mapping[str, frozenset[str]],
         placed: Mapping[str, Sequence[Landing]],
+        absent: Mapping[str, int],
     ) -> None:
         self._model = model
         self._vllm_config = vllm_config
@@ -63,8 +65,10 @@ class ScopedReload:
         self._scope = _ReloadScope(modules.values())
         self._modules = dict(modules)
         self._placed = dict(placed)
+        self._absent = {name: count for name, count in absent.items() if name in modules}
         self._arrived: set[str] = set()
         self._active = False
+        self._beside: dict[str, dict[str, torch.Tensor]] = {}
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load full checkpoint tensors; may be called several times in one refit.
@@ -128,6 +132,7 @@ class ScopedReload:
             try:
                 with self._context():
                     finalize_layerwise_reload(self._scope, self._vllm_config.model_config)
+                    self._put_back_beside()
             except Exception:
                 self.abandon()
                 raise
@@ -144,6 +149,7 @@ class ScopedReload:
             with self._context():
                 # Without loaded weights this only restores the kernels' tensors.
                 finalize_layerwise_reload(self._scope, self._vllm_config.model_config)
+                self._put_back_beside()
         self._active = False
         self._arrived.clear()
 
@@ -155,12 +161,34 @@ class ScopedReload:
     def _begin(self) -> None:
         if self._active or not self._modules:
             return
+        self._beside = {name: _tensors_beside(module) for name, module in self._modules.items()}
         with self._context():
             initialize_layerwise_reload(self._scope)
+        for name, count in self._absent.items():
+            # vLLM would wait for these, and keep what came of all such modules until the end.
+            get_layerwise_info(self._modules[name]).load_numel_total -= count
         self._active = True
+
+    def _put_back_beside(self) -> None:
+        """What post-load processing makes anew beside parameters and buffers goes where CUDA graphs have it.
+
+        vLLM itself moves those two alone. Marlin's workspace is such a tensor: a graph would go on with freed memory.
+        """
+        for name, held in self._beside.items():
+            made = vars(self._modules[name])
+            for attribute, tensor in held.items():
+                new = made.get(attribute)
+                if isinstance(new, torch.Tensor) and new is not tensor:
+                    made[attribute] = tensor.copy_(new)
+        self._beside = {}
 
     @contextmanager
     def _context(self) -> Iterator[None]:
         """What vLLM has around a load: its current configuration, the worker's device, no autograd."""
         with set_current_vllm_config(self._vllm_config), self._device, torch.no_grad():
             yield
+
+
+def _tensors_beside(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Plain attributes of a module that are tensors."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
