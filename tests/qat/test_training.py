@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,19 @@ def test_a_weight_that_is_not_finite_is_told_by_name(
         model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 5] = value
     with pytest.raises(RefitError, match=r"1 quantized weights hold NaN.*model.layers.1.mlp.gate_up_proj"):
         qat.refresh()
+
+
+def test_rlrefit_exports_from_a_folder_that_is_not_installed(
+    checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("rlrefit.workers.qat.checkpoint.version", missing)
+    model, qat = trainer(checkpoints("qwen3"), activations=False)
+    write_checkpoint(tmp_path / "new", checkpoints("qwen3"), FSDPSource(model, torch.bfloat16), qat)
+    written = json.loads((tmp_path / "new" / "hf_quant_config.json").read_text())
+    assert written["producer"]["version"] == "rlrefit (not installed)"
 
 
 def test_a_failed_export_leaves_nothing_behind(

@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ class _Writer:
         made = quantization_config(
             qat.weights,
             [name for name in kept if "embed" not in name],
-            version("rlrefit"),
+            _version(),
             qat.config.activations,
         )
         config = json.loads((original / "config.json").read_text())
@@ -180,6 +180,14 @@ class _Writer:
         if self._aside is None:
             raise ValueError("the checkpoint's folder was not begun")
         return self._aside
+
+
+def _version() -> str:
+    """Of rlrefit, which may run from its folder without being installed; a checkpoint does not fail for want of it."""
+    try:
+        return version("rlrefit")
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def _pending_name(index: int) -> str:
