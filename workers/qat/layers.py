@@ -64,18 +64,20 @@ class Quantizer:
         self.inputs.observe(self.input_at, x)
         return True
 
-    def weight_scale(self, dtype: torch.dtype) -> torch.Tensor:
-        """``weight_scale_2``.
+    def weight_scale(self, weight: torch.Tensor) -> torch.Tensor:
+        """``weight_scale_2`` for the weight as it is passed to the product, and where that is computed.
+
+        Scales are kept on the rank's GPU, and a model may be computed on the host beside it.
 
         Raises:
             RefitError: the weight was written since the last refresh.
         """
         self.weights.check_versions(self.places)
-        return self.weights.of(self.at, dtype)
+        return self.weights.of(self.at, weight.dtype).to(weight.device)
 
     def input_scale(self, x: torch.Tensor) -> torch.Tensor | None:
-        """``input_scale`` for these inputs."""
-        return None if self.inputs is None else self.inputs.of(self.input_at, x)
+        """``input_scale`` for these inputs, where they are."""
+        return None if self.inputs is None else self.inputs.of(self.input_at, x).to(x.device)
 
     def kept(self, weight: torch.Tensor) -> torch.Tensor:
         """The quantized value of a weight that stays in memory, computed once a step and wherever the weight moves.
@@ -83,11 +85,11 @@ class Quantizer:
         Raises:
             RefitError: the weight was written since the last refresh.
         """
-        scale = self.weight_scale(weight.dtype)
+        scale = self.weight_scale(weight)
         generation, place, version = made_for = (self.weights.generation, weight.data_ptr(), weight._version)
         if self._cached_for[0] == generation and self._cached_for[2] != version:
             self.weights.now_stale("a weight was written after the last refresh()")
-            scale = self.weight_scale(weight.dtype)
+            scale = self.weight_scale(weight)
         if self._cached is None or self._cached_for[:2] != (generation, place):
             self._cached = fake_weight(weight, scale)
         self._cached_for = made_for
@@ -223,7 +225,7 @@ def _multiplied(x: torch.Tensor, weight: torch.Tensor, quantizer: Quantizer) -> 
             stage="quantize",
         )
     x, weight = _as_autocast_has_it(x, weight)
-    return linear(x, weight, quantizer.weight_scale(weight.dtype), quantizer.input_scale(x))
+    return linear(x, weight, quantizer.weight_scale(weight), quantizer.input_scale(x))
 
 
 def _of_expert(
@@ -237,7 +239,7 @@ def _of_expert(
     if calibrating:
         return functional.linear(x, stack[expert])
     x, weight = _as_autocast_has_it(x, stack[expert])
-    return linear(x, weight, quantizer.weight_scale(weight.dtype)[expert], input_scale)
+    return linear(x, weight, quantizer.weight_scale(weight)[expert], input_scale)
 
 
 def _as_autocast_has_it(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -261,7 +261,7 @@ class InputScales:
         """Note the largest magnitude of ``x``, and return it."""
         with torch.no_grad():
             noted = self._amax if self._seen is None else self._seen
-            seen = x.abs().amax().float() if x.numel() else noted.new_zeros(())
+            seen = x.abs().amax().float().to(noted.device) if x.numel() else noted.new_zeros(())
             noted[position] = torch.maximum(noted[position], seen)
             return seen
 
