@@ -6,9 +6,8 @@ printed as it goes on.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ import pytest
 import torch
 
 from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
-from rlrefit.integration.rendezvous import open_rendezvous
 
 from .vllm_checkpoints import write_checkpoint
+from .vllm_live import CUDA_GRAPHS, EAGER, PROMPTS, LiveEngine, engine_environment
 from .vllm_trainer import CONFIG, Trainer
 
 pytestmark = [
@@ -29,8 +28,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two CUDA devices"),
 ]
 
-PROMPTS = [[5, 17, 33, 90], [101, 7, 8, 9, 10, 11], [64], [3 + i % 1000 for i in range(160)]]
-EAGER = {"enforce_eager": True}
 FP8: dict[str, Any] = {"fp8": True, "experts": True}
 CUTLASS, DEEP_GEMM = {"VLLM_USE_DEEP_GEMM": "0"}, {"VLLM_USE_DEEP_GEMM": "1"}
 # DeepGEMM's kernels are given linear layers alone, and scales that are powers of two.
@@ -41,19 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "eager, TP2": ({}, {**EAGER, "tensor_parallel_size": 2, "async_scheduling": True}, {}),
     "experts": ({"experts": True}, {**EAGER, "moe_backend": "triton"}, {}),
     "sleep": ({}, {**EAGER, "enable_sleep_mode": True}, {}),
-    "CUDA graphs": (
-        {},
-        # cudagraph_mode FULL with async scheduling gave other tokens each time on vLLM 0.21, before any refit.
-        {
-            "compilation_config": {
-                "mode": 0,
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": [1, 2, 4],
-            },
-            "async_scheduling": False,
-        },
-        {},
-    ),
+    "CUDA graphs": ({}, CUDA_GRAPHS, {}),
     "FP8 blocks": (FP8, EAGER, CUTLASS),
     "FP8 blocks, DeepGEMM": (FP8 | {"experts": False}, EAGER, DEEP_GEMM),
     "FP8 blocks of the trainer": (FP8, EAGER, CUTLASS),
@@ -70,7 +55,7 @@ SAME = 0.2
 OTHER = 1.0
 
 
-class Scene:
+class Scene(LiveEngine):
     """An engine on the first GPUs that was started from checkpoint 0, and a trainer on the last one."""
 
     def __init__(
@@ -84,108 +69,19 @@ class Scene:
     ) -> None:
         kind = {"fp8": False} | checkpoint
         self.paths = [write_checkpoint(folder / f"{seed}", seed, **kind) for seed in (0, 1)]
-        self._config = replace(CONFIG, trainer_quantize_fp8=trained)
+        config = replace(CONFIG, trainer_quantize_fp8=trained)
         held = self.paths
         if trained:
             held = [
                 write_checkpoint(folder / f"trained_{seed}", seed, **kind | {"fp8": False}) for seed in (0, 1)
             ]
-        from vllm import LLM
-
-        from rlrefit.workers.vllm.driver import VllmDriver
-
-        self.llm = LLM(
-            self.paths[0],
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=512,
-            max_num_seqs=16,
-            gpu_memory_utilization=0.3,
-            kv_cache_memory_bytes=1 << 28,
-            enable_flashinfer_autotune=False,
-            worker_extension_cls="tests.gpu.vllm_extension.PoisonExtension",
-            **arguments,
-        )
-        self.driver = VllmDriver(self.llm)
-        # vLLM's loader gives blocks whose largest code is 224 half the scale and twice the codes: the same numbers.
-        rescaled = kind.get("scale") is ScaleFormat.UE8M0
-        self._digests = "value_digests" if rescaled else "refit_parameter_digests"
-        self._ranks = arguments.get("tensor_parallel_size", 1)
-        self._trainer = trainer
-        trainer.commands.put(self._config)
+        super().__init__(self.paths[0], trainer, config, arguments)
+        if kind.get("scale") is ScaleFormat.UE8M0:
+            # vLLM's loader gives blocks whose largest code is 224 half the scale and twice the codes: the same numbers.
+            self._digests = "value_digests"
+        trainer.commands.put(config)
         trainer.commands.put(held)
-        self._server: Any = None
-        self.version = -1
         self.reference, self.digests_a = self.generate(), self.digests()
-
-    def meet(self) -> int:
-        """A new epoch; the number of weights on the misc path."""
-        if self._server is not None:
-            self._server.close()
-        self._server = open_rendezvous("127.0.0.1", 1, self._ranks)
-        self._trainer.commands.put(self._server.rendezvous)
-        try:
-            self.driver.init_refit(self._server.rendezvous.to_json(), 1, self._config)
-        except RuntimeError:
-            self._server.close()  # or the trainer would wait for the engine
-            assert isinstance(self.sent(), str)
-            raise
-        found = self.sent()
-        assert isinstance(found, int), found
-        return found
-
-    def sent(self) -> Any:
-        """What the trainer answers."""
-        return self._trainer.answer()
-
-    def send(self, index: int) -> None:
-        self.version += 1
-        self._trainer.commands.put((index, self.version))
-
-    def refit(self, index: int) -> list[dict[str, Any]]:
-        self.send(index)
-        records = self.driver.refit(self.version)
-        sent = self.sent()
-        assert isinstance(sent, dict), sent
-        return records
-
-    def poison(self) -> None:
-        self.llm.collective_rpc("poison")
-
-    def digests(self) -> list[dict[str, str]]:
-        return self.llm.collective_rpc(self._digests)
-
-    def generate(self, tokens: int = 24) -> list[tuple[list[int], list[float]]]:
-        from vllm import SamplingParams
-
-        parameters = SamplingParams(
-            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0
-        )
-        # One by one: which requests a step has together depends on time, and kernels round by what is in a step.
-        found = [self.driver.generate([{"prompt_token_ids": p}], parameters)[0] for p in PROMPTS]
-        outputs = [f.output.outputs[0] for f in found]
-        return [
-            (list(o.token_ids), [e[t].logprob for t, e in zip(o.token_ids, o.logprobs, strict=True)])
-            for o in outputs
-        ]
-
-    def prefilled(self, contexts: Sequence[list[int]]) -> list[list[float]]:
-        """What the weights of now say, in one pass and without cached prefixes, of each token but the first."""
-        from vllm import SamplingParams
-
-        parameters = SamplingParams(
-            temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, prompt_logprobs=0
-        )
-        found = self.driver.generate([{"prompt_token_ids": c} for c in contexts], parameters)
-        return [
-            [entry[token].logprob for token, entry in zip(c[1:], f.output.prompt_logprobs[1:], strict=True)]
-            for c, f in zip(contexts, found, strict=True)
-        ]
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        self.llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -203,17 +99,7 @@ def scene(
     if torch.cuda.device_count() < arguments.get("tensor_parallel_size", 1) + 1:
         pytest.skip("needs a GPU for each rank of the engine and one for the trainer")
     reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    root = str(Path(__file__).resolve().parents[2])
-    # The engine in a process of its own: its GPU memory goes with it.
-    ours = {
-        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        # A fork of this process, where torch has computed on many threads, would wait for them for ever.
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in {**ours, **environment}.items():
-            patch.setenv(key, value)
+    with engine_environment(environment):
         reporter.write_line(f"\nstarting vLLM: {request.param}")
         began = time.monotonic()
         started = Scene(

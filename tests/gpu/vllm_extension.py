@@ -29,3 +29,13 @@ class PoisonExtension(VllmRefitExtension):
             flat = values.contiguous().reshape(-1).view(torch.uint8).cpu()
             found[name] = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
         return found
+
+    def nvfp4_kernels(self) -> list[str]:
+        """What computes with packed NVFP4 weights in this worker: kernels of linear layers, and backends of experts."""
+        found = set()
+        for module in self.model_runner.get_model().modules():
+            method = getattr(module, "quant_method", None)
+            if type(method).__name__.startswith("ModelOptNvFp4"):
+                kernel = getattr(method, "kernel", None)
+                found.add(method.nvfp4_backend.value if kernel is None else type(kernel).__name__)
+        return sorted(found)

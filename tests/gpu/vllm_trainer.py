@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -91,13 +91,17 @@ def trainer_main(device: int, commands: Any, answers: Any) -> None:
 
 
 class Trainer:
-    """The process on the last GPU; one for all engines, since it takes seconds to start."""
+    """The process on the last GPU; one for all engines, since it takes seconds to start.
 
-    def __init__(self) -> None:
+    Args:
+        main: what it runs, with the number of the GPU and the queues of commands and answers.
+    """
+
+    def __init__(self, main: Callable[[int, Any, Any], None] = trainer_main) -> None:
         spawn = multiprocessing.get_context("spawn")
         self.commands, self.answers = spawn.Queue(), spawn.Queue()
         device = torch.cuda.device_count() - 1
-        self._process = spawn.Process(target=trainer_main, args=(device, self.commands, self.answers))
+        self._process = spawn.Process(target=main, args=(device, self.commands, self.answers))
         self._process.start()
 
     def answer(self) -> Any:
