@@ -38,7 +38,8 @@ class Analysis:
             sending, exact to one segment. Relays among engine ranks are included.
         links: every link in use, with its load.
         bound_seconds: the speed of light: the time that some link needs at least, whoever of the
-            replicas sends (max over links of bytes/rate, minimized over the sharing; a proven bound).
+            replicas sends (max over links of bytes/rate, minimized over the sharing; a proven bound, if what is on the
+            receiver's own GPU stays there).
         predicted_seconds: simulated time of the rounds at nominal rates.
         fan_out: whether engine ranks of one host that want the same pass it on to each other.
         bucket_bytes: staging memory per direction that messages were cut for.

@@ -283,7 +283,10 @@ class Assignment:
         return direct
 
     def least_seconds(self) -> float:
-        """The speed of light: seconds that some link needs at least, however the replicas share."""
+        """The speed of light: seconds that some link needs at least, however the replicas share.
+
+        What is on the receiver's own GPU is taken to stay there: a link would load the GPUs' memories as much as the copy.
+        """
         topology = self._topology
         nic, nvlink, copy = (topology.gb_per_s * 1e9).tolist()
         bound = least_possible(self.demands, self.shares, topology)
@@ -298,17 +301,14 @@ class Assignment:
         remote = (self._away * (inside == 0)).sum(axis=0)
         local = (self._away * (inside == counts)).sum(axis=0)
         total = self._away.sum(axis=0)
-        everything = self.nbytes.sum(axis=0)
-        # What nobody but the neighbour on the GPU holds can come from there alone.
-        only_home = ((self.nbytes - self._away) * (counts == 1)).sum(axis=0)
+        at_home = (self.nbytes - self._away).sum(axis=0)
         # Each rank gets its stripe from outside and all other stripes from its siblings.
         relayed = total * (sizes - 1)
         for amounts, rate in (
             (remote, nic),
             (local + relayed, nvlink),
             (total + relayed, nic + nvlink),
-            (only_home, copy),
-            (everything, (nic if topology.hosts > 1 else 0.0) + nvlink + copy),
+            (at_home, copy),
         ):
             bound = max(bound, float((amounts / sizes).max(initial=0.0)) / rate)
         if topology.host_gb_per_s is not None:

@@ -124,6 +124,7 @@ def simulate(
     ways = topology.ways(source, target + train_ranks)
     count = np.clip(np.ceil(nbytes / room), 1, _SIMULATED_MESSAGES).astype(np.int64)
     relays = np.array([(a, b) for ranks in families for a in ranks for b in ranks if a != b], dtype=np.int64)
+    relay_ways = topology.ways(relays[:, 0], relays[:, 1]) if relays.size else relays
     free = np.zeros(len(topology.host_of))
     block = blocks[source, target]
     for index in range(int(block.max()) + 1):
@@ -137,9 +138,9 @@ def simulate(
                 got: npt.NDArray[np.float64] = np.bincount(d, weights=part, minlength=len(free)).astype(
                     np.float64
                 )
-                moving = relays[got[relays[:, 0]] > 0]
-                a, b = moving[:, 0], moving[:, 1]
-                _exchange(free, a, b, got[a], topology.ways(a, b), topology)
+                passing = got[relays[:, 0]] > 0
+                a, b = relays[passing, 0], relays[passing, 1]
+                _exchange(free, a, b, got[a], relay_ways[passing], topology)
     return float(free.max())
 
 

@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--topology",
         default="",
         metavar="FILE|gpus_per_host=8,…",
-        help="gpus_per_host=8, nic=50, nvlink=350 and host (GB/s and direction), colocated=false; or a YAML or JSON "
-        "file with these keys",
+        help="gpus_per_host=8, nic=50, nvlink=350 and host (GB/s and direction), colocated=false, shared_gpus=false (trainer "
+        "rank i and engine rank i on one GPU), copy=1500 (GB/s within a GPU); or a YAML or JSON file with these keys",
     )
     add("--bucket-mb", type=int, help="policy.refit.bucket_mb: size of a staging bucket, MiB")
     add("--streams", type=int, help="policy.refit.streams: rounds of p2p that are on the wire at a time")

@@ -38,8 +38,8 @@ def _matrix(study: Study) -> np.ndarray:
 def _title(study: Study) -> str:
     analysis = study.analysis
     sides = f"{study.options.model.name}: {analysis.train_ranks} trainer ranks to {analysis.gen_ranks} engine ranks"
-    if not study.timed:
-        return f"{sides} on the same GPUs"
+    if study.options.hosts.shared_gpus:
+        sides += " on the same GPUs"
     return f"{sides}, shard to shard T = {seconds(analysis.bound_seconds)}, predicted {seconds(analysis.predicted_seconds)}"
 
 
@@ -50,11 +50,9 @@ def _write_png(study: Study, path: Path) -> None:
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13 if study.timed else 8, 6), layout="constrained")
+    figure = Figure(figsize=(13, 6), layout="constrained")
     FigureCanvasAgg(figure)
-    pairs, *rest = figure.subplots(
-        1, 2 if study.timed else 1, squeeze=False, width_ratios=(3, 2)[: 1 + study.timed]
-    )[0]
+    pairs, links = figure.subplots(1, 2, width_ratios=(3, 2))
     # Pairs differ by orders of magnitude; those that exchange nothing stay white.
     matrix = np.ma.masked_equal(_matrix(study) / 1e6, 0.0)
     scale = LogNorm(matrix.min(), matrix.max()) if matrix.count() else None
@@ -62,8 +60,7 @@ def _write_png(study: Study, path: Path) -> None:
     image = pairs.imshow(matrix, aspect="auto", interpolation="nearest", cmap=colors, norm=scale)
     pairs.set(xlabel="engine rank (of the engines)", ylabel="sending rank (of the refit)", title="MB by pair")
     figure.colorbar(image, ax=pairs, label="MB")
-    for links in rest:
-        _draw_links(study, links)
+    _draw_links(study, links)
     figure.suptitle(_title(study))
     figure.savefig(path, dpi=110)
 
@@ -97,7 +94,7 @@ def _page(study: Study) -> str:
     if largest:
         # A pair that exchanges anything at all is told from one that doesn't.
         levels = np.where(matrix > 0, 1 + np.floor(matrix * (254 / largest)), 0).astype(np.uint8)
-    links = sorted(analysis.links, key=lambda link: -link.seconds)[: 200 if study.timed else 0]
+    links = sorted(analysis.links, key=lambda link: -link.seconds)[:200]
     data: dict[str, Any] = {
         "rows": matrix.shape[0],
         "columns": matrix.shape[1],
@@ -116,7 +113,7 @@ def _page(study: Study) -> str:
     payload = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     return (
         _PAGE.replace("@title@", html.escape(_title(study)))
-        .replace("@links@", _LINKS.replace("@rows@", rows) if links else "")
+        .replace("@links@", _LINKS.replace("@rows@", rows))
         .replace("@data@", payload)
     )
 

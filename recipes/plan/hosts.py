@@ -11,7 +11,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ...integration.plan import Topology
-from ...integration.plan.topology import NIC_GB_PER_S, NVLINK_GB_PER_S
+from ...integration.plan.topology import COPY_GB_PER_S, NIC_GB_PER_S, NVLINK_GB_PER_S
+
+_KEYS = ("gpus_per_host", "nic", "nvlink", "host", "colocated", "copy", "shared_gpus")
 
 
 class HostsError(ValueError):
@@ -28,6 +30,8 @@ class Hosts:
         nvlink: GB/s of a rank's link inside its host, each direction.
         host: GB/s that a host's ranks together reach to other hosts; None if only their own links limit it.
         colocated: engines are on the trainers' hosts; otherwise on hosts of their own, unless all fit on one.
+        copy: GB/s that a GPU copies within its memory.
+        shared_gpus: trainer rank i and engine rank i share a GPU, and so are on the same hosts.
     """
 
     gpus_per_host: int = 8
@@ -35,21 +39,29 @@ class Hosts:
     nvlink: float = NVLINK_GB_PER_S
     host: float | None = None
     colocated: bool = False
+    copy: float = COPY_GB_PER_S
+    shared_gpus: bool = False
 
     def topology(self, train_ranks: int, gen_ranks: int) -> Topology:
         """The refit world's topology, trainers first."""
-        if self.colocated:
+        gpu_of: tuple[int, ...] = ()
+        if self.shared_gpus:
+            gpu_of = (*range(train_ranks), *range(gen_ranks))
+        if self.colocated or self.shared_gpus:
             host_of = tuple(
                 r // self.gpus_per_host for count in (train_ranks, gen_ranks) for r in range(count)
             )
         else:
             host_of = Topology.blocks(train_ranks, gen_ranks, self.gpus_per_host).host_of
-        return Topology(host_of, self.nic, self.nvlink, self.host)
+        return Topology(host_of, self.nic, self.nvlink, self.host, gpu_of, self.copy)
 
     def describe(self, train_ranks: int, gen_ranks: int) -> str:
         """Rates, and where the ranks of the two sides are, as a line for people."""
         uplink = f", uplink {self.host:g} GB/s a host" if self.host is not None else ""
-        if self.topology(train_ranks, gen_ranks).hosts == 1:
+        if self.shared_gpus:
+            uplink += f", copies on a GPU {self.copy:g} GB/s"
+            where = "each trainer rank on the GPU of an engine's"
+        elif self.topology(train_ranks, gen_ranks).hosts == 1:
             where = "all on one host"
         else:
             where = "engines on the trainers' hosts" if self.colocated else "engines on hosts of their own"
@@ -82,9 +94,9 @@ def read_hosts(text: str) -> Hosts:
 
 def _hosts(values: Mapping[str, str]) -> Hosts:
     wrong: list[str] = []
-    unknown = sorted(set(values) - {"gpus_per_host", "nic", "nvlink", "host", "colocated"})
+    unknown = sorted(set(values) - set(_KEYS))
     if unknown:
-        wrong.append(f"{', '.join(unknown)} is none of gpus_per_host, nic, nvlink, host, colocated")
+        wrong.append(f"{', '.join(unknown)} is none of {', '.join(_KEYS)}")
 
     def number(key: str, default: float) -> float:
         try:
@@ -95,14 +107,19 @@ def _hosts(values: Mapping[str, str]) -> Hosts:
             wrong.append(f"{key} is {values[key]!r}; give a number above 0")
         return found
 
+    def flag(key: str) -> bool:
+        given = values.get(key, "false").lower()
+        if given not in ("true", "false"):
+            wrong.append(f"{key} is {values[key]!r}; give true or false")
+        return given == "true"
+
     gpus = values.get("gpus_per_host", "8")
     if not gpus.isdecimal() or int(gpus) < 1:
         wrong.append(f"gpus_per_host is {gpus!r}; give a whole number of at least 1")
-    colocated = values.get("colocated", "false").lower()
-    if colocated not in ("true", "false"):
-        wrong.append(f"colocated is {values['colocated']!r}; give true or false")
+    colocated, shared_gpus = flag("colocated"), flag("shared_gpus")
     host = None if values.get("host", "None") in ("None", "null", "") else number("host", 0.0)
     nic, nvlink = number("nic", NIC_GB_PER_S), number("nvlink", NVLINK_GB_PER_S)
+    copy = number("copy", COPY_GB_PER_S)
     if wrong:
         raise HostsError("; ".join(wrong))
-    return Hosts(int(gpus), nic, nvlink, host, colocated == "true")
+    return Hosts(int(gpus), nic, nvlink, host, colocated, copy, shared_gpus)

@@ -30,10 +30,6 @@ from .hosts import Hosts, HostsError, read_hosts
 from .recipe import RecipePlan, layout_text, read_recipe
 
 _DTYPES = dict(zip(DTYPES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
-_UNTIMED = (
-    "not predicted: each trainer rank shares its GPU with an engine's, and what stays on a GPU crosses no link; the topology "
-    "knows hosts, and not which ranks are on one GPU. What is staged is colocated_ipc's, and not planned here"
-)
 HEAT_MAPS = (".png", ".html", ".htm")
 
 
@@ -60,7 +56,6 @@ class PlanOptions:
         explain: a weight to explain; empty for none.
         heat_map: file for the heat map; None for none.
         replaced: what options took the place of in the recipe, and what is still the recipe's; empty where none did.
-        untimed: why nothing can be said of links and times; empty where it can.
     """
 
     model: Model
@@ -73,7 +68,6 @@ class PlanOptions:
     explain: str
     heat_map: Path | None
     replaced: str = ""
-    untimed: str = ""
 
     @property
     def quantize(self) -> str:
@@ -131,7 +125,7 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
     try:
         hosts = read_hosts(arguments.topology)
         if recipe is not None and recipe.colocated:
-            hosts = replace(hosts, colocated=True)
+            hosts = replace(hosts, shared_gpus=True)
     except HostsError as error:
         wrong.append(f"topology: {error}")
     layouts: list[TrainLayout | FsdpLayout | GenLayout] = [
@@ -152,10 +146,8 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
     ranks = None if arguments.compile_ranks == "all" else arguments.compile_ranks
     if ranks is not None and not (ranks.isdecimal() and int(ranks) >= 1):
         wrong.append(f"compile-ranks is {ranks!r}; give all, or a number of at least 1")
-    if recipe is not None and recipe.colocated and train is not None and hosts is not None:
-        larger = "--topology gpus_per_host=…"
-        if text := too_large_for(train.world_size, hosts.gpus_per_host, "a host of this topology", larger):
-            wrong.append(text)
+    if hosts is not None and hosts.shared_gpus and train is not None and gen is not None:
+        wrong += _unshareable(train.world_size, gen.world_size, hosts, is_recipe=recipe is not None)
     if wrong or model is None or train is None or gen is None or hosts is None:
         raise PlanProblems(wrong)
     return PlanOptions(
@@ -169,8 +161,27 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
         arguments.explain,
         heat_map,
         _replaced(arguments, recipe) if recipe is not None else "",
-        _UNTIMED if recipe is not None and recipe.colocated else "",
     )
+
+
+def _unshareable(train_ranks: int, gen_ranks: int, hosts: Hosts, *, is_recipe: bool) -> list[str]:
+    """Why these ranks can't share GPUs; a recipe is told in its own keys."""
+    found = []
+    if train_ranks != gen_ranks:
+        found.append(
+            f"topology: {train_ranks} trainer and {gen_ranks} engine ranks can't share GPUs one to one; give layouts of the "
+            "same size"
+        )
+    if is_recipe:
+        larger = "--topology gpus_per_host=…"
+        too_large = too_large_for(train_ranks, hosts.gpus_per_host, "a host of this topology", larger)
+        found += [too_large] if too_large else []
+    elif train_ranks > hosts.gpus_per_host:
+        found.append(
+            f"topology: {train_ranks} GPUs that a trainer and an engine share each have to be on one host, and gpus_per_host "
+            f"is {hosts.gpus_per_host}; raise it, or give smaller layouts"
+        )
+    return found
 
 
 def _replaced(arguments: argparse.Namespace, recipe: RecipePlan) -> str:

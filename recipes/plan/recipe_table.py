@@ -44,8 +44,8 @@ class Row:
             size(self.planned.misc_bytes),
             size(int(pairs[:train].sum(axis=1).max())),
             size(int(pairs[:, train:].sum(axis=0).max())),
-            _seconds(self.planned.bound_seconds) if self.planned.timed else "-",
-            _seconds(self.planned.predicted_seconds) if self.planned.timed else "-",
+            _seconds(self.planned.bound_seconds),
+            _seconds(self.planned.predicted_seconds),
         ]
 
 

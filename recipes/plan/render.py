@@ -40,8 +40,7 @@ def show_study(console: Console, study: Study) -> None:
         console.print(f"trainer: {uneven}", highlight=False, soft_wrap=True)
     console.print(_routes(study))
     console.print(_ranks(study))
-    if study.timed:
-        console.print(_links(study))
+    console.print(_links(study))
     slowest = study.slowest_part
     measured = [
         (
@@ -56,9 +55,8 @@ def show_study(console: Console, study: Study) -> None:
             f"measured), {size(study.peak_rss_bytes)} of memory in this process",
         ),
     ]
-    told = _link_times(study) if study.timed else [("T, time, staging", options.untimed)]
     summary = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for key, value in [*told, *measured]:
+    for key, value in [*_link_times(study), *measured]:
         summary.add_row(key, escape(value))
     console.print(summary, highlight=False)
     if study.bulk_share < _USUAL_BULK_SHARE:
@@ -77,18 +75,24 @@ def _link_times(study: Study) -> list[tuple[str, str]]:
     relays = ", engine ranks of a host pass on what they share" if analysis.fan_out else ""
     # A bucket that is passed on in a later round is not free for the next one.
     held_longer = " (more where a rank passes on)" if analysis.fan_out else ""
+    straight = (
+        " straight into the engines' parameters; through buckets, where those can't be mapped (as vLLM's sleep mode may have it), each byte "
+        "is copied twice"
+        if options.hosts.shared_gpus
+        else ""
+    )
     return [
         (
             "speed of light T",
             f"{seconds(analysis.bound_seconds)} of bulk (the least that some link needs, whoever sends)",
         ),
-        ("predicted, bulk", f"{seconds(analysis.predicted_seconds)}{relays}"),
+        ("predicted, bulk", f"{seconds(analysis.predicted_seconds)}{relays}{straight}"),
         ("predicted, misc", _misc(study)),
         ("predicted, total", f"{seconds(study.predicted_seconds)}"),
         ("busiest link", f"{analysis.busiest_link_ratio:.3f} x the least that ownership allows"),
         (
             "staging memory",
-            f"p2p: 2 x {options.streams} stream{'s' if options.streams > 1 else ''} x {size(analysis.bucket_bytes)} = "
+            f"{'buckets' if options.hosts.shared_gpus else 'p2p'}: 2 x {options.streams} stream{'s' if options.streams > 1 else ''} x {size(analysis.bucket_bytes)} = "
             f"{size(study.staging_bytes)} at most{held_longer} for each direction and rank (a round fills {size(max(p.staging_bytes for p in study.parts))}); "
             "ipc needs none",
         ),

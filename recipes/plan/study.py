@@ -71,11 +71,6 @@ class Study:
     peak_rss_bytes: int
 
     @property
-    def timed(self) -> bool:
-        """Whether links and times mean anything."""
-        return not self.options.untimed
-
-    @property
     def slowest_part(self) -> Part:
         """The measured rank that took longest."""
         return max(self.parts, key=lambda part: part.seconds)
@@ -92,8 +87,9 @@ class Study:
         The path runs after the shards, so its time comes on top of theirs.
         """
         topology = self.analysis.topology
-        rate = topology.nvlink_gb_per_s if topology.hosts == 1 else topology.nic_gb_per_s
-        return self.misc_bytes / rate / 1e9
+        trainer_0, engines = np.array(0), np.arange(self.analysis.train_ranks, len(topology.host_of))
+        slowest = int(topology.ways(trainer_0, engines).min())
+        return self.misc_bytes / float(topology.gb_per_s[slowest]) / 1e9
 
     @property
     def predicted_seconds(self) -> float:
@@ -130,7 +126,7 @@ class Study:
         return sorted(rows, key=lambda row: (order[row.route], -row.nbytes, row.reason))
 
     def as_json(self, train: str, gen: str) -> dict[str, object]:
-        """The keys that ``--json`` prints; ``train`` and ``gen`` as the user wrote them, times null if nothing tells them."""
+        """The keys that ``--json`` prints; ``train`` and ``gen`` as the user wrote them."""
         misc = {row.reason: row.nbytes for row in self.routes() if row.route == "misc"}
         return {
             "model": self.options.model.name,
@@ -142,9 +138,9 @@ class Study:
             "misc_reasons": misc,
             "seconds_compile_max": self.slowest_part.seconds,
             "peak_rss_bytes": self.peak_rss_bytes,
-            "busiest_link_ratio": self.analysis.busiest_link_ratio if self.timed else None,
-            "predicted_seconds": self.predicted_seconds if self.timed else None,
-            "bound_seconds": self.bound_seconds if self.timed else None,
+            "busiest_link_ratio": self.analysis.busiest_link_ratio,
+            "predicted_seconds": self.predicted_seconds,
+            "bound_seconds": self.bound_seconds,
             "violations": [],
         }
 
