@@ -76,8 +76,8 @@ def _link_times(study: Study) -> list[tuple[str, str]]:
     # A bucket that is passed on in a later round is not free for the next one.
     held_longer = " (more where a rank passes on)" if analysis.fan_out else ""
     straight = (
-        " straight into the engines' parameters; through buckets, where those can't be mapped (as vLLM's sleep mode may have it), each byte "
-        "is copied twice"
+        " straight into the engines' parameters; through buckets, where those can't be mapped (as vLLM's sleep mode may have "
+        "it), each byte is copied twice"
         if options.hosts.shared_gpus
         else ""
     )
