@@ -78,6 +78,20 @@ class StoresQuantized(Protocol):
 
 
 @runtime_checkable
+class GivesMemoryBack(Protocol):
+    """What a generation rank offers beside :class:`WeightDestination` if its weights may sleep between refits."""
+
+    @property
+    def gives_memory_back(self) -> bool:
+        """Whether the driver is to get the weights' memory back while they sleep: no peer may keep it mapped then."""
+
+
+def gives_memory_back(endpoint: object) -> bool:
+    """As the endpoint says; one that says nothing keeps its memory."""
+    return isinstance(endpoint, GivesMemoryBack) and endpoint.gives_memory_back
+
+
+@runtime_checkable
 class HoldsQuantized(Protocol):
     """What a trainer rank offers beside :class:`WeightSource` if it may keep weights quantized itself."""
 

@@ -103,8 +103,8 @@ def _engine(config: TrainConfig) -> Iterator[Violation]:
     if config.policy.nccl_xfer_refit and config.policy.refit.transport == "ipc":
         yield Violation(
             ("policy.refit.transport", "generation.backend", ENABLED),
-            "policy.refit.transport: ipc, but vLLM's sleep mode keeps weights in memory that no other process can map; give "
-            "auto, which goes through buckets that both map",
+            "policy.refit.transport: ipc, but vLLM's sleep mode keeps weights in memory that other processes can map on some hosts "
+            "only; give auto, which goes through buckets elsewhere",
         )
     if vllm.distributed_executor_backend == "ray":
         key = "generation.vllm.distributed_executor_backend"

@@ -36,6 +36,8 @@ class BulkPath:
         plan: Plan | BroadcastPlan,
         chosen: tuple[str, str],
         fragments: Sequence[Fragment],
+        *,
+        lends: bool = False,
     ):
         """Open the chosen transport.
 
@@ -46,6 +48,7 @@ class BulkPath:
             plan: this rank's.
             chosen: name of the transport, and why.
             fragments: this rank's.
+            lends: whether this rank gives their memory back between refits.
 
         Raises:
             TransportUnavailable: on every rank, if any can't; under ``auto`` only if the fallback can't either.
@@ -54,7 +57,9 @@ class BulkPath:
         self._bindings = 0
         self.name, self.reason = chosen
         self._falls_back = config.transport == "auto" and self.name != FALLBACK
-        self._make = partial(make_transport, channel=channel, device=device, plan=plan, config=config)
+        self._make = partial(
+            make_transport, channel=channel, device=device, plan=plan, config=config, lends=lends
+        )
         self._transport = self._make(self.name)
         try:
             self.bind(fragments)

@@ -16,7 +16,7 @@ class ColocatedIpcEngine(NcclXferEngine):
     """As ``nccl_xfer``, over the ranks' shared memory.
 
     Weights go straight into the engines' parameters where those can be mapped (``ipc``), and else through buckets
-    (CUDA IPC, or host memory), as the misc path does. Pools without shareable handles, as vLLM's sleep mode has, so
+    (CUDA IPC, or host memory), as the misc path does. Pools without shareable handles, as vLLM's sleep mode may have, so
     cost two buckets for each direction and stream, and no copy of the model.
     """
 

@@ -11,7 +11,7 @@ import torch
 
 from ..channel import Channel
 from ..config import RefitConfig
-from ..endpoints import WeightDestination, WeightSource, holdings_of
+from ..endpoints import WeightDestination, WeightSource, gives_memory_back, holdings_of
 from ..errors import RefitError
 from ..holdings import Holdings, SpecTable
 from ..layout import Fragment
@@ -96,7 +96,15 @@ class NcclXferEngine(CheckpointEngine):
     def init_process_group(self) -> None:
         device = self._endpoint.device
         fragments, self._initial = self._initial, []
-        self._bulk = BulkPath(self.channel, self.config, device, self.plan, self._chosen, fragments)
+        self._bulk = BulkPath(
+            self.channel,
+            self.config,
+            device,
+            self.plan,
+            self._chosen,
+            fragments,
+            lends=gives_memory_back(self._endpoint),
+        )
         self._storage: Hashable = self._endpoint.storage_key()
         misc = self.manifest.specs("misc")
         # Kept, since a refit must not walk through thousands of weights.

@@ -65,9 +65,17 @@ def choose(transport: str, told: Sequence[object], train_ranks: int) -> tuple[st
 
 
 def make_transport(
-    transport: str, channel: Channel, device: torch.device, plan: Plan | BroadcastPlan, config: RefitConfig
+    transport: str,
+    channel: Channel,
+    device: torch.device,
+    plan: Plan | BroadcastPlan,
+    config: RefitConfig,
+    *,
+    lends: bool = False,
 ) -> Transport:
     """A transport by name, for a plan of its kind, with communicators of its own; all ranks at the same time.
+
+    ``lends``: whether this rank gives the memory of its parameters back between refits.
 
     Raises:
         ValueError: no transport has that name.
@@ -95,6 +103,7 @@ def make_transport(
             channel.timeout_s,
             channel.check_abort,
             world.describe,
+            lends=lends,
         )
     if transport == "golden" and isinstance(plan, BroadcastPlan):
         return GoldenTransport(group(1), world.rank, plan, config.verify, is_source=world.is_source)

@@ -292,12 +292,30 @@ def test_twenty_turns_fit_in_stages_with_flat_memory(
     }
     reporter.write_line(f"\n{json.dumps(table)}")
     received = [record for record in turns["records"] if record["role"] == "generation"]
-    assert {record["transport"] for record in received} == {"buckets"}
+    (transport,) = {record["transport"] for record in received}
+    # Straight into the parameters if vLLM's pool can export its memory, which depends on the host.
+    assert transport in ("ipc", "buckets")
     rates = sorted(record["bytes_bulk"] / record["seconds"]["transfer"] / 1e9 for record in received[1:])
+    median = rates[len(rates) // 2]
     reporter.write_line(
-        f"{received[0]['bytes_bulk'] / 1e9:.1f} GB a refit; GB/s {rates[0]:.0f} to {rates[-1]:.0f}, median "
-        f"{rates[len(rates) // 2]:.0f}; stages of the last {json.dumps(received[-1]['seconds'])}"
+        f"{transport}: {received[0]['bytes_bulk'] / 1e9:.1f} GB a refit; GB/s {rates[0]:.0f} to {rates[-1]:.0f}, median "
+        f"{median:.0f}, {median / copy_rate():.0%} of the GPU's own copies; seconds of the last {received[-1]['seconds']}"
     )
+
+
+def copy_rate() -> float:
+    """GB/s of payload that the GPU copies within its memory."""
+    source = torch.ones(4 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return source.nbytes / min(seconds) / 1e9
 
 
 def test_the_same_model_runs_out_of_memory_if_all_wakes_at_once(found: dict[str, Any]) -> None:

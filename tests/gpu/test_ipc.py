@@ -65,6 +65,18 @@ def test_memory_that_was_given_back_and_came_anew_is_noticed_whatever_its_addres
         assert [refit["wrong"] for refit in rank["refits"]] == [[], [], []]
 
 
+@pytest.mark.parametrize("expandable", [False, True])
+def test_engines_that_give_their_memory_back_between_refits_have_all_of_it_back(
+    meeting: str, expandable: bool
+) -> None:
+    ranks = run(Scenario(meeting, action="lend", expandable=expandable, rows=200_000))
+    assert all(rank["moved"] == [True] * 3 for rank in ranks)
+    for rank in ranks[2:]:
+        assert [refit["wrong"] for refit in rank["refits"]] == [[], [], []]
+        # What the allocator keeps beside large weights are blocks for small ones.
+        assert all(given > 0.9 * held for held, given in rank["slept"]), rank["slept"]
+
+
 def test_a_killed_sender_ends_in_a_typed_error_that_names_it_within_the_timeout(meeting: str) -> None:
     ranks = run(Scenario(meeting, action="kill", timeout_s=3.0))
     assert ranks[0] is None

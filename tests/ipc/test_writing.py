@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -135,33 +136,47 @@ def test_a_sender_whose_gpu_is_busy_until_its_peers_give_up_writes_nothing(gpu: 
     assert "copy" not in gpu.log
 
 
-def receiver(timeout_s: float) -> object:
+def receiver(timeout_s: float, *, lent: bool = False) -> object:
     view = View(Place(0, 0), (2,), 2)
     inbox = Inbox((view,), Place(0, 1024), Place(0, 2048))
     memory = (Allocation(1 << 40, 4096, "ab" * 64),)
-    return Description("another", "GPU-0", timeout_s, memory, inboxes={0: inbox}).to_json()
+    return Description("another", "GPU-0", timeout_s, memory, inboxes={0: inbox}, lent=lent).to_json()
 
 
-@pytest.mark.parametrize(("ours", "theirs", "allowed"), [(600.0, 60.0, 60.0), (60.0, 600.0, 60.0)])
-def test_a_sender_writes_no_later_than_the_receiver_waits(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, ours: float, theirs: float, allowed: float
-) -> None:
-    memory = SimpleNamespace(bases=[0], close=lambda: None)
+@pytest.fixture
+def connect(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Callable[[IpcTransport, object], None]:
+    memory = SimpleNamespace(bases=[0], close=lambda: gpu.step("unmap"))
     monkeypatch.setattr(one_sided, "ImportedMemory", lambda *_: memory)
     copies = SimpleNamespace(launch=lambda: gpu.step("copy"))
     for user in (module, one_sided):
         monkeypatch.setattr(user, "CopyTable", SimpleNamespace(build=lambda pairs, device: copies))
+
+    def connect(one: IpcTransport, described: object) -> None:
+        source = Strided.packed(0, (4,), 2)
+        parts: dict[str, Any] = {
+            "_bound_sends": {1: [(PLAN.sends[0][0], [source])]},
+            "_sent_proofs": SimpleNamespace(
+                sums=torch.zeros(1, 2, dtype=torch.int64), compute=lambda refit: None
+            ),
+        }
+        for name, part in parts.items():
+            setattr(one, name, part)
+        one.connect([None, described])
+
+    return connect
+
+
+@pytest.mark.parametrize(("ours", "theirs", "allowed"), [(600.0, 60.0, 60.0), (60.0, 600.0, 60.0)])
+def test_a_sender_writes_no_later_than_the_receiver_waits(
+    gpu: Gpu,
+    connect: Callable[[IpcTransport, object], None],
+    monkeypatch: pytest.MonkeyPatch,
+    ours: float,
+    theirs: float,
+    allowed: float,
+) -> None:
     one = sender(gpu, ours)
-    source = Strided.packed(0, (4,), 2)
-    parts: dict[str, Any] = {
-        "_bound_sends": {1: [(PLAN.sends[0][0], [source])]},
-        "_sent_proofs": SimpleNamespace(
-            sums=torch.zeros(1, 2, dtype=torch.int64), compute=lambda refit: None
-        ),
-    }
-    for name, part in parts.items():
-        setattr(one, name, part)
-    one.connect([None, receiver(theirs)])
+    connect(one, receiver(theirs))
     now = 1000.0
     monkeypatch.setattr(lease, "time", SimpleNamespace(monotonic=lambda: now))
     one.settle()
@@ -173,3 +188,35 @@ def test_a_sender_writes_no_later_than_the_receiver_waits(
     with pytest.raises(RefitTimeout, match="late writes"):
         one.run(CLOCK)
     assert gpu.log.count("copy") == 2
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_memory_that_its_owner_gives_back_is_unmapped_once_the_writes_have_ended(
+    gpu: Gpu, connect: Callable[[IpcTransport, object], None], lent: bool
+) -> None:
+    one = sender(gpu)
+    for _ in range(2):
+        connect(one, receiver(60.0, lent=lent))
+        assert not one.moved()
+        one.settle()
+        gpu.log.clear()
+        gpu.looks = 3
+        one.run(CLOCK)
+        assert one.moved() is lent
+        assert gpu.log[-2:] == (["writes ended", "unmap"] if lent else ["record writes", "writes ended"])
+        # As a new binding begins.
+        one._on_loan = one._returned = False
+
+
+def test_a_refit_that_breaks_off_returns_lent_memory_when_the_epoch_ends(
+    gpu: Gpu, connect: Callable[[IpcTransport, object], None]
+) -> None:
+    one = sender(gpu)
+    connect(one, receiver(60.0, lent=True))
+    one.settle()
+    gpu.fails_at = "copy"
+    with pytest.raises(RuntimeError, match="no launch"):
+        one.run(CLOCK)
+    assert "unmap" not in gpu.log
+    one.close(failed=True)
+    assert gpu.log[-1] == "unmap"

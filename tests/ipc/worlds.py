@@ -36,7 +36,8 @@ class Scenario:
         sources: trainer ranks, which hold whole experts.
         destinations: engine ranks, which want a part of every expert.
         action: ``refits``, ``move`` (the engines' storage moves before the last refit), ``remap`` (it is given back
-            to the driver before the last refit, and comes anew, at the same addresses if they are free), ``kill`` (the ``victim``
+            to the driver before the last refit, and comes anew, at the same addresses if they are free), ``lend`` (so it
+            is after every refit, and the engines say so), ``kill`` (the ``victim``
             dies instead of the second refit), ``busy`` (trainer rank 0 has its GPU busy beyond the timeout when it
             comes to write the second), ``lie`` (trainer rank 0 tells another checksum in the second), or
             ``epochs`` (as many epochs as ``times``).
@@ -122,6 +123,7 @@ class Rank:
             self.scenario.timeout_s,
             lambda stage: None,
             lambda rank: f"refit rank {rank}",
+            lends=self.scenario.action == "lend" and not self.is_source,
         )
 
     def fragments(self) -> list[Fragment]:
@@ -246,18 +248,42 @@ def _move(rank: Rank) -> dict[str, Any]:
     return {"refits": rows}
 
 
+def _asleep(rank: Rank) -> tuple[int, int]:
+    """Give an engine's memory back to the driver and take it again; its bytes, and how many the GPU had more meanwhile."""
+    storages = [held.untyped_storage() for held in rank.endpoint._wanted.values()]
+    sizes = [storage.nbytes() for storage in storages]
+    free, _ = torch.cuda.mem_get_info(rank.device)
+    for storage in storages:
+        storage.resize_(0)
+    torch.cuda.empty_cache()
+    given = torch.cuda.mem_get_info(rank.device)[0] - free
+    for storage, size in zip(storages, sizes, strict=True):
+        storage.resize_(size)
+    return sum(sizes), given
+
+
+def _lend(rank: Rank) -> dict[str, Any]:
+    rank.open()
+    rows, slept, moved = [], [], []
+    for version in (1, 2, 3):
+        rows.append(rank.refit(version))
+        moved.append(rank.transport.moved())
+        # One engine after another, since they may share a GPU.
+        for turn in range(rank.scenario.size):
+            if turn == rank.rank and not rank.is_source:
+                slept.append(_asleep(rank))
+            rank.meeting.vote()
+        rank.bind()
+    rank.transport.close()
+    return {"refits": rows, "slept": slept, "moved": moved}
+
+
 def _remap(rank: Rank) -> dict[str, Any]:
     rank.open()
     rows = [rank.refit(1), rank.refit(2)]
     still = any(rank.meeting.vote(rank.transport.moved()))
     if not rank.is_source:
-        storages = [held.untyped_storage() for held in rank.endpoint._wanted.values()]
-        sizes = [storage.nbytes() for storage in storages]
-        for storage in storages:
-            storage.resize_(0)
-        torch.cuda.empty_cache()
-        for storage, size in zip(storages, sizes, strict=True):
-            storage.resize_(size)
+        _asleep(rank)
     moved = rank.transport.moved()
     rank.meeting.vote()
     rank.bind()
@@ -360,6 +386,7 @@ def _resources(rank: Rank) -> tuple[int, int]:
 _ACTIONS = {
     "refits": _refits,
     "move": _move,
+    "lend": _lend,
     "remap": _remap,
     "kill": _kill,
     "busy": _busy,

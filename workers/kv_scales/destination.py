@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ...integration.endpoints import StoresQuantized, WeightDestination
+from ...integration.endpoints import StoresQuantized, WeightDestination, gives_memory_back
 from ...integration.errors import RefitMismatch
 from ...integration.layout import Fragment
 from ...integration.manifest import TensorSpec
@@ -54,6 +54,10 @@ class KvScaleDestination:
     @property
     def kept_bytes(self) -> int:
         return self._weights.kept_bytes
+
+    @property
+    def gives_memory_back(self) -> bool:
+        return gives_memory_back(self._weights)
 
     def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
         if not isinstance(self._weights, StoresQuantized):

@@ -69,6 +69,11 @@ class SglangDestination:
         """Bytes of the live parameters of this rank."""
         return sum(p.numel() * p.element_size() for p in self._parameters.values())
 
+    @property
+    def gives_memory_back(self) -> bool:
+        """Whether SGLang lets its memory saver unmap the weights."""
+        return bool(self._runner.server_args.enable_memory_saver)
+
     def storage_key(self) -> Hashable:
         """Changes when a live parameter's storage moves, or when another tensor takes a parameter's place."""
         return storage_key([held[name] for held, name in self._places])

@@ -105,6 +105,11 @@ class VllmDestination:
         """Bytes of the live parameters of this rank."""
         return sum(p.numel() * p.element_size() for p in self._parameters.values())
 
+    @property
+    def gives_memory_back(self) -> bool:
+        """Whether vLLM has its sleep mode, whose pool unmaps the weights."""
+        return bool(self._vllm_config.model_config.enable_sleep_mode)
+
     def storage_key(self) -> Hashable:
         """Changes when a live parameter's storage moves, or when another tensor takes a parameter's place."""
         # Asked of the modules and not of tensors that were seen once: those may have been replaced since.

@@ -78,6 +78,8 @@ class Description:
         address: of the exporter's descriptor server; empty if no allocation has chunks.
         token: to be shown there, hex.
         inboxes: by the rank that sends; none on trainer ranks.
+        lent: whether peers have to let go of the memory after each refit, since its owner gives it back to the driver
+            in between.
     """
 
     process: str
@@ -87,6 +89,7 @@ class Description:
     address: str = ""
     token: str = ""
     inboxes: Mapping[int, Inbox] = field(default_factory=dict)
+    lent: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain data. Views are given by columns, since thousands of them share few strides."""
@@ -110,6 +113,7 @@ class Description:
             "token": self.token,
             "layouts": [list(layout) for layout in layouts],
             "inboxes": inboxes,
+            "lent": self.lent,
         }
 
     @staticmethod
@@ -203,6 +207,7 @@ def _read(data: object) -> Description:
         address=_text(data["address"]),
         token=_hex(data["token"]),
         inboxes=inboxes,
+        lent=_bool(data["lent"]),
     )
 
 
@@ -243,6 +248,12 @@ def _list(value: object, most: int) -> list[Any]:
 def _int(value: object, below: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < below:
         raise ValueError(f"{value!r} is no whole number from 0 to {below - 1}")
+    return value
+
+
+def _bool(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r} is neither true nor false")
     return value
 
 

@@ -2,8 +2,8 @@
 
 Memory of ``cudaMalloc`` has a classic IPC handle, which is plain data. Memory of virtual-memory pools (torch's
 expandable segments) is made of chunks; each is exported as a file descriptor, if its pool asked for that when it
-made the chunk, and the importer maps all of them in one row. Pools that did not (vLLM's sleep mode,
-torch_memory_saver) can't be exported at all, and the reason is raised as :class:`TransportUnavailable`.
+made the chunk, and the importer maps all of them in one row. Pools that did not
+(torch_memory_saver; vLLM's sleep mode where the driver offers it no handles) can't be exported at all, and the reason is raised as :class:`TransportUnavailable`.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _block_at(address: int) -> _Block:
     except DriverError as error:
         raise TransportUnavailable(
             f"the parameters' GPU memory can't be shared with other processes ({error}): it comes from a pool that made "
-            "it without shareable handles, as vLLM's sleep mode and torch_memory_saver do",
+            "it without shareable handles, as torch_memory_saver does, and vLLM's sleep mode on some hosts",
             stage="bind",
         ) from error
 

@@ -39,7 +39,9 @@ class OneSided(Transport):
 
     No byte is staged, and no tensor of a GPU is kept: a trainer that offloads its parameters has their memory back at
     once. Before each refit the caller lets all ranks :meth:`settle`, and then meet. As long as an epoch is open the
-    driver keeps the memory that peers have mapped, even if its owner frees it; the next ``bind`` lets go of it.
+    driver keeps the memory that peers have mapped, even if its owner frees it; the next ``bind`` lets go of it. Memory
+    that is lent, because its owner gives it back between refits, is let go of at the end of each, and bound anew for
+    the next one.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class OneSided(Transport):
         timeout_s: float,
         watch: Callable[[str], None],
         describe_rank: Callable[[int], str],
+        *,
+        lends: bool = False,
     ):
         """Take the plan; nothing is opened yet.
 
@@ -62,6 +66,7 @@ class OneSided(Transport):
             timeout_s: limit of any wait, in seconds.
             watch: called with the stage now and then during a wait; raises if another rank has given up.
             describe_rank: what a user calls a rank.
+            lends: whether the memory that peers write into is this rank's to give back between refits.
 
         Raises:
             PlanError: the plan has relays.
@@ -88,13 +93,18 @@ class OneSided(Transport):
         self._host: HostMemory | None = None
         self._exported: ExportedMemory | None = None
         self._imported: list[ImportedMemory] = []
+        self._lends = lends
+        # Whether some memory of the binding is lent, and whether it has been let go of since.
+        self._on_loan = self._returned = False
         self._mailbox: Mailbox | None = None
         self._sent_proofs = self._landed_proofs = Proofs({}, "off", torch.device("cpu"))
 
     def moved(self) -> bool:
         with self._classifying():
-            return (self._exported is not None and self._exported.moved()) or (
-                self._host is not None and self._host.moved()
+            return (
+                self._returned
+                or (self._exported is not None and self._exported.moved())
+                or (self._host is not None and self._host.moved())
             )
 
     def settle(self) -> None:
@@ -121,6 +131,7 @@ class OneSided(Transport):
         if self._receives:
             views.require_home()
         self._release(failed=False)
+        self._on_loan, self._returned = self._lends and bool(self._receives), False
         self._ended = torch.cuda.Event()
         # Of its own, so that what goes aside needs not wait for the copies.
         self._stream = self._stream or torch.cuda.Stream(self._device)
@@ -153,6 +164,7 @@ class OneSided(Transport):
             address,
             token,
             inboxes,
+            self._lends,
         ).to_json()
 
     def _describe_nothing(self) -> object:
@@ -163,6 +175,7 @@ class OneSided(Transport):
         """Map a peer's memory, until it is let go of."""
         mapped = ImportedMemory(peer, self._device, self._timeout)
         self._imported.append(mapped)
+        self._on_loan |= peer.lent
         return mapped
 
     @contextmanager
@@ -224,6 +237,13 @@ class OneSided(Transport):
             if differs:
                 raise damaged(message, self.rank)
         return covered
+
+    def _return_loans(self, clock: StageClock) -> None:
+        """After a refit whose writes have all landed: let go of the binding if some of its memory is lent."""
+        if self._on_loan:
+            with clock.stage("commit"):
+                self._release(failed=False)
+            self._returned = True
 
     def _catch_up(self, stage: str) -> None:
         """Wait until this rank's GPU has done what was enqueued on the current stream."""

@@ -108,6 +108,7 @@ class IpcTransport(OneSided):
                 aside()
             with self._classifying():
                 verified = self._await_landing(clock)
+                self._return_loans(clock)
         return TransferResult(self._payload, verified)
 
     def _await_landing(self, clock: StageClock) -> int:
