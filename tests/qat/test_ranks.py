@@ -143,6 +143,7 @@ def test_vllm_loads_the_checkpoint_and_takes_refits_of_it_and_computes_what_trai
     # CUDA graphs hold the addresses of what kernels keep beside parameters.
     assert found["workspaces"] == [8, True]
     assert "input_scale" in found["without input scales"]
+    assert "checkpoint that the trainer's own quantization made" in found["a layer left out"]
     assert found["methods"] == {"ModelOptNvFp4LinearMethod"}
     # vLLM's emulation divides by the reciprocal of a scale where its kernels, and training, multiply by the scale.
     assert max(found["apart"].values()) < 2**-7

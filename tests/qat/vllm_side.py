@@ -45,8 +45,19 @@ def serve(path_a: str, path_b: str, with_experts: str) -> dict[str, Any]:
     live, config = loaded(path_a)
     expected, _ = loaded(path_b)
     destination = VllmDestination(live, config, torch.device("cpu"))
-    found: dict[str, Any] = {"without input scales": _refusal(destination, manifest_of(a))}
-    fragments, misc = destination.fragments(manifest_of(a))
+    packed = manifest_of(a)
+    left_out = "model.layers.0.mlp.down_proj"
+    found: dict[str, Any] = {
+        "without input scales": _refusal(
+            destination, [entry for entry in packed if not entry[0].endswith("input_scale")]
+        ),
+        "a layer left out": _refusal(
+            destination,
+            [entry for entry in packed if not entry[0].startswith(left_out)]
+            + [(f"{left_out}.weight", _unpacked(a[f"{left_out}.weight"]), torch.bfloat16)],
+        ),
+    }
+    fragments, misc = destination.fragments(packed)
     found |= {"changed": bool(_differing(live, expected)), "bulk": len(fragments)}
     workspaces = _workspaces(live)
     for version, (tensors, oracle) in enumerate(((b, expected), (a, loaded(path_a)[0])), start=1):
@@ -80,12 +91,17 @@ def _workspaces(model: torch.nn.Module) -> dict[str, int]:
     return {n: m.workspace.data_ptr() for n, m in model.named_modules() if hasattr(m, "workspace")}
 
 
+def _unpacked(codes: torch.Tensor) -> tuple[int, int]:
+    """The shape of the weight."""
+    return codes.shape[0], 2 * codes.shape[1]
+
+
 def _refusal(destination: Any, manifest: Any) -> str:
-    """What is said of a trainer that quantizes weights alone, for an engine that quantizes inputs, too."""
+    """What is said of a trainer that brings these, and not what the engine's packed layers need."""
     from rlrefit.integration.errors import PlanError
 
     try:
-        destination.fragments([entry for entry in manifest if not entry[0].endswith("input_scale")])
+        destination.fragments(manifest)
     except PlanError as error:
         return str(error)
     return ""

@@ -108,11 +108,16 @@ def require_codes(trace: LoaderTrace, manifest: Manifest, parameters: Mapping[st
     if not cast:
         return
     name, parameter, dtype = cast[0]
+    remedy = (
+        "Start the engine from a checkpoint that the trainer's own quantization made (docs/nvfp4.md for NVFP4): it has to "
+        "leave the same layers out"
+        if parameters[parameter].dtype is torch.uint8
+        else "Set policy.refit.trainer_quantize_fp8=true, which serves FP8 in blocks"
+    )
     raise PlanError(
         f"the trainer sends {dtype_name(dtype)} and the engine holds {parameter} as "
         f"{dtype_name(parameters[parameter].dtype)}, to be scaled; its loader would cast the numbers and keep the old scales "
-        f"({len(cast)} such weights). Set policy.refit.trainer_quantize_fp8=true, which serves FP8 in blocks, or start the "
-        "engine without quantization",
+        f"({len(cast)} such weights). {remedy}, or start the engine without quantization",
         stage="trace",
         parameter=name,
     )
