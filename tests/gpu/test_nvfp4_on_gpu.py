@@ -7,6 +7,7 @@ in half a minute.
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import time
@@ -79,7 +80,8 @@ class Scene(LiveEngine):
 
     def __init__(self, folder: Path, trainer: Trainer, case: Case, tell: Callable[[str], None]) -> None:
         trainer.commands.put(Training(folder, case.experts, case.activations))
-        losses = trainer.answer()
+        importlib.import_module("vllm")  # takes seconds, as training does
+        losses = trainer.answer(100.0)
         assert isinstance(losses, list), losses
         self.case, self.losses, self._tell = case, losses, tell
         super().__init__(str(folder / "exported"), trainer, CONFIG, case.arguments)

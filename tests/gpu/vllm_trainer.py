@@ -104,8 +104,8 @@ class Trainer:
         self._process = spawn.Process(target=main, args=(device, self.commands, self.answers))
         self._process.start()
 
-    def answer(self) -> Any:
-        return self.answers.get(timeout=60)
+    def answer(self, timeout_s: float = 60.0) -> Any:
+        return self.answers.get(timeout=timeout_s)
 
     def close(self) -> None:
         self.commands.put(None)
