@@ -39,9 +39,11 @@ class OnceShareable(P2PTransport):
         super().bind(fragments)
 
 
-def make(transport: str, channel: Channel, device: torch.device, plan: Any, config: RefitConfig) -> Transport:
+def make(
+    transport: str, channel: Channel, device: torch.device, plan: Any, config: RefitConfig, *, lends: bool
+) -> Transport:
     if transport != "ipc":
-        return make_transport(transport, channel, device, plan, config)
+        return make_transport(transport, channel, device, plan, config, lends=lends)
     rank = channel.world.rank
     group = Group(channel.store, "one-sided", rank, RANKS, device, channel.timeout_s, channel.check_abort)
     return OnceShareable(group, rank, plan, config.verify)
