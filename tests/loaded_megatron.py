@@ -7,10 +7,12 @@ Attributes:
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import torch
 
+import tests.gloo  # noqa: F401
 from rlrefit.workers.megatron import cpu_standins
 
 FACTORIES, METHODS = (torch.zeros, torch.tensor), (torch.Tensor.type, torch.Tensor.cuda)
@@ -24,3 +26,5 @@ class _Ear(logging.Handler):
 
 logging.getLogger(cpu_standins.__name__).addHandler(_Ear())
 cpu_standins.ensure_megatron()
+# What all processes have in common is never garbage: none of them looks through it again and again, nor copies its pages.
+gc.freeze()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 
+import tests.gloo  # noqa: F401
 from rlrefit.workers.vllm import orphans
 from tests.vllm_processes import forked_engines
 
@@ -25,3 +27,5 @@ _of_all_forks.__enter__()  # engines' cores start the workers
 # The server is the system's parent of them all, which that watch takes for the end of theirs; the tests' processes
 # have a watch of their own.
 orphans._started.set()
+# As in tests.loaded_megatron.
+gc.freeze()
