@@ -14,9 +14,9 @@ import torch
 from rlrefit.recipes.run_files import write_whole
 from tests.spawn import run_ranks, run_together
 
-from .ranks import Layout, build, gathered, mesh_of, step
+from .ranks import Layout, adam_of, build, gathered, mesh_of, step
 
-TRAIN_RANKS, GEN_RANKS, VERSIONS = 4, 2, 3
+TRAIN_RANKS, GEN_RANKS, VERSIONS = 4, 2, 2
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _train(rank: int, case: Case, mesh: Any) -> list[dict[str, Any]]:
     from .models import save_whole
 
     trained = build(case.checkpoint, case.layout, mesh)
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
+    optimizer = adam_of(trained)
 
     class Trainer(FSDPRefitMixin):
         model = trained

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from rlrefit.recipes.run_files import write_whole
-from tests.fsdp.ranks import Layout, mesh_of
+from tests.fsdp.ranks import Layout, adam_of, mesh_of
 from tests.spawn import run_ranks, run_together
 
 TRAIN_RANKS, GEN_RANKS, VERSIONS = 4, 2, 2
@@ -155,7 +155,7 @@ def _train(rank: int, case: Case, mesh: Any) -> Report:
     from rlrefit.workers.fsdp.mixin import FSDPRefitMixin
 
     trained = shard(adapted(case), case.layout, mesh)
-    optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = adam_of(trained)
 
     class Trainer(FSDPRefitMixin):
         model = trained
