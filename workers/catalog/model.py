@@ -176,14 +176,23 @@ def _in_export_order(architecture: Architecture) -> Iterator[Weight]:
     """Weights by Megatron's parameters, sorted as Bridge sorts them; a stacked weight where its last expert stands."""
     weights: dict[str, Weight] = {}
     owners: list[tuple[tuple[list[int], str], tuple[str, ...]]] = []
+    # By identity: layers of one kind share their units.
+    known: dict[int, tuple[list[Weight], list[tuple[str, list[str]]]]] = {}
     for section in architecture.sections:
         if section.second or section.train is None:
             continue
         for unit in section.units:
-            weights |= {section.hf + w.name: w._replace(name=section.hf + w.name) for w in unit.weights()}
-            for param in unit.train(Place()):
-                names = dict.fromkeys([*(part.name for part in param.parts), *param.refused])
-                owners.append((_sort_key(section, param.name), tuple(section.hf + n for n in names)))
+            if id(unit) not in known:
+                names_of = [
+                    (param.name, list(dict.fromkeys([*(part.name for part in param.parts), *param.refused])))
+                    for param in unit.train(Place())
+                ]
+                known[id(unit)] = list(unit.weights()), names_of
+            of_unit, params = known[id(unit)]
+            for weight in of_unit:
+                weights[section.hf + weight.name] = weight._replace(name=section.hf + weight.name)
+            for param, names in params:
+                owners.append((_sort_key(section, param), tuple(section.hf + name for name in names)))
     last = {name: i for i, (_, names) in enumerate(sorted(owners)) for name in names}
     for name in sorted(last, key=lambda name: last[name]):
         yield weights[name]
