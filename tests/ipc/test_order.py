@@ -41,6 +41,12 @@ def test_pieces_are_as_large_as_they_may_be() -> None:
     assert len(list(pieces(Write(packed(0, (8, 100)), packed(0, (8, 100))), 1600))) == 1
 
 
+@pytest.mark.parametrize("target", [packed(0, (4, 5)), packed(0, (5, 4), 4)])
+def test_two_sides_of_different_geometry_are_refused(target: Strided) -> None:
+    with pytest.raises(ValueError, match="wrong place"):
+        list(pieces(Write(packed(0, (5, 4)), target), 8))
+
+
 @given(
     st.dictionaries(st.integers(0, 20), st.lists(st.integers(1, 50), max_size=12), max_size=5),
     st.integers(0, 9),

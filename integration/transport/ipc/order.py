@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from ...packing import EncodedView, Strided
@@ -20,25 +22,62 @@ class Write(NamedTuple):
 
 
 def pieces(write: Write, most: int = PIECE_BYTES) -> Iterator[Write]:
-    """Cut a write along its outer dimensions into parts of at most ``most`` bytes, or of one element."""
-    if isinstance(write.source, EncodedView):
-        for strip in write.source.strips(most):
-            yield Write(write.source.slice(strip), write.target.slice(strip))
+    """Cut a write along its outer dimensions into parts of at most ``most`` bytes, or of one element.
+
+    Raises:
+        ValueError: the two sides have different shapes or item sizes.
+    """
+    source, target = write
+    if isinstance(source, EncodedView):
+        for strip in source.strips(most):
+            yield Write(source.slice(strip), target.slice(strip))
         return
-    shape, nbytes = write.source.shape, write.source.nbytes
+    if source.shape != target.shape or source.itemsize != target.itemsize:
+        raise ValueError(
+            f"memory of shape {source.shape} and item size {source.itemsize} can't be written to {target.shape} and "
+            f"{target.itemsize}; bytes would land in the wrong place"
+        )
+    for cut in _cuts(source.shape, source.strides, target.strides, source.itemsize, most):
+        yield Write(
+            Strided(source.address + cut.from_source, cut.shape, source.strides, source.itemsize),
+            Strided(target.address + cut.from_target, cut.shape, target.strides, target.itemsize),
+        )
+
+
+class _Cut(NamedTuple):
+    """A part: bytes from the first element of either side to its first, and its shape."""
+
+    from_source: int
+    from_target: int
+    shape: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def _cuts(
+    shape: tuple[int, ...],
+    of_source: tuple[int, ...],
+    of_target: tuple[int, ...],
+    itemsize: int,
+    most: int,
+) -> tuple[_Cut, ...]:
+    """Where to cut memory of one shape, which most weights of a model share; ``of_…`` are strides in bytes."""
+    nbytes = prod(shape) * itemsize
     dim = next((i for i, n in enumerate(shape) if n > 1), None)
     if nbytes <= most or dim is None:
-        yield write
-        return
-    parts = -(-nbytes // most)
-    step = -(-shape[dim] // parts)
+        return (_Cut(0, 0, shape),)
+    step = -(-shape[dim] // -(-nbytes // most))
+    found = []
     for start in range(0, shape[dim], step):
-        box = tuple((start, min(start + step, n)) if i == dim else (0, n) for i, n in enumerate(shape))
-        part = Write(write.source.slice(box), write.target.slice(box))
-        if part.source.nbytes > most:
-            yield from pieces(part, most)
-        else:
-            yield part
+        part = (*shape[:dim], min(step, shape[dim] - start), *shape[dim + 1 :])
+        found += [
+            _Cut(
+                start * of_source[dim] + inner.from_source,
+                start * of_target[dim] + inner.from_target,
+                inner.shape,
+            )
+            for inner in _cuts(part, of_source, of_target, itemsize, most)
+        ]
+    return tuple(found)
 
 
 def interleave(writes: Mapping[int, Sequence[Write]], first: int) -> list[Write]:
