@@ -84,9 +84,14 @@ _SERVERS[VLLM].set_forkserver_preload(_PRELOADED_WITH_VLLM)
 
 
 class _Process(ForkServerProcess):
-    """Ends with the process that started it, is no nicer than that, and knows the servers."""
+    """Ends with the process that started it, is no nicer than that, and knows the servers.
+
+    Attributes:
+        watches_parent: whether a thread of its own sees to its end; one that forks has no threads, and sees to it itself.
+    """
 
     server: ClassVar[str] = MEGATRON
+    watches_parent = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -114,7 +119,8 @@ class _Process(ForkServerProcess):
             server = _SERVERS[name]
             server._forkserver_address, server._forkserver_alive_fd = address, alive.detach()
         os.nice(self._niceness - os.nice(0))
-        threading.Thread(target=_end_with_the_parent, daemon=True).start()
+        if self.watches_parent:
+            threading.Thread(target=_end_with_the_parent, daemon=True).start()
         super().run()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -45,7 +46,9 @@ def test_a_server_starts_without_gpus_and_the_session_keeps_its_environment() ->
     server.ensure_running()
     try:
         first = server._forkserver_pid
-        pairs = Path(f"/proc/{first}/environ").read_bytes().split(b"\0")
+        while not (environ := Path(f"/proc/{first}/environ").read_bytes()):
+            time.sleep(0.01)  # it is only being started
+        pairs = environ.split(b"\0")
         assert {b"CUDA_VISIBLE_DEVICES=", b"OMP_NUM_THREADS=1"} <= set(pairs)
         assert dict(os.environ) == environment
         server.ensure_running()

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 
 from rlrefit.recipes.cli import main
 from rlrefit.recipes.run_files import read_json_lines
+from tests.warm_python import forks_of, warm_python
 
 # Small enough to be quick, large enough that every part of a step has something to do.
 SHORT = (
@@ -25,10 +28,20 @@ SHORT = (
 )
 
 
-def rlrefit(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    """Start ``rlrefit`` with the arguments."""
+@contextmanager
+def python_of_a_run() -> Iterator[Path]:
+    """A Python for the command and its ranks: a warm one, but where they take GPUs, which nothing forked can."""
+    if Path("/dev/nvidiactl").exists():
+        yield Path(sys.executable)
+    else:
+        with warm_python() as python:
+            yield python
+
+
+def rlrefit(*arguments: str, cwd: Path, python: Path = Path(sys.executable)) -> subprocess.Popen[str]:
+    """Start ``rlrefit`` with the arguments, by this Python or a warm one."""
     return subprocess.Popen(
-        [sys.executable, "-m", "rlrefit.recipes.cli", *arguments],
+        [python, "-m", "rlrefit.recipes.cli", *arguments],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -84,8 +97,12 @@ def wait_for_step(process: subprocess.Popen[str], step: int, timeout_s: float = 
 
 def ray_processes_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """All processes that Ray started for a command; those of other runs on the machine are left out."""
-    children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if child.is_running()]
+    command = psutil.Process(process.pid)
+    found = [command]
+    for one in found:  # grows
+        found += one.children() + forks_of(one)
+    own = [command, *forks_of(command)]
+    return [child for child in found if child not in own and child.is_running()]
 
 
 def kill_rank(process: subprocess.Popen[str], actor: str) -> None:

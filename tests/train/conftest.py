@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from unittest import mock
 
 import pytest
 import ray
@@ -11,12 +13,18 @@ import ray
 from rlrefit.recipes.cluster import ray_cluster
 from rlrefit.recipes.config_schema import RayConfig
 from tests.spawn import processes
+from tests.warm_python import warm_python
 
 RANKS = 4
 
 
 def _hold(pipe: Connection) -> None:
-    with ray_cluster(RayConfig(), RANKS):
+    # Ray's workers run by the Python of who starts the cluster.
+    with (
+        warm_python() as python,
+        mock.patch.object(sys, "executable", str(python)),
+        ray_cluster(RayConfig(), RANKS),
+    ):
         pipe.send(ray.get_runtime_context().gcs_address)
         pipe.poll(None)  # until the fixture ends, or its process does
 

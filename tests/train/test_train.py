@@ -13,6 +13,8 @@ import psutil
 import pytest
 
 from tests.ahead import FoundAhead, keeping_time
+from tests.vllm_processes import vllm_processes
+from tests.warm_python import ENGINE, warm_python
 
 from .command import (
     SHORT,
@@ -20,6 +22,7 @@ from .command import (
     finish,
     kill_rank,
     metrics,
+    python_of_a_run,
     ray_processes_of,
     rlrefit,
     run_here,
@@ -61,13 +64,14 @@ class Ended:
 
 def lose_a_rank(cwd: Path) -> Ended:
     """The demo, which saves a checkpoint after every second step, and loses a rank when it has learned."""
-    process = rlrefit(*RUN, "algorithm.steps=200", cwd=cwd)
-    wait_for_step(process, LEARNED + 1)  # a step is told after its checkpoint is written
-    ranks = ray_processes_of(process)
-    kill_rank(process, "TransformersActor")
-    start = time.monotonic()
-    code, output = finish(process, timeout_s=90)
-    return Ended(cwd, code, output, time.monotonic() - start, _left_of(ranks))
+    with python_of_a_run() as python:
+        process = rlrefit(*RUN, "algorithm.steps=200", cwd=cwd, python=python)
+        wait_for_step(process, LEARNED + 1)  # a step is told after its checkpoint is written
+        ranks = ray_processes_of(process)
+        kill_rank(process, "TransformersActor")
+        start = time.monotonic()
+        code, output = finish(process, timeout_s=90)
+        return Ended(cwd, code, output, time.monotonic() - start, _left_of(ranks))
 
 
 @pytest.mark.timeout(900)
@@ -116,13 +120,14 @@ def go_on_and_interrupt(died: Ended, cwd: Path) -> Resumed:
     damaged = max(newest.iterdir(), key=lambda path: path.stat().st_size)
     with damaged.open("r+b") as file:
         file.truncate(damaged.stat().st_size // 2)
-    process = rlrefit(*GO_ON, "resume=true", cwd=cwd)
-    output = wait_for_step(process, _step_of(newest))
-    ranks = ray_processes_of(process)
-    process.send_signal(signal.SIGINT)
-    start = time.monotonic()
-    code, rest = finish(process)
-    return Resumed(cwd, code, output + rest, time.monotonic() - start, _left_of(ranks), good, damaged)
+    with python_of_a_run() as python:
+        process = rlrefit(*GO_ON, "resume=true", cwd=cwd, python=python)
+        output = wait_for_step(process, _step_of(newest))
+        ranks = ray_processes_of(process)
+        process.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        code, rest = finish(process)
+        return Resumed(cwd, code, output + rest, time.monotonic() - start, _left_of(ranks), good, damaged)
 
 
 @keeping_time  # Ray gives up starting after half a minute
@@ -182,7 +187,9 @@ def test_three_grpo_steps_with_vllm_keep_the_generation_kl_below_a_thousandth_in
 ) -> None:
     joined = (f"ray.address={ray_address}", f"run_root={tmp_path}")
     arguments = ("train", "recipe=grpo_tiny_vllm", "algorithm.steps=3", *joined, *SHORT)
-    code, output = run_here(*arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    with warm_python(vllm_processes, ENGINE) as python:
+        of_engine = f"ray.generation_env.WARM_PYTHON={python.with_name('socket')}"
+        code, output = run_here(*arguments, of_engine, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     assert code == 0, output
     folder = tmp_path / "grpo_tiny_vllm"
     rows = metrics(folder)

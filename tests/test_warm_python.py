@@ -1,0 +1,120 @@
+"""A Python for the command lines of others, in whose place warm processes are forked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.warm_python import forks_of, warm_python
+
+TOLD = """
+import os, signal, sys, threading
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print(os.environ["ROLE"], os.getcwd(), sys.argv[1:], os.nice(0), sys.path[1], sys.executable, flush=True)
+if sys.argv[1:] == ["wait"]:
+    threading.Event().wait()
+if sys.argv[1:] == ["fail"]:
+    raise KeyError("what is missing")
+"""
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[Path]:
+    with warm_python(loaded=("ray",)) as python:
+        yield python
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Path:
+    """A script of the name that Ray's workers run."""
+    script = tmp_path / "default_worker.py"
+    script.write_text(TOLD)
+    return script
+
+
+def start(python: Path, worker: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [python, worker, *arguments],
+        cwd=worker.parent,
+        env={**os.environ, "ROLE": "worker", "PYTHONPATH": "/first:/second", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: os.nice(2),
+    )
+
+
+def test_a_worker_runs_with_the_environment_folder_arguments_and_niceness_of_its_command(
+    python: Path, worker: Path
+) -> None:
+    process = start(python, worker, "one", "two")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out == f"worker {worker.parent} ['one', 'two'] {os.nice(0) + 2} /first {python}\n"
+
+
+def test_what_ray_reads_as_it_is_loaded_is_read_for_each_cluster_and_job(python: Path, worker: Path) -> None:
+    worker.write_text("from ray._raylet import Config; print(Config.kill_worker_timeout_milliseconds())")
+    for milliseconds in ("111", "222", "111"):
+        out, _ = start(python, worker, RAY_kill_worker_timeout_milliseconds=milliseconds).communicate(
+            timeout=60
+        )
+        assert out == f"{milliseconds}\n"
+
+
+def test_what_a_worker_raises_is_told_and_gives_its_exit_code(python: Path, worker: Path) -> None:
+    process = start(python, worker, "fail")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "KeyError: 'what is missing'" in err
+
+
+def test_signals_reach_the_worker_and_its_end_is_its_commands(python: Path, worker: Path) -> None:
+    process = start(python, worker, "wait")
+    fork = fork_of(process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 7
+    assert not fork.is_running()
+    process = start(python, worker, "wait")
+    fork_of(process).kill()
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_worker_ends_with_its_command_and_with_the_program(worker: Path) -> None:
+    with warm_python(loaded=("ray",)) as python:
+        killed, left = (start(python, worker, "wait") for _ in range(2))
+        of_killed, of_left = fork_of(killed), fork_of(left)
+        killed.kill()
+        of_killed.wait(20)
+        assert of_left.is_running()
+    assert not of_left.is_running()
+    _, err = left.communicate(timeout=60)
+    killed.communicate(timeout=60)
+    assert left.returncode == -signal.SIGKILL, err
+    assert not python.exists()
+
+
+def test_all_else_is_run_by_the_python_itself(python: Path) -> None:
+    done = subprocess.run([python, "-c", "import sys; print(sys.executable)"], capture_output=True, text=True)
+    assert done.stdout == f"{sys.executable}\n", done.stderr
+
+
+def fork_of(process: subprocess.Popen[str]) -> psutil.Process:
+    """When it waits."""
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("worker")
+    deadline = time.monotonic() + 20
+    while not (forks := forks_of(psutil.Process(process.pid))):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return forks[0]
