@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from vllm_checkpoints import dense_config, moe_config, read_checkpoint, write_checkpoint
-from vllm_engines import GEN_RANKS, PROMPTS, Engine, Sampled, ScriptEngine, ServerEngine
+from vllm_engines import GEN_RANKS, PROMPTS, TOKENS, Engine, Sampled, ScriptEngine, ServerEngine
 from vllm_trainers import CONFIG, RANKS, Trainers
 
 from rlrefit.integration.colocated import ColocatedCycle
@@ -204,7 +204,7 @@ def test_requests_that_may_not_go_on_hold_tokens_of_one_version(scene: Scene, mo
     sending[0].result()
     assert [s.reason for s in found] == [reason] * 2
     assert {v for s in found for v in s.versions} == {first}
-    assert scene.engine.generate(PROMPTS[:1])[0].versions == [scene.version] * 16
+    assert scene.engine.generate(PROMPTS[:1])[0].versions == [scene.version] * TOKENS
 
 
 def test_a_failing_refit_raises_the_workers_own_error_and_the_engine_serves_on(scene: Scene):

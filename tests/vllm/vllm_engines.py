@@ -17,7 +17,7 @@ from rlrefit.workers.vllm.token_versions import Generated
 
 # The last one fills whole blocks of the KV cache, so that its prefix is kept for the next request.
 PROMPTS = [[5, 17, 33, 90], [101, 7, 8, 9, 10, 11], [64], [3 + i % 100 for i in range(160)]]
-TOKENS = 16
+TOKENS = 8
 GEN_RANKS = 2
 
 
