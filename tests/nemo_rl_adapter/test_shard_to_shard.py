@@ -30,11 +30,18 @@ from tests.nemo_rl_adapter.run_workers import (
     called,
     timer,
 )
+from tests.ray_cluster import warm_cluster
 from tests.refit.models import make_model
 from tests.spawn import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120.0
+LOADED = (
+    "tests.nemo_rl_adapter.run_workers",
+    "transformers.models.qwen3.modeling_qwen3",
+    "rlrefit.workers.transformers_engine.engine",
+    "rlrefit.workers.nemo_rl.settings",
+)
 
 
 @dataclass(frozen=True)
@@ -96,13 +103,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=128 << 20,
-        log_to_driver=False,
-        runtime_env={"env_vars": env},
-    )
     cfg = {
         "backend": "vllm",
         "colocated": {"enabled": False},
@@ -119,7 +119,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         },
     }
     noted: list[str] = []
-    try:
+    with warm_cluster(LOADED, env, num_cpus=4):
         policies, generations = ray.remote(num_cpus=1)(PolicyWorker), ray.remote(num_cpus=1)(GenerationWorker)
         port = free_port()
         engines = [generations.remote(checkpoint, kind) for kind in ("vllm", "transformers")]
@@ -129,8 +129,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         )  # NeMo-RL's setup returns with all of them started
         called(workers, "checkpoint_engine_rpc", "")
         yield Run(Policy(workers, noted), VllmGeneration(engines, cfg, noted), engines, noted, records_dir)
-    finally:
-        ray.shutdown()
 
 
 def test_two_changed_refits_reach_live_parameters_bit_for_bit_in_nemo_rls_order(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -128,8 +129,10 @@ def shard_fleet(
     actors: int,
     replicas: int,
     overrides: tuple[str, ...] = (),
+    python: str = sys.executable,
 ) -> Iterator[ShardFleet]:
-    """Actors, and replicas of one vLLM worker each, on a cluster of their own; a GPU of Ray's each."""
+    """Actors, and replicas of one vLLM worker each, on a cluster of their own, whose workers ``python`` runs; a GPU of
+    Ray's each."""
     config = _config(folder, checkpoint, overrides).actor_rollout_ref
     gpus = actors + replicas
     ray.init(
@@ -137,7 +140,10 @@ def shard_fleet(
         num_gpus=gpus,
         include_dashboard=False,
         object_store_memory=128 << 20,
-        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}},
+        runtime_env={
+            "py_executable": python,
+            "env_vars": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env},
+        },
     )
     try:
         pool = RayResourcePool([actors], use_gpu=True, max_colocate_count=2, name_prefix="actors")

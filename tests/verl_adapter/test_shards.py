@@ -8,15 +8,26 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
-from tests.ahead import FoundAhead
+from tests.ahead import FoundAhead, keeping_time
+from tests.ray_cluster import OF_WORKERS
+from tests.spawn import run_alone
 from tests.verl_adapter.vllm_name import named_vllm
+from tests.vllm_processes import vllm_processes
+from tests.warm_python import warm_python
 
 TIMEOUT_S = 120.0
+# What the fleet's processes would load for ten seconds each.
+LOADED = (
+    *OF_WORKERS,
+    "tests.verl_adapter.fsdp_actor",
+    "tests.verl_adapter.probe",
+    "verl.workers.rollout.vllm_rollout.vllm_async_server",
+    "rlrefit.workers.verl.engine",
+)
 
 
 @dataclass
@@ -37,22 +48,31 @@ class Seen:
     seconds_to_error: float = 0.0
 
 
+@keeping_time  # Ray gives a cluster half a minute to come up
 def updates(folder: Path) -> Seen:
     """Seven updates of a fleet: one replica, two, one of them killed, the other alone, then as one on the actors' GPUs."""
     checkpoint = make_checkpoint("qwen3", folder / "model")
     path = [named_vllm(folder), str(Path(__file__).resolve().parents[2])]
-    env = {"PYTHONPATH": os.pathsep.join(path)}
     own = {
         "VERL_USE_EXTERNAL_MODULES": "tests.verl_adapter.cpu_platform",
         "VERL_PLATFORM": "cpu",
         "CUDA_VISIBLE_DEVICES": "0,1,2,3",  # numbers that Ray hands out
     }
-    # For this work alone: others follow in its process.
-    with mock.patch.dict(os.environ, own), mock.patch.object(sys, "path", [*path, *sys.path]):
-        return _update(folder, checkpoint, env)
+    seen = run_alone(
+        _drive, folder, checkpoint, path, environment=own, timeout_s=900.0, made_by=vllm_processes
+    )
+    assert isinstance(seen, Seen)
+    return seen
 
 
-def _update(folder: Path, checkpoint: Path, env: dict[str, str]) -> Seen:
+def _drive(folder: Path, checkpoint: Path, path: list[str]) -> Seen:
+    sys.path[:0] = path
+    env = {"PYTHONPATH": os.pathsep.join(path)}
+    with warm_python(vllm_processes, LOADED) as python:
+        return _update(folder, checkpoint, env, str(python))
+
+
+def _update(folder: Path, checkpoint: Path, env: dict[str, str], python: str) -> Seen:
     import ray
     from verl.workers.rollout.replica import RolloutMode
 
@@ -62,7 +82,7 @@ def _update(folder: Path, checkpoint: Path, env: dict[str, str]) -> Seen:
     rollout = "actor_rollout_ref.rollout"
     plain = (f"{rollout}.free_cache_engine=false", f"+{rollout}.enable_sleep_mode=false")
     seen = Seen()
-    with shard_fleet(folder, checkpoint, env | CPU, 2, 2, plain) as fleet:
+    with shard_fleet(folder, checkpoint, env | CPU, 2, 2, plain, python) as fleet:
         manager = fleet.manager(0)
 
         def update(version: int) -> None:

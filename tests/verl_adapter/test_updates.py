@@ -16,11 +16,13 @@ from verl.checkpoint_engine import CheckpointEngineManager
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
+from tests.ray_cluster import warm_cluster
 from tests.spawn import free_port
 from tests.verl_adapter.workers import SPECS, Actor, Replica, RolloutWorker
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 30.0
+LOADED = ("tests.verl_adapter.workers", "rlrefit.integration.adapters.verl")
 
 
 @dataclass(frozen=True)
@@ -64,14 +66,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         },
     )
     rollout = RolloutConfig(name="vllm", checkpoint_engine=config, tensor_model_parallel_size=1)
-    ray.init(
-        num_cpus=5,  # as many processes as actors: Ray starts them ahead
-        include_dashboard=False,
-        object_store_memory=128 << 20,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}},
-    )
-    try:
+    # As many CPUs as actors: Ray starts their processes ahead.
+    with warm_cluster(LOADED, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, num_cpus=5):
         actor, worker = ray.remote(num_cpus=1)(Actor), ray.remote(num_cpus=1)(RolloutWorker)
         port = free_port()
         handles = [actor.remote(config, place(rank, 2, port)) for rank in range(2)]
@@ -79,8 +75,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         actors = RayWorkerGroup(worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls=actor))
         replicas = [Replica(rank, rollout, worker) for rank, worker in enumerate(workers)]
         yield Fleet(config, actors, replicas, records_dir)
-    finally:
-        ray.shutdown()
 
 
 def place(rank: int, size: int, port: int) -> dict[str, str]:
