@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from tests.triton_interpreter import run_interpreted
 
 
 def compare_kernels_with_torch() -> None:
-    """Runs in a process of its own, since Triton decides when a kernel is defined whether to interpret it."""
+    """Runs in a process of its own, which loads the kernels."""
     import torch
 
     from rlrefit.integration.packing import CastTable, ChecksumTable, CopyTable, Strided, checksum
@@ -66,13 +64,4 @@ def compare_kernels_with_torch() -> None:
 
 
 def test_the_kernels_copy_and_add_up_as_torch_does() -> None:
-    code = "from tests.packing.test_kernels_interpreted import compare_kernels_with_torch as c; c()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_interpreted(compare_kernels_with_torch)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import product
 
 import pytest
@@ -15,6 +12,7 @@ from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
 from rlrefit.integration.quantize.fp8_table import Fp8Table
 from rlrefit.integration.quantize.windows import Window
+from tests.triton_interpreter import run_interpreted
 
 NAN, INF = float("nan"), float("inf")
 
@@ -98,20 +96,7 @@ def compare_kernel_with_torch(device: torch.device) -> None:
 
 
 def test_the_kernel_in_tritons_interpreter_gives_torchs_bytes() -> None:
-    code = (
-        "import torch; from tests.quantize.test_fp8_kernels import compare_kernel_with_torch as c; "
-        "c(torch.device('cpu'))"
-    )
-    # A process of its own, since Triton decides when a kernel is defined whether to interpret it.
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_interpreted(compare_kernel_with_torch, torch.device("cpu"))
 
 
 def test_results_that_do_not_fit_their_weight_are_refused() -> None:

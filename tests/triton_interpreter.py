@@ -1,0 +1,27 @@
+"""Runs what compares Triton's kernels with torch where Triton interprets them, on the addresses of CPU tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from tests.spawn import run_alone
+
+
+def run_interpreted(compare: Callable[..., None], *args: Any) -> None:
+    """Call a module's function in a process of its own: Triton decides when a kernel is defined whether to interpret it.
+
+    Raises:
+        RankFailed: with the function's traceback.
+    """
+    run_alone(_call, compare.__module__, compare.__qualname__, args, environment={"TRITON_INTERPRET": "1"})
+
+
+def _call(module: str, name: str, args: tuple[Any, ...]) -> None:
+    # The server has it, with kernels of its own that are not interpreted; its library cannot be loaded twice.
+    for loaded in list(sys.modules):
+        if loaded.partition(".")[0] == "triton" and not loaded.startswith("triton._C"):
+            del sys.modules[loaded]
+    getattr(import_module(module), name)(*args)
