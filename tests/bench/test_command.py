@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import os
 import queue
 import threading
@@ -20,6 +19,7 @@ from rlrefit.recipes.bench.scene import set_up
 from rlrefit.recipes.cli import main
 from rlrefit.workers.catalog import parse_gen, parse_train
 from tests.catalog.shrunken import BLOCK_CONFIGS
+from tests.servers import processes
 
 KEYS = {
     "model", "train", "gen", "dtype", "quantize", "transport", "kept_bytes", "seconds_median", "seconds_min", "seconds_max",
@@ -244,7 +244,7 @@ def _runs(pid):
 
 
 def test_ranks_do_not_outlive_a_command_that_is_killed(moe):
-    context = mp.get_context("spawn")
+    context = processes()
     pids = context.Queue()
     command = context.Process(target=_run_ranks_that_wait, args=(options(moe), pids))
     command.start()

@@ -7,13 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.catalog.shrunken import CONFIGS
 
-# As where the extras are not installed.
+# As where the extras are not installed; command lines in, what became of each out.
 _WITHOUT_EXTRAS = """
-import importlib.abc, sys
+import contextlib, importlib.abc, io, json, sys
 ABSENT = {"matplotlib", "huggingface_hub", "ray", "hydra", "datasets", "transformers", "tokenizers", "safetensors",
           "accelerate", "megatron", "vllm", "pandas", "scipy"}
 
@@ -27,14 +25,26 @@ import importlib.util
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name in ABSENT else found(name, *rest)
 from rlrefit.recipes.cli import main
-sys.exit(main(sys.argv[1:]))
+ended = []
+for arguments in json.loads(sys.argv[1]):
+    errors = io.StringIO()
+    with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(errors):
+        code = main(arguments)
+    ended.append((code, errors.getvalue()))
+print(json.dumps(ended))
 """
 
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", _WITHOUT_EXTRAS, *arguments], capture_output=True, text=True, timeout=120
+def _run(*commands: list[str]) -> list[tuple[int, str]]:
+    """Exit code and errors of each; one process runs them, since it is torch that takes the time to load."""
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_EXTRAS, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
+    assert done.returncode == 0, done.stderr
+    return [(code, errors) for code, errors in json.loads(done.stdout)]
 
 
 def test_reading_the_arguments_loads_nothing_heavy() -> None:
@@ -48,36 +58,27 @@ def test_reading_the_arguments_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == ""
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIGS["qwen3_moe"]))
-    return str(path)
-
-
-def test_plan_needs_the_base_dependencies_only_and_names_the_extra_for_pictures(
-    model: str, tmp_path: Path
+def test_plan_and_bench_need_the_base_dependencies_only_and_name_the_extra_for_pictures_before_they_start(
+    tmp_path: Path,
 ) -> None:
-    layouts = ("--train", "tp=2", "--gen", "tp=2")
-    hosts = tmp_path / "hosts.yaml"
+    model, hosts, page = tmp_path / "config.json", tmp_path / "hosts.yaml", tmp_path / "map.html"
+    model.write_text(json.dumps(CONFIGS["qwen3_moe"]))
     hosts.write_text("gpus_per_host: 2\n")
-    page = tmp_path / "map.html"
-    planned = _run(
-        "plan", "--model", model, *layouts, "--topology", str(hosts), "--heat-map", str(page), "--json"
+    plan = ["plan", "--train", "tp=2", "--gen", "tp=2"]
+    bench = ["bench", "--device", "cpu", "--model", str(model), "--train", "tp=1", "--gen", "tp=1"]
+    planned, refused, unbenched = _run(
+        [*plan, "--model", str(model), "--topology", str(hosts), "--heat-map", str(page), "--json"],
+        [*plan, "--model", "some/model", "--heat-map", str(tmp_path / "map.png")],
+        [*bench, "--timeline", str(tmp_path / "stages.png")],
     )
-    assert planned.returncode == 0, planned.stderr
+    code, errors = planned
+    assert code == 0, errors
     assert page.exists()
-    refused = _run("plan", "--model", "some/model", *layouts, "--heat-map", str(tmp_path / "map.png"))
-    assert refused.returncode == 2
-    assert "needs matplotlib: pip install 'rlrefit[plots]'; or give .html" in refused.stderr
-    assert "needs huggingface_hub: pip install 'rlrefit[hub]'" in refused.stderr
-
-
-def test_bench_without_matplotlib_refuses_a_picture_before_it_starts(model: str, tmp_path: Path) -> None:
-    refused = _run(
-        *("bench", "--device", "cpu", "--model", model, "--train", "tp=1", "--gen", "tp=1"),
-        *("--timeline", str(tmp_path / "stages.png")),
-    )
-    assert refused.returncode == 2
-    assert "needs matplotlib: pip install 'rlrefit[plots]'" in refused.stderr
-    assert ".html" not in refused.stderr
+    code, errors = refused
+    assert code == 2
+    assert "needs matplotlib: pip install 'rlrefit[plots]'; or give .html" in errors
+    assert "needs huggingface_hub: pip install 'rlrefit[hub]'" in errors
+    code, errors = unbenched
+    assert code == 2
+    assert "needs matplotlib: pip install 'rlrefit[plots]'" in errors
+    assert ".html" not in errors
