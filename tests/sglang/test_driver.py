@@ -292,6 +292,60 @@ def test_a_sleep_under_requests_is_refused_and_does_not_end_the_scheduler(
     assert not engine.tokenizer_manager.paused
 
 
+def test_an_idle_engine_is_paused_and_then_looked_at_once(engine: EngineDouble) -> None:
+    refit, calls = SglangRefit(EngineCaller(engine)), engine.tokenizer_manager.calls
+    for version in (0, 1):
+        calls.clear()
+        refit.begin(version, Holder(0).specs())
+        assert calls == ["pause in_place", "flush_cache", "begin"]
+        refit.commit(version)
+
+
+def test_a_batch_that_is_on_its_way_out_is_waited_for_while_the_engine_goes_on(
+    engine: EngineDouble, through: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = engine.tokenizer_manager
+    manager.running = 1
+    flush = manager.flush_cache
+
+    async def flushed(timeout_s: float | None = None) -> Any:
+        if timeout_s and not manager.paused:
+            manager.running = 0
+        return await flush(timeout_s)
+
+    monkeypatch.setattr(manager, "flush_cache", flushed)
+    through(engine, lambda refit: refit.sleep())
+    assert manager.asleep == {"weights", "kv_cache"}
+    assert manager.calls.count("continue") == 1
+    assert not manager.running
+
+
+def test_another_loader_of_the_engine_adds_commands_to_its_workers(
+    engine: EngineDouble, through: Any
+) -> None:
+    manager = engine.tokenizer_manager
+    asked: list[Any] = []
+
+    def work(refit: SglangRefit) -> None:
+        update = manager.update_weights_from_tensor
+
+        async def called(obj: Any, request: Any) -> tuple[bool, str]:
+            if obj.load_format == LOADER:
+                return await update(obj, request)
+            asked.append((obj.load_format, pickle.loads(base64.b64decode(obj.serialized_named_tensors[0]))))
+            manager.worker.count = lambda first: {"count": first + 1}  # type: ignore[attr-defined]
+            return True, "Success"
+
+        manager.update_weights_from_tensor = called  # type: ignore[method-assign]
+        with pytest.raises(RefitError, match="count"):
+            refit.calls.ask("count", 4)
+        refit.calls.extend("package.of.another")
+        assert refit.calls.ask("count", 4) == [{"count": 5}]
+
+    through(engine, work)
+    assert asked == [("package.of.another", [])]
+
+
 def test_a_wake_up_that_would_end_the_scheduler_is_refused(engine: EngineDouble) -> None:
     refit = SglangRefit(EngineCaller(engine))
     for tags in (["weights"], [], ["experts"]):

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
-import pickle
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,10 +16,8 @@ from ...integration.errors import EngineDirty, RefitError, RefitMismatch, RefitT
 from ...integration.manifest import TensorSpec
 from ...integration.stage_memory import ProcessMemory
 from ...integration.stages import KV_CACHE, TAGS, WEIGHTS, StageRefused
-from ..vllm.answers import raise_refit_errors
-from .callers import Answer, Caller, Step
-from .compat import VERSION, is_supported
-from .loader import LOADER
+from .callers import Caller
+from .engine_calls import EngineCalls
 
 # What becomes of running requests. wait: they end with the old weights first; abort: they end as they are; retract: they go
 # back to the queue, and their keys and values are computed anew with the new weights.
@@ -48,6 +43,7 @@ class SglangRefit:
         timeout_s: for running requests to end, where they are waited for.
 
     Attributes:
+        calls: of the engine and its workers; not for steps of a refit, whose order is here.
         devices: UUIDs of the GPUs of the workers, in the order of their tensor ranks.
         loads_in_parts: SGLang's loaders take weights in several buckets.
 
@@ -58,10 +54,8 @@ class SglangRefit:
     loads_in_parts = True
 
     def __init__(self, caller: Caller, timeout_s: float = 300.0) -> None:
-        self._caller = caller
+        self.calls = EngineCalls(caller)
         self._timeout_s = timeout_s
-        self._settings: dict[str, Any] = caller.call(Step("settings")).value
-        self._require_settings()
         self._asleep: frozenset[str] = frozenset()
         # From before the engine is asked to pause until it has said that it goes on.
         self._paused = False
@@ -72,8 +66,8 @@ class SglangRefit:
         # What a refit left that failed: until one succeeds, nothing is to be generated.
         self._unusable: BaseException | None = None
         # The workers guard their weights from here on, and not from the first refit.
-        self._update([])
-        self.devices: list[str] = [found["device"] for found in self._rpc("describe")]
+        self.calls.update([])
+        self.devices: list[str] = [found["device"] for found in self.calls.ask("describe")]
 
     @property
     def version(self) -> int:
@@ -83,7 +77,7 @@ class SglangRefit:
             EngineDirty: they are not whole on a worker.
             RefitMismatch: workers hold different versions.
         """
-        found = {answer["version"] for answer in self._rpc("serving_version")}
+        found = {answer["version"] for answer in self.calls.ask("serving_version")}
         if len(found) > 1:
             raise RefitMismatch(
                 f"workers of one engine hold versions {sorted(found)}; refit again before anything is generated",
@@ -93,7 +87,7 @@ class SglangRefit:
 
     def weight_version(self) -> str:
         """What SGLang itself tells with each output (``meta_info["weight_version"]``): the version, as text."""
-        return str(self._caller.call(Step("weight_version")).value)
+        return str(self.calls.step("weight_version").value)
 
     def require_servable(self) -> None:
         """To be called before requests are given to the engine; a paused engine would keep them waiting.
@@ -112,7 +106,7 @@ class SglangRefit:
                 f"{' and '.join(sorted(self._asleep))} of the engine are asleep; wake them before anything is generated",
                 stage="generate",
             )
-        self._rpc("serving_version")
+        self.calls.ask("serving_version")
         if self._paused:
             raise EngineDirty(
                 "the engine is paused, or has not said that it goes on, so that nothing would be generated. Refit (again), "
@@ -133,7 +127,7 @@ class SglangRefit:
         if engine not in _METHODS:
             raise RefitError(f"engine: {engine!r} is not one of {', '.join(_METHODS)}", stage="settings")
         self._require_awake()
-        answers = self._rpc("join", rendezvous, first_rank, asdict(config), engine)
+        answers = self.calls.ask("join", rendezvous, first_rank, asdict(config), engine)
         self._engine = engine
         return answers
 
@@ -159,14 +153,14 @@ class SglangRefit:
         self._require_awake()
         self._quiet(mode)
         with self._refitting(version):
-            records = self._rpc(_METHODS[self._engine], version)
+            records = self.calls.ask(_METHODS[self._engine], version)
         with self._keeping_paused():
             self._serve(version)
         return records
 
     def close_refit(self) -> None:
         """End the epoch on all workers."""
-        self._rpc("close")
+        self.calls.ask("close")
         self._engine = ""
 
     # Through SGLang's own loader, on the trainer's GPUs
@@ -180,7 +174,7 @@ class SglangRefit:
         self._require_awake()
         self._quiet(mode)
         with self._refitting():
-            self._rpc("begin", version, [spec.to_json() for spec in specs])
+            self.calls.ask("begin", version, [spec.to_json() for spec in specs])
         self._sending = version
 
     def load(self, handles: dict[str, str]) -> None:
@@ -191,19 +185,19 @@ class SglangRefit:
         """
         payloads = [handles[device] for device in self.devices]
         with self._keeping_paused():
-            self._update(payloads, "flattened_bucket")
+            self.calls.update(payloads, "flattened_bucket")
             # SGLang answers once its copies are queued; the sender frees what they read.
-            self._rpc("settle")
+            self.calls.ask("settle")
 
     def finish(self) -> None:
         """After the last bucket: derived state. Raises as :meth:`load`."""
         with self._keeping_paused():
-            self._rpc("finish", self._sending)
+            self.calls.ask("finish", self._sending)
 
     def commit(self, version: int) -> None:
         """Serve ``version``. Raises as :meth:`load`."""
         with self._keeping_paused():
-            self._rpc("commit", version)
+            self.calls.ask("commit", version)
             self._serve(version)
 
     # Memory by stage
@@ -211,7 +205,7 @@ class SglangRefit:
     @property
     def sleeps(self) -> bool:
         """Whether SGLang can give its memory back; without its memory saver it passes over a release on a GPU in silence."""
-        return bool(self._settings["enable_memory_saver"]) or self._settings["device"] == "cpu"
+        return bool(self.calls.settings["enable_memory_saver"]) or self.calls.settings["device"] == "cpu"
 
     def sleep(self, level: int = DISCARDING) -> None:
         """Release KV cache and weights. :class:`~...integration.stages.SleepingEngine`'s.
@@ -229,7 +223,7 @@ class SglangRefit:
                 "run out of memory. Nothing has changed; start it with enable_memory_saver=True",
                 stage="sleep",
             )
-        if level < DISCARDING and not self._settings["enable_weights_cpu_backup"]:
+        if level < DISCARDING and not self.calls.settings["enable_weights_cpu_backup"]:
             raise StageRefused(
                 f"sleep level {level} was asked for, and SGLang keeps released weights in host memory only where it was started "
                 f"with enable_weights_cpu_backup=True. Nothing has changed; start it so, or take level {DISCARDING}",
@@ -239,18 +233,18 @@ class SglangRefit:
             raise StageRefused(
                 f"{', '.join(sorted(self._asleep))} sleeps already. Nothing has changed", stage="sleep"
             )
-        if not (self._flushed(_IDLE_S).success if self._paused else self._pause_idle()):
+        if not (self.calls.flush(_IDLE_S).success if self._paused else self._pause_idle()):
             raise StageRefused(
                 "the engine has unfinished requests, and SGLang's scheduler ends where memory is released under them. Nothing "
                 "has changed; let generate() return first",
                 stage="sleep",
             )
         if level >= DISCARDING:
-            self._rpc("discard", f"a level {level} sleep discarded the weights")
+            self.calls.ask("discard", f"a level {level} sleep discarded the weights")
         # Here, and not after: a release that fails half-way leaves memory that is not known.
         self._asleep = TAGS
-        self._step("release_memory_occupation", tags=[KV_CACHE])
-        self._step("release_memory_occupation", tags=[WEIGHTS])
+        self.calls.step("release_memory_occupation", tags=[KV_CACHE])
+        self.calls.step("release_memory_occupation", tags=[WEIGHTS])
 
     def wake(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
         """Take memory again: ``weights`` before a refit, ``kv_cache`` once the trainer freed its own; requests run again once
@@ -268,7 +262,7 @@ class SglangRefit:
                 stage="wake_up",
             )
         for tag in sorted(tags, reverse=True):  # the weights first
-            self._step("resume_memory_occupation", tags=[tag])
+            self.calls.step("resume_memory_occupation", tags=[tag])
             self._asleep -= {tag}
         # What a sleep has discarded, a refit brings first.
         if not self._asleep and self._unusable is None and self._served():
@@ -280,11 +274,11 @@ class SglangRefit:
 
     def empty_cache(self) -> None:
         """Have all workers give back what their allocators cache."""
-        self._rpc("empty_cache")
+        self.calls.ask("empty_cache")
 
     def memory(self, *, restart: bool = False) -> list[ProcessMemory]:
         """Of each worker, with the peaks since the last restart; ``restart`` lets them count anew from here."""
-        return [ProcessMemory(**found) for found in self._rpc("memory", restart)]
+        return [ProcessMemory(**found) for found in self.calls.ask("memory", restart)]
 
     # Steps
 
@@ -303,7 +297,7 @@ class SglangRefit:
                         stage="handshake",
                     )
                 time.sleep(_POLL_S)
-        elif mode == "retract" and not self._settings["disable_radix_cache"]:
+        elif mode == "retract" and not self.calls.settings["disable_radix_cache"]:
             raise RefitError(
                 "mode='retract' needs an engine without cached prefixes: SGLang flushes none while retracted requests wait, so "
                 "that they would go on from keys and values of the old weights. Nothing was written; start SGLang with "
@@ -313,7 +307,7 @@ class SglangRefit:
         elif mode in ("abort", "retract"):
             self._retracted = mode == "retract"
             self._paused = True
-            self._step("pause_generation", mode=mode)
+            self.calls.step("pause_generation", mode=mode)
         else:
             raise RefitError(
                 f"mode: {mode!r} is not one of wait, abort, retract. SGLang's in_place lets running requests go on with keys and "
@@ -323,12 +317,15 @@ class SglangRefit:
 
     def _pause_idle(self) -> bool:
         """Pause an engine without requests, caches empty; False, and not paused, where it has some."""
-        if not self._flushed(_IDLE_S).success:
-            return False
+        # Mostly there are none. Where there are, nothing ends while the engine is paused: it goes on, to be paused once idle.
+        return self._paused_empty() or (self.calls.flush(_IDLE_S).success and self._paused_empty())
+
+    def _paused_empty(self) -> bool:
+        """Pause first, so that no request can come between the look and the pause; False, and not paused, with requests."""
         self._paused = True
-        self._step("pause_generation", mode="in_place")
-        # A request may have come between the two.
-        if not self._caller.call(Step("flush_cache")).success:
+        self.calls.step("pause_generation", mode="in_place")
+        # Only an engine without requests is flushed.
+        if not self.calls.flush().success:
             self._resume()
             return False
         return True
@@ -336,25 +333,21 @@ class SglangRefit:
     def _serve(self, version: int) -> None:
         """Drop what was computed with the old weights, tell the version, and let requests run again."""
         if KV_CACHE not in self._asleep and not self._retracted:
-            flushed = self._flushed(_DRAIN_S)
+            flushed = self.calls.flush(_DRAIN_S)
             if not flushed.success:
                 raise RefitError(
                     "SGLang keeps prefixes of the old weights, since requests are left "
                     f"({flushed.message or 'it gives no reason'}). The engine stays paused; refit again with mode='abort'",
                     stage="post_load",
                 )
-        self._step("update_weight_version", new_version=str(version))
+        self.calls.step("update_weight_version", new_version=str(version))
         self._unusable = None
         if not self._asleep:
             self._resume()
 
-    def _flushed(self, seconds: float) -> Answer:
-        """Flush the caches; batches that are on their way out get some seconds."""
-        return self._caller.call(Step("flush_cache", {"timeout_s": seconds}))
-
     def _resume(self) -> None:
         if self._paused:
-            self._step("continue_generation", torch_empty_cache=False)
+            self.calls.step("continue_generation", torch_empty_cache=False)
         self._paused = False
 
     @contextmanager
@@ -389,40 +382,9 @@ class SglangRefit:
     def _served(self) -> set[int]:
         """Versions that all workers may serve; none where the weights are not whole."""
         try:
-            return {answer["version"] for answer in self._rpc("serving_version")}
+            return {answer["version"] for answer in self.calls.ask("serving_version")}
         except RefitError:
             return set()
-
-    def _step(self, name: str, **fields: Any) -> Answer:
-        answer = self._caller.call(Step(name, fields))
-        if not answer.success:
-            raise RefitError(f"SGLang refused {name}: {answer.message}", stage="transfer")
-        return answer
-
-    def _update(self, payloads: list[str], load_format: str = LOADER) -> Answer:
-        """One request of SGLang's ``update_weights_from_tensor``; caches are flushed by a step of their own."""
-        nothing = [_pickled([])] * self._settings["tp_size"]
-        return self._step(
-            "update_weights_from_tensor",
-            serialized_named_tensors=payloads or nothing,
-            load_format=load_format,
-            flush_cache=False,
-            disable_draft_model=True,
-        )
-
-    def _rpc(self, command: str, *arguments: Any) -> list[dict[str, Any]]:
-        """Answers of all workers."""
-        payload = _pickled([(command, json.dumps(arguments))])
-        answer = self._update([payload] * self._settings["tp_size"])
-        try:
-            found, _ = json.JSONDecoder().raw_decode(answer.message)
-        except ValueError as error:
-            raise RefitError(
-                f"SGLang's workers did not answer {command} but said {answer.message!r}: rlrefit's loader found no place in "
-                f"them; the engine's log says why. Start an engine of SGLang {VERSION}",
-                stage="settings",
-            ) from error
-        return raise_refit_errors(found, "SGLang worker")
 
     def _require_awake(self) -> None:
         if WEIGHTS in self._asleep:
@@ -431,37 +393,3 @@ class SglangRefit:
                 "wake(['weights']), refit, then wake(['kv_cache'])",
                 stage="handshake",
             )
-
-    def _require_settings(self) -> None:
-        settings = self._settings
-        problems = []
-        if not is_supported(settings["version"]):
-            problems.append(f"it is version {settings['version']}, and rlrefit is written for {VERSION}")
-        if LOADER not in (settings["custom_weight_loader"] or []):
-            problems.append(f"custom_weight_loader lacks {LOADER!r}")
-        for name in ("pp_size", "dp_size"):
-            if settings[name] != 1:
-                problems.append(
-                    f"{name} is {settings[name]}; refits of one tensor-parallel group are what there is"
-                )
-        if settings["enable_eplb"]:
-            problems.append(
-                "enable_eplb moves experts between ranks, and a refit would overwrite other experts"
-            )
-        if settings["weight_cache_mode"] != "off":
-            problems.append(f"weight_cache_mode is {settings['weight_cache_mode']!r}: its weights are shared")
-        if settings["disaggregation_mode"] != "null":
-            problems.append(
-                f"disaggregation_mode is {settings['disaggregation_mode']!r}: its queues are not flushed"
-            )
-        if problems:
-            raise RefitError(
-                f"SGLang was started in a way that rlrefit does not refit: {'; '.join(problems)}. Nothing was written; start it "
-                "otherwise",
-                stage="settings",
-            )
-
-
-def _pickled(command: list[Any]) -> str:
-    """What SGLang's safe unpickler reads: lists, tuples and text, so that it holds on any host."""
-    return base64.b64encode(pickle.dumps(command)).decode()

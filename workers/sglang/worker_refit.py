@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ...integration.manifest import TensorSpec
 from ...integration.stage_memory import MemoryWatch, empty_cache
@@ -35,6 +36,16 @@ COMMANDS = frozenset(
         "empty_cache",
     }
 )
+# Of who uses the workers for more than refits.
+_ADDED: dict[str, Callable[..., dict[str, Any]]] = {}
+
+
+def also_serve(commands: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
+    """Make commands known in this worker: each takes its :class:`WorkerRefit` and plain data, and returns plain data.
+
+    To be called by another custom weight loader, which :meth:`~.engine_calls.EngineCalls.extend` has all workers call.
+    """
+    _ADDED.update(commands)
 
 
 def serve(updater: Any, method: str, arguments: Sequence[Any]) -> list[dict[str, Any]]:
@@ -42,15 +53,18 @@ def serve(updater: Any, method: str, arguments: Sequence[Any]) -> list[dict[str,
 
     Args:
         updater: SGLang's ``WeightUpdater`` of this worker.
-        method: one of :data:`COMMANDS`.
+        method: one of :data:`COMMANDS`, or of :func:`also_serve`.
         arguments: of it, plain data.
     """
     from sglang.srt.distributed import get_tp_group
 
     def call() -> dict[str, Any]:
+        worker = WorkerRefit.of(updater.get_model_runner())
+        if method in _ADDED:
+            return _ADDED[method](worker, *arguments)
         if method not in COMMANDS:
             raise ValueError(f"{method!r} is no command of a worker")
-        found: dict[str, Any] = getattr(WorkerRefit.of(updater.get_model_runner()), method)(*arguments)
+        found: dict[str, Any] = getattr(worker, method)(*arguments)
         return found
 
     own = answer(call)
@@ -85,6 +99,12 @@ class WorkerRefit(DestinationRefitMixin):
             found = WorkerRefit(runner)
             setattr(runner, _ATTRIBUTE, found)
         return found
+
+    @property
+    def model(self) -> nn.Module:
+        """The live model."""
+        model: nn.Module = self._runner.model
+        return model
 
     @property
     def device(self) -> torch.device:
