@@ -35,6 +35,11 @@ class Layout:
         ]
         return "-".join(part.removesuffix("True").replace("|", ".") for part in parts)
 
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """What Megatron's process groups depend on."""
+        return self.tp, self.pp, self.ep, self.etp, self.cp, self.vpp
+
 
 @dataclass(frozen=True)
 class Case:

@@ -23,7 +23,7 @@ _COMMON: dict[str, Any] = {
     "intermediate_size": 48,
     "tie_word_embeddings": False,
 }
-_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _DELTA_NET: dict[str, Any] = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
@@ -36,7 +36,7 @@ _DELTA_NET: dict[str, Any] = {
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 8,
     "moe_intermediate_size": 16,
-    "n_routed_experts": 8,
+    "n_routed_experts": 4,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
     "n_group": 2,
@@ -57,7 +57,7 @@ _NEMOTRON: dict[str, Any] = {
     "ssm_state_size": 8,
     "conv_kernel": 4,
     "use_conv_bias": True,
-    "n_routed_experts": 8,
+    "n_routed_experts": 4,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
@@ -82,7 +82,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "model_type": "gpt_oss",
         **_COMMON,
-        "num_local_experts": 8,
+        "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "sliding_window": 16,
     },

@@ -26,6 +26,7 @@ MAPPINGS = "mappings"
 def walk(rank: int, cases: Sequence[Case], checkpoints: dict[tuple[str, bool], str], folder: str) -> None:
     """Write ``FOLDER/CASE.json`` for one case after another; ends at the first one that raises.
 
+    Cases of the same groups that follow one another share them: making them takes as long as a case itself.
     A rank that raised leaves its peers in a collective, so the caller has to start again with the cases that are left.
     """
     from rlrefit.workers.megatron.cpu_standins import ensure_megatron
@@ -37,12 +38,12 @@ def walk(rank: int, cases: Sequence[Case], checkpoints: dict[tuple[str, bool], s
     accept_any_attention()
     accept_mamba()
     _accept_delta_nets()
-    for case in cases:
+    for case, following in zip(cases, (*cases[1:], None), strict=True):
         is_mappings = case.family == MAPPINGS
         found = (
             _examine_mappings(case.layout) if is_mappings else _examine(case, checkpoints[case.checkpoint])
         )
-        _forget()
+        _forget(following is not None and following.layout.groups == case.layout.groups)
         if rank == 0:
             (Path(folder) / f"{case}.json").write_text(json.dumps(found))
 
@@ -61,25 +62,26 @@ def _examine(case: Case, checkpoint: str) -> dict[str, Any]:
 
     with VARIANTS.get(case.family, contextlib.nullcontext)():
         bridge, model = _build(case.layout, checkpoint)
-        for task in bridge.get_conversion_tasks(model):
-            _randomize(task)
         try:
             source = MegatronSource(bridge, model)
         except RefitError as error:
             told: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(told, [str(error), type(error.__cause__).__name__])
             return {"errors": told}
+        for task in source._tasks:
+            _randomize(task)
         return _compare(source, _exported(bridge, model))
 
 
-def _forget() -> None:
+def _forget(but_for_groups: bool) -> None:
     """Leave nothing of a case to the next one: Megatron's state, its groups and their threads, its environment."""
     from megatron.core import parallel_state
 
     dist.barrier()
-    parallel_state.destroy_model_parallel()
-    for group in [group for group in _world.pg_map if group is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
+    if not but_for_groups:
+        parallel_state.destroy_model_parallel()
+        for group in [group for group in _world.pg_map if group is not dist.group.WORLD]:
+            dist.destroy_process_group(group)
     # Each model wants its own choice of attention kernels.
     for key in [key for key in os.environ if key.startswith("NVTE_")]:
         del os.environ[key]
@@ -88,7 +90,8 @@ def _forget() -> None:
 def _examine_mappings(layout: Layout) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tp)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tp)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mappings.examine(layout.tp))
     return {
@@ -99,7 +102,9 @@ def _examine_mappings(layout: Layout) -> dict[str, Any]:
 
 def _build(layout: Layout, checkpoint: str) -> tuple[Any, list[Any]]:
     from megatron.bridge import AutoBridge
+    from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from rlrefit.workers.megatron.model import MegatronLayout, set_for_cpu, set_layout, set_precision
 
@@ -112,7 +117,9 @@ def _build(layout: Layout, checkpoint: str) -> tuple[Any, list[Any]]:
     set_precision(provider, torch.bfloat16)
     set_for_cpu(provider)
     provider.finalize()
-    provider.initialize_model_parallel(seed=0)
+    if not parallel_state.model_parallel_is_initialized():
+        provider.initialize_model_parallel(create_gloo_process_groups=False)
+    model_parallel_cuda_manual_seed(0)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     model = provider.provide_distributed_model(
         ddp_config=ddp if layout.ddp else None,
@@ -124,7 +131,7 @@ def _build(layout: Layout, checkpoint: str) -> tuple[Any, list[Any]]:
 
 def _randomize(task: Any) -> None:
     """Values that no other parameter and no other shard has, padding of the vocabulary included."""
-    if task is None or task.param_weight is None:
+    if task.param_weight is None:
         return
     weight = task.param_weight.data
     # Megatron marks what it cuts; the rest has to be alike on the ranks that hold it.

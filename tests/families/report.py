@@ -51,7 +51,7 @@ def examine(cases: Sequence[Case], folder: Path) -> Report:
     }
     failed: dict[str, str] = {}
     found: dict[str, dict[str, Any]] = {}
-    left = list(cases)
+    left = sorted(cases, key=lambda case: case.layout.groups)
     deadline = time.monotonic() + _WALK_S
     while left:
         remaining = deadline - time.monotonic()
