@@ -25,6 +25,9 @@ class _Ear(logging.Handler):
 
 
 logging.getLogger(cpu_standins.__name__).addHandler(_Ear())
+_load_from_bytes = torch.storage._load_from_bytes
 cpu_standins.ensure_megatron()
+# Megatron puts a function of its own here, by whose name tensors are pickled: who reads an answer would have to load it.
+torch.storage._load_from_bytes = _load_from_bytes
 # What all processes have in common is never garbage: none of them looks through it again and again, nor copies its pages.
 gc.freeze()
