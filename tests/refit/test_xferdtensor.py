@@ -296,18 +296,17 @@ def test_buckets_are_kept_until_a_transfer_that_broke_has_been_given_up(
 
 
 def test_no_tensor_is_kept_alive_by_the_cache(world: GroupWorld) -> None:
-    def body(rank: int, group: Group) -> bool:
+    def body(rank: int, group: Group) -> weakref.ref[torch.UntypedStorage]:
         src = torch.zeros(2, 6) if rank < 2 else None
         dst = torch.zeros(4, 2) if rank >= 2 else None
         xferdtensor(src, [0, 1], [Shard(0)], dst, [2, 3, 4], [Shard(1)], group)
         tensor = src if src is not None else dst
         assert tensor is not None
-        storage = weakref.ref(tensor.untyped_storage())
-        del src, dst, tensor
-        gc.collect()
-        return storage() is None
+        return weakref.ref(tensor.untyped_storage())
 
-    assert world.run(body) == [True] * RANKS
+    storages = world.run(body)
+    gc.collect()
+    assert [storage() for storage in storages] == [None] * RANKS
 
 
 def test_the_cache_ends_with_its_process_group() -> None:

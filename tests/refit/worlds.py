@@ -27,13 +27,12 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A trainer of two ranks that takes on ``models[1:]`` one after another, and engines that start from
-    ``models[0]``.
+    """A trainer of two ranks that takes on ``models`` one after another, ``models[0]`` last, with which engines start.
 
     Attributes:
         layout: fields of ``MegatronLayout``.
         gen_tp: tensor parallelism of an engine; the two generation ranks are one engine of TP2 or two of TP1.
-        models: checkpoint folders; each epoch refits them all in turn, twice around.
+        models: checkpoint folders; each epoch refits them all in turn.
         epochs: the ways the weights travel, one after another between the same models.
     """
 
@@ -82,7 +81,11 @@ def _train(rank: int, scenario: Scenario) -> list[dict[str, Any]]:
     from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
 
     built = build_megatron(scenario.models[0], MegatronLayout(**scenario.layout))
-    bridges = [type(built.bridge).from_hf_pretrained(path) for path in scenario.models]
+    live = [parameter.detach() for chunk in built.model for parameter in chunk.parameters()]
+    trained = []
+    for path in scenario.models:
+        type(built.bridge).from_hf_pretrained(path).load_hf_weights(built.model)
+        trained.append([parameter.clone() for parameter in live])
 
     class Trainer(MegatronRefitMixin):
         def __init__(self, config: RefitConfig):
@@ -98,7 +101,8 @@ def _train(rank: int, scenario: Scenario) -> list[dict[str, Any]]:
         manifest = worker.init_per_pp_refit_comm_group(_meeting(epoch), rank, epoch.engine)
         records = []
         for version, index in enumerate(_order(scenario)):
-            bridges[index].load_hf_weights(built.model)
+            for parameter, values in zip(live, trained[index], strict=True):
+                parameter.copy_(values)
             is_shards = epoch.engine == "nccl_xfer"
             send = worker.nccl_xfer_refit if is_shards else worker.broadcast_weights_for_collective
             records.append(send(version))
@@ -141,7 +145,7 @@ def _serve(rank: int, scenario: Scenario) -> list[dict[str, Any]]:
 
 def _order(scenario: Scenario) -> list[int]:
     """Never the same weights twice in a row, so that a refit that does nothing can't pass."""
-    return [*range(1, len(scenario.models)), *range(len(scenario.models))]
+    return [*range(1, len(scenario.models)), 0]
 
 
 def _meeting(epoch: Epoch) -> dict[str, Any]:
