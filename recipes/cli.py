@@ -47,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_bench_arguments(bench)
     live = commands.add_parser(
         "bench-live",
-        help="time refits from a live Megatron model into a live vLLM",
-        description="Time refits from a live Megatron-core model with random weights into a live vLLM on the GPUs of this "
-        "host, beside vLLM's own weight transfer, and compare what they leave, byte for byte: "
+        help="time refits from a live Megatron model into a live vLLM or SGLang",
+        description="Time refits from a live Megatron-core model with random weights into a live vLLM (or SGLang, --backend) on "
+        "the GPUs of this host, beside the engine's own weight transfer, and compare what they leave, byte for byte: "
         "rlrefit bench-live --model qwen3-30b-a3b --train ep=2 --gen tp=2",
     )
     add_live_arguments(live)

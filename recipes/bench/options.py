@@ -24,8 +24,6 @@ class BenchOptions(RunOptions):
         probe_bytes: message size of the pairwise p2p rate, and of the device's copy rate.
     """
 
-    PEERS = PEERS
-
     peers: tuple[str, ...] = PEERS
     refits: int = 20
     warm_up: int = 3
@@ -36,6 +34,10 @@ class BenchOptions(RunOptions):
     timeline: bool = False
     colocated: bool = False
     probe_bytes: int = 2 << 30
+
+    @property
+    def known_peers(self) -> tuple[str, ...]:
+        return PEERS
 
     @property
     def is_quantized(self) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class RunOptions(ABC):
     """One run of a benchmark.
 
     Attributes:
@@ -40,9 +41,6 @@ class RunOptions:
         timeout_s: limit of any wait, in seconds.
     """
 
-    # Peers that the command knows.
-    PEERS: ClassVar[tuple[str, ...]]
-
     model: str
     train: TrainLayout | FsdpLayout
     gen: GenLayout
@@ -60,6 +58,11 @@ class RunOptions:
     verify: str = RefitConfig().verify
     device: str = "cuda"
     timeout_s: float = RefitConfig().timeout_s
+
+    @property
+    @abstractmethod
+    def known_peers(self) -> tuple[str, ...]:
+        """Names that ``--peers`` may have."""
 
     @property
     def is_quantized(self) -> bool:
@@ -92,9 +95,9 @@ class RunOptions:
         if not self.transports:
             found.append(f"--transport: give at least one of {', '.join(TRANSPORTS)}")
         found += [
-            f"--peers: {name!r} is not one of {', '.join(self.PEERS)} or none"
+            f"--peers: {name!r} is not one of {', '.join(self.known_peers)} or none"
             for name in self.peers
-            if name not in self.PEERS
+            if name not in self.known_peers
         ]
         if self.dtype not in DTYPES:
             found.append(f"--dtype: {self.dtype!r} is not one of {', '.join(DTYPES)}")

@@ -68,12 +68,14 @@ def options(**changes):
     return LiveOptions(**{"model": "qwen3-0.6b", "device": "cpu", "timeout_s": 60.0, **layouts, **changes})
 
 
-def run_live(folder):
+def run_live(folder, *arguments):
     """Exit code, record, and what was told and logged, of a run whose engine finds rlrefit on the PYTHONPATH that it
     is given, as one with packages of its own would."""
     model = write_moe(folder)
     packages, figures = folder / "packages" / "rlrefit", folder / "live.json"
     packages.mkdir(parents=True)
+    found = os.environ.get("PYTHONPATH")
+    paths = os.pathsep.join([str(packages.parent), *([found] if found else [])])
     for part in ("integration", "workers", "recipes"):
         (packages / part).symlink_to(ROOT / part)
     log, told = folder / "engine.log", io.StringIO()
@@ -82,7 +84,7 @@ def run_live(folder):
             [
                 *("bench-live", "--device", "cpu", "--model", model, "--train", "ep=2", "--gen", "tp=1"),
                 *("--refits", "2", "--warm-up", "1", "--peer-refits", "1", "--json", str(figures)),
-                *("--engine-pythonpath", str(packages.parent), "--engine-log", str(log)),
+                *("--engine-pythonpath", paths, "--engine-log", str(log), *arguments),
             ]
         )
     record = json.loads(figures.read_text()) if code == 0 else {}
@@ -97,6 +99,7 @@ def test_a_live_megatron_refits_a_live_vllm_and_all_paths_leave_the_same_bytes(f
     code, record, told, log = found_ahead.by(run_live)
     assert code == 0, told + log
     assert record["bit_exact"] is True
+    assert record["backend"] == "vllm"
     assert record["engine"].keys() == {"vllm", "torch", "python"}
     sharded, broadcast, vllm = record["paths"]
     assert sharded["carrier"] == "p2p"

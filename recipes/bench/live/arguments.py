@@ -20,7 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="layout of the Megatron trainer, on the first GPUs",
     )
     parser.add_argument(
-        "--gen", required=True, metavar="tp=2", help="layout of the vLLM engine, on the next GPUs: tp, pp, ep"
+        "--gen",
+        required=True,
+        metavar="tp=2",
+        help="layout of the engine, on the next GPUs: tp, ep, and pp of vLLM",
+    )
+    parser.add_argument(
+        "--backend", choices=("vllm", "sglang"), default="vllm", help="the engine: vllm (default) or sglang"
     )
     parser.add_argument(
         "--transport",
@@ -32,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers",
         action="append",
         metavar="NAMES",
-        help="broadcast (Bridge's export over rlrefit's packed broadcast), vllm (the same export over vLLM's packed "
-        "NCCL engine; default: both) or none",
+        help="broadcast (Bridge's export over rlrefit's packed broadcast), vllm or sglang (the same export over the "
+        "engine's own way: vLLM's packed NCCL engine, SGLang's update_weights_from_distributed in flattened buckets; "
+        "default: both of the backend) or none",
     )
     parser.add_argument("--refits", type=int, default=10, help="timed refits for each transport")
     parser.add_argument("--warm-up", type=int, default=2, help="refits before them")
@@ -45,16 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify", default=RefitConfig().verify, help="policy.refit.verify: off, sampled (default), full"
     )
-    parser.add_argument(
-        "--gpu-memory-utilization", type=float, default=0.8, help="vLLM's; of the engine's GPUs"
-    )
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.8, help="the engine's, of its GPUs")
     parser.add_argument(
         "--engine-python", metavar="FILE", help="the engine's Python interpreter (default: this one)"
     )
     parser.add_argument(
         "--engine-pythonpath",
         metavar="PATHS",
-        help="PYTHONPATH of the engine's process, with vLLM and rlrefit on it (default: as it is here)",
+        help="PYTHONPATH of the engine's process, with the engine and rlrefit on it (default: as it is here)",
     )
     parser.add_argument(
         "--engine-log", type=Path, metavar="FILE", help="keep what the engine's processes print"

@@ -1,6 +1,6 @@
 """A checkpoint folder without weights: a configuration, and an index that names the tensors.
 
-Bridge reads the names from the index, vLLM starts with random weights (``load_format="dummy"``); neither opens a file
+Bridge reads the names from the index, the engine starts with random weights (``load_format="dummy"``); neither opens a file
 of weights, so that a model of any size costs no disk.
 """
 

@@ -59,7 +59,8 @@ def main(arguments: argparse.Namespace, console: Console, errors: Console) -> in
 
 def _options(arguments: argparse.Namespace) -> LiveOptions:
     return LiveOptions(
-        **common_options(arguments, PEERS),
+        **common_options(arguments, PEERS[arguments.backend]),
+        backend=arguments.backend,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         engine_python=arguments.engine_python,
         engine_pythonpath=arguments.engine_pythonpath,

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ....integration.errors import RefitError
-from .options import LiveOptions
+from .options import ENGINES, LiveOptions
 
 _MODULE = "rlrefit.recipes.bench.live.engine_main"
-# Of this trainer's world; vLLM makes its own.
+# Of this trainer's world; engines make their own.
 _TRAINERS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Seconds to close in order, before the processes are killed; and between looks at whether they live.
 _CLOSE_S, _WATCH_EVERY = 30.0, 0.5
@@ -26,7 +26,7 @@ _TAIL_LINES = 30
 
 
 class EngineProcess:
-    """vLLM in a process of its own, which may have another interpreter and other packages.
+    """The engine in a process of its own, which may have another interpreter and other packages.
 
     Args:
         options: of the run.
@@ -35,7 +35,7 @@ class EngineProcess:
     """
 
     def __init__(self, options: LiveOptions, model: Path, log: Path):
-        self._log, self._timeout_s = log, options.timeout_s
+        self._log, self._timeout_s, self._name = log, options.timeout_s, ENGINES[options.backend]
         ours, theirs = socket.socketpair()
         with log.open("wb") as output, theirs:
             self._process = subprocess.Popen(
@@ -51,6 +51,7 @@ class EngineProcess:
         self._connection = Connection(ours.detach())
         self._send(
             {
+                "backend": options.backend,
                 "model": str(model),
                 "device": options.device,
                 "dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[options.dtype],
@@ -112,7 +113,9 @@ class EngineProcess:
     def _fail(self, why: str) -> Any:
         lines = self._log.read_text(errors="replace").splitlines()
         told = "\n".join(line[:500] for line in lines[-_TAIL_LINES:])
-        raise RefitError(f"the vLLM engine failed: {why}. The end of its log:\n{told}", stage="engine")
+        raise RefitError(
+            f"the {self._name} engine failed: {why}. The end of its log:\n{told}", stage="engine"
+        )
 
 
 def _environment(options: LiveOptions) -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ....integration.records import RefitSummary, summarize
 from ..measure import Timing
+from .engine import Checksums
 from .memory import Memory, largest
 from .paths import Routes, Stage, make_path
 
@@ -18,7 +19,6 @@ from .paths import Routes, Stage, make_path
 _COMPARED = (1, 2)
 _PROMPTS = [[5, 17, 33, 90], [101, 7, 8, 9, 10, 11], [64]]
 _TOKENS = 16
-_Checksums = list[dict[str, list[int]]]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Held:
     """What the engine held and said after refit ``number``: checksums by worker and parameter, greedy tokens."""
 
     number: int
-    checksums: _Checksums
+    checksums: list[Checksums]
     tokens: list[list[int]]
 
 
@@ -51,7 +51,7 @@ class PathResult:
         first_seconds: of the first refit.
         timing: of the timed refits, from trainer rank 0's call until the engine has answered and every trainer's
             device is done.
-        own_seconds: median of the refits' own time, without the way to vLLM's workers and back; 0 for a peer that
+        own_seconds: median of the refits' own time, without the way to the engine's workers and back; 0 for a peer that
             keeps no records.
         seconds: of every refit, in order.
         stages: median over the timed refits of the slowest rank's seconds by stage.
@@ -152,7 +152,7 @@ def measure(stage: Stage, name: str, refits: int, warm_up: int, oracle: Oracle) 
         stage.trainer.change_weights(number)
         compared = number in (*_COMPARED, last, options.last)
         if compared and stage.engine is not None:
-            stage.engine.call("rpc", "live_poison")
+            stage.engine.call("poison")
         rows: list[Any] = []
         taken = ranks.timed(lambda: rows.extend(path.refit(number)))
         records = [record for rank in ranks.collect(rows) for record in rank]
@@ -163,7 +163,7 @@ def measure(stage: Stage, name: str, refits: int, warm_up: int, oracle: Oracle) 
             held.append(
                 Held(
                     number,
-                    stage.engine.call("rpc", "live_checksums"),
+                    stage.engine.call("checksums"),
                     stage.engine.call("generate", _PROMPTS, _TOKENS),
                 )
             )
@@ -216,7 +216,7 @@ def _of(point: MemoryPoint, side: str) -> Memory:
 
 def _memory(stage: Stage, number: int, *, restart: bool = False) -> MemoryPoint:
     trainer = largest(stage.ranks.collect(stage.ranks.memory(restart=restart)))
-    answers = stage.engine.call("rpc", "live_memory", restart) if stage.engine is not None else None
+    answers = stage.engine.call("memory", restart) if stage.engine is not None else None
     return MemoryPoint(number, trainer, largest(stage.ranks.share(answers)))
 
 

@@ -10,7 +10,9 @@ from ....workers.catalog import FsdpLayout
 from ....workers.megatron.model import MegatronLayout
 from ..run_options import RunOptions
 
-PEERS = ("broadcast", "vllm")
+# ``--backend`` → what it is called, and the peers that there are beside it.
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
+PEERS = {"vllm": ("broadcast", "vllm"), "sglang": ("broadcast", "sglang")}
 
 
 @dataclass(frozen=True)
@@ -18,16 +20,16 @@ class LiveOptions(RunOptions):
     """One run.
 
     Attributes:
-        gpu_memory_utilization: vLLM's.
+        backend: the engine, a key of :data:`ENGINES`.
+        gpu_memory_utilization: the engine's; SGLang calls it ``mem_fraction_static``.
         engine_python: the engine's interpreter; None for this one.
         engine_pythonpath: the engine's PYTHONPATH; None leaves it.
         engine_log: file for the output of the engine's processes; None for a temporary one.
         json: file for the figures.
     """
 
-    PEERS = PEERS
-
-    peers: tuple[str, ...] = PEERS
+    backend: str = "vllm"
+    peers: tuple[str, ...] = PEERS["vllm"]
     refits: int = 10
     warm_up: int = 2
     peer_refits: int = 3
@@ -37,6 +39,10 @@ class LiveOptions(RunOptions):
     engine_pythonpath: str | None = None
     engine_log: Path | None = None
     json: Path | None = None
+
+    @property
+    def known_peers(self) -> tuple[str, ...]:
+        return PEERS[self.backend]
 
     @property
     def world_size(self) -> int:
@@ -81,8 +87,14 @@ class LiveOptions(RunOptions):
             found.append(
                 f"--gen: one engine is started, and dp={self.gen.dp} asks for several; give tp, pp and ep"
             )
+        if self.backend == "sglang" and self.gen.pp > 1:
+            found.append(
+                f"--gen: pp={self.gen.pp}, and refits of SGLang are of one tensor-parallel group; give tp and ep"
+            )
         if self.engine_python is not None and shutil.which(self.engine_python) is None:
-            found.append(f"--engine-python: {self.engine_python} is no program; give a Python that has vLLM")
+            found.append(
+                f"--engine-python: {self.engine_python} is no program; give a Python that has {ENGINES[self.backend]}"
+            )
         needed = self.world_size + self.gen_ranks
         if self.device == "cuda" and needed > gpus:
             found.append(

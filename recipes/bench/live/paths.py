@@ -1,23 +1,28 @@
-"""The ways by which the weights travel: ``nccl_xfer``, rlrefit's packed broadcast, and vLLM's own weight transfer."""
+"""The ways by which the weights travel: ``nccl_xfer``, rlrefit's packed broadcast, and the engines' own weight transfers."""
 
 from __future__ import annotations
 
 import importlib
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ....integration.manifest import dtype_name
+from ....integration.manifest import TensorSpec, dtype_name
 from ....integration.records import RefitRecord
 from .engine_process import EngineProcess
 from .options import LiveOptions
 from .trainer import LiveTrainer, TrainerRanks
+from .update_group import flattened, in_buckets, join_update_group
 
 _HOST = "127.0.0.1"
+# Of all that SGLang gets at once; verl and slime have the like.
+_BUCKET_BYTES = 1 << 30
 _VLLM = "vllm.distributed.weight_transfer.nccl_engine"
 
 
@@ -88,8 +93,7 @@ class SessionPath(Path):
         )
         meeting = stage.ranks.share(meeting)
         if stage.engine is not None:
-            arguments = (meeting, stage.ranks.size, asdict(self._config), self._engine)
-            stage.engine.submit("rpc", "init_per_pp_refit_comm_group", *arguments)
+            stage.engine.submit("join_refit", meeting, stage.ranks.size, asdict(self._config), self._engine)
         routes = trainer.init_per_pp_refit_comm_group(meeting, stage.ranks.rank, self._engine)
         if stage.engine is not None:
             stage.engine.result()
@@ -106,8 +110,7 @@ class SessionPath(Path):
         trainer, engine = self._stage.trainer, self._stage.engine
         whole = self._engine == "packed_broadcast"
         if engine is not None:
-            method = "update_weights_from_collective" if whole else "nccl_xfer_refit"
-            engine.submit("rpc", method, version)
+            engine.submit("refit", version)
         send = trainer.broadcast_weights_for_collective if whole else trainer.nccl_xfer_refit
         rows = [send(version)]
         if engine is not None:
@@ -116,15 +119,52 @@ class SessionPath(Path):
 
     def close(self) -> None:
         if self._stage.engine is not None:
-            self._stage.engine.submit("rpc", "close_refit")
+            self._stage.engine.submit("close_refit")
         self._stage.trainer.close_refit()
         if self._stage.engine is not None:
             self._stage.engine.result()
 
 
-class VllmTransferPath(Path):
-    """vLLM's packed NCCL weight transfer, fed by Bridge's export, as trainers without rlrefit do it."""
+class ExportPath(Path):
+    """An engine's own weight transfer, fed by Bridge's export, as trainers without rlrefit do it.
 
+    All trainer ranks gather each tensor for rank 0, which alone sends.
+    """
+
+    def open(self) -> Routes:
+        specs = self._stage.trainer.source.specs()
+        if self._stage.engine is not None:
+            self._join(self._stage.engine, specs)
+        return Routes(self.carrier, counts={"bulk": 0, "misc": len(specs), "unused": 0})
+
+    def refit(self, version: int) -> list[RefitRecord]:
+        source = self._stage.trainer.source
+        weights = source.export([spec.name for spec in source.specs()])
+        if self._stage.engine is not None:
+            self._send(self._stage.engine, weights)
+        else:
+            for _ in weights:
+                pass
+        return []
+
+    @property
+    @abstractmethod
+    def carrier(self) -> str:
+        """What brings the weights, in words."""
+
+    @abstractmethod
+    def _join(self, engine: EngineProcess, specs: Sequence[TensorSpec]) -> None:
+        """On rank 0: meet the engine's workers."""
+
+    @abstractmethod
+    def _send(self, engine: EngineProcess, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """On rank 0: all weights, until the engine has them."""
+
+
+class VllmTransferPath(ExportPath):
+    """vLLM's packed NCCL weight transfer."""
+
+    carrier = "vLLM's packed NCCL broadcast"
     _group: Any = None
 
     def unavailable(self) -> str:
@@ -141,47 +181,67 @@ class VllmTransferPath(Path):
             )
         return ""
 
-    def open(self) -> Routes:
-        stage, specs = self._stage, self._stage.trainer.source.specs()
-        if stage.engine is not None:
-            transfer: Any = importlib.import_module(_VLLM).NCCLWeightTransferEngine
-            members = 1 + stage.options.gen_ranks
-            meeting = {"master_address": _HOST, "master_port": _free_port(), "world_size": members}
-            update = {
-                "names": [spec.name for spec in specs],
-                "dtype_names": [dtype_name(spec.dtype) for spec in specs],
-                "shapes": [list(spec.shape) for spec in specs],
-                "packed": True,
-            }
-            stage.engine.submit("join_transfer", {**meeting, "rank_offset": 1}, update)
-            self._group = transfer.trainer_init(meeting)
-            stage.engine.result()
-        return Routes("vLLM's packed NCCL broadcast", counts={"bulk": 0, "misc": len(specs), "unused": 0})
+    def _join(self, engine: EngineProcess, specs: Sequence[TensorSpec]) -> None:
+        transfer: Any = importlib.import_module(_VLLM).NCCLWeightTransferEngine
+        members = 1 + self._stage.options.gen_ranks
+        meeting = {"master_address": _HOST, "master_port": _free_port(), "world_size": members}
+        update = {
+            "names": [spec.name for spec in specs],
+            "dtype_names": [dtype_name(spec.dtype) for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            "packed": True,
+        }
+        engine.submit("join_transfer", {**meeting, "rank_offset": 1}, update)
+        self._group = transfer.trainer_init(meeting)
+        engine.result()
 
-    def refit(self, version: int) -> list[RefitRecord]:
-        weights = self._export()
-        if self._stage.engine is not None:
-            self._stage.engine.submit("transfer")
-            transfer: Any = importlib.import_module(_VLLM).NCCLWeightTransferEngine
-            transfer.trainer_send_weights(weights, {"group": self._group, "packed": True})
-            self._stage.engine.result()
-        else:
-            for _ in weights:
-                pass
-        return []
+    def _send(self, engine: EngineProcess, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        engine.submit("transfer")
+        transfer: Any = importlib.import_module(_VLLM).NCCLWeightTransferEngine
+        transfer.trainer_send_weights(weights, {"group": self._group, "packed": True})
+        engine.result()
 
     def close(self) -> None:
         self._group = None
 
-    def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        source = self._stage.trainer.source
-        return source.export([spec.name for spec in source.specs()])
+
+class SglangUpdatePath(ExportPath):
+    """SGLang's ``update_weights_from_distributed``: its flattened buckets, one after another, as trainers without rlrefit do it."""
+
+    carrier = "SGLang's update_weights_from_distributed, in flattened buckets"
+    _group: Any = None
+
+    def _join(self, engine: EngineProcess, specs: Sequence[TensorSpec]) -> None:
+        options, port = self._stage.options, _free_port()
+        members, backend = 1 + options.gen_ranks, "nccl" if options.device == "cuda" else "gloo"
+        engine.submit("join_update_group", _HOST, port, members, backend)
+        timeout = timedelta(seconds=options.timeout_s)
+        self._group = join_update_group(_HOST, port, members, backend, timeout)
+        engine.result()
+
+    def _send(self, engine: EngineProcess, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for bucket, last in in_buckets(weights, _BUCKET_BYTES):
+            names = [name for name, _ in bucket]
+            dtypes = [dtype_name(tensor.dtype) for _, tensor in bucket]
+            engine.submit("update", names, dtypes, [list(tensor.shape) for _, tensor in bucket], last)
+            dist.broadcast(flattened(bucket), 0, group=self._group)
+            engine.result()
+
+    def close(self) -> None:
+        if self._stage.engine is not None:
+            self._stage.engine.submit("leave_update_group")
+            dist.destroy_process_group(self._group)
+            self._stage.engine.result()
+        self._group = None
+
+
+_EXPORTS = {"vllm": VllmTransferPath, "sglang": SglangUpdatePath}
 
 
 def make_path(stage: Stage, name: str) -> Path:
     """The path of a transport of ``nccl_xfer`` or of a peer, by its name."""
-    if name == "vllm":
-        return VllmTransferPath(stage)
+    if name in _EXPORTS:
+        return _EXPORTS[name](stage)
     if name == "broadcast":
         return SessionPath(stage, "auto", "packed_broadcast")
     return SessionPath(stage, name)

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .measure import PathResult
-from .options import LiveOptions
+from .options import ENGINES, LiveOptions
 
 if TYPE_CHECKING:
     from .run import LiveResult
@@ -28,6 +28,7 @@ def json_record(options: LiveOptions, result: LiveResult) -> dict[str, Any]:
         "train": options.train_text,
         "gen": options.gen_text,
         "dtype": options.dtype,
+        "backend": options.backend,
         "device": result.device,
         "engine": result.engine,
         "kept_bytes": result.kept_bytes,
@@ -48,7 +49,7 @@ def show(console: Console, options: LiveOptions, result: LiveResult) -> None:
     """Print the run's tables."""
     console.print(
         escape(
-            f"{options.model} {options.dtype}: Megatron {options.train_text} → vLLM {result.engine['vllm']} "
+            f"{options.model} {options.dtype}: Megatron {options.train_text} → {ENGINES[options.backend]} {result.engine[options.backend]} "
             f"{options.gen_text}, {options.world_size} + {options.gen_ranks} x {result.device}; "
             f"{result.kept_bytes / 1e9:.3f} GB kept by the largest worker"
         ),

@@ -93,7 +93,7 @@ def _run(rank: int, options: LiveOptions, store: TCPStore, scratch: Path) -> Liv
         startup["engine"] = time.monotonic() - start
         logger.info("the engine is up after %.0f s: %s", startup["engine"], versions)
         stage = Stage(options, ranks, trainer, engine)
-        kept = ranks.share(max(engine.call("rpc", "live_poison")) if engine is not None else None)
+        kept = ranks.share(max(engine.call("poison")) if engine is not None else None)
         result = LiveResult(_device_name(ranks.device), versions, kept, startup, [])
         oracle = Oracle()
         for name in (*options.transports, *options.peers):

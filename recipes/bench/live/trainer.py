@@ -39,6 +39,7 @@ class TrainerRanks:
             MASTER_ADDR=_HOST,
             MASTER_PORT=str(store.port),
         )
+        agree_with_engine(options.backend)
         if options.device == "cuda":
             self.device = torch.device("cuda", rank)
             torch.cuda.set_device(self.device)
@@ -88,6 +89,13 @@ class TrainerRanks:
         if restart:
             restart_peak(self.device)
         return memory(self.device)
+
+
+def agree_with_engine(backend: str) -> None:
+    """Members of one communicator have to agree on these, which SGLang sets in its processes where nobody did."""
+    if backend == "sglang":
+        for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
+            os.environ.setdefault(name, "0")
 
 
 class LiveTrainer(MegatronRefitMixin):
