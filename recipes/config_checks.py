@@ -12,6 +12,7 @@ from .algorithms.losses import AGGREGATIONS
 from .config_colocated import colocated_violations
 from .config_errors import Violation
 from .config_schema import TrainConfig
+from .config_sglang import sglang_violations
 from .config_trainers import data_parallel, trainer_violations, value_at
 from .rewards import BUNDLED
 
@@ -21,10 +22,11 @@ CHOICES = {
     "algorithm.aggregation": AGGREGATIONS,
     "data.overlong_prompts": ("error", "drop"),
     "trainer.backend": ("megatron", "fsdp"),
-    "generation.backend": ("transformers", "vllm"),
+    "generation.backend": ("transformers", "vllm", "sglang"),
     "generation.vllm.distributed_executor_backend": ("mp", "ray"),
     "generation.vllm.load_format": ("auto", "dummy"),
     "generation.vllm.kv_cache_dtype": ("auto", "fp8"),
+    "generation.sglang.load_format": ("auto", "dummy"),
     "generation.weight_dtype": ("auto", "fp8"),
 }
 
@@ -49,6 +51,7 @@ LEAST = {
     "trainer.optimizer.warmup_steps": (0, "is no number of steps (0 turns the warm-up off)"),
     "generation.tensor_parallel": (1, "is no parallel size"),
     "generation.pipeline_parallel": (1, "is no parallel size"),
+    "generation.sglang.ep_size": (1, "is no parallel size"),
     "generation.replicas": (1, "leaves no engine"),
     "generation.max_new_tokens": (1, "generates nothing"),
     "validation.every": (0, "is no interval (0 turns validation off)"),
@@ -79,6 +82,9 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("generation.vllm.max_num_seqs", lambda v: v >= 1, "never decodes; give at least 1, or null"),
     ("generation.vllm.gpu_memory_utilization", lambda v: 0 < v <= 1, "is no part of a GPU's memory; give a number above 0 and at most 1"),
     ("generation.vllm.max_model_len", lambda v: v >= 1, "is no length; give at least 1, or null for what the recipe can produce"),
+    ("generation.sglang.context_length", lambda v: v >= 1, "is no length; give at least 1, or null for what the recipe can produce"),
+    ("generation.sglang.max_running_requests", lambda v: v >= 1, "never decodes; give at least 1, or null"),
+    ("generation.sglang.mem_fraction_static", lambda v: 0 < v < 1, "is no part of a GPU's memory that leaves some for batches; give a number above 0 and below 1, or null"),
     ("ray.cpus_per_rank", lambda v: v > 0, "lets Ray place any number of ranks on one core; give a number above 0"),
     ("ray.timeout_s", lambda v: v > 0, "would fail every wait; give seconds above 0"),
 )  # fmt: skip
@@ -192,7 +198,7 @@ def _generation(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     generation = config.generation
     ranks = generation.tensor_parallel * generation.pipeline_parallel
     if generation.backend != "vllm":
-        if generation.pipeline_parallel > 1:
+        if generation.backend == "transformers" and generation.pipeline_parallel > 1:
             yield Violation(
                 ("generation.pipeline_parallel", "generation.backend"),
                 f"generation.pipeline_parallel: {generation.pipeline_parallel}, but transformers generates without "
@@ -242,6 +248,8 @@ def _kv_scales(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
 def _fp8_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     key, stored = "policy.refit.trainer_quantize_fp8", "generation.weight_dtype"
     quantizes, fp8 = config.policy.refit.trainer_quantize_fp8, config.generation.weight_dtype == "fp8"
+    if config.generation.backend == "sglang":
+        return  # neither is for it
     if quantizes and not fp8 and stored not in bad:
         yield Violation(
             (key, stored),
@@ -268,5 +276,6 @@ _COMBINATIONS = (
     _generation,
     _kv_scales,
     _fp8_weights,
+    sglang_violations,
     colocated_violations,
 )

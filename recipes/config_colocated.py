@@ -9,7 +9,9 @@ from .config_schema import TrainConfig
 
 ENABLED = "generation.colocated.enabled"
 STAGES = "generation.colocated.multi_stage_wake_up"
-# What torch and vLLM read their allocator's settings from.
+# Engines that sleep on GPUs, and what has them do so.
+_SLEEPING = {"vllm": ("vLLM", "vLLM's sleep mode"), "sglang": ("SGLang", "SGLang's memory saver")}
+# What torch and engines read their allocator's settings from.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -50,7 +52,7 @@ def colocated_gpu_violations(config: TrainConfig, gpus: int) -> Iterator[Violati
         yield Violation(
             (ENABLED, "generation.backend"),
             f"{ENABLED}: true, but the transformers engine gives its memory back on CPUs only; give "
-            "generation.backend=vllm, or false here",
+            "generation.backend=vllm or sglang, or false here",
         )
     if config.ray.address is None and (
         text := too_large_for(config.trainer.ranks, gpus, "this machine", "ray.address of a cluster with one")
@@ -97,16 +99,17 @@ def _sizes(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
 
 
 def _engine(config: TrainConfig) -> Iterator[Violation]:
-    vllm = config.generation.vllm
-    if config.generation.backend != "vllm":
+    backend, vllm = config.generation.backend, config.generation.vllm
+    if backend not in _SLEEPING:
         return
+    engine, by = _SLEEPING[backend]
     if config.policy.nccl_xfer_refit and config.policy.refit.transport == "ipc":
         yield Violation(
             ("policy.refit.transport", "generation.backend", ENABLED),
-            "policy.refit.transport: ipc, but vLLM's sleep mode keeps weights in memory that other processes can map on some hosts "
-            "only; give auto, which goes through buckets elsewhere",
+            f"policy.refit.transport: ipc, but {by} keeps weights in memory that other processes can map on some hosts only, or "
+            "on none; give auto, which goes through buckets elsewhere",
         )
-    if vllm.distributed_executor_backend == "ray":
+    if backend == "vllm" and vllm.distributed_executor_backend == "ray":
         key = "generation.vllm.distributed_executor_backend"
         yield Violation(
             (key, ENABLED),
@@ -118,7 +121,7 @@ def _engine(config: TrainConfig) -> Iterator[Violation]:
             key = f"ray.generation_env.{name}"
             yield Violation(
                 (key, ENABLED),
-                f"{key}: vLLM's sleep mode refuses expandable segments; leave expandable_segments out",
+                f"{key}: {engine} refuses expandable segments where it sleeps; leave expandable_segments out",
             )
 
 

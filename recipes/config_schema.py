@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..integration.config import RefitConfig
+from .config_schema_generation import GenerationConfig
 
 
 @dataclass
@@ -243,84 +244,6 @@ class PolicyConfig:
 
     nccl_xfer_refit: bool = True
     refit: RefitConfig = field(default_factory=RefitConfig)
-
-
-@dataclass
-class VllmConfig:
-    """Read with ``generation.backend: vllm`` only; names and meanings are vLLM's.
-
-    Attributes:
-        max_model_len: longest prompt and completion together; null takes what the recipe can produce.
-        max_num_seqs: most sequences of one batch of decoding; null takes vLLM's own.
-        enforce_eager: run without compilation and CUDA graphs.
-        gpu_memory_utilization: part of a GPU's memory for weights and KV cache, above 0 and at most 1.
-        enable_expert_parallel: share the experts out among an engine's tensor-parallel ranks, instead of cutting
-            each expert.
-        distributed_executor_backend: ``mp``, processes on one host, or ``ray``, actors that may be on several,
-            which an engine needs that is larger than a host.
-        load_format: ``auto`` reads the checkpoint. ``dummy`` starts with random weights, which the refit of step 1
-            replaces before anything is generated; it saves each engine the reading.
-        kv_cache_dtype: ``auto``: that of the model. ``fp8``: E4M3 of half the size, for twice the tokens; with
-            ``policy.refit.kv_scales`` its scales are calibrated on the rollouts of each step, else they are 1.
-        attention_backend: by vLLM's name, ``FLASH_ATTN`` or ``TRITON_ATTN``, say; null takes vLLM's choice.
-    """
-
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    enforce_eager: bool = False
-    gpu_memory_utilization: float = 0.9
-    enable_expert_parallel: bool = False
-    distributed_executor_backend: str = "mp"
-    load_format: str = "auto"
-    kv_cache_dtype: str = "auto"
-    attention_backend: str | None = None
-
-
-@dataclass
-class ColocatedConfig:
-    """Trainer and engines on the same GPUs, in two processes each, that take turns; NeMo-RL's key.
-
-    While the trainer has the GPUs the engines sleep, and while the engines generate the trainer's weights, gradients
-    and optimizer are in host memory. The refit is that of ``colocated_ipc``, for which all ranks have to be on one host.
-
-    Attributes:
-        enabled: give each trainer rank and one engine rank a GPU together; ``trainer.ranks`` must be the engines' ranks.
-        multi_stage_wake_up: wake an engine's weights before the refit, and its KV cache once the trainer's weights
-            have left the GPU. False wakes all at once before the refit, which needs memory for both.
-    """
-
-    enabled: bool = False
-    multi_stage_wake_up: bool = True
-
-
-@dataclass
-class GenerationConfig:
-    """The generation side and its layout.
-
-    Attributes:
-        backend: ``transformers`` or ``vllm``.
-        tensor_parallel: TP of one engine.
-        pipeline_parallel: PP of one engine; vLLM only.
-        replicas: engines, each with a full copy of the model: data parallelism of the generation.
-        weight_dtype: ``auto``: that of the model. ``fp8``: E4M3 in blocks of 128 by 128 for the decoder layers'
-            matrices but the routers; with ``policy.refit.trainer_quantize_fp8`` the trainer quantizes them as it sends
-            them, else vLLM does after each refit. The transformers engine holds them so and computes in the model's
-            dtype.
-        max_new_tokens: longest completion.
-        temperature: of training rollouts, and of the trainer's log-probabilities with them; above 0.
-        vllm: see :class:`VllmConfig`.
-        colocated: see :class:`ColocatedConfig`.
-    """
-
-    backend: str = "transformers"
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    replicas: int = 1
-    weight_dtype: str = "auto"
-    max_new_tokens: int = 4
-    temperature: float = 1.0
-    vllm: VllmConfig = field(default_factory=VllmConfig)
-    colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from ..workers.megatron.pipeline_layout import pipeline_layout_violations
 from .config_colocated import colocated_gpu_violations
 from .config_errors import Violation
 from .config_schema import TrainConfig
+from .config_sglang import context_violations
 from .tiny.checkpoints import KINDS, PREFIX
 
 PACKAGE_SCHEME = "package:"
@@ -20,6 +21,11 @@ _DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 # Hugging Face's names for the number of routed experts: Qwen and OLMoE; DeepSeek; Mixtral and gpt-oss.
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+# Key of each backend with which engines share experts out, what it is, and what it is else.
+_EXPERT_SHARING = {
+    "vllm": ("generation.vllm.enable_expert_parallel", "true", "false"),
+    "sglang": ("generation.sglang.ep_size", "above 1", "1"),
+}
 
 
 def resolve_data_path(path: str) -> str:
@@ -200,10 +206,10 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
                 key = f"trainer.{name}"
                 problem = f"{size}, but the model ({text.get('model_type', 'unknown type')}) has no experts"
                 found.append(Violation((key, "model.path"), f"{key}: {problem}; give 1"))
-        if config.generation.backend == "vllm" and config.generation.vllm.enable_expert_parallel:
-            key = "generation.vllm.enable_expert_parallel"
-            problem = f"true, but the model ({text.get('model_type', 'unknown type')}) has no experts"
-            found.append(Violation((key, "model.path"), f"{key}: {problem}; give false"))
+        if config.generation.shares_experts:
+            key, given, instead = _EXPERT_SHARING[config.generation.backend]
+            problem = f"{given}, but the model ({text.get('model_type', 'unknown type')}) has no experts"
+            found.append(Violation((key, "model.path"), f"{key}: {problem}; give {instead}"))
     latent = text.get("kv_lora_rank")
     if latent and config.policy.refit.kv_scales:
         key = "policy.refit.kv_scales"
@@ -222,6 +228,8 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
                 f"{positions} positions (max_position_embeddings); shorten either by {longest - positions}",
             )
         )
+    elif positions is not None:
+        found += context_violations(config, positions)
     return found
 
 

@@ -32,9 +32,11 @@ from .refits import Refits
 from .report import write_report
 from .rewards import RewardScorer, load_reward
 from .rollout import RolloutGroup
+from .rollout_sglang import AsyncSglangRollouts, SglangRollouts
 from .rollout_transformers import TransformersRollouts
 from .rollout_vllm import VllmRollouts
 from .run_files import MetricsFile, keep_json_lines, write_whole
+from .sglang_arguments import with_trainer_environment
 from .tiny.checkpoints import resolve_model_path
 from .trainer_group import TrainerGroup
 from .trainer_policies import policy_config
@@ -86,6 +88,8 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
         stack.enter_context(ray_cluster(config.ray, ranks))
         gpus = gpus_per_rank()
         config = _with_dtype(config, gpus)
+        if gpus and config.generation.backend == "sglang":
+            config = with_trainer_environment(config)
         trainers = TrainerGroup(config, policy_config(config, model_path, _loss(config)), gpus)
         stack.callback(trainers.shutdown)
         colocated = config.generation.colocated.enabled
@@ -187,6 +191,9 @@ def _engines(
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     if config.generation.backend == "vllm":
         return VllmRollouts(config, model_path, eos, gpus, beside)
+    if config.generation.backend == "sglang":
+        kind = AsyncSglangRollouts if config.generation.sglang.asynchronous else SglangRollouts
+        return kind(config, model_path, eos, gpus, beside)
     return TransformersRollouts(config, model_path, eos, pad, gpus, beside)
 
 

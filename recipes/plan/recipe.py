@@ -72,12 +72,11 @@ def plan_of(config: TrainConfig) -> RecipePlan:
             ],
         )
     train = _fsdp(config) if trainer.backend == "fsdp" else _megatron(trainer)
-    shares_experts = generation.backend == "vllm" and generation.vllm.enable_expert_parallel
     gen = GenLayout(
         tp=generation.tensor_parallel,
         dp=generation.replicas,
         pp=generation.pipeline_parallel,
-        ep=generation.tensor_parallel if shares_experts else 1,
+        ep=generation.tensor_parallel if generation.shares_experts else 1,
     )
     return RecipePlan(_model(config), train, gen, config.policy.refit, generation.colocated.enabled)
 

@@ -86,7 +86,7 @@ def test_shared_gpus_are_counted_once_and_the_transformers_engine_needs_its_own(
     config = load_config("grpo_tiny", [*data, ON])
     assert [*gpu_violations(config, 0)] == []
     (engine,) = gpu_violations(config, 2)
-    assert "give generation.backend=vllm, or false here" in engine.text
+    assert "give generation.backend=vllm or sglang, or false here" in engine.text
     served = load_config("grpo_tiny_vllm", [*data, ON, "generation.replicas=2"])
     assert [*gpu_violations(served, 2)] == []
     (ranks,) = gpu_violations(served, 1)

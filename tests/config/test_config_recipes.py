@@ -27,6 +27,7 @@ def test_the_bundled_recipes_are_listed_without_their_bases() -> None:
         "grpo_tiny",
         "grpo_tiny_moe",
         "grpo_tiny_pp",
+        "grpo_tiny_sglang",
         "grpo_tiny_vllm",
     ]
 
@@ -47,6 +48,7 @@ def test_the_recipes_differ_in_what_their_names_say(data) -> None:
     assert recipes["grpo_tiny_moe"].trainer.expert_parallel == 2
     assert recipes["grpo_tiny_moe"].model.path == "tiny:qwen3-moe"
     assert recipes["grpo_tiny_pp"].trainer.pipeline_parallel == 2
+    assert recipes["grpo_tiny_sglang"].generation.backend == "sglang"
     assert recipes["grpo_tiny_vllm"].generation.backend == "vllm"
 
 
