@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -10,9 +11,11 @@ import pytest
 
 from tests.ahead import FoundAhead
 
-# Read as Ray loads.
+# Read as torch and Ray load, here and in what tests start.
 os.environ.update(
     {
+        # Threads wait for one another by spinning, which takes many times what they compute where others want the cores.
+        "OMP_NUM_THREADS": "1",
         # As for clusters that a run starts, so that runs that join one ask for its token too.
         "RAY_AUTH_MODE": "token",
         # Not behind all others on the machine, where Ray puts its workers: runs would starve on a busy one.
@@ -27,6 +30,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in filter(_is_done_ahead, items):
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(900))  # whatever is done before it
+
+
+def pytest_collection_finish() -> None:
+    """All modules are there for good: a million objects that the collector need not walk through again and again."""
+    gc.freeze()
 
 
 def _is_done_ahead(item: pytest.Item) -> bool:
