@@ -1,0 +1,306 @@
+"""SGLang as the engine of a recipe: its configuration and its actor over a double, and real runs where SGLang can be imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.errors import EngineDirty, RefitError, RefitMismatch
+from rlrefit.integration.rendezvous import open_rendezvous
+from rlrefit.integration.session import RefitSession
+from rlrefit.integration.stages import KV_CACHE, TAGS, WEIGHTS
+from rlrefit.recipes.config import ConfigError, load_config
+from rlrefit.recipes.plan.recipe import plan_of
+from rlrefit.recipes.rollout import Sampling
+from rlrefit.recipes.rollout_sglang import AsyncSglangActor, SglangActor
+from rlrefit.recipes.sglang_arguments import engine_arguments, with_trainer_environment
+from rlrefit.recipes.tiny.checkpoints import KINDS
+from rlrefit.workers.sglang.loader import LOADER
+
+from .engine_double import EngineDouble, Holder, equal, modules, weights
+from .recipe_run import STEPS, records, run
+
+RECIPE = "grpo_tiny_sglang"
+EOS = 1
+SAMPLING = Sampling(max_new_tokens=3, temperature=0.7, seed=5)
+CONFIG = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full")
+
+
+def violations(*overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as found:
+        load_config(RECIPE, overrides)
+    return found.value.violations
+
+
+# Configuration
+
+
+def test_all_that_sglang_can_not_do_is_told_at_once_with_its_remedy() -> None:
+    found = violations(
+        "generation.pipeline_parallel=2",
+        "generation.tensor_parallel=2",
+        "generation.weight_dtype=fp8",
+        "generation.temperature=0.5",
+        "generation.sglang.context_length=20",
+        "generation.sglang.ep_size=3",
+        "generation.sglang.load_format=gguf",
+        "generation.sglang.mem_fraction_static=1",
+        "generation.sglang.server_args={quantization: fp8, tp_size: 2, log_level: info}",
+        "policy.refit.kv_scales=true",
+        "policy.refit.lora=adapter",
+        "policy.refit.trainer_quantize_fp8=true",
+        "ray.generation_env={SGLANG_RETURN_ORIGINAL_LOGPROB: '1'}",
+        "model.path=tiny:qwen3-moe",
+    )
+    told = {text.partition(":")[0]: text for text in found}
+    remedies = {
+        "generation.pipeline_parallel": "give 1, or generation.backend=vllm",
+        "generation.weight_dtype": "give auto, or generation.backend=vllm",
+        "generation.sglang.context_length": "give at least 28, or null",
+        "generation.sglang.ep_size": "give 1 or 2",
+        "generation.sglang.load_format": "choose one",
+        "generation.sglang.mem_fraction_static": "above 0 and below 1, or null",
+        "generation.sglang.server_args.quantization": "leave it out",
+        "generation.sglang.server_args.tp_size": "sets it by generation.tensor_parallel",
+        "policy.refit.kv_scales": "give false",
+        "policy.refit.lora": "give merge",
+        "policy.refit.trainer_quantize_fp8": "give false, or generation.backend=vllm",
+        "ray.generation_env.SGLANG_RETURN_ORIGINAL_LOGPROB": "leave it out",
+    }
+    assert told.keys() == remedies.keys()
+    assert [remedy for key, remedy in remedies.items() if remedy not in told[key]] == []
+
+
+def test_shared_gpus_rule_out_the_same_as_with_vllm() -> None:
+    found = violations(
+        "generation.colocated.enabled=true",
+        "trainer.ranks=1",
+        "trainer.tensor_parallel=1",
+        "policy.refit.transport=ipc",
+        "ray.generation_env={PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'}",
+    )
+    assert len(found) == 2
+    assert any("SGLang's memory saver keeps weights in memory" in text for text in found)
+    assert any("SGLang refuses expandable segments where it sleeps" in text for text in found)
+
+
+def test_a_context_has_to_leave_what_sglang_keeps_free_within_the_models_positions() -> None:
+    (found,) = violations("generation.max_new_tokens=490")
+    assert "with 8 tokens that SGLang keeps free, reach 514 tokens" in found
+    (found,) = violations("generation.sglang.context_length=600")
+    assert found.startswith("generation.sglang.context_length: 600 is more than the model's 512 positions")
+    assert load_config(RECIPE, ["generation.max_new_tokens=488"])
+
+
+def test_experts_that_ranks_share_need_experts_and_are_planned_so() -> None:
+    shared = ["generation.tensor_parallel=2", "generation.sglang.ep_size=2"]
+    (found,) = violations(*shared)
+    assert found.startswith(
+        "generation.sglang.ep_size: above 1, but the model (qwen3) has no experts; give 1"
+    )
+    config = load_config("grpo_qwen3_30b_a3b", ["generation.backend=sglang", *shared])
+    assert plan_of(config).gen.ep == 2
+
+
+def test_the_engines_arguments_are_the_recipes() -> None:
+    turns = ["generation.colocated.enabled=true", "trainer.ranks=1", "trainer.tensor_parallel=1"]
+    config = load_config(RECIPE, [*turns, "generation.sglang.server_args.log_level=info"])
+    found = engine_arguments(config, KINDS["qwen3-moe"], 1, 0)
+    assert found["enable_memory_saver"]
+    assert found["custom_weight_loader"] == [LOADER]
+    assert found["context_length"] == 28
+    assert (found["log_level"], found["moe_runner_backend"]) == ("info", "triton")
+    assert "attention_backend" not in found
+    other = engine_arguments(config, KINDS["qwen3"], 0, 1)
+    assert (other["device"], other["attention_backend"]) == ("cpu", "torch_native")
+    assert other["random_seed"] != found["random_seed"]
+    assert "enable_memory_saver" not in other
+    assert "moe_runner_backend" not in other
+
+
+def test_the_trainers_nccl_allocates_as_sglangs_does() -> None:
+    key = "NCCL_CUMEM_ENABLE"
+    assert with_trainer_environment(load_config(RECIPE)).ray.trainer_env == {key: "0"}
+    given = load_config(RECIPE, [f"ray.generation_env={{{key}: '1'}}", "ray.trainer_env={A: b}"])
+    assert with_trainer_environment(given).ray.trainer_env == {key: "1", "A": "b"}
+
+
+# The actor, over a double
+
+
+class GeneratingDouble(EngineDouble):
+    """Says the last token of each prompt until it has said it as often as the prompt is long, and then ends."""
+
+    def __init__(self, *, model_path: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.requests: list[tuple[Any, Any]] = []
+        self.told: dict[str, Any] = {}
+        self.closed = False
+
+    def generate(
+        self, *, input_ids: list[list[int]], sampling_params: list[dict[str, Any]], return_logprob: bool
+    ) -> list[dict[str, Any]]:
+        self.requests.append((input_ids, sampling_params))
+        return [
+            self._output(prompt, each, return_logprob)
+            for prompt, each in zip(input_ids, sampling_params, strict=True)
+        ]
+
+    async def async_generate(
+        self, *, input_ids: list[int], sampling_params: dict[str, Any], return_logprob: bool
+    ) -> dict[str, Any]:
+        self.requests.append((input_ids, sampling_params))
+        return self._output(input_ids, sampling_params, return_logprob)
+
+    def shutdown(self) -> None:
+        self.closed = True
+
+    def _output(self, prompt: list[int], parameters: dict[str, Any], logprobs: bool) -> dict[str, Any]:
+        assert logprobs
+        assert not self.tokenizer_manager.paused
+        said = [prompt[-1]] * len(prompt) + parameters["stop_token_ids"]
+        kept = said[: parameters["max_new_tokens"]]
+        told = {
+            "weight_version": self.tokenizer_manager.config_value("weight_version"),
+            "output_token_logprobs": [(-0.5 * token, token, None) for token in kept],
+            "finish_reason": {"type": "stop" if kept == said else "length"},
+        }
+        return {"output_ids": kept, "meta_info": told | self.told}
+
+
+class Run:
+    """An actor, refitted from a source in this process."""
+
+    def __init__(self, kind: type[SglangActor]) -> None:
+        self.actor = kind()
+        self.actor.build("path", {"custom_weight_loader": [LOADER], "tp_size": 1}, EOS)
+        self.engine: GeneratingDouble = self.actor._engine
+        self._source, self._server = Holder(0), open_rendezvous("127.0.0.1", 1, 1)
+        self._pool = ThreadPoolExecutor(1)
+        meeting = self._server.rendezvous
+        joining = self._pool.submit(RefitSession.open, meeting, 0, lambda: self._source, CONFIG)
+        self.actor.init_refit(meeting.to_json(), 1, CONFIG, "nccl_xfer")
+        self._session = joining.result()
+
+    def refit(self, index: int, version: int) -> None:
+        manager = self.engine.tokenizer_manager
+        self._source.take_on(index)
+        manager.holder.poison()
+        sending = self._pool.submit(self._session.refit, version)
+        [record] = self.actor.refit("nccl_xfer", version)
+        sending.result()
+        assert record["version"] == version
+        assert equal(manager.holder.held, weights(index))
+
+    def close(self) -> None:
+        self._session.close()
+        self._server.close()
+        self._pool.shutdown()
+        self.actor.close()
+        assert self.engine.closed
+        self.engine.loop.close()
+
+
+@pytest.fixture(params=[SglangActor, AsyncSglangActor], ids=["blocking", "awaited"])
+def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    for name, module in modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sys.modules["sglang"], "Engine", GeneratingDouble, raising=False)
+    started = Run(request.param)
+    yield started
+    started.close()
+
+
+def test_completions_have_the_sampled_tokens_their_probabilities_and_the_refits_version(served: Run) -> None:
+    for version, index in enumerate((1, 2)):
+        served.refit(index, version)
+        short, long = served.actor.generate([[7, 4], [7, 8, 9, 6]], SAMPLING)
+        assert (short.token_ids, short.finished, short.version) == ([4, 4, EOS], True, version)
+        assert short.logprobs == [-2.0, -2.0, -0.5]
+        assert (long.token_ids, long.finished, long.version) == ([6, 6, 6], False, version)
+
+
+def test_requests_have_seeds_of_their_own_and_the_recipes_temperature(served: Run) -> None:
+    served.refit(1, 0)
+    served.actor.generate([[7, 4], [7, 4]], SAMPLING)
+    asked = [found for _, found in served.engine.requests]
+    parameters = [each for found in asked for each in (found if isinstance(found, list) else [found])]
+    assert len(asked) == (2 if isinstance(served.actor, AsyncSglangActor) else 1)
+    assert [each["temperature"] for each in parameters] == [0.7, 0.7]
+    assert len({each["sampling_seed"] for each in parameters}) == 2
+
+
+def test_a_completion_that_sglang_cut_short_is_no_rollout(served: Run) -> None:
+    served.refit(1, 0)
+    for reason in ({"type": "length"}, {"type": "abort"}):
+        served.engine.told = {"output_token_logprobs": [(-1.0, 4, None)], "finish_reason": reason}
+        with pytest.raises(RefitError, match="ended a completion after 1 of 3 tokens"):
+            served.actor.generate([[7, 4]], SAMPLING)
+
+
+def test_a_completion_of_other_weights_than_the_refits_is_no_rollout(served: Run) -> None:
+    served.refit(1, 0)
+    served.engine.told = {"weight_version": "4"}
+    with pytest.raises(RefitMismatch, match="of weights '4', and its workers serve version 0"):
+        served.actor.generate([[7, 4]], SAMPLING)
+
+
+def test_an_actor_sleeps_and_wakes_by_stage_and_is_refitted_between(served: Run) -> None:
+    served.refit(1, 0)
+    served.actor.sleep(2)
+    assert served.actor.asleep() == TAGS
+    with pytest.raises(EngineDirty, match="are asleep"):
+        served.actor.generate([[7, 4]], SAMPLING)
+    served.actor.wake([WEIGHTS])
+    served.refit(2, 1)
+    assert served.actor.asleep() == {KV_CACHE}
+    served.actor.empty_cache()
+    assert [found.process for found in served.actor.memory(True)] == ["engine rank 0"]
+    served.actor.wake([KV_CACHE])
+    assert served.actor.generate([[7, 4]], SAMPLING)[0].version == 1
+
+
+# Real runs
+
+
+_SHORT = (
+    "algorithm.prompts_per_step=16",
+    "algorithm.minibatches=2",
+    "validation.samples=8",
+)
+# Both ways to call SGLang, both paths of weights, both trainers, GPUs of one's own and shared ones.
+_RUNS = {
+    "blocking": ("trainer=megatron",),
+    "awaited": (
+        "trainer=fsdp",
+        "policy.nccl_xfer_refit=false",
+        "generation.sglang.asynchronous=true",
+        "generation.colocated.enabled=true",
+    ),
+}
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang")
+def test_two_grpo_steps_with_real_engines_follow_the_policy_either_way(tmp_path: Path) -> None:
+    found = {
+        name: run(tmp_path, name, *_SHORT, *overrides, timeout_s=590) for name, overrides in _RUNS.items()
+    }
+    for rows in found.values():
+        assert [row["weights/version"] for row in rows] == list(range(STEPS))
+        assert max(row["generation_kl"] for row in rows) <= 1e-3
+        assert len({row["train/grad_norm"] for row in rows}) == STEPS
+        assert all(row["refit/bytes_verified"] > 0 for row in rows)
+    blocking, awaited = found["blocking"], found["awaited"]
+    assert blocking[0]["refit/bytes_misc"] == awaited[0]["refit/bytes_bulk"] == 0
+    # Greedy, of the checkpoint's weights, whichever way they came.
+    assert blocking[0]["val/reward"] == awaited[0]["val/reward"]
+    moves = [record["move"] for record in records(tmp_path, "awaited", "stages.jsonl")]
+    assert {"sleep", "wake_weights", "refit", "free_trainer", "wake_kv_cache"} <= set(moves)
