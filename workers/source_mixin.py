@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch.distributed as dist
@@ -38,6 +39,7 @@ class SourceRefitMixin:
 
     refit_config: RefitConfig
     _refit_source: WeightSource | None = None
+    _refit_source_of: tuple[object, ...] = ()
     _refit_session: RefitSession | None = None
     _refit_server: RendezvousServer | None = None
 
@@ -200,10 +202,21 @@ class SourceRefitMixin:
         self._refit_session = None
 
     def _prepared_source(self) -> WeightSource:
-        if self._refit_source is None:
+        if self._refit_source is None or not self._is_of_this_model():
+            self._refit_source_of = self._refit_model_parts()
             source = self._make_refit_source()
             self._refit_source = KvScaleSource(source) if self.refit_config.kv_scales else source
         return self._refit_source
+
+    def _is_of_this_model(self) -> bool:
+        """Whether the source was made of the worker's model; one that was built anew (resumed, grown) needs another."""
+        parts = self._refit_model_parts()
+        return len(parts) == len(self._refit_source_of) and all(map(is_, parts, self._refit_source_of))
+
+    def _refit_model_parts(self) -> tuple[object, ...]:
+        model = getattr(self, "model", None)
+        chunks = model if isinstance(model, list | tuple) else [model]
+        return (*chunks, getattr(self, "bridge", None))
 
     def _scaled_source(self) -> KvScaleSource:
         source = self._prepared_source()
@@ -217,6 +230,14 @@ class SourceRefitMixin:
 
     def _refit(self, engine: str, version: int, kv_scales: Mapping[str, float] | None = None) -> RefitRecord:
         session = open_session(self._refit_session, engine)
+        if not self._is_of_this_model():
+            raise RefitError(
+                f"self.model or self.bridge of {type(self).__name__} is not the one that the ranks met with, and the old "
+                "weights would be sent. Nothing was written. Open a new epoch (open_refit_rendezvous, "
+                "init_per_pp_refit_comm_group) after the model was built anew",
+                stage="export",
+                rank=session.world.rank,
+            )
         before = None if kv_scales is None else partial(self._give, session, kv_scales)
         return session.refit(version, before=before)
 

@@ -16,6 +16,7 @@ from ...integration.quantize.formats import Format
 from ..offload import Residence
 from .enumeration import VOCABULARY, Enumeration, conversion_tasks, enumerate_export
 from .native_fp8 import addresses, as_codes, is_native, native_blocks, with_scales
+from .places import Places
 from .rules import Refused, fragments_of_task
 from .self_check import changes_converted_weights, disproved_tasks
 
@@ -61,6 +62,7 @@ class MegatronSource:
         known = known or survey(bridge, model)
         self._enumeration, self._disproved = known.enumeration, known.disproved
         self._tasks = conversion_tasks(bridge, model)
+        self._places = Places(model, self._tasks)
         # On any pipeline stage: the tasks name the parameters of all.
         self._has_adapters = any(
             "to_wrap" in task.global_param_name or ".adapter." in task.global_param_name
@@ -87,6 +89,7 @@ class MegatronSource:
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
         held: list[Fragment] = []
         refused: dict[str, str] = {}
+        self._follow_parameters()
         tasks = self._residence.tasks(self._tasks)
         for index, (task, names) in enumerate(zip(tasks, self._enumeration.task_names, strict=True)):
             if task.param_weight is None:
@@ -152,10 +155,16 @@ class MegatronSource:
                 yield name, weight.detach() if rows is None else weight.detach()[:rows]
 
     def storage_key(self) -> Hashable:
+        self._follow_parameters()
         owned = [task.param_weight for task in self._tasks if task.param_weight is not None]
         weights = (weight for weight in owned if not is_native(weight))
         native = tuple(addresses(weight) for weight in owned if is_native(weight))
         return storage_key(weights), native, self._residence.key()
+
+    def _follow_parameters(self) -> None:
+        if self._places.follow(self._tasks):
+            # Chosen of the tasks as they were.
+            self._chosen = frozenset(), []
 
     def _without_padding(self, fragment: Fragment) -> Fragment:
         rows = self._vocabulary.get(fragment.name)
