@@ -1,0 +1,39 @@
+"""Ranks in a Python of their own: those of the other modules' runs are forked from processes that have loaded much."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+from rlrefit.recipes.algorithms.losses import PolicyLossConfig
+from rlrefit.recipes.config import load_config
+from rlrefit.recipes.tiny.checkpoints import make_checkpoint
+from rlrefit.recipes.trainer_policies import policy_config
+from tests.spawn import free_port
+
+RANKS = """
+import pickle, sys
+from pathlib import Path
+from rlrefit.recipes.rollout_transformers import TransformersActor
+from rlrefit.recipes.trainer_group import TrainerActor
+
+policy, refit, path, port = pickle.loads(Path(sys.argv[1]).read_bytes())
+trainer, engine = TrainerActor(), TransformersActor()
+trainer.join(0, 1, "127.0.0.1", port, 60.0, True)
+trainer.build(policy, refit, False)
+engine.build(path, "float32", 1, False, 0, 0)
+print("built")
+"""
+
+
+def test_ranks_for_which_nothing_was_loaded_build_their_policy_and_engine(tmp_path: Path) -> None:
+    config = load_config("grpo_tiny", ["trainer.ranks=1", "trainer.tensor_parallel=1", "model.dtype=float32"])
+    path = str(make_checkpoint("qwen3", tmp_path / "model"))
+    arguments = (policy_config(config, path, PolicyLossConfig()), config.policy.refit, path, free_port())
+    (tmp_path / "arguments").write_bytes(pickle.dumps(arguments))
+    command = [sys.executable, "-c", RANKS, str(tmp_path / "arguments")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("built\n")
