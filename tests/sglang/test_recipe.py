@@ -6,7 +6,6 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +16,17 @@ from rlrefit.integration.rendezvous import open_rendezvous
 from rlrefit.integration.session import RefitSession
 from rlrefit.integration.stages import KV_CACHE, TAGS, WEIGHTS
 from rlrefit.recipes.config import ConfigError, load_config
+from rlrefit.recipes.config_colocated import ENABLED
 from rlrefit.recipes.plan.recipe import plan_of
 from rlrefit.recipes.rollout import Sampling
 from rlrefit.recipes.rollout_sglang import AsyncSglangActor, SglangActor
 from rlrefit.recipes.sglang_arguments import engine_arguments, with_trainer_environment
 from rlrefit.recipes.tiny.checkpoints import KINDS
 from rlrefit.workers.sglang.loader import LOADER
+from tests.train.command import numbers
 
 from .engine_double import EngineDouble, Holder, equal, modules, weights
-from .recipe_run import STEPS, records, run
+from .recipe_run import STEPS, run
 
 RECIPE = "grpo_tiny_sglang"
 EOS = 1
@@ -80,7 +81,7 @@ def test_all_that_sglang_can_not_do_is_told_at_once_with_its_remedy() -> None:
 
 def test_shared_gpus_rule_out_the_same_as_with_vllm() -> None:
     found = violations(
-        "generation.colocated.enabled=true",
+        f"{ENABLED}=true",
         "trainer.ranks=1",
         "trainer.tensor_parallel=1",
         "policy.refit.transport=ipc",
@@ -89,6 +90,14 @@ def test_shared_gpus_rule_out_the_same_as_with_vllm() -> None:
     assert len(found) == 2
     assert any("SGLang's memory saver keeps weights in memory" in text for text in found)
     assert any("SGLang refuses expandable segments where it sleeps" in text for text in found)
+
+
+@pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
+def test_either_algorithm_and_trainer_can_have_sglang_in_turns_or_apart(trainer: str) -> None:
+    for recipe in ("grpo_tiny_moe", "dapo_tiny"):
+        for colocated in ("true", "false"):
+            chosen = ["generation.backend=sglang", f"trainer={trainer}", f"{ENABLED}={colocated}"]
+            assert load_config(recipe, chosen).generation.backend == "sglang"
 
 
 def test_a_context_has_to_leave_what_sglang_keeps_free_within_the_models_positions() -> None:
@@ -110,7 +119,7 @@ def test_experts_that_ranks_share_need_experts_and_are_planned_so() -> None:
 
 
 def test_the_engines_arguments_are_the_recipes() -> None:
-    turns = ["generation.colocated.enabled=true", "trainer.ranks=1", "trainer.tensor_parallel=1"]
+    turns = [f"{ENABLED}=true", "trainer.ranks=1", "trainer.tensor_parallel=1"]
     config = load_config(RECIPE, [*turns, "generation.sglang.server_args.log_level=info"])
     found = engine_arguments(config, KINDS["qwen3-moe"], 1, 0)
     assert found["enable_memory_saver"]
@@ -275,32 +284,53 @@ _SHORT = (
     "algorithm.minibatches=2",
     "validation.samples=8",
 )
-# Both ways to call SGLang, both paths of weights, both trainers, GPUs of one's own and shared ones.
+_TURNS = f"{ENABLED}=true"
 _RUNS = {
-    "blocking": ("trainer=megatron",),
-    "awaited": (
-        "trainer=fsdp",
+    "apart": (),
+    "in_turns": (
+        _TURNS,
+        "generation.colocated.multi_stage_wake_up=false",
         "policy.nccl_xfer_refit=false",
+    ),
+    "awaited": (
+        _TURNS,
         "generation.sglang.asynchronous=true",
-        "generation.colocated.enabled=true",
+        "trainer=fsdp",
+        "algorithm.name=dapo",
+        "algorithm.dynamic_sampling=true",
+        "algorithm.max_sampling_rounds=2",
     ),
 }
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang")
-def test_two_grpo_steps_with_real_engines_follow_the_policy_either_way(tmp_path: Path) -> None:
-    found = {
-        name: run(tmp_path, name, *_SHORT, *overrides, timeout_s=590) for name, overrides in _RUNS.items()
-    }
-    for rows in found.values():
-        assert [row["weights/version"] for row in rows] == list(range(STEPS))
-        assert max(row["generation_kl"] for row in rows) <= 1e-3
-        assert len({row["train/grad_norm"] for row in rows}) == STEPS
-        assert all(row["refit/bytes_verified"] > 0 for row in rows)
-    blocking, awaited = found["blocking"], found["awaited"]
-    assert blocking[0]["refit/bytes_misc"] == awaited[0]["refit/bytes_bulk"] == 0
-    # Greedy, of the checkpoint's weights, whichever way they came.
-    assert blocking[0]["val/reward"] == awaited[0]["val/reward"]
-    moves = [record["move"] for record in records(tmp_path, "awaited", "stages.jsonl")]
-    assert {"sleep", "wake_weights", "refit", "free_trainer", "wake_kv_cache"} <= set(moves)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("needs SGLang")
+    root = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield {name: run(root, name, *_SHORT, *of, timeout_s=590) for name, of in _RUNS.items()}
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", list(_RUNS))
+def test_two_steps_with_a_real_engine_follow_the_policy(
+    runs: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    rows = runs[name]
+    assert [row["weights/version"] for row in rows] == list(range(STEPS))
+    assert max(row["generation_kl"] for row in rows) <= 1e-3
+    assert len({row["train/grad_norm"] for row in rows}) == STEPS
+    assert all(row["refit/bytes_verified"] > 0 for row in rows)
+    assert ("stage/peak_bytes/wake_kv_cache" in rows[0]) == (name == "awaited")
+    assert ("stage/peak_bytes/wake_all" in rows[0]) == (name == "in_turns")
+    unused = "refit/bytes_bulk" if name == "in_turns" else "refit/bytes_misc"
+    assert all(row[unused] == 0 for row in rows)
+
+
+@pytest.mark.timeout(1800)
+def test_no_number_of_a_blocking_run_depends_on_the_path_of_the_weights_or_on_whose_the_devices_are(
+    runs: dict[str, list[dict[str, Any]]],
+) -> None:
+    assert numbers(runs["in_turns"]) == numbers(runs["apart"])

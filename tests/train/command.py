@@ -129,3 +129,9 @@ def curve(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         for row in rows
     ]
+
+
+def numbers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What of a curve must not depend on where the weights travelled."""
+    moved = ("refit/", "stage/")
+    return [{key: value for key, value in row.items() if not key.startswith(moved)} for row in curve(rows)]

@@ -19,7 +19,7 @@ from rlrefit.recipes.run_files import read_json_lines
 from rlrefit.recipes.train import train
 from rlrefit.recipes.trainer_group import TrainerActor
 
-from .command import SHORT, curve, metrics
+from .command import SHORT, metrics, numbers
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -48,12 +48,6 @@ def run(name: str, root: Path, ray_address: str, *overrides: str, refits: Any = 
     )
     config = load_config("dapo_tiny", [*common, *SHORT, *overrides])
     return train(config, Console(file=io.StringIO()), refits)
-
-
-def numbers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What of a curve must not depend on where the weights travelled."""
-    moved = ("refit/", "stage/")
-    return [{key: value for key, value in row.items() if not key.startswith(moved)} for row in curve(rows)]
 
 
 class WatchedRefits(ColocatedRefits):

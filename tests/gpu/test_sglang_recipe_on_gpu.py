@@ -1,0 +1,123 @@
+"""GRPO with SGLang as the engine, by the command line: in turns with the trainer on one GPU, and on a GPU of its own.
+
+Where SGLang has its packages in folders of its own, ENGINE_PATH is the PYTHONPATH of the engine's processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.sglang.recipe_run import STEPS, records, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(560),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# Of the GPU, for an engine whose model has a few megabytes: the rest of it is KV cache.
+FRACTION = 0.6
+WAKE = {"true": ["wake_weights", "wake_kv_cache"], "false": ["wake_all"]}
+# What the bare package has; and no bound of the KV cache.
+_ENGINE = (
+    "generation.sglang.attention_backend=triton",
+    "generation.sglang.server_args={sampling_backend: pytorch, max_total_tokens: null}",
+    f"generation.sglang.mem_fraction_static={FRACTION}",
+)
+
+
+@pytest.fixture
+def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the test is for."""
+    needed = request.param
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} GPUs")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names[:needed]))
+
+
+def _require_steps(rows: list[dict[str, Any]], verified: str) -> None:
+    assert [row["weights/version"] for row in rows] == list(range(STEPS))
+    assert max(row["generation_kl"] for row in rows) < 1e-2
+    assert len({row["train/grad_norm"] for row in rows}) == STEPS
+    assert all(row["refit/bytes_verified"] > 0 for row in rows)
+    assert all(row[verified] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("gpus", [1], indirect=True)
+@pytest.mark.parametrize(
+    ("asynchronous", "trainer", "in_stages"),
+    [("false", "megatron", "true"), ("true", "fsdp", "true"), ("true", "megatron", "false")],
+    ids=["blocking", "awaited", "awaited, all at once"],
+)
+def test_two_steps_in_turns_on_one_gpu_follow_the_policy_and_tell_the_peak_of_each_stage(
+    gpus: None,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    asynchronous: str,
+    trainer: str,
+    in_stages: str,
+) -> None:
+    rows = run(
+        tmp_path,
+        "turns",
+        *_ENGINE,
+        f"trainer={trainer}",
+        f"generation.sglang.asynchronous={asynchronous}",
+        "generation.colocated.enabled=true",
+        f"generation.colocated.multi_stage_wake_up={in_stages}",
+        timeout_s=500,
+    )
+    _tell(request, asynchronous=asynchronous, trainer=trainer, in_stages=in_stages, rows=rows)
+    _require_steps(rows, "refit/bytes_bulk")
+    peaks = [
+        {move: row[f"stage/peak_bytes/{move}"] for move in (*WAKE[in_stages], "refit", "generate", "train")}
+        for row in rows
+    ]
+    total = records(tmp_path, "turns", "stages.jsonl")[-1]["processes"][0]["device_total"]
+    cache = 0.7 * FRACTION * total  # SGLang takes its part of what is free as it starts
+    assert all(found["generate"] > cache for found in peaks)
+    assert all((found["refit"] > cache) == (in_stages == "false") for found in peaks)
+    assert all(found["train"] < cache for found in peaks)
+    moves = records(tmp_path, "turns", "stages.jsonl")
+    assert not any(record["failed"] for record in moves)
+    assert len({process["device"] for record in moves for process in record["processes"]}) == 1
+    assert {record["engine"] for record in records(tmp_path, "turns", "refits.jsonl")} == {"colocated_ipc"}
+
+
+@pytest.mark.parametrize("gpus", [2], indirect=True)
+@pytest.mark.parametrize(
+    ("asynchronous", "shards"),
+    [("false", "true"), ("true", "false")],
+    ids=["blocking, shard to shard", "awaited, conventional"],
+)
+def test_two_steps_with_an_engine_on_a_gpu_of_its_own_follow_the_policy(
+    gpus: None, tmp_path: Path, request: pytest.FixtureRequest, asynchronous: str, shards: str
+) -> None:
+    rows = run(
+        tmp_path,
+        "apart",
+        *_ENGINE,
+        f"policy.nccl_xfer_refit={shards}",
+        f"generation.sglang.asynchronous={asynchronous}",
+        timeout_s=500,
+    )
+    _tell(request, asynchronous=asynchronous, shards=shards, rows=rows)
+    _require_steps(rows, "refit/bytes_bulk" if shards == "true" else "refit/bytes_misc")
+
+
+def _tell(request: pytest.FixtureRequest, *, rows: list[dict[str, Any]], **of: str) -> None:
+    """A line of JSON: KL, seconds, and the peaks of the stages."""
+    names = ("generation_kl", "reward/mean", "refit/seconds", "time/generate", "time/step")
+    steps = [
+        {name: value for name, value in row.items() if name in names or "stage/" in name} for row in rows
+    ]
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    reporter.write_line("\n" + json.dumps({**of, "steps": steps}))
