@@ -21,14 +21,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-# Of the GPU, for an engine whose model has a few megabytes: the rest of it is KV cache.
-FRACTION = 0.6
+# Keys and values of 2 layers, 2 heads, 32 numbers of BF16: 8.2 GB, beside which the model and what it computes are small.
+TOKENS = 16_000_000
+KV_BYTES = TOKENS * 2 * 2 * 2 * 32 * 2
 WAKE = {"true": ["wake_weights", "wake_kv_cache"], "false": ["wake_all"]}
-# What the bare package has; and no bound of the KV cache.
+# What the bare package has.
 _ENGINE = (
     "generation.sglang.attention_backend=triton",
-    "generation.sglang.server_args={sampling_backend: pytorch, max_total_tokens: null}",
-    f"generation.sglang.mem_fraction_static={FRACTION}",
+    f"generation.sglang.server_args={{sampling_backend: pytorch, max_total_tokens: {TOKENS}}}",
 )
 
 
@@ -81,11 +81,10 @@ def test_two_steps_in_turns_on_one_gpu_follow_the_policy_and_tell_the_peak_of_ea
         {move: row[f"stage/peak_bytes/{move}"] for move in (*WAKE[in_stages], "refit", "generate", "train")}
         for row in rows
     ]
-    total = records(tmp_path, "turns", "stages.jsonl")[-1]["processes"][0]["device_total"]
-    cache = 0.7 * FRACTION * total  # SGLang takes its part of what is free as it starts
-    assert all(found["generate"] > cache for found in peaks)
-    assert all((found["refit"] > cache) == (in_stages == "false") for found in peaks)
-    assert all(found["train"] < cache for found in peaks)
+    for found in peaks:
+        # The cache is there as the engine generates, gone as the trainer works, and not there yet as weights move in stages.
+        assert found["generate"] - found["train"] > KV_BYTES // 2
+        assert (found["generate"] - found["refit"] > KV_BYTES // 2) == (in_stages == "true")
     moves = records(tmp_path, "turns", "stages.jsonl")
     assert not any(record["failed"] for record in moves)
     assert len({process["device"] for record in moves for process in record["processes"]}) == 1
