@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 from importlib import import_module
 
+import torch
+
 import tests.gloo  # noqa: F401
 from rlrefit.workers.vllm import orphans
 from tests.vllm_processes import forked_engines
@@ -22,6 +24,8 @@ for _module in (
 # An engine's processes spin for a second after each message, in which nothing else gets their cores.
 _messages = import_module("vllm.distributed.device_communicators.shm_broadcast")
 _messages.SpinCondition.__init__.__defaults__ = (0.02,)
+# Each engine would compile its sampler for ten seconds otherwise; all that it computes is eager in the tests.
+torch.compiler.set_stance("force_eager")
 _of_all_forks = forked_engines()
 _of_all_forks.__enter__()  # engines' cores start the workers
 # The server is the system's parent of them all, which that watch takes for the end of theirs; the tests' processes
