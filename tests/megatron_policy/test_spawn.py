@@ -68,6 +68,7 @@ def leave_rank_1_by(rank: int, end: str) -> int:
     """Every way to fail when the answer is already given."""
     import torch.distributed as dist
 
+    dist.barrier()  # a rank that still connects would be the first to fail
     if rank == 1:
         if end == "raise":
             dist.destroy_process_group()  # the second one raises
