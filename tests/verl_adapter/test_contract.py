@@ -188,7 +188,7 @@ def test_all_wrong_options_of_shards_are_told_at_once() -> None:
     for part in (
         "timeout_s",
         "verify",
-        "streams: True is no int",
+        "streams: True is not a whole number",
         "kv_scales is not known",
         "bucket_megabytes",
     ):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from ...integration.config import RefitConfig
 from ...integration.errors import RefitError
+from ...integration.settings import read_settings
 
 KEY = "rlrefit"
 _PREFIX = f"policy.generation.refit_cfg.{KEY}"
@@ -43,14 +44,7 @@ class NemoRlRefit:
         # NeMo-RL makes a pydantic model of it, which keeps what it does not know.
         given = dict(getattr(section, "model_extra", section).get(KEY) or {})
         records_dir = given.pop("records_dir", None)
-        known = [found.name for found in fields(RefitConfig)]
-        wrong = [
-            f"{_PREFIX}.{name} is not known; there are {', '.join(known)} and records_dir"
-            for name in given
-            if name not in known
-        ]
-        config = RefitConfig(**{name: value for name, value in given.items() if name in known})
-        wrong += config.violations(_PREFIX)
+        config, wrong = read_settings(given, _PREFIX, also=("records_dir",))
         backend = generation.get("backend")
         if backend != "vllm":
             wrong.append(

@@ -7,21 +7,13 @@ from typing import Any
 
 from ...integration.config import RefitConfig
 from ...integration.errors import RefitError
+from ...integration.settings import read_settings
 
 BACKEND = "nccl_xfer_shards"
 EXTENSION = "rlrefit.workers.verl.extension.VerlRefitExtension"
 _PREFIX = f"checkpoint_engine.engine_kwargs.{BACKEND}"
-# Of RefitConfig; the bucket's size is verl's own key.
-_OF_REFIT = ("transport", "streams", "timeout_s", "verify", "trainer_quantize_fp8", "port")
-_TYPES: dict[str, tuple[type, ...]] = {
-    "transport": (str,),
-    "streams": (int,),
-    "timeout_s": (int, float),
-    "verify": (str,),
-    "trainer_quantize_fp8": (bool,),
-    "port": (int,),
-    "records_dir": (str, type(None)),
-}
+# The bucket's size is verl's own key; what the others are for is not in reach of verl's configuration.
+_ELSEWHERE = ("bucket_mb", "lora", "kv_scales")
 
 
 @dataclass(frozen=True)
@@ -47,23 +39,14 @@ class ShardOptions:
         Raises:
             RefitError: lists all that is wrong.
         """
-        wrong = [
-            f"{_PREFIX}.{name} is not known; there are {', '.join(_TYPES)}"
-            for name in given
-            if name not in _TYPES
-        ]
-        mistyped = {
-            name: value
-            for name, value in given.items()
-            if name in _TYPES and (type(value) not in _TYPES[name])
-        }
-        wrong += [
-            f"{_PREFIX}.{name}: {value!r} is no {_TYPES[name][0].__name__}"
-            for name, value in mistyped.items()
-        ]
-        good = {name: value for name, value in given.items() if name in _OF_REFIT and name not in mistyped}
-        refit = RefitConfig(bucket_mb=bucket_size >> 20, **good)
-        wrong += refit.violations(_PREFIX)
+        refit, wrong = read_settings(
+            given, _PREFIX, also=("records_dir",), without=_ELSEWHERE, bucket_mb=bucket_size >> 20
+        )
+        records_dir = given.get("records_dir")
+        if records_dir is not None and not isinstance(records_dir, str):
+            wrong.append(
+                f"{_PREFIX}.records_dir: {records_dir!r} is not the path of a folder; give one, or null"
+            )
         if wrong:
             raise RefitError(
                 "; ".join(wrong).replace(
@@ -71,4 +54,4 @@ class ShardOptions:
                 ),
                 stage="settings",
             )
-        return ShardOptions(refit, given.get("records_dir"))
+        return ShardOptions(refit, records_dir)
