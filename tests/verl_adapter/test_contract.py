@@ -28,6 +28,7 @@ from rlrefit.workers.verl.engine import ShardCheckpointEngine
 from rlrefit.workers.verl.manager import RefitCheckpointManager
 from rlrefit.workers.verl.options import EXTENSION
 from rlrefit.workers.verl.orders import Order
+from rlrefit.workers.verl.served import asked_violations
 from rlrefit.workers.verl.source import source_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -211,7 +212,7 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
                     "quantization": "fp8",
                     "mtp": {"enable": True, "enable_rollout": True},
                     "engine_kwargs": {
-                        "vllm": {"quantization": "awq", "speculative_config": {"method": "ngram"}}
+                        "vllm": {"quantization": "awq", "speculative_config": {"method": "eagle"}}
                     },
                 },
                 "model": {"lora_rank": 8, "lora": {"merge": False}},
@@ -230,6 +231,11 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
     ):
         assert part in str(error.value)
     assert "backend=nccl_xfer with" in str(error.value)
+
+
+def test_drafts_that_need_no_weights_are_no_reason_to_refuse_a_rollout() -> None:
+    for speculative in ({"method": "ngram"}, {"model": "ngram"}, {"method": "suffix"}):
+        assert asked_violations({"engine_kwargs": {"vllm": {"speculative_config": speculative}}}) == []
 
 
 def test_an_actor_that_is_made_in_another_way_is_refused_with_all_that_it_lacks() -> None:

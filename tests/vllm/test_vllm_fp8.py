@@ -99,4 +99,4 @@ def test_weights_that_the_loader_would_cast_without_their_scale_are_refused(resu
 )
 def test_codes_without_scales_and_scales_without_codes_are_refused_by_name(results, case, missing, parameter):
     for rank in results[case]:
-        assert f"of {LAYER}.self_attn.o_proj.{parameter}," in rank.refused[missing]
+        assert f"of {LAYER}.self_attn.o_proj.{parameter}; they" in rank.refused[missing]

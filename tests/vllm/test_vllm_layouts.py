@@ -175,5 +175,30 @@ def test_an_fp8_engine_is_reloaded_and_processed_once_in_each_refit(results, cas
         assert rank.processed == [{1}, {1}]
 
 
+@pytest.mark.parametrize("case", [*SINGLE, *DOUBLE])
+def test_a_manifest_without_any_one_tensor_is_refused_by_the_ranks_that_want_it(results, case):
+    for rank in results[case]:
+        assert len(rank.without) > 11
+        wanted = {*rank.bulk, *rank.misc}
+        assert {name for name, text in rank.without.items() if text} == wanted & rank.without.keys()
+
+
+@pytest.mark.parametrize("case", ["dense packed", "fp8", "quantized online", "dense TP2 packed", "fp8 TP2"])
+def test_the_refusal_of_half_a_fused_module_says_what_comes_and_what_does_not(results, case):
+    for rank in results[case]:
+        text = rank.without["model.layers.0.mlp.up_proj.weight"]
+        assert f"{6144 // len(results[case])} elements of model.layers.0.mlp.gate_up_proj.weight" in text
+        assert "only model.layers.0.mlp.gate_proj.weight comes" in text
+        assert "Megatron-Bridge has no mapping" in text
+
+
+def test_an_engine_that_quantizes_as_it_loads_is_followed_through_its_loader(results):
+    [rank] = results["quantized online"]
+    assert rank.misc["model.layers.1.mlp.up_proj.weight"] == (
+        "layer model.layers.1.mlp.gate_up_proj: process_weights_after_loading changed the shape of weight from (192, 64) to "
+        "(64, 192)"
+    )
+
+
 def test_other_engines_process_nothing_after_loading(results):
     assert all(rank.processed == [set(), set()] for rank in results["dense TP2"])

@@ -99,62 +99,99 @@ def test_a_manifest_that_leaves_rows_of_a_parameter_stale_is_a_plan_error():
         check_complete(
             _traced(model, "q", "o", "norm"),
             owners_of(model),
-            _layouts(),
             model,
             set(dict(model.named_parameters())),
         )
     assert caught.value.parameter == "attn.qkv.weight"
 
 
-def test_a_whole_manifest_and_a_parameter_on_the_misc_path_are_complete():
-    for model, layouts in (
-        (_Model(), _layouts()),
-        (_Model("q"), _layouts()),
-        (_Model(), _layouts(attn_qkv=PACKED)),
-    ):
+def test_a_whole_manifest_is_complete_and_one_without_a_tensor_is_not_even_where_the_loader_computes():
+    for model in (_Model(), _Model("q")):
         names = set(dict(model.named_parameters()))
-        check_complete(_traced(model), owners_of(model), layouts, model, names)
+        check_complete(_traced(model), owners_of(model), model, names)
+        with pytest.raises(
+            PlanError, match=r"12 elements of attn\.qkv\.weight \(of what it holds only q comes\)"
+        ):
+            check_complete(_traced(model, "q", "o", "norm"), owners_of(model), model, names)
 
 
 class _Blocks(nn.Module):
-    """Two blocks of a weight each, a norm, and a buffer in the state; one tensor goes through a temporary."""
+    """Two blocks of a weight each, a norm, and a buffer in the state; the loader reads one tensor's values."""
 
-    def __init__(self, temporary: str = "") -> None:
+    def __init__(self, read: str = "") -> None:
         super().__init__()
         self.layers = nn.ModuleList([_Linear(2, 3), _Linear(2, 3)])
         self.norm = nn.RMSNorm(6, dtype=BF16, device="meta")
         self.norm.register_buffer("running", torch.zeros(6, dtype=BF16, device="meta"))
         self.norm.register_buffer("rebuilt", torch.zeros(6, dtype=BF16, device="meta"), persistent=False)
-        self.temporary = temporary
+        self.read = read
 
     def load_weights(self, weights):
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
         for name, tensor in weights:
-            value = torch.empty_like(tensors[name]).copy_(tensor) if name == self.temporary else tensor
-            tensors[name].data.copy_(value)
+            if name == self.read:
+                float(tensor.sum())
+            tensors[name].data.copy_(tensor)
 
     def check(self, *names: str, dummy: bool = False) -> None:
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
         manifest = [(name, tuple(tensors[name].shape), BF16) for name in names]
         trace = trace_loader(self.load_weights, tensors, manifest)
-        assert (self.temporary in trace.unknown) == bool(self.temporary)
-        layouts = dict.fromkeys(("layers.0", "layers.1", "norm"), DIRECT)
+        assert set(trace.lost) == ({self.read} if self.read else set())
         parameters = {name for name, _ in self.named_parameters()}
-        check_complete(trace, owners_of(self), layouts, self, parameters, dummy=dummy)
+        check_complete(trace, owners_of(self), self, parameters, dummy=dummy)
 
 
 FIRST, SECOND, NORM, BUFFER = "layers.0.weight", "layers.1.weight", "norm.weight", "norm.running"
 
 
-def test_a_tensor_that_could_not_be_followed_excuses_its_own_block_only():
-    _Blocks(SECOND).check(FIRST, SECOND, NORM)
-    for missing in (FIRST, NORM):
+@pytest.mark.parametrize("read", [SECOND, NORM])
+def test_a_tensor_that_could_not_be_followed_excuses_its_own_module_only(read):
+    _Blocks(read).check(FIRST, SECOND, NORM)
+    for missing in {FIRST, SECOND, NORM} - {read}:
+        with pytest.raises(
+            PlanError, match=f"elements of {missing}; the loader could not be followed for {read}"
+        ):
+            _Blocks(read).check(*{FIRST, SECOND, NORM} - {missing})
+
+
+class _Fused(nn.Module):
+    """Gate and up in one matrix, whose loader reads the values of one of them, and a norm beside."""
+
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        block = nn.ModuleDict({"mlp": nn.ModuleDict({"gate_up_proj": _Linear(4, 3)}), "norm": _Linear(1, 3)})
+        self.layers = nn.ModuleList([block])
+        self.read = read
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name == self.read:
+                float(tensor.sum())
+            rows = {"gate_proj": slice(0, 2), "up_proj": slice(2, 4), "norm": slice(0, 1)}[
+                name.split(".")[-2]
+            ]
+            module = self.layers[0]["norm"] if "norm" in name else self.layers[0]["mlp"]["gate_up_proj"]
+            module.weight.data[rows].copy_(tensor)
+
+    def check(self, *names: str) -> None:
+        shapes = {GATE: (2, 3), UP: (2, 3), BESIDE: (1, 3)}
+        parameters = dict(self.named_parameters())
+        trace = trace_loader(self.load_weights, parameters, [(name, shapes[name], BF16) for name in names])
+        check_complete(trace, owners_of(self), self, set(parameters))
+
+
+GATE, UP, BESIDE = "layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight", "layers.0.norm.weight"
+
+
+def test_a_part_that_could_not_be_followed_excuses_no_more_of_a_fused_matrix_than_it_brings():
+    _Fused(read=GATE).check(GATE, UP, BESIDE)
+    for come, missing in (
+        ((GATE, BESIDE), "12 elements of layers.0.mlp.gate_up"),
+        ((GATE, UP), "3 elements of layers.0.norm"),
+    ):
         with pytest.raises(PlanError, match=missing):
-            _Blocks(SECOND).check(*{FIRST, SECOND, NORM} - {missing})
-    # Of no block: it may be all of them in one tensor.
-    _Blocks(NORM).check(FIRST, NORM)
-    with pytest.raises(PlanError, match=r"load_format=auto.*parameter layers.1.weight"):
-        _Blocks(NORM).check(FIRST, NORM, dummy=True)
+            _Fused(read=GATE).check(*come)
 
 
 def test_a_buffer_of_the_state_has_to_come_where_it_holds_random_numbers():

@@ -239,6 +239,7 @@ def test_a_copy_into_a_temporary_leaves_the_destination_unknown():
     trace = _trace(place, params, a=(4,))
     assert "temporary" in trace.misc_reasons["a"]
     assert trace.unknown == {"a"}
+    assert trace.unwritten == {"w": 0}
 
 
 def test_two_tensors_that_write_the_same_elements_both_go_to_misc():
@@ -246,6 +247,28 @@ def test_two_tensors_that_write_the_same_elements_both_go_to_misc():
     trace = _trace(lambda n, t: params["w"][0 if n == "a" else 1 :][:3].copy_(t), params, a=(3, 6), b=(3, 6))
     assert set(trace.misc_reasons) == {"a", "b"}
     assert "both write" in trace.misc_reasons["a"]
+    assert trace.unwritten == {"w": 0}
+
+
+def test_what_is_computed_or_cast_counts_as_written_and_what_never_came_does_not():
+    params = {"w": torch.empty(6, 4, dtype=torch.float32, device="meta")}
+
+    def place(name, tensor):
+        params["w"]["abc".index(name) * 2 :][:2].copy_(tensor * 2 if name == "a" else tensor)
+
+    trace = _trace(place, params, a=(2, 4), b=(2, 4))
+    assert set(trace.misc_reasons) == {"a", "b"}
+    assert trace.unwritten == {"w": 8}
+
+
+def test_arithmetic_on_a_parameter_brings_it_no_values():
+    params = {name: torch.zeros(4, dtype=BF16) for name in "vw"}
+
+    def place(name, tensor):
+        params["v"].copy_(tensor)
+        params["w"].add_(1)
+
+    assert _trace(place, params, a=(4,)).unwritten == {"v": 0, "w": 4}
 
 
 def test_arithmetic_on_the_parameter_condemns_what_was_copied_into_it():

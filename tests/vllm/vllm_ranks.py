@@ -55,6 +55,7 @@ class RankResult:
         set[int]
     ]  # how often the first and the second refit processed an FP8 layer after loading it
     bare_load: str  # why an FP8 model's own loader can't take new weights after it was started
+    without: dict[str, str]  # by tensor: why a manifest without it is refused; empty if it isn't
 
 
 def _config(path: str, case: Case) -> Any:
@@ -174,6 +175,7 @@ def _one_case(case: Case) -> RankResult:
         and rotary == _ROPE_DICT
     )
     failures = _failures(destination, live, misc, case) if case.packed else {}
+    without = _refused_without(destination, a)
     bare_load = _bare_load(live, b) if _fp8_methods(live) else ""
     counts = _count_processing(live)
     refit(destination, fragments, misc, b, version=1)
@@ -196,7 +198,22 @@ def _one_case(case: Case) -> RankResult:
         failures=failures,
         processed=processed,
         bare_load=bare_load,
+        without=without,
     )
+
+
+def _refused_without(destination: VllmDestination, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Why manifests are refused that lack one tensor: each of the first layer, and those of no layer."""
+    from rlrefit.integration.errors import PlanError
+
+    texts = {}
+    for name in [name for name in tensors if ".layers.0." in name or ".layers." not in name]:
+        try:
+            destination.routes(manifest_of({n: tensor for n, tensor in tensors.items() if n != name}))
+            texts[name] = ""
+        except PlanError as error:
+            texts[name] = str(error)
+    return texts
 
 
 def _scaled_fp8_quant(

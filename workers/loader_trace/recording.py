@@ -104,6 +104,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         writes: copies and constant fills, in order.
+        reached: for each parameter all parts that were seen to get values, those included that cannot be replayed.
         reasons: for each checkpoint tensor that cannot be replayed, why.
         touched: names of the parameters that each checkpoint tensor was seen to reach.
         unknown: tensors that also went where no parameter is, so their destination is not known whole.
@@ -113,6 +114,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.writes: list[Write] = []
+        self.reached: dict[str, set[StridedRegion]] = {}
         self.reasons: dict[str, str] = {}
         self.touched: dict[str, set[str]] = {}
         self.unknown: set[str] = set()
@@ -149,6 +151,7 @@ class Recorder(TorchDispatchMode):
         if not target.numel():
             return
         parameter = self._parameter_of(target)
+        self._note_reached(parameter, target)
         for name in source.tensors:
             if parameter is None:
                 self.refuse(name, "the loader copies it into a temporary tensor")
@@ -182,8 +185,12 @@ class Recorder(TorchDispatchMode):
             if parameter is None or not target.numel():
                 continue
             if func in _CONSTANT_WRITES:
+                self._note_reached(parameter, target)
                 self.writes.append(Write(parameter, self._region(parameter, target)))
             else:
+                # What was copied into a temporary tensor may come from there. Arithmetic on the parameter brings nothing.
+                if func is aten.copy_.default and self.unknown:
+                    self._note_reached(parameter, target)
                 self.rewritten.setdefault(parameter, str(func))
 
     def _refuse_operation(self, func: Any, args: Any, kwargs: Any, recorded: list[RecordingTensor]) -> Any:
@@ -192,6 +199,7 @@ class Recorder(TorchDispatchMode):
             self.refuse(name, f"the loader applies {func} to it, which is no pure view")
         for target in _written(func, args, kwargs):
             parameter = self._parameter_of(target)
+            self._note_reached(parameter, target)
             for name in names:
                 if parameter is None:
                     self.unknown.add(name)
@@ -202,6 +210,10 @@ class Recorder(TorchDispatchMode):
         except (RuntimeError, NotImplementedError) as error:
             raise UntraceableOperation(f"{func} needs the values of {', '.join(sorted(names))}") from error
         return _wrapped(out, names)
+
+    def _note_reached(self, parameter: str | None, target: torch.Tensor) -> None:
+        if parameter is not None:
+            self.reached.setdefault(parameter, set()).add(self._region(parameter, target))
 
     def _parameter_of(self, tensor: torch.Tensor) -> str | None:
         return self._by_storage.get(tensor.untyped_storage()._cdata)

@@ -8,14 +8,15 @@ What a replayed copy of bytes cannot express is attributed to its tensor with a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
 from ...integration.errors import PlanError, RefitMismatch
 from ...integration.layout import Box, Fragment, overlap, volume
-from .recording import Recorder, UntraceableOperation, Write
+from .recording import Recorder, StridedRegion, UntraceableOperation, Write
 from .strided import view_box
 
 logger = logging.getLogger(__name__)
@@ -82,14 +83,16 @@ class LoaderTrace:
         misc_reasons: tensors that cannot be replayed, with the reason.
         touched: for each tensor the parameters that it was seen to reach, misc tensors included.
         unknown: misc tensors that may reach parameters other than the ones in ``touched``.
-        unwritten: for each parameter the number of its elements that no tensor and no constant was
-            written to; only meaningful for parameters without misc tensors.
+        lost: those of them that were seen to reach none, with the number of their elements.
+        unwritten: for each parameter the number of its elements that nothing was seen to be written to, whether it can
+            be replayed or not.
     """
 
     landings: dict[str, tuple[Landing, ...]]
     misc_reasons: dict[str, str]
     touched: dict[str, frozenset[str]]
     unknown: frozenset[str]
+    lost: dict[str, int]
     unwritten: dict[str, int]
 
     def fragments_by_name(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, list[Fragment]]:
@@ -177,21 +180,26 @@ def _conclude(recorder: Recorder, params: Mapping[str, torch.Tensor], manifest: 
             continue
         landings[write.tensor].append(landing)
         boxes.setdefault(write.parameter, []).append((box, write.tensor))
-    unwritten = {name: p.numel() for name, p in params.items()}
     for parameter, entries in boxes.items():
-        unwritten[parameter] -= _count_written(recorder, parameter, entries)
+        _refuse_clashes(recorder, parameter, entries)
     return LoaderTrace(
         landings={n: () if n in recorder.reasons else tuple(found) for n, found in landings.items()},
         misc_reasons={name: recorder.reasons[name] for name in shapes if name in recorder.reasons},
         touched={name: frozenset(recorder.touched.get(name, ())) for name in shapes},
         unknown=frozenset(recorder.unknown),
-        unwritten=unwritten,
+        lost={name: prod(shapes[name]) for name in recorder.unknown if not recorder.touched.get(name)},
+        unwritten={
+            name: p.numel() - _count_reached(p, recorder.reached.get(name, ())) for name, p in params.items()
+        },
     )
 
 
 def _target_box(write: Write, parameter: torch.Tensor) -> Box | None:
-    target = write.target
-    found = view_box(parameter.shape, parameter.stride(), target.offset, target.shape, target.stride)
+    return _box_of(write.target, parameter)
+
+
+def _box_of(region: StridedRegion, parameter: torch.Tensor) -> Box | None:
+    found = view_box(parameter.shape, parameter.stride(), region.offset, region.shape, region.stride)
     return None if found is None else found.box
 
 
@@ -216,8 +224,8 @@ def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-def _count_written(recorder: Recorder, parameter: str, entries: list[tuple[Box, str | None]]) -> int:
-    """Elements of ``parameter`` that are written; refuses tensors whose bytes another write also takes."""
+def _refuse_clashes(recorder: Recorder, parameter: str, entries: list[tuple[Box, str | None]]) -> None:
+    """Refuse tensors whose bytes in ``parameter`` another write also takes."""
     copies = [(box, name) for box, name in entries if name is not None]
     clash = overlap([box for box, _ in copies])
     if clash is not None:
@@ -233,11 +241,19 @@ def _count_written(recorder: Recorder, parameter: str, entries: list[tuple[Box, 
                     recorder.refuse(
                         overwritten, f"the loader overwrites a part of {parameter} with a constant"
                     )
-    written = [box for box, _ in copies]
-    for box, name in entries:
-        if name is None:
-            written += _outside(box, written)
-    return sum(volume(box) for box in written)
+
+
+def _count_reached(parameter: torch.Tensor, regions: Collection[StridedRegion]) -> int:
+    """Elements in ``regions``, each counted once; of regions that are no boxes the same one may be counted twice."""
+    found = [(region, _box_of(region, parameter)) for region in regions]
+    boxes = [box for _, box in found if box is not None]
+    if overlap(boxes) is not None:
+        apart: list[Box] = []
+        for box in sorted(boxes, key=volume, reverse=True):
+            apart += _outside(box, apart)
+        boxes = apart
+    scattered = sum(prod(region.shape) for region, box in found if box is None)
+    return min(parameter.numel(), sum(map(volume, boxes)) + scattered)
 
 
 def _outside(box: Box, taken: Sequence[Box]) -> list[Box]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...integration.errors import PlanError
 from ...integration.manifest import dtype_name
-from ..loader_trace.blocks import may_be_reached
 from ..loader_trace.codes import unscaled_casts
 from ..loader_trace.trace import LoaderTrace, Manifest
+from ..loader_trace.unreached import REMEDY, in_words, stale_parameters
 
 if TYPE_CHECKING:  # it needs SGLang, which nothing here does
     from .layouts import ModuleLayout
@@ -55,26 +55,16 @@ def check_codes(trace: LoaderTrace, manifest: Manifest, parameters: Mapping[str,
         )
 
 
-def check_complete(trace: LoaderTrace, parameters: Sequence[str]) -> None:
+def check_complete(trace: LoaderTrace, parameters: Iterable[str]) -> None:
     """Refuse a manifest that leaves a part of a parameter with the weights of an earlier version.
-
-    A tensor that could not be followed may reach what looks unwritten; it excuses what
-    :func:`~..loader_trace.blocks.may_be_reached` says.
 
     Raises:
         PlanError: names the first parameter.
     """
-    misc = {parameter for name in trace.misc_reasons for parameter in trace.touched[name]}
-    stale = [
-        name
-        for name in parameters
-        if name not in misc and trace.unwritten.get(name) and not may_be_reached(name, trace.unknown)
-    ]
+    stale = stale_parameters(trace, parameters)
     if stale:
         raise PlanError(
-            f"no tensor of the manifest reaches {trace.unwritten[stale[0]]} elements of {stale[0]}, nor a part of "
-            f"{len(stale) - 1} other parameters; they would keep old weights and the engine would serve a mixture. Give the "
-            "trainer's whole manifest, in checkpoint names that SGLang's loader knows",
+            f"{in_words(trace, stale)}; they would keep old weights and the engine would serve a mixture. {REMEDY}",
             stage="trace",
-            parameter=stale[0],
+            parameter=next(iter(stale)),
         )

@@ -152,7 +152,7 @@ class SglangDestination:
         reasons = spread_over_modules(
             trace, owners, {name: found.reason for name, found in layouts.items() if found.reason}
         )
-        check_complete(trace, list(parameters))
+        check_complete(trace, parameters)
         landings = {name: found for name, found in trace.landings.items() if name not in reasons and found}
         loaded = {m for name in reasons for p in trace.touched[name] for m in owners[p]}
         processed = tuple(sorted(module for module in loaded if layouts[module].processed))

@@ -9,6 +9,7 @@ from ...integration.config import RefitConfig
 from ...integration.errors import RefitError
 from ...integration.rendezvous import Rendezvous
 from ...integration.session import RefitSession
+from ..vllm.drafters import STAYS, has_weights
 from .orders import Order
 
 
@@ -26,13 +27,10 @@ def asked_violations(rollout: Mapping[str, Any]) -> list[str]:
             )
     mtp = rollout.get("mtp") or {}
     if mtp.get("enable") and mtp.get("enable_rollout"):
-        found.append(
-            "rollout.mtp.enable_rollout is true, and refits don't reach the drafter; set model.mtp.enable_rollout=false"
-        )
-    if vllm.get("speculative_config"):
-        found.append(
-            "rollout.engine_kwargs.vllm.speculative_config names a drafter, which refits don't reach; leave it out"
-        )
+        found.append(f"rollout.mtp.enable_rollout is true; {STAYS}; set model.mtp.enable_rollout=false")
+    speculative = vllm.get("speculative_config")
+    if speculative and has_weights(speculative.get("method") or speculative.get("model")):
+        found.append(f"rollout.engine_kwargs.vllm.speculative_config names a drafter; {STAYS}; leave it out")
     return found
 
 
@@ -46,10 +44,10 @@ def served_violations(vllm_config: Any) -> list[str]:
             "not been tried"
         )
     speculative = vllm_config.speculative_config
-    if speculative is not None:
+    if speculative is not None and has_weights(speculative.method):
         found.append(
-            f"it decodes speculatively ({speculative.method}), and refits don't reach the drafter; set "
-            "model.mtp.enable_rollout=false, and no engine_kwargs.vllm.speculative_config"
+            f"it decodes speculatively ({speculative.method}); {STAYS}; set model.mtp.enable_rollout=false, and no "
+            "engine_kwargs.vllm.speculative_config"
         )
     return found
 

@@ -1,12 +1,13 @@
 """Does the installed vLLM have the functions and classes that rlrefit relies on, with their parameters?
 
-Asked once when a worker starts. vLLM's internals move between releases: what is missing shows here, all of it
+Asked once when a worker starts, and once when a driver does. vLLM's internals move between releases: what is missing shows here, all of it
 and by name, and not as an ``AttributeError`` in the middle of a refit.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import dis
 import importlib
 import inspect
 import logging
@@ -24,6 +25,9 @@ _LAYERS = "vllm.model_executor.layers"
 _KERNELS = "vllm.model_executor.kernels.linear.scaled_mm"
 _LOADER = "vllm.model_executor.model_loader"
 _TRANSFER = "vllm.distributed.weight_transfer"
+_CORE = "vllm.v1.engine.core"
+_ASYNC = "vllm.v1.engine.async_llm"
+_RESETS = ("reset_running_requests", "reset_connector")
 
 
 @dataclass(frozen=True)
@@ -34,23 +38,31 @@ class Needed:
         module: where it is.
         name: its name there, dotted for what a class holds.
         takes: names of parameters (of a function) or fields (of a dataclass) that are used.
+        sets: names of attributes that are used, and that its constructor sets (of a class).
     """
 
     module: str
     name: str
     takes: tuple[str, ...] = ()
+    sets: tuple[str, ...] = ()
 
 
 REFIT = (
     Needed("vllm.config", "VllmConfig"),
     Needed("vllm.config", "CompilationMode.NONE"),
     Needed("vllm.config", "set_current_vllm_config", ("vllm_config",)),
+    Needed("vllm.config", "SpeculativeConfig", ("method", "model", "draft_load_config")),
     Needed("vllm.platforms", "CpuArchEnum.POWERPC"),
+    Needed("vllm.platforms", "current_platform.is_cpu"),
+    Needed("vllm._custom_ops", "_supports_onednn"),
+    Needed("vllm.envs", "environment_variables"),
     Needed("vllm.utils.torch_utils", "set_default_torch_dtype", ("dtype",)),
     Needed(f"{_LOADER}.utils", "initialize_model", ("vllm_config",)),
     Needed(f"{_LOADER}.reload", "initialize_layerwise_reload", ("model",)),
     Needed(f"{_LOADER}.reload", "finalize_layerwise_reload"),
     Needed(f"{_LOADER}.reload.layerwise", "get_layerwise_info", ("layer",)),
+    Needed(f"{_LOADER}.reload.layerwise", "_get_original_loader", ("tensor",)),
+    Needed(f"{_LOADER}.reload.utils", "get_layer_tensors", ("layer",)),
     Needed(
         f"{_LOADER}.reload.types",
         "LayerReloadingInfo",
@@ -75,6 +87,22 @@ REFIT = (
     Needed(f"{_LAYERS}.fused_moe.oracle.unquantized", "UnquantizedMoeBackend.CPU"),
     Needed(f"{_LAYERS}.fused_moe.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod"),
     Needed(f"{_LAYERS}.fused_moe.cpu_fused_moe", "CPUFusedMOE"),
+    Needed(f"{_LAYERS}.fused_moe.cpu_fused_moe", "_CPU_MOE_ACT_FN"),
+    Needed(f"{_LAYERS}.fused_moe.activation", "MoEActivation.SILU"),
+    Needed(f"{_LAYERS}.activation", "SiluAndMul.forward_native"),
+    Needed(f"{_LAYERS}.fused_moe.oracle.nvfp4", "NvFp4MoeBackend.MARLIN"),
+    Needed(f"{_LAYERS}.quantization.modelopt", "ModelOptNvFp4FusedMoE", sets=("nvfp4_backend",)),
+    Needed(f"{_LAYERS}.quantization.modelopt", "ModelOptNvFp4LinearMethod"),
+    Needed(f"{_LAYERS}.quantization.modelopt", "ModelOptNvFp4W4A16LinearMethod"),
+    Needed(
+        "vllm.lora.lora_model",
+        "LoRAModel.from_lora_tensors",
+        ("peft_helper", "weights_mapper", "skip_prefixes"),
+    ),
+    Needed("vllm.lora.peft_helper", "PEFTHelper", ("r", "lora_alpha", "target_modules")),
+    Needed("vllm.lora.request", "LoRARequest", ("lora_name", "lora_int_id", "lora_path")),
+    Needed("vllm.lora.utils", "parse_fine_tuned_lora_name", ("name", "weights_mapper")),
+    Needed("vllm.v1.attention.backend", "AttentionType.DECODER"),
     Needed(f"{_LAYERS}.linear", "UnquantizedLinearMethod"),
     Needed(f"{_LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
     Needed(
@@ -90,15 +118,69 @@ REFIT = (
     Needed(
         "vllm.v1.core.sched.async_scheduler", "AsyncScheduler.reset_prefix_cache", ("reset_running_requests",)
     ),
+    Needed(_CORE, "EngineCore.wake_up", ("tags",)),
+    Needed(_CORE, "EngineCore.resume_scheduler"),
 )
 WEIGHT_TRANSFER = (
+    Needed("vllm.config.weight_transfer", "WeightTransferConfig", ("backend",)),
     Needed(f"{_TRANSFER}.factory", "WeightTransferEngineFactory.create_engine", ("config",)),
+    Needed(f"{_TRANSFER}.base", "WeightTransferInitInfo"),
+    Needed(f"{_TRANSFER}.base", "WeightTransferUpdateInfo"),
     Needed(f"{_TRANSFER}.base", "WeightTransferEngine.parse_init_info", ("init_dict",)),
     Needed(f"{_TRANSFER}.base", "WeightTransferEngine.parse_update_info", ("update_dict",)),
     Needed("vllm.v1.worker.gpu_worker", "Worker.init_weight_transfer_engine", ("init_info",)),
     Needed("vllm.v1.worker.gpu_worker", "Worker.start_weight_update"),
     Needed("vllm.v1.worker.gpu_worker", "Worker.update_weights", ("update_info",)),
     Needed("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update"),
+    Needed(_CORE, "EngineCore.collective_rpc", ("method", "timeout", "args", "kwargs")),
+    Needed(_CORE, "EngineCore.reset_prefix_cache", _RESETS),
+    Needed(_CORE, "EngineCore.reset_encoder_cache"),
+    Needed(_CORE, "EngineCore.pause_scheduler", ("mode", "clear_cache")),
+    Needed("vllm.v1.core.sched.scheduler", "Scheduler", sets=("running",)),
+    Needed("vllm.v1.core.sched.scheduler", "Scheduler.has_unfinished_requests"),
+)
+_OUTPUTS = (
+    Needed("vllm.v1.engine.output_processor", "OutputProcessor", sets=("request_states", "parent_requests")),
+    Needed(
+        "vllm.v1.engine.output_processor",
+        "RequestState",
+        sets=("external_req_id", "parent_req", "request_index", "detokenizer"),
+    ),
+    Needed("vllm.v1.engine.parallel_sampling", "ParentRequest", sets=("external_req_id",)),
+    Needed("vllm.v1.engine.detokenizer", "IncrementalDetokenizer.num_output_tokens"),
+)
+# What drivers use of vllm.LLM.
+SCRIPT = (
+    Needed("vllm.entrypoints.llm", "LLM", sets=("llm_engine",)),
+    Needed("vllm.entrypoints.llm", "LLM.enqueue", ("prompts", "lora_request", "use_tqdm")),
+    Needed("vllm.entrypoints.llm", "LLM.collective_rpc", ("method", "args")),
+    Needed("vllm.entrypoints.llm", "LLM.sleep", ("level", "mode")),
+    Needed("vllm.entrypoints.llm", "LLM.wake_up", ("tags",)),
+    Needed("vllm.entrypoints.llm", "LLM.reset_prefix_cache", _RESETS),
+    Needed("vllm.v1.engine.llm_engine", "LLMEngine", sets=("vllm_config", "output_processor", "engine_core")),
+    Needed("vllm.v1.engine.llm_engine", "LLMEngine.step"),
+    Needed("vllm.v1.engine.llm_engine", "LLMEngine.has_unfinished_requests"),
+    Needed("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", ("internal",)),
+    Needed("vllm.v1.engine.llm_engine", "LLMEngine.reset_encoder_cache"),
+    Needed("vllm.v1.engine.core_client", "SyncMPClient", sets=("outputs_queue",)),
+    Needed("vllm.v1.engine.core_client", "InprocClient", sets=("engine_core",)),
+    Needed(_CORE, "EngineCore", sets=("batch_queue",)),
+    *_OUTPUTS,
+)
+# What drivers use of AsyncLLM.
+SERVER = (
+    Needed(_ASYNC, "AsyncLLM", sets=("vllm_config", "output_processor")),
+    Needed(_ASYNC, "AsyncLLM.add_request", ("request_id", "prompt", "params", "lora_request")),
+    Needed(_ASYNC, "AsyncLLM.abort", ("request_id",)),
+    Needed(_ASYNC, "AsyncLLM.collective_rpc", ("method", "args")),
+    Needed(_ASYNC, "AsyncLLM.pause_generation", ("mode", "clear_cache")),
+    Needed(_ASYNC, "AsyncLLM.resume_generation"),
+    Needed(_ASYNC, "AsyncLLM.reset_prefix_cache", _RESETS),
+    Needed(_ASYNC, "AsyncLLM.reset_encoder_cache"),
+    Needed("vllm.v1.engine.output_processor", "RequestOutputCollector.get"),
+    Needed("vllm.v1.engine.output_processor", "RequestOutputCollector.get_nowait"),
+    Needed("vllm.v1.engine.output_processor", "RequestOutputCollector.put", ("output",)),
+    *_OUTPUTS,
 )
 
 
@@ -128,6 +210,20 @@ def require_supported_vllm(needed: Sequence[Needed] = REFIT) -> None:
             len(needed),
             SUPPORTED,
         )
+
+
+def require_driver(engine: object, needed: Sequence[Needed]) -> None:
+    """Check what a driver is about to use of ``engine``, before a request or a refit begins.
+
+    Args:
+        engine: of vLLM, whose modules are loaded by then; one that is not derived from vLLM's classes is the caller's own.
+        needed: :data:`SCRIPT` or :data:`SERVER`.
+
+    Raises:
+        RefitError: as :func:`require_supported_vllm`.
+    """
+    if any(kind.__module__.partition(".")[0] == "vllm" for kind in type(engine).__mro__):
+        require_supported_vllm(needed)
 
 
 def require_supported_runner(runner: Any) -> None:
@@ -163,6 +259,7 @@ def _problem(needed: Needed) -> str:
             return f"{where}: {part} does not exist"
         found = getattr(found, part)
     absent = [name for name in needed.takes if name not in _accepted(found, name)]
+    absent += sorted(set(needed.sets) - _attributes(found)) if needed.sets else []
     return f"{where}: has no {' and no '.join(absent)}" if absent else ""
 
 
@@ -173,6 +270,18 @@ def _accepted(found: Any, name: str) -> set[str]:
     parameters = inspect.signature(found).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return {*parameters, *([name] if takes_all else [])}
+
+
+def _attributes(found: type[Any]) -> set[str]:
+    """What the constructors of a class set, wrapped or inherited, and what the class itself has."""
+    constructors = (
+        inspect.unwrap(vars(kind)["__init__"]) for kind in found.__mro__ if "__init__" in vars(kind)
+    )
+    codes = [init.__code__ for init in constructors if inspect.isfunction(init)]
+    stored = {
+        step.argval for code in codes for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"
+    }
+    return stored | set(dir(found))
 
 
 def _version() -> str:

@@ -7,70 +7,59 @@ from collections.abc import Mapping
 from torch import nn
 
 from ...integration.errors import PlanError
-from ..loader_trace.blocks import may_be_reached
 from ..loader_trace.trace import LoaderTrace
-from .layouts import ATTENTION_MODULES, ModuleLayout, has_padding
+from ..loader_trace.unreached import REMEDY, in_words, stale_parameters
+from .layouts import ATTENTION_MODULES, has_padding
 
 
 def check_complete(
     trace: LoaderTrace,
     owners: Mapping[str, frozenset[str]],
-    layouts: Mapping[str, ModuleLayout],
     model: nn.Module,
     parameters: set[str],
     *,
-    strict: set[str] | frozenset[str] = frozenset(),
+    unused: frozenset[str] = frozenset(),
     dummy: bool = False,
 ) -> None:
     """Raise where the manifest leaves a part of a parameter with the weights of an earlier version.
 
-    A tensor whose destination could not be followed may reach what looks unwritten. It excuses the modules of its own
-    block, by the first number in the names (``model.layers.3.…``), and one without a number excuses all.
+    Modules that are reloaded are no exception: what doesn't come is undefined memory in them.
 
     Args:
         trace: of the whole manifest.
         owners: for each parameter or buffer the modules that hold it.
-        layouts: of those modules.
         model: the live model.
-        parameters: names of its parameters.
-        strict: those that have to be filled even where their modules are reloaded: FP8 codes without their scales, say.
+        parameters: names of its parameters as they are loaded.
+        unused: those that nothing computes with.
         dummy: the engine was started with ``load_format=dummy``, so that what no tensor reaches holds random numbers:
-            floating-point buffers of the ``state_dict`` count too (vLLM fills them as it does parameters), and a
-            tensor without a number excuses nothing.
+            floating-point buffers of the ``state_dict`` count too (vLLM fills them as it does parameters).
 
     Raises:
         PlanError: names the first parameter.
     """
-    misc = {parameter for name in trace.misc_reasons for parameter in trace.touched[name]}
     candidates = parameters | (_filled_buffers(model) & owners.keys() if dummy else set())
-    stale = [
-        (parameter, trace.unwritten[parameter])
-        # What the loader made while it ran (scales of a quantization on the fly) follows from what it loaded.
-        for parameter in sorted((candidates - misc) & trace.unwritten.keys())
-        if trace.unwritten[parameter]
-        and all(
-            (layouts[m].direct or parameter in strict) and not has_padding(model.get_submodule(m))
-            for m in owners[parameter]
-        )
-        and not may_be_reached(parameter, trace.unknown, strict=dummy)
-    ]
+    stale = stale_parameters(
+        trace,
+        (
+            parameter
+            for parameter in candidates - unused
+            if not any(_may_lack(model.get_submodule(module)) for module in owners[parameter])
+        ),
+    )
     if not stale:
         return
-    parameter, elements = stale[0]
     held = "random numbers, since the engine was started with load_format=dummy" if dummy else "old weights"
-    followed = (
-        f" ({len(trace.unknown)} tensors could not be followed through the loader, {min(trace.unknown)} among them; if one "
-        "of them reaches it, start the engine with load_format=auto)"
-        if dummy and trace.unknown
-        else ""
-    )
     raise PlanError(
-        f"no tensor of the manifest reaches {elements} elements of {parameter}, nor a part of "
-        f"{len(stale) - 1} other parameters; they would keep {held} and the engine would serve a "
-        f"mixture{followed}. Give the trainer's whole manifest, in checkpoint names that the engine's loader knows.",
+        f"{in_words(trace, stale)}; they would keep {held} or become undefined, and the engine would serve a mixture. "
+        f"{REMEDY}.",
         stage="trace",
-        parameter=parameter,
+        parameter=next(iter(stale)),
     )
+
+
+def _may_lack(live: nn.Module) -> bool:
+    """Whether vLLM itself leaves elements of a module unloaded: padding, and scales of attention that it sets to 1."""
+    return has_padding(live) or isinstance(live, ATTENTION_MODULES)
 
 
 def _filled_buffers(model: nn.Module) -> set[str]:

@@ -19,12 +19,12 @@ from ..loader_trace.modules import owners_of, spread_over_modules
 from ..loader_trace.trace import Landing, LoaderTrace, Manifest, trace_loader
 from .completeness import check_complete
 from .derived import refresh_derived_state
+from .drafters import check_drafter
 from .layouts import ModuleLayout, module_layout
-from .nvfp4 import absent_elements, packed_parameters
+from .nvfp4 import absent_elements, unused_parameters
 from .quantized import (
     block_modules,
     formats_of,
-    parameters_of,
     promised_modules,
     require_codes,
     tell_of_own_quantizers,
@@ -221,7 +221,7 @@ class VllmDestination:
 
     def _traced(self, manifest: Manifest) -> Routes:
         with meta_twin(self._model, self._vllm_config) as twin:
-            fresh = dict(twin.named_parameters())  # the loader may quantize some while it runs
+            fresh = dict(twin.named_parameters())  # the loader may replace some while it runs
             trace = trace_loader(twin.load_weights, _loadable(twin), manifest)
             require_codes(trace, manifest, fresh)
             parameters = {name for name, _ in twin.named_parameters()}
@@ -236,9 +236,8 @@ class VllmDestination:
             trace, owners, {name: found.reason for name, found in layouts.items() if not found.direct}
         )
         dummy = self._vllm_config.load_config.load_format == "dummy"
-        strict = {name for pair in parameters_of(blocks).items() for name in pair}
-        strict |= packed_parameters(self._model)
-        check_complete(trace, owners, layouts, self._model, parameters, strict=strict, dummy=dummy)
+        unused = unused_parameters(self._model)
+        check_complete(trace, owners, self._model, parameters, unused=unused, dummy=dummy)
         trace = _after_swaps(trace, fresh, layouts)
         landings = {name: found for name, found in trace.landings.items() if name not in reasons and found}
         logger.info(
@@ -325,7 +324,7 @@ def _layout_of(parameters: Mapping[str, torch.Tensor]) -> _Layout:
 
 
 def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Refuse engines whose weights move or are wrapped behind the loader's back."""
+    """Refuse engines whose weights move or are wrapped behind the loader's back, or that compute with others beside them."""
     if vllm_config.parallel_config.enable_eplb:
         raise RefitError(
             "enable_eplb moves experts between ranks while serving, so where the loader puts an expert is not "
@@ -338,6 +337,7 @@ def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
             "with a refit in parts; use FP8 or no quantization in the engine",
             stage="trace",
         )
+    check_drafter(vllm_config)
 
 
 def _after_swaps(

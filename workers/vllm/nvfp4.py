@@ -18,13 +18,10 @@ from vllm.model_executor.layers.quantization.modelopt import (
 
 from ..loader_trace.trace import LoaderTrace
 
-_WEIGHTS = ("weight", "weight_scale", "weight_scale_2")
-_INPUTS = ("input_scale",)
 
-
-def packed_parameters(model: nn.Module) -> set[str]:
-    """Names of those that are used, as they are before vLLM processes them: codes, their scales, and scales of inputs."""
-    return {parameter for _, used, _ in _layers(model) for parameter in used}
+def unused_parameters(model: nn.Module) -> frozenset[str]:
+    """Names of those that nothing computes with, as they are before vLLM processes them: scales of inputs."""
+    return frozenset(parameter for _, unused in _layers(model) for parameter in unused)
 
 
 def absent_elements(model: nn.Module, trace: LoaderTrace) -> dict[str, int]:
@@ -34,13 +31,13 @@ def absent_elements(model: nn.Module, trace: LoaderTrace) -> dict[str, int]:
     touched = frozenset().union(*trace.touched.values())
     counted = {
         name: sum(trace.unwritten.get(parameter, 0) for parameter in unused if parameter not in touched)
-        for name, _, unused in _layers(model)
+        for name, unused in _layers(model)
     }
     return {name: count for name, count in counted.items() if count}
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Name of each layer, its parameters that are used, and those that are not."""
+def _layers(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """Name of each layer, and its parameters that nothing computes with."""
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         stacks, uses_inputs = [""], True
@@ -50,7 +47,4 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, list[str], list[str]]]:
             uses_inputs = False
         elif type(method) is not ModelOptNvFp4LinearMethod:
             continue
-        weights, inputs = (
-            [f"{name}.{stack}{kind}" for stack in stacks for kind in kinds] for kinds in (_WEIGHTS, _INPUTS)
-        )
-        yield (name, weights + inputs, []) if uses_inputs else (name, weights, inputs)
+        yield name, [] if uses_inputs else [f"{name}.{stack}input_scale" for stack in stacks]

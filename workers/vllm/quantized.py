@@ -27,15 +27,6 @@ def block_modules(model: nn.Module) -> dict[str, BlockFp8]:
     return {name: blocks for name, blocks in found.items() if blocks is not None}
 
 
-def parameters_of(blocks: Mapping[str, BlockFp8]) -> dict[str, str]:
-    """Names of the parameters that hold codes, and for each the parameter of its scales."""
-    return {
-        f"{module}.{codes}": f"{module}.{scales}"
-        for module, facts in blocks.items()
-        for codes, scales in facts.scales.items()
-    }
-
-
 def formats_of(
     specs: Sequence[TensorSpec], trace: LoaderTrace, blocks: Mapping[str, BlockFp8]
 ) -> dict[str, Format]:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.layers import rotary_embedding
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -42,10 +43,23 @@ def meta_twin(model: nn.Module, vllm_config: VllmConfig) -> Iterator[nn.Module]:
     # vLLM remembers which pipeline layers a model misses by id(model) and never forgets. A twin would
     # inherit the layers of a dead model whose address it got, and bequeath its own to a later one.
     _forget_missing_layers(twin)
+    _load_only(twin)
     try:
         yield twin
     finally:
         _forget_missing_layers(twin)
+
+
+def _load_only(twin: nn.Module) -> None:
+    """Undo what has layers quantize themselves as soon as they are loaded whole.
+
+    Where their tensors land is all that a trace asks for; processing would copy them once more, into tensors that belong to
+    no parameter, by kernels of which some don't run without storage.
+    """
+    for module in twin.modules():
+        if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
+            for tensor in get_layer_tensors(module).values():
+                tensor.weight_loader = _get_original_loader(tensor)
 
 
 def _forget_missing_layers(twin: nn.Module) -> None:

@@ -1,0 +1,78 @@
+"""Which parameters a traced manifest leaves with the weights of an earlier version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+from .trace import LoaderTrace
+
+_NAMED: Final = 4  # parameters that an error names beside the first
+
+
+def stale_parameters(trace: LoaderTrace, parameters: Iterable[str]) -> dict[str, int]:
+    """Those of ``parameters`` of which a part gets no values, with the number of its elements, by name.
+
+    A tensor that the loader was not seen to put anywhere may reach what looks unwritten. It excuses its own module and those
+    that share a parent with it (``mlp.up_proj`` may go into ``mlp.gate_up_proj``), up to as many elements as it has: what
+    several of them excuse together must not be more than they bring, or a weight beside them is missing.
+    """
+    lost_at: dict[tuple[str, ...], set[str]] = {}
+    for name in trace.lost:
+        for place in _places(name):
+            lost_at.setdefault(place, set()).add(name)
+    beside: dict[frozenset[str], dict[str, int]] = {}
+    for parameter in sorted(parameters):
+        elements = trace.unwritten.get(parameter, 0)
+        if elements:
+            near = frozenset().union(*(lost_at.get(place, ()) for place in _places(parameter)))
+            beside.setdefault(near, {})[parameter] = elements
+    stale = {
+        parameter: elements
+        for near, found in beside.items()
+        if sum(found.values()) > sum(trace.lost[name] for name in near)
+        for parameter, elements in found.items()
+    }
+    return dict(sorted(stale.items()))
+
+
+def in_words(trace: LoaderTrace, stale: Mapping[str, int]) -> str:
+    """What does not come, what comes for the first parameter, and what could not be followed; for an error."""
+    first, *others = stale
+    come = sorted(name for name, touched in trace.touched.items() if first in touched)
+    only = f" (of what it holds only {_listed(come)} comes)" if come else ""
+    lost = (
+        f"; the loader could not be followed for {_listed(sorted(trace.lost))}, which can't make up for that"
+        if trace.lost
+        else ""
+    )
+    rest = f", nor a part of {len(others)} other parameters ({_listed(others)})" if others else ""
+    return f"no tensor of the manifest reaches {stale[first]} elements of {first}{only}{rest}{lost}"
+
+
+REMEDY: Final = (
+    "Give the trainer's whole manifest, in checkpoint names that the engine's loader knows; a Megatron trainer's log names "
+    "the parameters for which Megatron-Bridge has no mapping, which never come"
+)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _places(name: str) -> Iterator[tuple[str, ...]]:
+    """The module of a tensor or parameter, from the number of its block on, and that module's parent, experts as one.
+
+    Engines change the names before that number. Outside of blocks a module's own name alone stands for it.
+    """
+    *modules, _ = name.split(".")
+    number = next((i for i, part in enumerate(modules) if part.isdigit()), None)
+    if number is None:
+        yield tuple(modules[-1:])
+        return
+    block, *inside = modules[number:]
+    module = (block, *(part for part in inside if not part.isdigit()))
+    yield module
+    if len(module) > 1:
+        yield module[:-1]
