@@ -86,6 +86,23 @@ def context_violations(config: TrainConfig, positions: int) -> Iterator[Violatio
         )
 
 
+def sglang_gpu_violations(config: TrainConfig, gpus: int) -> Iterator[Violation]:
+    """What SGLang does on GPUs only.
+
+    Args:
+        config: the recipe.
+        gpus: CUDA devices of this machine; those of a running cluster may be elsewhere.
+    """
+    key = f"{_SECTION}.enable_deterministic_inference"
+    deterministic = config.generation.sglang.enable_deterministic_inference
+    if config.generation.backend == "sglang" and deterministic and not gpus and config.ray.address is None:
+        yield Violation(
+            (key, "ray.address"),
+            f"{key}: true, but SGLang has no such kernels for CPUs, and this machine has no GPU; give false, or ray.address of a "
+            "cluster with some",
+        )
+
+
 def _engine(config: TrainConfig) -> Iterator[Violation]:
     generation, sglang = config.generation, config.generation.sglang
     if (stages := generation.pipeline_parallel) > 1:

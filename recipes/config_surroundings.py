@@ -13,7 +13,7 @@ from ..workers.megatron.pipeline_layout import pipeline_layout_violations
 from .config_colocated import colocated_gpu_violations
 from .config_errors import Violation
 from .config_schema import TrainConfig
-from .config_sglang import context_violations
+from .config_sglang import context_violations, sglang_gpu_violations
 from .tiny.checkpoints import KINDS, PREFIX
 
 PACKAGE_SCHEME = "package:"
@@ -270,8 +270,9 @@ def gpu_violations(config: TrainConfig, gpus: int) -> Iterator[Violation]:
 
     Args:
         config: the recipe.
-        gpus: CUDA devices of this machine; without any, ranks run on CPUs and nothing is asked.
+        gpus: CUDA devices of this machine; without any, ranks run on CPUs and nothing is asked of their number.
     """
+    yield from sglang_gpu_violations(config, gpus)
     if config.generation.colocated.enabled:
         yield from colocated_gpu_violations(config, gpus)
         return

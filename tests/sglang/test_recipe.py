@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from rlrefit.integration.session import RefitSession
 from rlrefit.integration.stages import KV_CACHE, TAGS, WEIGHTS
 from rlrefit.recipes.config import ConfigError, load_config
 from rlrefit.recipes.config_colocated import ENABLED
+from rlrefit.recipes.config_surroundings import gpu_violations
 from rlrefit.recipes.plan.recipe import plan_of
 from rlrefit.recipes.rollout import Sampling
 from rlrefit.recipes.rollout_sglang import AsyncSglangActor, SglangActor
@@ -106,6 +108,16 @@ def test_a_context_has_to_leave_what_sglang_keeps_free_within_the_models_positio
     (found,) = violations("generation.sglang.context_length=600")
     assert found.startswith("generation.sglang.context_length: 600 is more than the model's 512 positions")
     assert load_config(RECIPE, ["generation.max_new_tokens=488"])
+
+
+def test_kernels_that_a_cpu_lacks_are_refused_where_there_is_no_gpu() -> None:
+    fixed = ["generation.sglang.enable_deterministic_inference=true", "ray.address=auto"]
+    config = load_config(RECIPE, fixed)
+    assert [*gpu_violations(config, 0)] == []
+    alone = replace(config, ray=replace(config.ray, address=None))
+    (found,) = gpu_violations(alone, 0)
+    assert "give false, or ray.address of a cluster with some" in found.text
+    assert [*gpu_violations(alone, 8)] == []
 
 
 def test_experts_that_ranks_share_need_experts_and_are_planned_so() -> None:
