@@ -361,25 +361,3 @@ def test_deepgemms_requantization_changes_the_bytes_that_a_checkpoint_holds():
     assert torch.equal(kernel_scale, torch.exp2(torch.log2(kernel_scale).round()))
     assert not torch.equal(kernel_scale, scale)
     assert not torch.equal(kernel_weight.view(torch.uint8), quantized.view(torch.uint8))
-
-
-@pytest.mark.parametrize(("caching", "warnings"), [(True, 1), (False, 0)])
-def test_vllms_own_calls_say_once_that_old_prefixes_stay(
-    caching: bool, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    from rlrefit.workers.vllm import transfer_engine
-
-    monkeypatch.setattr(transfer_engine, "_hand_over", lambda worker_class: None)
-    engine = transfer_engine.RlrefitTransferEngine(None)
-    worker: Any = _Worker()
-    engine._refit = worker
-    worker.guard = SimpleNamespace(require_awake=lambda: None)
-    worker.serving_version = lambda: 3
-    worker.nccl_xfer_refit = lambda version: {}
-    worker.rank, engine._engine = 0, "nccl_xfer"
-    worker.vllm_config.cache_config = SimpleNamespace(enable_prefix_caching=caching)
-    for _ in range(2):
-        engine.start(worker)
-        engine.update(worker, {"version": 3})
-        assert engine.finish(worker) == {"version": 3}
-    assert [("reset_prefix_cache" in r.getMessage()) for r in caplog.records] == [True] * warnings

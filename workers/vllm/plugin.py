@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from .compat import SUPPORTED
 from .preemption import keep_tokens_of_preempted_requests
+from .updates import watch_weight_updates
 from .waking import BACKEND, stay_paused_while_asleep
 
 logger = logging.getLogger(__name__)
@@ -21,12 +22,18 @@ def register() -> None:
     """Prepare this process; safe to call again.
 
     ``rlrefit`` becomes a backend of vLLM's weight transfer, requests that run through a refit keep all their tokens
-    (:mod:`.preemption`), and an engine with rlrefit's workers stays paused until all of it is awake (:mod:`.waking`).
+    (:mod:`.preemption`), an engine with rlrefit's workers stays paused until all of it is awake (:mod:`.waking`), and vLLM's
+    own calls leave nothing that old weights made (:mod:`.updates`).
 
     vLLM runs this in every process of every engine of the environment, and an exception of a plug-in ends the process. So
     where another vLLM lacks a name, the log says so and its users go on; who asks for rlrefit gets its own error then.
     """
-    for prepare in (_register_backend, keep_tokens_of_preempted_requests, stay_paused_while_asleep):
+    for prepare in (
+        _register_backend,
+        keep_tokens_of_preempted_requests,
+        stay_paused_while_asleep,
+        watch_weight_updates,
+    ):
         try:
             prepare()
         except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:

@@ -11,15 +11,13 @@ the reload. So the worker's four calls go straight to the engine, as they do in 
 ``finish_weight_update``             makes sure that there was one
 ==================================== ==========================================================
 
-These calls reach workers only. Prefixes that the scheduler cached with the old weights are the caller's to drop: call
-``reset_prefix_cache()`` (``POST /reset_prefix_cache``) before the next request, or start the engine with
-``enable_prefix_caching=False``. :mod:`.driver` does it itself.
+These calls reach workers only. What the scheduler holds of the old weights is dropped in the engine's core, where the
+calls are refused while requests run (:mod:`.updates`).
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
@@ -38,8 +36,6 @@ from .answers import REFIT_ERROR, answer
 from .compat import REFIT, WEIGHT_TRANSFER, require_supported_vllm
 from .extension import VllmRefitExtension
 from .worker_refit import WorkerRefit
-
-logger = logging.getLogger(__name__)
 
 _ENGINES = ("nccl_xfer", "colocated_ipc", "packed_broadcast")
 
@@ -90,7 +86,6 @@ class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]
         self._engine = ""
         self._updating = False
         self._committed = 0
-        self._told_of_prefixes = False
         _hand_over(Worker)
 
     def open(self, worker: Any, init_info: dict[str, Any]) -> dict[str, Any]:
@@ -100,9 +95,12 @@ class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]
         return self._refit.join(info.rendezvous, info.first_rank, info.refit_config, info.engine)
 
     def start(self, worker: Any, is_checkpoint_format: bool = True) -> dict[str, Any]:
-        """Open an update. ``is_checkpoint_format`` has no meaning here: each module takes its own way."""
+        """Open an update. ``is_checkpoint_format`` has no meaning here: each module takes its own way.
+
+        One that is open and brought nothing is opened again: another replica may have refused.
+        """
         refit = self._opened()
-        if self._updating:
+        if self._updating and self._committed:
             raise RefitError(
                 "start_weight_update was called while an update is open; call finish_weight_update first",
                 stage="handshake",
@@ -142,19 +140,7 @@ class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]
                 f"version {refit.refit_state.version} as before. Call update_weights between the two",
                 stage="commit",
             )
-        self._tell_of_prefixes(worker)
         return {"version": refit.serving_version()}
-
-    def _tell_of_prefixes(self, worker: Any) -> None:
-        """Once, on the first worker: no call of a worker reaches the scheduler's prefixes."""
-        if self._told_of_prefixes or worker.rank or not worker.vllm_config.cache_config.enable_prefix_caching:
-            return
-        self._told_of_prefixes = True
-        logger.warning(
-            "vLLM's weight-transfer calls leave the prefixes that were cached with the old weights: new requests that "
-            "share one would mix both. Call reset_prefix_cache() (POST /reset_prefix_cache) after each "
-            "finish_weight_update, or start the engine with enable_prefix_caching=False"
-        )
 
     def _opened(self) -> WorkerRefit:
         if self._refit is None:
