@@ -55,7 +55,7 @@ REFIT = (
     Needed("vllm.platforms", "CpuArchEnum.POWERPC"),
     Needed("vllm.platforms", "current_platform.is_cpu"),
     Needed("vllm._custom_ops", "_supports_onednn"),
-    Needed("vllm.envs", "environment_variables"),
+    Needed("vllm.envs", "VLLM_CPU_SGL_KERNEL"),
     Needed("vllm.utils.torch_utils", "set_default_torch_dtype", ("dtype",)),
     Needed(f"{_LOADER}.utils", "initialize_model", ("vllm_config",)),
     Needed(f"{_LOADER}.reload", "initialize_layerwise_reload", ("model",)),

@@ -1,0 +1,66 @@
+"""What rlrefit relies on of vLLM is listed, so that another vLLM is refused with all that it lacks, before anything begins."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import LLM
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from rlrefit.integration.errors import RefitError
+from rlrefit.workers.vllm import compat
+from rlrefit.workers.vllm.compat import Needed, require_driver, require_supported_vllm
+
+FOLDER = Path(__file__).parents[2] / "workers" / "vllm"
+LISTED = (*compat.REFIT, *compat.WEIGHT_TRANSFER, *compat.SCRIPT, *compat.SERVER)
+
+
+def _imports() -> Iterator[tuple[str, str, str]]:
+    """Where each name of vLLM is imported, from which module, and its name there."""
+    for path in sorted(FOLDER.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and not node.level and f"{node.module}.".startswith("vllm."):
+                for imported in node.names:
+                    yield f"{path.name}:{node.lineno}", str(node.module), imported.name
+
+
+def test_every_import_from_vllm_is_listed():
+    listed = {(needed.module, needed.name.split(".")[0]) for needed in LISTED}
+    modules = {module for module, _ in listed}
+    found = list(_imports())
+    assert len(found) > 40
+    unlisted = [
+        f"{where} imports {name} from {module}"
+        for where, module, name in found
+        if (module, name) not in listed and f"{module}.{name}" not in modules
+    ]
+    assert unlisted == []
+
+
+def test_the_installed_vllm_has_all_that_drivers_use():
+    require_supported_vllm((*compat.SCRIPT, *compat.SERVER))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "needed"), [(LLM, "enqueue", "SCRIPT"), (AsyncLLM, "pause_generation", "SERVER")]
+)
+def test_a_driver_is_refused_by_a_vllm_that_lacks_a_call_of_it(
+    owner: type[Any], name: str, needed: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delattr(owner, name)
+    engine = object.__new__(owner)
+    with pytest.raises(RefitError, match=f"{owner.__name__}.{name}: {name} does not exist"):
+        require_driver(engine, getattr(compat, needed))
+    require_driver(object(), getattr(compat, needed))  # nothing of vLLM's
+
+
+def test_a_class_whose_constructor_sets_something_else_is_told_by_name():
+    module = "vllm.v1.engine.output_processor"
+    lacking = Needed(module, "OutputProcessor", sets=("request_states", "states_of_requests", "output_queue"))
+    with pytest.raises(RefitError) as caught:
+        require_supported_vllm((lacking,))
+    assert f"{module}.OutputProcessor: has no output_queue and no states_of_requests\n" in str(caught.value)
