@@ -8,6 +8,7 @@ stages are real, and they carry shapes, so all trainer ranks must enumerate toge
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch.distributed as dist
 
 from ...integration.manifest import TensorSpec
 from .agreement import on_all_ranks
+
+logger = logging.getLogger(__name__)
 
 # How the names of Megatron's parameters over the vocabulary end.
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -59,6 +62,7 @@ def enumerate_export(bridge: Any, model: list[Any], pp_group: dist.ProcessGroup)
     """
     # Tasks of their own: Bridge's mappings cache who owns a tensor, and here everybody seems to.
     tasks = _on_meta(conversion_tasks(bridge, model), pp_group)
+    tell_of_holes(bridge, model, tasks)
     yielded = _walk_on_meta(bridge, model, tasks)
     return on_all_ranks("the enumeration of Bridge's export", lambda: joined(tasks, _specs_of(yielded)))
 
@@ -107,8 +111,52 @@ def joined(tasks: list[Any], yielded: list[list[TensorSpec]]) -> Enumeration:
 
 
 def conversion_tasks(bridge: Any, model: list[Any]) -> list[Any]:
-    """Bridge's conversion tasks without the holes that it leaves for unmapped parameters."""
+    """Bridge's conversion tasks without the holes that it leaves for unmapped parameters (see :func:`tell_of_holes`)."""
     return [task for task in bridge.get_conversion_tasks(model) if task is not None]
+
+
+def tell_of_holes(bridge: Any, model: list[Any], tasks: list[Any]) -> None:
+    """Log by name, on the first rank, the parameters that Bridge exports neither here nor by itself: no refit brings them.
+
+    A collective of the pipeline's stages. No error: whether an engine has a place for them, only its own check of the manifest can tell.
+
+    Args:
+        bridge: ``AutoBridge``.
+        model: Megatron model chunks of this rank.
+        tasks: Bridge's conversion tasks, with the parameters of all pipeline stages.
+    """
+    from megatron.core.utils import unwrap_model
+
+    converter, named = bridge._model_bridge, {task.global_param_name for task in tasks}
+    tied = converter._share_embeddings_and_output_weights(unwrap_model(model)[0].config)
+    unmapped = [
+        name
+        for name in converter._megatron_global_param_names_all_pp_ranks(model)
+        if name not in named and not (tied and "output_layer" in name)
+    ]
+    absent = [f"{t.global_param_name} ({_named_by(t.mapping)})" for t in tasks if t.param_weight is None]
+    if dist.get_rank() != 0:
+        return
+    if unmapped:
+        logger.warning(
+            "Megatron-Bridge has no mapping for %d parameters, which stay out of refits: %s. An engine that has a place for "
+            "them refuses the manifest; give %s a mapping for them",
+            len(unmapped),
+            ", ".join(unmapped),
+            type(converter).__name__,
+        )
+    if absent:
+        logger.warning(
+            "the checkpoint that Megatron-Bridge was made from lacks the weights of %d parameters, which stay out of refits: "
+            "%s. An engine that has a place for them refuses the manifest; make the bridge from a whole checkpoint",
+            len(absent),
+            ", ".join(absent),
+        )
+
+
+def _named_by(mapping: Any) -> str:
+    named = mapping.hf_param
+    return named if isinstance(named, str) else ", ".join(named.values())
 
 
 def _on_meta(tasks: list[Any], pp_group: dist.ProcessGroup) -> list[Any]:
