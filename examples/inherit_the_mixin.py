@@ -103,13 +103,8 @@ def sample(worker: Any, seed: int) -> tuple[Any, Any, float]:
     sampled = torch.tensor([completion.token_ids for completion in completions])
     log_probs = torch.tensor([completion.logprobs for completion in completions])
     rewards = (sampled % 2 == 0).float().mean(1)
-    rollouts = Rollouts(
-        torch.cat((prompts, sampled), 1),
-        torch.cat((torch.zeros_like(prompts), torch.ones_like(sampled)), 1).float(),
-        (rewards - rewards.mean()) / (rewards.std() + 1e-6),
-    )
     before = torch.zeros(PROMPTS, PROMPT_TOKENS)
-    return rollouts, torch.cat((before, log_probs), 1), float(rewards.mean())
+    return Rollouts.of(prompts, sampled, rewards), torch.cat((before, log_probs), 1), float(rewards.mean())
 
 
 def build(model_path: str) -> tuple[Any, Any, list[Any]]:

@@ -42,6 +42,15 @@ class Rollouts:
     mask: torch.Tensor
     advantages: torch.Tensor
 
+    @classmethod
+    def of(cls, prompts: torch.Tensor, sampled: torch.Tensor, rewards: torch.Tensor) -> Rollouts:
+        """Of prompts [b, p], what was sampled after them [b, n], and rewards [b], whose scale and mean don't matter."""
+        return cls(
+            torch.cat((prompts, sampled), 1),
+            torch.cat((torch.zeros_like(prompts), torch.ones_like(sampled)), 1).float(),
+            (rewards - rewards.mean()) / (rewards.std() + 1e-6),
+        )
+
 
 class Worker:
     """A rank of the trainer's own world."""

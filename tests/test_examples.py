@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from tests.ahead import FoundAhead
+from tests.spawn import free_port, run_alone, run_together
+from tests.vllm_processes import vllm_processes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -23,7 +31,31 @@ def inherit_the_mixin(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=env)
 
 
-AHEAD = (inherit_the_mixin,)
+TRAINERS = 2
+
+
+def megatron_to_vllm(folder: Path) -> str:
+    """What trainer rank 0 prints; the ranks are forks, as is the vLLM that it starts."""
+    world = {"WORLD_SIZE": str(TRAINERS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = world | {"CUDA_VISIBLE_DEVICES": ""}
+    ranks = [
+        partial(run_alone, _rank_of_megatron_to_vllm, folder, environment=environment | {"RANK": str(rank)})
+        for rank in range(TRAINERS)
+    ]
+    return str(run_together(*ranks)[0])
+
+
+def _rank_of_megatron_to_vllm(folder: Path) -> str:
+    os.chdir(folder)
+    sys.path.insert(0, str(EXAMPLES))
+    example = importlib.import_module("megatron_to_vllm")
+    printed = io.StringIO()
+    with mock.patch.object(example, "SPAWN", vllm_processes()), contextlib.redirect_stdout(printed):
+        assert example.main(["--tp", "2", "--engine-tp", "1", "--steps", "3"]) == 0, printed.getvalue()
+    return printed.getvalue()
+
+
+AHEAD = (inherit_the_mixin, megatron_to_vllm)
 
 
 @pytest.mark.timeout(900)
@@ -35,6 +67,21 @@ def test_a_third_party_ppo_worker_that_inherits_the_mixin_learns_from_its_engine
     lines = done.stdout.splitlines()
     assert sum("bytes shard to shard" in line for line in lines) == 6
     assert lines[-2:] == ["the engine follows the actor", "the actor learns"]
+
+
+@pytest.mark.timeout(900)
+def test_a_vllm_that_begins_with_random_weights_has_those_of_a_megatron_ppo_worker_after_each_refit(
+    found_ahead: FoundAhead,
+) -> None:
+    lines = found_ahead.by(megatron_to_vllm).splitlines()
+    told = re.compile(r"refit \d: ([\d,]+) bytes .*, (\d+) over .* generation KL (\S+), (\S+) when")
+    refits = [found.groups() for found in map(told.match, lines) if found]
+    assert len(refits) == 3, lines
+    for bulk, misc, refitted, stale in refits:
+        assert (int(bulk.replace(",", "")) > 0, misc) == (True, "0")
+        assert float(refitted) < 1e-4
+        assert float(stale) > 100 * float(refitted)
+    assert lines[-1] == "the engine follows the trainer"
 
 
 def children_of(pid: int) -> list[int]:
