@@ -10,7 +10,7 @@ import pytest
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.stages import StageRefused
 from rlrefit.workers.colocated.vllm import VllmSleeper
-from rlrefit.workers.vllm.driver import VllmDriver
+from rlrefit.workers.vllm.driver import EXTENSION, VllmDriver
 
 
 def driver(*, sleep_mode: bool, device: str, busy: bool = False) -> VllmDriver:
@@ -18,6 +18,8 @@ def driver(*, sleep_mode: bool, device: str, busy: bool = False) -> VllmDriver:
     config = SimpleNamespace(
         model_config=SimpleNamespace(enable_sleep_mode=sleep_mode),
         device_config=SimpleNamespace(device_type=device),
+        weight_transfer_config=None,
+        parallel_config=SimpleNamespace(worker_extension_cls=EXTENSION),
     )
     engine = SimpleNamespace(vllm_config=config, has_unfinished_requests=lambda: busy)
     told: list[Any] = []

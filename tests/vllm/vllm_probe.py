@@ -29,6 +29,11 @@ class ProbeExtension(VllmRefitExtension):
 
         refit.nccl_xfer_refit = failing
 
+    def probe_dirty_replica(self, replica: int) -> None:
+        """Let this worker hold weights that are not whole, if it is of that data-parallel replica."""
+        if self.vllm_config.parallel_config.data_parallel_index == replica:
+            self.refit_state.mark_dirty(99)
+
     def probe_engine_load(self, path: str) -> None:
         """Load the checkpoint as vLLM itself does in place, through its layerwise reload of the whole model."""
         self.model_runner.reload_weights(weights_iterator=iter(read_checkpoint(path).items()))

@@ -169,14 +169,18 @@ SCRIPT = (
 )
 # What drivers use of AsyncLLM.
 SERVER = (
-    Needed(_ASYNC, "AsyncLLM", sets=("vllm_config", "output_processor")),
+    Needed(_ASYNC, "AsyncLLM", sets=("vllm_config", "output_processor", "output_handler", "engine_core")),
     Needed(_ASYNC, "AsyncLLM.add_request", ("request_id", "prompt", "params", "lora_request")),
     Needed(_ASYNC, "AsyncLLM.abort", ("request_id",)),
-    Needed(_ASYNC, "AsyncLLM.collective_rpc", ("method", "args")),
     Needed(_ASYNC, "AsyncLLM.pause_generation", ("mode", "clear_cache")),
     Needed(_ASYNC, "AsyncLLM.resume_generation"),
-    Needed(_ASYNC, "AsyncLLM.reset_prefix_cache", _RESETS),
     Needed(_ASYNC, "AsyncLLM.reset_encoder_cache"),
+    # Each replica's answers, and the queue in which their outputs wait.
+    Needed("vllm.v1.engine.core_client", "MPClient", sets=("core_engines", "engine_ranks_managed")),
+    Needed("vllm.v1.engine.core_client", "AsyncMPClient", sets=("outputs_queue",)),
+    Needed("vllm.v1.engine.core_client", "AsyncMPClient._call_utility_async", ("method", "engine")),
+    Needed(_CORE, "EngineCore.collective_rpc", ("method", "timeout", "args", "kwargs")),
+    Needed(_CORE, "EngineCore.reset_prefix_cache", _RESETS),
     Needed("vllm.v1.engine.output_processor", "RequestOutputCollector.get"),
     Needed("vllm.v1.engine.output_processor", "RequestOutputCollector.get_nowait"),
     Needed("vllm.v1.engine.output_processor", "RequestOutputCollector.put", ("output",)),

@@ -25,7 +25,7 @@ def stay_paused_while_asleep() -> None:
 
     @functools.wraps(original)
     def wake_up(core: Any, tags: list[str] | None = None) -> None:
-        if not _may_be_refitted(core.vllm_config):
+        if not may_be_refitted(core.vllm_config):
             original(core, tags)
             return
         memory = None if tags is None else [tag for tag in tags if tag != _SCHEDULING]
@@ -38,7 +38,7 @@ def stay_paused_while_asleep() -> None:
     EngineCore.wake_up = wake_up
 
 
-def _may_be_refitted(vllm_config: Any) -> bool:
+def may_be_refitted(vllm_config: Any) -> bool:
     """Whether the engine has our backend, or a worker extension: whose, only the worker's process can tell."""
     transfer = vllm_config.weight_transfer_config
     ours = transfer is not None and transfer.backend == BACKEND
