@@ -235,7 +235,11 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
 
 def test_drafts_that_need_no_weights_are_no_reason_to_refuse_a_rollout() -> None:
     for speculative in ({"method": "ngram"}, {"model": "ngram"}, {"method": "suffix"}):
-        assert asked_violations({"engine_kwargs": {"vllm": {"speculative_config": speculative}}}) == []
+        rollout = OmegaConf.create({"engine_kwargs": {"vllm": {"speculative_config": speculative}}})
+        assert asked_violations(rollout) == []
+    for text in ('{"method": "mtp"}', {"model": "eagle"}):
+        [told] = asked_violations({"engine_kwargs": {"vllm": {"speculative_config": text}}})
+        assert "names a drafter; refits don't reach" in told
 
 
 def test_an_actor_that_is_made_in_another_way_is_refused_with_all_that_it_lacks() -> None:

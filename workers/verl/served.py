@@ -29,7 +29,9 @@ def asked_violations(rollout: Mapping[str, Any]) -> list[str]:
     if mtp.get("enable") and mtp.get("enable_rollout"):
         found.append(f"rollout.mtp.enable_rollout is true; {STAYS}; set model.mtp.enable_rollout=false")
     speculative = vllm.get("speculative_config")
-    if speculative and has_weights(speculative.get("method") or speculative.get("model")):
+    # vLLM takes JSON as a text too, which is not read here: it counts as a drafter.
+    asked = speculative if isinstance(speculative, Mapping) else {}
+    if speculative and has_weights(asked.get("method") or asked.get("model")):
         found.append(f"rollout.engine_kwargs.vllm.speculative_config names a drafter; {STAYS}; leave it out")
     return found
 
