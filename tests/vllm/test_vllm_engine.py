@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -189,6 +190,42 @@ def test_running_requests_go_on_with_the_new_weights(scene: Scene):
         assert [e.tokens[0] for e in expected] == sampled.tokens[:n]
 
 
+def test_outputs_that_wait_to_be_read_when_a_refit_begins_are_of_the_old_weights(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+):
+    if not isinstance(scene.engine, ServerEngine):
+        return  # an LLM's driver reads them itself
+    scene.refit(0)
+    first, tokens = scene.version, 120
+    sending: list[Any] = []
+    refits = iter(["one"])
+
+    def turn(count: int) -> None:
+        if count < 4 or not next(refits, ""):
+            return
+        with monkeypatch.context() as patch:
+            release = scene.engine.hold_outputs(patch)
+            time.sleep(0.1)  # tokens that nobody reads
+            sending.append(scene.send(1))
+            releasing = threading.Timer(1.0, release)
+            releasing.start()
+            scene.engine.refit(scene.version)
+            releasing.join()
+
+    [found] = scene.engine.generate_through(turn, PROMPTS[:1], tokens)
+    sending[0].result()
+    before = found.versions.count(first)
+    assert 4 < before < tokens
+    assert found.versions == [first] * before + [scene.version] * (tokens - before)
+    # The last ones that tell the old version are the old weights', the next ones the new weights'.
+    contexts = [PROMPTS[0] + found.tokens[:position] for position in range(before - 5, before + 5)]
+    of_the_new = [s.tokens[0] for s in scene.engine.generate(contexts, 1)]
+    scene.refit(0)
+    of_the_old = [s.tokens[0] for s in scene.engine.generate(contexts, 1)]
+    assert found.tokens[before - 5 : before + 5] == of_the_old[:5] + of_the_new[5:]
+    assert of_the_old[:5] != of_the_new[:5]
+
+
 @pytest.mark.parametrize(("mode", "reason"), [("wait", "length"), ("abort", "abort")])
 def test_requests_that_may_not_go_on_hold_tokens_of_one_version(scene: Scene, mode: Any, reason: str):
     scene.refit(0)
@@ -243,20 +280,15 @@ def test_a_refit_that_fails_half_way_ends_the_requests_and_the_next_one_resumes(
 
 
 def test_prefixes_that_vllm_keeps_leave_the_engine_paused(scene: Scene, monkeypatch: pytest.MonkeyPatch):
-    """A KV connector's transfer may hold blocks."""
-    llm = scene.engine.llm if isinstance(scene.engine, ScriptEngine) else scene.engine.engine
-
-    async def keep(**_: bool) -> bool:
-        return False
-
+    """A KV connector's transfer may hold blocks, and vLLM raises then."""
+    held = "Call to reset_prefix_cache method failed: Failed to reset KV cache"
     with monkeypatch.context() as patch:
-        keeping = (lambda **_: False) if isinstance(scene.engine, ScriptEngine) else keep
-        patch.setattr(llm, "reset_prefix_cache", keeping)
+        scene.engine.replace_utility(patch, "reset_prefix_cache", Exception(held))
         sending = scene.send(0)
         with pytest.raises(RefitError, match="KV connector"):
             scene.engine.refit(scene.version)
         sending.result()
-    with pytest.raises(EngineDirty, match="KV connector"):
+    with pytest.raises(EngineDirty, match=f"{held}.*KV connector"):
         scene.engine.generate(PROMPTS[:1])
     scene.refit(0)
     assert [s.values() for s in scene.engine.generate()] == [s.values() for s in scene.sampled_a]

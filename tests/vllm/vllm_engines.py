@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from vllm_trainers import CONFIG, RANKS
 
 from rlrefit.integration.config import RefitConfig
@@ -107,6 +108,18 @@ class ScriptEngine:
     def wake_up(self, tags: list[str]) -> None:
         self.llm.wake_up(tags)
 
+    def replace_utility(self, patch: pytest.MonkeyPatch, utility: str, error: Exception) -> None:
+        """Have the engine's core raise when it is asked for ``utility``."""
+        core = self.llm.llm_engine.engine_core
+        asked = core.call_utility
+
+        def ask(method: str, *args: Any) -> Any:
+            if method == utility:
+                raise error
+            return asked(method, *args)
+
+        patch.setattr(core, "call_utility", ask)
+
     def shutdown(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
 
@@ -181,6 +194,32 @@ class ServerEngine:
 
     def wake_up(self, tags: list[str]) -> None:
         self._run(self.engine.wake_up(tags))
+
+    def replace_utility(self, patch: pytest.MonkeyPatch, utility: str, error: Exception) -> None:
+        """Have the engine's core raise when it is asked for ``utility``."""
+        core = self.engine.engine_core
+        asked = core._call_utility_async
+
+        async def ask(method: str, *args: Any, engine: bytes) -> Any:
+            if method == utility:
+                raise error
+            return await asked(method, *args, engine=engine)
+
+        patch.setattr(core, "_call_utility_async", ask)
+
+    def hold_outputs(self, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+        """Let nobody read what the engine generates from here on, until the result is called."""
+        core = self.engine.engine_core
+        read, released = core.get_output_async, threading.Event()
+
+        async def hold() -> Any:
+            found = await read()
+            while not released.is_set():
+                await asyncio.sleep(0.005)
+            return found
+
+        patch.setattr(core, "get_output_async", hold)
+        return released.set
 
     def shutdown(self) -> None:
         self.engine.shutdown()
