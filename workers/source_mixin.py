@@ -40,6 +40,7 @@ class SourceRefitMixin:
     refit_config: RefitConfig
     _refit_source: WeightSource | None = None
     _refit_source_of: tuple[object, ...] = ()
+    _refit_session_of: tuple[object, ...] | None = None
     _refit_session: RefitSession | None = None
     _refit_server: RendezvousServer | None = None
 
@@ -94,7 +95,7 @@ class SourceRefitMixin:
         Raises:
             RefitError: the configured port is taken, or ``host`` is not this host's address.
         """
-        self.close_refit()
+        self._close_epoch()
         self._refit_server = open_rendezvous(
             host, train_ranks, gen_ranks, epoch=epoch, port=self.refit_config.port
         )
@@ -128,6 +129,7 @@ class SourceRefitMixin:
             self.refit_config,
             engine=engine,
         )
+        self._refit_session_of = self._refit_source_of
         return describe_manifest(self._refit_session)
 
     def calibrate_kv_scales(
@@ -190,7 +192,14 @@ class SourceRefitMixin:
         return self._refit_session is not None and self._refit_session.healthy()
 
     def close_refit(self) -> None:
-        """End the epoch on this rank and free its communicators and buffers."""
+        """End the epoch on this rank, free its communicators and buffers, and let go of the model.
+
+        To be called on every trainer rank: what was learned of the model is learned anew for the next epoch, by all.
+        """
+        self._close_epoch()
+        self._refit_source, self._refit_source_of = None, ()
+
+    def _close_epoch(self) -> None:
         self._close_session()
         if self._refit_server is not None:
             self._refit_server.close()
@@ -199,19 +208,27 @@ class SourceRefitMixin:
     def _close_session(self) -> None:
         if self._refit_session is not None:
             self._refit_session.close()
-        self._refit_session = None
+        self._refit_session, self._refit_session_of = None, None
 
     def _prepared_source(self) -> WeightSource:
-        if self._refit_source is None or not self._is_of_this_model():
-            self._refit_source_of = self._refit_model_parts()
+        if self._refit_source is None or not self._is_still(self._refit_source_of):
+            self._refit_source = None
+            parts = self._refit_model_parts()
             source = self._make_refit_source()
+            if not self._is_still(parts):
+                raise RefitError(
+                    f"self.model or self.bridge of {type(self).__name__} is another object at each access, so that nobody can "
+                    "tell whether the model was built anew. Nothing has moved; keep one, and hand out that",
+                    stage="settings",
+                )
+            self._refit_source_of = parts
             self._refit_source = KvScaleSource(source) if self.refit_config.kv_scales else source
         return self._refit_source
 
-    def _is_of_this_model(self) -> bool:
-        """Whether the source was made of the worker's model; one that was built anew (resumed, grown) needs another."""
-        parts = self._refit_model_parts()
-        return len(parts) == len(self._refit_source_of) and all(map(is_, parts, self._refit_source_of))
+    def _is_still(self, parts: tuple[object, ...]) -> bool:
+        """Whether the worker's model is made of these objects; one that was built anew (resumed, grown) isn't."""
+        now = self._refit_model_parts()
+        return len(parts) == len(now) and all(map(is_, parts, now))
 
     def _refit_model_parts(self) -> tuple[object, ...]:
         model = getattr(self, "model", None)
@@ -230,7 +247,10 @@ class SourceRefitMixin:
 
     def _refit(self, engine: str, version: int, kv_scales: Mapping[str, float] | None = None) -> RefitRecord:
         session = open_session(self._refit_session, engine)
-        if not self._is_of_this_model():
+        return session.refit(version, before=partial(self._before, session, kv_scales))
+
+    def _before(self, session: RefitSession, kv_scales: Mapping[str, float] | None) -> None:
+        if self._refit_session_of is not None and not self._is_still(self._refit_session_of):
             raise RefitError(
                 f"self.model or self.bridge of {type(self).__name__} is not the one that the ranks met with, and the old "
                 "weights would be sent. Nothing was written. Open a new epoch (open_refit_rendezvous, "
@@ -238,8 +258,8 @@ class SourceRefitMixin:
                 stage="export",
                 rank=session.world.rank,
             )
-        before = None if kv_scales is None else partial(self._give, session, kv_scales)
-        return session.refit(version, before=before)
+        if kv_scales is not None:
+            self._give(session, kv_scales)
 
     def _give(self, session: RefitSession, kv_scales: Mapping[str, float]) -> None:
         wanted = {spec.name for spec in session.manifest.specs("misc")}

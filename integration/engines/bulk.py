@@ -63,6 +63,8 @@ class BulkPath:
         self._transport = self._make(self.name)
         try:
             self.bind(fragments)
+            # The first refit may be far: an engine sleeps and a trainer trains before it.
+            self._transport.rest()
         except BaseException as error:
             self._transport.close(failed=not isinstance(error, TransportUnavailable))
             raise
@@ -75,7 +77,10 @@ class BulkPath:
                 fallback can't either, which serves from then on.
         """
         try:
-            self._bind(fragments)
+            if self._bindings:
+                self._bind_again(fragments)
+            else:
+                self._bind(fragments)
         except TransportUnavailable as error:
             # Raised on all ranks, whichever could not.
             if not self._falls_back:
@@ -87,6 +92,14 @@ class BulkPath:
                 logger.warning("%s; %s serves instead, by the plan that was made", self.reason, FALLBACK)
             self.name = FALLBACK
             self._transport = self._make(FALLBACK)
+            self._bind(fragments)
+
+    def _bind_again(self, fragments: Sequence[Fragment]) -> None:
+        """What has worked once may fail for a moment (a peer out of descriptors), and is tried twice."""
+        try:
+            self._bind(fragments)
+        except TransportUnavailable as error:
+            logger.warning("%s could not be bound anew, and is tried once more: %s", self.name, error)
             self._bind(fragments)
 
     def _bind(self, fragments: Sequence[Fragment]) -> None:

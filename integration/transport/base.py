@@ -59,6 +59,9 @@ class Transport(ABC):
             RefitTimeout: it does not end.
         """
 
+    def rest(self) -> None:  # noqa: B027 - most keep nothing of their peers' memory
+        """No refit is under way on any rank: let go of what its owner may want back, until :meth:`moved` asks to bind anew."""
+
     @abstractmethod
     def close(self, *, failed: bool = False) -> None:
         """Close communicators and let go of memory; safe to call twice. ``failed``: peers may be gone."""

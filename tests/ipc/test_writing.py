@@ -203,6 +203,7 @@ def test_memory_that_its_owner_gives_back_is_unmapped_once_the_writes_have_ended
         gpu.looks = 3
         one.run(CLOCK)
         assert one.moved() is lent
+        one.rest()
         assert gpu.log[-2:] == (["writes ended", "unmap"] if lent else ["record writes", "writes ended"])
         # As a new binding begins.
         one._on_loan = one._returned = False
@@ -220,3 +221,15 @@ def test_a_refit_that_breaks_off_returns_lent_memory_when_the_epoch_ends(
     assert "unmap" not in gpu.log
     one.close(failed=True)
     assert gpu.log[-1] == "unmap"
+
+
+def test_memory_that_is_lent_goes_back_before_a_first_refit_that_is_far(
+    gpu: Gpu, connect: Callable[[IpcTransport, object], None]
+) -> None:
+    one = sender(gpu)
+    connect(one, receiver(60.0, lent=True))
+    one.rest()
+    assert one.moved()
+    assert gpu.log.count("unmap") == 1
+    one.rest()
+    assert gpu.log.count("unmap") == 1

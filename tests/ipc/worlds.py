@@ -266,14 +266,17 @@ def _lend(rank: Rank) -> dict[str, Any]:
     rank.open()
     rows, slept, moved = [], [], []
     for version in (1, 2, 3):
-        rows.append(rank.refit(version))
+        # Before the first refit, too: an engine may sleep as soon as the ranks have met.
+        rank.transport.rest()
         moved.append(rank.transport.moved())
+        rank.meeting.vote()
         # One engine after another, since they may share a GPU.
         for turn in range(rank.scenario.size):
             if turn == rank.rank and not rank.is_source:
                 slept.append(_asleep(rank))
             rank.meeting.vote()
         rank.bind()
+        rows.append(rank.refit(version))
     rank.transport.close()
     return {"refits": rows, "slept": slept, "moved": moved}
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import gc
+import time
+import weakref
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.errors import RefitError
+from rlrefit.integration.errors import PeerLost, RefitError
 from rlrefit.integration.manifest import TensorSpec
 from rlrefit.workers.megatron.places import Places
 from rlrefit.workers.source_mixin import SourceRefitMixin
@@ -40,22 +43,58 @@ def test_a_source_is_made_anew_for_another_model_and_kept_for_the_same_one() -> 
     assert worker._prepared_source() is worker.model[0]
 
 
-def test_a_refit_of_a_model_that_the_ranks_did_not_meet_with_is_refused_before_anything_is_written() -> None:
+def test_a_source_that_could_not_be_made_is_not_taken_for_the_new_model_s() -> None:
+    worker = Worker()
+    worker._prepared_source()
+    worker.model = [None]
+    worker._make_refit_source = lambda: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        worker._prepared_source()
+    del worker._make_refit_source
+    worker.model = [SyntheticSource(SPECS, WHOLE)]
+    assert worker._prepared_source() is worker.model[0]
+
+
+def test_a_model_that_is_another_object_at_each_access_is_refused_when_it_is_prepared() -> None:
+    class Restless(Worker):
+        bridge = property(lambda self: object())
+
+    with pytest.raises(RefitError, match="another object at each access"):
+        Restless()._prepared_source()
+
+
+def test_a_worker_that_has_closed_its_refit_keeps_no_model() -> None:
+    worker = Worker()
+    old = weakref.ref(worker._prepared_source())
+    worker.close_refit()
+    worker.model = []
+    gc.collect()
+    assert old() is None
+
+
+@pytest.mark.parametrize("prepares", [False, True])
+def test_a_refit_of_a_model_that_the_ranks_did_not_meet_with_is_refused_on_all_of_them(
+    prepares: bool,
+) -> None:
     worker, engine = Worker(), SyntheticDestination(SPECS, WHOLE)
     trainer = worker._prepared_source()
+    parts = worker._refit_source_of
 
     def body(rank: int, session: Any, endpoint: Any) -> Any:
         refit_changed(session, endpoint, 1)
         if not session.world.is_source:
-            session.refit(2)
-            return None
-        worker._refit_session = session
+            start = time.monotonic()
+            with pytest.raises(PeerLost, match="not the one that the ranks met with"):
+                session.refit(2)
+            assert time.monotonic() - start < CONFIG.timeout_s / 2
+            assert endpoint.wrong(1) == []
+            return
+        worker._refit_session, worker._refit_session_of = session, parts
         worker.model = [SyntheticSource(SPECS, WHOLE)]
+        if prepares:
+            worker.prepare_refit_info()
         with pytest.raises(RefitError, match="not the one that the ranks met with"):
             worker.nccl_xfer_refit(2)
-        worker.model = [trainer]
-        worker.nccl_xfer_refit(2)
-        return None
 
     assert [error for error in run_world([trainer], [engine], body, CONFIG) if error] == []
 
@@ -86,7 +125,42 @@ def test_tasks_follow_parameters_that_modules_replace() -> None:
     assert not places.follow(tasks)
 
 
-@pytest.mark.parametrize(("now", "found"), [(None, "has none now"), (torch.ones(5, 3), r"shape \[5, 3\]")])
+def test_tasks_follow_a_module_that_is_replaced_with_all_in_it() -> None:
+    inner, tasks = model_and_tasks()
+    tasks = [replace(task, global_param_name=f"decoder.{task.global_param_name}") for task in tasks]
+    model = torch.nn.ModuleDict({"decoder": inner})
+    places = Places([model], tasks)
+    model["decoder"] = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2, bias=False))
+    assert places.follow(tasks)
+    assert [task.param_weight for task in tasks[:3]] == [*model["decoder"].parameters()]
+    assert not places.follow(tasks)
+    model["decoder"][0] = torch.nn.Identity()
+    with pytest.raises(RefitError, match="is there no more"):
+        places.follow(tasks)
+
+
+def test_a_tied_parameter_is_followed_in_all_its_places_or_told_to_be_tied_no_more() -> None:
+    one, other = torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+    other.weight = one.weight
+    tasks = [Task("tied", one.weight)]
+    places = Places([torch.nn.Sequential(one, other)], tasks)
+    one.weight = other.weight = torch.nn.Parameter(torch.ones(3, 3))
+    assert places.follow(tasks)
+    assert tasks[0].param_weight is one.weight
+    for module in (one, other):
+        module.weight = torch.nn.Parameter(torch.ones(3, 3))
+        with pytest.raises(RefitError, match="tied no more"):
+            places.follow(tasks)
+
+
+@pytest.mark.parametrize(
+    ("now", "found"),
+    [
+        (None, "is there no more"),
+        (torch.ones(5, 3), r"of shape \[5, 3\] now"),
+        (torch.ones(2, 3, dtype=torch.float64), r"is torch\.float64"),
+    ],
+)
 def test_a_parameter_without_a_successor_is_an_error_that_names_it(now: Any, found: str) -> None:
     model, tasks = model_and_tasks()
     places = Places([model], tasks)

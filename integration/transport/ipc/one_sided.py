@@ -238,12 +238,11 @@ class OneSided(Transport):
                 raise damaged(message, self.rank)
         return covered
 
-    def _return_loans(self, clock: StageClock) -> None:
-        """After a refit whose writes have all landed: let go of the binding if some of its memory is lent."""
+    def rest(self) -> None:
+        """Let go of the binding if some of its memory is lent; nothing may be under way."""
         if self._on_loan:
-            with clock.stage("commit"):
-                self._release(failed=False)
-            self._returned = True
+            self._release(failed=False)
+            self._on_loan, self._returned = False, True
 
     def _catch_up(self, stage: str) -> None:
         """Wait until this rank's GPU has done what was enqueued on the current stream."""

@@ -73,9 +73,9 @@ class IpcTransport(OneSided):
                 targets = self._mapped(sent, peer, inbox, mapped.bases)
                 told.append((sent, checksums_at(peer, inbox, len(sent), mapped.bases)))
                 bells.append(peer.region(inbox.bell, BELL_BYTES, mapped.bases))
-            sources = [view for _, views in sent for view in views]
-            cut = (pieces(Write(*ends)) for ends in zip(sources, targets, strict=True))
-            writes[receiver] = [piece for parts in cut for piece in parts]
+                sources = [view for _, views in sent for view in views]
+                cut = (pieces(Write(*ends)) for ends in zip(sources, targets, strict=True))
+                writes[receiver] = [piece for parts in cut for piece in parts]
         self._bells = bells
         # Peers meet again after this, and only then begin to wait.
         self._lease = Lease(limit)
@@ -108,7 +108,8 @@ class IpcTransport(OneSided):
                 aside()
             with self._classifying():
                 verified = self._await_landing(clock)
-                self._return_loans(clock)
+                with clock.stage("commit"):
+                    self.rest()
         return TransferResult(self._payload, verified)
 
     def _await_landing(self, clock: StageClock) -> int:
