@@ -20,6 +20,7 @@ from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitM
 from rlrefit.integration.records import RefitRecord
 from rlrefit.integration.stage_memory import ProcessMemory, StageRecord
 from rlrefit.integration.stages import StageRefused
+from rlrefit.recipes.algorithms.divergence import generation_kl
 from rlrefit.workers.colocated.vllm import VllmSleeper
 from tests.vllm_processes import forked_engines
 
@@ -72,6 +73,13 @@ class Scene:
         records = self.engine.refit(self.version)
         assert all(isinstance(record, dict) for record in sending.result())
         return records
+
+    def kl(self, sampled: list[Sampled], index: int) -> float:
+        """Generation KL, in nats, of what the engine gave to ``PROMPTS``, with A (0) or B (1) in the trainer."""
+        contexts = [prompt + found.tokens for prompt, found in zip(PROMPTS, sampled, strict=True)]
+        ours = self.trainers.do("log_probs", self.model, index, contexts)[0]
+        theirs = torch.tensor([found.logprobs for found in sampled])
+        return generation_kl(torch.tensor([row[-TOKENS:] for row in ours]), theirs, torch.ones_like(theirs))
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +143,14 @@ def test_refits_generate_as_the_engine_that_loaded_what_bridge_exported(scene: S
         sampled = scene.engine.generate()
         assert [s.values() for s in sampled] == [s.values() for s in scene.sampled_a]
         assert {v for s in sampled for v in s.versions} == {scene.version}
+
+
+def test_trainer_and_engine_give_equal_probabilities_to_what_the_engine_generates(scene: Scene):
+    for index in (1, 0):
+        scene.refit(index)
+        sampled = scene.engine.generate()
+        assert scene.kl(sampled, index) < 1e-3
+        assert scene.kl(sampled, 1 - index) > 0.1
 
 
 def test_the_same_weights_twice_change_nothing(scene: Scene):

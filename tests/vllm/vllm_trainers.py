@@ -90,6 +90,19 @@ class _Trainer:
         except RefitError as error:
             return f"{type(error).__name__}: {error}"
 
+    def log_probs(self, model: str, index: int, contexts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """What the weights of checkpoint ``index`` give each token but the first of every context."""
+        import torch
+
+        self._take_on(model, index)
+        width = max(map(len, contexts))
+        width += width % RANKS  # sequence parallelism cuts it in equal parts
+        tokens = torch.tensor([[*context, *[0] * (width - len(context))] for context in contexts])
+        positions = torch.arange(width).expand_as(tokens)
+        with torch.no_grad():
+            losses = self._workers[model].model[0](tokens, positions, None, labels=tokens.roll(-1, dims=1))
+        return [(-row[: len(c) - 1].float()).tolist() for row, c in zip(losses, contexts, strict=True)]
+
     def close(self, model: str) -> None:
         self._workers[model].close_refit()
 
