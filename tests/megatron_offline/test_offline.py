@@ -16,7 +16,7 @@ from rlrefit.recipes.plan.hosts import Hosts
 from rlrefit.recipes.plan.options import PlanOptions
 from rlrefit.recipes.plan.study import Study, study
 from rlrefit.recipes.plan.with_bridge import differences, opened_path
-from rlrefit.workers.catalog import GenLayout, Model, TrainLayout, train_holdings
+from rlrefit.workers.catalog import GenLayout, Model, TrainLayout, open_model, train_holdings
 from rlrefit.workers.megatron.offline import OfflineError, OfflineExport, OfflineQuestion, ask_bridge
 from tests.catalog.shrunken import CONFIGS
 from tests.megatron_offline import real_ranks
@@ -42,6 +42,7 @@ PREDICTED: dict[str, tuple[str, TrainLayout, int]] = {
     "deepseek_v3 with MTP, 16 ranks": ("deepseek_v3", TrainLayout(pp=2, ep=8), 11),
     "nemotron_h, uneven stages": ("nemotron_h", TrainLayout(tp=2, pp=3), 5),
     "llama, one rank": ("llama", TrainLayout(), 0),
+    "a model as large as it is": ("qwen3-30b-a3b", TrainLayout(tp=2, ep=8, dp=4), 5),
 }
 _FIELDS = {
     "tp": "tensor_parallel",
@@ -49,6 +50,10 @@ _FIELDS = {
     "ep": "expert_parallel",
     "etp": "expert_tensor_parallel",
 }
+
+
+def _model(name: str) -> Model:
+    return Model(name, CONFIGS[name]) if name in CONFIGS else open_model(name)
 
 
 def _real_layout(layout: TrainLayout) -> dict[str, int]:
@@ -73,7 +78,7 @@ class Answers:
             questions.append(OfflineQuestion(config, layout, (0, 1)))
         for name, layout, rank in PREDICTED.values():
             config = folder / f"{name}.json"
-            config.write_text(json.dumps(CONFIGS[name]))
+            config.write_text(json.dumps(_model(name).config))
             questions.append(OfflineQuestion(config, layout, (rank,)))
         with ThreadPoolExecutor(1) as pool:
             asked: Future[list[OfflineExport]] = pool.submit(ask_bridge, questions)
@@ -119,12 +124,13 @@ def test_offloaded_parameters_are_held_and_exported_from_their_host_copies(
 def test_many_ranks_and_other_families_are_as_the_catalogue_predicts(case: str, answers: Answers) -> None:
     name, layout, rank = PREDICTED[case]
     told = answers.offline[case]
-    model = Model(name, CONFIGS[name])
-    assert sorted(told.specs) == sorted(model.specs())
-    positions = {spec.name: i for i, spec in enumerate(model.specs())}
+    model = _model(name)
+    specs = model.specs()
+    assert sorted(told.specs) == sorted(specs)
+    positions = {spec.name: i for i, spec in enumerate(specs)}
     predicted = train_holdings(model, layout, rank, positions)
     expected = {
-        (model.specs()[index].name, box)
+        (specs[index].name, box)
         for group in predicted.groups
         for index in group.indices.tolist()
         for box in group.boxes
@@ -164,6 +170,12 @@ def test_questions_take_next_to_no_memory_beyond_the_imports(answers: Answers) -
     # The first question has loaded what all need.
     assert first < 1.5e9
     assert max(others) - first < 150e6
+
+
+def test_a_model_of_thirty_billion_parameters_takes_seconds(answers: Answers) -> None:
+    told = answers.offline["a model as large as it is"]
+    assert len(told.specs) > 18_000
+    assert told.cpu_seconds < 10.0
 
 
 def test_all_that_is_wrong_with_the_questions_is_told_before_anything_starts() -> None:

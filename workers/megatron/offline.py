@@ -89,13 +89,13 @@ class OfflineExport:
     Attributes:
         specs: names, shapes and dtypes of the whole export, in its order; the vocabulary without padding.
         ranks: by trainer rank.
-        seconds: that it took after the imports.
+        cpu_seconds: that it took after the imports.
         peak_rss_bytes: of the process, with its imports and all that it was asked before.
     """
 
     specs: list[TensorSpec]
     ranks: dict[int, OfflineRank]
-    seconds: float
+    cpu_seconds: float
     peak_rss_bytes: int
 
 
@@ -175,7 +175,7 @@ def _export(question: OfflineQuestion, answer: dict[str, Any]) -> OfflineExport:
     return OfflineExport(
         [TensorSpec.from_json(spec) for spec in answer["specs"]],
         {rank: _rank(told) for rank, told in zip(question.ranks, answer["ranks"], strict=True)},
-        answer["seconds"],
+        answer["cpu_seconds"],
         answer["peak_rss_bytes"],
     )
 
