@@ -63,27 +63,35 @@ _UNEVEN = Layout(tp=2, pp=2, first=1)
 _VPP = Layout(tp=2, pp=2, vpp=2)
 _CUSTOM = Layout(tp=2, pp=2, vpp=2, stages="E|ttt|t|L")
 _CP = Layout(tp=2, cp=2)
+_CP_PP = Layout(pp=2, cp=2)
 _DDP = Layout(tp=2, ddp=True)
+_PP_DDP = Layout(pp=2, ddp=True)
 _EP4 = Layout(tp=2, ep=4)
 _ETP = Layout(tp=2, ep=2, etp=2)
 _EP_PP = Layout(tp=2, pp=2, ep=2)
 _EP_VPP = Layout(pp=2, ep=2, vpp=2)
 _EP_UNEVEN_ETP = Layout(pp=2, etp=2, first=1)
 _EP_CP_DDP = Layout(ep=2, cp=2, ddp=True)
+_EP_TP_VPP = Layout(tp=2, pp=2, ep=2, vpp=2)
+_ETP_VPP = Layout(pp=2, etp=2, vpp=2)
+_ETP_DDP = Layout(tp=2, etp=2, ddp=True)
+_EP_CUSTOM = Layout(pp=2, ep=2, vpp=2, stages="Et|t|tt|L")
+# Multi-token prediction alone in a stage, which has an embedding of its own.
+_MTP_ALONE = Layout(pp=4, stages="Et|ttt|m|L")
 # Megatron's YaRN embedding can't be built for context parallelism without a GPU.
 _EP_DDP = Layout(ep=2, ddp=True)
 _EXPERTS = (_EP4, _ETP, _EP_PP, _EP_VPP, _EP_UNEVEN_ETP, _EP_CP_DDP)
 
 LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "qwen2": (_TP4, _UNEVEN, _VPP, _DDP),
-    "qwen3": (_TP4, _UNEVEN, _CUSTOM, _CP, _DDP),
+    "qwen3": (_TP4, _UNEVEN, _CUSTOM, _CP, _DDP, _PP_DDP),
     "qwen3-tied": (_TP4, _TP2_PP2, _VPP, _DDP),
-    "llama": (_TP4, _UNEVEN, _CP, _DDP),
+    "llama": (_TP4, _UNEVEN, _CP, _CP_PP, _DDP),
     "mistral": (_TP4, _UNEVEN, _VPP, _CP),
     "gemma2": (_TP4, _UNEVEN, _VPP, _DDP),
     "gemma3": (_TP4, _UNEVEN, _VPP, _DDP),
-    "qwen3_moe": _EXPERTS,
-    "deepseek_v3": (*_EXPERTS[:-1], _EP_DDP),
+    "qwen3_moe": (*_EXPERTS, _EP_TP_VPP, _ETP_VPP, _ETP_DDP, _EP_CUSTOM),
+    "deepseek_v3": (*_EXPERTS[:-1], _EP_DDP, _MTP_ALONE),
     # Megatron has biases of experts at ETP 1 only.
     "gpt_oss": (_EP4, _EP_PP, _EP_VPP, _EP_DDP),
     "nemotron_h": (_EP4, _ETP, _EP_PP, _TP4, _EP_CP_DDP),
