@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"model_type": "qwen3_moe", **_COMMON, **_EXPERTS},
     "llama": {"model_type": "llama", **_COMMON},
     "mistral": {"model_type": "mistral", **_COMMON},
+    "mixtral": {"model_type": "mixtral", **_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {"model_type": "deepseek_v3", **_COMMON, **_LATENT, "num_nextn_predict_layers": 1},
     "nemotron_h": {"model_type": "nemotron_h", **_COMMON, **_NEMOTRON},
     "gpt_oss": {
@@ -112,12 +113,14 @@ def config_of(family: str, *, short: bool) -> dict[str, Any]:
     return config | {"num_hidden_layers": 2}
 
 
-def write_checkpoint(family: str, folder: Path, *, short: bool = False) -> str:
-    """Write a BF16 checkpoint of one of the families and return its folder."""
+def write_checkpoint(
+    family: str, folder: Path, *, short: bool = False, changes: Mapping[str, Any] | None = None
+) -> str:
+    """Write a BF16 checkpoint of one of the families, with ``changes`` of its configuration, and return its folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    keys = config_of(family, short=short)
+    keys = config_of(family, short=short) | dict(changes or {})
     config = AutoConfig.for_model(**keys)
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     model.save_pretrained(folder)

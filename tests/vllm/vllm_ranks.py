@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,8 @@ def _config(path: str, case: Case) -> Any:
     ).create_engine_config()
 
 
-def _raw(parameter: torch.Tensor) -> torch.Tensor:
+def raw(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes."""
     return parameter.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -85,7 +87,7 @@ def _differing(live: torch.nn.Module, expected: torch.nn.Module) -> list[str]:
     found = [
         name
         for name, parameter in live.named_parameters()
-        if not torch.equal(_raw(parameter), _raw(other[name]))
+        if not torch.equal(raw(parameter), raw(other[name]))
     ]
     dtype = next(iter(live.parameters())).dtype  # the embedding's, which is never emptied
     for name, module in live.named_modules():
@@ -120,7 +122,7 @@ def _failures(
             destination.finish(1)
         except RefitError as error:
             texts[what] = str(error)
-        unchanged = not _differing(live, _loaded(case)[0])
+        unchanged = not _differing(live, loaded(case)[0])
         texts[f"{what}, old weights back"] = str(unchanged)
 
     q_only = [name for name in misc if "layers.0.self_attn.q_proj" in name]
@@ -130,8 +132,9 @@ def _failures(
     return texts
 
 
-def refit_there_and_back(rank: int, cases: Sequence[Case]) -> list[RankResult]:
-    """For each case load A, refit to B, compare with a model that vLLM itself loaded from B; back to A."""
+@contextmanager
+def groups_of(rank: int, case: Case) -> Iterator[None]:
+    """vLLM's groups and kernels for a case; nothing of it is left to the next one."""
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
     from vllm import _custom_ops
     from vllm.config import set_current_vllm_config
@@ -142,17 +145,23 @@ def refit_there_and_back(rank: int, cases: Sequence[Case]) -> list[RankResult]:
     )
     from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
 
+    with set_current_vllm_config(_config(case.path_a, case)):
+        init_distributed_environment(case.layout.ranks, rank, "env://", rank, "gloo")
+        initialize_model_parallel(case.layout.tensor, case.layout.pipeline)
+    _custom_ops._supports_onednn = case.packed
+    _custom_ops.scaled_fp8_quant = _scaled_fp8_quant
+    yield
+    destroy_model_parallel()
+    # vLLM keys this by id(model), so a later case's model could inherit the layers of a dead one.
+    _model_to_pp_missing_layer_names.clear()
+
+
+def refit_there_and_back(rank: int, cases: Sequence[Case]) -> list[RankResult]:
+    """For each case load A, refit to B, compare with a model that vLLM itself loaded from B; back to A."""
     results = []
     for case in cases:
-        with set_current_vllm_config(_config(case.path_a, case)):
-            init_distributed_environment(case.layout.ranks, rank, "env://", rank, "gloo")
-            initialize_model_parallel(case.layout.tensor, case.layout.pipeline)
-        _custom_ops._supports_onednn = case.packed
-        _custom_ops.scaled_fp8_quant = _scaled_fp8_quant
-        results.append(_one_case(case))
-        destroy_model_parallel()
-        # vLLM keys this by id(model), so a later case's model could inherit the layers of a dead one.
-        _model_to_pp_missing_layer_names.clear()
+        with groups_of(rank, case):
+            results.append(_one_case(case))
     return results
 
 
@@ -162,7 +171,7 @@ def _one_case(case: Case) -> RankResult:
 
     from rlrefit.workers.vllm.destination import VllmDestination
 
-    live, config = _loaded(case)
+    live, config = loaded(case)
     context = config.compilation_config.static_forward_context
     registered = list(context.items())
     remembered, rotary = set(_model_to_pp_missing_layer_names), dict(_ROPE_DICT)
@@ -180,7 +189,7 @@ def _one_case(case: Case) -> RankResult:
     counts = _count_processing(live)
     refit(destination, fragments, misc, b, version=1)
     processed = [set(counts.values())]
-    differing = _differing(live, _loaded(case, case.path_b)[0])
+    differing = _differing(live, loaded(case, case.path_b)[0])
     counts.update(dict.fromkeys(counts, 0))
     refit(destination, fragments, misc, a, version=2)
     processed.append(set(counts.values()))
@@ -192,7 +201,7 @@ def _one_case(case: Case) -> RankResult:
         misc=misc,
         parameters={name: tuple(parameter.shape) for name, parameter in live.named_parameters()},
         differing=differing,
-        differing_after_return=_differing(live, _loaded(case)[0]),
+        differing_after_return=_differing(live, loaded(case)[0]),
         process_state_untouched=untouched,
         version=destination.version,
         failures=failures,
@@ -260,7 +269,8 @@ def _count_processing(live: torch.nn.Module) -> dict[int, int]:
     return counts
 
 
-def _loaded(case: Case, path: str = "") -> tuple[torch.nn.Module, Any]:
+def loaded(case: Case, path: str = "") -> tuple[torch.nn.Module, Any]:
+    """A model that vLLM's own loader made of ``path``, or of the case's first checkpoint, and its configuration."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
