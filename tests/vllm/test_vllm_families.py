@@ -14,6 +14,7 @@ from tests.vllm_processes import vllm_processes
 pytestmark = pytest.mark.timeout(600)
 SIZES = (1, 2)
 CASES = [*itertools.product(FAMILIES, SIZES)]
+_DELTA_NET = {"linear_attn.A_log", "linear_attn.dt_bias"}
 # Parts of the names of what takes vLLM's own loader; none of the other families does.
 MISC = {
     # Turned round as they are loaded, and an attention layer that holds a weight itself.
@@ -27,7 +28,9 @@ MISC = {
         "mixer.gate.",
         "mixer.experts.",
     },
-    "qwen3_next": {"linear_attn.A_log", "linear_attn.dt_bias"},
+    "qwen3_next": _DELTA_NET,
+    "qwen3_5_moe": _DELTA_NET,
+    "qwen3_5_moe-stacked": _DELTA_NET,
 }
 
 
