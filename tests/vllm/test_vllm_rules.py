@@ -197,8 +197,14 @@ def test_a_part_that_could_not_be_followed_excuses_no_more_of_a_fused_matrix_tha
 def test_a_buffer_of_the_state_has_to_come_where_it_holds_random_numbers():
     _Blocks().check(FIRST, SECOND, NORM)
     _Blocks().check(FIRST, SECOND, NORM, BUFFER, dummy=True)
-    with pytest.raises(PlanError, match=r"random numbers.*parameter norm\.running"):
+    with pytest.raises(
+        PlanError,
+        match=r"random numbers.*norm\.running is a buffer.*load_format=auto.*parameter norm\.running",
+    ):
         _Blocks().check(FIRST, SECOND, NORM, dummy=True)
+    with pytest.raises(PlanError) as caught:
+        _Blocks().check(FIRST, SECOND, BUFFER, dummy=True)
+    assert "load_format=auto" not in str(caught.value)
 
 
 def test_a_large_misc_share_is_told_with_its_bytes_its_main_reason_and_the_remedy(caplog):

@@ -37,7 +37,8 @@ def check_complete(
     Raises:
         PlanError: names the first parameter.
     """
-    candidates = parameters | (_filled_buffers(model) & owners.keys() if dummy else set())
+    filled = _filled_buffers(model) & owners.keys() if dummy else set()
+    candidates = parameters | filled
     stale = stale_parameters(
         trace,
         (
@@ -49,9 +50,17 @@ def check_complete(
     if not stale:
         return
     held = "random numbers, since the engine was started with load_format=dummy" if dummy else "old weights"
+    buffers = [name for name in stale if name in filled]
+    # Constants that a module registers as persistent buffers: a checkpoint may have them, a trainer need not.
+    fixed = (
+        f". If {buffers[0]} is a buffer that training doesn't change (XIELU's beta and eps), which the trainer doesn't "
+        "export, start the engine with load_format=auto, which keeps what the checkpoint or the module gave it"
+        if buffers
+        else ""
+    )
     raise PlanError(
         f"{in_words(trace, stale)}; they would keep {held} or become undefined, and the engine would serve a mixture. "
-        f"{REMEDY}.",
+        f"{REMEDY}{fixed}.",
         stage="trace",
         parameter=next(iter(stale)),
     )

@@ -19,9 +19,8 @@ from ..loader_trace.modules import owners_of, spread_over_modules
 from ..loader_trace.trace import Landing, LoaderTrace, Manifest, trace_loader
 from .completeness import check_complete
 from .derived import refresh_derived_state
-from .drafters import check_drafter
+from .drafters import check_drafter, check_follows
 from .layouts import ModuleLayout, module_layout
-from .nvfp4 import absent_elements, unused_parameters
 from .quantized import (
     block_modules,
     formats_of,
@@ -32,6 +31,7 @@ from .quantized import (
 from .reload import ScopedReload
 from .routing_cost import warn_of_misc
 from .twin import meta_twin
+from .unused import absent_elements, unused_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,8 @@ class VllmDestination:
         Raises:
             RefitMismatch: the engine's loader rejects a tensor.
             PlanError: no tensor of the manifest reaches a part of a parameter, which would keep its old
-                weights; or the live model lacks a module of its own architecture.
+                weights; the live model lacks a module of its own architecture; or the manifest has MTP layers,
+                and the engine drafts with its own.
         """
         self._follow_parameters()
         self._routes = self.routes(manifest)
@@ -223,6 +224,7 @@ class VllmDestination:
         with meta_twin(self._model, self._vllm_config) as twin:
             fresh = dict(twin.named_parameters())  # the loader may replace some while it runs
             trace = trace_loader(twin.load_weights, _loadable(twin), manifest)
+            check_follows(self._vllm_config, trace)
             require_codes(trace, manifest, fresh)
             parameters = {name for name, _ in twin.named_parameters()}
             owners = owners_of(twin)
