@@ -227,3 +227,24 @@ def test_an_update_that_was_opened_and_brought_nothing_is_opened_again(served: S
     served.refit(served.version)
     assert all(isinstance(record, dict) for record in sending.result())
     assert served.complete(LONG_PROMPT) != tokens
+
+
+def test_a_refused_update_leaves_the_server_running_with_the_older_weights(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    tokens = served.complete(LONG_PROMPT)
+    post = requests.post
+
+    def without_version(url: str, **how: Any) -> requests.Response:
+        return post(url, **(how | {"json": {"update_info": {}}} if url.endswith("update_weights") else how))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(requests, "post", without_version)
+        with pytest.raises(requests.HTTPError, match="500"):
+            served.refit(served.version + 1)
+    assert not requests.get(f"{served.url}/is_paused", timeout=60).json()["is_paused"]
+    assert served.complete(LONG_PROMPT) == tokens
+    sending = served.send(0)
+    served.refit(served.version)
+    assert all(isinstance(record, dict) for record in sending.result())
+    assert served.complete(LONG_PROMPT) != tokens

@@ -23,7 +23,6 @@ from rlrefit.workers.vllm.destination import Routes
 from rlrefit.workers.vllm.guard import WeightsGuard
 from rlrefit.workers.vllm.reload import ScopedReload
 from rlrefit.workers.vllm.token_versions import TokenVersions
-from rlrefit.workers.vllm.waking import stay_paused_while_asleep
 from rlrefit.workers.vllm.worker_process import guard_loaded_models
 from rlrefit.workers.vllm.worker_refit import WorkerRefit
 
@@ -138,36 +137,13 @@ def test_a_vllm_that_lacks_a_name_starts_without_the_plug_in_and_the_log_says_so
 ):
     from vllm.v1.engine.core import EngineCore
 
-    monkeypatch.delattr(EngineCore, "wake_up")
+    monkeypatch.delattr(EngineCore, "resume_scheduler")
     monkeypatch.setattr(plugin, "_accept_backend", lambda config: {}["backend"])
     plugin.register()
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
     assert "_register_backend: KeyError" in told[0]
     assert "stay_paused_while_asleep: AttributeError" in told[1]
-
-
-@pytest.mark.parametrize(("ours", "resumes"), [(True, [False, True]), (False, [True, True])])
-def test_an_engine_that_wakes_in_parts_resumes_when_all_of_it_is_awake(ours: bool, resumes: list[bool]):
-    from vllm.v1.engine.core import EngineCore
-
-    stay_paused_while_asleep()
-    sleeping, resumed = {"weights", "kv_cache"}, []
-    transfer = SimpleNamespace(backend="rlrefit" if ours else "nccl")
-    executor = SimpleNamespace(wake_up=lambda tags: sleeping.difference_update(tags), is_sleeping=True)
-    core: Any = SimpleNamespace(
-        vllm_config=SimpleNamespace(
-            weight_transfer_config=transfer, parallel_config=SimpleNamespace(worker_extension_cls="")
-        ),
-        model_executor=executor,
-        resume_scheduler=lambda: resumed.append(True),
-    )
-    for tag, expected in zip(("weights", "kv_cache"), resumes, strict=True):
-        resumed.clear()
-        executor.is_sleeping = sleeping > {tag}
-        EngineCore.wake_up(core, [tag])
-        assert bool(resumed) == expected
-    assert not sleeping
 
 
 def test_a_later_vllm_whose_backend_is_a_plain_string_is_left_alone():

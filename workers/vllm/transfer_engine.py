@@ -6,7 +6,7 @@ the reload. So the worker's four calls go straight to the engine, as they do in 
 
 ==================================== ==========================================================
 ``init_weight_transfer_engine``      meets the trainer: rendezvous, weights, plan
-``start_weight_update``              makes sure that weights are awake and no update is open
+``start_weight_update``              makes sure that weights are awake
 ``update_weights``                   one refit: all weights, committed on all ranks or on none
 ``finish_weight_update``             makes sure that there was one
 ==================================== ==========================================================
@@ -97,14 +97,10 @@ class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]
     def start(self, worker: Any, is_checkpoint_format: bool = True) -> dict[str, Any]:
         """Open an update. ``is_checkpoint_format`` has no meaning here: each module takes its own way.
 
-        One that is open and brought nothing is opened again: another replica may have refused.
+        One that is open is opened again: another replica may have refused, or the engine's core could not drop what the
+        old weights made and wants weights anew.
         """
         refit = self._opened()
-        if self._updating and self._committed:
-            raise RefitError(
-                "start_weight_update was called while an update is open; call finish_weight_update first",
-                stage="handshake",
-            )
         refit.guard.require_awake()
         self._updating, self._committed = True, 0
         return {}

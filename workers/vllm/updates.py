@@ -13,18 +13,20 @@ from typing import Any
 
 from ...integration.errors import RefitError
 from .preemption import require_kept_tokens
-from .waking import BACKEND
+from .waking import BACKEND, KEPT
 
 _MARK = "_updates_watched_by_rlrefit"
 _UPDATE = "update_weights"
-_WATCHED = ("start_weight_update", _UPDATE)
+_NEED_REST = ("start_weight_update", _UPDATE)
+_FINISH = "finish_weight_update"
 
 
 def watch_weight_updates() -> None:
     """Let engine cores of this process that have our backend update weights without traces of the old ones.
 
     While requests run, both calls are refused. Once weights have arrived, prefixes, the keys and values of waiting
-    requests, and encoder outputs are dropped. Safe to call again.
+    requests, and encoder outputs are dropped. Where that fails the engine does not resume (:mod:`.waking`) until a later
+    update, or ``finish_weight_update``, could drop them. Safe to call again.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -41,11 +43,13 @@ def watch_weight_updates() -> None:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         transfer = core.vllm_config.weight_transfer_config
-        watched = method in _WATCHED and transfer is not None and transfer.backend == BACKEND
-        if watched:
+        ours = transfer is not None and transfer.backend == BACKEND
+        if ours and method in _NEED_REST:
             _require_rest(core, method)
+        if ours and method == _FINISH and getattr(core, KEPT, ""):
+            _drop_what_old_weights_made(core)
         answers = original(core, method, timeout, args, kwargs)
-        if watched and method == _UPDATE:
+        if ours and method == _UPDATE:
             _drop_what_old_weights_made(core)
         return answers
 
@@ -73,13 +77,18 @@ def _drop_what_old_weights_made(core: Any) -> None:
     try:
         if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=connected):
             raise RuntimeError("the KV connector did not drop its cache")
-    except RuntimeError as error:
-        core.pause_scheduler("keep", clear_cache=False)
+        if config.model_config.is_multimodal_model:
+            core.reset_encoder_cache()
+    # Of any kind, since connectors are anybody's code: whatever it is, the engine must not resume.
+    except Exception as error:
+        setattr(core, KEPT, f"{type(error).__name__}: {error}")
+        # To pause again would have data-parallel replicas step until all of them have.
+        if not core.is_scheduler_paused():
+            core.pause_scheduler("keep", clear_cache=False)
         raise RefitError(
-            f"the new weights are in place, but vLLM keeps keys and values of the old ones ({error}), so requests would mix "
-            "both; the engine is paused. End what holds them (a KV connector's transfers) and update again before you "
-            "resume it",
+            f"the new weights are in place, but vLLM keeps what the old ones made ({error}), so requests would mix both; the "
+            "engine is paused and does not resume. End what holds it (a KV connector's transfers), then call "
+            "finish_weight_update again or update anew",
             stage="post_load",
         ) from error
-    if config.model_config.is_multimodal_model:
-        core.reset_encoder_cache()
+    setattr(core, KEPT, "")
