@@ -19,6 +19,8 @@ def driver(*, sleep_mode: bool, device: str, busy: bool = False) -> VllmDriver:
         model_config=SimpleNamespace(enable_sleep_mode=sleep_mode),
         device_config=SimpleNamespace(device_type=device),
         weight_transfer_config=None,
+        kv_transfer_config=None,
+        ec_transfer_config=None,
         parallel_config=SimpleNamespace(worker_extension_cls=EXTENSION),
     )
     engine = SimpleNamespace(vllm_config=config, has_unfinished_requests=lambda: busy)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import EngineDirty, RefitError
@@ -33,6 +34,7 @@ class _Engine:
             model_config=SimpleNamespace(is_multimodal_model=False),
             weight_transfer_config=None,
             kv_transfer_config=None,
+            ec_transfer_config=None,
         )
         self.output_processor = SimpleNamespace(request_states={})
 
@@ -81,12 +83,24 @@ class _AsyncLlm(_Engine):
         super().__init__(extension)
         self.engine_core = self
         self.core_engines = list(range(replicas))
+        self.engine_ranks_managed = [0]
         self.output_handler: asyncio.Task[None] | None = None
+        self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
         self.wait: Callable[[], Any] = lambda: asyncio.sleep(0)
         self.queues: list[asyncio.Queue[Any]] = []
         self.other_replicas: dict[str, Any] = {}
 
+    def _run_output_handler(self) -> None:
+        async def read() -> None:
+            while not isinstance(found := await self.outputs_queue.get(), Exception):
+                assert not found.outputs
+
+        if self.output_handler is None:
+            self.output_handler = asyncio.create_task(read())
+
     async def _call_utility_async(self, utility: str, *arguments: Any, engine: int) -> Any:
+        if self.output_handler is not None and self.output_handler.done():
+            raise RuntimeError("EngineDeadError")
         method = arguments[0] if utility == "collective_rpc" else utility
         if method == "nccl_xfer_refit":
             await self.wait()
@@ -334,19 +348,31 @@ def test_an_async_llm_that_raises_what_is_not_ours_leaves_nobody_waiting(stage: 
     asyncio.run(scene())
 
 
-def test_an_engine_that_ends_during_a_refit_is_not_waited_for():
+def test_an_engine_that_ends_in_its_first_refit_and_before_any_request_is_not_waited_for():
+    llm = _AsyncLlm()  # outside an event loop, where vLLM starts no reader of outputs
+    llm.wait = asyncio.Event().wait
+
     async def scene() -> None:
-        llm = _AsyncLlm()
-        llm.wait = asyncio.Event().wait
         driver = await _met(llm)
         refitting = asyncio.create_task(driver.refit(7))
-        llm.output_handler = asyncio.create_task(asyncio.sleep(0.05))
-        llm.engine_ranks_managed = [0]
-        llm.outputs_queue = asyncio.Queue()
+        await _settled()
+        assert llm.paused
+        llm.outputs_queue.put_nowait(RuntimeError("EngineDeadError"))
         with pytest.raises(RefitError, match="the engine ended"):
-            await asyncio.wait_for(refitting, 5)
+            await asyncio.wait_for(asyncio.shield(refitting), 5)
+        with pytest.raises(EngineDirty, match="the engine ended"):
+            await asyncio.wait_for(_request(driver), 5)
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize("kind", [_Llm, _AsyncLlm])
+def test_an_engine_whose_connector_would_serve_blocks_of_old_weights_is_refused_at_once(kind: type[_Engine]):
+    make, engine = VllmDriver if kind is _Llm else AsyncVllmDriver, kind()
+    transfer = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")
+    engine.vllm_config.kv_transfer_config = transfer
+    with pytest.raises(RefitError, match="kv_transfer_config: OffloadingConnector does not drop"):
+        make(engine)
 
 
 @pytest.mark.parametrize(

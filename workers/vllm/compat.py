@@ -149,6 +149,20 @@ _OUTPUTS = (
     Needed("vllm.v1.engine.parallel_sampling", "ParentRequest", sets=("external_req_id",)),
     Needed("vllm.v1.engine.detokenizer", "IncrementalDetokenizer.num_output_tokens"),
 )
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
+# What tells connectors that keep blocks through a reset.
+_CONNECTORS = (
+    Needed(
+        "vllm.config",
+        "KVTransferConfig",
+        ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config"),
+    ),
+    Needed("vllm.config", "ECTransferConfig", ("ec_connector",)),
+    Needed("vllm.config", "VllmConfig", ("kv_transfer_config", "ec_transfer_config")),
+    Needed(f"{_CONNECTOR}.factory", "KVConnectorFactory.get_connector_class", ("kv_transfer_config",)),
+    Needed(f"{_CONNECTOR}.v1.base", "KVConnectorBase_V1.reset_cache"),
+    Needed(f"{_CONNECTOR}.v1.multi_connector", "MultiConnector"),
+)
 # What drivers use of vllm.LLM.
 SCRIPT = (
     Needed("vllm.entrypoints.llm", "LLM", sets=("llm_engine",)),
@@ -166,6 +180,7 @@ SCRIPT = (
     Needed("vllm.v1.engine.core_client", "InprocClient", sets=("engine_core",)),
     Needed(_CORE, "EngineCore", sets=("batch_queue",)),
     *_OUTPUTS,
+    *_CONNECTORS,
 )
 # What drivers use of AsyncLLM.
 SERVER = (
@@ -174,6 +189,8 @@ SERVER = (
     Needed(_ASYNC, "AsyncLLM.abort", ("request_id",)),
     Needed(_ASYNC, "AsyncLLM.pause_generation", ("mode", "clear_cache")),
     Needed(_ASYNC, "AsyncLLM.resume_generation"),
+    # Without it a core that dies before the first request would be waited for.
+    Needed(_ASYNC, "AsyncLLM._run_output_handler"),
     Needed(_ASYNC, "AsyncLLM.reset_encoder_cache"),
     # Each replica's answers, and the queue in which their outputs wait.
     Needed("vllm.v1.engine.core_client", "MPClient", sets=("core_engines", "engine_ranks_managed")),
@@ -185,6 +202,7 @@ SERVER = (
     Needed("vllm.v1.engine.output_processor", "RequestOutputCollector.get_nowait"),
     Needed("vllm.v1.engine.output_processor", "RequestOutputCollector.put", ("output",)),
     *_OUTPUTS,
+    *_CONNECTORS,
 )
 
 

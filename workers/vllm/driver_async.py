@@ -37,7 +37,8 @@ class AsyncVllmDriver(DriverState):
     answers for itself.
 
     Raises:
-        RefitError: the engine was started without rlrefit's workers, or of a vLLM that lacks what the driver uses.
+        RefitError: the engine was started without rlrefit's workers, with a cache that no refit drops (:mod:`.connectors`), or
+            of a vLLM that lacks what the driver uses.
     """
 
     def __init__(self, engine: Any) -> None:

@@ -34,7 +34,8 @@ class VllmDriver(SleepCalls, DriverState):
     Start it with ``worker_extension_cls=driver.EXTENSION``, or with ``weight_transfer_config=plugin.transfer_config()``.
 
     Raises:
-        RefitError: it was started with neither, or is of a vLLM that lacks what the driver uses.
+        RefitError: it was started with neither, or with a cache that no refit drops (:mod:`.connectors`), or is of a vLLM that
+            lacks what the driver uses.
     """
 
     def __init__(self, llm: Any) -> None:

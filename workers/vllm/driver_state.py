@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from ...integration.errors import EngineDirty, RefitError
+from .connectors import require_droppable_caches
 from .token_versions import TokenVersions
 from .waking import may_be_refitted
 
@@ -32,7 +33,7 @@ class DriverState:
         version: of the weights that the engine holds as far as the driver knows, or -1 before the first refit.
 
     Raises:
-        RefitError: the engine was started without rlrefit's workers.
+        RefitError: the engine was started without rlrefit's workers, or keeps what its weights made where no refit drops it.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -41,6 +42,7 @@ class DriverState:
                 f"the engine was started without rlrefit's workers, so nothing could receive weights. {_REMEDY}",
                 stage="start",
             )
+        require_droppable_caches(vllm_config)
         self.version = -1
         self._engine = ""
         # Whether the refits bring an adapter, which a request has to ask for.

@@ -45,8 +45,6 @@ class EngineCores:
         Raises:
             RefitError: the engine ended meanwhile.
         """
-        if self._llm.output_handler is None:
-            return  # it starts with the first request
         core = self._llm.engine_core
         mark = _Mark(core.engine_ranks_managed[0])
         core.outputs_queue.put_nowait(mark)
@@ -65,11 +63,10 @@ class EngineCores:
     async def _while_alive(self, work: Awaitable[_T]) -> _T:
         """What ``work`` gives; of an engine that has ended vLLM would let it wait for ever."""
         task = asyncio.ensure_future(work)
-        handler = self._llm.output_handler
+        # Of an engine built outside an event loop it starts with the first request only, and it alone ends with a core.
+        self._llm._run_output_handler()
         try:
-            await asyncio.wait(
-                {task} if handler is None else {task, handler}, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({task, self._llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise RefitError(
                     "the engine ended, or its outputs are read no longer, before it answered; vLLM's log has the cause. "

@@ -12,6 +12,7 @@ import functools
 from typing import Any
 
 from ...integration.errors import RefitError
+from .connectors import require_droppable_caches
 from .preemption import require_kept_tokens
 from .waking import BACKEND, KEPT
 
@@ -58,6 +59,7 @@ def watch_weight_updates() -> None:
 
 
 def _require_rest(core: Any, method: str) -> None:
+    require_droppable_caches(core.vllm_config)
     # A scheduler that is paused with its requests kept counts none of them; one whose pause lets them end counts those.
     if core.scheduler.has_unfinished_requests():
         raise RefitError(
