@@ -74,7 +74,6 @@ def _core(kind: type[EngineCore] = EngineCore, backend: str = "rlrefit") -> Any:
         parallel_config=SimpleNamespace(worker_extension_cls=""),
         kv_transfer_config=None,
         ec_transfer_config=None,
-        ec_transfer_config=None,
         model_config=SimpleNamespace(is_multimodal_model=False),
     )
     core.model_executor, core.scheduler = _Executor(), _Scheduler()
