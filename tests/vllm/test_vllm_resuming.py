@@ -140,6 +140,8 @@ def test_finishing_again_drops_prefixes_that_stayed():
     with pytest.raises(RefitError, match="blocks are held"):
         _update(core, 7)
     core.scheduler.holds = None
+    with pytest.raises(RefitError, match="blocks are held"):
+        core.resume_scheduler()
     core.collective_rpc("finish_weight_update")
     core.resume_scheduler()
     assert not core.is_scheduler_paused()
