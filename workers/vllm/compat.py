@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 SUPPORTED = "0.21"
 _LAYERS = "vllm.model_executor.layers"
 _KERNELS = "vllm.model_executor.kernels.linear.scaled_mm"
+_WNA16_MOE = f"{_LAYERS}.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
 _LOADER = "vllm.model_executor.model_loader"
 _TRANSFER = "vllm.distributed.weight_transfer"
 _CORE = "vllm.v1.engine.core"
@@ -94,6 +95,10 @@ REFIT = (
     Needed(f"{_LAYERS}.quantization.modelopt", "ModelOptNvFp4FusedMoE", sets=("nvfp4_backend",)),
     Needed(f"{_LAYERS}.quantization.modelopt", "ModelOptNvFp4LinearMethod"),
     Needed(f"{_LAYERS}.quantization.modelopt", "ModelOptNvFp4W4A16LinearMethod"),
+    Needed(f"{_LAYERS}.quantization.gptq_marlin", "GPTQMarlinLinearMethod"),
+    Needed(f"{_LAYERS}.quantization.gptq_marlin", "GPTQMarlinMoEMethod"),
+    Needed(f"{_WNA16_MOE}_wna16", "CompressedTensorsWNA16MoEMethod"),
+    Needed(f"{_WNA16_MOE}_wna16_marlin", "CompressedTensorsWNA16MarlinMoEMethod"),
     Needed(
         "vllm.lora.lora_model",
         "LoRAModel.from_lora_tensors",
@@ -120,6 +125,8 @@ REFIT = (
     ),
     Needed(_CORE, "EngineCore.wake_up", ("tags",)),
     Needed(_CORE, "EngineCore.resume_scheduler"),
+    Needed(_CORE, "DPEngineCoreProc.resume_scheduler"),
+    Needed("vllm.config", "ParallelConfig.has_unfinished_dp", ("dp_group", "has_unfinished")),
 )
 WEIGHT_TRANSFER = (
     Needed("vllm.config.weight_transfer", "WeightTransferConfig", ("backend",)),
