@@ -99,7 +99,9 @@ class BulkPath:
         try:
             self._bind(fragments)
         except TransportUnavailable as error:
-            logger.warning("%s could not be bound anew, and is tried once more: %s", self.name, error)
+            # Raised on all ranks, and told once.
+            if self._channel.world.rank == 0:
+                logger.warning("%s could not be bound anew, and is tried once more: %s", self.name, error)
             self._bind(fragments)
 
     def _bind(self, fragments: Sequence[Fragment]) -> None:

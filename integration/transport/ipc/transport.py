@@ -108,8 +108,9 @@ class IpcTransport(OneSided):
                 aside()
             with self._classifying():
                 verified = self._await_landing(clock)
-                with clock.stage("commit"):
-                    self.rest()
+                if self._on_loan:
+                    with clock.stage("commit"):
+                        self.rest()
         return TransferResult(self._payload, verified)
 
     def _await_landing(self, clock: StageClock) -> int:
