@@ -23,7 +23,7 @@ from rlrefit.workers.vllm.destination import Routes
 from rlrefit.workers.vllm.guard import WeightsGuard
 from rlrefit.workers.vllm.reload import ScopedReload
 from rlrefit.workers.vllm.token_versions import TokenVersions
-from rlrefit.workers.vllm.worker_process import guard_loaded_models
+from rlrefit.workers.vllm.worker_process import Refitted, guard_loaded_models
 from rlrefit.workers.vllm.worker_refit import WorkerRefit
 
 
@@ -170,12 +170,14 @@ class _Runner(GPUModelRunner):
         return self.model
 
 
-class _Worker:
+class _Worker(Refitted):
     """What the guard touches of vLLM's worker, whose sleep leaves memory where it is."""
 
     def __init__(self, load_format: str = "auto") -> None:
         self.slept: list[int] = []
-        self.vllm_config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
+        self.vllm_config = SimpleNamespace(
+            load_config=SimpleNamespace(load_format=load_format), weight_transfer_config=None
+        )
         self.model_runner: Any = _Runner(nn.Linear(2, 2))
 
     def run(self, number: int, tokens: int = 1) -> str:
@@ -264,6 +266,22 @@ def test_dummy_weights_are_not_run_before_a_refit(monkeypatch: pytest.MonkeyPatc
         worker.run(1)
     guard.refitted()
     assert worker.run(2) == "ran 2"
+
+
+def test_workers_of_others_in_a_process_that_knows_rlrefit_run_whatever_they_hold() -> None:
+    class Foreign:
+        __init__, load_model, run = _Worker.__init__, _Worker.load_model, _Worker.run
+
+    guard_loaded_models(Foreign)
+    foreign: Any = Foreign("dummy")
+    foreign.load_model()
+    assert foreign.run(1) == "ran 1"
+    by_vllms_calls: Any = Foreign("dummy")
+    by_vllms_calls.vllm_config.weight_transfer_config = SimpleNamespace(backend="rlrefit")
+    by_vllms_calls.sleep = by_vllms_calls.wake_up = lambda *_: None
+    by_vllms_calls.load_model()
+    with pytest.raises(EngineDirty, match="load_format=dummy"):
+        by_vllms_calls.run(1)
 
 
 def test_ranks_count_over_data_parallel_replicas(monkeypatch: pytest.MonkeyPatch):

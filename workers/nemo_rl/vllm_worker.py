@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 
 from ..destination_mixin import DestinationRefitMixin
 from ..vllm.compat import require_supported_vllm
-from ..vllm.worker_process import prepare_worker_process
+from ..vllm.worker_process import Refitted, prepare_worker_process
 from .engine_calls import EngineCalls, require_text_only
 
 if current_platform.is_cpu():
@@ -29,7 +29,7 @@ require_supported_vllm()
 prepare_worker_process()
 
 
-class RefitWorker(EngineCalls, Worker):
+class RefitWorker(EngineCalls, Refitted, Worker):
     """vLLM's own worker of this platform, refitted in place."""
 
     # Of vLLM's Worker.

@@ -17,7 +17,7 @@ from ...integration.manifest import dtype_of
 from ...integration.session import ServingState
 from .answers import REFIT_ERROR, answer, raise_refit_errors
 from .compat import require_supported_vllm
-from .worker_process import prepare_worker_process
+from .worker_process import Refitted, prepare_worker_process
 
 if TYPE_CHECKING:
     from .destination import VllmDestination
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["REFIT_ERROR", "VllmRefitExtension", "raise_refit_errors"]
 
 
-class VllmRefitExtension:
+class VllmRefitExtension(Refitted):
     """Mixed into vLLM's ``Worker``: the refit's methods, callable through ``collective_rpc``.
 
     A worker that fails answers ``{"refit_error": …}`` and does not raise: at TP above 1, vLLM's

@@ -8,10 +8,15 @@ from typing import Any
 
 from .compat import require_supported_runner
 from .orphans import end_with_parents
+from .waking import BACKEND
 
 logger = logging.getLogger(__name__)
 
 _MARK = "_guarded_by_rlrefit"
+
+
+class Refitted:
+    """Among the bases of workers that rlrefit refits, by which they are told from others of the same process."""
 
 
 def prepare_worker_process() -> None:
@@ -36,9 +41,11 @@ def prepare_worker_process() -> None:
 
 
 def guard_loaded_models(worker_class: type[Any]) -> None:
-    """Have each worker of ``worker_class`` guarded as soon as its model is loaded, before any call of a driver.
+    """Have the workers of ``worker_class`` that rlrefit refits guarded as soon as their model is loaded, before any call of a
+    driver.
 
-    Its ``load_model`` raises ``RefitError`` where its model runner is not the one that refits are made for.
+    Their ``load_model`` raises ``RefitError`` where the model runner is not the one that refits are made for. Others are
+    left alone: they take weights in ways that the guard doesn't hear of, and it would let nothing generate from them.
     """
     original = worker_class.load_model
     if hasattr(original, _MARK):
@@ -48,6 +55,8 @@ def guard_loaded_models(worker_class: type[Any]) -> None:
     def load_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
         from .worker_refit import WorkerRefit
 
+        if not _is_refitted(worker):
+            return original(worker, *args, **kwargs)
         require_supported_runner(worker.model_runner)
         result = original(worker, *args, **kwargs)
         WorkerRefit.of(worker)
@@ -55,6 +64,11 @@ def guard_loaded_models(worker_class: type[Any]) -> None:
 
     setattr(load_model, _MARK, True)
     worker_class.load_model = load_model
+
+
+def _is_refitted(worker: Any) -> bool:
+    transfer = worker.vllm_config.weight_transfer_config
+    return isinstance(worker, Refitted) or (transfer is not None and transfer.backend == BACKEND)
 
 
 def _keep_plain_layouts() -> None:
