@@ -235,7 +235,7 @@ def scene_main(folder: str, total: int, results: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     # The engine starts in a child of this process's child, each with a CUDA context of its own.
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
@@ -255,7 +255,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         process.kill()
         process.join()
     # The GPU is free from here on: its own rate of copying is measured beside.
-    yield told
+    return told
 
 
 def test_twenty_turns_fit_in_stages_with_flat_memory(
