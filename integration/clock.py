@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-STAGES = ("handshake", "export", "pack", "transfer", "unpack", "misc", "verify", "post_load", "commit")
+STAGES = ("handshake", "bind", "export", "pack", "transfer", "unpack", "misc", "verify", "post_load", "commit")
 
 
 class Interval(NamedTuple):

@@ -222,7 +222,10 @@ class RefitSession:
         memory_before = _memory_mark(device)
         clock.restart(timeline=timeline)
         with clock.stage("handshake"):
-            self._begin(version)
+            stale = self._begin(version)
+        if stale:
+            with clock.stage("bind"):
+                self.engine.rebind()
         if self.world.is_source:
             with clock.stage("export"):
                 cast(WeightSource, self._endpoint).settle()
@@ -261,16 +264,14 @@ class RefitSession:
             timeline=intervals,
         )
 
-    def _begin(self, version: int) -> None:
-        """Meet all ranks over the version, and follow storages that moved on any of them.
+    def _begin(self, version: int) -> bool:
+        """Meet all ranks over the version; returns whether storages moved on any of them.
 
         The meeting is counted and not named by version: ranks that disagree on the version must still meet.
         """
         stale = self.engine.stale()
         with self._clock.waiting():
-            stale = self._channel.barrier(f"begin/{self._refits}", stale, agree={"version": version})
-        if stale:
-            self.engine.rebind()
+            return self._channel.barrier(f"begin/{self._refits}", stale, agree={"version": version})
 
     def _await_device(self) -> None:
         """Wait until what this refit gave the device is done: only then has this rank sent or written all.

@@ -115,7 +115,8 @@ def make_packed_broadcast(
     if specs:
         wire = agree_on_wire(channel, "misc", device)
         if place is not None:
-            group = open_group(channel, wire, "misc", place, device, 1, config.bucket_bytes)
+            room = min(config.bucket_bytes, sum(spec.nbytes for spec in specs))
+            group = open_group(channel, wire, "misc", place, device, 1, room)
             try:
                 group.prepare_broadcast(0)
             except BaseException:

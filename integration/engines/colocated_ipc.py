@@ -49,7 +49,7 @@ class ColocatedIpcEngine(NcclXferEngine):
     @property
     def transport_reason(self) -> str:
         reason = super().transport_reason
-        return reason if self.transport_name == "ipc" else f"{reason}; {self._wire.reason}"
+        return reason if self.transport_name == "ipc" else f"{reason}; {self._wire.how}"
 
     @property
     def held_bytes(self) -> int:

@@ -24,8 +24,10 @@ from .pairs import Pair, hear, open_pairs, tell
 
 logger = logging.getLogger(__name__)
 
-# Large enough to copy at the full rate.
+# Large enough to copy at the full rate between two GPUs.
 MOST_BUCKET_BYTES = 32 << 20
+# Two processes of one GPU take turns on it, and a change of turns for 32 MiB took ten times as long as their copies.
+MOST_SHARED_BYTES = 128 << 20
 _ALIGNED = 4096
 # Driver calls under way: a stream's queue holds some thousand, and a call blocks without a limit where it is full.
 _MOST_CALLS = 512

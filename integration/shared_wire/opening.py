@@ -14,7 +14,7 @@ from ..errors import RefitError, RefitMismatch
 from ..process_groups import Group
 from ..transport.ipc.availability import availability, facts
 from .device_group import MOST_BUCKET_BYTES as MOST_ON_DEVICE
-from .device_group import DeviceGroup
+from .device_group import MOST_SHARED_BYTES, DeviceGroup
 from .host_group import MOST_BUCKET_BYTES as MOST_ON_HOST
 from .host_group import HostGroup
 
@@ -27,10 +27,14 @@ class Wire:
         kind: ``network`` (NCCL or gloo), ``device`` (buckets in GPU memory that the ranks map into each other) or
             ``host`` (buckets in host memory).
         reason: why this one.
+        how: where its buckets lie; empty for the network.
+        most: bytes of a bucket that its copies need at most.
     """
 
     kind: str
     reason: str
+    how: str = ""
+    most: int = 0
 
 
 def gpu_identity(told: object) -> str:
@@ -74,8 +78,10 @@ def choose_wire(told: Sequence[object], asked: bool) -> Wire:
         )
     obstacle = _obstacle(told)
     if obstacle:
-        return Wire("host", f"{why}; buckets in host memory, since {obstacle}")
-    return Wire("device", f"{why}; buckets in GPU memory, by CUDA IPC")
+        how = f"buckets in host memory, since {obstacle}"
+        return Wire("host", f"{why}; {how}", how, MOST_ON_HOST)
+    how = "buckets in GPU memory, by CUDA IPC"
+    return Wire("device", f"{why}; {how}", how, MOST_SHARED_BYTES if sharing else MOST_ON_DEVICE)
 
 
 def _obstacle(told: Sequence[object]) -> str:
@@ -137,9 +143,9 @@ def open_group(
     common = (channel.store, name, rank, size, device, channel.timeout_s, channel.check_abort, lanes)
     part = bucket_bytes // max(1, size - 1)
     if wire.kind == "device":
-        return DeviceGroup(*common, min(part, MOST_ON_DEVICE))
+        return DeviceGroup(*common, min(part, wire.most))
     if wire.kind == "host":
-        return HostGroup(*common, min(part, MOST_ON_HOST))
+        return HostGroup(*common, min(part, wire.most))
     return Group(*common)
 
 

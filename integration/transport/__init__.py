@@ -60,7 +60,7 @@ def choose(transport: str, told: Sequence[object], train_ranks: int) -> tuple[st
     sharing = shared_gpu(told)
     return (
         name,
-        reason if name == "ipc" or not sharing else f"{reason}, through memory of the host: {sharing}",
+        reason if name == "ipc" or not sharing else f"{reason}, without NCCL: {sharing}",
     )
 
 

@@ -34,6 +34,8 @@ def test_two_ranks_of_a_gpu_go_through_its_memory() -> None:
     wire = choose_wire([gpu("A"), gpu("B"), gpu("B")], asked=False)
     assert wire.kind == "device"
     assert wire.reason.startswith("refit ranks 1 and 2 share a GPU, and NCCL takes no two ranks of one")
+    # Each bucket costs a change of turns between processes of one GPU.
+    assert wire.most > choose_wire([gpu("A"), gpu("B")], asked=True).most
 
 
 @pytest.mark.parametrize(

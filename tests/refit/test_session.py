@@ -489,6 +489,8 @@ def test_storage_that_moves_on_one_rank_is_followed_on_all_before_the_engine_is_
     results = run_world(sources, destinations, body)
     assert [wrong for _, wrong, _ in results[2]] == [[], []]
     assert sorted(seen) == [(0, False), (1, False), (2, False)]
+    # The time that it takes has a name of its own.
+    assert ["bind" in record.seconds for record, _, _ in results[2]] == [True, False]
 
 
 def test_a_stranger_who_knocks_during_refits_changes_nothing() -> None:
