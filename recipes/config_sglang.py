@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..workers.sglang.stores import KEEPS_PREFIXES, STORES
 from .config_errors import Violation
 from .config_schema import TrainConfig
 
@@ -27,11 +28,6 @@ _KEYS = {
     "enable_deterministic_inference": f"{_SECTION}.enable_deterministic_inference",
     "load_format": f"{_SECTION}.load_format",
 }
-# Unlike the host memory of enable_hierarchical_cache alone, which is flushed with the prefixes on the device.
-_KEEPS_PREFIXES = (
-    "keeps keys and values of earlier prompts where SGLang's flush after a refit leaves them, so that a later prompt would load "
-    "what the old weights made"
-)
 # And those that nothing else can serve than what they are.
 _REFUSED = {
     "custom_weight_loader": "is the refit's own",
@@ -42,9 +38,7 @@ _REFUSED = {
     "nnodes": "would spread an engine over hosts, on which nothing starts its other processes",
     "enable_eplb": "moves experts between ranks, and a refit would overwrite other experts",
     "weight_cache_mode": "shares the weights with other engines",
-    "hicache_storage_backend": _KEEPS_PREFIXES,
-    "enable_lmcache": _KEEPS_PREFIXES,
-    "enable_flexkv": _KEEPS_PREFIXES,
+    **dict.fromkeys(STORES, KEEPS_PREFIXES),
     "disaggregation_mode": "has queues that no refit flushes",
     "quantization": "is for weights that refits in the dtype of the model can't be written into",
     "kv_cache_dtype": "is for a cache whose scales refits don't bring to SGLang",

@@ -187,6 +187,11 @@ class ManagerDouble:
             "weight_cache_mode": "off",
             "disaggregation_mode": "null",
             "disable_radix_cache": False,
+            "enable_hierarchical_cache": False,
+            "hicache_storage_backend": None,
+            "enable_lmcache": False,
+            "enable_flexkv": False,
+            "radix_cache_backend": None,
         }
         assert set(plain) == set(SETTINGS)
         self.server_args = types.SimpleNamespace(**(plain | settings))
@@ -201,18 +206,18 @@ class ManagerDouble:
         self.attached = False
         self.fail_bucket = -1
         self._buckets = 0
-        self._version = "default"
+        # What SGLang overlays on its arguments while it runs.
+        self.updates: dict[str, Any] = {"weight_version": "default"}
 
     def auto_create_handle_loop(self) -> None:
         pass
 
     def config_value(self, name: str) -> Any:
-        assert name == "weight_version"
-        return self._version
+        return self.updates[name] if name in self.updates else getattr(self.server_args, name)
 
     def record_config_updates(self, source: str, *, weight_version: str) -> None:
         self.calls.append("update_weight_version")
-        self._version = weight_version
+        self.updates["weight_version"] = weight_version
 
     async def flush_cache(self, timeout_s: float | None = None) -> Flushed:
         self.calls.append("flush_cache")

@@ -13,8 +13,6 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -35,100 +33,17 @@ from rlrefit.workers.sglang.sender import SglangSender
 
 from .engine_double import EngineDouble, Holder, ManagerDouble, equal, modules, weights
 from .recorded import PATHS, REQUESTS, VERSION
+from .ways import WAYS, Work, blocking, over_http
 
 CONFIG = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full")
 # Smaller than the weights together: several buckets.
 BUCKET_BYTES = 128
-Work = Callable[[SglangRefit], Any]
 
 
 @pytest.fixture(autouse=True)
 def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-
-
-class Server:
-    """The server's endpoints over a double."""
-
-    def __init__(self, engine: EngineDouble) -> None:
-        manager, loop = engine.tokenizer_manager, engine.loop
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *args: Any) -> None:
-                pass
-
-            def answer(self) -> None:
-                path, _, query = self.path.partition("?")
-                name = {there: name for name, there in PATHS.items()}[path]
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                fields = json.loads(body) if body else {}
-                found = asyncio.run_coroutine_threadsafe(_endpoint(manager, name, query, fields), loop)
-                content = found.result(20)
-                self.send_response(200 if content.get("success", True) else 400)
-                self.end_headers()
-                self.wfile.write(json.dumps(content).encode())
-
-            do_GET = do_POST = answer
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-async def _endpoint(manager: ManagerDouble, name: str, query: str, fields: dict[str, Any]) -> dict[str, Any]:
-    from sglang.srt.managers import io_struct
-
-    from rlrefit.workers.sglang.callers import _REQUESTS
-
-    if name == "settings":
-        return vars(manager.server_args) | {"version": sys.modules["sglang"].__version__}
-    if name == "weight_version":
-        return {"weight_version": manager.config_value("weight_version")}
-    if name == "update_weight_version":
-        assert fields.pop("abort_all_requests") is False
-        manager.record_config_updates("http", weight_version=fields["new_version"])
-        return {"success": True}
-    if name == "flush_cache":
-        found = await manager.flush_cache(float(query.removeprefix("timeout=")))
-        return asdict(found)
-    structure, web = _REQUESTS[name]
-    request = getattr(io_struct, structure)(**fields)
-    result = await getattr(manager, name)(*((request, None) if web else (request,)))
-    return {"success": result[0], "message": result[1]} if isinstance(result, tuple) else {}
-
-
-def _blocking(engine: EngineDouble, work: Work) -> Any:
-    return work(SglangRefit(EngineCaller(engine), timeout_s=0.2))
-
-
-def _awaited(engine: EngineDouble, work: Work) -> Any:
-    async def scenario() -> Any:
-        refit = await AsyncSglangRefit.open(engine, timeout_s=0.2)
-        return await refit.run(work, refit.blocking)
-
-    return engine.loop.run_until_complete(scenario())
-
-
-def _over_http(engine: EngineDouble, work: Work) -> Any:
-    server = Server(engine)
-
-    async def scenario() -> Any:
-        return await asyncio.to_thread(
-            lambda: work(SglangRefit(HttpCaller(server.url, "key"), timeout_s=0.2))
-        )
-
-    try:
-        return engine.loop.run_until_complete(scenario())
-    finally:
-        server.close()
-
-
-WAYS = {"blocking": _blocking, "awaited": _awaited, "over HTTP": _over_http}
 
 
 @pytest.fixture(params=list(WAYS))
@@ -256,7 +171,7 @@ def test_all_ways_take_the_same_steps(scene: Callable[[EngineDouble], Work]) -> 
 
 
 def test_the_cache_is_flushed_once_after_the_last_bucket(engine: EngineDouble) -> None:
-    _blocking(engine, _two_refits_in_buckets(engine))
+    blocking(engine, _two_refits_in_buckets(engine))
     calls = engine.tokenizer_manager.calls
     first, last = calls.index("bucket"), calls.index("commit")
     assert calls[first:last].count("bucket") > 1
@@ -501,13 +416,13 @@ def test_a_blocking_call_beside_the_awaited_ones_is_refused_and_their_own_answer
         sender, _ = _sender(refit.blocking)
         for version in (3, 4):
             await refit.run(sender.refit, version)
-            for blocking in (
+            for call in (
                 lambda: refit.blocking.version,
                 refit.blocking.weight_version,
                 refit.blocking.require_servable,
             ):
                 with pytest.raises(RefitError, match="would wait for itself"):
-                    blocking()
+                    call()
             assert (await refit.version(), await refit.weight_version()) == (version, str(version))
             await refit.require_servable()
 
@@ -559,7 +474,7 @@ def test_a_server_that_does_not_answer_or_is_another_one_is_named() -> None:
     engine = EngineDouble()
     del engine.tokenizer_manager.server_args.weight_cache_mode
     with pytest.raises(RefitError, match=r"weight_cache_mode; it is no SGLang 0\.5\.17"):
-        _over_http(engine, lambda refit: None)
+        over_http(engine, lambda refit: None)
 
 
 @pytest.mark.parametrize("begins", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"])

@@ -8,6 +8,7 @@ docs/sglang.md says what has run where.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib.util
 import inspect
 from collections.abc import Iterator
@@ -130,7 +131,9 @@ def test_sglang_is_as_it_was_recorded() -> None:
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers import io_struct
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.server_args import ServerArgs
 
+    from rlrefit.workers.sglang.callers import SETTINGS
     from rlrefit.workers.sglang.compat import differences, is_supported
 
     assert sglang.__version__ == recorded.VERSION
@@ -139,6 +142,8 @@ def test_sglang_is_as_it_was_recorded() -> None:
         assert set(found) - {"rid", "http_worker_ipc"} == set(names), structure
     for method, arguments in recorded.METHODS.items():
         assert tuple(inspect.signature(getattr(TokenizerManager, method)).parameters) == arguments, method
+    assert set(SETTINGS) <= {field.name for field in dataclasses.fields(ServerArgs)}
+    assert tuple(inspect.signature(TokenizerManager.config_value).parameters) == ("self", "name")
     assert set(recorded.PATHS.values()) <= {getattr(route, "path", "") for route in http_server.app.routes}
     assert is_supported(sglang.__version__)
     assert differences() == ""

@@ -25,6 +25,7 @@ from rlrefit.recipes.rollout_sglang import AsyncSglangActor, SglangActor
 from rlrefit.recipes.sglang_arguments import engine_arguments, with_trainer_environment
 from rlrefit.recipes.tiny.checkpoints import KINDS
 from rlrefit.workers.sglang.loader import LOADER
+from rlrefit.workers.sglang.stores import STORES
 from tests.train.command import numbers
 
 from .engine_double import EngineDouble, Holder, equal, modules, weights
@@ -55,7 +56,8 @@ def test_all_that_sglang_can_not_do_is_told_at_once_with_its_remedy() -> None:
         "generation.sglang.ep_size=3",
         "generation.sglang.load_format=gguf",
         "generation.sglang.mem_fraction_static=1",
-        "generation.sglang.server_args={quantization: fp8, tp_size: 2, log_level: info, hicache_storage_backend: file}",
+        "generation.sglang.server_args={quantization: fp8, tp_size: 2, log_level: info, hicache_storage_backend: file, "
+        "enable_lmcache: true, enable_flexkv: true, radix_cache_backend: flexkv}",
         "policy.refit.kv_scales=true",
         "policy.refit.lora=adapter",
         "policy.refit.trainer_quantize_fp8=true",
@@ -71,7 +73,10 @@ def test_all_that_sglang_can_not_do_is_told_at_once_with_its_remedy() -> None:
         "generation.sglang.load_format": "choose one",
         "generation.sglang.mem_fraction_static": "above 0 and below 1, or null",
         "generation.sglang.server_args.quantization": "leave it out",
-        "generation.sglang.server_args.hicache_storage_backend": "the old weights made; leave it out",
+        **{
+            f"generation.sglang.server_args.{name}": "what the old weights made; leave it out"
+            for name in STORES
+        },
         "generation.sglang.server_args.tp_size": "sets it by generation.tensor_parallel",
         "policy.refit.kv_scales": "give false",
         "policy.refit.lora": "give merge",

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...integration.errors import RefitError, RefitTimeout
+from .stores import STORES
 
 # Step → (request structure of sglang.srt.managers.io_struct, whether its method takes a web request, too). The name is
 # the tokenizer manager's method and the server's path.
@@ -40,6 +41,8 @@ SETTINGS = (
     "weight_cache_mode",
     "disaggregation_mode",
     "disable_radix_cache",
+    "enable_hierarchical_cache",
+    *STORES,
 )
 
 
@@ -123,7 +126,8 @@ class EngineCaller:
         if step.name == "settings":
             import sglang
 
-            settings = {name: getattr(manager.server_args, name) for name in SETTINGS}
+            # Not server_args, which stay what they were as SGLang attaches a store.
+            settings = {name: manager.config_value(name) for name in SETTINGS}
             return Answer(value=settings | {"version": sglang.__version__})
         if step.name == "weight_version":
             return Answer(value=manager.config_value("weight_version"))

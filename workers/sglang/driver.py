@@ -126,7 +126,7 @@ class SglangRefit:
         """
         if engine not in _METHODS:
             raise RefitError(f"engine: {engine!r} is not one of {', '.join(_METHODS)}", stage="settings")
-        self._require_awake()
+        self._require_refittable()
         answers = self.calls.ask("join", rendezvous, first_rank, asdict(config), engine)
         self._engine = engine
         return answers
@@ -150,7 +150,7 @@ class SglangRefit:
                 "no trainer has been met: call init_refit with the rendezvous that trainer rank 0 opened",
                 stage="handshake",
             )
-        self._require_awake()
+        self._require_refittable()
         self._quiet(mode)
         with self._refitting(version):
             records = self.calls.ask(_METHODS[self._engine], version)
@@ -171,7 +171,7 @@ class SglangRefit:
         Raises:
             RefitError: of the worker's kind; nothing was written.
         """
-        self._require_awake()
+        self._require_refittable()
         self._quiet(mode)
         with self._refitting():
             self.calls.ask("begin", version, [spec.to_json() for spec in specs])
@@ -386,10 +386,11 @@ class SglangRefit:
         except RefitError:
             return set()
 
-    def _require_awake(self) -> None:
+    def _require_refittable(self) -> None:
         if WEIGHTS in self._asleep:
             raise RefitError(
                 "the engine's weights are asleep: nothing can be written into them. Nothing has moved. Wake them with "
                 "wake(['weights']), refit, then wake(['kv_cache'])",
                 stage="handshake",
             )
+        self.calls.require_no_store()

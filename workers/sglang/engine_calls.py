@@ -12,6 +12,7 @@ from ..vllm.answers import raise_refit_errors
 from .callers import Answer, Caller, Step
 from .compat import VERSION, is_supported
 from .loader import LOADER
+from .stores import stores_of
 
 
 class EngineCalls:
@@ -21,7 +22,7 @@ class EngineCalls:
         caller: the way to the engine.
 
     Attributes:
-        settings: of the engine, as :data:`~.callers.SETTINGS`.
+        settings: of the engine, as :data:`~.callers.SETTINGS`, when it was last asked.
 
     Raises:
         RefitError: how the engine was started; everything that is wrong with it.
@@ -80,6 +81,22 @@ class EngineCalls:
         """Flush the caches; batches that are on their way out get some seconds."""
         return self._caller.call(Step("flush_cache", {} if seconds is None else {"timeout_s": seconds}))
 
+    def require_no_store(self) -> None:
+        """To be called before a refit: SGLang attaches a store to an engine that runs, if it has host memory for its cache.
+
+        Raises:
+            RefitError: it has one now.
+        """
+        if not self.settings["enable_hierarchical_cache"]:
+            return
+        self.settings = self._caller.call(Step("settings")).value
+        if found := stores_of(self.settings):
+            raise RefitError(
+                f"SGLang was given a store that rlrefit can't empty: {'; '.join(found)}. Nothing was written; detach it (DELETE "
+                "/hicache/storage-backend) and don't attach again what it holds",
+                stage="settings",
+            )
+
     def _require_settings(self) -> None:
         settings = self.settings
         problems = []
@@ -102,6 +119,7 @@ class EngineCalls:
             problems.append(
                 f"disaggregation_mode is {settings['disaggregation_mode']!r}: its queues are not flushed"
             )
+        problems += stores_of(settings)
         if problems:
             raise RefitError(
                 f"SGLang was started in a way that rlrefit does not refit: {'; '.join(problems)}. Nothing was written; start it "
