@@ -1,51 +1,114 @@
-"""Settings of a refit as some trainer's configuration gives them, checked as a whole."""
+"""Settings as people write them, in a recipe or in some trainer's own section: read and checked as a whole, and what is told
+of a key that is not there or of a value of the wrong type."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import fields
-from typing import Any, get_type_hints
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any, get_args, get_type_hints
 
 from .config import RefitConfig
 
-_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+REFIT_KEYS = tuple(f.name for f in fields(RefitConfig))
+# Types that settings may have, in words.
+_WANTED: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    int | None: "a whole number or null",
+    float | None: "a number or null",
+    str | None: "a string or null",
+    list[str]: "a list of strings",
+    dict[str, str]: "a mapping of strings to strings",
+    dict[str, Any]: "a mapping with string keys",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a section holds.
+
+    Attributes:
+        refit: with the default for each value that was not given or is of a wrong type.
+        own: the caller's own keys, where they were given and are of the right type.
+        wrong: all that is wrong, a sentence each.
+    """
+
+    refit: RefitConfig
+    own: Mapping[str, Any]
+    wrong: tuple[str, ...]
 
 
 def read_settings(
-    given: Mapping[str, Any],
+    given: Any,
     prefix: str,
     *,
-    also: Collection[str] = (),
-    without: Collection[str] = (),
-    **fixed: Any,
-) -> tuple[RefitConfig, list[str]]:
-    """Read fields of :class:`RefitConfig`.
+    keys: Collection[str] = REFIT_KEYS,
+    own: Mapping[str, Any] = MappingProxyType({}),
+    others: Collection[str] = (),
+) -> Settings:
+    """Read a section that holds fields of :class:`RefitConfig`, or some of them.
 
     Args:
-        given: by name, as read from a file; nothing in it is trusted.
-        prefix: what stands before the names in messages.
-        also: further names that the caller reads itself.
-        without: fields that are not for this place.
-        **fixed: fields that the caller gives.
+        given: the section, as read from a file; nothing in it is trusted. None is an empty one.
+        prefix: of the section, as it stands before its keys in messages.
+        keys: fields of :class:`RefitConfig` that this section may have.
+        own: types of further keys that the caller asks for, by name: bool, int, float or str, or one of them or None.
+        others: further keys that somebody else reads; they may stand there and are not looked at.
 
     Returns:
-        The settings, with the default for each value of a wrong type, and all that is wrong, a sentence each.
+        The settings, and all that is wrong with them.
     """
-    types = get_type_hints(RefitConfig)
-    known = [f.name for f in fields(RefitConfig) if f.name not in without and f.name not in fixed]
-    wrong = []
-    good = dict(fixed)
-    for name, value in given.items():
-        if name in also:
+    if given is not None and not isinstance(given, Mapping):
+        return Settings(RefitConfig(), {}, (not_a_section(prefix, given),))
+    hints = get_type_hints(RefitConfig)
+    types = {**{key: hints[key] for key in keys}, **own}
+    known = [*types, *others]
+    good, wrong = {}, []
+    for key, value in (given or {}).items():
+        if key not in known:
+            wrong.append(unknown_key(prefix, str(key), known))
+        elif key not in types:
             continue
-        if name not in known:
-            wrong.append(f"{prefix}.{name} is not known; there are {', '.join([*known, *also])}")
-        elif type(value) is not types[name] and not (types[name] is float and type(value) is int):
-            wrong.append(f"{prefix}.{name}: {value!r} is not {_WANTED[types[name]]}; give one")
+        elif _is(value, types[key]):
+            good[key] = value
         else:
-            good[name] = value
-    config = RefitConfig(**good)
-    return config, wrong + config.violations(prefix)
+            wrong.append(wrong_type(f"{prefix}.{key}", value, types[key]))
+    refit = RefitConfig(**{key: value for key, value in good.items() if key in keys})
+    return Settings(
+        refit, {key: good[key] for key in own if key in good}, (*wrong, *refit.violations(prefix))
+    )
+
+
+def unknown_key(prefix: str, key: str, known: Collection[str], elsewhere: Sequence[str] = ()) -> str:
+    """What is told of a key that is not there: the one that may have been meant, or those that there are.
+
+    Args:
+        prefix: of the section; empty for the outermost one.
+        key: as it was given.
+        known: keys of the section.
+        elsewhere: dotted keys of other sections that may have been meant, if none of this one is near.
+    """
+    within = f"{prefix}." if prefix else ""
+    meant = [within + near for near in get_close_matches(key, known, n=1, cutoff=0.7)] or elsewhere
+    if meant:
+        remedy = f"did you mean {' or '.join(meant)}?"
+    else:
+        remedy = f"the keys{f' of {prefix}' if prefix else ''} are {', '.join(known)}"
+    return f"{within}{key}: there is no such key; {remedy}"
+
+
+def wrong_type(path: str, value: Any, wanted: Any) -> str:
+    """What is told of a value whose key wants another type; ``wanted`` is one of the schema's types."""
+    return f"{path}: {_shown(value)} is not {_WANTED[wanted]}; give one"
+
+
+def not_a_section(path: str, value: Any) -> str:
+    """What is told of a value in the place of a whole section."""
+    return f"{path}: {_shown(value)} stands for a whole section; give its keys, {path}.KEY"
 
 
 def check_nccl_xfer_refit_support(policy: Mapping[str, Any]) -> None:
@@ -61,13 +124,21 @@ def check_nccl_xfer_refit_support(policy: Mapping[str, Any]) -> None:
     wrong = []
     turned_on = policy.get("nccl_xfer_refit", False)
     if not isinstance(turned_on, bool):
-        wrong.append(f"policy.nccl_xfer_refit: {turned_on!r} is not true or false; give one")
-    refit = policy.get("refit") or {}
+        wrong.append(wrong_type("policy.nccl_xfer_refit", turned_on, bool))
+    refit = policy.get("refit")
     if isinstance(refit, RefitConfig):
         wrong += refit.violations()
-    elif isinstance(refit, Mapping):
-        wrong += read_settings(refit, "policy.refit")[1]
     else:
-        wrong.append(f"policy.refit: {refit!r} stands for a whole section; give its keys, policy.refit.KEY")
+        wrong += read_settings(refit, "policy.refit").wrong
     if wrong:
         raise ValueError("the refit can't be set up:\n  " + "\n  ".join(wrong))
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    # By the type itself: to isinstance() true is a whole number.
+    kinds = get_args(wanted) or (wanted,)
+    return type(value) in kinds or (float in kinds and type(value) is int)
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else repr(value)

@@ -11,19 +11,9 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..integration.settings import not_a_section, unknown_key, wrong_type
 from .config_errors import Violation
 from .config_schema import TrainConfig
-
-_WANTED = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a string",
-    int | None: "a whole number or null",
-    float | None: "a number or null",
-    str | None: "a string or null",
-    list[str]: "a list of strings",
-}
 
 
 def check_tree(tree: Mapping[str, Any]) -> tuple[TrainConfig, list[Violation]]:
@@ -52,21 +42,14 @@ def _fill(tree: Mapping[Any, Any], target: DictConfig, schema: type, prefix: str
     for key, value in tree.items():
         path = f"{prefix}.{key}" if prefix else str(key)
         if key not in types:
-            yield Violation(
-                (path,), f"{path}: there is no such key; {_suggestion(str(key), path, prefix, types)}"
-            )
+            yield Violation((path,), unknown_key(prefix, str(key), types, _elsewhere(str(key), path)))
         elif dataclasses.is_dataclass(types[key]):
             if isinstance(value, Mapping):
                 yield from _fill(value, target[key], types[key], path)
             else:
-                shown = "null" if value is None else repr(value)
-                yield Violation(
-                    (path,), f"{path}: {shown} stands for a whole section; give its keys, {path}.KEY"
-                )
+                yield Violation((path,), not_a_section(path, value))
         elif not _assigned(target, key, value, types[key]):
-            wanted = _WANTED.get(types[key], "a mapping with string keys")
-            shown = "null" if value is None else repr(value)
-            yield Violation((path,), f"{path}: {shown} is not {wanted}; give one")
+            yield Violation((path,), wrong_type(path, value, types[key]))
 
 
 def _assigned(target: DictConfig, key: str, value: Any, wanted: Any) -> bool:
@@ -112,16 +95,10 @@ def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield path, value
 
 
-def _suggestion(key: str, path: str, prefix: str, siblings: Mapping[str, Any]) -> str:
-    """The nearest key beside it, else a key of this name or nearly this path elsewhere, else what there is."""
+def _elsewhere(key: str, path: str) -> list[str]:
+    """Keys of this name in any section, or else the one nearest to this path."""
     leaves = [name for name, _ in _leaves(TrainConfig())]
     sections = {leaf[:dot] for leaf in leaves for dot, letter in enumerate(leaf) if letter == "."}
     every = [*leaves, *sorted(sections)]
-    here = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
-    if here:
-        return f"did you mean {prefix}.{here[0]}?" if prefix else f"did you mean {here[0]}?"
-    elsewhere = [name for name in every if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    elsewhere = elsewhere or difflib.get_close_matches(path, every, n=1, cutoff=0.75)
-    if elsewhere:
-        return f"did you mean {' or '.join(elsewhere)}?"
-    return f"the keys of {prefix or 'a recipe'} are {', '.join(siblings)}"
+    same = [name for name in every if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    return same or difflib.get_close_matches(path, every, n=1, cutoff=0.75)

@@ -10,23 +10,25 @@ import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 
-from ..config import LONGEST_TIMEOUT_S, VERIFY_MODES
 from ..errors import RefitError, RefitMismatch
 from ..records import RefitRecord
 from ..rendezvous import Rendezvous, RendezvousServer, listen
+from ..settings import read_settings
 from .full_tensor_epoch import FullTensorEpoch, FullTensorSettings
 
 logger = logging.getLogger(__name__)
 
 # Of what workers tell each other; raised when that changes.
 _PROTOCOL = 1
+# NeMo-RL's own key beside the options, from which it makes the bucket's size.
+_BUCKET = "update_weights_bucket_memory_ratio"
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class NemoRlOptions:
         release_after_refit: NeMo-RL's own: whether the group ends with each update.
     """
 
-    timeout_s: float = 300.0
-    verify: str = "sampled"
+    timeout_s: float
+    verify: str
     records_dir: str | None = None
     release_after_refit: bool = False
 
@@ -54,26 +56,20 @@ class NemoRlOptions:
         Raises:
             RefitError: lists all that is wrong.
         """
-        prefix, known = "policy.generation.refit_cfg[…]", [f.name for f in fields(NemoRlOptions)]
-        wrong = [
-            f"{prefix}.{name} is not known; there are {', '.join(known)} and update_weights_bucket_memory_ratio"
-            for name in given
-            if name not in known
-        ]
-        options = NemoRlOptions(**{name: value for name, value in given.items() if name in known})
-        if options.verify not in VERIFY_MODES:
-            wrong.append(f"{prefix}.verify: {options.verify!r} is not one of {', '.join(VERIFY_MODES)}")
-        if not isinstance(options.timeout_s, int | float) or not 0 < options.timeout_s <= LONGEST_TIMEOUT_S:
-            wrong.append(
-                f"{prefix}.timeout_s: {options.timeout_s!r} is not above 0 and at most {LONGEST_TIMEOUT_S:.0f} seconds"
-            )
+        prefix = "policy.generation.refit_cfg[…]"
+        read = read_settings(
+            given,
+            prefix,
+            keys=("timeout_s", "verify"),
+            own={"records_dir": str | None, "release_after_refit": bool},
+            others=(_BUCKET,),
+        )
+        wrong = list(read.wrong)
         if bucket_size < 1:
-            wrong.append(
-                f"{prefix}.update_weights_bucket_memory_ratio leaves no room for a weight; give a larger one"
-            )
+            wrong.append(f"{prefix}.{_BUCKET} leaves no room for a weight; give a larger one")
         if wrong:
             raise RefitError("; ".join(wrong), stage="settings")
-        return options
+        return NemoRlOptions(read.refit.timeout_s, read.refit.verify, **read.own)
 
 
 class FullTensorEngine:

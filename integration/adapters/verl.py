@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from verl.checkpoint_engine import base as verl_base
 
-from ..config import LONGEST_TIMEOUT_S, VERIFY_MODES
 from ..errors import RefitError
 from ..records import RefitRecord
 from ..rendezvous import Rendezvous, RendezvousServer
+from ..settings import read_settings
 from .full_tensor_epoch import FullTensorEpoch, FullTensorSettings, Weights
 from .verl_contract import require_supported
-from .verl_epochs import EpochEngine, metrics_of, require_records_dir, write_record
+from .verl_epochs import NO_BUCKET, EpochEngine, metrics_of, require_records_dir, write_record
 
 require_supported(verl_base)
 
@@ -40,15 +40,15 @@ class VerlOptions:
         timeout_s: seconds that any wait for another worker may take; the error names the worker.
         verify: checksums of what arrives against what was sent: ``off``, ``sampled`` (one bucket of an update, another
             one each time) or ``full``.
-        records_dir: folder for ``refits-<role>-<rank>.jsonl``, a line an update; null for none.
         port: TCP port of the rendezvous on actor rank 0; 0 takes any free one. With one that is fixed the group is made
             anew for each update.
+        records_dir: folder for ``refits-<role>-<rank>.jsonl``, a line an update; null for none.
     """
 
-    timeout_s: float = 300.0
-    verify: str = "sampled"
+    timeout_s: float
+    verify: str
+    port: int
     records_dir: str | None = None
-    port: int = 0
 
     @staticmethod
     def from_kwargs(bucket_size: int, given: dict[str, Any]) -> VerlOptions:
@@ -57,28 +57,16 @@ class VerlOptions:
         Raises:
             RefitError: lists all that is wrong.
         """
-        prefix, known = f"checkpoint_engine.engine_kwargs.{BACKEND}", [f.name for f in fields(VerlOptions)]
-        wrong = [
-            f"{prefix}.{name} is not known; there are {', '.join(known)}"
-            for name in given
-            if name not in known
-        ]
-        options = VerlOptions(**{name: value for name, value in given.items() if name in known})
-        if options.verify not in VERIFY_MODES:
-            wrong.append(f"{prefix}.verify: {options.verify!r} is not one of {', '.join(VERIFY_MODES)}")
-        if not isinstance(options.timeout_s, int | float) or not 0 < options.timeout_s <= LONGEST_TIMEOUT_S:
-            wrong.append(
-                f"{prefix}.timeout_s: {options.timeout_s!r} is not above 0 and at most {LONGEST_TIMEOUT_S:.0f} seconds"
-            )
-        if not isinstance(options.port, int) or not 0 <= options.port < 65536:
-            wrong.append(f"{prefix}.port: {options.port!r} is no TCP port; give 0 for any free one")
+        prefix = f"checkpoint_engine.engine_kwargs.{BACKEND}"
+        read = read_settings(
+            given, prefix, keys=("timeout_s", "verify", "port"), own={"records_dir": str | None}
+        )
+        wrong = list(read.wrong)
         if bucket_size < 1:
-            wrong.append(
-                "checkpoint_engine.update_weights_bucket_megabytes leaves no room for a weight; give at least 1"
-            )
+            wrong.append(NO_BUCKET)
         if wrong:
             raise RefitError("; ".join(wrong), stage="settings")
-        return options
+        return VerlOptions(read.refit.timeout_s, read.refit.verify, read.refit.port, **read.own)
 
 
 @verl_base.CheckpointEngineRegistry.register(BACKEND)

@@ -25,6 +25,9 @@ from ..rendezvous import Rendezvous, RendezvousServer, listen
 
 logger = logging.getLogger(__name__)
 
+# What is told of a bucket's size that is no size.
+NO_BUCKET = "checkpoint_engine.update_weights_bucket_megabytes leaves no room for a weight; give at least 1"
+
 # How long a fixed port is waited for.
 _PORT_S = 5.0
 

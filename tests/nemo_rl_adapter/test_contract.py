@@ -116,12 +116,21 @@ def test_all_that_is_wrong_with_a_configuration_is_told_at_once() -> None:
         backend="sglang",
         vllm_kwargs=None,
         refit_transport="nccl_reshard",
-        refit_cfg={"rlrefit": {"transport": "fast", "buckets": 3}},
+        refit_cfg={"rlrefit": {"transport": "fast", "buckets": 3, "records_dir": 3}},
     )
     with pytest.raises(RefitError) as error:
         NemoRlRefit.of(wrong)
-    for part in ("backend", "worker_cls", "refit_transport", "'fast' is not one of", "rlrefit.buckets"):
+    for part in (
+        "backend",
+        "worker_cls",
+        "refit_transport",
+        "'fast' is not one of",
+        "rlrefit.buckets: there is no such key; did you mean policy.generation.refit_cfg.rlrefit.bucket_mb?",
+        "rlrefit.records_dir: 3 is not a string or null",
+    ):
         assert part in str(error.value)
+    with pytest.raises(RefitError, match=r"refit_cfg\.rlrefit: 'auto' stands for a whole section"):
+        NemoRlRefit.of(configured(refit_cfg={"rlrefit": "auto"}))
 
 
 def test_a_drafter_that_is_trained_along_is_refused() -> None:

@@ -176,8 +176,25 @@ def test_a_loader_that_fails_ends_the_update_on_all_others() -> None:
 
 def test_all_wrong_options_are_told_at_once() -> None:
     with pytest.raises(RefitError) as error:
-        FullTensorEngine(0, timeout_s=0, verify="some", port=1)
-    for part in ("timeout_s", "verify", ".port", "update_weights_bucket_memory_ratio"):
+        FullTensorEngine(
+            0,
+            timeout_s=0,
+            verify="some",
+            port=1,
+            release_after_refit="no",
+            records_dir=3,
+            update_weights_bucket_memory_ration=1,
+        )
+    for part in (
+        ".timeout_s: 0 is not above 0",
+        ".verify: 'some' is not one of off, sampled, full",
+        "].port: there is no such key; the keys of policy.generation.refit_cfg[…] are timeout_s, verify, records_dir, "
+        "release_after_refit, update_weights_bucket_memory_ratio",
+        ".release_after_refit: 'no' is not true or false",
+        ".records_dir: 3 is not a string or null",
+        "did you mean policy.generation.refit_cfg[…].update_weights_bucket_memory_ratio?",
+        "update_weights_bucket_memory_ratio leaves no room for a weight; give a larger one",
+    ):
         assert part in str(error.value)
 
 

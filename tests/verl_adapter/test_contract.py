@@ -64,9 +64,42 @@ def test_a_verl_that_calls_in_another_way_is_refused_with_all_differences() -> N
 
 def test_all_wrong_options_are_told_at_once() -> None:
     with pytest.raises(RefitError) as error:
-        NcclXferCheckpointEngine(0, timeout_s=0, verify="some", port=-1, rebuild_group=True)
-    for part in ("timeout_s", "verify", "port", "rebuild_group", "update_weights_bucket_megabytes"):
+        NcclXferCheckpointEngine(
+            0, timeout_s=0, verify="some", port=-1, rebuild_group=True, record_dir="runs", streams=2
+        )
+    section = "checkpoint_engine.engine_kwargs.nccl_xfer"
+    keys = f"the keys of {section} are timeout_s, verify, port, records_dir"
+    wrong = [
+        f"{section}.rebuild_group: there is no such key; {keys}",
+        f"{section}.record_dir: there is no such key; did you mean {section}.records_dir?",
+        f"{section}.streams: there is no such key; {keys}",
+        f"{section}.verify: 'some' is not one of off, sampled, full",
+        f"{section}.port: -1 is no TCP port; give 0 for any free one, or 1 to 65535",
+        f"{section}.timeout_s: 0 is not above 0 and at most 604800 seconds (a week)",
+        "checkpoint_engine.update_weights_bucket_megabytes leaves no room for a weight; give at least 1",
+    ]
+    assert str(error.value) == "; ".join(wrong) + " [stage settings]"
+
+
+@pytest.mark.parametrize("engine", [NcclXferCheckpointEngine, ShardCheckpointEngine])
+def test_options_of_a_wrong_type_are_refused(engine: Any) -> None:
+    with pytest.raises(RefitError) as error:
+        engine(1 << 20, timeout_s="300", verify=None, port=True, records_dir=3)
+    for part in (
+        "timeout_s: '300' is not a number; give one",
+        "verify: null is not a string; give one",
+        "port: True is not a whole number; give one",
+        "records_dir: 3 is not a string or null; give one",
+    ):
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("engine", [NcclXferCheckpointEngine, ShardCheckpointEngine])
+def test_options_that_are_left_out_are_those_of_a_recipe(engine: Any) -> None:
+    made, recipe = engine(1 << 20).options, RefitConfig(bucket_mb=1)
+    held = getattr(made, "refit", made)
+    assert (held.timeout_s, held.verify, held.port) == (recipe.timeout_s, recipe.verify, recipe.port)
+    assert made.records_dir is None
 
 
 def test_workers_of_another_protocol_are_refused_by_their_ranks() -> None:
@@ -185,13 +218,14 @@ def test_a_comparison_with_a_killed_run_fails_and_tells_no_older_metrics(
 
 def test_all_wrong_options_of_shards_are_told_at_once() -> None:
     with pytest.raises(RefitError) as error:
-        ShardCheckpointEngine(0, timeout_s=0, verify="some", streams=True, kv_scales=True)
+        ShardCheckpointEngine(0, timeout_s=0, verify="some", streams=True, kv_scales=True, bucket_mb=256)
     for part in (
         "timeout_s",
         "verify",
         "streams: True is not a whole number",
-        "kv_scales is not known",
-        "bucket_megabytes",
+        "nccl_xfer_shards.kv_scales: there is no such key; the keys of",
+        "nccl_xfer_shards.bucket_mb: there is no such key; the keys of",
+        "; checkpoint_engine.update_weights_bucket_megabytes leaves no room for a weight; give at least 1",
     ):
         assert part in str(error.value)
 

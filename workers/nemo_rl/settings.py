@@ -42,9 +42,9 @@ class NemoRlRefit:
         """
         section = generation.get("refit_cfg") or {}
         # NeMo-RL makes a pydantic model of it, which keeps what it does not know.
-        given = dict(getattr(section, "model_extra", section).get(KEY) or {})
-        records_dir = given.pop("records_dir", None)
-        config, wrong = read_settings(given, _PREFIX, also=("records_dir",))
+        given = getattr(section, "model_extra", section).get(KEY)
+        read = read_settings(given, _PREFIX, own={"records_dir": str | None})
+        wrong = list(read.wrong)
         backend = generation.get("backend")
         if backend != "vllm":
             wrong.append(
@@ -71,7 +71,7 @@ class NemoRlRefit:
             )
         if wrong:
             raise RefitError("; ".join(wrong), stage="settings")
-        return NemoRlRefit(config, records_dir, bool(generation["colocated"]["enabled"]))
+        return NemoRlRefit(read.refit, colocated=bool(generation["colocated"]["enabled"]), **read.own)
 
 
 FULL_TENSORS = "rlrefit.integration.adapters.nemo_rl:NcclXferCheckpointEngine"

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ...integration.adapters.verl_epochs import NO_BUCKET
 from ...integration.config import RefitConfig
 from ...integration.errors import RefitError
-from ...integration.settings import read_settings
+from ...integration.settings import REFIT_KEYS, read_settings
 
 BACKEND = "nccl_xfer_shards"
 EXTENSION = "rlrefit.workers.verl.extension.VerlRefitExtension"
 _PREFIX = f"checkpoint_engine.engine_kwargs.{BACKEND}"
 # The bucket's size is verl's own key; what the others are for is not in reach of verl's configuration.
-_ELSEWHERE = ("bucket_mb", "lora", "kv_scales")
+_KEYS = tuple(key for key in REFIT_KEYS if key not in ("bucket_mb", "lora", "kv_scales"))
 
 
 @dataclass(frozen=True)
@@ -39,19 +40,10 @@ class ShardOptions:
         Raises:
             RefitError: lists all that is wrong.
         """
-        refit, wrong = read_settings(
-            given, _PREFIX, also=("records_dir",), without=_ELSEWHERE, bucket_mb=bucket_size >> 20
-        )
-        records_dir = given.get("records_dir")
-        if records_dir is not None and not isinstance(records_dir, str):
-            wrong.append(
-                f"{_PREFIX}.records_dir: {records_dir!r} is not the path of a folder; give one, or null"
-            )
+        read = read_settings(given, _PREFIX, keys=_KEYS, own={"records_dir": str | None})
+        wrong, bucket_mb = list(read.wrong), bucket_size >> 20
+        if bucket_mb < 1:
+            wrong.append(NO_BUCKET)
         if wrong:
-            raise RefitError(
-                "; ".join(wrong).replace(
-                    f"{_PREFIX}.bucket_mb", "checkpoint_engine.update_weights_bucket_megabytes"
-                ),
-                stage="settings",
-            )
-        return ShardOptions(refit, records_dir)
+            raise RefitError("; ".join(wrong), stage="settings")
+        return ShardOptions(replace(read.refit, bucket_mb=bucket_mb), **read.own)
