@@ -9,7 +9,18 @@ from typing import NamedTuple
 
 import torch
 
-STAGES = ("handshake", "bind", "export", "pack", "transfer", "unpack", "misc", "verify", "post_load", "commit")
+STAGES = (
+    "handshake",
+    "bind",
+    "export",
+    "pack",
+    "transfer",
+    "unpack",
+    "misc",
+    "verify",
+    "post_load",
+    "commit",
+)
 
 
 class Interval(NamedTuple):
