@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -17,3 +18,16 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     # Not captured: pytest captures while a phase of a test runs.
     sys.stderr.write("\n" + "\n".join(lines) + "\n")
     sys.stderr.flush()
+
+
+@pytest.fixture(scope="session")
+def tell(pytestconfig: pytest.Config) -> Callable[[str], None]:
+    """Write a line of figures past pytest's capture."""
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+
+    def write(line: str) -> None:
+        with capture.global_and_fixture_disabled():
+            sys.stderr.write(f"\n{line}\n")
+            sys.stderr.flush()
+
+    return write

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def run(trainer: str, root: Path) -> tuple[int, str]:
 
 @pytest.mark.parametrize("trainer", ["fsdp", "megatron"])
 def test_three_steps_in_turns_on_one_gpu_follow_the_policy_and_give_the_memory_back(
-    trainer: str, tmp_path: Path, request: pytest.FixtureRequest
+    trainer: str, tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
     code, output = run(trainer, tmp_path)
     assert code == 0, output
@@ -75,7 +76,7 @@ def test_three_steps_in_turns_on_one_gpu_follow_the_policy_and_give_the_memory_b
     rows = read_json_lines(folder / "metrics.jsonl")
     stages = read_json_lines(folder / "stages.jsonl")
     refits = read_json_lines(folder / "refits.jsonl")
-    _tell(request, trainer, stages, refits)
+    _tell(tell, trainer, stages, refits)
 
     assert [row["weights/version"] for row in rows] == list(range(STEPS))
     assert max(row["generation_kl"] for row in rows) <= 1e-3
@@ -113,7 +114,7 @@ def _of_trainer(stages: list[dict[str, Any]], move: str) -> list[int]:
 
 
 def _tell(
-    request: pytest.FixtureRequest, trainer: str, stages: list[dict[str, Any]], refits: list[dict[str, Any]]
+    tell: Callable[[str], None], trainer: str, stages: list[dict[str, Any]], refits: list[dict[str, Any]]
 ) -> None:
     told = {
         move: {
@@ -123,5 +124,4 @@ def _tell(
         for move in dict.fromkeys(each["move"] for each in stages)
     }
     carried = sorted({record["transport"] for record in refits})
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    reporter.write_line("\n" + json.dumps({"trainer": trainer, "transport": carried, "stages": told}))
+    tell(json.dumps({"trainer": trainer, "transport": carried, "stages": told}))

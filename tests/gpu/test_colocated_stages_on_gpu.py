@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -259,7 +259,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_twenty_turns_fit_in_stages_with_flat_memory(
-    found: dict[str, Any], request: pytest.FixtureRequest
+    found: dict[str, Any], tell: Callable[[str], None]
 ) -> None:
     assert "in stages" in found, found.get("failed")
     turns = found["in stages"]
@@ -287,19 +287,18 @@ def test_twenty_turns_fit_in_stages_with_flat_memory(
     # Awake as a whole the engine has what it was promised, but for what only its largest batches take.
     assert used["generate"][-1] > (UTILIZATION - 0.05) * total
     assert used["sleep"][-1] < 0.1 * total
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
     table = {
         move: {"s": round(sorted(values)[len(values) // 2], 3), "peak GiB": round(peaks[move] / 2**30, 2)}
         for move, values in seconds.items()
     }
-    reporter.write_line(f"\n{json.dumps(table)}")
+    tell(json.dumps(table))
     received = [record for record in turns["records"] if record["role"] == "generation"]
     (transport,) = {record["transport"] for record in received}
     # Straight into the parameters if vLLM's pool can export its memory, which depends on the host.
     assert transport in ("ipc", "buckets")
     rates = sorted(record["bytes_bulk"] / record["seconds"]["transfer"] / 1e9 for record in received[1:])
     median = rates[len(rates) // 2]
-    reporter.write_line(
+    tell(
         f"{transport}: {received[0]['bytes_bulk'] / 1e9:.1f} GB a refit; GB/s {rates[0]:.0f} to {rates[-1]:.0f}, median "
         f"{median:.0f}, {median / copy_rate():.0%} of the GPU's own copies; seconds of the last {received[-1]['seconds']}"
     )

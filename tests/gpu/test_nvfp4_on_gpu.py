@@ -136,15 +136,17 @@ def trainer() -> Iterator[Trainer]:
 
 @pytest.fixture(scope="module")
 def scene(
-    request: pytest.FixtureRequest, trainer: Trainer, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    trainer: Trainer,
+    tmp_path_factory: pytest.TempPathFactory,
+    tell: Callable[[str], None],
 ) -> Iterator[Scene]:
     case = CASES[request.param]
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
     with engine_environment({}):
-        reporter.write_line(f"\ntraining and starting vLLM: {request.param}")
+        tell(f"training and starting vLLM: {request.param}")
         began = time.monotonic()
-        started = Scene(tmp_path_factory.mktemp("nvfp4"), trainer, case, reporter.write_line)
-        reporter.write_line(f"vLLM runs after {time.monotonic() - began:.0f} s: {request.param}")
+        started = Scene(tmp_path_factory.mktemp("nvfp4"), trainer, case, tell)
+        tell(f"vLLM runs after {time.monotonic() - began:.0f} s: {request.param}")
         yield started
         started.close()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def _require_steps(rows: list[dict[str, Any]], verified: str) -> None:
 def test_two_steps_in_turns_on_one_gpu_follow_the_policy_and_tell_the_peak_of_each_stage(
     gpus: None,
     tmp_path: Path,
-    request: pytest.FixtureRequest,
+    tell: Callable[[str], None],
     asynchronous: str,
     trainer: str,
     in_stages: str,
@@ -75,7 +76,7 @@ def test_two_steps_in_turns_on_one_gpu_follow_the_policy_and_tell_the_peak_of_ea
         f"generation.colocated.multi_stage_wake_up={in_stages}",
         timeout_s=500,
     )
-    _tell(request, asynchronous=asynchronous, trainer=trainer, in_stages=in_stages, rows=rows)
+    _tell(tell, asynchronous=asynchronous, trainer=trainer, in_stages=in_stages, rows=rows)
     _require_steps(rows, "refit/bytes_bulk")
     peaks = [
         {move: row[f"stage/peak_bytes/{move}"] for move in (*WAKE[in_stages], "refit", "generate", "train")}
@@ -98,7 +99,7 @@ def test_two_steps_in_turns_on_one_gpu_follow_the_policy_and_tell_the_peak_of_ea
     ids=["blocking, shard to shard", "awaited, conventional"],
 )
 def test_two_steps_with_an_engine_on_a_gpu_of_its_own_follow_the_policy(
-    gpus: None, tmp_path: Path, request: pytest.FixtureRequest, asynchronous: str, shards: str
+    gpus: None, tmp_path: Path, tell: Callable[[str], None], asynchronous: str, shards: str
 ) -> None:
     rows = run(
         tmp_path,
@@ -108,15 +109,14 @@ def test_two_steps_with_an_engine_on_a_gpu_of_its_own_follow_the_policy(
         f"generation.sglang.asynchronous={asynchronous}",
         timeout_s=500,
     )
-    _tell(request, asynchronous=asynchronous, shards=shards, rows=rows)
+    _tell(tell, asynchronous=asynchronous, shards=shards, rows=rows)
     _require_steps(rows, "refit/bytes_bulk" if shards == "true" else "refit/bytes_misc")
 
 
-def _tell(request: pytest.FixtureRequest, *, rows: list[dict[str, Any]], **of: str) -> None:
+def _tell(tell: Callable[[str], None], *, rows: list[dict[str, Any]], **of: str) -> None:
     """A line of JSON: KL, seconds, and the peaks of the stages."""
     names = ("generation_kl", "reward/mean", "refit/seconds", "time/generate", "time/step")
     steps = [
         {name: value for name, value in row.items() if name in names or "stage/" in name} for row in rows
     ]
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    reporter.write_line("\n" + json.dumps({**of, "steps": steps}))
+    tell(json.dumps({**of, "steps": steps}))

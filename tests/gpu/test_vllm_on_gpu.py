@@ -7,7 +7,7 @@ printed as it goes on.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,14 +93,16 @@ def trainer() -> Iterator[Trainer]:
 
 @pytest.fixture(scope="module")
 def scene(
-    request: pytest.FixtureRequest, trainer: Trainer, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    trainer: Trainer,
+    tmp_path_factory: pytest.TempPathFactory,
+    tell: Callable[[str], None],
 ) -> Iterator[Scene]:
     checkpoint, arguments, environment = CASES[request.param]
     if torch.cuda.device_count() < arguments.get("tensor_parallel_size", 1) + 1:
         pytest.skip("needs a GPU for each rank of the engine and one for the trainer")
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
     with engine_environment(environment):
-        reporter.write_line(f"\nstarting vLLM: {request.param}")
+        tell(f"starting vLLM: {request.param}")
         began = time.monotonic()
         started = Scene(
             tmp_path_factory.mktemp("engine"),
@@ -109,7 +111,7 @@ def scene(
             arguments,
             trained=request.param in TRAINED,
         )
-        reporter.write_line(f"vLLM runs after {time.monotonic() - began:.0f} s: {request.param}")
+        tell(f"vLLM runs after {time.monotonic() - began:.0f} s: {request.param}")
         yield started
         started.close()
 
