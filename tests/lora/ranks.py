@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from rlrefit.recipes.run_files import write_whole
 from tests.fsdp.ranks import Layout, adam_of, mesh_of
+from tests.meeting import meeting_in, tell_meeting, wait_for
 from tests.spawn import run_ranks, run_together
 
 TRAIN_RANKS, GEN_RANKS, VERSIONS = 4, 2, 2
@@ -62,8 +60,7 @@ class Case:
         return self.folder / f"version{version}"
 
     def meet(self) -> dict[str, Any]:
-        wait_for(self.folder / "meeting.json")
-        return json.loads((self.folder / "meeting.json").read_text())
+        return meeting_in(self.folder)
 
 
 @dataclass
@@ -166,7 +163,7 @@ def _train(rank: int, case: Case, mesh: Any) -> Report:
     assert worker.prepare_nccl_xfer_refit_info()["refused"].keys() <= {"adapter_config.json"}
     if rank == 0:
         rendezvous = worker.open_refit_rendezvous("127.0.0.1", case.layout.ranks, GEN_RANKS)
-        write_whole(case.folder / "meeting.json", json.dumps(rendezvous))
+        tell_meeting(case.folder, rendezvous)
     report.manifest = worker.init_per_pp_refit_comm_group(case.meet(), rank, case.engine)
     shards = case.engine == "nccl_xfer"
     send = worker.nccl_xfer_refit if shards else worker.broadcast_weights_for_collective
@@ -263,11 +260,3 @@ def _adapter_difference(case: Case, version: int, model: Any) -> list[str]:
         if not oracle(input_ids=tokens).logits.equal(model(input_ids=tokens).logits):
             wrong.append("logits")
     return wrong
-
-
-def wait_for(path: Path) -> None:
-    """Wait until another process has written ``path``."""
-    deadline = time.monotonic() + 150
-    while not path.exists():
-        assert time.monotonic() < deadline, f"nobody wrote {path}"
-        time.sleep(0.02)

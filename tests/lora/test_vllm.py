@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import EngineDirty
-from rlrefit.recipes.run_files import write_whole
-from rlrefit.workers.fsdp.mixin import FSDPRefitMixin
 from tests.ahead import FoundAhead
-from tests.spawn import run_alone, run_together
-from tests.vllm_processes import vllm_processes
+from tests.meeting import meeting_in, wait_for
+from tests.vllm_follower import CONFIG, ENGINE, follow, joined, six_tokens
 
-from .ranks import VERSIONS, wait_for
+from .ranks import VERSIONS
 
-CONFIG = {"bucket_mb": 1, "timeout_s": 120.0, "verify": "full", "lora": "adapter"}
+REFIT = RefitConfig(**CONFIG, lora="adapter")
 # Two blocks of vLLM's cache for CPUs, so that its prefix is kept for the next request.
 PROMPTS = [[5, 17, 33, 9], [3 + i % 50 for i in range(260)]]
 Sampled = list[tuple[list[int], list[float]]]
@@ -40,28 +37,25 @@ class Served:
     cached: list[int]
 
 
-def serve(folder: str, checkpoint: str) -> Served:
+def serve(folder: Path) -> Served:
     """An engine in this process, which follows the trainer and asks vLLM itself for the same adapters."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
     from vllm.lora.request import LoRARequest
 
     from rlrefit.workers.vllm.driver import VllmDriver
     from rlrefit.workers.vllm.lora import ADAPTER_ID
 
     llm = LLM(
-        model=checkpoint,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="bfloat16",
+        model=str(folder / "base"),
         max_model_len=512,
         worker_extension_cls="tests.lora.vllm_probe.AdapterProbe",
         enable_lora=True,
         max_loras=2,
         max_lora_rank=8,
-        kv_cache_memory_bytes=64 << 20,
+        **ENGINE,
     )
     driver = VllmDriver(llm)
-    parameters = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=0)
+    parameters = six_tokens(logprobs=0)
     versions: list[list[int]] = []
     cached: list[int] = []
 
@@ -76,15 +70,13 @@ def serve(folder: str, checkpoint: str) -> Served:
         ]
 
     base = sample(None)
-    meeting = Path(folder) / "meeting.json"
-    wait_for(meeting)
-    driver.init_refit(json.loads(meeting.read_text()), 1, RefitConfig(**CONFIG))
+    driver.init_refit(meeting_in(folder), 1, REFIT)
     refitted, from_files, factors_differ = [], [], []
     for version in range(VERSIONS):
         llm.collective_rpc("poison_adapters")
         driver.refit(version)
         refitted.append(sample(None))
-        saved = Path(folder) / f"version{version}"
+        saved = folder / f"version{version}"
         wait_for(saved.with_suffix(".done"))
         from_files.append(sample(LoRARequest(f"files{version}", version + 1, str(saved))))
         factors_differ += llm.collective_rpc("differing_layers", args=(ADAPTER_ID, version + 1))
@@ -93,32 +85,23 @@ def serve(folder: str, checkpoint: str) -> Served:
     return Served(base, refitted, from_files, factors_differ, versions, cached)
 
 
-def train(folder: str) -> None:
+def train(folder: Path) -> None:
     """A trainer in this process, whose adapter is another before each refit."""
     torch.manual_seed(1)
-    base = AutoModelForCausalLM.from_pretrained(Path(folder) / "base", dtype=torch.bfloat16)
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
     lora = LoraConfig(
         r=6, lora_alpha=9, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
     )
-
-    class Trainer(FSDPRefitMixin):
-        model = get_peft_model(base, lora)
-        refit_config = RefitConfig(**CONFIG)
-        refit_dtype = torch.bfloat16
-
-    trainer = Trainer()
-    rendezvous = trainer.open_refit_rendezvous("127.0.0.1", 1, 1)
-    write_whole(Path(folder) / "meeting.json", json.dumps(rendezvous))
-    trainer.init_per_pp_refit_comm_group(rendezvous, 0)
-    for version in range(VERSIONS):
-        with torch.no_grad():
-            for name, parameter in trainer.model.named_parameters():
-                if "lora_" in name:
-                    parameter.normal_(0.0, 0.3)
-        trainer.nccl_xfer_refit(version)
-        trainer.model.save_pretrained(Path(folder) / f"version{version}")
-        (Path(folder) / f"version{version}.done").touch()
-    trainer.close_refit()
+    model = get_peft_model(base, lora)
+    with joined(model, folder, REFIT, 1) as trainer:
+        for version in range(VERSIONS):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_" in name:
+                        parameter.normal_(0.0, 0.3)
+            trainer.nccl_xfer_refit(version)
+            model.save_pretrained(folder / f"version{version}")
+            (folder / f"version{version}.done").touch()
 
 
 def serve_adapters(folder: Path) -> Served:
@@ -135,19 +118,7 @@ def serve_adapters(folder: Path) -> Served:
     )
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder / "base")
-    served: Served
-    _, served = run_together(
-        lambda: run_alone(train, str(folder), environment={}, timeout_s=900.0),
-        lambda: run_alone(
-            serve,
-            str(folder),
-            str(folder / "base"),
-            environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-            timeout_s=900.0,
-            made_by=vllm_processes,
-        ),
-    )
-    return served
+    return follow(serve, train, folder)
 
 
 AHEAD = (serve_adapters,)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,12 @@ from vllm_checkpoints import dense_config, write_checkpoint
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import EngineDirty
-from rlrefit.recipes.run_files import write_whole
-from rlrefit.workers.fsdp.mixin import FSDPRefitMixin
 from tests.ahead import FoundAhead
-from tests.lora.ranks import wait_for
-from tests.spawn import run_alone, run_together
+from tests.meeting import meeting_in
+from tests.vllm_follower import CONFIG, ENGINE, follow, joined, six_tokens
 from tests.vllm_processes import vllm_processes
 
 REPLICAS = 2
-CONFIG = {"bucket_mb": 1, "timeout_s": 120.0, "verify": "full"}
 # Of each refit: the trainer's weights are those of this checkpoint. The engine starts with the first.
 SENT = (1, 0)
 PROMPTS = [[5, 17, 33, 90], [5, 17, 33, 90], [101, 7, 8], [101, 7, 8]]
@@ -48,38 +44,34 @@ class Served:
     refused: str
 
 
-def serve(folder: str) -> Served:
-    return asyncio.run(_serve(Path(folder)))
+def serve(folder: Path) -> Served:
+    return asyncio.run(_serve(folder))
 
 
 async def _serve(folder: Path) -> Served:
-    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from rlrefit.workers.vllm.driver import AsyncVllmDriver
 
     arguments = AsyncEngineArgs(
         model=str(folder / "0"),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="bfloat16",
         max_model_len=256,
         data_parallel_size=REPLICAS,
         worker_extension_cls="vllm_probe.ProbeExtension",
-        kv_cache_memory_bytes=64 << 20,
+        **ENGINE,
     )
     # As engines' processes: it would load vLLM for ten seconds otherwise.
     with mock.patch("vllm.v1.engine.coordinator.get_mp_context", vllm_processes):
         llm = AsyncLLM.from_engine_args(arguments)
     driver = AsyncVllmDriver(llm)
-    parameters = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)
     digests: list[list[dict[str, str]]] = []
     answers: list[list[Answer]] = []
     ranks: list[list[int]] = []
 
     async def ask(index: int) -> Answer:
         prompt: Any = {"prompt_token_ids": PROMPTS[index]}
-        async for found in driver.generate(prompt, parameters, f"{len(answers)}.{index}"):
+        async for found in driver.generate(prompt, six_tokens(), f"{len(answers)}.{index}"):
             last = found
         return list(last.output.outputs[0].token_ids), list(last.versions[0])
 
@@ -88,8 +80,8 @@ async def _serve(folder: Path) -> Served:
         answers.append(await asyncio.gather(*map(ask, range(len(PROMPTS)))))
 
     await look()
-    await asyncio.to_thread(wait_for, folder / "meeting.json")
-    await driver.init_refit(json.loads((folder / "meeting.json").read_text()), 1, RefitConfig(**CONFIG))
+    meeting = await asyncio.to_thread(meeting_in, folder)
+    await driver.init_refit(meeting, 1, RefitConfig(**CONFIG))
     for version in range(len(SENT)):
         await driver._cores.ask_workers("probe_poison")
         ranks.append([record["rank"] for record in await driver.refit(version)])
@@ -103,23 +95,14 @@ async def _serve(folder: Path) -> Served:
     return Served(digests, answers, ranks, str(refused.value))
 
 
-def train(folder: str) -> None:
-    models = [AutoModelForCausalLM.from_pretrained(Path(folder) / str(i), dtype=torch.bfloat16) for i in SENT]
-
-    class Trainer(FSDPRefitMixin):
-        model = models[0]
-        refit_config = RefitConfig(**CONFIG)
-
-    trainer = Trainer()
-    rendezvous = trainer.open_refit_rendezvous("127.0.0.1", 1, REPLICAS)
-    write_whole(Path(folder) / "meeting.json", json.dumps(rendezvous))
-    trainer.init_per_pp_refit_comm_group(rendezvous, 0)
-    for version, sent in enumerate(models):
-        with torch.no_grad():
-            for own, other in zip(trainer.model.parameters(), sent.parameters(), strict=True):
-                own.copy_(other)
-        trainer.nccl_xfer_refit(version)
-    trainer.close_refit()
+def train(folder: Path) -> None:
+    models = [AutoModelForCausalLM.from_pretrained(folder / str(i), dtype=torch.bfloat16) for i in SENT]
+    with joined(models[0], folder, RefitConfig(**CONFIG), REPLICAS) as trainer:
+        for version, sent in enumerate(models):
+            with torch.no_grad():
+                for own, other in zip(trainer.model.parameters(), sent.parameters(), strict=True):
+                    own.copy_(other)
+            trainer.nccl_xfer_refit(version)
 
 
 def serve_replicas(folder: Path) -> Served:
@@ -127,18 +110,7 @@ def serve_replicas(folder: Path) -> Served:
     config.vocab_size = 128  # without padding, which would keep the poison that it is given
     for index in range(2):
         write_checkpoint(folder / str(index), config, seed=index + 1)
-    served: Served
-    _, served = run_together(
-        lambda: run_alone(train, str(folder), environment={}, timeout_s=900.0),
-        lambda: run_alone(
-            serve,
-            str(folder),
-            environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"},
-            timeout_s=900.0,
-            made_by=vllm_processes,
-        ),
-    )
-    return served
+    return follow(serve, train, folder)
 
 
 AHEAD = (serve_replicas,)
