@@ -65,6 +65,9 @@ class _Llm(_Engine):
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
         return [self.answer(method, args)]
 
+    def is_sleeping(self) -> bool:
+        return self.paused
+
     def sleep(self, level: int, mode: str) -> None:
         self.paused = True
 

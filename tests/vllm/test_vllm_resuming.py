@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,10 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCore
 from vllm.v1.executor.abstract import Executor
 
+from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError
+from rlrefit.workers.vllm.answers import answer
+from rlrefit.workers.vllm.driver import AsyncVllmDriver, VllmDriver
 from rlrefit.workers.vllm.transfer_engine import RlrefitTransferEngine
 from rlrefit.workers.vllm.updates import watch_weight_updates
 from rlrefit.workers.vllm.waking import stay_paused_while_asleep
@@ -22,6 +27,8 @@ class _Executor(Executor):
 
     def __init__(self) -> None:
         self.is_sleeping, self.sleeping_tags, self.calls = False, set(), []
+        self.refused: set[str] = set()
+        self.version = 6
         self.engine = object.__new__(RlrefitTransferEngine)
         self.engine._refit = SimpleNamespace(
             guard=SimpleNamespace(require_awake=lambda: None),
@@ -39,12 +46,22 @@ class _Executor(Executor):
 
     def collective_rpc(self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
         self.calls.append(method)
+        if method in self.refused:
+            return [answer(lambda: self._refuse(method))]
         transfer = {
             "start_weight_update": self.engine.start,
             "update_weights": self.engine.update,
             "finish_weight_update": self.engine.finish,
         }
-        return [transfer[method](None, *args, **(kwargs or {}))] if method in transfer else [None]
+        if method in transfer:
+            return [transfer[method](None, *args, **(kwargs or {}))]
+        if method == "nccl_xfer_refit":
+            [self.version] = args
+        return [{"asleep": [], "version": self.version}]
+
+    @staticmethod
+    def _refuse(method: str) -> dict[str, Any]:
+        raise RefitError(f"{method} failed on a worker")
 
 
 class _Scheduler:
@@ -72,6 +89,7 @@ def _core(kind: type[EngineCore] = EngineCore, backend: str = "rlrefit") -> Any:
     core.vllm_config = SimpleNamespace(
         weight_transfer_config=SimpleNamespace(backend=backend),
         parallel_config=SimpleNamespace(worker_extension_cls=""),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
         kv_transfer_config=None,
         ec_transfer_config=None,
         model_config=SimpleNamespace(is_multimodal_model=False),
@@ -83,6 +101,80 @@ def _core(kind: type[EngineCore] = EngineCore, backend: str = "rlrefit") -> Any:
 def _update(core: Any, version: int) -> None:
     core.collective_rpc("start_weight_update", kwargs={"is_checkpoint_format": True})
     core.collective_rpc("update_weights", args=({"version": version},))
+
+
+def _latched(core: Any) -> Any:
+    """Paused by a server call whose new weights came and whose old prefixes stayed."""
+    core.scheduler.holds = RuntimeError("blocks are held")
+    with pytest.raises(RefitError, match="blocks are held"):
+        _update(core, 7)
+    with pytest.raises(RefitError, match="stays paused"):
+        core.resume_scheduler()
+    return core
+
+
+class _Llm:
+    """``vllm.LLM`` around a core without requests."""
+
+    def __init__(self, core: Any) -> None:
+        self.llm_engine, self.vllm_config = self, core.vllm_config
+        self.output_processor = SimpleNamespace(request_states={})
+        self.sleep, self.wake_up, self.is_sleeping = core.sleep, core.wake_up, core.is_sleeping
+        self.reset_prefix_cache, self._rpc = core.reset_prefix_cache, core.collective_rpc
+
+    def has_unfinished_requests(self) -> bool:
+        return False
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        return self._rpc(method, None, args)
+
+
+class _AsyncLlm:
+    """``AsyncLLM`` around cores of replicas without requests."""
+
+    def __init__(self, *cores: Any) -> None:
+        self.vllm_config, self.engine_core, self.core_engines = cores[0].vllm_config, self, cores
+        self.output_processor = SimpleNamespace(request_states={})
+        self.engine_ranks_managed, self.outputs_queue = [0], asyncio.Queue[Any]()
+        self.output_handler: asyncio.Task[None] | None = None
+
+    def _run_output_handler(self) -> None:
+        async def read() -> None:
+            while True:
+                assert not (await self.outputs_queue.get()).outputs
+
+        if self.output_handler is None:
+            self.output_handler = asyncio.create_task(read())
+
+    async def _call_utility_async(self, utility: str, *arguments: Any, engine: Any) -> Any:
+        return getattr(engine, utility)(*arguments)
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        for core in self.core_engines:
+            core.pause_scheduler(mode, clear_cache)
+
+    async def resume_generation(self) -> None:
+        for core in self.core_engines:
+            core.resume_scheduler()
+
+
+def _scripts_refit(core: Any) -> Callable[[int], Any]:
+    driver = VllmDriver(_Llm(core))
+    driver.init_refit({}, 1, RefitConfig())
+    return driver.refit
+
+
+def _servers_refit(core: Any) -> Callable[[int], Any]:
+    """Of two replicas, the other of which could drop what its old weights made."""
+    other = _core()
+
+    async def scene(version: int) -> None:
+        driver = AsyncVllmDriver(_AsyncLlm(core, other))
+        await driver.init_refit({}, 1, RefitConfig())
+        await driver.refit(version)
+        assert not other.is_scheduler_paused()
+
+    return lambda version: asyncio.run(scene(version))
 
 
 def _asleep(core: Any) -> Any:
@@ -123,7 +215,7 @@ def test_prefixes_that_stay_keep_the_engine_paused_until_an_update_could_drop_th
         with pytest.raises(RefitError, match="does not resume"):
             core.collective_rpc("finish_weight_update")
         for resume in (core.resume_scheduler, lambda: core.wake_up(["scheduling"])):
-            with pytest.raises(RefitError, match="update anew, and resume then"):
+            with pytest.raises(RefitError, match="update anew or refit by a driver, and resume then"):
                 resume()
         assert core.is_scheduler_paused()
     assert "finish_weight_update" not in core.model_executor.calls
@@ -145,6 +237,51 @@ def test_finishing_again_drops_prefixes_that_stayed():
     core.collective_rpc("finish_weight_update")
     core.resume_scheduler()
     assert not core.is_scheduler_paused()
+
+
+@pytest.mark.parametrize("through", [_scripts_refit, _servers_refit], ids=["LLM", "AsyncLLM"])
+def test_a_drivers_refit_that_drops_what_a_server_call_left_resumes_the_engine(through: Any):
+    core = _latched(_core())
+    refit = through(core)
+    for version in (8, 9):
+        # Whatever fails of it, the engine stays paused: weights that did not come, and prefixes that stay.
+        core.model_executor.refused = {"nccl_xfer_refit"}
+        with pytest.raises(RefitError, match="nccl_xfer_refit failed on a worker"):
+            refit(version)
+        core.model_executor.refused = set()
+        with pytest.raises(RefitError, match="blocks are held"):
+            refit(version)
+        with pytest.raises(RefitError, match="stays paused"):
+            core.resume_scheduler()
+        assert core.is_scheduler_paused()
+    core.scheduler.holds = None
+    refit(10)
+    assert not core.is_scheduler_paused()
+    core.pause_scheduler("keep", clear_cache=False)
+    core.resume_scheduler()
+    assert not core.is_scheduler_paused()
+
+
+def test_only_a_refit_that_every_worker_serves_lets_an_engine_resume_that_kept_old_prefixes():
+    core = _latched(_core())
+    core.scheduler.holds = None
+    # Weights that arrived, prefixes that were dropped, and a worker that serves another version: each alone.
+    core.collective_rpc("nccl_xfer_refit", args=(8,))
+    core.reset_prefix_cache(True, False)
+    core.model_executor.refused = {"refit_caches_dropped"}
+    core.collective_rpc("refit_caches_dropped", args=(8,))
+    with pytest.raises(RefitError, match="stays paused"):
+        core.resume_scheduler()
+    core.model_executor.refused = set()
+    core.collective_rpc("refit_caches_dropped", args=(8,))
+    core.resume_scheduler()
+    assert not core.is_scheduler_paused()
+
+
+def test_a_script_whose_engine_kept_old_prefixes_is_told_so_instead_of_waiting_for_tokens():
+    driver = VllmDriver(_Llm(_latched(_core())))
+    with pytest.raises(RefitError, match=r"stays paused.*blocks are held"):
+        driver.generate(["x"], None)
 
 
 def test_a_sleeper_with_prefixes_that_stayed_wakes_and_stays_paused():

@@ -26,6 +26,7 @@ from .driver_state import (
 from .engine_cores import EngineCores
 from .preemption import require_kept_tokens
 from .token_versions import Generated
+from .waking import DROPPED
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +146,7 @@ class AsyncVllmDriver(DriverState):
             records = await self._rpc(method, version)
             self.version, received = version, True
             await self._reset_caches()
+            await self._rpc(DROPPED, version)
             self._versions.refitted(self._llm.output_processor.request_states, version)
             await self._resume()
         except BaseException as error:

@@ -24,6 +24,7 @@ from .driver_state import (
 from .preemption import require_kept_tokens
 from .sleeping import SleepCalls
 from .token_versions import Generated
+from .waking import DROPPED
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,9 @@ class VllmDriver(SleepCalls, DriverState):
         self.version = version
         try:
             self._reset_caches()
+            self._rpc(DROPPED, version)
+            # Also where the engine was paused past this driver: the core does so itself where a server call left prefixes.
+            self._paused = self._paused or engine.is_sleeping()
         except Exception as error:
             self._stay_paused(error)
             raise

@@ -69,6 +69,25 @@ class VllmRefitExtension(Refitted):
         """``{"version": …}`` of the weights that may be served; an error if they are not whole."""
         return answer(lambda: {"version": self._refit.serving_version()})
 
+    def refit_caches_dropped(self, version: int) -> dict[str, Any]:
+        """Told by a driver that has dropped what older weights made; an error if ``version`` is not the one in place.
+
+        The engine's core reads the answer too: it may resume, where it kept such things before (:mod:`.updates`).
+        """
+
+        def check() -> dict[str, Any]:
+            found = self._refit.serving_version()
+            if found != version:
+                raise RefitError(
+                    f"refit {version} has committed on the driver, and this worker serves version {found}, which something "
+                    "else has brought meanwhile. Refit again, and let nothing else change the weights",
+                    stage="commit",
+                    rank=self.rank,
+                )
+            return {}
+
+        return answer(check)
+
     def refit_require_servable(self) -> dict[str, Any]:
         """An error if a step would compute with weights that are not whole, or with memory that is asleep."""
 

@@ -12,14 +12,16 @@ import functools
 from typing import Any
 
 from ...integration.errors import RefitError
+from .answers import REFIT_ERROR
 from .connectors import require_droppable_caches
 from .preemption import require_kept_tokens
-from .waking import BACKEND, KEPT
+from .waking import BACKEND, DROPPED, KEPT, require_nothing_kept
 
 _MARK = "_updates_watched_by_rlrefit"
 _UPDATE = "update_weights"
 _NEED_REST = ("start_weight_update", _UPDATE)
 _FINISH = "finish_weight_update"
+_SERVABLE = "refit_require_servable"
 
 
 def watch_weight_updates() -> None:
@@ -27,7 +29,7 @@ def watch_weight_updates() -> None:
 
     While requests run, both calls are refused. Once weights have arrived, prefixes, the keys and values of waiting
     requests, and encoder outputs are dropped. Where that fails the engine does not resume (:mod:`.waking`) until a later
-    update, or ``finish_weight_update``, could drop them. Safe to call again.
+    update, ``finish_weight_update``, or a driver's refit could drop them. Safe to call again.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -49,9 +51,13 @@ def watch_weight_updates() -> None:
             _require_rest(core, method)
         if ours and method == _FINISH and getattr(core, KEPT, ""):
             _drop_what_old_weights_made(core)
+        if ours and method == _SERVABLE:
+            require_nothing_kept(core)
         answers = original(core, method, timeout, args, kwargs)
         if ours and method == _UPDATE:
             _drop_what_old_weights_made(core)
+        if ours and method == DROPPED and not any(REFIT_ERROR in answer for answer in answers):
+            setattr(core, KEPT, "")
         return answers
 
     setattr(collective_rpc, _MARK, True)
@@ -90,7 +96,7 @@ def _drop_what_old_weights_made(core: Any) -> None:
         raise RefitError(
             f"the new weights are in place, but vLLM keeps what the old ones made ({error}), so requests would mix both; the "
             "engine is paused and does not resume. End what holds it (a KV connector's transfers), then call "
-            "finish_weight_update again or update anew",
+            "finish_weight_update again, update anew or refit by a driver",
             stage="post_load",
         ) from error
     setattr(core, KEPT, "")

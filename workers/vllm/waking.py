@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 BACKEND = "rlrefit"
 # An engine core's attribute: what it keeps of old weights, as text; missing or empty if nothing.
 KEPT = "_kept_of_old_weights"
+# What a driver calls on all workers once its refit has committed and nothing is left that older weights made.
+DROPPED = "refit_caches_dropped"
 _MARK = "_waits_by_rlrefit"
 
 
@@ -63,6 +65,21 @@ def may_be_refitted(vllm_config: Any) -> bool:
     return ours or bool(vllm_config.parallel_config.worker_extension_cls)
 
 
+def require_nothing_kept(core: Any) -> None:
+    """To be called before requests of a core run.
+
+    Raises:
+        RefitError: it keeps what old weights made.
+    """
+    if kept := getattr(core, KEPT, ""):
+        raise RefitError(
+            f"the engine stays paused: its weights are new, but vLLM keeps what the old ones made ({kept}), so requests "
+            "would mix both. End what holds it (a KV connector's transfers), call finish_weight_update again, update anew "
+            "or refit by a driver, and resume then",
+            stage="post_load",
+        )
+
+
 def _has_to_wait(core: Any) -> bool:
     return bool(core.model_executor.is_sleeping or getattr(core, KEPT, ""))
 
@@ -72,11 +89,5 @@ def _stay_paused(core: Any) -> None:
     if core.model_executor.is_sleeping:
         logger.info("the engine stays paused until weights and KV cache are awake; the last wake resumes it")
         return
-    if kept := getattr(core, KEPT, ""):
-        raise RefitError(
-            f"the engine stays paused: its weights are new, but vLLM keeps what the old ones made ({kept}), so requests "
-            "would mix both. End what holds it (a KV connector's transfers), call finish_weight_update again or update "
-            "anew, and resume then",
-            stage="post_load",
-        )
+    require_nothing_kept(core)
     logger.info("the engine stays paused, since another of its data-parallel replicas has to")
