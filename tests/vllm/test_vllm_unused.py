@@ -14,6 +14,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16_marlin import (
     CompressedTensorsWNA16MarlinMoEMethod,
 )
+from vllm.model_executor.layers.quantization.gptq import GPTQLinearMethod
 from vllm.model_executor.layers.quantization.gptq_marlin import GPTQMarlinLinearMethod, GPTQMarlinMoEMethod
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -98,6 +99,7 @@ def test_packed_experts_with_an_order_of_groups_need_it_but_not_sorted():
     [
         (GPTQMarlinMoEMethod, SORTED, {"w13_g_idx", "w2_g_idx"}),
         (GPTQMarlinLinearMethod, set(), {"g_idx"}),
+        (GPTQLinearMethod, set(), {"g_idx"}),
     ],
 )
 def test_gptq_layers_need_their_indices_where_the_checkpoint_was_quantized_in_an_order(

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.quantization.gptq import ExllamaState
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -69,6 +70,7 @@ class ScopedReload:
         self._arrived: set[str] = set()
         self._active = False
         self._beside: dict[str, dict[str, torch.Tensor]] = {}
+        self._shuffled: list[nn.Module] = []
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load full checkpoint tensors; may be called several times in one refit.
@@ -133,6 +135,7 @@ class ScopedReload:
                 with self._context():
                     finalize_layerwise_reload(self._scope, self._vllm_config.model_config)
                     self._put_back_beside()
+                self._know_as_shuffled()
             except Exception:
                 self.abandon()
                 raise
@@ -150,6 +153,7 @@ class ScopedReload:
                 # Without loaded weights this only restores the kernels' tensors.
                 finalize_layerwise_reload(self._scope, self._vllm_config.model_config)
                 self._put_back_beside()
+            self._know_as_shuffled()
         self._active = False
         self._arrived.clear()
 
@@ -162,6 +166,14 @@ class ScopedReload:
         if self._active or not self._modules:
             return
         self._beside = {name: _tensors_beside(module) for name, module in self._modules.items()}
+        # GPTQLinearMethod shuffles weights for its kernel once, and remembers that it has; those that come are as in a checkpoint.
+        self._shuffled = [
+            module
+            for module in self._modules.values()
+            if getattr(module, "exllama_state", None) is ExllamaState.READY
+        ]
+        for module in self._shuffled:
+            module.exllama_state = ExllamaState.UNINITIALIZED
         with self._context():
             initialize_layerwise_reload(self._scope)
         for name, count in self._absent.items():
@@ -181,6 +193,12 @@ class ScopedReload:
                 if isinstance(new, torch.Tensor) and new is not tensor:
                     made[attribute] = tensor.copy_(new)
         self._beside = {}
+
+    def _know_as_shuffled(self) -> None:
+        """The tensors that such modules have now: new ones, or after a reload that was abandoned maybe the old ones."""
+        for module in self._shuffled:
+            module.exllama_state = ExllamaState.READY
+        self._shuffled = []
 
     @contextmanager
     def _context(self) -> Iterator[None]:

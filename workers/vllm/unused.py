@@ -16,6 +16,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16_marlin import (
     CompressedTensorsWNA16MarlinMoEMethod,
 )
+from vllm.model_executor.layers.quantization.gptq import GPTQLinearMethod
 from vllm.model_executor.layers.quantization.gptq_marlin import GPTQMarlinLinearMethod, GPTQMarlinMoEMethod
 from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptNvFp4FusedMoE,
@@ -64,13 +65,12 @@ def _unused(method: object) -> tuple[str, ...]:
     if kind is ModelOptNvFp4W4A16LinearMethod:
         return ("input_scale",)
     # Registered whether or not the checkpoint has an activation order; without one, kernels get empty tensors or none.
-    # GPTQLinearMethod is left out: after a reload its kernel reads g_idx as it came.
     if kind is CompressedTensorsWNA16MoEMethod:
         return _CT_GROUPS + _SORTED
     if kind is CompressedTensorsWNA16MarlinMoEMethod:
         return _SORTED if method.actorder == "group" else _CT_GROUPS + _SORTED
     if kind is GPTQMarlinMoEMethod:
         return _SORTED if method.quant_config.desc_act else _GPTQ_GROUPS + _SORTED
-    if kind is GPTQMarlinLinearMethod:
+    if kind in (GPTQLinearMethod, GPTQMarlinLinearMethod):
         return () if method.quant_config.desc_act else ("g_idx",)
     return ()
