@@ -49,7 +49,10 @@ class ColocatedIpcEngine(NcclXferEngine):
     @property
     def transport_reason(self) -> str:
         reason = super().transport_reason
-        return reason if self.transport_name == "ipc" else f"{reason}; {self._wire.how}"
+        if self.transport_name == "ipc":
+            return reason
+        # Two ranks of one GPU are told of already.
+        return f"{reason}; {self._wire.how if self._wire.why in reason else self._wire.reason}"
 
     @property
     def held_bytes(self) -> int:

@@ -26,15 +26,20 @@ class Wire:
     Attributes:
         kind: ``network`` (NCCL or gloo), ``device`` (buckets in GPU memory that the ranks map into each other) or
             ``host`` (buckets in host memory).
-        reason: why this one.
-        how: where its buckets lie; empty for the network.
+        why: shared memory serves, or none has to.
+        how: where the buckets lie, and why there; empty for the network.
         most: bytes of a bucket that its copies need at most.
     """
 
     kind: str
-    reason: str
+    why: str
     how: str = ""
     most: int = 0
+
+    @property
+    def reason(self) -> str:
+        """Why this one."""
+        return f"{self.why}; {self.how}" if self.how else self.why
 
 
 def gpu_identity(told: object) -> str:
@@ -79,9 +84,9 @@ def choose_wire(told: Sequence[object], asked: bool) -> Wire:
     obstacle = _obstacle(told)
     if obstacle:
         how = f"buckets in host memory, since {obstacle}"
-        return Wire("host", f"{why}; {how}", how, MOST_ON_HOST)
+        return Wire("host", why, how, MOST_ON_HOST)
     how = "buckets in GPU memory, by CUDA IPC"
-    return Wire("device", f"{why}; {how}", how, MOST_SHARED_BYTES if sharing else MOST_ON_DEVICE)
+    return Wire("device", why, how, MOST_SHARED_BYTES if sharing else MOST_ON_DEVICE)
 
 
 def _obstacle(told: Sequence[object]) -> str:

@@ -27,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="trainer rank i and engine rank i are two processes on one GPU; as many ranks on both sides, no peers",
     )
     parser.add_argument(
+        "--sleep",
+        action="store_true",
+        help="engines sleep between refits: the memory of their weights goes back and comes anew, as by vLLM's sleep mode",
+    )
+    parser.add_argument(
         "--transport",
         action="append",
         metavar="NAMES",

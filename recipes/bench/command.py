@@ -97,5 +97,6 @@ def _options(arguments: argparse.Namespace) -> BenchOptions:
         check=arguments.check,
         timeline=arguments.timeline is not None,
         colocated=arguments.colocated,
+        sleep=arguments.sleep,
         **({"probe_bytes": _CPU_PROBE_BYTES} if arguments.device == "cpu" else {}),
     )

@@ -21,6 +21,7 @@ class BenchOptions(RunOptions):
         check: compare what landed with the true values, bit for bit.
         timeline: keep every stage's intervals of one refit.
         colocated: trainer rank i and engine rank i are two processes on one GPU.
+        sleep: engines give the memory of their weights back between refits.
         probe_bytes: message size of the pairwise p2p rate, and of the device's copy rate.
     """
 
@@ -33,6 +34,7 @@ class BenchOptions(RunOptions):
     check: bool = True
     timeline: bool = False
     colocated: bool = False
+    sleep: bool = False
     probe_bytes: int = 2 << 30
 
     @property
@@ -78,6 +80,8 @@ class BenchOptions(RunOptions):
         found = self.common_violations()
         if self.is_quantized and self.dtype == "fp32":
             found.append("--quantize: fp8 is made of bf16 or fp16; give --dtype bf16")
+        if self.sleep and self.device != "cuda":
+            found.append("--sleep: engines' memory is that of GPUs; leave --sleep or --device cpu out")
         found += self._sharing_violations()
         if self.device == "cuda" and self.gpus > gpus:
             found.append(

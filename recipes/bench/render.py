@@ -35,6 +35,7 @@ def json_records(options: BenchOptions, result: BenchResult) -> list[dict[str, A
             "gen": options.gen_text,
             "dtype": options.dtype,
             "quantize": options.quantize,
+            "sleep": options.sleep,
             "transport": refit.transport,
             "kept_bytes": result.kept_bytes,
             "seconds_median": refit.timing.median,
@@ -63,7 +64,8 @@ def show(console: Console, options: BenchOptions, result: BenchResult) -> None:
     """Print the run's tables."""
     title = (
         f"{options.model} {options.dtype}{_quantized(options)}, {options.train_text} → {options.gen_text}, {result.device}; "
-        f"{result.kept_bytes / 1e9:.3f} GB kept per engine rank; {_wires(result)}"
+        f"{result.kept_bytes / 1e9:.3f} GB kept per engine rank{', which sleeps between refits' if options.sleep else ''}; "
+        f"{_wires(result)}"
     )
     table = _table()
     of, nominal = ("of copy", result.copy_gb_per_s) if options.colocated else ("of p2p", result.p2p_gb_per_s)

@@ -59,6 +59,11 @@ class Scene:
         """Change all weights of the trainers."""
         self.endpoint.advance()
 
+    def sleep(self) -> None:
+        """Have engines whose memory sleeps between refits give it back and take it anew."""
+        if isinstance(self.endpoint, BenchDestination):
+            self.endpoint.sleep()
+
     def poison(self) -> None:
         """Fill the engines' storage with NaN."""
         if isinstance(self.endpoint, BenchDestination):
@@ -112,7 +117,7 @@ def set_up(options: BenchOptions, ranks: Ranks) -> Scene:
         storage = Storage.allocate(params, whole, ranks.device, refused)
         endpoint = BenchSource(specs, storage, refused, ranks.device)
     else:
-        storage = Storage.allocate(params, whole, ranks.device)
+        storage = Storage.allocate(params, whole, ranks.device, sleeps=options.sleep)
         endpoint = BenchDestination(specs, storage, refused, ranks.device, served.formats())
     return Scene(options, ranks, specs, held, wanted, storage, endpoint)
 

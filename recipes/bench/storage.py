@@ -14,6 +14,7 @@ from ...integration.manifest import TensorSpec
 from ...integration.quantize.formats import Format
 from ...workers.catalog import Param
 from . import encoded_values, values
+from .sleeping import SleepingMemory
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,14 @@ class Storage:
         fragments: every box of a weight that they hold.
         by_name: the same by weight.
         padding: elements of each tensor that belong to no weight (padded vocabularies), in their order.
+        memory: of the tensors, where it can be given back; else None.
     """
 
     tensors: list[torch.Tensor]
     fragments: list[Fragment]
     by_name: dict[str, list[Fragment]]
     padding: list[int]
+    memory: SleepingMemory | None = None
 
     @staticmethod
     def allocate(
@@ -38,6 +41,8 @@ class Storage:
         whole: Sequence[TensorSpec],
         device: torch.device,
         left_out: Collection[str] = (),
+        *,
+        sleeps: bool = False,
     ) -> Storage:
         """Poisoned storage.
 
@@ -46,13 +51,27 @@ class Storage:
             whole: weights that it keeps in full beside them, since no rule says where they stand in a parameter.
             device: of all storage.
             left_out: weights whose place in ``params`` is not used.
+            sleeps: whether the memory can be given back and taken anew.
         """
+        wanted = [(tuple(one.shape), one.dtype) for one in (*params, *whole)]
+        memory = (
+            SleepingMemory([torch.Size(shape).numel() * dtype.itemsize for shape, dtype in wanted], device)
+            if sleeps
+            else None
+        )
+
+        def make(index: int) -> torch.Tensor:
+            shape, dtype = wanted[index]
+            if memory is not None:
+                return memory.tensor(index, shape, dtype)
+            return torch.empty(shape, dtype=dtype, device=device)
+
         tensors: list[torch.Tensor] = []
         fragments: list[Fragment] = []
         by_name: dict[str, list[Fragment]] = defaultdict(list)
         padding: list[int] = []
         for param in params:
-            tensor = torch.empty(param.shape, dtype=param.dtype, device=device)
+            tensor = make(len(tensors))
             covered = 0
             for part in param.parts:
                 if part.name in left_out:
@@ -64,14 +83,14 @@ class Storage:
             tensors.append(tensor)
             padding.append(tensor.numel() - covered)
         for spec in whole:
-            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            tensor = make(len(tensors))
             fragment = Fragment(spec.name, tuple(spec.shape), box_of(spec.shape), tensor)
             tensors.append(tensor)
             fragments.append(fragment)
             by_name[spec.name].append(fragment)
             padding.append(0)
         values.poison(tensors)
-        return Storage(tensors, fragments, dict(by_name), padding)
+        return Storage(tensors, fragments, dict(by_name), padding, memory)
 
     @property
     def nbytes(self) -> int:
@@ -196,6 +215,18 @@ class BenchDestination:
 
     def storage_key(self) -> Hashable:
         return storage_key(self.storage.tensors)
+
+    @property
+    def gives_memory_back(self) -> bool:
+        return self.storage.memory is not None
+
+    def sleep(self) -> None:
+        """Give the memory of all weights back, and wake to new memory at the same addresses, if it can be."""
+        if self.storage.memory is not None:
+            torch.cuda.synchronize(self.device)
+            self.storage.memory.sleep()
+            self.storage.memory.wake()
+            self.poison()
 
     def poison(self) -> None:
         """Fill all storage with NaN."""

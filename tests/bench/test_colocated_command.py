@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlrefit.recipes.bench.room import Need, shortages
 from rlrefit.recipes.bench.sharing import sharing
+from rlrefit.recipes.bench.sleeping import arrange
 from rlrefit.recipes.cli import main
 from tests.catalog.shrunken import CONFIGS
 
@@ -110,3 +114,21 @@ def test_each_device_is_held_against_the_needs_of_its_own_ranks():
         "GPU 1 has 64.4 GB free, and its ranks need 66.6: trainer rank 1 32.2 GB of weights, engine rank 1 32.2 GB of "
         "weights, and 2.1 GB for staging and checks"
     ]
+
+
+@given(st.lists(st.integers(1, 64 << 20), max_size=40))
+def test_tensors_of_an_engine_that_sleeps_lie_apart_in_chunks_of_the_drivers_granularity(sizes):
+    chunks, places = arrange(sizes)
+    assert all(chunk % (2 << 20) == 0 for chunk in chunks)
+    taken = sorted(
+        (chunk, offset, offset + size) for (chunk, offset), size in zip(places, sizes, strict=True)
+    )
+    assert all(stop <= chunks[chunk] and start % 512 == 0 for chunk, start, stop in taken)
+    for (a, _, stop), (b, start, _) in itertools.pairwise(taken):
+        assert a < b or stop <= start
+    assert {chunk for chunk, _, _ in taken} == set(range(len(chunks)))
+
+
+def test_memory_of_the_host_has_no_sleep(model, capsys):
+    assert bench("--model", model, "--layers", 1, "--train", "tp=1", "--gen", "tp=1", "--sleep") == 2
+    assert "--sleep: engines' memory is that of GPUs" in capsys.readouterr().err

@@ -32,10 +32,12 @@ def records(tmp_path, capsys, *arguments):
     return found
 
 
-def test_on_one_gpu_every_byte_stays_there_and_is_exact(tmp_path, capsys):
+@pytest.mark.parametrize("sleep", [(), ("--sleep",)], ids=["awake", "engines that sleep between refits"])
+def test_on_one_gpu_every_byte_stays_there_and_is_exact(tmp_path, capsys, sleep):
     ipc, buckets, p2p, golden = records(
-        tmp_path, capsys, "--model", "qwen3-0.6b", "--train", "tp=1", "--gen", "tp=1"
+        tmp_path, capsys, "--model", "qwen3-0.6b", "--train", "tp=1", "--gen", "tp=1", *sleep
     )
+    assert ("bind" in ipc["stages"]) == bool(sleep)
     for record in (ipc, buckets, p2p):
         assert record["stayed_bytes"] == record["kept_bytes"]
         assert (record["crossed_bytes"], record["p2p_gb_per_s"]) == (0, None)
