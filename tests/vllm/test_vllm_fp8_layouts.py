@@ -26,10 +26,11 @@ from rlrefit.integration.errors import PlanError
 from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.quantize.formats import Fp8Blockwise
+from rlrefit.workers.loader_trace.quantized import formats_of, promised_modules
 from rlrefit.workers.loader_trace.trace import Landing, LoaderTrace, trace_loader
 from rlrefit.workers.vllm import fp8
 from rlrefit.workers.vllm.layouts import ModuleLayout, module_layout
-from rlrefit.workers.vllm.quantized import block_modules, formats_of, promised_modules, tell_of_own_quantizers
+from rlrefit.workers.vllm.quantized import block_modules, tell_of_own_quantizers
 
 IN_PLACE = ModuleLayout(True, False, placed=True)
 

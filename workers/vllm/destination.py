@@ -14,20 +14,15 @@ from ...integration.endpoints import storage_key
 from ...integration.errors import PlanError, RefitError
 from ...integration.layout import Fragment
 from ...integration.manifest import TensorSpec
-from ...integration.quantize.formats import Format, wire_specs
+from ...integration.quantize.formats import Format
 from ..loader_trace.modules import owners_of, spread_over_modules
+from ..loader_trace.quantized import formats_of, on_the_wire, promised_modules
 from ..loader_trace.trace import Landing, LoaderTrace, Manifest, trace_loader
 from .completeness import check_complete
 from .derived import refresh_derived_state
 from .drafters import check_drafter, check_follows
 from .layouts import ModuleLayout, module_layout
-from .quantized import (
-    block_modules,
-    formats_of,
-    promised_modules,
-    require_codes,
-    tell_of_own_quantizers,
-)
+from .quantized import block_modules, require_codes, tell_of_own_quantizers
 from .reload import ScopedReload
 from .routing_cost import warn_of_misc
 from .twin import meta_twin
@@ -136,11 +131,7 @@ class VllmDestination:
         with meta_twin(self._model, self._vllm_config) as twin:
             trace = trace_loader(twin.load_weights, _loadable(twin), specs)
         self._promised = formats_of(specs, trace, blocks)
-        wire: list[TensorSpec] = []
-        for spec in specs:
-            format = self._promised.get(spec.name)
-            wire += [spec] if format is None else wire_specs(spec, format)
-        self._routes = self.routes(wire)
+        self._routes = self.routes(on_the_wire(specs, self._promised))
         return dict(self._promised)
 
     def fragments(self, manifest: Manifest) -> tuple[list[Fragment], dict[str, str]]:

@@ -1,20 +1,16 @@
-"""Which weights of a manifest a vLLM rank holds in FP8 blocks, so that the trainer sends them as codes and scales.
-
-The answer is the engine's own: a name whose tensor the loader puts into a float8 parameter with block scales beside it.
-"""
+"""Which modules of a vLLM model hold FP8 blocks, which hold another FP8, and which weights must not come as they are."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from ...integration.errors import PlanError
-from ...integration.manifest import TensorSpec, dtype_name
-from ...integration.quantize.formats import Format, wire_specs
-from ..loader_trace.codes import FLOAT8, unscaled_casts
+from ...integration.manifest import dtype_name
+from ..loader_trace.codes import unscaled_casts
 from ..loader_trace.trace import LoaderTrace, Manifest
 from .fp8 import BlockFp8, block_fp8, own_quantizer
 
@@ -25,44 +21,6 @@ def block_modules(model: nn.Module) -> dict[str, BlockFp8]:
     """The modules of ``model`` that hold weights in FP8 blocks, by name."""
     found = {name: block_fp8(module) for name, module in model.named_modules()}
     return {name: blocks for name, blocks in found.items() if blocks is not None}
-
-
-def formats_of(
-    specs: Sequence[TensorSpec], trace: LoaderTrace, blocks: Mapping[str, BlockFp8]
-) -> dict[str, Format]:
-    """The format of each weight of ``specs`` that this rank holds in FP8 blocks.
-
-    Weights that are in FP8 already are left out, and so is, with a line in the log, what no trainer can make of them.
-
-    Args:
-        specs: as the trainer exports them, not quantized.
-        trace: of these.
-        blocks: of the live model.
-    """
-    formats = {f"{module}.{codes}": b.format for module, b in blocks.items() for codes in b.scales}
-    found: dict[str, Format] = {}
-    left: list[Exception] = []
-    for spec in specs:
-        touched = trace.touched[spec.name]
-        wanted = {formats[parameter] for parameter in touched if parameter in formats}
-        if not wanted or spec.dtype in FLOAT8:
-            continue
-        [format, *others] = wanted
-        try:
-            if others or touched - formats.keys():
-                raise ValueError(
-                    f"{spec.name} goes into {', '.join(sorted(touched))}, which differ in format"
-                )
-            wire_specs(spec, format)
-        except ValueError as error:
-            left.append(error)
-        else:
-            found[spec.name] = format
-    if left:
-        logger.warning(
-            "the trainer does not quantize %d weights for this engine; first: %s", len(left), left[0]
-        )
-    return found
 
 
 def tell_of_own_quantizers(model: nn.Module) -> None:
@@ -111,23 +69,4 @@ def require_codes(trace: LoaderTrace, manifest: Manifest, parameters: Mapping[st
         f"({len(cast)} such weights). {remedy}, or start the engine without quantization",
         stage="trace",
         parameter=name,
-    )
-
-
-def promised_modules(
-    trace: LoaderTrace, blocks: Mapping[str, BlockFp8], promised: Mapping[str, Format]
-) -> frozenset[str]:
-    """Those modules of ``blocks`` all of whose codes come in the format that was asked for."""
-    names: dict[str, set[str]] = {}
-    for name, touched in trace.touched.items():
-        for parameter in touched:
-            names.setdefault(parameter, set()).add(name)
-    return frozenset(
-        module
-        for module, facts in blocks.items()
-        if all(
-            promised.get(name) == facts.format
-            for codes in facts.scales
-            for name in names.get(f"{module}.{codes}", ())
-        )
     )
