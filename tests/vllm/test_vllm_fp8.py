@@ -16,6 +16,7 @@ CASES = {
     "dense, rearranged": {"rearranged": True},
     "experts": {"experts": True},
     "experts in parallel": {"experts": True, "expert_parallel": True},
+    "experts, another library's": {"experts": True, "replaced": True},
 }
 LAYER = "model.layers.0"
 
@@ -65,6 +66,12 @@ def test_a_kernel_that_is_not_known_to_keep_the_layout_takes_the_misc_path_with_
             f"layer {LAYER}.{module}: process_weights_after_loading of Rearranging may rewrite the layout"
             for module in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
         }
+
+
+def test_post_load_functions_of_another_library_are_called_on_all_that_arrives(results):
+    for rank in results["experts, another library's"]:
+        assert set(rank.misc) == set(rank.own) | {f"{name}_scale_inv" for name in rank.own}
+        assert all("was replaced by a function of vllm_fp8_ranks" in why for why in rank.misc.values())
 
 
 def test_the_engine_names_what_it_holds_quantized_and_nothing_else(results):

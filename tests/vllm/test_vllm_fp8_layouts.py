@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -124,6 +126,31 @@ def test_experts_in_blocks_are_written_in_place_for_the_backends_that_keep_them(
     assert fp8.block_fp8(module).format.ue8m0 == (deep_gemm and e8m0)
     if not plain and not deep_gemm and not swapping:
         assert "moe_backend='triton'" in _layout(module).reason
+
+
+def _of_another_library(self: Any, layer: nn.Module) -> None:
+    """As NeMo-RL puts it in vLLM's place."""
+
+
+@pytest.mark.parametrize("method", [Fp8LinearMethod, Fp8MoEMethod, TritonFp8BlockScaledMMKernel])
+@pytest.mark.parametrize(
+    "replacement",
+    [
+        _of_another_library,
+        functools.wraps(Fp8LinearMethod.process_weights_after_loading)(_of_another_library),
+        mock.MagicMock(),
+    ],
+    ids=["function", "wrapper", "mock"],
+)
+def test_a_post_load_function_that_is_not_vllms_own_takes_the_reload(method, replacement, monkeypatch):
+    experts = method is Fp8MoEMethod
+    module = _experts(Fp8MoeBackend.TRITON) if experts else _linear(TritonFp8BlockScaledMMKernel)
+    assert _layout(module, promised=True) == IN_PLACE
+    monkeypatch.setattr(method, "process_weights_after_loading", replacement)
+    layout = _layout(module, promised=True)
+    assert (layout.direct, layout.reload) == (False, True)
+    assert f"of {method.__name__} was replaced by a function of " in layout.reason
+    assert (__name__ in layout.reason) != isinstance(replacement, mock.MagicMock)
 
 
 def test_landings_are_found_again_where_vllm_swaps_the_halves_for_flashinfer():

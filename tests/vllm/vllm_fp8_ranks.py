@@ -6,9 +6,11 @@ import json
 import os
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
@@ -58,6 +60,7 @@ class Fp8Case:
         experts: a mixture of experts.
         expert_parallel: its experts are spread over the ranks whole.
         rearranged: the kernels of linear layers turn the rows of their weights round after loading.
+        replaced: another library's functions stand where vLLM's methods process loaded weights.
     """
 
     trained: tuple[str, str]
@@ -65,6 +68,7 @@ class Fp8Case:
     experts: bool = False
     expert_parallel: bool = False
     rearranged: bool = False
+    replaced: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,8 @@ def refit_fp8(rank: int, cases: list[Fp8Case]) -> list[Fp8Result]:
         with set_current_vllm_config(_config(case, 0)):
             init_distributed_environment(2, rank, "env://", rank, "gloo")
             initialize_model_parallel(2, 1)
-        results.append(_one_case(rank, case))
+        with _post_load_functions(case):
+            results.append(_one_case(rank, case))
         destroy_model_parallel()
     return results
 
@@ -152,6 +157,38 @@ def _choose_kernels(case: Fp8Case) -> None:
     linear._POSSIBLE_FP8_BLOCK_KERNELS[current_platform._enum] = [kernel]
     TritonExperts._supports_current_device = staticmethod(lambda: True)
     TritonExperts._supports_quant_scheme = staticmethod(lambda weights, activations: True)
+
+
+@contextmanager
+def _post_load_functions(case: Fp8Case) -> Iterator[None]:
+    """Put others in the place of vLLM's as NeMo-RL does: by ``patch``, in place and with a kernel that stays.
+
+    They turn the rows of the weights round, so that what was written past them shows.
+    """
+    from vllm.model_executor.layers.quantization import fp8
+
+    def linear(self: Any, layer: torch.nn.Module) -> None:
+        layer.weight.data.copy_(layer.weight.data.flip(0))
+        layer.input_scale = None
+
+    def experts(self: Any, layer: torch.nn.Module) -> None:
+        layer.w2_weight.data.copy_(layer.w2_weight.data.flip(1))
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        if self.moe_kernel is None:
+            self.moe_kernel = fp8.make_fp8_moe_kernel(
+                moe_quant_config=self.moe_quant_config,
+                moe_config=self.moe,
+                fp8_backend=self.fp8_backend,
+                experts_cls=self.experts_cls,
+                routing_tables=layer._maybe_init_expert_routing_tables(),
+                shared_experts=layer.shared_experts,
+            )
+
+    with ExitStack() as stack:
+        if case.replaced:
+            for method, function in ((fp8.Fp8LinearMethod, linear), (fp8.Fp8MoEMethod, experts)):
+                stack.enter_context(patch.object(method, "process_weights_after_loading", function))
+        yield
 
 
 def _one_case(rank: int, case: Fp8Case) -> Fp8Result:

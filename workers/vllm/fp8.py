@@ -13,6 +13,9 @@ and scales as they were loaded; what happens then is up to the kernel that was c
 - Experts. Triton and CUTLASS take them as loaded, DeepGEMM as above. For FlashInfer's CUTLASS the halves of ``w13`` and of
   its scales change places, and scales below 1e-10 are raised to that, below which no scale of
   :mod:`...integration.quantize.fp8_blockwise` is. All others rearrange them (``convert_to_fp8_moe_kernel_format``).
+
+Others put functions of their own in the place of vLLM's ``process_weights_after_loading`` (NeMo-RL with ``precision: fp8``
+does, on the same classes). None of the above is known of those, so such modules take vLLM's reload, which calls them.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import vllm
 from torch import nn
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFp8BlockScaledMMKernel
 from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
@@ -113,6 +117,7 @@ def _linear(method: Fp8LinearMethod) -> BlockFp8:
     elif type(kernel) not in _PLAIN_KERNELS:
         effect = f"process_weights_after_loading of {type(kernel).__name__} may rewrite the layout"
     unless_promised = _REQUANTIZED if ue8m0 else ""
+    effect = effect or _replaced(method) or _replaced(kernel)
     return BlockFp8(_format(method, ue8m0), {"weight": "weight_scale_inv"}, effect, unless_promised)
 
 
@@ -132,8 +137,24 @@ def _experts(method: Fp8MoEMethod) -> BlockFp8:
             f"process_weights_after_loading of the {backend.value} experts backend rewrites the layout (start vLLM with "
             "moe_backend='triton', which computes with the experts as they are loaded)"
         )
+    effect = effect or _replaced(method)
     scales = {"w13_weight": "w13_weight_scale_inv", "w2_weight": "w2_weight_scale_inv"}
     return BlockFp8(_format(method, ue8m0), scales, effect, unless_promised, swapped)
+
+
+def _replaced(owner: object) -> str:
+    """Why the rules of this module do not hold for a method or a kernel: its post-load function is not vLLM's; else empty.
+
+    By where the function was compiled, which a wrapper that takes over another function's name can't change.
+    """
+    function: Any = owner.process_weights_after_loading  # type: ignore[attr-defined]
+    home = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+    if home.partition(".")[0] == vllm.__name__:
+        return ""
+    return (
+        f"process_weights_after_loading of {type(owner).__name__} was replaced by a function of {home} and may rewrite the "
+        "layout"
+    )
 
 
 def _format(method: Fp8LinearMethod | Fp8MoEMethod, ue8m0: bool) -> Fp8Blockwise:
