@@ -24,6 +24,7 @@ from .stages import (
     StageRefused,
     StageState,
 )
+from .under_way import UnderWay
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,10 @@ _BEFORE_REFIT = frozenset(
 
 class ColocatedCycle:
     """Drives both through the stages of :mod:`.stages`; an illegal order is an error that names the stage.
+
+    It may be called from several threads, and does one call at a time: whatever is asked for while a move is under way, from
+    within it too, is refused by the move's name (:class:`~.stages.StageBusy`) and changes nothing. What generates at the same
+    time goes into one :meth:`generate`. For coroutines there is ``workers.colocated.awaited``.
 
     The engine is given awake, or asleep as a whole, with the trainer off the GPU: start the engine first, then call
     :meth:`to_training`. A trainer that is made at its first ``onload`` never meets an engine that is awake.
@@ -101,6 +106,7 @@ class ColocatedCycle:
         self._after_failure = after_failure
         self._cycles = 0
         self._peaks: dict[str, int] = {}
+        self._under_way = UnderWay()
         # Of the last refit.
         self._records: list[RefitRecord] = []
 
@@ -109,9 +115,10 @@ class ColocatedCycle:
 
         An engine that waits for a refit sleeps again, whose weights are lost then: the next one brings them.
         """
-        if Move.SLEEP in self.state.legal:
-            self.sleep()
-        self.load_trainer()
+        with self._under_way.row("to_training", self.state.stage):
+            if Move.SLEEP in self.state.legal:
+                self.sleep()
+            self.load_trainer()
 
     def to_generation(self, version: int) -> list[RefitRecord]:
         """Bring the trainer's weights to the engine, the engine awake and the trainer off the GPU.
@@ -122,36 +129,49 @@ class ColocatedCycle:
             The refit's records, with the peaks of all stages since the last refit's.
 
         Raises:
-            StageError: the engine does not sleep, or is about to wake with another version.
+            StageError: the engine does not sleep, or is about to wake with another version, or a move is under way.
             RefitError: a move failed; a note says what to do.
         """
-        there = self.state.stage in _REFITTED and {record.version for record in self._records} == {version}
-        if not there and self.state.stage not in _BEFORE_REFIT:
-            self.state.require(Move.REFIT)
-        if self.state.stage in (Stage.TRAINING, Stage.TRAINER_LEAVING):
-            self.offload_trainer()
-        if self.state.stage in (Stage.SLEEPING, Stage.TRAINER_OFFLOADED):
+        with self._under_way.row("to_generation", self.state.stage):
+            there = self.state.stage in _REFITTED and {record.version for record in self._records} == {
+                version
+            }
+            if not there and self.state.stage not in _BEFORE_REFIT:
+                self.state.require(Move.REFIT)
+            if self.state.stage in (Stage.TRAINING, Stage.TRAINER_LEAVING):
+                self.offload_trainer()
+            if self.state.stage in (Stage.SLEEPING, Stage.TRAINER_OFFLOADED):
+                if self.state.multi_stage:
+                    self.wake_weights()
+                else:
+                    self.wake_all()
+            if not there:
+                self.refit(version)
+            if self.state.stage is not Stage.TRAINER_FREED:
+                self.free_trainer()
             if self.state.multi_stage:
-                self.wake_weights()
-            else:
-                self.wake_all()
-        if not there:
-            self.refit(version)
-        if self.state.stage is not Stage.TRAINER_FREED:
-            self.free_trainer()
-        if self.state.multi_stage:
-            self.wake_kv_cache()
-        peaks, self._peaks = self._peaks, {}
-        return [replace(record, stage_peaks=peaks) for record in self._records]
+                self.wake_kv_cache()
+            peaks, self._peaks = self._peaks, {}
+            return [replace(record, stage_peaks=peaks) for record in self._records]
 
     def sleep(self) -> None:
         """Have the engine give all its memory back."""
 
         def sleep() -> None:
             # Engines sleep as a whole only, and pass over it where a part sleeps already.
-            if rest := self._engine.asleep():
+            rest = self._engine.asleep()
+            if rest:
                 self._wake(*sorted(rest))
-            self._engine.sleep(self._sleep_level)
+            try:
+                self._engine.sleep(self._sleep_level)
+            except StageRefused as error:
+                if not rest:
+                    raise
+                raise RefitError(
+                    f"the engine has refused to sleep ({error}) after {_listed(rest)} was woken for it, so that what holds its "
+                    "memory is no stage's",
+                    stage="sleep",
+                ) from error
 
         self._do(Move.SLEEP, sleep, asleep=TAGS)
 
@@ -177,9 +197,10 @@ class ColocatedCycle:
 
     def refit(self, version: int) -> list[RefitRecord]:
         """Move the weights; the records have no peaks of stages yet."""
-        self._records = self._do(Move.REFIT, lambda: list(self._refit(version)), version=version)
-        self._cycles += 1
-        return list(self._records)
+        with self._under_way.row("refit", self.state.stage):
+            self._records = self._do(Move.REFIT, lambda: list(self._refit(version)), version=version)
+            self._cycles += 1
+            return list(self._records)
 
     def free_trainer(self) -> None:
         """Take the trainer's weights off the GPU."""
@@ -215,7 +236,13 @@ class ColocatedCycle:
         version: int | None = None,
     ) -> Result:
         """Make one move; ``asleep`` is what the engine must say of itself afterwards."""
-        self.state.require(move)
+        with self._under_way.move(move, self.state.stage):
+            self.state.require(move)
+            return self._made(move, work, asleep, version)
+
+    def _made(
+        self, move: Move, work: Callable[[], Result], asleep: frozenset[str] | None, version: int | None
+    ) -> Result:
         self._trainer.memory(restart=True)
         self._engine.memory(restart=True)
         start = time.perf_counter()

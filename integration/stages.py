@@ -11,6 +11,8 @@ All at once (``multi_stage_wake_up: false``), for engines that can't wake in par
 
 A refit may read weights that lie in host memory, so that ``sleeping`` may be followed by ``wake_weights`` or ``wake_all``
 too; FSDP2's it refuses there. From a refit that was refused or has failed, ``sleep`` leads back to the trainer. What fails leaves a stage from which the rest of the way is known, or ``lost``.
+
+One move is under way at a time, ``train`` and ``generate`` among them: till it has ended, the stage it began at is not left.
 """
 
 from __future__ import annotations
@@ -136,6 +138,10 @@ _REMEDY |= {Stage.ALL_AWAKE: _REMEDY[Stage.WEIGHTS_AWAKE], Stage.ALL_REFITTED: _
 
 class StageError(RefitError):
     """A move that is illegal at the present stage. Nothing has changed; ``stage`` names the present one."""
+
+
+class StageBusy(StageError):
+    """Another move is under way, which goes on undisturbed: the one that was asked for may be illegal once it has ended."""
 
 
 class StageRefused(RefitError):
