@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -16,7 +18,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from rlrefit.integration.errors import EngineDirty, PlanError, RefitError, RefitTimeout
 from rlrefit.integration.quantize.formats import Fp8Blockwise
 from rlrefit.integration.session import ServingState
-from rlrefit.workers.vllm import compat, plugin
+from rlrefit.workers.vllm import compat, plugin, preemption, updates, waking
 from rlrefit.workers.vllm.answers import answer, raise_refit_errors
 from rlrefit.workers.vllm.compat import REFIT, WEIGHT_TRANSFER, Needed, require_supported_vllm
 from rlrefit.workers.vllm.destination import Routes
@@ -41,16 +43,43 @@ def test_all_that_a_vllm_lacks_is_told_at_once_with_its_version():
         Needed(reload, "initialize_layerwise_reload", ("model", "device", "phase")),
         Needed(f"{reload}.types", "LayerReloadingInfo", ("load_numel", "loaded_bytes")),
         Needed(reload, "finalize_layerwise_reload", ("takes_any_keyword",)),
+        Needed("vllm.v1.engine.core", "EngineCore", sets=("scheduler", "gone")),
+        Needed("vllm.v1.engine.core", "DPEngineCoreProc._init_data_parallel", sets=("dp_group", "moved")),
     )
     with pytest.raises(RefitError, match=f"vLLM {vllm.__version__} differs from vLLM 0.21") as caught:
         require_supported_vllm(lacking)
     text = str(caught.value)
-    assert "in 4 things" in text
+    assert "in 6 things" in text
     assert f"{reload}.gone.anything: the module can't be imported" in text
     assert "initialize_layerwise_reload.phase: phase does not exist" in text
     assert "initialize_layerwise_reload: has no device and no phase" in text
     assert "LayerReloadingInfo: has no loaded_bytes" in text
+    assert "EngineCore: has no gone\n" in text
+    assert "_init_data_parallel: has no moved\n" in text
     assert "vllm>=0.21,<0.22" in text
+
+
+@pytest.mark.parametrize("module", [waking, updates, preemption])
+def test_what_the_plug_in_touches_of_an_engines_core_is_all_held_against_the_installed_vllm(module: Any):
+    listed = {
+        name
+        for needed in (*REFIT, *WEIGHT_TRANSFER)
+        for name in (*needed.name.split("."), *needed.takes, *needed.sets)
+    }
+    # What vLLM hands out, by the names that these modules have for it.
+    of_vllm = {"core", "scheduler", "request", "vllm_config", "config", "transfer", "model_executor"}
+    of_vllm |= {"model_config", "parallel_config", "scheduler_config", "EngineCore", "DPEngineCoreProc"}
+    of_vllm |= {"ParallelConfig", "AsyncScheduler", "scheduler_class"}
+    touched = {
+        node.attr
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Attribute)
+        and (node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", ""))
+        in of_vllm
+    }
+    # A vLLM without this flag is left alone.
+    assert touched - {"discard_latest_async_tokens"} <= listed
+    assert touched & listed
 
 
 @pytest.mark.parametrize(("version", "warnings"), [("0.21.0+cpu", 0), ("0.25.1", 1), ("0.210.0", 1)])

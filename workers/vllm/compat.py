@@ -39,7 +39,7 @@ class Needed:
         module: where it is.
         name: its name there, dotted for what a class holds.
         takes: names of parameters (of a function) or fields (of a dataclass) that are used.
-        sets: names of attributes that are used, and that its constructor sets (of a class).
+        sets: names of attributes that are used, and that it sets: the constructor of a class, or a function.
     """
 
     module: str
@@ -49,7 +49,11 @@ class Needed:
 
 
 REFIT = (
-    Needed("vllm.config", "VllmConfig"),
+    Needed(
+        "vllm.config",
+        "VllmConfig",
+        ("model_config", "parallel_config", "scheduler_config", "weight_transfer_config"),
+    ),
     Needed("vllm.config", "CompilationMode.NONE"),
     Needed("vllm.config", "set_current_vllm_config", ("vllm_config",)),
     Needed("vllm.config", "SpeculativeConfig", ("method", "model", "draft_load_config")),
@@ -95,8 +99,6 @@ REFIT = (
     Needed(f"{_LAYERS}.quantization.modelopt", "ModelOptNvFp4FusedMoE", sets=("nvfp4_backend",)),
     Needed(f"{_LAYERS}.quantization.modelopt", "ModelOptNvFp4LinearMethod"),
     Needed(f"{_LAYERS}.quantization.modelopt", "ModelOptNvFp4W4A16LinearMethod"),
-    Needed(f"{_LAYERS}.quantization.gptq_marlin", "GPTQMarlinLinearMethod"),
-    Needed(f"{_LAYERS}.quantization.gptq_marlin", "GPTQMarlinMoEMethod"),
     Needed(f"{_WNA16_MOE}_wna16", "CompressedTensorsWNA16MoEMethod"),
     Needed(f"{_WNA16_MOE}_wna16_marlin", "CompressedTensorsWNA16MarlinMoEMethod"),
     Needed(
@@ -123,38 +125,20 @@ REFIT = (
     Needed(
         "vllm.v1.core.sched.async_scheduler", "AsyncScheduler.reset_prefix_cache", ("reset_running_requests",)
     ),
+    # Without it nothing would say whether that drops a token of each running request.
+    Needed("vllm.v1.core.sched.async_scheduler", "AsyncScheduler._update_request_with_output", ("request",)),
+    Needed("vllm.v1.core.sched.scheduler", "Scheduler", sets=("running",)),
+    Needed("vllm.v1.request", "Request", sets=("num_output_placeholders",)),
+    Needed("vllm.config", "SchedulerConfig", ("async_scheduling",)),
+    Needed("vllm.config", "ParallelConfig", ("worker_extension_cls",)),
+    Needed(_CORE, "EngineCore", sets=("vllm_config", "model_executor", "scheduler")),
     Needed(_CORE, "EngineCore.wake_up", ("tags",)),
     Needed(_CORE, "EngineCore.resume_scheduler"),
+    Needed("vllm.v1.executor.abstract", "Executor", sets=("is_sleeping",)),
+    Needed(_CORE, "DPEngineCoreProc", sets=("pending_pause", "engines_running")),
+    Needed(_CORE, "DPEngineCoreProc._init_data_parallel", sets=("dp_group",)),
     Needed(_CORE, "DPEngineCoreProc.resume_scheduler"),
     Needed("vllm.config", "ParallelConfig.has_unfinished_dp", ("dp_group", "has_unfinished")),
-)
-WEIGHT_TRANSFER = (
-    Needed("vllm.config.weight_transfer", "WeightTransferConfig", ("backend",)),
-    Needed(f"{_TRANSFER}.factory", "WeightTransferEngineFactory.create_engine", ("config",)),
-    Needed(f"{_TRANSFER}.base", "WeightTransferInitInfo"),
-    Needed(f"{_TRANSFER}.base", "WeightTransferUpdateInfo"),
-    Needed(f"{_TRANSFER}.base", "WeightTransferEngine.parse_init_info", ("init_dict",)),
-    Needed(f"{_TRANSFER}.base", "WeightTransferEngine.parse_update_info", ("update_dict",)),
-    Needed("vllm.v1.worker.gpu_worker", "Worker.init_weight_transfer_engine", ("init_info",)),
-    Needed("vllm.v1.worker.gpu_worker", "Worker.start_weight_update"),
-    Needed("vllm.v1.worker.gpu_worker", "Worker.update_weights", ("update_info",)),
-    Needed("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update"),
-    Needed(_CORE, "EngineCore.collective_rpc", ("method", "timeout", "args", "kwargs")),
-    Needed(_CORE, "EngineCore.reset_prefix_cache", _RESETS),
-    Needed(_CORE, "EngineCore.reset_encoder_cache"),
-    Needed(_CORE, "EngineCore.pause_scheduler", ("mode", "clear_cache")),
-    Needed("vllm.v1.core.sched.scheduler", "Scheduler", sets=("running",)),
-    Needed("vllm.v1.core.sched.scheduler", "Scheduler.has_unfinished_requests"),
-)
-_OUTPUTS = (
-    Needed("vllm.v1.engine.output_processor", "OutputProcessor", sets=("request_states", "parent_requests")),
-    Needed(
-        "vllm.v1.engine.output_processor",
-        "RequestState",
-        sets=("external_req_id", "parent_req", "request_index", "detokenizer"),
-    ),
-    Needed("vllm.v1.engine.parallel_sampling", "ParentRequest", sets=("external_req_id",)),
-    Needed("vllm.v1.engine.detokenizer", "IncrementalDetokenizer.num_output_tokens"),
 )
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
 # What tells connectors that keep blocks through a reset.
@@ -170,6 +154,37 @@ _CONNECTORS = (
     Needed(f"{_CONNECTOR}.v1.base", "KVConnectorBase_V1.reset_cache"),
     Needed(f"{_CONNECTOR}.v1.multi_connector", "MultiConnector"),
 )
+WEIGHT_TRANSFER = (
+    Needed("vllm.config.weight_transfer", "WeightTransferConfig", ("backend",)),
+    Needed(f"{_TRANSFER}.factory", "WeightTransferEngineFactory.create_engine", ("config",)),
+    Needed(f"{_TRANSFER}.base", "WeightTransferInitInfo"),
+    Needed(f"{_TRANSFER}.base", "WeightTransferUpdateInfo"),
+    Needed(f"{_TRANSFER}.base", "WeightTransferEngine.parse_init_info", ("init_dict",)),
+    Needed(f"{_TRANSFER}.base", "WeightTransferEngine.parse_update_info", ("update_dict",)),
+    Needed("vllm.v1.worker.gpu_worker", "Worker.init_weight_transfer_engine", ("init_info",)),
+    Needed("vllm.v1.worker.gpu_worker", "Worker.start_weight_update"),
+    Needed("vllm.v1.worker.gpu_worker", "Worker.update_weights", ("update_info",)),
+    Needed("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update"),
+    Needed(_CORE, "EngineCore.collective_rpc", ("method", "timeout", "args", "kwargs")),
+    Needed(_CORE, "EngineCore.reset_prefix_cache", _RESETS),
+    Needed(_CORE, "EngineCore.reset_encoder_cache"),
+    Needed(_CORE, "EngineCore.is_scheduler_paused"),
+    Needed(_CORE, "EngineCore.pause_scheduler", ("mode", "clear_cache")),
+    Needed(_CORE, "EngineCoreProc.pause_scheduler", ("mode", "clear_cache")),
+    Needed("vllm.v1.core.sched.scheduler", "Scheduler.has_unfinished_requests"),
+    Needed("vllm.config", "ModelConfig.is_multimodal_model"),
+    *_CONNECTORS,
+)
+_OUTPUTS = (
+    Needed("vllm.v1.engine.output_processor", "OutputProcessor", sets=("request_states", "parent_requests")),
+    Needed(
+        "vllm.v1.engine.output_processor",
+        "RequestState",
+        sets=("external_req_id", "parent_req", "request_index", "detokenizer"),
+    ),
+    Needed("vllm.v1.engine.parallel_sampling", "ParentRequest", sets=("external_req_id",)),
+    Needed("vllm.v1.engine.detokenizer", "IncrementalDetokenizer.num_output_tokens"),
+)
 # What drivers use of vllm.LLM.
 SCRIPT = (
     Needed("vllm.entrypoints.llm", "LLM", sets=("llm_engine",)),
@@ -183,6 +198,7 @@ SCRIPT = (
     Needed("vllm.v1.engine.llm_engine", "LLMEngine.has_unfinished_requests"),
     Needed("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", ("internal",)),
     Needed("vllm.v1.engine.llm_engine", "LLMEngine.reset_encoder_cache"),
+    Needed("vllm.v1.engine.llm_engine", "LLMEngine.is_sleeping"),
     Needed("vllm.v1.engine.core_client", "SyncMPClient", sets=("outputs_queue",)),
     Needed("vllm.v1.engine.core_client", "InprocClient", sets=("engine_core",)),
     Needed(_CORE, "EngineCore", sets=("batch_queue",)),
@@ -271,7 +287,7 @@ def require_supported_runner(runner: Any) -> None:
         kind = type(runner)
         raise RefitError(
             f"vLLM {_version()} uses {kind.__module__}.{kind.__name__} as its model runner (Model Runner V2, which vLLM from "
-            f"0.25 takes for dense models by itself); refits are made for V1's {GPUModelRunner.__module__}. Nothing was "
+            f"0.24 takes for many models by itself); refits are made for V1's {GPUModelRunner.__module__}. Nothing was "
             "changed. Set VLLM_USE_V2_MODEL_RUNNER=0 in the environment of the engine and its workers",
             stage="start",
         )
@@ -301,12 +317,14 @@ def _accepted(found: Any, name: str) -> set[str]:
     return {*parameters, *([name] if takes_all else [])}
 
 
-def _attributes(found: type[Any]) -> set[str]:
-    """What the constructors of a class set, wrapped or inherited, and what the class itself has."""
-    constructors = (
-        inspect.unwrap(vars(kind)["__init__"]) for kind in found.__mro__ if "__init__" in vars(kind)
+def _attributes(found: Any) -> set[str]:
+    """What a function sets; of a class what its constructors do, wrapped or inherited, and what it has itself."""
+    setters = (
+        [vars(kind)["__init__"] for kind in found.__mro__ if "__init__" in vars(kind)]
+        if inspect.isclass(found)
+        else [found]
     )
-    codes = [init.__code__ for init in constructors if inspect.isfunction(init)]
+    codes = [setter.__code__ for setter in map(inspect.unwrap, setters) if inspect.isfunction(setter)]
     stored = {
         step.argval for code in codes for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"
     }

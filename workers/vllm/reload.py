@@ -15,7 +15,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.quantization.gptq import ExllamaState
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -170,10 +169,11 @@ class ScopedReload:
         self._shuffled = [
             module
             for module in self._modules.values()
-            if getattr(module, "exllama_state", None) is ExllamaState.READY
+            # By name, since later vLLMs have no such state.
+            if getattr(getattr(module, "exllama_state", None), "name", "") == "READY"
         ]
         for module in self._shuffled:
-            module.exllama_state = ExllamaState.UNINITIALIZED
+            module.exllama_state = type(module.exllama_state)["UNINITIALIZED"]
         with self._context():
             initialize_layerwise_reload(self._scope)
         for name, count in self._absent.items():
@@ -197,7 +197,7 @@ class ScopedReload:
     def _know_as_shuffled(self) -> None:
         """The tensors that such modules have now: new ones, or after a reload that was abandoned maybe the old ones."""
         for module in self._shuffled:
-            module.exllama_state = ExllamaState.READY
+            module.exllama_state = type(module.exllama_state)["READY"]
         self._shuffled = []
 
     @contextmanager

@@ -16,8 +16,6 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16_marlin import (
     CompressedTensorsWNA16MarlinMoEMethod,
 )
-from vllm.model_executor.layers.quantization.gptq import GPTQLinearMethod
-from vllm.model_executor.layers.quantization.gptq_marlin import GPTQMarlinLinearMethod, GPTQMarlinMoEMethod
 from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptNvFp4FusedMoE,
     ModelOptNvFp4W4A16LinearMethod,
@@ -25,6 +23,13 @@ from vllm.model_executor.layers.quantization.modelopt import (
 
 from ..loader_trace.trace import LoaderTrace
 
+# By name, since later vLLMs have none of them: there nothing of a GPTQ layer is known to be unused.
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
+_GPTQ_EXPERTS = f"{_QUANTIZATION}.gptq_marlin.GPTQMarlinMoEMethod"
+_GPTQ_LINEAR = (
+    f"{_QUANTIZATION}.gptq.GPTQLinearMethod",
+    f"{_QUANTIZATION}.gptq_marlin.GPTQMarlinLinearMethod",
+)
 _INPUT_SCALES = ("w13_input_scale", "w2_input_scale")
 # Post-load processing sorts the groups of an activation order itself, so that no checkpoint has these.
 _SORTED = ("w13_g_idx_sort_indices", "w2_g_idx_sort_indices")
@@ -69,8 +74,9 @@ def _unused(method: object) -> tuple[str, ...]:
         return _CT_GROUPS + _SORTED
     if kind is CompressedTensorsWNA16MarlinMoEMethod:
         return _SORTED if method.actorder == "group" else _CT_GROUPS + _SORTED
-    if kind is GPTQMarlinMoEMethod:
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if name == _GPTQ_EXPERTS:
         return _SORTED if method.quant_config.desc_act else _GPTQ_GROUPS + _SORTED
-    if kind in (GPTQLinearMethod, GPTQMarlinLinearMethod):
+    if name in _GPTQ_LINEAR:
         return () if method.quant_config.desc_act else ("g_idx",)
     return ()
