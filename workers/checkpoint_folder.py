@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 # Configuration, tokenizer and the index of the weights' files.
 _SMALL = ("*.json", "*.txt", "*.jinja", "*.model")
+_LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -50,3 +52,44 @@ def checkpoint_folder(name: str | Path, *, weights: bool = True) -> Path:
             f"hosts without a network, fetch it elsewhere with `hf download {name} --local-dir FOLDER`, put FOLDER "
             "where all hosts see it, and give it as model.path"
         ) from error
+
+
+def weight_names(folder: Path) -> frozenset[str]:
+    """Names of the weights that a full load of the checkpoint's model takes, by its index or its files' headers.
+
+    Left out is what a folder may hold besides: a tied copy of the embedding, tables that models compute, and the layers
+    for multi-token prediction, which are a draft model's.
+
+    Raises:
+        ValueError: the folder has no safetensors, or what can't be read as such.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    index, config = folder / "model.safetensors.index.json", folder / "config.json"
+    found: set[str] = set()
+    try:
+        if index.is_file():
+            found.update(json.loads(index.read_text())["weight_map"])
+        else:
+            for path in folder.glob("*.safetensors"):
+                with safe_open(path, framework="pt") as file:
+                    found.update(file.keys())
+        text = json.loads(config.read_text()) if config.is_file() else {}
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ValueError(
+            f"the weights of {folder} can't be told ({type(error).__name__}: {error})"
+        ) from error
+    if not found:
+        raise ValueError(f"{folder} has neither {index.name} nor any .safetensors file")
+    # A multimodal model's shapes are its text model's; whether its embedding is tied may stand in either.
+    shapes = text.get("text_config", text)
+    if text.get("tie_word_embeddings", shapes.get("tie_word_embeddings", False)):
+        found.discard("lm_head.weight")
+    layers = shapes.get("num_hidden_layers")
+    return frozenset(name for name in found if not _is_extra(name, layers))
+
+
+def _is_extra(name: str, layers: int | None) -> bool:
+    layer = _LAYER.search(name)
+    predicts = name.startswith("mtp.") or (layer and layers is not None and int(layer[1]) >= layers)
+    return bool(predicts) or name.endswith("rotary_emb.inv_freq")

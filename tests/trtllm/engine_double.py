@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,8 +156,9 @@ class _Engine:
 class _Worker:
     """``RayGPUWorker``: its own methods, to which an extension adds others."""
 
-    def __init__(self, device_id: int, model: _Module, load_format: str) -> None:
+    def __init__(self, device_id: int, model: _Module, load_format: str, checkpoint: Path | None) -> None:
         self.device_id = device_id
+        self._hf_model_dir = checkpoint
         self.can_sleep = True
         self.engine = _Engine(model)
         self.llm_args = SimpleNamespace(load_format=SimpleNamespace(name=load_format))
@@ -206,6 +208,7 @@ class DoubleLLM:
         specs: the weights of its model.
         workers: one for each GPU from ``first`` on.
         in_parts: whether the model takes its weights in buckets.
+        checkpoint: the folder that TensorRT-LLM opened as the model's.
     """
 
     def __init__(
@@ -217,11 +220,14 @@ class DoubleLLM:
         first: int = 0,
         in_parts: bool = True,
         load_format: str = "AUTO",
+        checkpoint: Path | None = None,
         device: str = "cpu",
     ) -> None:
         kind = _TextModel if in_parts else _VisionModel
         cls = _injected(extension)
-        self.workers: list[Any] = [cls(first + i, kind(specs, device), load_format) for i in range(workers)]
+        self.workers: list[Any] = [
+            cls(first + i, kind(specs, device), load_format, checkpoint) for i in range(workers)
+        ]
 
     def _collective_rpc(
         self, method: str, args: tuple[Any, ...] = (), kwargs: Any = None, non_block: bool = False

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,12 +19,18 @@ import torch
 
 from ...integration.errors import RefitError
 from ...integration.stages import KV_CACHE
+from ..checkpoint_folder import weight_names
 from .payload import Imports
 
 _SERIALIZATION = ("tensorrt_llm.llmapi.serialization", "tensorrt_llm.serialization")
 _CONTROL = ("tensorrt_llm.executor.ray.utils", "tensorrt_llm._ray_utils")
 # What TensorRT-LLM's own extension refuses, and what would undo the approvals.
 _DISALLOWED = {"torch.storage": ["_load_from_bytes"], "torch.hub": ["_load_local"], "torch": ["save", "load"]}
+# How a caller tells of the weights instead.
+ANNOUNCE = (
+    "announce them: refit_begin(version, [[name, shape, dtype], …]) on all workers before the buckets, and "
+    "refit_commit(version) after update_weights(None), as TrtllmDriver does"
+)
 # Set on a model between the first bucket and the end of a refit, by TensorRT-LLM's extension.
 _LATCH = "first_pre_reload_weights"
 
@@ -91,6 +98,32 @@ def abort_cycle(worker: Any) -> None:
     # Older versions leave it, and would merge the next refit's buckets into the failed one.
     if hasattr(model_engine.model, _LATCH):
         delattr(model_engine.model, _LATCH)
+
+
+def checkpoint_names(worker: Any, undefined: str) -> frozenset[str]:
+    """Names of the weights in the checkpoint that the engine was made for: what a full load of its model takes.
+
+    Args:
+        worker: TensorRT-LLM's worker, which keeps the checkpoint's folder (``BaseWorker``).
+        undefined: why they are asked for.
+
+    Raises:
+        RefitError: it has no such folder, or the folder no readable safetensors.
+    """
+    folder = getattr(worker, "_hf_model_dir", None)
+    problem = "TensorRT-LLM's worker names no folder of a checkpoint"
+    if folder is not None:
+        try:
+            found = weight_names(Path(folder))
+        except ValueError as error:
+            problem = str(error)
+        else:
+            return found
+    raise RefitError(
+        f"{undefined}, and the names of its weights are not known, without which a refit that leaves some out can't be "
+        f"told from a whole one: {problem}. Nothing was written. Start the engine from a checkpoint's folder, or {ANNOUNCE}",
+        stage="handshake",
+    )
 
 
 def baked_in(worker: Any) -> Hashable:

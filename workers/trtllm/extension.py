@@ -36,10 +36,16 @@ class TrtllmRefit(WorkerExtension):
 
     # What payloads may import; a subclass may approve more.
     refit_approved_imports: ClassVar[Imports] = APPROVED
+    # How long update_weights(None) waits for the engine's other workers.
+    refit_timeout_s: ClassVar[float] = 300.0
 
     @compat.control_action
     def update_weights(self, ipc_handles: dict[str, Any] | None = None) -> None:
-        """Load a bucket, ``{device UUID: payload}``, or with None finalize and serve the weights."""
+        """Load a bucket, ``{device UUID: payload}``, or with None, on all workers, finalize and serve the weights.
+
+        They are served on all workers of this engine or on none. Of other replicas it knows nothing: who has several
+        asks each one before anything is generated, or uses :mod:`.driver`.
+        """
         self._refit.update_weights(ipc_handles)
 
     @compat.control_action
@@ -118,7 +124,10 @@ class TrtllmRefit(WorkerExtension):
         found: WorkerRefit | None = self.__dict__.get("refit_state_of_worker")
         if found is None:
             found = WorkerRefit(
-                self, lambda handles: _update_weights(self, handles), self.refit_approved_imports
+                self,
+                lambda handles: _update_weights(self, handles),
+                self.refit_approved_imports,
+                self.refit_timeout_s,
             )
             self.__dict__["refit_state_of_worker"] = found
         return found

@@ -29,8 +29,8 @@ class WeightsGuard:
         self._asleep: set[str] = set()
         load_format = getattr(worker.llm_args, "load_format", "")
         dummy = "dummy" in str(getattr(load_format, "name", load_format)).lower()
-        # Why the weights are nobody's; empty if they are somebody's.
         self._undefined = "the engine was started with load_format=dummy" if dummy else ""
+        self._losses = 0
         _wrap(worker.engine.model_engine, "forward", before=self._before_step)
         _wrap(worker, "sleep", after=self._slept)
         _wrap(worker, "wakeup", after=self._woke)
@@ -39,6 +39,16 @@ class WeightsGuard:
     def asleep(self) -> frozenset[str]:
         """TensorRT-LLM's tags of what has no memory at the moment."""
         return frozenset(self._asleep)
+
+    @property
+    def undefined(self) -> str:
+        """Why the weights are nobody's; empty if a checkpoint or a refit has brought them."""
+        return self._undefined
+
+    @property
+    def losses(self) -> int:
+        """How often weights have lost their memory so far."""
+        return self._losses
 
     def require_servable(self) -> None:
         """To be called before anything is generated.
@@ -94,6 +104,7 @@ class WeightsGuard:
         self._asleep |= set(sleep_tags)
         if self._asleep - {KV_CACHE}:
             self._undefined = "weights of the engine have slept, which does not keep them"
+            self._losses += 1
 
     def _woke(self, wakeup_tags: Iterable[str]) -> None:
         self._asleep -= set(wakeup_tags)

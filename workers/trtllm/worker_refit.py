@@ -8,7 +8,7 @@ while another computed it would leave the other waiting in a collective.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from ...integration.stage_memory import MemoryWatch
 from . import compat
 from .guard import WeightsGuard
 from .payload import APPROVED, Entry, Imports, decode
+from .peers import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -32,15 +33,28 @@ class _Arriving:
 
     Attributes:
         version: that it brings.
-        awaited: weights that are still to come; None if the sender did not say which there are.
+        awaited: all of its weights; None if the sender did not say which there are.
+        due: names that have to arrive.
+        whole: whether these are all weights of the model.
+        losses: how often weights had lost their memory when it began.
         arrived: names so far.
         failed: why it can't go on, or empty.
         finished: whether the engine has made all that it derives from the weights.
     """
 
-    def __init__(self, version: int, specs: Sequence[TensorSpec] | None) -> None:
+    def __init__(
+        self,
+        version: int,
+        awaited: Mapping[str, TensorSpec] | None,
+        due: Collection[str],
+        whole: bool,
+        losses: int,
+    ) -> None:
         self.version = version
-        self.awaited = None if specs is None else {spec.name: spec for spec in specs}
+        self.awaited = awaited
+        self.due = frozenset(due)
+        self.whole = whole
+        self.losses = losses
         self.arrived: set[str] = set()
         self.failed = ""
         self.finished = False
@@ -54,6 +68,7 @@ class WorkerRefit:
         update: TensorRT-LLM's own ``update_weights``, to be called while the engine's loop is held: it loads and
             finalizes, in whatever way this version does.
         approved: what a payload may import.
+        timeout_s: how long to wait for the other workers, where the caller settles nothing among them.
 
     Attributes:
         state: version and dirtiness of the weights.
@@ -63,16 +78,23 @@ class WorkerRefit:
     """
 
     def __init__(
-        self, worker: Any, update: Callable[[dict[str, Any] | None], object], approved: Imports = APPROVED
+        self,
+        worker: Any,
+        update: Callable[[dict[str, Any] | None], object],
+        approved: Imports = APPROVED,
+        timeout_s: float = 300.0,
     ) -> None:
         self._worker = worker
         self._update = update
         self._approved = approved
+        self._peers = Peers(timeout_s)
         self._arriving: _Arriving | None = None
         # As it was before the first reload since graphs were last looked at; failed refits move tensors, too.
         self._baked_in: Hashable | None = None
         # What the last refit brought that committed. A reload of the engine's begins by giving up what it holds.
         self._known: set[str] = set()
+        # Whether these are all weights of the model.
+        self._known_whole = False
         # What refits wrote since that did not commit: the next one has to bring all of it.
         self._owed: set[str] = set()
         self.device = rank_device()
@@ -85,19 +107,31 @@ class WorkerRefit:
 
         Args:
             version: of the weights to come.
-            specs: all of them, as they are sent; None expects those of the last refit.
+            specs: all of them, as they are sent; None expects those of the last refit, and all that the model's
+                checkpoint has where the engine holds no weights that another refit or a checkpoint brought.
 
         Raises:
-            RefitError: the weights are asleep. Nothing has changed.
+            RefitError: the weights are asleep, or nothing tells which they are. Nothing has changed.
         """
         self.guard.require_awake()
+        arriving = self._expected(version, specs)
         if self._arriving is not None:
             logger.warning("refit %d begins; refit %d had not committed", version, self._arriving.version)
             compat.abort_cycle(self._worker)
         self.state.mark_dirty(version)
         if self._baked_in is None:
             self._baked_in = compat.baked_in(self._worker)
-        self._arriving = _Arriving(version, specs)
+        self._arriving = arriving
+
+    def _expected(self, version: int, specs: Sequence[TensorSpec] | None) -> _Arriving:
+        awaited = None if specs is None else {spec.name: spec for spec in specs}
+        due: Collection[str] = self._known if awaited is None else awaited
+        whole = awaited is not None or self._known_whole
+        undefined = self.guard.undefined
+        if undefined and not whole:
+            # What no refit brings, the engine would have from nowhere.
+            due, whole = self._known | compat.checkpoint_names(self._worker, undefined), True
+        return _Arriving(version, awaited, due, whole, self.guard.losses)
 
     def load(self, handles: dict[str, Any]) -> dict[str, Any]:
         """Load a bucket: ``{device UUID: payload}``, of which this worker takes its own.
@@ -135,17 +169,7 @@ class WorkerRefit:
         """
         arriving = self._require_arriving()
         with self._failing(arriving):
-            announced = self._known if arriving.awaited is None else arriving.awaited.keys()
-            due = sorted(self._owed | announced)
-            missing = [name for name in due if name not in arriving.arrived]
-            if missing:
-                raise RefitMismatch(
-                    f"{len(missing)} of {len(due)} weights that refit {arriving.version} has to bring did not arrive: those "
-                    "that it began with or the last one brought, and what failed ones wrote since. The engine would serve old values of them. "
-                    "It refuses to generate; refit again with all weights",
-                    stage="misc",
-                    parameter=missing[0],
-                )
+            self._require_complete(arriving)
             self._update(None)
             if compat.baked_in(self._worker) != self._baked_in:
                 compat.release_graphs(self._worker)
@@ -167,6 +191,7 @@ class WorkerRefit:
             )
         self._arriving = None
         self._known = arriving.arrived
+        self._known_whole = arriving.whole
         self._owed.clear()
         self.state.commit(version)
         self.guard.refitted()
@@ -174,18 +199,47 @@ class WorkerRefit:
     def update_weights(self, handles: dict[str, Any] | None) -> None:
         """TensorRT-LLM's contract, for callers who know no more: buckets, then None. Versions count up by themselves.
 
+        With None all workers of the engine settle whether they serve the refit, so all have to be called. Of a refit that
+        was begun with its weights announced, None finishes it, and :meth:`commit` is the caller's.
+
         Raises:
-            RefitError: as :meth:`load` and :meth:`finish`.
+            RefitError: as :meth:`begin`, :meth:`load` and :meth:`finish`; or another worker failed, and none serves it.
+            PeerLost: another worker did not come.
         """
+        arriving = self._arriving
         if handles is not None:
-            if self._arriving is None or self._arriving.failed:
+            if arriving is None or arriving.failed:
                 self.begin(self.state.version + 1, None)
             self.load(handles)
-            return
+        elif arriving is not None and arriving.awaited is not None:
+            self.finish()
+        else:
+            with self._failing(arriving):
+                version = self._peers.settle(self._finished)
+            self.commit(version)
+
+    def _finished(self) -> int:
         self.finish()
-        arriving = self._require_arriving()
-        if arriving.awaited is None:
-            self.commit(arriving.version)
+        return self._require_arriving().version
+
+    def _require_complete(self, arriving: _Arriving) -> None:
+        due = sorted(self._owed | arriving.due)
+        missing = [name for name in due if name not in arriving.arrived]
+        if not missing:
+            return
+        told = (
+            f"{len(missing)} of {len(due)} weights that refit {arriving.version} has to bring did not arrive: those that it "
+            "began with or the last one brought, and what failed ones wrote since. "
+        )
+        undefined = self.guard.undefined
+        if undefined and arriving.awaited is None:
+            told += (
+                f"Since {undefined}, all that its checkpoint names are among them; of these the engine would serve undefined "
+                f"values. It refuses to generate; refit again with all weights, or {compat.ANNOUNCE}"
+            )
+        else:
+            told += "The engine would serve old values of them. It refuses to generate; refit again with all weights"
+        raise RefitMismatch(told, stage="misc", parameter=missing[0])
 
     def _own(self, handles: dict[str, Any]) -> object:
         own = compat.device_uuid(self._worker.device_id)
@@ -247,14 +301,21 @@ class WorkerRefit:
                 f"refit {self._arriving.version} has failed on this worker: {self._arriving.failed}. Begin a new one",
                 stage="handshake",
             )
+        if self._arriving.losses != self.guard.losses:
+            raise RefitError(
+                f"weights of the engine have slept since refit {self._arriving.version} began, which does not keep them: what "
+                "had arrived is lost. The engine refuses to generate; begin a new refit once they are awake",
+                stage="handshake",
+            )
         return self._arriving
 
     @contextmanager
-    def _failing(self, arriving: _Arriving) -> Iterator[None]:
+    def _failing(self, arriving: _Arriving | None) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            arriving.failed = f"{type(error).__name__}: {error}"
+            if arriving is not None:
+                arriving.failed = f"{type(error).__name__}: {error}"
             raise
 
 
