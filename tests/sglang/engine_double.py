@@ -1,8 +1,10 @@
 """A double of SGLang's tokenizer manager and scheduler, with the ways in which the real ones fail.
 
 As read in 0.5.17: the scheduler process ends where memory is released under requests, where memory is resumed that has not been
-released, and where a flush fails that an update asked for; ``flush_cache`` fails while requests run or wait, retracted ones
-included; a paused engine starts none. Its one worker is a real :class:`DestinationRefitMixin` over plain tensors.
+released, and where a flush fails that an update asked for; torch_memory_saver ends it where memory is released that is released
+already; ``flush_cache`` fails while requests run or wait, retracted ones included; a paused engine starts none, and ends none that
+run. Of a pause with ``abort`` the scheduler hears nothing but aborts, and the pause waits until no request is left. An update
+waits for running requests unless the engine is paused. Its one worker is a real :class:`DestinationRefitMixin` over plain tensors.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ from rlrefit.integration.stage_memory import MemoryWatch
 from rlrefit.workers.destination_mixin import DestinationRefitMixin
 from rlrefit.workers.sglang.callers import SETTINGS
 from rlrefit.workers.sglang.loader import LOADER
+from rlrefit.workers.sglang.standing import STANDING, standing_of
 from rlrefit.workers.vllm.answers import answer
 
 from .recorded import REQUESTS, VERSION
 
 CPU = torch.device("cpu")
+# What a release or a resume without tags is of.
+EVERYTHING = ("kv_cache", "weights", "cuda_graph")
 SHAPES = {"a.weight": (8, 6), "b.weight": (5,), "c.weight": (4, 4), "d.weight_scale": (3,)}
 DTYPES = {"b.weight": torch.float8_e4m3fn, "d.weight_scale": torch.float32}
 
@@ -198,10 +203,15 @@ class ManagerDouble:
         self.holder = Holder(0)
         self.worker = WorkerDouble(self.holder)
         self.running = 0
+        self.aborted = 0
         self.retracted = 0
-        self.paused = False
+        self.is_pause = False
         self.stale_prefixes = False
         self.asleep: set[str] = set()
+        # What the scheduler keeps of itself.
+        self.scheduler = types.SimpleNamespace(
+            weight_updater=types.SimpleNamespace(offload_tags=self.asleep), _engine_paused=False
+        )
         self.calls: list[str] = []
         self.attached = False
         self.fail_bucket = -1
@@ -209,8 +219,16 @@ class ManagerDouble:
         # What SGLang overlays on its arguments while it runs.
         self.updates: dict[str, Any] = {"weight_version": "default"}
 
+    @property
+    def paused(self) -> bool:
+        return self.is_pause or self.scheduler._engine_paused
+
     def auto_create_handle_loop(self) -> None:
         pass
+
+    async def get_internal_state(self) -> list[dict[str, Any]]:
+        told = {STANDING: standing_of(self.scheduler)} if self.attached else {}
+        return [vars(self.server_args) | told]
 
     def config_value(self, name: str) -> Any:
         return self.updates[name] if name in self.updates else getattr(self.server_args, name)
@@ -228,31 +246,43 @@ class ManagerDouble:
 
     async def pause_generation(self, obj: Any) -> None:
         self.calls.append(f"pause {obj.mode}")
-        self.paused = True
+        self.is_pause = True
         if obj.mode == "abort":
-            self.running = self.retracted = 0
-        elif obj.mode == "retract":
-            self.running, self.retracted = 0, self.running
+            self.aborted, self.retracted = self.aborted + self.retracted, 0
+            while self.running:
+                await asyncio.sleep(0.005)
+                if not self.scheduler._engine_paused:
+                    self.aborted, self.running = self.aborted + self.running, 0
+            return
+        self.scheduler._engine_paused = True
+        if obj.mode == "retract":
+            self.running, self.retracted = 0, self.retracted + self.running
 
     async def continue_generation(self, obj: Any) -> None:
         self.calls.append("continue")
-        self.paused = False
+        self.is_pause = self.scheduler._engine_paused = False
         self.running, self.retracted = self.running + self.retracted, 0
 
     async def release_memory_occupation(self, obj: Any, request: Any) -> None:
-        self.calls.append(f"release {','.join(obj.tags)}")
+        tags = set(obj.tags or EVERYTHING)
+        self.calls.append(f"release {','.join(sorted(tags))}")
         if self.running or self.retracted:
             raise SchedulerEnded("release_memory_occupation should be called only when server is idle.")
-        self.asleep |= set(obj.tags)
+        if tags & self.asleep:
+            raise SchedulerEnded("Cannot pause allocation that is not active.")
+        self.asleep |= tags
 
     async def resume_memory_occupation(self, obj: Any, request: Any) -> None:
-        self.calls.append(f"resume {','.join(obj.tags)}")
-        if not set(obj.tags) <= self.asleep:
+        tags = set(obj.tags or EVERYTHING)
+        self.calls.append(f"resume {','.join(sorted(tags))}")
+        if not tags <= self.asleep:
             raise SchedulerEnded("KeyError: offload_tags.remove")
-        self.asleep -= set(obj.tags)
+        self.asleep -= tags
 
     async def update_weights_from_tensor(self, obj: Any, request: Any) -> tuple[bool, str]:
         await asyncio.sleep(0)
+        while self.running and not self.is_pause:
+            await asyncio.sleep(0.005)
         assert not obj.flush_cache
         [payload] = obj.serialized_named_tensors
         named = pickle.loads(base64.b64decode(payload))

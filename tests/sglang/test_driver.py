@@ -181,9 +181,9 @@ def test_the_cache_is_flushed_once_after_the_last_bucket(engine: EngineDouble) -
 
 def test_running_requests_are_waited_for_and_not_forever(engine: EngineDouble, through: Any) -> None:
     manager = engine.tokenizer_manager
-    manager.running = 1
 
     def work(refit: SglangRefit) -> None:
+        manager.running = 1
         sender, _ = _sender(refit)
         with pytest.raises(RefitTimeout, match="did not all end"):
             sender.refit(0)
@@ -196,9 +196,8 @@ def test_running_requests_are_waited_for_and_not_forever(engine: EngineDouble, t
 def test_a_sleep_under_requests_is_refused_and_does_not_end_the_scheduler(
     engine: EngineDouble, through: Any
 ) -> None:
-    engine.tokenizer_manager.running = 1
-
     def work(refit: SglangRefit) -> None:
+        engine.tokenizer_manager.running = 1
         with pytest.raises(StageRefused, match="unfinished requests"):
             refit.sleep()
         assert not refit.asleep()
@@ -220,7 +219,6 @@ def test_a_batch_that_is_on_its_way_out_is_waited_for_while_the_engine_goes_on(
     engine: EngineDouble, through: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = engine.tokenizer_manager
-    manager.running = 1
     flush = manager.flush_cache
 
     async def flushed(timeout_s: float | None = None) -> Any:
@@ -228,8 +226,12 @@ def test_a_batch_that_is_on_its_way_out_is_waited_for_while_the_engine_goes_on(
             manager.running = 0
         return await flush(timeout_s)
 
+    def work(refit: SglangRefit) -> None:
+        manager.running = 1
+        refit.sleep()
+
     monkeypatch.setattr(manager, "flush_cache", flushed)
-    through(engine, lambda refit: refit.sleep())
+    through(engine, work)
     assert manager.asleep == {"weights", "kv_cache"}
     assert manager.calls.count("continue") == 1
     assert not manager.running
@@ -328,15 +330,15 @@ def test_a_bucket_that_fails_keeps_the_engine_paused_until_a_refit_succeeds(
 
 def test_requests_are_retracted_only_where_no_prefix_of_theirs_is_cached(through: Any) -> None:
     cached, plain = EngineDouble(), EngineDouble(disable_radix_cache=True)
-    for engine in (cached, plain):
-        engine.tokenizer_manager.running = 2
 
     def refused(refit: SglangRefit) -> None:
+        cached.tokenizer_manager.running = 2
         with pytest.raises(RefitError, match="disable_radix_cache=True"):
             refit.begin(0, Holder(0).specs(), "retract")
         assert not cached.tokenizer_manager.paused
 
     def retracted(refit: SglangRefit) -> None:
+        plain.tokenizer_manager.running = 2
         refit.begin(0, Holder(0).specs(), "retract")
         assert plain.tokenizer_manager.retracted == 2
         refit.commit(0)

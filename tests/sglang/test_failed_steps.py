@@ -74,6 +74,7 @@ class Failing:
 @pytest.mark.parametrize(
     "kind",
     [
+        "standing",
         "pause_generation",
         "begin",
         "update_weights_from_tensor",

@@ -57,7 +57,14 @@ async def _endpoint(manager: ManagerDouble, name: str, query: str, fields: dict[
     from sglang.srt.managers import io_struct
 
     if name == "settings":
-        return vars(manager.server_args) | manager.updates | {"version": sys.modules["sglang"].__version__}
+        return (
+            vars(manager.server_args)
+            | manager.updates
+            | {
+                "internal_states": await manager.get_internal_state(),
+                "version": sys.modules["sglang"].__version__,
+            }
+        )
     if name == "weight_version":
         return {"weight_version": manager.config_value("weight_version")}
     if name == "update_weight_version":

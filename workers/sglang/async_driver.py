@@ -60,9 +60,17 @@ class AsyncSglangRefit:
         """As :meth:`SglangRefit.require_servable`."""
         await self.run(self.blocking.require_servable)
 
-    async def sleep(self, level: int = DISCARDING) -> None:
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        """As :meth:`SglangRefit.pause`."""
+        await self.run(self.blocking.pause, mode)
+
+    async def resume(self) -> None:
+        """As :meth:`SglangRefit.resume`."""
+        await self.run(self.blocking.resume)
+
+    async def sleep(self, level: int = DISCARDING, mode: PauseMode | None = None) -> None:
         """As :meth:`SglangRefit.sleep`."""
-        await self.run(self.blocking.sleep, level)
+        await self.run(self.blocking.sleep, level, mode)
 
     async def wake(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
         """As :meth:`SglangRefit.wake`."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...integration.errors import RefitError, RefitTimeout
+from .standing import Standing
 from .stores import STORES
 
 # Step → (request structure of sglang.srt.managers.io_struct, whether its method takes a web request, too). The name is
@@ -51,7 +52,8 @@ class Step:
     """One request to an engine.
 
     Attributes:
-        name: of :data:`_REQUESTS`, or ``flush_cache``, ``settings``, ``weight_version``, ``update_weight_version``.
+        name: of :data:`_REQUESTS`, or ``flush_cache``, ``settings``, ``standing``, ``weight_version``,
+            ``update_weight_version``.
         fields: of the request.
     """
 
@@ -66,7 +68,8 @@ class Answer:
     Attributes:
         success: as SGLang says.
         message: its text.
-        value: what was asked for, of ``settings`` (:data:`SETTINGS` and SGLang's own ``version``) and ``weight_version``.
+        value: what was asked for, of ``settings`` (:data:`SETTINGS` and SGLang's own ``version``), ``standing`` (a
+            :class:`~.standing.Standing`) and ``weight_version``.
     """
 
     success: bool = True
@@ -129,6 +132,9 @@ class EngineCaller:
             # Not server_args, which stay what they were as SGLang attaches a store.
             settings = {name: manager.config_value(name) for name in SETTINGS}
             return Answer(value=settings | {"version": sglang.__version__})
+        if step.name == "standing":
+            [state] = await manager.get_internal_state()
+            return Answer(value=Standing.told(state, manager.is_pause))
         if step.name == "weight_version":
             return Answer(value=manager.config_value("weight_version"))
         if step.name == "update_weight_version":
@@ -179,6 +185,10 @@ class HttpCaller:
                     stage="settings",
                 )
             return Answer(value={name: found[name] for name in (*SETTINGS, "version")})
+        if step.name == "standing":
+            [state] = self._ask(step, "GET", "/server_info")["internal_states"]
+            # The server tells of no pause of its own.
+            return Answer(value=Standing.told(state, is_pause=False))
         if step.name == "weight_version":
             return Answer(value=self._ask(step, "GET", "/model_info")["weight_version"])
         if step.name == "flush_cache":

@@ -19,10 +19,13 @@ def differences() -> str:
 
     try:
         from sglang.srt.layers.rotary_embedding import factory
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
         from sglang.srt.model_executor.model_runner import ModelRunner
         from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
         from sglang.srt.model_loader import loader
         from sglang.srt.utils import patch_torch
+        from sglang.utils import TypeBasedDispatcher
     except ImportError as error:
         return _text(sglang.__version__, [str(error)])
 
@@ -31,6 +34,14 @@ def differences() -> str:
         *_parameters(loader, "_initialize_model", "model_config", "load_config", "quant_config"),
         *_parameters(loader, "_get_quantization_config", "model_config", "load_config"),
         *_parameters(ModelRunner, "forward", "self", "forward_batch"),
+        *_parameters(Scheduler, "process_input_requests", "self", "recv_reqs"),
+        *_attributes(Scheduler, "init_request_dispatcher", "_request_dispatcher", "get_internal_state"),
+        *_attributes(Scheduler, "init_weight_updater", "weight_updater"),
+        *_attributes(Scheduler, "pause_generation", "_engine_paused"),
+        *_attributes(Scheduler, "continue_generation", "_engine_paused"),
+        *_attributes(SchedulerWeightUpdaterManager, "release_memory_occupation", "offload_tags"),
+        *_attributes(SchedulerWeightUpdaterManager, "resume_memory_occupation", "offload_tags"),
+        *_attributes(TypeBasedDispatcher, "__init__", "_mapping"),
         *_parameters(patch_torch, "_device_to_uuid", "device"),
         *_parameters(patch_torch, "_rebuild_cuda_tensor_modified", "args"),
     ]
@@ -56,3 +67,12 @@ def _parameters(owner: Any, name: str, *wanted: str) -> list[str]:
         return [f"{owner.__name__} has no {name}"]
     found = tuple(inspect.signature(function).parameters)[: len(wanted)]
     return [] if found == wanted else [f"{owner.__name__}.{name} takes {found}, not {wanted}"]
+
+
+def _attributes(owner: Any, name: str, *wanted: str) -> list[str]:
+    """What a method does not use of its object, by name: instances have what no class tells of."""
+    function = getattr(owner, name, None)
+    if function is None:
+        return [f"{owner.__name__} has no {name}"]
+    missing = sorted(set(wanted) - set(function.__code__.co_names))
+    return [f"{owner.__name__}.{name} uses no {', '.join(missing)}"] if missing else []

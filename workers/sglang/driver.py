@@ -1,36 +1,33 @@
 """The driver's side: refit a running SGLang engine, in this process or behind its HTTP server, and put its memory to sleep.
 
-:class:`SglangRefit` is the only place where an order of steps is written; :mod:`.async_driver` runs it for coroutines.
+:class:`SglangRefit` is the only place where an order of steps is written, that of a pause in :mod:`.pausing`;
+:mod:`.async_driver` runs it for coroutines. What sleeps and whether the engine is paused is asked of the engine each time: other
+drivers, and other callers, change both.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 from ...integration.config import RefitConfig
-from ...integration.errors import EngineDirty, RefitError, RefitMismatch, RefitTimeout
+from ...integration.errors import EngineDirty, RefitError, RefitMismatch
 from ...integration.manifest import TensorSpec
 from ...integration.stage_memory import ProcessMemory
 from ...integration.stages import KV_CACHE, TAGS, WEIGHTS, StageRefused
 from .callers import Caller
 from .engine_calls import EngineCalls
+from .pausing import DRAIN_S, PauseMode, Pauses
+from .standing import PARTS, Standing
 
-# What becomes of running requests. wait: they end with the old weights first; abort: they end as they are; retract: they go
-# back to the queue, and their keys and values are computed anew with the new weights.
-PauseMode = Literal["wait", "abort", "retract"]
 _METHODS = {
     "nccl_xfer": "nccl_xfer_refit",
     "colocated_ipc": "nccl_xfer_refit",
     "packed_broadcast": "update_weights_from_collective",
 }
 DISCARDING = 2
-_POLL_S = 0.05
-# For an overlapped batch whose requests have ended, and for aborted requests.
-_IDLE_S, _DRAIN_S = 1.0, 10.0
 
 
 class SglangRefit:
@@ -55,12 +52,7 @@ class SglangRefit:
 
     def __init__(self, caller: Caller, timeout_s: float = 300.0) -> None:
         self.calls = EngineCalls(caller)
-        self._timeout_s = timeout_s
-        self._asleep: frozenset[str] = frozenset()
-        # From before the engine is asked to pause until it has said that it goes on.
-        self._paused = False
-        # Whether requests wait that were retracted: their keys and values are gone, and no prefixes are cached.
-        self._retracted = False
+        self._pauses = Pauses(self.calls, timeout_s)
         self._engine = ""
         self._sending = -1
         # What a refit left that failed: until one succeeds, nothing is to be generated.
@@ -95,22 +87,11 @@ class SglangRefit:
         Raises:
             EngineDirty: a refit failed or has not ended, the engine is paused, its weights are not whole, or memory is asleep.
         """
-        if self._unusable is not None:
+        standing = self._require_whole()
+        if self._pauses.there(standing):
             raise EngineDirty(
-                "the last refit failed and left the engine paused, so that nothing would be generated: "
-                f"{type(self._unusable).__name__}: {self._unusable}. Refit again, which resumes it, or start the engine anew",
-                stage="generate",
-            )
-        if self._asleep:
-            raise EngineDirty(
-                f"{' and '.join(sorted(self._asleep))} of the engine are asleep; wake them before anything is generated",
-                stage="generate",
-            )
-        self.calls.ask("serving_version")
-        if self._paused:
-            raise EngineDirty(
-                "the engine is paused, or has not said that it goes on, so that nothing would be generated. Refit (again), "
-                "which resumes it, or start the engine anew",
+                "the engine is paused, or has not said that it goes on, so that nothing would be generated. resume() it, refit "
+                "(again), which does so, or start the engine anew",
                 stage="generate",
             )
 
@@ -150,9 +131,7 @@ class SglangRefit:
                 "no trainer has been met: call init_refit with the rendezvous that trainer rank 0 opened",
                 stage="handshake",
             )
-        self._require_refittable()
-        self._quiet(mode)
-        with self._refitting(version):
+        with self._refitting(mode, version):
             records = self.calls.ask(_METHODS[self._engine], version)
         with self._keeping_paused():
             self._serve(version)
@@ -171,9 +150,7 @@ class SglangRefit:
         Raises:
             RefitError: of the worker's kind; nothing was written.
         """
-        self._require_refittable()
-        self._quiet(mode)
-        with self._refitting():
+        with self._refitting(mode):
             self.calls.ask("begin", version, [spec.to_json() for spec in specs])
         self._sending = version
 
@@ -207,15 +184,20 @@ class SglangRefit:
         """Whether SGLang can give its memory back; without its memory saver it passes over a release on a GPU in silence."""
         return bool(self.calls.settings["enable_memory_saver"]) or self.calls.settings["device"] == "cpu"
 
-    def sleep(self, level: int = DISCARDING) -> None:
+    def sleep(self, level: int = DISCARDING, mode: PauseMode | None = None) -> None:
         """Release KV cache and weights. :class:`~...integration.stages.SleepingEngine`'s.
 
         Requests that come meanwhile wait until all has woken.
 
+        Args:
+            level: 2 discards the weights, 1 keeps them in host memory.
+            mode: what becomes of running requests, as :meth:`pause`'s; left out, the engine does not sleep under them.
+
         Raises:
-            StageRefused: requests are running, whose release SGLang answers by ending its scheduler; memory is asleep; SGLang
-                was started without ``enable_memory_saver``; or level 1, for which it has to be started with
-                ``enable_weights_cpu_backup``. Nothing has changed.
+            StageRefused: requests are running, or wait after a ``retract``, whose release SGLang answers by ending its
+                scheduler; memory is asleep; SGLang was started without ``enable_memory_saver``; or level 1, for which it has to
+                be started with ``enable_weights_cpu_backup``. Nothing has changed.
+            RefitTimeout: as :meth:`pause`.
         """
         if not self.sleeps:
             raise StageRefused(
@@ -229,20 +211,27 @@ class SglangRefit:
                 f"with enable_weights_cpu_backup=True. Nothing has changed; start it so, or take level {DISCARDING}",
                 stage="sleep",
             )
-        if self._asleep:
+        if mode == "retract":
             raise StageRefused(
-                f"{', '.join(sorted(self._asleep))} sleeps already. Nothing has changed", stage="sleep"
+                "SGLang's scheduler ends where memory is released while retracted requests wait. Nothing has changed; take "
+                "mode='abort', which returns what they have, and send them again, or mode='wait'",
+                stage="sleep",
             )
-        if not (self.calls.flush(_IDLE_S).success if self._paused else self._pause_idle()):
+        standing = self.calls.standing()
+        if standing.asleep:
+            raise StageRefused(
+                f"{', '.join(sorted(standing.asleep))} sleeps already. Nothing has changed", stage="sleep"
+            )
+        if mode is not None:
+            self._pauses.quiet(mode, standing)
+        elif not self._pauses.idle(standing):
             raise StageRefused(
                 "the engine has unfinished requests, and SGLang's scheduler ends where memory is released under them. Nothing "
-                "has changed; let generate() return first",
+                "has changed; let generate() return first, or sleep with mode='abort'",
                 stage="sleep",
             )
         if level >= DISCARDING:
             self.calls.ask("discard", f"a level {level} sleep discarded the weights")
-        # Here, and not after: a release that fails half-way leaves memory that is not known.
-        self._asleep = TAGS
         self.calls.step("release_memory_occupation", tags=[KV_CACHE])
         self.calls.step("release_memory_occupation", tags=[WEIGHTS])
 
@@ -250,27 +239,57 @@ class SglangRefit:
         """Take memory again: ``weights`` before a refit, ``kv_cache`` once the trainer freed its own; requests run again once
         nothing sleeps.
 
+        Whoever has released it: weights that SGLang did not keep are then served after a refit only.
+
         Raises:
             StageRefused: a tag is unknown, or its memory is there already, for which SGLang's scheduler would end. Nothing
                 has changed.
         """
-        wrong = sorted(set(tags) - self._asleep)
+        standing = self.calls.standing()
+        wrong = sorted(set(tags) - standing.asleep)
         if wrong or not tags:
             raise StageRefused(
                 f"{', '.join(wrong) or 'nothing'} can't wake: each of {', '.join(sorted(TAGS))} does so once after a sleep. "
                 "Nothing has changed",
                 stage="wake_up",
             )
+        if WEIGHTS in tags and self.sleeps and not self.calls.settings["enable_weights_cpu_backup"]:
+            self.calls.ask("discard", "a sleep discarded the weights")
         for tag in sorted(tags, reverse=True):  # the weights first
-            self.calls.step("resume_memory_occupation", tags=[tag])
-            self._asleep -= {tag}
+            self.calls.step("resume_memory_occupation", tags=sorted(PARTS[tag] & standing.released))
         # What a sleep has discarded, a refit brings first.
-        if not self._asleep and self._unusable is None and self._served():
-            self._resume()
+        if not standing.asleep - set(tags) and self._unusable is None and self._served():
+            self._pauses.resume()
 
     def asleep(self) -> frozenset[str]:
-        """Which of ``weights`` and ``kv_cache`` have no memory at the moment."""
-        return self._asleep
+        """Which of ``weights`` and ``kv_cache`` have no memory at the moment, whoever has released it."""
+        return self.calls.standing().asleep
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """Let no request run until :meth:`resume`, the end of the next refit or that of a sleep; new ones wait.
+
+        An engine that sleeps next is paused with ``abort``, so that rollouts return what they have, or ``wait``. A
+        :class:`~...integration.colocated.ColocatedCycle` asks the workers before it has the engine sleep, for which SGLang waits
+        for requests that run: pause it before :meth:`~...integration.colocated.ColocatedCycle.to_training`.
+
+        Args:
+            mode: what becomes of running requests.
+
+        Raises:
+            RefitTimeout: they don't end. Nothing has changed.
+            RefitError: the engine can't be paused so. Nothing has changed.
+        """
+        self._pauses.quiet(mode, self.calls.standing())
+
+    def resume(self) -> None:
+        """Let requests run again after a :meth:`pause`, or that of another caller.
+
+        Raises:
+            EngineDirty: a refit failed or has not ended, the weights are not whole, or memory is asleep.
+            RefitError: requests hold prefixes that may be of old weights. The engine stays paused.
+        """
+        self._drop_prefixes(self._require_whole())
+        self._pauses.resume()
 
     def empty_cache(self) -> None:
         """Have all workers give back what their allocators cache."""
@@ -282,73 +301,25 @@ class SglangRefit:
 
     # Steps
 
-    def _quiet(self, mode: PauseMode) -> None:
-        """Let no batch run until :meth:`_resume`."""
-        self._retracted = self._paused and self._retracted
-        if self._paused and mode != "abort":
-            return
-        if mode == "wait":
-            limit = time.monotonic() + self._timeout_s
-            while not self._pause_idle():
-                if time.monotonic() > limit:
-                    raise RefitTimeout(
-                        f"the engine's requests did not all end within {self._timeout_s:.0f} s, new ones included. Nothing was "
-                        "written; refit with mode='abort', or stop sending requests",
-                        stage="handshake",
-                    )
-                time.sleep(_POLL_S)
-        elif mode == "retract" and not self.calls.settings["disable_radix_cache"]:
-            raise RefitError(
-                "mode='retract' needs an engine without cached prefixes: SGLang flushes none while retracted requests wait, so "
-                "that they would go on from keys and values of the old weights. Nothing was written; start SGLang with "
-                "disable_radix_cache=True, or use mode='abort' or 'wait'",
-                stage="settings",
-            )
-        elif mode in ("abort", "retract"):
-            self._retracted = mode == "retract"
-            self._paused = True
-            self.calls.step("pause_generation", mode=mode)
-        else:
-            raise RefitError(
-                f"mode: {mode!r} is not one of wait, abort, retract. SGLang's in_place lets running requests go on with keys and "
-                "values of the old weights, and their tokens would be no version's",
-                stage="settings",
-            )
-
-    def _pause_idle(self) -> bool:
-        """Pause an engine without requests, caches empty; False, and not paused, where it has some."""
-        # Mostly there are none. Where there are, nothing ends while the engine is paused: it goes on, to be paused once idle.
-        return self._paused_empty() or (self.calls.flush(_IDLE_S).success and self._paused_empty())
-
-    def _paused_empty(self) -> bool:
-        """Pause first, so that no request can come between the look and the pause; False, and not paused, with requests."""
-        self._paused = True
-        self.calls.step("pause_generation", mode="in_place")
-        # Only an engine without requests is flushed.
-        if not self.calls.flush().success:
-            self._resume()
-            return False
-        return True
-
     def _serve(self, version: int) -> None:
         """Drop what was computed with the old weights, tell the version, and let requests run again."""
-        if KV_CACHE not in self._asleep and not self._retracted:
-            flushed = self.calls.flush(_DRAIN_S)
-            if not flushed.success:
-                raise RefitError(
-                    "SGLang keeps prefixes of the old weights, since requests are left "
-                    f"({flushed.message or 'it gives no reason'}). The engine stays paused; refit again with mode='abort'",
-                    stage="post_load",
-                )
+        standing = self.calls.standing()
+        self._drop_prefixes(standing)
         self.calls.step("update_weight_version", new_version=str(version))
         self._unusable = None
-        if not self._asleep:
-            self._resume()
+        if not standing.released:
+            self._pauses.resume()
 
-    def _resume(self) -> None:
-        if self._paused:
-            self.calls.step("continue_generation", torch_empty_cache=False)
-        self._paused = False
+    def _drop_prefixes(self, standing: Standing) -> None:
+        if KV_CACHE in standing.released or self._pauses.retracted:
+            return
+        flushed = self.calls.flush(DRAIN_S)
+        if not flushed.success:
+            raise RefitError(
+                "SGLang keeps prefixes of the old weights, since requests are left "
+                f"({flushed.message or 'it gives no reason'}). The engine stays paused; refit again with mode='abort'",
+                stage="post_load",
+            )
 
     @contextmanager
     def _keeping_paused(self) -> Iterator[None]:
@@ -360,12 +331,17 @@ class SglangRefit:
             raise
 
     @contextmanager
-    def _refitting(self, version: int | None = None) -> Iterator[None]:
-        """As :meth:`_keeping_paused`, but an engine whose weights are whole, and as they were, goes on.
+    def _refitting(self, mode: PauseMode, version: int | None = None) -> Iterator[None]:
+        """As :meth:`_keeping_paused`, of an engine that can be refitted and is paused for it.
+
+        Where its weights are whole, and as they were, it goes on, unless it was paused before or sleeps.
 
         Args:
+            mode: what becomes of running requests.
             version: that the workers may serve once they have done their part; None if they don't yet.
         """
+        standing = self._require_refittable()
+        paused = self._pauses.quiet(mode, standing)
         before = self._unusable
         try:
             with self._keeping_paused():
@@ -374,8 +350,8 @@ class SglangRefit:
             served = self._served()
             # Workers that serve the new version have done so unseen, with prefixes of the old weights in their caches.
             if before is None and served and version not in served:
-                if not self._asleep:
-                    self._resume()
+                if not (paused or standing.released):
+                    self._pauses.resume()
                 self._unusable = None
             raise
 
@@ -386,11 +362,30 @@ class SglangRefit:
         except RefitError:
             return set()
 
-    def _require_refittable(self) -> None:
-        if WEIGHTS in self._asleep:
+    def _require_refittable(self) -> Standing:
+        self.calls.require_no_store()
+        standing = self.calls.standing()
+        if WEIGHTS in standing.asleep:
             raise RefitError(
                 "the engine's weights are asleep: nothing can be written into them. Nothing has moved. Wake them with "
                 "wake(['weights']), refit, then wake(['kv_cache'])",
                 stage="handshake",
             )
-        self.calls.require_no_store()
+        return standing
+
+    def _require_whole(self) -> Standing:
+        """As :meth:`require_servable`, but for a pause."""
+        if self._unusable is not None:
+            raise EngineDirty(
+                "the last refit failed and left the engine paused, so that nothing would be generated: "
+                f"{type(self._unusable).__name__}: {self._unusable}. Refit again, which resumes it, or start the engine anew",
+                stage="generate",
+            )
+        standing = self.calls.standing()
+        if standing.asleep:
+            raise EngineDirty(
+                f"{' and '.join(sorted(standing.asleep))} of the engine are asleep; wake them before anything is generated",
+                stage="generate",
+            )
+        self.calls.ask("serving_version")
+        return standing

@@ -12,6 +12,7 @@ from ..vllm.answers import raise_refit_errors
 from .callers import Answer, Caller, Step
 from .compat import VERSION, is_supported
 from .loader import LOADER
+from .standing import Standing
 from .stores import stores_of
 
 
@@ -76,6 +77,11 @@ class EngineCalls:
                 stage="settings",
             ) from error
         return raise_refit_errors(found, "SGLang worker")
+
+    def standing(self) -> Standing:
+        """What sleeps and whether the engine is paused, whoever did it; no running request is waited for."""
+        found: Standing = self.step("standing").value
+        return found
 
     def flush(self, seconds: float | None = None) -> Answer:
         """Flush the caches; batches that are on their way out get some seconds."""

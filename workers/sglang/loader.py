@@ -4,7 +4,8 @@ Start SGLang with ``custom_weight_loader=[LOADER]``. SGLang 0.5.17 calls such a 
 every worker, for an ``update_weights_from_tensor`` whose ``load_format`` is its name; it drops what the loader returns, and
 what it raises ends the scheduler. So the first such call only puts :func:`update_weights_from_tensor` in the place of the
 worker's method of that name, which sees the whole updater and whose message reaches the caller. From then on a call with
-that ``load_format`` carries a command and no weights, and all others are SGLang's own.
+that ``load_format`` carries a command and no weights, and all others are SGLang's own. And the scheduler tells what
+:mod:`.standing` has.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _MARK = "_serves_rlrefit"
 def load(model: Any, named_tensors: Any) -> None:
     """To be called by SGLang, once in each worker; it loads nothing."""
     from .compat import differences
+    from .standing import tell_standing
 
     problem = differences()
     try:
@@ -35,9 +37,11 @@ def load(model: Any, named_tensors: Any) -> None:
         logger.exception(problem)
         return
     if not hasattr(original, _MARK):
-        WeightUpdater.update_weights_from_tensor = (
-            refusing(original, problem) if problem else serving(original)
-        )
+        if problem:
+            WeightUpdater.update_weights_from_tensor = refusing(original, problem)
+            return
+        tell_standing()
+        WeightUpdater.update_weights_from_tensor = serving(original)
 
 
 def serving(original: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[bool, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -12,9 +13,17 @@ from ...integration.records import RefitRecord
 from ..trtllm.buckets import Bucket
 from ..trtllm.sender import Engines, TrtllmSender
 from .handles import serialized
+from .pausing import PauseMode
 
 # A bucket is held twice: as copies of the export, and flattened.
 _COPIES = 2
+
+
+class PausedEngines(Engines, Protocol):
+    """What the leader calls; :class:`~.driver.SglangRefit`, or a proxy of one in another process."""
+
+    def begin(self, version: int, specs: Sequence[TensorSpec], mode: PauseMode = "wait") -> None:
+        """As :meth:`Engines.begin`, and ``mode`` is what becomes of running requests."""
 
 
 class SglangSender(TrtllmSender):
@@ -38,22 +47,33 @@ class SglangSender(TrtllmSender):
     def __init__(
         self,
         source: WeightSource,
-        engines: Engines | None,
+        engines: PausedEngines | None,
         device: str,
         bucket_bytes: int,
         group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         super().__init__(source, engines, device, bucket_bytes // _COPIES, group)
+        self._mode: PauseMode = "wait"
         self._flattened: torch.Tensor | None = None
 
-    def refit(self, version: int) -> RefitRecord:
-        """As :meth:`~..trtllm.sender.TrtllmSender.refit`; nothing of the last bucket stays."""
+    def refit(self, version: int, mode: PauseMode = "wait") -> RefitRecord:
+        """As :meth:`~..trtllm.sender.TrtllmSender.refit`; nothing of the last bucket stays.
+
+        Args:
+            version: the same on all ranks.
+            mode: what becomes of running requests, as :meth:`~.driver.SglangRefit.refit`'s; the leader's counts.
+        """
+        self._mode = mode
         try:
             return super().refit(version)
         finally:
             self._flattened = None
             if self._source.device.type == "cuda":
                 torch.cuda.ipc_collect()
+
+    def _begun(self, engines: PausedEngines, version: int, specs: Sequence[TensorSpec]) -> frozenset[str]:
+        engines.begin(version, specs, self._mode)
+        return frozenset(engines.devices)
 
     def _send(
         self,
