@@ -56,6 +56,35 @@ def test_a_tensor_that_got_another_storage_leaves_with_that_one() -> None:
     assert len(copies._copies) == 2
 
 
+@pytest.mark.parametrize(
+    "assigned",
+    [torch.full((6, 4), 7.0), torch.full((24,), 7.0), None],
+    ids=["other memory", "another shape", "a part of the copy"],
+)
+def test_what_is_assigned_to_a_tensor_while_it_is_away_is_told_and_what_is_written_in_place_stays(
+    assigned: torch.Tensor | None,
+) -> None:
+    model, copies = Tied(), HostCopies(CPU)
+    bound = model.whole.data
+    for turn in range(2):
+        before = model.whole.detach().clone()
+        copies.free([model])
+        model.whole.data = model.whole.data[:3] if assigned is None else assigned
+        with pytest.raises(
+            RefitError, match=r"1 tensors .* holds what it held before.*again.*parameter 0\.whole"
+        ):
+            copies.restore()
+        # All has come back, so that the caller can load once more.
+        copies.restore()
+        assert torch.equal(model.whole, before), turn
+        assert model.whole.data_ptr() == bound.data_ptr()
+        copies.free([model])
+        model.load_state_dict({"whole": torch.full((6, 4), 8.0 + turn)}, strict=False)
+        copies.restore()
+        assert torch.equal(bound, torch.full((6, 4), 8.0 + turn))
+        assert torch.equal(model.part, bound[2:4].t())
+
+
 def under_tensor_parallelism_alone() -> list[str]:
     """What is said of a module with DTensors that FSDP2 knows nothing of."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -6,7 +6,8 @@ memory, and finds them filled again. A tensor that got new memory for each stay 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +15,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ...integration.errors import RefitError
+
+
+class _Shown(NamedTuple):
+    """A tensor that shows ``view``, of its copy, and lives in ``home``; its name begins with its module's number."""
+
+    name: str
+    tensor: torch.Tensor
+    home: torch.Tensor
+    view: torch.Tensor
 
 
 class HostCopies:
@@ -31,8 +41,8 @@ class HostCopies:
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
         # Of those that are away; in the order that they left in, and come back in.
         self._away: dict[int, None] = {}
-        # Tensors that show their copies meanwhile, and where they live.
-        self._shown: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Tensors that show their copies meanwhile.
+        self._shown: list[_Shown] = []
 
     def free(self, modules: Sequence[nn.Module]) -> None:
         """Copy what lies on the device to the host, and free it there.
@@ -45,16 +55,17 @@ class HostCopies:
         """
         require_movable(modules)
         reshard(modules)
-        for module in modules:
+        for number, module in enumerate(modules):
             sharded = _is_sharded(module)
-            for tensor in _tensors(module):
+            for name, tensor in _tensors(module):
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 if local.device.type != self._device.type or not local.numel():
                     continue
                 copy = self._copy(local.untyped_storage())
                 if not sharded:
-                    self._shown.append((tensor, tensor.data))
-                    tensor.data = _view(copy, local)
+                    shown = _Shown(f"{number}.{name}", tensor, tensor.data, _view(copy, local))
+                    self._shown.append(shown)
+                    tensor.data = shown.view
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         # Without those of tensors that have got other storages since.
@@ -63,15 +74,30 @@ class HostCopies:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Bring back all that is away; may be called again if it has failed, until which nothing may be read."""
+        """Bring back all that is away; may be called again if it has failed, until which nothing may be read.
+
+        Raises:
+            RefitError: a parameter's or buffer's ``data`` was assigned meanwhile, so that the values are in memory that
+                nobody else views. All has come back, as it was before the assignment.
+        """
         for key in self._away:
             storage, copy = self._copies[key]
             storage.resize_(copy.numel())
             _bytes(storage).copy_(copy, non_blocking=True)
         self._away.clear()
-        for tensor, home in self._shown:
-            tensor.data = home
+        assigned = [shown.name for shown in self._shown if not _is_same(shown.tensor.data, shown.view)]
+        for shown in self._shown:
+            shown.tensor.data = shown.home
         self._shown.clear()
+        if assigned:
+            raise RefitError(
+                f"{len(assigned)} tensors of modules had their .data assigned while they were away from the GPU, which does "
+                f"not reach the memory that optimizers and refits view: {assigned[0]} holds what it held before. All is back "
+                "on the GPU; load the values again now, or write them in place while the modules are away "
+                "(load_state_dict, parameter.data.copy_)",
+                stage="onload",
+                parameter=assigned[0],
+            )
 
     def _copy(self, storage: torch.UntypedStorage) -> torch.Tensor:
         key = storage._cdata
@@ -122,9 +148,14 @@ def _is_sharded(module: nn.Module) -> bool:
     return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    found: Iterable[torch.Tensor] = (*module.parameters(), *module.buffers())
-    yield from found
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _is_same(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    places = ((t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (tensor, view))
+    return next(places) == next(places)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
