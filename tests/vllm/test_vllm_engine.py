@@ -21,7 +21,6 @@ from rlrefit.integration.records import RefitRecord
 from rlrefit.integration.stage_memory import ProcessMemory, StageRecord
 from rlrefit.integration.stages import StageRefused
 from rlrefit.recipes.algorithms.divergence import generation_kl
-from rlrefit.workers.colocated.vllm import VllmSleeper
 from tests.vllm_processes import forked_engines
 
 pytestmark = pytest.mark.timeout(600)
@@ -383,10 +382,8 @@ class _TrainersElsewhere:
 
 
 def test_the_colocated_cycle_leads_an_engine_through_its_stages(scene: Scene):
-    """Here too the memory stays where it is."""
-    if not isinstance(scene.engine, ScriptEngine):
-        return  # the cycle drives engines that are called and not awaited
-    engine, driver = VllmSleeper([scene.engine.driver]), scene.engine.driver
+    """Here too the memory stays where it is. An ``AsyncLLM`` is awaited in another thread than this one."""
+    engine = scene.engine.sleeper()
     stages: list[StageRecord] = []
     cycle = ColocatedCycle(
         engine,
@@ -394,20 +391,23 @@ def test_the_colocated_cycle_leads_an_engine_through_its_stages(scene: Scene):
         lambda version: [RefitRecord(**record) for record in scene.refit(version % 2)],
         on_stage=stages.append,
     )
+    tried: list[int] = []
 
     def meanwhile(step: int) -> None:
-        if step == 0:
+        if not tried:
+            tried.append(step)
             with pytest.raises(StageRefused, match="engine 0 has unfinished requests"):
                 cycle.sleep()
 
-    scene.engine.generate_through(meanwhile, tokens=4)
+    scene.engine.generate_through(meanwhile, tokens=60)
+    assert tried
     for _ in range(2):
         version = scene.version + 1
         cycle.to_training()
         with pytest.raises(EngineDirty, match="sleep"):
-            driver.serving_version()
+            scene.engine.version()
         found = cycle.to_generation(version)
-        assert {record.version for record in found} == {version} == {driver.serving_version()}
+        assert {record.version for record in found} == {version} == {scene.engine.version()}
         assert all(record.stage_peaks["wake_kv_cache"] > 0 for record in found)
         assert (scene.digests() == scene.digests_a) == (version % 2 == 0)
         sampled = cycle.generate(lambda: scene.engine.generate(tokens=4))

@@ -14,6 +14,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from rlrefit.integration.errors import RefitError
 from rlrefit.workers.vllm import compat
 from rlrefit.workers.vllm.compat import Needed, require_driver, require_supported_vllm
+from rlrefit.workers.vllm.sleeping import SLEEP
 
 FOLDER = Path(__file__).parents[2] / "workers" / "vllm"
 LISTED = (*compat.REFIT, *compat.WEIGHT_TRANSFER, *compat.SCRIPT, *compat.SERVER)
@@ -42,7 +43,7 @@ def test_every_import_from_vllm_is_listed():
 
 
 def test_the_installed_vllm_has_all_that_drivers_use():
-    require_supported_vllm((*compat.SCRIPT, *compat.SERVER))
+    require_supported_vllm((*compat.SCRIPT, *compat.SERVER, *SLEEP))
 
 
 @pytest.mark.parametrize(

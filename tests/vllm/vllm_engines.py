@@ -12,6 +12,7 @@ import pytest
 from vllm_trainers import CONFIG, RANKS
 
 from rlrefit.integration.config import RefitConfig
+from rlrefit.workers.colocated.vllm import AwaitedVllmSleeper, VllmSleeper
 from rlrefit.workers.vllm.driver import AsyncVllmDriver, PauseMode, VllmDriver
 from rlrefit.workers.vllm.plugin import transfer_config
 from rlrefit.workers.vllm.token_versions import Generated
@@ -108,6 +109,9 @@ class ScriptEngine:
     def wake_up(self, tags: list[str]) -> None:
         self.llm.wake_up(tags)
 
+    def sleeper(self) -> VllmSleeper:
+        return VllmSleeper([self.driver])
+
     def replace_utility(self, patch: pytest.MonkeyPatch, utility: str, error: Exception) -> None:
         """Have the engine's core raise when it is asked for ``utility``."""
         core = self.llm.llm_engine.engine_core
@@ -190,10 +194,13 @@ class ServerEngine:
         self._run(self.driver.close_refit())
 
     def sleep(self, level: int) -> None:
-        self._run(self.engine.sleep(level))
+        self._run(self.driver.sleep(level))
 
     def wake_up(self, tags: list[str]) -> None:
-        self._run(self.engine.wake_up(tags))
+        self._run(self.driver.wake_up(tags))
+
+    def sleeper(self) -> AwaitedVllmSleeper:
+        return AwaitedVllmSleeper([self.driver], self._loop)
 
     def replace_utility(self, patch: pytest.MonkeyPatch, utility: str, error: Exception) -> None:
         """Have the engine's core raise when it is asked for ``utility``."""

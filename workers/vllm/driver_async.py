@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from ...integration.config import RefitConfig
 from ...integration.errors import EngineDirty, RefitError
+from .admission import Admission
 from .answers import raise_refit_errors
 from .compat import SERVER, require_driver
 from .driver_state import (
@@ -25,13 +24,14 @@ from .driver_state import (
 )
 from .engine_cores import EngineCores
 from .preemption import require_kept_tokens
+from .sleeping import SLEEP, AsyncSleepCalls
 from .token_versions import Generated
 from .waking import DROPPED
 
 logger = logging.getLogger(__name__)
 
 
-class AsyncVllmDriver(DriverState):
+class AsyncVllmDriver(AsyncSleepCalls, DriverState):
     """Drives a ``vllm.v1.engine.async_llm.AsyncLLM``; as :class:`~.driver_blocking.VllmDriver`.
 
     With data parallelism it drives all replicas that the engine manages: their workers are refitted together, and each
@@ -43,16 +43,14 @@ class AsyncVllmDriver(DriverState):
     """
 
     def __init__(self, engine: Any) -> None:
-        require_driver(engine, SERVER)
+        require_driver(engine, (*SERVER, *SLEEP))
         super().__init__(engine.vllm_config)
         self._llm = engine
         self._cores = EngineCores(engine)
-        # Held while weights move, so that no request begins with an unknown version.
-        self._admission = asyncio.Lock()
+        # Closed while weights move, so that no request begins with an unknown version.
+        self._admission = Admission()
         # Where the outputs of running requests come.
         self._queues: dict[str, Any] = {}
-        # The refit under way; the event loop alone would let go of it.
-        self._refitting: asyncio.Task[list[dict[str, Any]]] | None = None
 
     async def init_refit(
         self,
@@ -64,7 +62,7 @@ class AsyncVllmDriver(DriverState):
         """As :meth:`~.driver_blocking.VllmDriver.init_refit`."""
         arguments = (rendezvous, first_rank, asdict(config), self._checked(engine))
         try:
-            await self._asleep()
+            await self.asleep()
         except RefitError:
             raise
         except Exception as error:
@@ -76,20 +74,12 @@ class AsyncVllmDriver(DriverState):
     async def refit(self, version: int, mode: PauseMode = "keep") -> list[dict[str, Any]]:
         """As :meth:`~.driver_blocking.VllmDriver.refit`; requests that come meanwhile wait.
 
-        A caller that is cancelled cannot stop the workers. The refit then goes on to its end without it, requests wait
-        until then, and the log tells how it ended.
+        A caller that is cancelled is as :meth:`~.admission.Admission.alone` has it: the refit goes on to its end.
         """
         method = self._method
         if mode == "keep":
             require_kept_tokens(self._llm.vllm_config)
-        await self._admission.acquire()
-        refitting = self._refitting = asyncio.create_task(self._refit(method, version, mode))
-        refitting.add_done_callback(lambda _: self._admission.release())
-        try:
-            return await asyncio.shield(refitting)
-        except asyncio.CancelledError:
-            refitting.add_done_callback(partial(_tell, version))
-            raise
+        return await self._admission.alone(f"refit {version}", lambda: self._refit(method, version, mode))
 
     async def generate(
         self, prompt: Any, parameters: Any, request_id: str, lora_request: Any = None
@@ -105,7 +95,7 @@ class AsyncVllmDriver(DriverState):
                 "parameters.output_kind: DELTA gives each token once, so that its place among the versions is not known; "
                 "use CUMULATIVE or FINAL_ONLY"
             )
-        async with self._admission:
+        async with self._admission.lock:
             self._require_usable()
             asked = self._asked(lora_request)
             queue = await self._llm.add_request(request_id, prompt, parameters, lora_request=asked)
@@ -139,9 +129,10 @@ class AsyncVllmDriver(DriverState):
         earlier, self._unusable = self._unusable, cut_off(version)
         received = False
         try:
-            if await self._asleep():
-                mode = "keep"
-            await self._llm.pause_generation(mode=mode, clear_cache=False)
+            # What sleeps is paused, and has ended what ran. To be paused anew, data-parallel replicas take steps together,
+            # without tokens and in memory that is not there.
+            if not await self.asleep():
+                await self._llm.pause_generation(mode=mode, clear_cache=False)
             await self._cores.outputs_processed()
             records = await self._rpc(method, version)
             self.version, received = version, True
@@ -171,12 +162,9 @@ class AsyncVllmDriver(DriverState):
         self._unusable = None
         return True
 
-    async def _asleep(self) -> bool:
-        return any(answer["asleep"] for answer in await self._rpc("refit_asleep"))
-
     async def _resume(self) -> None:
         # Where memory sleeps, waking it resumes.
-        if not await self._asleep():
+        if not await self.asleep():
             await self._llm.resume_generation()
 
     def _end_requests(self, error: BaseException) -> None:
@@ -199,12 +187,3 @@ class AsyncVllmDriver(DriverState):
             raise stale_prefixes(KEPT)
         if config.model_config.is_multimodal_model:
             await self._llm.reset_encoder_cache()
-
-
-def _tell(version: int, refitting: asyncio.Task[Any]) -> None:
-    """To the log: there is no caller left."""
-    error = "the event loop ended" if refitting.cancelled() else refitting.exception()
-    if error is None:
-        logger.warning("refit %d, whose caller was cancelled, has succeeded", version)
-    else:
-        logger.error("refit %d, whose caller was cancelled, has failed: %s", version, error)

@@ -7,12 +7,10 @@ With data parallelism ``AsyncLLM`` asks all engine cores and returns the first o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Iterable
+from typing import Any
 
 from ...integration.errors import RefitError
-
-_T = TypeVar("_T")
 
 
 class EngineCores:
@@ -48,20 +46,19 @@ class EngineCores:
         core = self._llm.engine_core
         mark = _Mark(core.engine_ranks_managed[0])
         core.outputs_queue.put_nowait(mark)
-        await self._while_alive(mark.reached)
+        await self.while_alive(mark.reached)
 
     async def _ask(self, utility: str, *arguments: Any) -> list[Any]:
         core = self._llm.engine_core
         asked = (core._call_utility_async(utility, *arguments, engine=engine) for engine in core.core_engines)
-        # Also where one fails, the others' answers are awaited: until then their workers are at work.
-        answers = await self._while_alive(asyncio.gather(*asked, return_exceptions=True))
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers
+        return await self.while_alive(all_answers(asked))
 
-    async def _while_alive(self, work: Awaitable[_T]) -> _T:
-        """What ``work`` gives; of an engine that has ended vLLM would let it wait for ever."""
+    async def while_alive[Answer](self, work: Awaitable[Answer]) -> Answer:
+        """What ``work`` gives; of an engine that has ended vLLM would let it wait for ever.
+
+        Raises:
+            RefitError: the engine ended meanwhile.
+        """
         task = asyncio.ensure_future(work)
         # Of an engine built outside an event loop it starts with the first request only, and it alone ends with a core.
         self._llm._run_output_handler()
@@ -76,6 +73,21 @@ class EngineCores:
             return task.result()
         finally:
             task.cancel()
+
+
+async def all_answers[Answer](asked: Iterable[Awaitable[Answer]]) -> list[Answer]:
+    """What all give; also where one fails, the others' answers are awaited: until then their workers are at work.
+
+    Raises:
+        BaseException: the first that failed, in the order of asking.
+    """
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    found: list[Answer] = []
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+        found.append(answer)
+    return found
 
 
 class _Mark:
