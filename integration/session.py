@@ -237,6 +237,8 @@ class RefitSession:
                 cast(WeightDestination, self._endpoint).finish(version)
         with clock.waiting():
             self._await_device()
+        if not self.world.is_source:
+            self.engine.require_finite()
         with clock.stage("commit"), clock.waiting():
             self._channel.barrier(f"commit/{self._refits}")
         if not self.world.is_source:

@@ -64,6 +64,13 @@ class CheckpointEngine(ABC):
     def receive_weights(self, version: int, clock: StageClock) -> SendResult:
         """Generation ranks: receive all weights once, into live storage or the engine's loader."""
 
+    def require_finite(self) -> None:  # noqa: B027  # an engine that quantizes nothing has nothing to refuse
+        """Generation ranks, once the device has done a refit's work and before it commits: refuse weights that are no numbers.
+
+        Raises:
+            RefitError: names the first such weight.
+        """
+
     @abstractmethod
     def finalize(self, *, failed: bool = False) -> None:
         """Close communicators and free buffers; safe to call twice. ``failed``: peers may be gone."""

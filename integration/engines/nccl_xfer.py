@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -19,6 +19,7 @@ from ..manifest import Manifest, TensorSpec
 from ..misc import PackedBroadcast
 from ..plan import BroadcastPlan, Plan, Topology, analyse, plan_broadcast
 from ..process_groups import Group
+from ..quantize.scale_watch import ScaleWatch
 from ..records import StageClock
 from ..shared_wire.opening import gpu_identity
 from ..transport import choose, facts
@@ -50,6 +51,7 @@ class NcclXferEngine(CheckpointEngine):
         specs = agree_on_specs(self.channel, endpoint)
         endpoint, specs, formats = agree_on_formats(self.channel, self.config, endpoint, specs)
         self._endpoint = endpoint
+        self._scales = ScaleWatch(formats, self.world.rank)
         table = SpecTable(specs)
         fragments, refused = self._fragments(endpoint, table.specs)
         if not self.world.is_source:
@@ -105,6 +107,7 @@ class NcclXferEngine(CheckpointEngine):
             fragments,
             lends=gives_memory_back(self._endpoint),
         )
+        self._watch_scales(fragments)
         self._storage: Hashable = self._endpoint.storage_key()
         misc = self.manifest.specs("misc")
         # Kept, since a refit must not walk through thousands of weights.
@@ -120,7 +123,10 @@ class NcclXferEngine(CheckpointEngine):
     def rebind(self) -> None:
         fragments, _ = self._fragments(self._endpoint, self.manifest.specs())
         self._open_bulk.bind(fragments)
-        self._storage = self._endpoint.storage_key()
+        storage = self._endpoint.storage_key()
+        if storage != self._storage:  # and not a peer's alone
+            self._watch_scales(fragments)
+        self._storage = storage
 
     def send_weights(self, version: int, clock: StageClock) -> SendResult:
         source = cast(WeightSource, self._endpoint)
@@ -139,12 +145,26 @@ class NcclXferEngine(CheckpointEngine):
 
         def load_misc() -> None:
             if self._misc_names:
-                self._misc.load(destination.load_weights, clock)
+                self._misc.load(
+                    lambda weights: destination.load_weights(self._scales.passing(weights)), clock
+                )
 
         bulk = self._open_bulk.run(clock, load_misc)
+        with clock.stage("verify"):
+            self._scales.look()
         return SendResult(
             bulk.payload_bytes, self._misc.nbytes, bulk.verified_bytes + self._misc.verified_bytes
         )
+
+    def require_finite(self) -> None:
+        self._scales.require_finite()
+
+    def _watch_scales(self, fragments: Sequence[Fragment]) -> None:
+        """Where they land in place; the others are seen as they are loaded."""
+        if not self.world.is_source:
+            bulk = {spec.name for spec in self.manifest.specs("bulk")}
+            placed = (fragment for fragment in fragments if fragment.name in bulk)
+            self._scales.bind(placed, self.manifest.specs("misc"), self._endpoint.device)
 
     @contextmanager
     def _beside_bulk(self) -> Iterator[None]:
@@ -187,7 +207,7 @@ class NcclXferEngine(CheckpointEngine):
 
     @property
     def held_bytes(self) -> int:
-        return self._open_bulk.staging_bytes
+        return self._open_bulk.staging_bytes + self._scales.nbytes
 
     @property
     def _open_bulk(self) -> BulkPath:

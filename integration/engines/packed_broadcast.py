@@ -10,6 +10,7 @@ from ..endpoints import WeightDestination, WeightSource
 from ..manifest import Manifest, ManifestEntry
 from ..misc import PackedBroadcast
 from ..process_groups import Group
+from ..quantize.scale_watch import ScaleWatch
 from ..records import StageClock
 from ..world import RefitWorld
 from .agreement import agree_on_digest, agree_on_specs, make_packed_broadcast, specs_digest
@@ -30,6 +31,7 @@ class PackedBroadcastEngine(CheckpointEngine):
         specs = agree_on_specs(self.channel, endpoint)
         endpoint, specs, formats = agree_on_formats(self.channel, self.config, endpoint, specs)
         self._endpoint = endpoint
+        self._scales = ScaleWatch(formats, self.world.rank)
         agree_on_digest(self.channel, "specs_digest", specs_digest(specs, self.config))
         if not self.world.is_source:
             # The engine checks here that the weights fill it, before anything is written.
@@ -44,6 +46,8 @@ class PackedBroadcastEngine(CheckpointEngine):
         self._broadcast, self._group = make_packed_broadcast(
             self.channel, self.manifest.specs(), self.config, self._endpoint.device
         )
+        if not self.world.is_source:
+            self._scales.bind([], self.manifest.specs(), self._endpoint.device)
 
     def send_weights(self, version: int, clock: StageClock) -> SendResult:
         source = cast(WeightSource, self._endpoint)
@@ -51,8 +55,14 @@ class PackedBroadcastEngine(CheckpointEngine):
         return SendResult(0, self._broadcast.nbytes if self.world.rank == 0 else 0, 0)
 
     def receive_weights(self, version: int, clock: StageClock) -> SendResult:
-        self._broadcast.load(cast(WeightDestination, self._endpoint).load_weights, clock)
+        destination = cast(WeightDestination, self._endpoint)
+        self._broadcast.load(lambda weights: destination.load_weights(self._scales.passing(weights)), clock)
+        with clock.stage("verify"):
+            self._scales.look()
         return SendResult(0, self._broadcast.nbytes, self._broadcast.verified_bytes)
+
+    def require_finite(self) -> None:
+        self._scales.require_finite()
 
     def finalize(self, *, failed: bool = False) -> None:
         if self._group is not None:
@@ -65,4 +75,8 @@ class PackedBroadcastEngine(CheckpointEngine):
 
     @property
     def staging_bytes(self) -> int:
-        return self._broadcast.staging_bytes
+        return self.held_bytes + self._broadcast.staging_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        return self._scales.nbytes

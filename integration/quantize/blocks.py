@@ -100,20 +100,26 @@ def spread(
 
 
 def require_finite(
-    amax: torch.Tensor, block: Sequence[int], name: str, offset: Sequence[int] | None = None
+    values: torch.Tensor,
+    block: Sequence[int],
+    name: str,
+    offset: Sequence[int] | None = None,
+    *,
+    rank: int = -1,
 ) -> None:
     """Refuse NaN and infinities, by name and place. Waits for the device.
 
     Args:
-        amax: what :func:`block_amax` gave.
+        values: one of each block: what :func:`block_amax` gave, or scales that were made of it.
         block: the block's extent in the last dimensions.
         name: Hugging Face name of the weight.
         offset: where the shard begins in the full tensor, in the dimensions of ``block``.
+        rank: refit-world rank, for the error.
 
     Raises:
         RefitError: a block holds one.
     """
-    bad = (~torch.isfinite(amax)).nonzero()
+    bad = (~torch.isfinite(values)).nonzero()
     if not len(bad):
         return
     first = bad[0].tolist()
@@ -123,10 +129,12 @@ def require_finite(
         i += o // b
         place.append(f"{i * b}:{(i + 1) * b}")
     raise RefitError(
-        f"{len(bad)} of {amax.numel()} blocks of {' by '.join(map(str, block))} hold NaN or infinity, the first at "
+        f"{len(bad)} of {values.numel()} blocks of {' by '.join(map(str, block))} hold NaN or infinity, the first at "
         f"[{', '.join(place)}] of the full tensor. Quantized, such a block is NaN as a whole, and so would be what "
-        f"the engine generates. Look for a diverged step before this refit, or go back to the last good weights",
+        f"the engine generates, so nothing of it may be served. Look for a diverged step before this refit, go back to the "
+        "last good weights, and refit again",
         stage="quantize",
+        rank=rank,
         parameter=name,
     )
 

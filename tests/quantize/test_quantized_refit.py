@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.errors import RefitError, RefitMismatch
-from rlrefit.integration.layout import Box, box_of
+from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch
+from rlrefit.integration.layout import Box, Fragment, box_of
 from rlrefit.integration.layout.fragments import local_slice
 from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8, wire_specs
+from rlrefit.integration.quantize.scale_watch import ScaleWatch
 from rlrefit.integration.quantize.source import quant_weights_by_name
+from rlrefit.integration.session import RefitSession, ServingState
 from tests.refit.synthetic import (
     Layout,
     SyntheticDestination,
@@ -185,6 +188,104 @@ def test_the_conventional_path_quantizes_full_tensors() -> None:
         engine="packed_broadcast",
     )
     assert [[wrong for _, wrong in refits] for refits in results] == [[[], []]] * 4
+
+
+class DivergedSource(SyntheticSource):
+    """From version 2 on one element of a weight is NaN, in whatever rank's part and in the export."""
+
+    def __init__(self, held: SyntheticSource, name: str, value: float):
+        self.__dict__.update(held.__dict__)
+        self._bad, self._value = name, value
+
+    def set_version(self, version: int) -> None:
+        super().set_version(version)
+        if version < 2:
+            return
+        for (name, box), storage in self._held.items():
+            (top, bottom), (left, right) = box if len(box) == 2 else ((0, 0), (0, 0))
+            column = 130 % self._by_name[name].shape[-1]
+            if name == self._bad and top <= 200 < bottom and left <= column < right:
+                storage[200 - top, column - left] = self._value
+
+    def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in super().export(names):
+            if name == self._bad and self.version >= 2:
+                tensor[200, 130 % tensor.shape[1]] = self._value
+            yield name, tensor
+
+
+# Shard to shard, in a weight that a shard cuts, and on the conventional path.
+@pytest.mark.parametrize(
+    ("bad", "engine", "format"),
+    [
+        ("column.weight", "nccl_xfer", FP8),
+        ("row.weight", "nccl_xfer", UE8M0),
+        ("column.weight", "nccl_xfer", MX),
+        ("cut.weight", "nccl_xfer", FP8),
+        ("row.weight", "packed_broadcast", FP8),
+    ],
+)
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_weight_that_is_no_number_ends_the_refit_by_name_before_it_commits(
+    bad: str, engine: str, format: Format, value: float
+) -> None:
+    formats: dict[str, Format] = {
+        spec.name: format for spec in QUANTIZED if format is not MX or spec.shape[1] % 32 == 0
+    }
+    states = {2: ServingState(), 3: ServingState()}
+
+    def body(rank: int, session: RefitSession, end: Any) -> tuple[list[str], BaseException]:
+        _, wrong = refit_changed(session, end, 1)
+        with pytest.raises(RefitError) as raised:
+            refit_changed(session, end, 2)
+        return wrong, raised.value
+
+    results = run_world(
+        [DivergedSource(source, bad, value) for source in sources()],
+        wanted(formats, by_rows),
+        body,
+        config(verify="off"),
+        engine=engine,
+        states=states,
+    )
+    for wrong, error in results:
+        assert wrong == []
+        assert "hold NaN or infinity" in str(error)
+        assert f"parameter {bad}" in str(error)
+    found = [error for _, error in results if not isinstance(error, PeerLost)]
+    assert found
+    height, width = format.block
+    row, column = 200 // height * height, (2 if bad == "cut.weight" else 130) // width * width
+    assert f"first at [{row}:{row + height}, {column}:{column + width}]" in str(found[0])
+    for state in states.values():
+        assert (state.version, state.dirty) == (1, True)
+
+
+def test_scales_in_place_and_loaded_ones_are_seen_wherever_they_lie() -> None:
+    watch = ScaleWatch({"up": FP8, "down": FP8, "loaded": FP8, "mx": MX}, 3)
+    place = {"up": torch.ones(4, 4), "down": torch.ones(4, 6)[:, :4], "loaded": torch.ones(8, 4)}
+    fragments = [
+        Fragment(f"{name}_scale_inv", (8, 4), ((4, 8), (0, 4)), place[name]) for name in ("up", "down")
+    ]
+    fragments.append(Fragment("other", (4, 4), ((0, 4), (0, 4)), torch.full((4, 4), torch.nan)))
+    mx = place["mx"] = torch.full((4, 4), 254, dtype=torch.uint8)
+    fragments.append(Fragment("mx_scale", (8, 4), ((4, 8), (0, 4)), mx))
+    watch.bind(fragments, [TensorSpec("loaded_scale_inv", (8, 4), torch.float32)], torch.device("cpu"))
+
+    def look() -> None:
+        assert dict(watch.passing([("loaded_scale_inv", place["loaded"])])).keys() == {"loaded_scale_inv"}
+        watch.look()
+
+    for name, view in place.items():
+        look()
+        watch.require_finite()
+        good = view[2, 1].clone()
+        view[2, 1] = 255 if name == "mx" else torch.inf
+        look()
+        where = {"mx": r"6:7, 32:64", "loaded": r"256:384, 128:256"}.get(name, "768:896, 128:256")
+        with pytest.raises(RefitError, match=rf"1 of \d+ blocks .* \[{where}\].*rank 3, parameter {name}"):
+            watch.require_finite()
+        view[2, 1] = good
 
 
 def test_half_the_bytes_travel() -> None:
