@@ -5,13 +5,11 @@ Nothing of NeMo-RL is imported here; :mod:`.nemo_rl` is what its configuration n
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,11 +20,13 @@ from ..records import RefitRecord
 from ..rendezvous import Rendezvous, RendezvousServer, listen
 from ..settings import read_settings
 from .full_tensor_epoch import FullTensorEpoch, FullTensorSettings
+from .record_files import require_records_dir, write_record
 
 logger = logging.getLogger(__name__)
 
 # Of what workers tell each other; raised when that changes.
 _PROTOCOL = 1
+_PREFIX = "policy.generation.refit_cfg[…]"
 # NeMo-RL's own key beside the options, from which it makes the bucket's size.
 _BUCKET = "update_weights_bucket_memory_ratio"
 
@@ -56,17 +56,16 @@ class NemoRlOptions:
         Raises:
             RefitError: lists all that is wrong.
         """
-        prefix = "policy.generation.refit_cfg[…]"
         read = read_settings(
             given,
-            prefix,
+            _PREFIX,
             keys=("timeout_s", "verify"),
             own={"records_dir": str | None, "release_after_refit": bool},
             others=(_BUCKET,),
         )
         wrong = list(read.wrong)
         if bucket_size < 1:
-            wrong.append(f"{prefix}.{_BUCKET} leaves no room for a weight; give a larger one")
+            wrong.append(f"{_PREFIX}.{_BUCKET} leaves no room for a weight; give a larger one")
         if wrong:
             raise RefitError("; ".join(wrong), stage="settings")
         return NemoRlOptions(read.refit.timeout_s, read.refit.verify, **read.own)
@@ -88,6 +87,7 @@ class FullTensorEngine:
 
     def __init__(self, bucket_size: int, **options: Any):
         self.options = NemoRlOptions.from_kwargs(bucket_size, options)
+        require_records_dir(self.options.records_dir, f"{_PREFIX}.records_dir")
         self.version = 0
         self._bucket_size = bucket_size
         self._settings = FullTensorSettings(bucket_size, self.options.verify, float(self.options.timeout_s))
@@ -216,14 +216,8 @@ class FullTensorEngine:
 
     def _arrived(self, record: RefitRecord) -> None:
         self.version = record.version
-        if self.options.records_dir is None:
-            return
-        folder = Path(self.options.records_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        world = self._open_epoch.world
-        place = record.rank if world.is_source else record.rank - world.train_ranks
-        with (folder / f"refits-{record.role}-{place}.jsonl").open("a") as file:
-            file.write(json.dumps(record.to_json()) + "\n")
+        if self.options.records_dir is not None:
+            write_record(self.options.records_dir, record, self._open_epoch.world.train_ranks)
 
     def _close_listener(self) -> None:
         if self._listener is not None:

@@ -22,8 +22,9 @@ from ..records import RefitRecord
 from ..rendezvous import Rendezvous, RendezvousServer
 from ..settings import read_settings
 from .full_tensor_epoch import FullTensorEpoch, FullTensorSettings, Weights
+from .record_files import require_records_dir, write_record
 from .verl_contract import require_supported
-from .verl_epochs import NO_BUCKET, EpochEngine, metrics_of, require_records_dir, write_record
+from .verl_epochs import NO_BUCKET, EpochEngine, metrics_of
 
 require_supported(verl_base)
 

@@ -6,14 +6,10 @@ take part and none has failed, and else an epoch of its own begins.
 
 from __future__ import annotations
 
-import json
-import logging
 import secrets
 import socket
-import tempfile
 import time
 from abc import abstractmethod
-from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
@@ -22,8 +18,6 @@ from verl.checkpoint_engine import base as verl_base
 from ..errors import RefitError, RefitMismatch
 from ..records import RefitRecord
 from ..rendezvous import Rendezvous, RendezvousServer, listen
-
-logger = logging.getLogger(__name__)
 
 # What is told of a bucket's size that is no size.
 NO_BUCKET = "checkpoint_engine.update_weights_bucket_megabytes leaves no room for a weight; give at least 1"
@@ -168,46 +162,6 @@ def _listen_once_free(host: str, port: int) -> socket.socket:
             if not port or time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
-
-
-def require_records_dir(folder: str | None, key: str) -> None:
-    """Make the folder for the records, and see that files can be made in it.
-
-    Args:
-        folder: None for no records.
-        key: of the setting, for the error.
-
-    Raises:
-        RefitError: they can't.
-    """
-    if folder is None:
-        return
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise RefitError(
-            f"{key}: no record can be written to {folder} on this host: {error}. Nothing has moved; name a folder that "
-            "can be written on all hosts, or null for no records",
-            stage="settings",
-        ) from error
-
-
-def write_record(folder: str, record: RefitRecord, train_ranks: int) -> None:
-    """Append a line to ``refits-<role>-<rank>.jsonl`` of ``folder``; a failure is logged, as the refit has committed."""
-    path = Path(folder)
-    place = record.rank if record.role == "trainer" else record.rank - train_ranks
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with (path / f"refits-{record.role}-{place}.jsonl").open("a") as file:
-            file.write(json.dumps(record.to_json()) + "\n")
-    except OSError:
-        logger.exception(
-            "the record of version %d was not written to %s; the weights are whole and may be served",
-            record.version,
-            folder,
-        )
 
 
 def metrics_of(record: RefitRecord) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -112,6 +113,26 @@ def test_two_changed_updates_arrive_bit_for_bit_over_one_group(tmp_path: Path) -
         (2, 1, 3),
     ]
     assert all(record["bytes_verified"] == record["bytes_misc"] > 4 * MIB for record in records)
+
+
+def test_records_that_cannot_be_written_are_refused_at_the_start_and_fail_no_update_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "records"
+    folder.touch()
+    with pytest.raises(RefitError, match=r"refit_cfg\[…\]\.records_dir: no record can be written to "):
+        Workers(records_dir=str(folder))
+    folder.unlink()
+    workers = Workers(timeout_s=60.0, records_dir=str(folder))
+    workers.ready()
+    shutil.rmtree(folder)
+    folder.touch()
+    for version in (1, 2):
+        for loaded in workers.sync(version):
+            assert_bit_exact(loaded, version)
+        assert f"the record of version {version} was not written to" in caplog.text
+    assert [engine.version for engine in workers.engines] == [2] * 4
+    workers.finalize()
 
 
 def test_release_after_refit_meets_anew_for_each_update() -> None:

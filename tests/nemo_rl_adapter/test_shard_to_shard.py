@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -162,6 +163,37 @@ def test_two_changed_refits_reach_live_parameters_bit_for_bit_in_nemo_rls_order(
     with pytest.raises(RefitError, match="refit from NeMo-RL's driver"):
         copy.sync_weights()
     assert synchronizer.sync_weights()["version"] == 3
+
+
+def test_records_that_cannot_be_written_are_refused_at_the_start_and_fail_no_refit_later(
+    run: Run, as_recorded: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "records"
+    folder.touch()
+    settings = replace(NemoRlRefit.of(run.generation.cfg), records_dir=str(folder))
+    before = run.generation.weight_synchronizer
+    synchronizer = ShardSynchronizer(run.policy, run.generation, settings)
+    with pytest.raises(
+        RefitError, match=r"rlrefit\.records_dir: no record can be written to .*records on this host"
+    ):
+        synchronizer.init_communicator()
+    assert run.generation.weight_synchronizer is before
+    folder.unlink()
+    synchronizer.init_communicator()
+    try:
+        for version in (1, 2):
+            run.train(version + 30)
+            run.poison()
+            assert synchronizer.sync_weights()["version"] == version
+            assert [run.wrong(engine) for engine in (0, 1)] == [[], []]
+            assert not synchronizer.is_stale
+            if version == 1:
+                assert len((folder / "refits.jsonl").read_text().splitlines()) == 4
+                shutil.rmtree(folder)
+                folder.touch()
+        assert "the record of version 2 was not written to" in caplog.text
+    finally:
+        synchronizer.shutdown()
 
 
 def test_on_shared_gpus_both_sides_take_turns_and_meet_in_the_first_refit(run: Run) -> None:

@@ -11,7 +11,7 @@ from ...integration.errors import RefitError
 from ...integration.settings import read_settings
 
 KEY = "rlrefit"
-_PREFIX = f"policy.generation.refit_cfg.{KEY}"
+PREFIX = f"policy.generation.refit_cfg.{KEY}"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class NemoRlRefit:
         section = generation.get("refit_cfg") or {}
         # NeMo-RL makes a pydantic model of it, which keeps what it does not know.
         given = getattr(section, "model_extra", section).get(KEY)
-        read = read_settings(given, _PREFIX, own={"records_dir": str | None})
+        read = read_settings(given, PREFIX, own={"records_dir": str | None})
         wrong = list(read.wrong)
         backend = generation.get("backend")
         if backend != "vllm":

@@ -6,7 +6,6 @@ imported here; :mod:`.install` puts it in place.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,12 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ...integration.adapters.record_files import append_records, require_records_dir
 from ...integration.errors import RefitError
 from ...integration.records import RefitRecord, summarize
 from . import policy_worker
 from .calls import Answer, Workers, within
 from .engine_calls import CLOSE, JOIN, REFIT
-from .settings import NemoRlRefit
+from .settings import PREFIX, NemoRlRefit
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ class ShardSynchronizer:
         Raises:
             RefitError: and its kinds. Nothing has been written.
         """
+        require_records_dir(self._settings.records_dir, f"{PREFIX}.records_dir")
         prepared = self._workers.policy(policy_worker.prepare, config=asdict(self._settings.config))
         self._workers.answers(prepared, "handshake")
         if not self._settings.colocated:
@@ -222,12 +223,8 @@ class ShardSynchronizer:
             logger.warning("not all workers left refit epoch %d: %s", self._epoch, error)
 
     def _write(self, records: list[Answer]) -> None:
-        if self._settings.records_dir is None:
-            return
-        folder = Path(self._settings.records_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "refits.jsonl").open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+        if self._settings.records_dir is not None:
+            append_records(Path(self._settings.records_dir) / "refits.jsonl", records)
 
 
 class SynchronizerElsewhere:

@@ -26,8 +26,9 @@ import ray
 import torch
 from verl.checkpoint_engine import base as verl_base
 
+from ...integration.adapters.record_files import require_records_dir, write_record
 from ...integration.adapters.verl_contract import require_supported
-from ...integration.adapters.verl_epochs import EpochEngine, metrics_of, require_records_dir, write_record
+from ...integration.adapters.verl_epochs import EpochEngine, metrics_of
 from ...integration.errors import RefitError
 from ...integration.records import RefitRecord
 from ...integration.rendezvous import Rendezvous, RendezvousServer

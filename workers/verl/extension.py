@@ -13,7 +13,7 @@ import torch
 from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from ...integration.adapters.verl_epochs import write_record
+from ...integration.adapters.record_files import write_record
 from ...integration.errors import RefitMismatch
 from ...integration.records import RefitRecord
 from ..vllm.extension import VllmRefitExtension
