@@ -230,6 +230,18 @@ def test_all_wrong_options_of_shards_are_told_at_once() -> None:
         assert part in str(error.value)
 
 
+def test_what_recipes_have_and_verl_has_not_is_refused_under_verls_key() -> None:
+    with pytest.raises(RefitError) as error:
+        ShardCheckpointEngine(1 << 20, trainer_quantize_fp8=True, transport="m2n")
+    section = "checkpoint_engine.engine_kwargs.nccl_xfer_shards"
+    assert f"{section}.transport: m2n carries no refits; give auto, ipc, p2p or golden" in str(error.value)
+    assert f"{section}.trainer_quantize_fp8: verl patches vLLM's FP8 layers" in str(error.value)
+    assert "rollout.quantization=fp8" in str(error.value)
+    for transport in ("auto", "ipc", "p2p", "golden"):
+        made = ShardCheckpointEngine(1 << 20, trainer_quantize_fp8=False, transport=transport)
+        assert made.options.refit.transport == transport
+
+
 def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
     worker = SimpleNamespace(
         actor=SimpleNamespace(

@@ -41,9 +41,23 @@ class ShardOptions:
             RefitError: lists all that is wrong.
         """
         read = read_settings(given, _PREFIX, keys=_KEYS, own={"records_dir": str | None})
-        wrong, bucket_mb = list(read.wrong), bucket_size >> 20
+        wrong, bucket_mb = [*read.wrong, *_not_in_verl(read.refit)], bucket_size >> 20
         if bucket_mb < 1:
             wrong.append(NO_BUCKET)
         if wrong:
             raise RefitError("; ".join(wrong), stage="settings")
         return ShardOptions(replace(read.refit, bucket_mb=bucket_mb), **read.own)
+
+
+def _not_in_verl(asked: RefitConfig) -> list[str]:
+    """What a recipe may ask for and a run of verl can't have."""
+    found = []
+    if asked.transport == "m2n":
+        found.append(f"{_PREFIX}.transport: m2n carries no refits; give auto, ipc, p2p or golden")
+    if asked.trainer_quantize_fp8:
+        found.append(
+            f"{_PREFIX}.trainer_quantize_fp8: verl patches vLLM's FP8 layers, and refits shard to shard into these have not been "
+            "tried; leave it out, or let verl quantize as it loads: checkpoint_engine.backend=nccl_xfer with "
+            "rollout.quantization=fp8"
+        )
+    return found
