@@ -115,6 +115,18 @@ class PoolTrainer:
         return self._device.told("trainer rank 0", restart)
 
 
+class TrainersElsewhere:
+    """Trainer ranks that share no memory with the engine."""
+
+    def onload(self) -> None:
+        pass
+
+    offload = free = empty_cache = onload
+
+    def memory(self, *, restart: bool = False) -> list[ProcessMemory]:
+        return []
+
+
 def refit_on(device: Device) -> Callable[[int], list[RefitRecord]]:
     def refit(version: int) -> list[RefitRecord]:
         device.call(f"refit {version}")

@@ -28,6 +28,7 @@ class _Engine:
         self.version = 3
         self.commits = True  # before the refit fails
         self.fails: dict[str, BaseException] = {}
+        self.asleep: list[str] = []
         self.vllm_config = SimpleNamespace(
             scheduler_config=SimpleNamespace(async_scheduling=False),
             parallel_config=SimpleNamespace(worker_extension_cls=extension),
@@ -44,7 +45,7 @@ class _Engine:
         self.fail(method)
         if method == "refit_serving_version":
             return {"version": self.version}
-        return {"asleep": []}
+        return {"asleep": self.asleep}
 
     def fail(self, method: str) -> None:
         if method in self.fails:
@@ -347,6 +348,22 @@ def test_an_async_llm_that_raises_what_is_not_ours_leaves_nobody_waiting(stage: 
             with pytest.raises(EngineDirty, match="RuntimeError: vLLM's own"):
                 await asyncio.wait_for(refused, 5)
         assert driver.version == 7 == llm.version
+
+    asyncio.run(scene())
+
+
+def test_an_async_llm_that_sleeps_in_part_is_refitted_and_neither_paused_anew_nor_resumed():
+    """To pause, data-parallel replicas would take steps together, in memory that is not there."""
+
+    async def scene() -> None:
+        llm = _AsyncLlm()
+        driver = await _met(llm)
+        llm.paused, llm.asleep = True, ["kv_cache"]
+        llm.fails["pause_generation"] = AssertionError("paused anew")
+        for version in (7, 8):
+            await driver.refit(version, mode="wait")
+            assert driver.version == version == llm.version
+            assert llm.paused
 
     asyncio.run(scene())
 

@@ -18,9 +18,10 @@ from vllm_trainers import CONFIG, RANKS, Trainers
 from rlrefit.integration.colocated import ColocatedCycle
 from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitMismatch
 from rlrefit.integration.records import RefitRecord
-from rlrefit.integration.stage_memory import ProcessMemory, StageRecord
+from rlrefit.integration.stage_memory import StageRecord
 from rlrefit.integration.stages import StageRefused
 from rlrefit.recipes.algorithms.divergence import generation_kl
+from tests.stages.pool import TrainersElsewhere
 from tests.vllm_processes import forked_engines
 
 pytestmark = pytest.mark.timeout(600)
@@ -369,25 +370,13 @@ def test_weights_that_are_asleep_are_not_written_and_discarded_ones_not_served(s
     assert [s.values() for s in scene.engine.generate()] == [s.values() for s in scene.sampled_a]
 
 
-class _TrainersElsewhere:
-    """Trainer ranks that share no memory with the engine."""
-
-    def onload(self) -> None:
-        pass
-
-    offload = free = empty_cache = onload
-
-    def memory(self, *, restart: bool = False) -> list[ProcessMemory]:
-        return []
-
-
 def test_the_colocated_cycle_leads_an_engine_through_its_stages(scene: Scene):
     """Here too the memory stays where it is. An ``AsyncLLM`` is awaited in another thread than this one."""
     engine = scene.engine.sleeper()
     stages: list[StageRecord] = []
     cycle = ColocatedCycle(
         engine,
-        _TrainersElsewhere(),
+        TrainersElsewhere(),
         lambda version: [RefitRecord(**record) for record in scene.refit(version % 2)],
         on_stage=stages.append,
     )

@@ -1,8 +1,9 @@
-"""An ``AsyncLLM`` with two data-parallel replicas behind one driver: both are refitted, and each answers for itself."""
+"""An ``AsyncLLM`` with two data-parallel replicas behind one driver: both are refitted and sleep, and each answers for itself."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,20 @@ from vllm_checkpoints import dense_config, write_checkpoint
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import EngineDirty
+from rlrefit.integration.records import RefitRecord
+from rlrefit.integration.stage_memory import StageRecord
+from rlrefit.integration.stages import TAGS, StageRefused
 from tests.ahead import FoundAhead
 from tests.meeting import meeting_in
+from tests.stages.pool import TrainersElsewhere
 from tests.vllm_follower import CONFIG, ENGINE, follow, joined, six_tokens
 from tests.vllm_processes import vllm_processes
 
 REPLICAS = 2
-# Of each refit: the trainer's weights are those of this checkpoint. The engine starts with the first.
-SENT = (1, 0)
+# Of each refit: the trainer's weights are those of this checkpoint. The engine starts with the first, and takes turns with
+# the trainer for the last two.
+SENT = (1, 0, 1, 0)
+TURNS = 2
 PROMPTS = [[5, 17, 33, 90], [5, 17, 33, 90], [101, 7, 8], [101, 7, 8]]
 Answer = tuple[list[int], list[int]]
 
@@ -36,12 +43,16 @@ class Served:
         answers: tokens and their versions, of each prompt.
         ranks: that reported, of each refit.
         refused: by the driver, of an engine whose second replica alone holds weights that are not whole.
+        early: what requests gave that came while the engine slept, of each turn.
+        stages: the account of all turns.
     """
 
     digests: list[list[dict[str, str]]]
     answers: list[list[Answer]]
     ranks: list[list[int]]
     refused: str
+    early: list[list[Answer]]
+    stages: list[StageRecord]
 
 
 def serve(folder: Path) -> Served:
@@ -52,6 +63,8 @@ async def _serve(folder: Path) -> Served:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from rlrefit.workers.colocated.awaited import AwaitedCycle
+    from rlrefit.workers.colocated.vllm import AwaitedVllmSleeper
     from rlrefit.workers.vllm.driver import AsyncVllmDriver
 
     arguments = AsyncEngineArgs(
@@ -68,10 +81,11 @@ async def _serve(folder: Path) -> Served:
     digests: list[list[dict[str, str]]] = []
     answers: list[list[Answer]] = []
     ranks: list[list[int]] = []
+    requests = itertools.count()
 
     async def ask(index: int) -> Answer:
         prompt: Any = {"prompt_token_ids": PROMPTS[index]}
-        async for found in driver.generate(prompt, six_tokens(), f"{len(answers)}.{index}"):
+        async for found in driver.generate(prompt, six_tokens(), f"request {next(requests)}"):
             last = found
         return list(last.output.outputs[0].token_ids), list(last.versions[0])
 
@@ -82,25 +96,53 @@ async def _serve(folder: Path) -> Served:
     await look()
     meeting = await asyncio.to_thread(meeting_in, folder)
     await driver.init_refit(meeting, 1, RefitConfig(**CONFIG))
-    for version in range(len(SENT)):
+
+    async def refit(version: int) -> list[RefitRecord]:
         await driver._cores.ask_workers("probe_poison")
-        ranks.append([record["rank"] for record in await driver.refit(version)])
+        records = [RefitRecord(**record) for record in await driver.refit(version)]
+        ranks.append([record.rank for record in records])
+        return records
+
+    for version in range(len(SENT) - TURNS):
+        await refit(version)
         assert await driver.serving_version() == version
         await look()
+    early: list[list[Answer]] = []
+    stages: list[StageRecord] = []
+    cycle = await AwaitedCycle.open(
+        AwaitedVllmSleeper([driver]), TrainersElsewhere(), refit, on_stage=stages.append
+    )
+    for version in range(len(SENT) - TURNS, len(SENT)):
+        running = asyncio.create_task(ask(0))
+        while not driver.busy:
+            await asyncio.sleep(0)
+        with pytest.raises(StageRefused, match="engine 0 has unfinished requests"):
+            await cycle.to_training()
+        await running
+        await cycle.to_training()
+        assert [answer["asleep"] for answer in await driver._rpc("refit_asleep")] == [sorted(TAGS)] * REPLICAS
+        coming = [asyncio.create_task(ask(index)) for index in range(len(PROMPTS))]
+        await asyncio.sleep(0.3)
+        with pytest.raises(EngineDirty, match="sleep"):
+            await driver.serving_version()
+        await cycle.to_generation(version)
+        assert await driver.serving_version() == version
+        early.append(await asyncio.gather(*coming))
+        await cycle.generate(look)
     await driver._cores.ask_workers("probe_dirty_replica", 1)
     with pytest.raises(EngineDirty) as refused:
         await driver.serving_version()
     await driver.close_refit()
     llm.shutdown()
-    return Served(digests, answers, ranks, str(refused.value))
+    return Served(digests, answers, ranks, str(refused.value), early, stages)
 
 
 def train(folder: Path) -> None:
-    models = [AutoModelForCausalLM.from_pretrained(folder / str(i), dtype=torch.bfloat16) for i in SENT]
-    with joined(models[0], folder, RefitConfig(**CONFIG), REPLICAS) as trainer:
-        for version, sent in enumerate(models):
+    models = [AutoModelForCausalLM.from_pretrained(folder / str(i), dtype=torch.bfloat16) for i in (0, 1, 0)]
+    with joined(models[-1], folder, RefitConfig(**CONFIG), REPLICAS) as trainer:
+        for version, index in enumerate(SENT):
             with torch.no_grad():
-                for own, other in zip(trainer.model.parameters(), sent.parameters(), strict=True):
+                for own, other in zip(trainer.model.parameters(), models[index].parameters(), strict=True):
                     own.copy_(other)
             trainer.nccl_xfer_refit(version)
 
@@ -122,10 +164,12 @@ def served(found_ahead: FoundAhead) -> Served:
 
 
 def test_every_replica_holds_what_the_trainer_sent(served: Served) -> None:
-    assert served.ranks == [[1, 2], [1, 2]]
-    start, first, second = served.digests
-    assert start[0] == start[1] == second[0] == second[1]
-    assert first[0] == first[1]
+    assert served.ranks == [[1, 2]] * len(SENT)
+    start, *refitted = served.digests
+    assert all(of_replicas[0] == of_replicas[1] for of_replicas in served.digests)
+    assert [of_replicas == start for of_replicas in refitted] == [index == 0 for index in SENT]
+    first, second, third, fourth = refitted
+    assert (first, second) == (third, fourth)
     assert all(first[0][name] != start[0][name] for name in start[0])
 
 
@@ -135,8 +179,31 @@ def test_requests_on_all_replicas_come_from_the_version_they_tell(served: Served
         # The same prompts in other replicas.
         assert answers[0][0] == answers[1][0]
         assert answers[2][0] == answers[3][0]
-    start, first, second = ([tokens for tokens, _ in answers] for answers in served.answers)
-    assert start == second != first
+    start, first, *others = ([tokens for tokens, _ in answers] for answers in served.answers)
+    assert start != first
+    assert others == [start, first, start]
+
+
+def test_requests_that_came_while_all_replicas_slept_run_on_the_weights_of_the_turn(served: Served) -> None:
+    assert served.early == served.answers[-TURNS:]
+
+
+def test_turns_with_a_trainer_lead_all_replicas_through_every_stage(served: Served) -> None:
+    assert [record.move for record in served.stages if not record.failed] == TURNS * [
+        *(
+            "sleep",
+            "load_trainer",
+            "offload_trainer",
+            "wake_weights",
+            "refit",
+            "free_trainer",
+            "wake_kv_cache",
+        ),
+        "generate",
+    ]
+    for record in served.stages:
+        assert [p.process for p in record.processes] == [f"engine rank {rank}" for rank in range(REPLICAS)]
+    assert [record.move for record in served.stages if record.failed] == ["sleep"] * TURNS
 
 
 def test_weights_that_one_replica_alone_holds_in_part_are_told(served: Served) -> None:
