@@ -80,7 +80,8 @@ def _train(overrides: Sequence[str]) -> int:
         errors.print("rlrefit train needs one recipe=NAME, e.g. recipe=grpo_tiny", highlight=False)
         return MISCONFIGURED
     try:
-        config = load_config(recipes[0], [o for o in overrides if not o.startswith("recipe=")])
+        others = [o for o in overrides if not o.startswith("recipe=")]
+        config = load_config(recipes[0], others, to_run=True)
     except ConfigError as error:
         errors.print(escape(str(error)), highlight=False, soft_wrap=True)
         return MISCONFIGURED

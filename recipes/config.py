@@ -18,6 +18,7 @@ from .config_surroundings import (
     file_violations,
     gpu_violations,
     local_hf_config,
+    package_violations,
     resolve_data_path,
     shape_violations,
 )
@@ -33,13 +34,14 @@ __all__ = [
 ]
 
 
-def load_config(recipe: str, overrides: Sequence[str] = ()) -> TrainConfig:
+def load_config(recipe: str, overrides: Sequence[str] = (), *, to_run: bool = False) -> TrainConfig:
     """Composes and checks a recipe.
 
     Args:
         recipe: name of a bundled recipe (:func:`bundled_recipes`), or path of a YAML file whose Hydra
             ``defaults`` may name bundled ones.
         overrides: ``key=value`` in Hydra's grammar.
+        to_run: checked against the packages of this Python, too, in which the engines of a run start.
 
     Returns:
         The configuration, checked against the schema, in itself, against the files it names, this machine's
@@ -59,6 +61,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> TrainConfig:
         *file_violations(config),
         *_model_checks(config),
         *gpu_violations(config, torch.cuda.device_count()),
+        *(package_violations(config) if to_run else ()),
     ]
     consistent = (violation for violation in checked if not refused_keys.intersection(violation.keys))
     texts = [violation.text for violation in composed.violations]  # these name their place themselves

@@ -14,6 +14,7 @@ from .config_colocated import colocated_gpu_violations
 from .config_errors import Violation
 from .config_schema import TrainConfig
 from .config_sglang import context_violations, sglang_gpu_violations
+from .option_checks import missing_engine
 from .tiny.checkpoints import KINDS, PREFIX
 
 PACKAGE_SCHEME = "package:"
@@ -71,6 +72,17 @@ def file_violations(config: TrainConfig) -> Iterator[Violation]:
             ("model.path",),
             f"model.path: there is no {folder / 'config.json'}; give a Hugging Face checkpoint folder",
         )
+
+
+def package_violations(config: TrainConfig) -> Iterator[Violation]:
+    """An engine that would start with this Python's packages and is not among them."""
+    generation, ray = config.generation, config.ray
+    packaged = generation.backend in _EXPERT_SHARING  # transformers is the recipes' own
+    if not packaged or ray.address is not None or "PYTHONPATH" in ray.generation_env:
+        return
+    elsewhere = "give ray.generation_env.PYTHONPATH, the folder where its packages are, with rlrefit and Ray"
+    for problem in missing_engine("generation.backend", generation.backend, elsewhere):
+        yield Violation(("generation.backend",), problem)
 
 
 def local_hf_config(path: str) -> Mapping[str, Any] | None:

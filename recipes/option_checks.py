@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +34,22 @@ def output_problems(option: str, path: Path, suffixes: Sequence[str] = ()) -> li
     elif path.is_dir():
         found.append(f"{option}: {path} is a folder; give a file in it")
     return found
+
+
+def missing_engine(key: str, backend: str, elsewhere: str) -> list[str]:
+    """A complaint if an engine that runs in this Python is not installed in it; found without an import of it.
+
+    Args:
+        key: that chose the engine, for the text.
+        backend: the engine, whose package and extra of rlrefit are called like it.
+        elsewhere: how the engine gets packages from somewhere else.
+    """
+    if find_spec(backend) is not None:
+        return []
+    return [
+        f"{key}: {backend}, and this Python ({sys.executable}), in which the engine would run, has no package {backend}; "
+        f"pip install 'rlrefit[{backend}]', or {elsewhere}"
+    ]
 
 
 def refit_problems(config: RefitConfig) -> list[str]:

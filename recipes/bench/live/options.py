@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ....workers.catalog import FsdpLayout
 from ....workers.megatron.model import MegatronLayout
+from ...option_checks import missing_engine
 from ..run_options import RunOptions
 
 # ``--backend`` → what it is called, and the peers that there are beside it.
@@ -95,6 +96,11 @@ class LiveOptions(RunOptions):
             found.append(
                 f"--engine-python: {self.engine_python} is no program; give a Python that has {ENGINES[self.backend]}"
             )
+        if self.engine_python is None and self.engine_pythonpath is None:
+            elsewhere = (
+                "give --engine-python or --engine-pythonpath of an installation that has it, and rlrefit"
+            )
+            found += missing_engine("--backend", self.backend, elsewhere)
         needed = self.world_size + self.gen_ranks
         if self.device == "cuda" and needed > gpus:
             found.append(
