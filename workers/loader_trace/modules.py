@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
@@ -63,9 +63,17 @@ def spread_over_modules(
     return {name: reasons[name] for name in trace.touched if name in reasons}
 
 
-def changed_parameter(live: nn.Module, twin: nn.Module) -> str:
-    """The first parameter that post-load processing visibly replaced, in words; empty if there is none."""
+def changed_parameter(live: nn.Module, twin: nn.Module, besides: Collection[str] = ()) -> str:
+    """The first parameter that post-load processing visibly replaced, in words; empty if there is none.
+
+    Args:
+        live: the module.
+        twin: its untouched twin.
+        besides: parameters that are not asked about.
+    """
     for name, fresh in twin.named_parameters(recurse=False):
+        if name in besides:
+            continue
         current = live._parameters.get(name)
         if current is None:
             return f"{name} no longer exists after process_weights_after_loading"

@@ -20,16 +20,21 @@ if TYPE_CHECKING:  # it needs SGLang, which nothing here does
 def check_loadable(
     trace: LoaderTrace, owners: Mapping[str, frozenset[str]], layouts: Mapping[str, ModuleLayout]
 ) -> None:
-    """Refuse modules that neither bytes in place nor SGLang's loader can bring new weights.
+    """Refuse weights that neither bytes in place nor SGLang's loader can bring to their modules.
 
     Raises:
         PlanError: names the first weight and the module.
     """
     for name, touched in trace.touched.items():
         for module in sorted({module for parameter in touched for module in owners[parameter]}):
-            if not layouts[module].loadable:
+            layout, reason = layouts[module], layouts[module].reason
+            if layout.placed:
+                if name not in trace.misc_reasons:
+                    continue
+                reason = f"layer {module} is written in place alone, and this weight can't be: {trace.misc_reasons[name]}"
+            if not layout.loadable:
                 raise PlanError(
-                    f"{layouts[module].reason}. SGLang's loader writes such a module as if it had not been processed, and the "
+                    f"{reason}. SGLang's loader writes such a module as if it had not been processed, and the "
                     "engine would compute with a mixture. Nothing was written; start SGLang without the kernel that does "
                     "so, or update this engine from disk",
                     stage="trace",
@@ -49,7 +54,8 @@ def check_codes(trace: LoaderTrace, manifest: Manifest, parameters: Mapping[str,
         raise PlanError(
             f"the trainer sends {dtype_name(dtype)} and SGLang holds {parameter} as "
             f"{dtype_name(parameters[parameter].dtype)}, to be scaled; its loader would cast the numbers and keep the old "
-            f"scales ({len(cast)} such weights). Start SGLang without quantization, or send codes and scales",
+            f"scales ({len(cast)} such weights). Set policy.refit.trainer_quantize_fp8=true, which serves FP8 in blocks, or start "
+            "SGLang without quantization",
             stage="trace",
             parameter=name,
         )

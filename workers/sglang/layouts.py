@@ -2,7 +2,7 @@
 
 What each kind of module does with loaded weights is named here as it was read in SGLang 0.5.17:
 ``layers/quantization/unquant.py`` (AITER shuffles experts in place, FlashInfer's TRT-LLM experts are rearranged, AMX packs on
-CPUs) and ``layers/quantization/fp8.py`` (blocks stay as they were loaded unless DeepGEMM wants powers of two as scales).
+CPUs). FP8 blocks are :mod:`.fp8`'s.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sglang.srt.utils import use_intel_amx_backend
 from torch import nn
 
 from ..loader_trace.modules import changed_parameter
+from .fp8 import block_fp8
 
 # Their loaders subtract nothing and add nothing; Gemma's norms add 1 as they compute.
 _NORMS = "sglang.srt.layers.layernorm"
@@ -33,22 +34,30 @@ class ModuleLayout:
     Attributes:
         reason: why its parameters must not be written in place; empty if they may.
         loadable: SGLang's own loader can write it: the parameters still have the shape in which they are loaded.
+        placed: it can't, but the refit can, in place: what comes over the misc path all the same is written where the trace saw it
+            land.
         processed: after a load, SGLang's quantization method has to process it again.
     """
 
     reason: str = ""
     loadable: bool = True
+    placed: bool = False
     processed: bool = False
 
 
 def module_layout(name: str, live: nn.Module, twin: nn.Module) -> ModuleLayout:
     """Classify the live module ``name`` by its type and by its parameters beside the untouched twin's."""
-    changed = changed_parameter(live, twin)
+    blocks = block_fp8(live)
+    changed = changed_parameter(live, twin, besides=blocks.packed if blocks else ())
     if changed:
         return ModuleLayout(f"layer {name}: {changed}", loadable=False)
     method = getattr(live, "quant_method", None)
     if use_intel_amx_backend(live):
         return ModuleLayout(f"layer {name}: its weights are packed for AMX", loadable=False)
+    if blocks is not None:
+        if blocks.effect:
+            return ModuleLayout(f"layer {name}: {blocks.effect}", processed=True)
+        return ModuleLayout(loadable=not blocks.packed, placed=bool(blocks.packed))
     if type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         return ModuleLayout()
     if isinstance(method, UnquantizedFusedMoEMethod):

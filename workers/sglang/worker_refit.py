@@ -196,4 +196,5 @@ class WorkerRefit(DestinationRefitMixin):
         return {}
 
     def _make_refit_destination(self) -> SglangDestination:
+        self.destination.new_epoch()
         return self.destination

@@ -1,0 +1,388 @@
+"""SGLang's models in FP8 blocks on two ranks without an engine, refitted with codes and scales; SGLang does all the loading.
+
+SGLang's CPU build computes with FP8 by AMX alone, so the branches of GPUs are taken, whose loading and processing is Python and
+torch, and nothing is computed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.errors import PlanError, RefitMismatch
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.quantize import fp8_blockwise
+from rlrefit.integration.rendezvous import Rendezvous, open_rendezvous
+from rlrefit.integration.session import RefitSession
+from tests.gpu.vllm_checkpoints import read_checkpoint
+from tests.gpu.vllm_trainer import CheckpointSource
+
+if TYPE_CHECKING:
+    from rlrefit.integration.quantize.formats import Format
+    from rlrefit.workers.sglang.destination import SglangDestination
+
+CONFIG = RefitConfig(bucket_mb=1, timeout_s=120.0, verify="full", transport="p2p", trainer_quantize_fp8=True)
+CPU = torch.device("cpu")
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Fp8Case:
+    """An engine of two ranks.
+
+    Attributes:
+        trained: two checkpoints in BF16, as a trainer has the weights.
+        served: the same in FP8 blocks, as SGLang loads them.
+        blackwell: DeepGEMM has the scales packed.
+        runner: what computes with experts.
+        shuffled: a kernel for linear layers that is not known to compute with weights as they are loaded.
+        quantized_before: the trainer itself holds the codes and scales of ``served``.
+    """
+
+    trained: tuple[str, str]
+    served: tuple[str, str]
+    blackwell: bool = False
+    runner: str = "triton"
+    shuffled: bool = False
+    quantized_before: bool = False
+
+
+@dataclass(frozen=True)
+class Fp8Result:
+    """What one rank saw.
+
+    Attributes:
+        own: weights that it says to hold quantized.
+        reasons: of what goes through the loader.
+        routes: how many weights of the refit took each route; codes and scales count as two.
+        differing: parameters, and copies of scales, with other bytes than they should have; by occasion.
+        other_numbers: those weights that stand for other numbers than in a model that SGLang loaded; by occasion.
+        moved: parameters and copies that don't lie where they did before all refits.
+        packed: how many parameters of scales are packed.
+        refused: texts of errors, by occasion.
+    """
+
+    own: dict[str, Format]
+    reasons: dict[str, str]
+    routes: dict[str, int]
+    differing: dict[str, list[str]]
+    other_numbers: dict[str, list[str]]
+    moved: list[str]
+    packed: int
+    refused: dict[str, str]
+
+
+def refit_fp8(rank: int, cases: Sequence[Fp8Case]) -> list[Fp8Result]:
+    _begin(rank, cases[0])
+    results = []
+    for case in cases:
+        with _kernels(case):
+            results.append(_one_case(rank, case))
+    return results
+
+
+def _begin(rank: int, case: Fp8Case) -> None:
+    # SGLang takes a NCCL that it finds for a sign of GPUs.
+    os.environ["SGLANG_NCCL_SO_PATH"] = os.devnull
+    from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+    from sglang.srt.layers import linear
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from sglang.srt.layers.moe.fused_moe_triton import layer
+    from sglang.srt.layers.moe.utils import initialize_moe_config
+    from sglang.srt.layers.quantization import fp8
+    from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+    for module in (fp8, linear, layer):
+        module._is_cpu = False
+    arguments = _arguments(case.served[0])
+    set_global_server_args_for_scheduler(arguments)
+    initialize_moe_config(arguments)
+    init_distributed_environment(2, rank, "env://", rank, "gloo")
+    initialize_model_parallel(2)
+    initialize_dp_attention(arguments, _model_config(case.served[0]))
+
+
+@contextmanager
+def _kernels(case: Fp8Case) -> Iterator[None]:
+    """What SGLang would choose on the case's GPUs."""
+    from sglang.srt.layers import deep_gemm_wrapper
+    from sglang.srt.layers.moe import MoeRunnerBackend
+    from sglang.srt.layers.quantization import fp8
+    from sglang.srt.runtime_context import get_flags
+
+    dispatch = fp8.dispatch_w8a8_block_fp8_linear
+    with ExitStack() as stack:
+        for owner, values in (
+            (get_flags().moe, {"runner_backend": MoeRunnerBackend(case.runner)}),
+            (
+                deep_gemm_wrapper,
+                {"ENABLE_JIT_DEEPGEMM": case.blackwell, "DEEPGEMM_SCALE_UE8M0": case.blackwell},
+            ),
+            (
+                fp8,
+                {
+                    "cutlass_fp8_supported": lambda: True,
+                    "is_sm90_supported": lambda: not case.blackwell,
+                    "is_sm100_supported": lambda: case.blackwell,
+                    "dispatch_w8a8_block_fp8_linear": (lambda: _shuffling) if case.shuffled else dispatch,
+                },
+            ),
+            (torch.cuda, {"get_device_capability": lambda *_: (10, 0) if case.blackwell else (9, 0)}),
+        ):
+            stack.enter_context(mock.patch.multiple(owner, **values))
+        if case.blackwell:
+            stack.enter_context(mock.patch.dict(sys.modules, _stand_in_for_deep_gemm()))
+        yield
+
+
+def _shuffling() -> None:
+    """A kernel that no one knows; never called."""
+
+
+def _stand_in_for_deep_gemm() -> dict[str, ModuleType]:
+    """DeepGEMM's packing, by the torch version of it that SGLang has to check it with."""
+    from sglang.srt.layers.quantization import fp8_utils
+
+    def align(value: int, to: int) -> int:
+        return -(-value // to) * to
+
+    package, utils, layout = (
+        ModuleType(name) for name in ("deep_gemm", "deep_gemm.utils", "deep_gemm.utils.layout")
+    )
+    package.utils, utils.layout = utils, layout  # type: ignore[attr-defined]
+    utils.align = align  # type: ignore[attr-defined]
+    utils.get_tma_aligned_size = lambda mn, element_size: align(mn, 16 // element_size)  # type: ignore[attr-defined]
+    layout.get_mn_major_tma_aligned_packed_ue8m0_tensor = (  # type: ignore[attr-defined]
+        fp8_utils._get_mn_major_tma_aligned_packed_ue8m0_tensor_torch_impl
+    )
+    return {module.__name__: module for module in (package, utils, layout)}
+
+
+def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
+    from rlrefit.workers.sglang.destination import SglangDestination
+
+    live = _loaded(case.served[0])
+    loaded = [_loaded(path).model for path in case.served]
+    expected = _expected(case, loaded)
+    destination = SglangDestination(live, CPU)
+    held = case.served if case.quantized_before else case.trained
+    config = replace(CONFIG, trainer_quantize_fp8=not case.quantized_before)
+    specs = CheckpointSource(held, CPU).specs()
+    own = {} if case.quantized_before else destination.quantized(specs)
+    wire = [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in read_checkpoint(case.served[0]).items()]
+    _, reasons = destination.fragments(wire)
+    before = _places(live.model)
+    differing: dict[str, list[str]] = {}
+    other: dict[str, list[str]] = {}
+    routes: dict[str, int] = {}
+    for engine in ("nccl_xfer", "packed_broadcast"):
+        destination.new_epoch()
+        with _Sessions(rank, engine, config, held, destination) as sessions:
+            routes = routes or sessions.routes()
+            for version, index in enumerate((1, 0, 0)):
+                _poison(live.model, destination)
+                sessions.refit(index, version)
+                occasion = f"{engine} {version}"
+                differing[occasion] = _differing(_state(live.model), expected[index])
+                other[occasion] = _differing(_numbers(live.model), _numbers(loaded[index]))
+    packed = sum(parameter.dtype is torch.int32 for parameter in live.model.parameters())
+    return Fp8Result(
+        own,
+        reasons,
+        routes,
+        differing,
+        other,
+        [name for name, place in _places(live.model).items() if before[name] != place],
+        packed,
+        _refusals(destination, case, wire),
+    )
+
+
+def _refusals(destination: SglangDestination, case: Fp8Case, wire: list[TensorSpec]) -> dict[str, str]:
+    some = next(spec.name for spec in wire if spec.name.endswith("o_proj.weight"))
+    trained = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in read_checkpoint(case.trained[0]).items()]
+    asked = {
+        "BF16": (destination.fragments, trained),
+        "no scales": (destination.fragments, [spec for spec in wire if spec.name != f"{some}_scale_inv"]),
+        "no codes": (destination.fragments, [spec for spec in wire if spec.name != some]),
+        "SGLang's own loader": (destination.routes, wire),
+    }
+    found = {}
+    for occasion, (ask, specs) in asked.items():
+        try:
+            ask(specs)
+            found[occasion] = ""
+        except (PlanError, RefitMismatch) as error:
+            found[occasion] = str(error)
+    return found
+
+
+class _Sessions:
+    """This process as an engine rank of a refit; the first one also, in a thread, as the trainer."""
+
+    def __init__(
+        self, rank: int, engine: str, config: RefitConfig, held: Sequence[str], destination: SglangDestination
+    ) -> None:
+        told: list[Any] = [None]
+        self._first = rank == 0
+        if self._first:
+            self._server = open_rendezvous("127.0.0.1", 1, 2)
+            told = [self._server.rendezvous.to_json()]
+        torch.distributed.broadcast_object_list(told, 0)
+        meeting = Rendezvous.from_json(told[0])
+        if self._first:
+            self._thread = ThreadPoolExecutor(1)
+            self._source = CheckpointSource(held, CPU)
+            opening = self._thread.submit(
+                RefitSession.open, meeting, 0, lambda: self._source, config, engine=engine
+            )
+        self._engine = RefitSession.open(meeting, 1 + rank, lambda: destination, config, engine=engine)
+        if self._first:
+            self._trainer = opening.result()
+
+    def routes(self) -> dict[str, int]:
+        return {route: len(self._engine.manifest.specs(route)) for route in ("bulk", "misc", "unused")}
+
+    def refit(self, index: int, version: int) -> None:
+        if self._first:
+            self._source.take_on(index)
+            sending = self._thread.submit(self._trainer.refit, version)
+        self._engine.refit(version)
+        if self._first:
+            sending.result()
+
+    def __enter__(self) -> _Sessions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._first:
+            closing = self._thread.submit(self._trainer.close)
+        self._engine.close()
+        if self._first:
+            closing.result()
+            self._thread.shutdown()
+        torch.distributed.barrier()
+        if self._first:
+            self._server.close()
+
+
+def _expected(case: Fp8Case, loaded: Sequence[torch.nn.Module]) -> list[State]:
+    """What the engine is to hold of each checkpoint, byte for byte.
+
+    That is what SGLang loads; and of scales that are powers of two already, which SGLang would quantize once more, what it
+    loads for another kernel, with the scales as SGLang packs them.
+    """
+    if not case.blackwell or case.quantized_before:
+        return [_state(model) for model in loaded]
+    from sglang.srt.layers.quantization.fp8_utils import transform_scale_ue8m0
+
+    found = []
+    with _kernels(replace(case, blackwell=False, runner="triton")):
+        plain = [_loaded(path).model for path in case.served]
+    for model in plain:
+        parameters = dict(model.named_parameters())
+        state = _state(model)
+        for name, scales in parameters.items():
+            if name.endswith("_scale_inv"):
+                rows = parameters[name.removesuffix("_scale_inv")].shape[-2]
+                state[name] = _bytes(transform_scale_ue8m0(scales.detach(), rows))
+        found.append(state)
+    return found
+
+
+def _poison(model: torch.nn.Module, destination: SglangDestination) -> None:
+    with torch.no_grad():
+        for tensor in (*_held(model).values(), *destination._staged.values()):
+            wrong = torch.full((), torch.nan) if tensor.dtype.is_floating_point else torch.full((), -1)
+            tensor.copy_(wrong.to(tensor.dtype))
+
+
+def _held(model: torch.nn.Module) -> State:
+    """Parameters, and the copies of scales that a kernel computes with."""
+    found: State = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute.startswith("hpc_ops_"):
+                found[f"{name}.{attribute}"] = value
+    return found
+
+
+def _state(model: torch.nn.Module) -> State:
+    return {name: _bytes(tensor) for name, tensor in _held(model).items()}
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def _places(model: torch.nn.Module) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in _held(model).items()}
+
+
+def _numbers(model: torch.nn.Module) -> State:
+    """What codes and scales stand for, by SGLang's own account of packed scales."""
+    from sglang.srt.utils.weight_checker_comparator import Fp8BlockComparable
+
+    parameters = dict(model.named_parameters())
+    found = {}
+    for name, scales in parameters.items():
+        if name.endswith("_scale_inv"):
+            codes = parameters[name.removesuffix("_scale_inv")].detach()
+            plain = Fp8BlockComparable._normalize_scale(codes, scales.detach())
+            matrices = (
+                zip(codes.flatten(0, -3), plain.flatten(0, -3), strict=True)
+                if codes.dim() > 2
+                else [(codes, plain)]
+            )
+            found[name] = torch.stack([fp8_blockwise.dequantize(c, s) for c, s in matrices])
+    return found
+
+
+def _differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [name for name, held in found.items() if not torch.equal(held, expected[name])]
+
+
+def _loaded(path: str) -> Any:
+    """What a refit uses of a ``ModelRunner``, its model loaded from a checkpoint by SGLang."""
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader import get_model
+
+    config, load_config = _model_config(path), LoadConfig(load_format="auto")
+    model = get_model(model_config=config, load_config=load_config, device_config=DeviceConfig("cpu"))
+    return SimpleNamespace(
+        model=model, model_config=config, load_config=load_config, server_args=_arguments(path)
+    )
+
+
+def _model_config(path: str) -> Any:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig.from_server_args(_arguments(path))
+
+
+def _arguments(path: str) -> Any:
+    from sglang.srt.server_args import ServerArgs
+
+    return ServerArgs(
+        model_path=path,
+        device="cpu",
+        dtype="bfloat16",
+        tp_size=2,
+        skip_tokenizer_init=True,
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        moe_runner_backend="triton",
+    )
