@@ -248,18 +248,16 @@ def _kv_scales(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
 def _fp8_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     key, stored = "policy.refit.trainer_quantize_fp8", "generation.weight_dtype"
     quantizes, fp8 = config.policy.refit.trainer_quantize_fp8, config.generation.weight_dtype == "fp8"
-    if config.generation.backend == "sglang":
-        return  # neither is for it
     if quantizes and not fp8 and stored not in bad:
         yield Violation(
             (key, stored),
             f"{key}: the engine keeps its weights in the dtype of the model, so that nothing is to be quantized; give "
             f"{stored}=fp8, or false here",
         )
-    if fp8 and not quantizes and config.generation.backend == "transformers":
+    if fp8 and not quantizes and config.generation.backend != "vllm":
         yield Violation(
             (stored, "generation.backend", key),
-            f"{stored}: the transformers engine does not quantize weights itself; give {key}=true",
+            f"{stored}: the {config.generation.backend} engine does not quantize weights itself; give {key}=true",
         )
     if quantizes and fp8 and config.model.dtype not in ("auto", "bfloat16", "float16"):
         yield Violation(

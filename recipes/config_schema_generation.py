@@ -98,8 +98,8 @@ class GenerationConfig:
         replicas: engines, each with a full copy of the model: data parallelism of the generation.
         weight_dtype: ``auto``: that of the model. ``fp8``: E4M3 in blocks of 128 by 128 for the decoder layers'
             matrices but the routers; with ``policy.refit.trainer_quantize_fp8`` the trainer quantizes them as it sends
-            them, else vLLM does after each refit. The transformers engine holds them so and computes in the model's
-            dtype.
+            them, else vLLM does after each refit, and no other engine. The transformers engine holds them so and computes in
+            the model's dtype.
         max_new_tokens: longest completion.
         temperature: of training rollouts, and of the trainer's log-probabilities with them; above 0.
         vllm: see :class:`VllmConfig`.

@@ -10,6 +10,9 @@ from .config_schema import TrainConfig
 
 _BACKEND = "generation.backend"
 _SECTION = "generation.sglang"
+_WEIGHT_DTYPE = "generation.weight_dtype"
+# By which the engine takes a checkpoint for one of FP8 blocks.
+_OVERRIDES = "json_model_override_args"
 # SGLang keeps the last tokens of a context for itself: a prompt has to end 7 before it, and a completion 2.
 _KEPT_FREE = 8
 # Server arguments that have keys of the recipe.
@@ -40,7 +43,7 @@ _REFUSED = {
     "weight_cache_mode": "shares the weights with other engines",
     **dict.fromkeys(STORES, KEEPS_PREFIXES),
     "disaggregation_mode": "has queues that no refit flushes",
-    "quantization": "is for weights that refits in the dtype of the model can't be written into",
+    "quantization": "is for weights that no refit can be written into; FP8 blocks are generation.weight_dtype",
     "kv_cache_dtype": "is for a cache whose scales refits don't bring to SGLang",
     "speculative_algorithm": "drafts with weights that no refit brings",
     "enable_lora": "keeps adapters beside the weights, and refits bring none to SGLang",
@@ -65,7 +68,6 @@ def sglang_violations(config: TrainConfig, bad: set[str]) -> Iterator[Violation]
     if config.generation.backend != "sglang":
         return
     yield from _engine(config)
-    yield from _weights(config)
     yield from _server_arguments(config)
 
 
@@ -95,13 +97,20 @@ def sglang_gpu_violations(config: TrainConfig, gpus: int) -> Iterator[Violation]
         config: the recipe.
         gpus: CUDA devices of this machine; those of a running cluster may be elsewhere.
     """
+    if config.generation.backend != "sglang" or gpus or config.ray.address is not None:
+        return
+    remedy = "or ray.address of a cluster with some"
     key = f"{_SECTION}.enable_deterministic_inference"
-    deterministic = config.generation.sglang.enable_deterministic_inference
-    if config.generation.backend == "sglang" and deterministic and not gpus and config.ray.address is None:
+    if config.generation.sglang.enable_deterministic_inference:
         yield Violation(
             (key, "ray.address"),
-            f"{key}: true, but SGLang has no such kernels for CPUs, and this machine has no GPU; give false, or ray.address of a "
-            "cluster with some",
+            f"{key}: true, but SGLang has no such kernels for CPUs, and this machine has no GPU; give false, {remedy}",
+        )
+    if config.generation.weight_dtype == "fp8":
+        yield Violation(
+            (_WEIGHT_DTYPE, _BACKEND, "ray.address"),
+            f"{_WEIGHT_DTYPE}: fp8, but on CPUs SGLang packs such weights for AMX, where no refit reaches them, and this machine has "
+            f"no GPU; give auto, {remedy}",
         )
 
 
@@ -137,23 +146,11 @@ def _engine(config: TrainConfig) -> Iterator[Violation]:
         )
 
 
-def _weights(config: TrainConfig) -> Iterator[Violation]:
-    for key, on in (
-        ("generation.weight_dtype", config.generation.weight_dtype == "fp8"),
-        ("policy.refit.trainer_quantize_fp8", config.policy.refit.trainer_quantize_fp8),
-    ):
-        if on:
-            yield Violation(
-                (key, _BACKEND),
-                f"{key}: {'fp8' if key.endswith('dtype') else 'true'}, but SGLang engines hold the weights of a recipe in the dtype "
-                f"of the model; give {'auto' if key.endswith('dtype') else 'false'}, or {_BACKEND}=vllm",
-            )
-
-
 def _server_arguments(config: TrainConfig) -> Iterator[Violation]:
+    keys = _KEYS | ({_OVERRIDES: _WEIGHT_DTYPE} if config.generation.weight_dtype == "fp8" else {})
     for name in config.generation.sglang.server_args:
         key = f"{_SECTION}.server_args.{name}"
-        if name in _KEYS:
-            yield Violation((key,), f"{key}: the recipe sets it by {_KEYS[name]}; give it there")
+        if name in keys:
+            yield Violation((key,), f"{key}: the recipe sets it by {keys[name]}; give it there")
         elif name in _REFUSED:
             yield Violation((key, _BACKEND), f"{key}: it {_REFUSED[name]}; leave it out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from ..workers.sglang.loader import LOADER
 from .config_schema import TrainConfig
 from .config_sglang import needed_context
-from .config_surroundings import EXPERT_KEYS
+from .fp8_weights import block_fp8, has_experts, quantization_of
 
 _CUMEM = "NCCL_CUMEM_ENABLE"
 
@@ -45,9 +46,13 @@ def engine_arguments(
     for name in ("max_running_requests", "mem_fraction_static", "attention_backend"):
         if (value := getattr(sglang, name)) is not None:
             arguments[name] = value
-    if hf_config is not None and _has_experts(hf_config):
+    if hf_config is not None and has_experts(hf_config):
         # Others rearrange the experts as they are loaded: then none of them can be written in place.
         arguments["moe_runner_backend"] = "triton"
+    if generation.weight_dtype == "fp8" and not quantization_of(hf_config or {}):
+        # As if the checkpoint were one of FP8 blocks: its tensors can't be read so, and the first refit brings all.
+        overrides = {"quantization_config": block_fp8(hf_config or {})}
+        arguments |= {"json_model_override_args": json.dumps(overrides), "load_format": "dummy"}
     if gpus:
         # Without it a release frees nothing and says nothing.
         arguments["enable_memory_saver"] = generation.colocated.enabled
@@ -66,8 +71,3 @@ def with_trainer_environment(config: TrainConfig) -> TrainConfig:
     ray = config.ray
     setting = {_CUMEM: ray.generation_env.get(_CUMEM, "0")}
     return replace(config, ray=replace(ray, trainer_env=setting | ray.trainer_env))
-
-
-def _has_experts(hf_config: Mapping[str, Any]) -> bool:
-    text = hf_config.get("text_config", hf_config)
-    return any(text.get(key) for key in EXPERT_KEYS)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..integration.quantize.fp8_blockwise import BLOCK
 from .config_schema import TrainConfig
-from .config_surroundings import EXPERT_KEYS
+from .fp8_weights import block_fp8, has_experts, quantization_of
 
 
 def engine_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def engine_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = 
         # Left to itself, vLLM takes FlashInfer's kernels where they can be imported, which rearrange the experts as
         # they are loaded: then none of them can be written in place.
         arguments["moe_backend"] = "triton"
-    if generation.weight_dtype == "fp8" and not _quantization(hf_config or {}):
+    if generation.weight_dtype == "fp8" and not quantization_of(hf_config or {}):
         arguments |= _fp8_weights(config, hf_config or {})
     return arguments
 
@@ -49,26 +48,12 @@ def _fp8_weights(config: TrainConfig, hf_config: Mapping[str, Any]) -> dict[str,
     """Of an engine that holds the weights of an unquantized checkpoint in FP8 blocks."""
     if not config.policy.refit.trainer_quantize_fp8:
         return {"quantization": "fp8_per_block"}
-    text = hf_config.get("text_config", hf_config)
-    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(text.get("num_hidden_layers", 0))]
-    quantization = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(BLOCK),
-        "modules_to_not_convert": ["lm_head", *(routers if _has_plain_experts(hf_config) else [])],
-    }
     # As if the checkpoint were one of FP8 blocks: its tensors can't be read so, and the first refit brings all.
-    return {"hf_overrides": {"quantization_config": quantization}, "load_format": "dummy"}
+    return {"hf_overrides": {"quantization_config": block_fp8(hf_config)}, "load_format": "dummy"}
 
 
 def _has_plain_experts(hf_config: Mapping[str, Any]) -> bool:
-    text = hf_config.get("text_config", hf_config)
-    return any(text.get(key) for key in EXPERT_KEYS) and not _quantization(hf_config)
-
-
-def _quantization(hf_config: Mapping[str, Any]) -> Any:
-    text = hf_config.get("text_config", hf_config)
-    return hf_config.get("quantization_config") or text.get("quantization_config")
+    return has_experts(hf_config) and not quantization_of(hf_config)
 
 
 def engine_bundles(config: TrainConfig) -> int:

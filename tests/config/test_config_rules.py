@@ -253,9 +253,12 @@ def test_an_adapter_alone_is_refused_as_no_recipe_trains_one() -> None:
 def test_only_vllm_quantizes_weights_itself() -> None:
     config = TrainConfig()
     config.generation.weight_dtype = "fp8"
-    (found,) = texts(config)
-    assert found.startswith(
-        "generation.weight_dtype: the transformers engine does not quantize weights itself"
-    )
+    for backend in ("transformers", "sglang"):
+        config.generation.backend = backend
+        (found,) = texts(config)
+        assert found.startswith(
+            f"generation.weight_dtype: the {backend} engine does not quantize weights itself"
+        )
+        assert "give policy.refit.trainer_quantize_fp8=true" in found
     config.generation.backend = "vllm"
     assert texts(config) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +51,6 @@ def test_all_that_sglang_can_not_do_is_told_at_once_with_its_remedy() -> None:
     found = violations(
         "generation.pipeline_parallel=2",
         "generation.tensor_parallel=2",
-        "generation.weight_dtype=fp8",
         "generation.temperature=0.5",
         "generation.sglang.context_length=20",
         "generation.sglang.ep_size=3",
@@ -67,7 +67,6 @@ def test_all_that_sglang_can_not_do_is_told_at_once_with_its_remedy() -> None:
     told = {text.partition(":")[0]: text for text in found}
     remedies = {
         "generation.pipeline_parallel": "give 1, or generation.backend=vllm",
-        "generation.weight_dtype": "give auto, or generation.backend=vllm",
         "generation.sglang.context_length": "give at least 28, or null",
         "generation.sglang.ep_size": "give 1 or 2",
         "generation.sglang.load_format": "choose one",
@@ -80,7 +79,7 @@ def test_all_that_sglang_can_not_do_is_told_at_once_with_its_remedy() -> None:
         "generation.sglang.server_args.tp_size": "sets it by generation.tensor_parallel",
         "policy.refit.kv_scales": "give false",
         "policy.refit.lora": "give merge",
-        "policy.refit.trainer_quantize_fp8": "give false, or generation.backend=vllm",
+        "policy.refit.trainer_quantize_fp8": "give generation.weight_dtype=fp8",
         "ray.generation_env.SGLANG_RETURN_ORIGINAL_LOGPROB": "leave it out",
     }
     assert told.keys() == remedies.keys()
@@ -124,6 +123,43 @@ def test_kernels_that_a_cpu_lacks_are_refused_where_there_is_no_gpu() -> None:
     (found,) = gpu_violations(alone, 0)
     assert "give false, or ray.address of a cluster with some" in found.text
     assert [*gpu_violations(alone, 8)] == []
+
+
+FP8 = ("generation.weight_dtype=fp8", "policy.refit.trainer_quantize_fp8=true", "ray.address=auto")
+
+
+@pytest.mark.parametrize("colocated", ["true", "false"])
+def test_fp8_blocks_of_the_trainer_start_sglang_as_from_a_checkpoint_of_them(colocated: str) -> None:
+    alone = ["trainer.ranks=1", "trainer.tensor_parallel=1"] if colocated == "true" else []
+    config = load_config(RECIPE, [*FP8, f"{ENABLED}={colocated}", *alone])
+    hf_config = {"num_hidden_layers": 2, "num_experts": 8}
+    arguments = engine_arguments(config, hf_config, 1, 0)
+    assert arguments["load_format"] == "dummy"
+    assert json.loads(arguments["json_model_override_args"]) == {
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
+        }
+    }
+    itself = engine_arguments(config, hf_config | {"quantization_config": {"quant_method": "fp8"}}, 1, 0)
+    assert "json_model_override_args" not in itself
+    assert itself["load_format"] == "auto"
+
+
+def test_fp8_blocks_of_sglang_need_a_gpu_and_its_own_overrides() -> None:
+    config = load_config(RECIPE, FP8)
+    assert [*gpu_violations(config, 0)] == []
+    alone = replace(config, ray=replace(config.ray, address=None))
+    (found,) = gpu_violations(alone, 0)
+    assert found.text.startswith(
+        "generation.weight_dtype: fp8, but on CPUs SGLang packs such weights for AMX"
+    )
+    overrides = "generation.sglang.server_args={json_model_override_args: '{}'}"
+    (text,) = violations(*FP8, overrides)
+    assert "the recipe sets it by generation.weight_dtype; give it there" in text
+    assert load_config(RECIPE, [overrides]).generation.sglang.server_args
 
 
 def test_experts_that_ranks_share_need_experts_and_are_planned_so() -> None:
