@@ -19,8 +19,9 @@ from ..layout import Fragment
 from ..manifest import TensorSpec, dtype_name
 from ..quantize.formats import Format, from_json, to_json, wire_specs
 from ..quantize.source import QuantizingSource
+from .misc_share import SAY_REFIT_DTYPE
 
-_REMEDY = (
+_START_IN_BLOCKS = (
     "Start the engine from a checkpoint or with a configuration of block-scaled FP8 weights, or set "
     "policy.refit.trainer_quantize_fp8 to false"
 )
@@ -105,7 +106,7 @@ def _merge(
     if not known:
         raise RefitMismatch(
             f"policy.refit.trainer_quantize_fp8 is true, but no engine rank stores a weight in a format that the trainer "
-            f"makes; nothing was written. {_REMEDY}",
+            f"makes; nothing was written. {_remedy(specs)}",
             stage="handshake",
             rank=channel.world.rank,
         )
@@ -144,6 +145,14 @@ def require_stored_so(channel: Channel, fragments: Sequence[Fragment], formats: 
             )
 
 
+def _remedy(specs: Sequence[TensorSpec]) -> str:
+    """By what stands in the way: an engine of FP8 names no weight that comes in a dtype which nobody quantizes."""
+    matrices = [spec for spec in specs if len(spec.shape) == 2]
+    if matrices and all(spec.dtype == torch.float32 for spec in matrices):
+        return f"The trainer exports it in float32, of which no blocks are made. {SAY_REFIT_DTYPE}"
+    return _START_IN_BLOCKS
+
+
 def _wire(channel: Channel, specs: Sequence[TensorSpec], formats: dict[str, Format]) -> list[TensorSpec]:
     travelling: list[TensorSpec] = []
     for spec in specs:
@@ -151,7 +160,7 @@ def _wire(channel: Channel, specs: Sequence[TensorSpec], formats: dict[str, Form
             travelling += wire_specs(spec, formats[spec.name]) if spec.name in formats else [spec]
         except ValueError as error:
             raise RefitMismatch(
-                f"the engine stores it quantized, which the trainer can't make of it: {error}. {_REMEDY}",
+                f"the engine stores it quantized, which the trainer can't make of it: {error}. {_remedy([spec])}",
                 stage="handshake",
                 rank=channel.world.rank,
                 parameter=spec.name,

@@ -28,6 +28,7 @@ from .agreement import agree_on_plan, agree_on_specs, make_packed_broadcast
 from .base import CheckpointEngine, SendResult
 from .bulk import BulkPath
 from .formats import agree_on_formats, require_stored_so
+from .misc_share import warn_of_misc
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class NcclXferEngine(CheckpointEngine):
             fan_out=False if self._chosen[0] == "ipc" else None,
         )
         self.manifest: Manifest = self.analysis.manifest
+        if self.world.rank == 0:
+            warn_of_misc(self.manifest, formats)
         self.plan: Plan | BroadcastPlan
         pairs: dict[tuple[int, int], str] = {}
         digest = self.analysis.digest

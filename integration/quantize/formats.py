@@ -21,6 +21,9 @@ from . import blocks, fp8_blockwise, mxfp8
 from .fp8_table import Fp8Table
 from .windows import TorchEncoder, joined
 
+# In the reason of a weight that takes the misc path for it.
+CUTS_BLOCKS = "which cuts blocks of"
+
 _SOURCES = (torch.bfloat16, torch.float16)
 
 
@@ -235,7 +238,7 @@ def encoded_fragments(fragment: Fragment, format: Format) -> list[Fragment] | st
     cut = blocks.straddled(fragment.box, fragment.full_shape, format.block)
     if cut:
         return (
-            f"a rank holds {_ranges(fragment)}, which cuts blocks of {' by '.join(map(str, format.block))}: it does not know "
+            f"a rank holds {_ranges(fragment)}, {CUTS_BLOCKS} {' by '.join(map(str, format.block))}: it does not know "
             "their maxima, so the whole weight is quantized"
         )
     scale_name = fragment.name + format.scale_name_end

@@ -309,6 +309,63 @@ def test_an_engine_without_quantized_weights_is_no_match() -> None:
     assert "no engine rank stores a weight in a format that the trainer makes" in str(results[0])
 
 
+@pytest.mark.parametrize(
+    "named", [{}, {"row.weight": FP8}], ids=["an engine that leaves them out", "that names one"]
+)
+def test_weights_that_come_in_fp32_are_refused_with_the_dtype_as_the_remedy(named: dict[str, Format]) -> None:
+    wide = [TensorSpec(spec.name, spec.shape, torch.float32) for spec in SPECS]
+    engines = wanted(named, whole)
+    for engine in engines:
+        engine.quantized = lambda specs: named
+    held = [SyntheticSource(wide, {spec.name: [box_of(spec.shape)] for spec in wide}) for _ in range(2)]
+    results = run_world(held, engines, lambda *_: None, config())
+    for error in results:
+        assert isinstance(error, RefitMismatch)
+        assert "refit_dtype = torch.bfloat16 of FSDPRefitMixin" in str(error)
+        assert "Start the engine from" not in str(error)
+
+
+def test_trainer_rank_0_tells_once_what_shards_that_cut_blocks_cost(caplog: pytest.LogCaptureFixture) -> None:
+    formats: dict[str, Format] = {spec.name: FP8 for spec in (CUT, COLUMN)}
+    cut = {"cut.weight": [((0, 64), (0, 128))], "column.weight": [((0, 64), (0, 384))]}
+    rest = {"cut.weight": [((64, 256), (0, 128))], "column.weight": [((64, 512), (0, 384))]}
+    others = {s.name: [box_of(s.shape)] for s in SPECS if s.name not in cut}
+    held = [SyntheticSource(SPECS, others | layout) for layout in (cut, rest)]
+    run_world(held, wanted(formats, whole), lambda rank, session, end: session.refit(1), config())
+    [record] = [r for r in caplog.records if "do not go shard to shard" in r.getMessage()]
+    codes = (512 * 384, 256 * 128)
+    scales = 4 * (4 * 3 + 2)
+    plain = sum(spec.nbytes for spec in SPECS if spec.name not in formats)
+    share = 100 * (sum(codes) + scales) / (sum(codes) + scales + plain)
+    text = record.getMessage()
+    assert text.startswith(f"{share:.0f}% of the weights (0.2 MB of ")
+    assert "column.weight: trainer: a rank holds 0:64, 0:384, which cuts blocks of 128 by 128" in text
+    assert "whole blocks (rlrefit plan --quantize fp8" in text
+
+
+def test_fp32_shards_that_nobody_casts_are_told_with_the_dtype_as_the_remedy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wide = [TensorSpec(spec.name, spec.shape, torch.float32) for spec in SPECS]
+    held = [SyntheticSource(wide, {spec.name: [box_of(spec.shape)] for spec in wide}) for _ in range(2)]
+    run_world(
+        held,
+        wanted({}, whole),
+        lambda rank, session, end: session.refit(1),
+        config(trainer_quantize_fp8=False),
+    )
+    [record] = [r for r in caplog.records if "do not go shard to shard" in r.getMessage()]
+    assert record.getMessage().startswith("100% of the weights")
+    assert "refit_dtype = torch.bfloat16 of FSDPRefitMixin" in record.getMessage()
+
+
+def test_layouts_of_whole_blocks_warn_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    run_world(
+        sources(), wanted({COLUMN.name: FP8}, whole), lambda rank, session, end: session.refit(1), config()
+    )
+    assert not [r for r in caplog.records if "do not go shard to shard" in r.getMessage()]
+
+
 def test_engines_that_store_one_weight_differently_are_no_match() -> None:
     one, other = wanted({"row.weight": FP8}, whole)[0], wanted({"row.weight": UE8M0}, whole)[1]
     results = run_world(sources(), [one, other], lambda *_: None, config())
