@@ -42,6 +42,10 @@ class BenchOptions(RunOptions):
         return PEERS
 
     @property
+    def cpu_transports(self) -> tuple[str, ...]:
+        return *super().cpu_transports, *((BUCKETS,) if self.colocated else ())
+
+    @property
     def is_quantized(self) -> bool:
         return self.quantize == "fp8"
 

@@ -65,6 +65,11 @@ class RunOptions(ABC):
         """Names that ``--peers`` may have."""
 
     @property
+    def cpu_transports(self) -> tuple[str, ...]:
+        """What ``--transport`` may have without GPUs."""
+        return "auto", "p2p", "golden"
+
+    @property
     def is_quantized(self) -> bool:
         """Whether engines hold linear layers in blocks of FP8, which the trainers make."""
         return False
@@ -110,7 +115,8 @@ class RunOptions(ABC):
             if value is not None and value < least:
                 found.append(f"{option}: {value} is too small; give at least {least}")
         if self.device == "cpu" and "ipc" in self.transports:
-            found.append("--transport: ipc needs GPUs; with --device cpu give auto, p2p or golden")
+            *names, last = self.cpu_transports
+            found.append(f"--transport: ipc needs GPUs; with --device cpu give {', '.join(names)} or {last}")
         return found
 
 

@@ -55,6 +55,14 @@ def test_refits_over_buckets_and_every_transport_are_exact_and_tell_what_stayed_
         assert part in said.out
 
 
+def test_the_transports_of_a_cpu_are_told_with_those_of_shared_devices(model, capsys):
+    layouts = ("--model", model, "--train", "ep=2", "--gen", "tp=2", "--transport", "ipc")
+    assert bench(*layouts) == 2
+    assert "ipc needs GPUs; with --device cpu give auto, p2p, golden or buckets" in capsys.readouterr().err
+    assert main(["bench", "--device", "cpu", *layouts]) == 2
+    assert "with --device cpu give auto, p2p or golden\n" in capsys.readouterr().err
+
+
 def test_one_device_is_enough_and_a_model_that_does_not_fit_twice_is_refused_with_figures(
     model, tmp_path, capsys
 ):
