@@ -46,11 +46,14 @@ class Seen:
     afresh: dict[tuple[int, int], Any] = field(default_factory=dict)
     error: str = ""
     seconds_to_error: float = 0.0
+    # Of an update in turns: what was told, and what of the trainer's was not given back.
+    error_in_turn: str = ""
+    kept_after_it: list[str] = field(default_factory=list)
 
 
 @keeping_time  # Ray gives a cluster half a minute to come up
 def updates(folder: Path) -> Seen:
-    """Seven updates of a fleet: one replica, two, one of them killed, the other alone, then as one on the actors' GPUs."""
+    """Eight updates of a fleet: one replica, two, one of them killed, the other alone, then as one on the actors' GPUs."""
     checkpoint = make_checkpoint("qwen3", folder / "model")
     path = [named_vllm(folder), str(Path(__file__).resolve().parents[2])]
     own = {
@@ -117,6 +120,11 @@ def _update(folder: Path, checkpoint: Path, env: dict[str, str], python: str) ->
         manager = RefitCheckpointManager(manager.config, fleet.actors, manager.replicas)
         update(6)
         update(7)
+        fleet.call(fleet.replicas[1], "probe_die_in_the_next_refit")
+        try:
+            fleet.update(manager, 8)
+        except Exception as error:
+            seen.error_in_turn, seen.kept_after_it = str(error), getattr(error, "__notes__", [])
         seen.sent, seen.received = fleet.records("trainer"), fleet.records("generation")
     return seen
 
@@ -164,6 +172,14 @@ def test_the_manager_for_shared_gpus_reaches_the_live_parameters_over_one_group(
     before, *turns = seen.sent[-3:]
     assert [record["version"] for record in turns] == [6, 7]
     assert turns[0]["epoch"] == turns[1]["epoch"] > before["epoch"]
+
+
+def test_a_killed_worker_on_the_actors_gpus_ends_the_update_and_the_trainer_gives_its_memory_back(
+    seen: Seen,
+) -> None:
+    assert "PeerLost" in seen.error_in_turn
+    assert seen.kept_after_it == []
+    assert seen.sent[-1]["version"] == 7
 
 
 def test_an_engine_that_verl_handed_a_whole_model_generates(seen: Seen) -> None:

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ...integration.adapters.limits import call_limit_s
 from ...integration.adapters.record_files import append_records, require_records_dir
 from ...integration.errors import RefitError
 from ...integration.records import RefitRecord, summarize
@@ -24,9 +25,6 @@ from .settings import PREFIX, NemoRlRefit
 logger = logging.getLogger(__name__)
 
 TIMER = "prepare_for_generation/transfer_and_update_weights"
-# A refit is several waits in a row, each of which may take its own timeout and then names its rank and stage; the
-# driver's own limit is for workers that can't say anything any more.
-_WAITS, _GRACE_S = 2.0, 30.0
 # To leave an epoch takes a worker no time, unless it is stuck.
 _LONGEST_CLOSE_S = 30.0
 
@@ -42,7 +40,7 @@ class ShardSynchronizer:
 
     def __init__(self, policy: Any, generation: Any, settings: NemoRlRefit) -> None:
         self._policy, self._generation, self._settings = policy, generation, settings
-        self._limit_s = settings.config.timeout_s * _WAITS + _GRACE_S
+        self._limit_s = call_limit_s(settings.config.timeout_s)
         self._close_s = min(settings.config.timeout_s, _LONGEST_CLOSE_S)
         self._workers = Workers(policy, generation, self._limit_s)
         self._stale = True

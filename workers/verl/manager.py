@@ -9,16 +9,18 @@ actor_rollout_ref.rollout:
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.replica import RolloutMode
 
-from ...integration.errors import RefitError
+from ...integration.adapters.limits import call_limit_s
+from ...integration.errors import RefitError, RefitTimeout
 from .options import BACKEND, ShardOptions
 from .orders import Order
 
@@ -43,6 +45,9 @@ class RefitCheckpointManager(CheckpointEngineManager):
         self._require_shards(replicas)
         given = dict(config.engine_kwargs.get(BACKEND, {}))
         self._options = ShardOptions.from_kwargs(config.update_weights_bucket_megabytes << 20, given)
+        self._limit_s = call_limit_s(self._options.refit.timeout_s)
+        # Those that were late or had ended in the last update.
+        self._missing: list[str] = []
         # Name of the epoch that vLLM's workers have joined, and the replicas that did.
         self._held: tuple[str, list[Any]] = "", []
 
@@ -56,17 +61,34 @@ class RefitCheckpointManager(CheckpointEngineManager):
         """Bring the actors' weights into all replicas; returns the metrics of actor rank 0.
 
         Raises:
-            RefitError: and its kinds, from the actors; the engines then refuse to generate until an update succeeds.
+            RefitError: and its kinds, from the actors, or a RefitTimeout that names who does not answer. The trainer has
+                given its memory back then, unless a note of the error says why not; the KV cache sleeps on, and the engines
+                refuse to generate until an update succeeds.
         """
         if not any(_shares_gpus(replica) for replica in self.replicas):
             found: dict[str, float] = await super().update_weights(global_steps)
             return found
-        return await self._update_in_turn(0 if global_steps is None else global_steps)
+        return self._update_in_turn(0 if global_steps is None else global_steps)
 
-    async def _update_in_turn(self, version: int) -> dict[str, float]:
-        actors, sleeping = self.actor_wg.world_size, [r for r in self.replicas if r.config.free_cache_engine]
-        reports = ray.get(self._each_actor("prepare"))
-        await _each_server(sleeping, "wake_up", tags=["weights"])
+    def _update_in_turn(self, version: int) -> dict[str, float]:
+        self._missing.clear()
+        sleeping = [replica for replica in self.replicas if replica.config.free_cache_engine]
+        try:
+            metrics = self._refit(version, sleeping)
+        except Exception as error:
+            self._release_after(error)
+            raise
+        self._each_actor("release")
+        # As verl's own hand-over ends; what the caches hold was computed with the weights of before.
+        self._each_server(self.replicas, "clear_kv_cache")
+        self._each_server(self.replicas, "set_global_steps", global_steps=version)
+        self._each_server(sleeping, "wake_up", tags=["kv_cache"])
+        return metrics
+
+    def _refit(self, version: int, sleeping: list[Any]) -> dict[str, float]:
+        actors = self.actor_wg.world_size
+        reports = self._each_actor("prepare")
+        self._each_server(sleeping, "wake_up", tags=["weights"])
         firsts, rollouts = [], 0
         for replica in self.replicas:
             firsts.append(actors + rollouts)
@@ -79,7 +101,7 @@ class RefitCheckpointManager(CheckpointEngineManager):
         ]
         self._held = "", []
         ours, theirs = self.backend_cls.build_topology(actors, rollouts, reports)
-        ray.get(self._each_actor("init_process_group", **ours))
+        self._each_actor("init_process_group", **ours)
         orders = [
             Order(
                 theirs["meeting"][0],
@@ -96,20 +118,66 @@ class RefitCheckpointManager(CheckpointEngineManager):
             replica.server_handle.collective_rpc.remote("refit_as_ordered", args=(asdict(order),))
             for replica, order in zip(self.replicas, orders, strict=True)
         ]
-        results = ray.get(sent + received)
-        ray.get(self._each_actor("finalize") + self._each_actor("release"))
+        who = [
+            *self._actors(),
+            *(f"the server of replica {replica.replica_rank}" for replica in self.replicas),
+        ]
+        metrics: dict[str, float] = self._answers("update_weights", sent + received, who)[0]
+        self._each_actor("finalize")
         self._held = theirs["name"][0], list(self.replicas)
-        # As verl's own hand-over ends; what the caches hold was computed with the weights of before.
-        await _each_server(self.replicas, "clear_kv_cache")
-        await _each_server(self.replicas, "set_global_steps", global_steps=version)
-        await _each_server(sleeping, "wake_up", tags=["kv_cache"])
-        metrics: dict[str, float] = results[0]
         return metrics
+
+    def _release_after(self, error: Exception) -> None:
+        if set(self._missing).intersection(self._actors()):
+            error.add_note("the trainer's memory was not given back: not all actors are there and answer")
+            return
+        try:
+            self._each_actor("release")
+        # Of any kind, verl's or Ray's: the update's own is the one that says what happened first.
+        except Exception as second:
+            error.add_note(f"the trainer's memory was not given back: {type(second).__name__}: {second}")
+
+    def _actors(self) -> list[str]:
+        return [f"actor rank {rank}" for rank in range(self.actor_wg.world_size)]
 
     def _each_actor(self, method: str, **kwargs: list[Any]) -> list[Any]:
         size = self.actor_wg.world_size
-        refs: list[Any] = self.actor_wg.execute_checkpoint_engine(method=[method] * size, **kwargs)
-        return refs
+        refs = self.actor_wg.execute_checkpoint_engine(method=[method] * size, **kwargs)
+        return self._answers(method, refs, self._actors())
+
+    def _each_server(self, replicas: list[Any], method: str, **kwargs: Any) -> list[Any]:
+        servers = [(server, replica.replica_rank) for replica in replicas for server in replica.servers]
+        refs = [getattr(server, method).remote(**kwargs) for server, _ in servers]
+        return self._answers(method, refs, [f"the server of replica {rank}" for _, rank in servers])
+
+    def _answers(self, what: str, refs: Sequence[Any], who: Sequence[str]) -> list[Any]:
+        """All answers; everybody is waited for even after an error, so that nobody is at it when it is raised."""
+        late = ray.wait(list(refs), num_returns=len(refs), timeout=self._limit_s)[1] if refs else []
+        found, errors = [], []
+        for ref, name in zip(refs, who, strict=True):
+            if ref in late:
+                self._missing.append(name)
+                continue
+            try:
+                found.append(ray.get(ref))
+            except RayActorError as error:
+                self._missing.append(name)
+                errors.append(error)
+            except Exception as error:
+                errors.append(error)
+        if late:
+            timeout = RefitTimeout(
+                f"{', '.join(name for ref, name in zip(refs, who, strict=True) if ref in late)} did not answer {what} within "
+                f"{self._limit_s:.0f} s. The engines may hold weights in part and refuse to generate; see what those processes "
+                "do (py-spy dump), and update again or start anew",
+                stage="transfer",
+            )
+            for told in dict.fromkeys(str(error) for error in errors):
+                timeout.add_note(f"Another one answered: {told}")
+            raise timeout
+        if errors:
+            raise errors[0]
+        return found
 
     def _require_shards(self, replicas: list[Any]) -> None:
         wrong = []
@@ -131,8 +199,3 @@ class RefitCheckpointManager(CheckpointEngineManager):
 
 def _shares_gpus(replica: Any) -> bool:
     return replica.rollout_mode == RolloutMode.HYBRID
-
-
-async def _each_server(replicas: list[Any], method: str, **kwargs: Any) -> None:
-    servers = [server for replica in replicas for server in replica.servers]
-    await asyncio.gather(*(getattr(server, method).remote(**kwargs) for server in servers))
