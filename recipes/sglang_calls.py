@@ -88,7 +88,7 @@ class AwaitedSleeper:
 
     def asleep(self) -> frozenset[str]:
         """As the driver's."""
-        return self._calls.refit.asleep()
+        return self._calls.do(self._calls.refit.asleep)
 
     def empty_cache(self) -> None:
         """As the driver's."""

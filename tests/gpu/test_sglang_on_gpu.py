@@ -111,8 +111,10 @@ def test_colocated_stages_from_coroutines(colocated: Scene) -> None:
         refit = await AsyncSglangRefit.open(colocated.engine)
         trainer = TakingTurns(colocated.paths)
         sender = SglangSender(trainer.source, refit.blocking, own_device(), 4 * _MIB)
-        cycle = ColocatedCycle(
-            refit.blocking, trainer, lambda version: [sender.refit(version)], on_stage=records.append
+        cycle = await refit.run(
+            lambda: ColocatedCycle(
+                refit.blocking, trainer, lambda version: [sender.refit(version)], on_stage=records.append
+            )
         )
         for version, index in enumerate((1, 0, 1, 0)):
             await refit.run(_turn, cycle, trainer, index, version)

@@ -60,6 +60,10 @@ class AsyncSglangRefit:
         """As :meth:`SglangRefit.require_servable`."""
         await self.run(self.blocking.require_servable)
 
+    async def asleep(self) -> frozenset[str]:
+        """As :meth:`SglangRefit.asleep`."""
+        return await self.run(self.blocking.asleep)
+
     async def pause(self, mode: PauseMode = "wait") -> None:
         """As :meth:`SglangRefit.pause`."""
         await self.run(self.blocking.pause, mode)

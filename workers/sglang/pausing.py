@@ -110,7 +110,7 @@ class Pauses:
     def _abort(self, paused: bool) -> None:
         if paused:
             # SGLang ends a running request with its next batch, which a paused engine never runs, and waits for it for ever;
-            # a queued one ends at once.
+            # a queued one ends at once, without its tokens.
             self._pause("retract")
         self.retracted = False
         self._aborting = True
