@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 import traceback
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,12 +39,17 @@ def sglang_trainer_main(device: int, commands: Any, answers: Any) -> None:
 class _Trainer:
     def __init__(self, device: torch.device, make_group: Any) -> None:
         self._device, self._make_group = device, make_group
+        self._config = CONFIG
         self._source: CheckpointSource | None = None
         self._session: Any = None
         self._group: Any = None
 
-    def hold(self, paths: list[str]) -> list[tuple[str, list[int], str]]:
-        """Take on the first of these checkpoints; names, shapes and dtypes of its weights."""
+    def hold(self, paths: list[str], quantize: bool = False) -> list[tuple[str, list[int], str]]:
+        """Take on the first of these checkpoints; names, shapes and dtypes of its weights.
+
+        With ``quantize`` it sends FP8 blocks of them where the engine holds such.
+        """
+        self._config = replace(CONFIG, trainer_quantize_fp8=quantize)
         self._source = CheckpointSource(paths, self._device)
         return [
             (name, list(shape), str(dtype).removeprefix("torch."))
@@ -60,7 +66,7 @@ class _Trainer:
 
         source = self._source
         assert source is not None
-        self._session = RefitSession.open(meeting, 0, lambda: source, CONFIG)
+        self._session = RefitSession.open(meeting, 0, lambda: source, self._config)
         return len(self._session.manifest.specs("misc"))
 
     def send(self, version: int) -> dict[str, Any]:
