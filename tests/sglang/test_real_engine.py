@@ -25,7 +25,7 @@ from rlrefit.integration.rendezvous import open_rendezvous
 from rlrefit.integration.session import RefitSession
 from rlrefit.integration.stages import StageRefused
 from rlrefit.workers.sglang.async_driver import AsyncSglangRefit
-from rlrefit.workers.sglang.callers import HttpCaller
+from rlrefit.workers.sglang.callers import EngineCaller, HttpCaller
 from rlrefit.workers.sglang.driver import SglangRefit
 from rlrefit.workers.sglang.sender import SglangSender
 from tests.gpu.vllm_checkpoints import write_checkpoint
@@ -144,6 +144,8 @@ def test_sglang_is_as_it_was_recorded() -> None:
         assert tuple(inspect.signature(getattr(TokenizerManager, method)).parameters) == arguments, method
     assert set(SETTINGS) <= {field.name for field in dataclasses.fields(ServerArgs)}
     assert tuple(inspect.signature(TokenizerManager.config_value).parameters) == ("self", "name")
+    assert tuple(inspect.signature(TokenizerManager.get_internal_state).parameters) == ("self",)
+    assert "is_pause" in TokenizerManager.pause_generation.__code__.co_names
     assert set(recorded.PATHS.values()) <= {getattr(route, "path", "") for route in http_server.app.routes}
     assert is_supported(sglang.__version__)
     assert differences() == ""
@@ -249,6 +251,99 @@ def test_an_engine_with_requests_is_not_put_to_sleep(dense: Scene) -> None:
     dense.engine.loop.run_until_complete(scenario())
 
 
+def test_a_second_driver_and_one_beside_other_callers_know_what_sleeps_and_is_paused(dense: Scene) -> None:
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+    manager, loop = dense.engine.tokenizer_manager, dense.engine.loop
+    dense.refit.sleep()
+    second = SglangRefit(EngineCaller(dense.engine))
+    assert second.asleep() == {"weights", "kv_cache"}
+    with pytest.raises(StageRefused, match="sleeps already"):
+        second.sleep()
+    sender, source = _sender(dense, second)
+    cycle = ColocatedCycle(second, Trainer(dense.paths, 1), lambda version: [sender.refit(version)])
+    for version, index in enumerate((1, 0), 40):
+        cycle.to_training()
+        dense.engine.release_memory_occupation(["cuda_graph"])
+        source.take_on(index)
+        cycle.to_generation(version)
+        assert cycle.generate(dense.generate) == dense.references[index]
+    dense.engine.release_memory_occupation()
+    for driver in (dense.refit, second):
+        assert driver.asleep() == {"weights", "kv_cache"}
+        with pytest.raises(RefitError, match="asleep"):
+            _sender(dense, driver)[0].refit(42)
+    dense.refit.wake()
+    with pytest.raises(EngineDirty, match="discarded"):
+        second.require_servable()
+    source.take_on(1)
+    sender.refit(42)
+    for mode in ("in_place", "retract", "abort"):
+        loop.run_until_complete(manager.pause_generation(PauseGenerationReqInput(mode=mode)))
+        for driver in (dense.refit, second):
+            with pytest.raises(EngineDirty, match="paused"):
+                driver.require_servable()
+        dense.refit.resume()
+        second.require_servable()
+    assert dense.generate() == dense.references[1]
+
+
+def test_running_requests_are_aborted_for_buckets_and_for_a_cycle(dense: Scene) -> None:
+    async def scenario() -> None:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        refit = await AsyncSglangRefit.open(dense.engine)
+        sender, source = _sender(dense, refit.blocking)
+        cycle = await refit.run(
+            ColocatedCycle, refit.blocking, Trainer(dense.paths, 1), lambda version: [sender.refit(version)]
+        )
+        long = {"temperature": 0.0, "max_new_tokens": 2000, "ignore_eos": True}
+
+        async def begun() -> asyncio.Future[Any]:
+            running = asyncio.ensure_future(
+                dense.engine.async_generate(input_ids=PROMPTS[0], sampling_params=long)
+            )
+            await asyncio.sleep(0.5)
+            return running
+
+        async def ended(running: asyncio.Future[Any]) -> int:
+            output = await asyncio.wait_for(running, 20)
+            assert output["meta_info"]["finish_reason"]["type"] == "abort"
+            return len(output["output_ids"])
+
+        for version, index in enumerate((1, 0), 45):
+            running = await begun()
+            assert await refit.asleep() == frozenset()
+            assert not running.done()
+            source.take_on(index)
+            await refit.run(sender.refit, version, "abort")
+            assert 0 < await ended(running) < 2000
+            assert await dense.generate_async() == dense.references[index]
+        running = await begun()
+        # Nothing of a paused engine ends by itself.
+        await dense.engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+        with pytest.raises(RefitError, match="mode='abort'"):
+            await refit.run(sender.refit, 47)
+        await refit.run(sender.refit, 47, "abort")
+        assert await ended(running) == 0
+        running = await begun()
+        await refit.pause("abort")
+        assert 0 < await ended(running) < 2000
+        await refit.run(cycle.to_training)
+        source.take_on(1)
+        await refit.run(cycle.to_generation, 48)
+        assert await dense.generate_async() == dense.references[1]
+        running = await begun()
+        await refit.sleep(mode="abort")
+        assert 0 < await ended(running) < 2000
+        await refit.wake(["weights"])
+        await refit.run(sender.refit, 49)
+        await refit.wake(["kv_cache"])
+        assert await dense.generate_async() == dense.references[1]
+
+    dense.engine.loop.run_until_complete(scenario())
+
+
 def test_a_manifest_that_lacks_a_weight_is_refused_before_anything_is_written(dense: Scene) -> None:
     sender, source = _sender(dense)
     source.take_on(1)
@@ -282,7 +377,8 @@ def test_the_server_is_driven_over_http(dense: Scene) -> None:
         sender, source = _sender(dense, refit)
         for version, index in enumerate((1, 0), 60):
             source.take_on(index)
-            refit.sleep()
+            refit.sleep(mode="abort")
+            assert SglangRefit(HttpCaller(f"http://127.0.0.1:{port}")).asleep() == {"weights", "kv_cache"}
             refit.wake(["weights"])
             sender.refit(version)
             refit.wake(["kv_cache"])
