@@ -154,7 +154,7 @@ class _Engine:
 
 
 class _Worker:
-    """``RayGPUWorker``: its own methods, to which an extension adds others."""
+    """``RayGPUWorker``: its own methods, to which an extension adds others; ``_hf_model_dir`` is ``BaseWorker``'s."""
 
     def __init__(self, device_id: int, model: _Module, load_format: str, checkpoint: Path | None) -> None:
         self.device_id = device_id
