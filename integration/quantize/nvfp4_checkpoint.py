@@ -143,7 +143,11 @@ class QuantizationConfig:
 
 
 def quantization_config(
-    quantized: Collection[str], kept: Iterable[str], version: str, activations: bool = True
+    quantized: Collection[str],
+    kept: Iterable[str],
+    version: str,
+    activations: bool = True,
+    dynamic_inputs: bool = False,
 ) -> QuantizationConfig:
     """The configuration of a checkpoint in ModelOpt's two spellings.
 
@@ -152,6 +156,8 @@ def quantization_config(
         kept: names of the other weights with two dimensions or more.
         version: of rlrefit, as the producer.
         activations: W4A4; otherwise W4A16.
+        dynamic_inputs: each call makes the global scale of its own inputs. vLLM 0.21 does not read this, and takes
+            ``input_scale``; TensorRT-LLM's LLM goes by an option of its own.
 
     Raises:
         ValueError: an engine that reads the exclusions would leave a quantized weight out too.
@@ -163,7 +169,7 @@ def quantization_config(
     four_bits = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": nvfp4.BLOCK}
     group: dict[str, Any] = {"weights": dict(four_bits), "targets": ["Linear"]}
     if activations:
-        group["input_activations"] = dict(four_bits)
+        group["input_activations"] = {**four_bits, "dynamic": dynamic_inputs}
     return QuantizationConfig(
         hf_quant_config={
             "producer": producer,

@@ -214,6 +214,59 @@ def test_a_failed_export_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_export_that_fails_beside_the_weights_leaves_the_scales_of_training(
+    checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dynamic: bool
+) -> None:
+    model, qat = trainer(checkpoints("qwen3"), force_dynamic_quantization=dynamic)
+    source = FSDPSource(model, torch.bfloat16)
+    if dynamic:
+        fault = "saw no inputs of"  # no batch has run yet
+    else:
+        fault = "no shards here"
+        monkeypatch.setattr(source, "settle", lambda: _raise(RuntimeError(fault)))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=fault):  # RefitError is one, which other ranks would raise
+            write_checkpoint(tmp_path / "new", checkpoints("qwen3"), source, qat)
+    first = model(token_ids()).logits
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(1.5)
+    monkeypatch.undo()
+    monkeypatch.setattr(source, "settle", lambda: _raise(RuntimeError("no shards here")))
+    with pytest.raises(RuntimeError, match="no shards here"):
+        write_checkpoint(tmp_path / "new", checkpoints("qwen3"), source, qat)
+    with pytest.raises(
+        RefitError, match="not up to date"
+    ):  # of what was written before the export that failed
+        model(token_ids())
+    qat.refresh()
+    assert not torch.equal(model(token_ids()).logits, first)
+
+
+def test_a_policy_with_dynamic_inputs_says_so_and_does_not_go_to_engines_without_them(
+    checkpoints: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, qat = trainer(checkpoints("qwen3"), force_dynamic_quantization=True)
+    model(token_ids())
+    write_checkpoint(tmp_path / "new", checkpoints("qwen3"), FSDPSource(model, torch.bfloat16), qat)
+    written = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
+    group = written["config_groups"]["group_0"]
+    assert (group["weights"]["dynamic"], group["input_activations"]["dynamic"]) == (False, True)
+    assert "vLLM and SGLang have no such mode" in caplog.text
+    with pytest.raises(RefitError, match="would take input_scale, and cut off inputs that training did not"):
+        _refitted(model, qat)
+    caplog.clear()
+    model, qat = trainer(checkpoints("qwen3"))
+    write_checkpoint(tmp_path / "static", checkpoints("qwen3"), FSDPSource(model, torch.bfloat16), qat)
+    written = json.loads((tmp_path / "static" / "config.json").read_text())["quantization_config"]
+    assert written["config_groups"]["group_0"]["input_activations"]["dynamic"] is False
+    assert "no such mode" not in caplog.text
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
 def _out_of_memory(*_: Any) -> Any:
     raise torch.OutOfMemoryError("no memory")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from ...integration.manifest import TensorSpec
 from ...integration.quantize.nvfp4_checkpoint import quantization_config
 from ..durable import sync
 from .model import QAT
+
+logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"
@@ -53,6 +56,13 @@ def write_checkpoint(
     specs = source.specs()
     writes = not dist.is_initialized() or dist.get_rank(group) == 0
     writer = _Writer(Path(folder), shard_bytes)
+    if writes and qat.config.force_dynamic_quantization:
+        logger.warning(
+            "%s is trained with force_dynamic_quantization: each call scales its inputs by their own maximum. vLLM and SGLang "
+            "have no such mode; they take input_scale, the largest that was seen in training, and cut off what exceeds it. "
+            "Serve it with TensorRT-LLM and LLM(force_dynamic_quantization=True), or train without the option",
+            folder,
+        )
     try:
         # Told before the model is gathered for nothing.
         _tell(folder, _attempt(writer.begin) if writes else None, group)
@@ -150,6 +160,7 @@ class _Writer:
             [name for name in kept if "embed" not in name],
             _version(),
             qat.config.activations,
+            qat.config.force_dynamic_quantization,
         )
         config = json.loads((original / "config.json").read_text())
         config["quantization_config"] = made.quantization_config

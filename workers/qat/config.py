@@ -39,7 +39,8 @@ class QATConfig:
         activations: W4A4; otherwise weights alone (W4A16).
         force_dynamic_quantization: the global scale of a layer's inputs is that of their own maximum at each call,
             as TensorRT-LLM has it under its option of this name; otherwise what calibration found. vLLM has no such
-            mode: it always takes the checkpoint's ``input_scale``, so train without it for vLLM.
+            mode: it always takes the checkpoint's ``input_scale``, so train without it for vLLM; an export warns of that,
+            and :class:`.mixin.QATRefitMixin` refuses.
     """
 
     exclude: tuple[str, ...] = DEFAULT_EXCLUDED

@@ -17,6 +17,7 @@ NVFP4, as :func:`.checkpoint.write_checkpoint` writes it.
 from __future__ import annotations
 
 from ...integration.endpoints import WeightSource
+from ...integration.errors import RefitError
 from ..source_mixin import SourceRefitMixin
 from .model import QAT
 from .source import PackedSource
@@ -32,4 +33,12 @@ class QATRefitMixin(SourceRefitMixin):
     qat: QAT
 
     def _make_refit_source(self) -> WeightSource:
+        if self.qat.config.force_dynamic_quantization:
+            raise RefitError(
+                "self.qat trains with force_dynamic_quantization, so each call scales its inputs by their own maximum, and the "
+                "engines of these refits (vLLM, SGLang) have no such mode: they would take input_scale, and cut off inputs that "
+                "training did not. Nothing was sent. Train without it and calibrate, or generate with TensorRT-LLM "
+                "(docs/trtllm.md) and its force_dynamic_quantization",
+                stage="settings",
+            )
         return PackedSource(super()._make_refit_source(), self.qat)

@@ -151,9 +151,10 @@ class QAT:
             settle: of the source that is exported from; if it raises on one rank, all raise.
 
         Raises:
-            RefitError: on all ranks: a weight is not finite, inputs were never seen, or a rank failed.
+            RefitError: on all ranks: a weight is not finite, inputs were never seen, or a rank failed. Training goes on
+                with the scales of before, unless it is the weights that are at fault.
         """
-        self._scales.refresh(self._inputs, settle)
+        self._scales.refresh_for_export(self._inputs, settle)
 
     def scale(self, weight: str, dtype: torch.dtype) -> torch.Tensor:
         """``weight_scale_2`` of a weight that is exported in ``dtype``."""

@@ -54,6 +54,7 @@ def maximum_over(
 
 
 _WRITTEN = "a weight was written after the last refresh()"
+_COMPUTING = "computing the global scales of the quantized weights"
 
 
 class WeightScales:
@@ -100,15 +101,28 @@ class WeightScales:
         self._held, self._storage, self._largest = {}, None, torch.empty(0)
         self._versions, self._versions_of = {}, {}
 
-    def refresh(self, inputs: InputScales | None = None, settle: Callable[[], None] | None = None) -> None:
+    def refresh(self) -> None:
         """Compute them anew; one collective of all trainer ranks.
-
-        Args:
-            inputs: scales to make those of all ranks in the same collective, for an export.
-            settle: of the source that is exported from, which may raise on one rank alone.
 
         Raises:
             RefitError: on all ranks, if a weight holds NaN or infinity, or this rank or another one can't tell.
+        """
+        self.now_stale("the last refresh() failed")
+        self._take(maximum_over(self._group, len(self.names), self._local, _COMPUTING))
+
+    def refresh_for_export(
+        self, inputs: InputScales | None, settle: Callable[[], None] | None = None
+    ) -> None:
+        """As :meth:`refresh`, in one collective with more that an export needs.
+
+        What fails beside the weights (a rank's source, inputs that were never seen) leaves the scales as they were.
+
+        Args:
+            inputs: scales to make those of all ranks.
+            settle: of the source that is exported from, which may raise on one rank alone.
+
+        Raises:
+            RefitError: on all ranks, as :meth:`refresh`, and where inputs have no scales.
         """
         count = len(self.names)
 
@@ -118,20 +132,29 @@ class WeightScales:
                 settle()
             return found if inputs is None else torch.cat([found, inputs.noted()])
 
-        self.now_stale("the last refresh() failed")
         size = count if inputs is None else count + 2 * len(inputs.names)
-        shared = maximum_over(self._group, size, work, "computing the global scales of the quantized weights")
-        amax = shared[:count]
+        before = self._held, self._storage, self._largest, self._versions, self._versions_of
+        try:
+            shared = maximum_over(self._group, size, work, _COMPUTING)
+        except BaseException:
+            # Else writes since the last refresh would count as seen by it.
+            self._held, self._storage, self._largest, self._versions, self._versions_of = before
+            raise
+        self._take(shared[:count])
+        if inputs is not None:
+            inputs.take(shared[count:])
+
+    def _take(self, amax: torch.Tensor) -> None:
+        """Let the weights' largest magnitudes over all ranks be the scales from now on."""
         bad = [name for name, value in zip(self.names, amax.tolist(), strict=True) if value == torch.inf]
         if bad:
+            self.now_stale(f"the last refresh found NaN or infinity in {bad[0]}")
             raise RefitError(
                 f"{len(bad)} quantized weights hold NaN or infinity, the first in {bad[0]}; their blocks would be NaN, "
                 "and so would all that the engine generates. Look for a diverged step, or go back to good weights",
                 stage="quantize",
                 parameter=bad[0],
             )
-        if inputs is not None:
-            inputs.take(shared[count:])
         self._amax = amax
         self._stale = ""
         self.generation += 1
