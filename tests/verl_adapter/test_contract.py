@@ -132,7 +132,7 @@ def test_a_group_serves_again_only_if_all_its_ranks_hold_it(held: list[str | Non
 def test_the_example_makes_the_backend_by_verls_own_keys(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where the records go
+    monkeypatch.setenv("PWD", str(tmp_path))  # where the records go
     overrides = [f"hydra.searchpath=[file://{Path(verl.__file__).parent}/trainer/config]"]
     with initialize_config_dir(str(ROOT / "examples" / "verl"), version_base=None):
         config = compose("grpo_qwen3_4b", overrides)
@@ -147,13 +147,13 @@ def test_the_example_makes_the_backend_by_verls_own_keys(
         bucket_size=engine.update_weights_bucket_megabytes << 20,
         **engine.engine_kwargs[engine.backend],
     )
-    assert made.options.records_dir == "runs/verl/refits"
+    assert made.options.records_dir == f"{tmp_path}/runs/verl/refits"
 
 
-def composed(name: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def composed(name: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch, data: Path) -> Any:
     """A configuration of the examples, as verl's entry point reads it."""
     for variable in ("RLREFIT_VERL_DATA", "RLREFIT_VERL_EXAMPLES"):
-        monkeypatch.setenv(variable, "/data")
+        monkeypatch.setenv(variable, str(data))
     verls_own = f"hydra.searchpath=[file://{Path(verl.__file__).parent}/trainer/config]"
     with initialize_config_dir(str(ROOT / "examples" / "verl"), version_base=None):
         return compose(name, [verls_own, *overrides])
@@ -163,8 +163,9 @@ def composed(name: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -
 def test_the_examples_of_shards_name_the_backend_and_the_extension(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where the records go
-    config = composed(name, [], monkeypatch)
+    monkeypatch.setenv("PWD", str(tmp_path))  # where the records go
+    config = composed(name, [], monkeypatch, tmp_path)
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars.VLLM_USE_V2_MODEL_RUNNER == "0"
     rollout = config.actor_rollout_ref.rollout
     engine = omega_conf_to_dataclass(rollout.checkpoint_engine)
     import_module(engine.custom_backend_module)
@@ -174,6 +175,7 @@ def test_the_examples_of_shards_name_the_backend_and_the_extension(
         **engine.engine_kwargs[engine.backend],
     )
     assert made.options.refit.bucket_mb == engine.update_weights_bucket_megabytes
+    assert Path(made.options.records_dir).is_relative_to(tmp_path)
     assert rollout.engine_kwargs.vllm.worker_extension_cls == EXTENSION
     asynchronous = config.trainer.v1.separate_async
     batch = asynchronous.parameter_sync_step * config.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -182,11 +184,11 @@ def test_the_examples_of_shards_name_the_backend_and_the_extension(
 
 @pytest.mark.parametrize("engine", ["nccl", "nccl_xfer", "nccl_xfer_shards"])
 def test_the_comparison_of_engines_overrides_keys_that_exist(
-    engine: str, monkeypatch: pytest.MonkeyPatch
+    engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     compare = runpy.run_path(str(ROOT / "examples" / "verl" / "compare.py"))
     backend = f"{compare['_ROLLOUT']}.checkpoint_engine.backend={engine}"
-    config = composed("grpo_arithmetic", [backend, *compare["ENGINES"][engine]], monkeypatch)
+    config = composed("grpo_arithmetic", [backend, *compare["ENGINES"][engine]], monkeypatch, tmp_path)
     named = "worker_extension_cls" in config.actor_rollout_ref.rollout.engine_kwargs.vllm
     assert named == (engine == "nccl_xfer_shards")
 
