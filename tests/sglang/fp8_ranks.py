@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -217,14 +217,19 @@ def _refusals(destination: SglangDestination, case: Fp8Case, wire: list[TensorSp
         "no codes": (destination.fragments, [spec for spec in wire if spec.name != some]),
         "SGLang's own loader": (destination.routes, wire),
     }
-    found = {}
-    for occasion, (ask, specs) in asked.items():
-        try:
-            ask(specs)
-            found[occasion] = ""
-        except (PlanError, RefitMismatch) as error:
-            found[occasion] = str(error)
+    found = {occasion: _refusal(ask, specs) for occasion, (ask, specs) in asked.items()}
+    mega = SimpleNamespace(is_megamoe=lambda: True)
+    with mock.patch("rlrefit.workers.sglang.fp8.get_moe_a2a_backend", return_value=mega):
+        found["MegaMoE"] = _refusal(destination.fragments, [*wire[1:], wire[0]])
     return found
+
+
+def _refusal(ask: Callable[[list[TensorSpec]], object], specs: list[TensorSpec]) -> str:
+    try:
+        ask(specs)
+    except (PlanError, RefitMismatch) as error:
+        return str(error)
+    return ""
 
 
 class _Sessions:

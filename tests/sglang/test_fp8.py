@@ -153,3 +153,11 @@ def test_sglangs_own_loader_is_not_given_what_it_can_not_write(
     for rank in results[case]:
         text = rank.refused["SGLang's own loader"]
         assert ("can't write" in text and "fp8_gemm_runner_backend='triton'" in text) == (case in BLACKWELL)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_experts_of_which_sglang_makes_copies_once_are_refused(
+    results: dict[str, list[Fp8Result]], case: str
+) -> None:
+    for rank in results[case]:
+        assert ("MegaMoE computes with copies" in rank.refused["MegaMoE"]) == ("experts" in case)

@@ -8,7 +8,8 @@ its parameters have become. ``layers/quantization/fp8.py`` leaves blocks as they
   largest code is 224 gets codes twice as large and half the scale, all others keep their bytes. The scales are then packed:
   one for each row, as E8M0, four to an ``int32``, column after column (``transform_scale_ue8m0``).
 - HPC-Ops' experts compute with copies of the scales whose rows are padded to a multiple of 4.
-- AITER shuffles weights, MegaMoE keeps copies of its own, Marlin and AMX pack: nothing here follows them.
+- MegaMoE computes with copies that SGLang makes once: processed again, they stay those of the old weights.
+- AITER shuffles weights, Marlin and AMX pack: nothing here follows them.
 
 CUTLASS and FlashInfer's TRT-LLM compute with blocks as they were loaded (TRT-LLM shuffles other formats).
 """
@@ -16,7 +17,7 @@ CUTLASS and FlashInfer's TRT-LLM compute with blocks as they were loaded (TRT-LL
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ _PLAIN_RUNNERS = (
     MoeRunnerBackend.FLASHINFER_TRTLLM,
     MoeRunnerBackend.FLASHINFER_TRTLLM_ROUTED,
 )
+_MEGA_MOE = "MegaMoE computes with copies of experts that are made once, after loading"
 # The only block of which DeepGEMM packs scales, and the scales in one of its integers.
 _PACKED_BLOCK = 128
 _PACKED_SCALES = 4
@@ -57,6 +59,7 @@ class BlockFp8:
         packed: parameters of scales that DeepGEMM has packed.
         copies: attributes with padded copies of scales that the kernel computes with, and whose scales they are.
         effect: why codes and scales are not used as they were loaded, and nothing here follows; empty if they are or it does.
+        final: with an effect that SGLang does not bring about again for weights that are loaded later.
     """
 
     format: Fp8Blockwise
@@ -64,6 +67,7 @@ class BlockFp8:
     packed: frozenset[str] = frozenset()
     copies: Mapping[str, str] = field(default_factory=dict)
     effect: str = ""
+    final: bool = False
 
 
 def block_fp8(module: nn.Module) -> BlockFp8 | None:
@@ -75,14 +79,19 @@ def block_fp8(module: nn.Module) -> BlockFp8 | None:
     if type(method) is Fp8LinearMethod:
         scales = {"weight": "weight_scale_inv"}
         if _in_blocks(module, method, scales) and not method.use_marlin:
-            return _facts(module, method, scales, effect=_linear_effect(method))
+            return replace(_facts(module, method, scales), effect=_linear_effect(method))
     elif type(method) is Fp8MoEMethod:
         scales = {"w13_weight": "w13_weight_scale_inv", "w2_weight": "w2_weight_scale_inv"}
         if _in_blocks(module, method, scales):
-            runner = _runner(method)
-            hpc_ops = runner is MoeRunnerBackend.HPC_OPS
-            copies = {f"hpc_ops_{codes}_scale": scale for codes, scale in scales.items()} if hpc_ops else {}
-            return _facts(module, method, scales, copies, _experts_effect(runner))
+            runner, once = _runner(method), get_moe_a2a_backend().is_megamoe()
+            return replace(
+                _facts(module, method, scales),
+                copies={f"hpc_ops_{codes}_scale": scale for codes, scale in scales.items()}
+                if runner is MoeRunnerBackend.HPC_OPS
+                else {},
+                effect=_MEGA_MOE if once else _experts_effect(runner),
+                final=once,
+            )
     return None
 
 
@@ -94,18 +103,12 @@ def _in_blocks(module: nn.Module, method: Any, scales: Mapping[str, str]) -> boo
     )
 
 
-def _facts(
-    module: nn.Module,
-    method: Any,
-    scales: Mapping[str, str],
-    copies: Mapping[str, str] | None = None,
-    effect: str = "",
-) -> BlockFp8:
+def _facts(module: nn.Module, method: Any, scales: Mapping[str, str]) -> BlockFp8:
     packed = frozenset(
         scale for codes, scale in scales.items() if _is_packed(getattr(module, codes), getattr(module, scale))
     )
     rows, columns = method.weight_block_size
-    return BlockFp8(Fp8Blockwise((rows, columns), bool(packed)), scales, packed, copies or {}, effect)
+    return BlockFp8(Fp8Blockwise((rows, columns), bool(packed)), scales, packed)
 
 
 def _is_packed(codes: torch.Tensor, scales: torch.Tensor) -> bool:
@@ -131,8 +134,6 @@ def _runner(method: Any) -> MoeRunnerBackend:
 
 
 def _experts_effect(runner: MoeRunnerBackend) -> str:
-    if get_moe_a2a_backend().is_megamoe():
-        return "MegaMoE computes with copies of experts that are made after loading"
     if runner in _PLAIN_RUNNERS or runner is MoeRunnerBackend.HPC_OPS:
         return ""
     return f"process_weights_after_loading for the {runner.value} runner of experts may rewrite the layout"

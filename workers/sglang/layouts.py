@@ -56,7 +56,9 @@ def module_layout(name: str, live: nn.Module, twin: nn.Module) -> ModuleLayout:
         return ModuleLayout(f"layer {name}: its weights are packed for AMX", loadable=False)
     if blocks is not None:
         if blocks.effect:
-            return ModuleLayout(f"layer {name}: {blocks.effect}", processed=True)
+            return ModuleLayout(
+                f"layer {name}: {blocks.effect}", loadable=not blocks.final, processed=not blocks.final
+            )
         return ModuleLayout(loadable=not blocks.packed, placed=bool(blocks.packed))
     if type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         return ModuleLayout()
