@@ -110,8 +110,9 @@ async def quant_weights_by_name(
 
     Args:
         source: of unquantized weights.
-        formats: Hugging Face name of a weight → the format in which the engine stores it, as
-            ``VllmRefitExtension`` and other destinations tell it (``quantized(specs)``).
+        formats: Hugging Face name of a weight → the format in which the engine stores it. vLLM's workers tell theirs by
+            ``refit_formats`` of ``VllmRefitExtension``, as plain data for :func:`.formats.from_json`; in the process
+            ``quantized(specs)`` of a destination does.
         names: of unquantized weights; all if left out.
 
     Yields:

@@ -38,7 +38,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Fp8Resul
 def test_codes_and_scales_of_the_trainer_make_the_engine_that_vllm_loads(results, case):
     for rank in results[case]:
         assert not any(rank.differing.values()), rank.differing
-        assert len(rank.differing) == 11
+        assert len(rank.differing) == 12
         assert rank.kept[0] == rank.kept[1]
 
 
@@ -83,6 +83,12 @@ def test_the_engine_names_what_it_holds_quantized_and_nothing_else(results):
     for rank in results["experts"]:
         experts = {f"{LAYER}.mlp.experts.{e}.{part}_proj.weight" for e in range(4) for part in parts}
         assert set(rank.own) == attention | experts
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_worker_extension_tells_whoever_sends_full_tensors_the_same(results, case):
+    for rank in results[case]:
+        assert rank.told == rank.own
 
 
 def test_ranks_of_expert_parallel_engines_name_their_own_experts(results):

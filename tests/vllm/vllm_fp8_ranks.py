@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Hashable, Iterator, Sequence
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -22,6 +24,7 @@ from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.quantize import fp8_blockwise
+from rlrefit.integration.quantize.source import quant_weights_by_name
 from rlrefit.integration.rendezvous import Rendezvous, open_rendezvous
 from rlrefit.integration.session import RefitSession
 
@@ -77,6 +80,7 @@ class Fp8Result:
 
     Attributes:
         own: weights that it says to hold quantized.
+        told: the same by the worker extension's call.
         bulk: names that it wants in place.
         misc: names that it takes through the loader, with the reason.
         differing: parameters, and scales of kernels, with other bytes than in a model that vLLM loaded; by occasion.
@@ -86,6 +90,7 @@ class Fp8Result:
     """
 
     own: dict[str, Format]
+    told: dict[str, Format]
     bulk: list[str]
     misc: dict[str, str]
     differing: dict[str, list[str]]
@@ -218,6 +223,11 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     fragments, misc = destination.fragments(manifest_of(wire[0]))
     refit(destination, fragments, misc, wire[0], 4)
     differing["after vLLM's own reload"] = _differing(live, expected[0])
+    told = _told(rank, live, config, specs)
+    full = _full_tensors(_Halves(rank, trained), _of_all_ranks(told))
+    _poison(live)
+    _reload_by_vllm(live, config, full)
+    differing["full tensors by name"] = _differing(live, expected[0])
     routes = {}
     for engine in ("nccl_xfer", "packed_broadcast"):
         destination.new_epoch()
@@ -230,6 +240,7 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     held = sum(p.numel() * p.element_size() for p in live.parameters())
     return Fp8Result(
         own,
+        told,
         sorted({f.name for f in fragments}),
         misc,
         differing,
@@ -237,6 +248,26 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
         (destination.kept_bytes, held),
         routes,
     )
+
+
+def _told(rank: int, live: torch.nn.Module, config: Any, specs: Sequence[TensorSpec]) -> dict[str, Format]:
+    """What the worker extension answers of the live model, as a trainer reads it."""
+    from rlrefit.integration.quantize.formats import from_json
+    from rlrefit.workers.vllm.extension import VllmRefitExtension, raise_refit_errors
+
+    worker = VllmRefitExtension()
+    worker.model_runner = SimpleNamespace(get_model=lambda: live, device=torch.device("cpu"))
+    worker.vllm_config, worker.rank = config, rank
+    answer = json.loads(json.dumps(worker.refit_formats([spec.to_json() for spec in specs])))
+    [formats] = raise_refit_errors([answer])
+    return {name: from_json(format) for name, format in formats.items()}
+
+
+def _full_tensors(source: _Halves, formats: dict[str, Format]) -> Tensors:
+    async def drawn() -> Tensors:
+        return {name: tensor async for name, tensor in quant_weights_by_name(source, formats)}
+
+    return asyncio.run(drawn())
 
 
 class _Halves:

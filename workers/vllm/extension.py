@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...integration.errors import RefitError
-from ...integration.manifest import dtype_of
+from ...integration.manifest import TensorSpec, dtype_of
+from ...integration.quantize.formats import to_json
 from ...integration.session import ServingState
 from .answers import REFIT_ERROR, answer, raise_refit_errors
 from .compat import require_supported_vllm
@@ -144,6 +145,29 @@ class VllmRefitExtension(Refitted):
             return {"bulk": bulk, "misc": routes.reasons}
 
         return answer(trace)
+
+    def refit_formats(self, manifest: Sequence[tuple[str, Sequence[int], str]]) -> dict[str, dict[str, Any]]:
+        """In which formats this worker holds weights that a trainer can quantize for it, for whoever sends full tensors.
+
+        Refits ask for themselves. The answers of all workers together are the ``formats`` of
+        :func:`~...integration.quantize.source.quant_weights_by_name`, each by ``from_json`` of ``integration.quantize.formats``.
+
+        Args:
+            manifest: as of :meth:`refit_trace`, of unquantized weights.
+
+        Returns:
+            Hugging Face name to the format as plain data; only of weights that this worker loads.
+        """
+
+        def formats() -> dict[str, Any]:
+            from .destination import VllmDestination
+
+            wanted = [TensorSpec(name, tuple(shape), dtype_of(dtype)) for name, shape, dtype in manifest]
+            # One of its own: what is asked here must not become a promise to the epoch that may be open.
+            asked = VllmDestination(self.model_runner.get_model(), self.vllm_config, self.model_runner.device)
+            return {name: to_json(format) for name, format in asked.quantized(wanted).items()}
+
+        return answer(formats)
 
     def refit_parameter_bytes(self, names: Sequence[str] = ()) -> dict[str, bytes]:
         """Raw bytes of live parameters, contiguous, by the engine's names; of all of them without names."""
