@@ -187,6 +187,18 @@ class Group:
             self._start_broadcast(buffer, root, 0)
         self._wait_for_stream(stage)
 
+    def prepare_maximum(self) -> None:
+        """Set up ahead of use what :meth:`maximum` needs; as :meth:`prepare_broadcast`."""
+
+    def maximum(self, row: torch.Tensor, stage: str) -> None:
+        """Set a contiguous row of numbers to the largest that any rank has in each place, and wait; as :meth:`broadcast`."""
+        with self._classifying(stage, "of maxima"):
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+            options.timeout = self.timeout
+            self.backend(0).allreduce([row], options).wait()
+        self._wait_for_stream(stage)
+
     def wait_for(self, events: Sequence[Event], stage: str) -> None:
         """Wait on the host until all events have happened, which come after exchanges of this group.
 

@@ -16,6 +16,7 @@ from ..errors import RefitMismatch
 from ..manifest import TensorSpec, first_difference
 from ..misc import PackedBroadcast
 from ..process_groups import Group, members
+from ..quantize.shared_scales import CutSlots, SharedScales
 from ..shared_wire.opening import agree_on_wire, open_group
 
 _MODULUS = 1 << 256
@@ -103,6 +104,27 @@ def specs_digest(specs: Sequence[TensorSpec], config: RefitConfig) -> str:
         [config.bucket_bytes, config.verify, [spec.to_json() for spec in specs]], separators=(",", ":")
     )
     return hashlib.sha256(body.encode()).hexdigest()
+
+
+def make_shared_scales(channel: Channel, slots: CutSlots, device: torch.device) -> SharedScales | None:
+    """What makes the scales of blocks that trainer ranks cut; None where none are cut, and on generation ranks."""
+    world = channel.world
+    if not slots.count:
+        return None
+    # All ranks of the epoch find the wire.
+    wire = agree_on_wire(channel, "scales", device)
+    place = members(world.sources, world.rank)
+    if place is None:
+        return None
+    if world.train_ranks == 1:
+        return SharedScales(slots, device, None)
+    group = open_group(channel, wire, "scales", place, device, 1, slots.count * 4 * (world.train_ranks - 1))
+    try:
+        group.prepare_maximum()
+    except BaseException:
+        group.close(failed=True)
+        raise
+    return SharedScales(slots, device, group)
 
 
 def make_packed_broadcast(

@@ -20,11 +20,12 @@ from ..misc import PackedBroadcast
 from ..plan import BroadcastPlan, Plan, Topology, analyse, plan_broadcast
 from ..process_groups import Group
 from ..quantize.scale_watch import ScaleWatch
+from ..quantize.shared_scales import CutSlots, SharedScales
 from ..records import StageClock
 from ..shared_wire.opening import gpu_identity
 from ..transport import choose, facts
 from ..world import RefitWorld, host_identity
-from .agreement import agree_on_plan, agree_on_specs, make_packed_broadcast
+from .agreement import agree_on_plan, agree_on_specs, make_packed_broadcast, make_shared_scales
 from .base import CheckpointEngine, SendResult
 from .bulk import BulkPath
 from .formats import agree_on_formats, require_stored_so
@@ -46,6 +47,7 @@ class NcclXferEngine(CheckpointEngine):
         self._chosen = (config.transport, "")
         self._bulk: BulkPath | None = None
         self._misc_group: Group | None = None
+        self._shared_scales: SharedScales | None = None
         self._urgent: torch.cuda.Stream | None = None
 
     def prepare(self, endpoint: WeightSource | WeightDestination) -> Manifest:
@@ -84,6 +86,7 @@ class NcclXferEngine(CheckpointEngine):
         self.manifest: Manifest = self.analysis.manifest
         if self.world.rank == 0:
             warn_of_misc(self.manifest, formats)
+        self._cut_slots = CutSlots.find(self.analysis.classes, table.specs, formats)
         self.plan: Plan | BroadcastPlan
         pairs: dict[tuple[int, int], str] = {}
         digest = self.analysis.digest
@@ -111,6 +114,9 @@ class NcclXferEngine(CheckpointEngine):
             lends=gives_memory_back(self._endpoint),
         )
         self._watch_scales(fragments)
+        self._shared_scales = make_shared_scales(self.channel, self._cut_slots, device)
+        if self._shared_scales is not None:
+            self._shared_scales.bind(fragments)
         self._storage: Hashable = self._endpoint.storage_key()
         misc = self.manifest.specs("misc")
         # Kept, since a refit must not walk through thousands of weights.
@@ -126,6 +132,8 @@ class NcclXferEngine(CheckpointEngine):
     def rebind(self) -> None:
         fragments, _ = self._fragments(self._endpoint, self.manifest.specs())
         self._open_bulk.bind(fragments)
+        if self._shared_scales is not None:
+            self._shared_scales.bind(fragments)
         storage = self._endpoint.storage_key()
         if storage != self._storage:  # and not a peer's alone
             self._watch_scales(fragments)
@@ -139,6 +147,9 @@ class NcclXferEngine(CheckpointEngine):
                 with self._beside_bulk():
                     self._misc.send(source.export(self._misc_names), clock)
 
+        if self._shared_scales is not None:
+            with clock.stage("export"):
+                self._shared_scales.settle()
         bulk = self._open_bulk.run(clock, send_misc)
         sends_misc = self._misc.nbytes if self.world.rank == 0 else 0
         return SendResult(bulk.payload_bytes, sends_misc, bulk.verified_bytes)
@@ -192,6 +203,9 @@ class NcclXferEngine(CheckpointEngine):
         if self._bulk is not None:
             self._bulk.close(failed=failed)
             self._bulk = None
+        if self._shared_scales is not None:
+            self._shared_scales.close(failed=failed)
+            self._shared_scales = None
         if self._misc_group is not None:
             self._misc_group.close(failed=failed)
             self._misc_group = None

@@ -1,6 +1,6 @@
 """Pure arithmetic of layouts: boxes, meshes and placements. Knows of no model and no transport."""
 
-from .boxes import Box, box_of, coverage_gap, intersect, overlap, split, subtract, volume
+from .boxes import Box, box_of, coverage_gap, intersect, overlap, split, subtract, subtract_all, volume
 from .dtensor import dtensor_fragments, layout_of, local_fragments, mesh_of, placement_of, placements_of
 from .fragments import Encoding, Fragment, local_slice
 from .mesh import Mesh
@@ -31,5 +31,6 @@ __all__ = [
     "placements_of",
     "split",
     "subtract",
+    "subtract_all",
     "volume",
 ]

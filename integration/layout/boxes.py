@@ -57,6 +57,14 @@ def subtract(a: Box, b: Box) -> list[Box]:
     return pieces
 
 
+def subtract_all(a: Box, others: Iterable[Box]) -> list[Box]:
+    """Disjoint boxes that together hold the elements of ``a`` that are in none of ``others``."""
+    rest = [a]
+    for other in others:
+        rest = [piece for part in rest for piece in subtract(part, other)]
+    return rest
+
+
 def split(box: Box, max_elements: int) -> list[Box]:
     """Cut ``box`` into boxes of at most ``max_elements``, along the outermost dimensions that need it.
 

@@ -13,12 +13,13 @@ from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
-from ..layout import Fragment
+from ..layout import Box, Fragment, local_slice, subtract_all
 from ..manifest import TensorSpec, dtype_name
 from ..packing import Cast
 from ..packing.encoded import EncodedPair, Encoder
 from . import blocks, fp8_blockwise, mxfp8
-from .fp8_table import Fp8Table
+from .cut_blocks import CutBlocks, CutCodes
+from .fp8_table import Fp8Table, has_kernel
 from .windows import TorchEncoder, joined
 
 # In the reason of a weight that takes the misc path for it.
@@ -40,6 +41,9 @@ class Format(Protocol):
     @property
     def scale_name_end(self) -> str:
         """What the scales' name has behind the weight's name."""
+
+    def cut(self, rounded: torch.dtype | None) -> CutBlocks | None:
+        """How parts of weights that cut blocks are quantized; None if they can't be."""
 
     def has_kernel(self, source: torch.dtype, rounded: torch.dtype | None = None) -> bool:
         """As :meth:`..packing.encoded.Format.has_kernel`; what is kept as ``source`` is ``rounded`` to this type first."""
@@ -75,8 +79,11 @@ class Fp8Blockwise:
         """The same in the numerics' words."""
         return fp8_blockwise.ScaleFormat.UE8M0 if self.ue8m0 else fp8_blockwise.ScaleFormat.FP32
 
+    def cut(self, rounded: torch.dtype | None) -> CutBlocks | None:
+        return CutBlocks(self.block, self.scale_format, rounded)
+
     def has_kernel(self, source: torch.dtype, rounded: torch.dtype | None = None) -> bool:
-        return self.block == fp8_blockwise.BLOCK and rounded in (None, torch.bfloat16)
+        return has_kernel(self.block, rounded)
 
     def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return fp8_blockwise.quantize(weight, self.block, self.scale_format)
@@ -108,6 +115,9 @@ class Mxfp8:
     @property
     def block(self) -> tuple[int, int]:
         return (1, mxfp8.BLOCK)
+
+    def cut(self, rounded: torch.dtype | None) -> CutBlocks | None:
+        return None
 
     def has_kernel(self, source: torch.dtype, rounded: torch.dtype | None = None) -> bool:
         return False
@@ -233,24 +243,55 @@ def wire_specs(spec: TensorSpec, format: Format) -> tuple[TensorSpec, TensorSpec
     return TensorSpec(spec.name, spec.shape, torch.float8_e4m3fn), scales_spec(spec, format)
 
 
-def encoded_fragments(fragment: Fragment, format: Format) -> list[Fragment] | str:
-    """The codes and scales of a held part of a weight, or why this rank can't make them alone."""
-    cut = blocks.straddled(fragment.box, fragment.full_shape, format.block)
-    if cut:
+def encoded_fragments(
+    fragment: Fragment, format: Format, device: torch.device, taken: Sequence[Box] = ()
+) -> list[Fragment] | str:
+    """What this rank sends of a held part of a weight.
+
+    Args:
+        fragment: not encoded, or by a :class:`..packing.Cast`.
+        format: in which the weight travels.
+        device: that makes it; the scales of blocks that the part cuts lie there.
+        taken: boxes of the scales that this rank sends of other parts of the weight.
+
+    Returns:
+        Its codes, then its scales, those that are not taken yet; or why no rank can make them of its part.
+    """
+    cast = fragment.encoding
+    rounded = cast.dtype if isinstance(cast, Cast) else None
+    scale_name = fragment.name + format.scale_name_end
+    scale_box = blocks.scale_box(fragment.box, format.block)
+    scale_shape = blocks.scale_shape(fragment.full_shape, format.block)
+    if not blocks.straddled(fragment.box, fragment.full_shape, format.block):
+        made = format if rounded is None else Rounded(format, rounded)
+        return [
+            Fragment(fragment.name, fragment.full_shape, fragment.box, fragment.view, Codes(made)),
+            Fragment(scale_name, scale_shape, scale_box, fragment.view, Scales(made)),
+        ]
+    cut = format.cut(rounded)
+    if cut is None:
         return (
             f"a rank holds {_ranges(fragment)}, {CUTS_BLOCKS} {' by '.join(map(str, format.block))}: it does not know "
             "their maxima, so the whole weight is quantized"
         )
-    scale_name = fragment.name + format.scale_name_end
-    scale_box = blocks.scale_box(fragment.box, format.block)
-    scale_shape = blocks.scale_shape(fragment.full_shape, format.block)
-    made: Format | Rounded = format
-    if isinstance(fragment.encoding, Cast):
-        made = Rounded(format, fragment.encoding.dtype)
+    size = [stop - start for start, stop in scale_box]
+    # Until all ranks have made them, codes by these are loud.
+    scales = torch.full(size, float("nan"), dtype=format.scale_dtype, device=device)
+    codes = CutCodes(cut, part_head(fragment.box, format), scales)
     return [
-        Fragment(fragment.name, fragment.full_shape, fragment.box, fragment.view, Codes(made)),
-        Fragment(scale_name, scale_shape, scale_box, fragment.view, Scales(made)),
+        Fragment(fragment.name, fragment.full_shape, fragment.box, fragment.view, codes),
+        *(
+            Fragment(scale_name, scale_shape, box, scales[local_slice(scale_box, box)])
+            for box in subtract_all(scale_box, taken)
+        ),
     ]
+
+
+def part_head(box: Box, format: Format) -> tuple[int, int]:
+    """Row and column at which a part begins in its first block."""
+    (top, _), (left, _) = box
+    rows, columns = format.block
+    return top % rows, left % columns
 
 
 def _after(

@@ -18,7 +18,8 @@ NaN as a whole. In a refit :mod:`.scale_watch` turns them into an error before t
 
 A block's bytes depend on the block only. So a shard that cuts no block gives the slice of the full tensor's
 bytes, and shards that do (:func:`.blocks.straddled`) give them after the elementwise maximum of their
-:func:`block_amax`.
+:func:`block_amax`. The maximum of their scales does as well: no step above takes a larger ``amax`` to a smaller
+scale, so the largest of the parts' scales is the scale of the largest ``amax``.
 """
 
 from __future__ import annotations
@@ -99,10 +100,27 @@ def quantize_with_amax(
     Raises:
         ValueError: the weight cannot be quantized, or ``amax`` does not fit it.
     """
-    blocks.check_weight(weight, block)
     scales = scales_of(amax, scale)
+    return codes_of(weight, scales, offset, block), scales
+
+
+def codes_of(
+    weight: torch.Tensor, scales: torch.Tensor, offset: Offset = (0, 0), block: tuple[int, int] = BLOCK
+) -> torch.Tensor:
+    """Quantize a shard whose blocks' scales are known: ``float8_e4m3fn`` of its shape, contiguous.
+
+    Args:
+        weight: ``[..., rows, columns]``, BF16, FP16 or FP32, any strides.
+        scales: of the blocks that the shard touches, FP32.
+        offset: row and column of the full tensor at which the shard begins.
+        block: rows and columns of a block.
+
+    Raises:
+        ValueError: the weight cannot be quantized, or ``scales`` do not fit it.
+    """
+    blocks.check_weight(weight, block)
     factor = blocks.spread(scales.reciprocal(), weight.shape, block, offset)
-    return (weight.detach() * factor).to(torch.float8_e4m3fn, memory_format=torch.contiguous_format), scales
+    return (weight.detach() * factor).to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
 
 
 def quantize(

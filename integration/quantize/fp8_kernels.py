@@ -39,13 +39,16 @@ def quantize_blocks(
     ROUND: tl.constexpr,
     UNIT: tl.constexpr,
     CONVERTS: tl.constexpr,
+    CUT: tl.constexpr,
+    GIVEN: tl.constexpr,
 ):
     """:func:`.fp8_blockwise.quantize`, the same operations in the same order.
 
     Of a row's codes those between ``top``, ``left``, ``bottom`` and ``right`` are written, which may be none, and its
     scales if they have an address. ``CONVERTS``: the GPU has instructions for E4M3. With ``UNIT`` above 1, rows of weights and codes are contiguous, and their
     addresses, distances, places and lengths are multiples of that many elements: what the compiler needs to know for
-    wide accesses.
+    wide accesses. With ``CUT`` there is memory from ``top`` and ``left`` on only, the addresses are those of the first
+    block's beginning, and with ``GIVEN`` scales are read.
     """
     pid = tl.program_id(0)
     row = rows + tl.load(tiles + pid).to(tl.int64) * COLUMNS
@@ -74,21 +77,29 @@ def quantize_blocks(
     r = (down * BLOCK + tl.arange(0, BLOCK))[:, None]
     c = (over * BLOCK + tl.arange(0, BLOCK))[None, :]
     mask = (r < height) & (c < width)
+    if CUT:
+        mask = mask & (r >= top) & (c >= left)
     x = tl.load(source + (r * source_row + c * source_column), mask=mask, other=0.0)
     if ROUND:
         x = to_bf16(x.to(tl.float32))
-    # Sizes in the order of their bits as integers, NaN above all; of narrow types half the registers of FP32.
-    if x.dtype == tl.float32:
-        largest = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0)
+    scale_at = scales_at.to(tl.pointer_type(tl.float32)) + (
+        down * tl.load(row + 9) + over * tl.load(row + 10)
+    )
+    if GIVEN:
+        scale = tl.load(scale_at)
     else:
-        largest = tl.max(tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF, axis=1), axis=0).to(tl.int16)
-    amax = largest.to(x.dtype, bitcast=True).to(tl.float32)
-    amax = tl.where(amax < FLOOR, FLOOR, amax)
-    scale = tl.div_rn(amax, 448.0)
-    if UE8M0:
-        bits = scale.to(tl.uint32, bitcast=True)
-        power = ((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.uint32)) << 23
-        scale = tl.where(scale < float("inf"), power.to(tl.float32, bitcast=True), scale)
+        # Sizes in the order of their bits as integers, NaN above all; of narrow types half the registers of FP32.
+        if x.dtype == tl.float32:
+            largest = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0)
+        else:
+            largest = tl.max(tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF, axis=1), axis=0).to(tl.int16)
+        amax = largest.to(x.dtype, bitcast=True).to(tl.float32)
+        amax = tl.where(amax < FLOOR, FLOOR, amax)
+        scale = tl.div_rn(amax, 448.0)
+        if UE8M0:
+            bits = scale.to(tl.uint32, bitcast=True)
+            power = ((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.uint32)) << 23
+            scale = tl.where(scale < float("inf"), power.to(tl.float32, bitcast=True), scale)
     scaled = x.to(tl.float32) * tl.div_rn(1.0, scale)
     if CONVERTS:
         # It saturates where torch's has NaN: beyond 448, where nothing scaled is, but for NaN.
@@ -97,5 +108,5 @@ def quantize_blocks(
         q = _e4m3(scaled)
     mask = (r >= top) & (r < bottom) & (c >= left) & (c < right)
     tl.store(codes + ((r - top) * codes_row + (c - left) * codes_column), q, mask=mask)
-    scales = scales_at.to(tl.pointer_type(tl.float32))
-    tl.store(scales + (down * tl.load(row + 9) + over * tl.load(row + 10)), scale, mask=scales_at != 0)
+    if not GIVEN:
+        tl.store(scale_at, scale, mask=scales_at != 0)

@@ -22,6 +22,11 @@ _UNIT = 16
 _NOWHERE = Strided(0, (0, 0), (0, 0), 1)
 
 
+def has_kernel(block: tuple[int, int], rounded: torch.dtype | None) -> bool:
+    """Whether there is a kernel for such blocks of weights that are ``rounded`` to this type first."""
+    return block == BLOCK and rounded in (None, torch.bfloat16)
+
+
 class Fp8Table:
     """Quantizations of memory that stays in place; the same bytes as :func:`.fp8_blockwise.quantize`.
 
@@ -52,19 +57,20 @@ class Fp8Table:
         """
         from .fp8_kernels import WORDS, quantize_blocks
 
-        groups: dict[tuple[str, int], list[tuple[Window, Strided, Strided, Strided]]] = {}
+        groups: dict[tuple[str, int, bool, bool], list[tuple[Window, Strided, Strided, Strided]]] = {}
         nbytes = 0
         for window in windows:
             if not window.source.numel():
                 continue
             source, codes, scales = _checked(window)
             nbytes += window.nbytes
-            key = str(window.source.dtype), _unit(window, source, codes)
+            unit = _unit(window, source, codes)
+            key = str(window.source.dtype), unit, window.head is not None, window.reads_scales
             groups.setdefault(key, []).append((window, source, codes, scales))
         # Ada and later have instructions for E4M3.
         converts = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
         launches = []
-        for (dtype, unit), group in groups.items():
+        for (dtype, unit, cut, given), group in groups.items():
             tiles, rows = _table(group)
             arguments = (
                 torch.from_numpy(tiles).to(device),
@@ -78,6 +84,8 @@ class Fp8Table:
                     round_to_bf16,
                     unit,
                     converts,
+                    cut,
+                    given,
                 ),
             )
             if device.type == "cuda":
@@ -96,7 +104,8 @@ class Fp8Table:
 
 def _unit(window: Window, source: Strided, codes: Strided) -> int:
     """Elements that one access can move: 16, or 1 where rows are not contiguous or not aligned to that."""
-    aligned = window.source.shape[1] % _UNIT == 0 and window.first[1] % _UNIT == 0
+    head = window.head or (0, 0)
+    aligned = window.source.shape[1] % _UNIT == window.first[1] % _UNIT == head[1] % _UNIT == 0
     for memory in (source, codes):
         wide = _UNIT * memory.itemsize
         aligned &= memory.address % wide == 0 and memory.strides[0] % wide == 0
@@ -110,11 +119,14 @@ def _table(group: Sequence[tuple[Window, Strided, Strided, Strided]]) -> tuple[n
     counts = np.empty(len(group), dtype=np.int64)
     first = 0
     for row, (window, source, codes, scales) in enumerate(group):
-        height, width = source.shape
+        down, right = window.head or (0, 0)
+        height, width = _touched(window)
         counts[row] = -(-height // BLOCK[0]) * -(-width // BLOCK[1])
-        top, left = window.first
+        top, left = window.first[0] + down, window.first[1] + right
+        # Where the first block would begin, of which nothing before the window is read.
+        begin = source.address - down * source.strides[0] - right * source.strides[1]
         rows[row] = (
-            *(source.address, codes.address, scales.address, height, width),
+            *(begin, codes.address, scales.address, height, width),
             *(stride // memory.itemsize for memory in (source, codes, scales) for stride in memory.strides),
             *(first, top, left, top + codes.shape[0], left + codes.shape[1]),
         )
@@ -133,12 +145,25 @@ def _checked(window: Window) -> tuple[Strided, Strided, Strided]:
         raise ValueError(
             f"codes of shape {codes.shape} from {window.first} on do not lie inside a weight of shape {(height, width)}"
         )
-    wanted = blocks.scale_shape((height, width), BLOCK)
+    if window.head is not None and (
+        window.scales is None or (codes is not _NOWHERE and codes.shape != (height, width))
+    ):
+        raise ValueError(
+            f"a weight of shape {(height, width)} that may cut blocks is quantized as a whole, by scales beside it; codes of "
+            f"shape {codes.shape} are wanted"
+        )
+    wanted = blocks.scale_shape(_touched(window), BLOCK)
     if scales is not _NOWHERE and scales.shape != wanted:
         raise ValueError(
             f"the scales of a weight of shape {(height, width)} are of shape {wanted}, not {scales.shape}"
         )
     return Strided.of(window.source), codes, scales
+
+
+def _touched(window: Window) -> tuple[int, int]:
+    """Rows and columns of the window from the beginning of its first block on."""
+    down, right = window.head or (0, 0)
+    return window.source.shape[0] + down, window.source.shape[1] + right
 
 
 def _memory(target: Target | None, what: str, dtype: torch.dtype) -> Strided:

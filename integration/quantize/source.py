@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
 
 import torch
 
 from ..endpoints import HoldsQuantized, WeightSource
-from ..layout import Fragment
+from ..layout import Box, Fragment
 from ..manifest import TensorSpec, dtype_name
 from ..packing import Cast
 from .formats import Format, encoded_fragments, scales_spec, wire_specs
@@ -18,7 +19,8 @@ class QuantizingSource:
     """Implements :class:`..endpoints.WeightSource`: codes and scales stand where their weight stood.
 
     What a rank holds is quantized as it is packed, block by block, with the bytes that the full tensor would
-    have; where it holds less than a block, the weight takes the misc path and is quantized in full.
+    have. Where it holds less than a block, its scale is made by all holders (:mod:`.shared_scales`) before; in a format
+    that can't be made so, the weight takes the misc path and is quantized in full.
 
     Args:
         source: of unquantized weights.
@@ -53,6 +55,7 @@ class QuantizingSource:
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
         held, refused = self._source.fragments()
         found: list[Fragment] = []
+        sent: dict[str, list[Box]] = defaultdict(list)
         kept: frozenset[str] = frozenset()
         source: object = self._source
         if isinstance(source, HoldsQuantized):
@@ -66,11 +69,13 @@ class QuantizingSource:
             if format is None:
                 found.append(fragment)
                 continue
-            encoded = self._encoded(fragment, format)
+            encoded = self._encoded(fragment, format, sent[fragment.name])
             if isinstance(encoded, str):
                 refused.setdefault(fragment.name, encoded)
-            else:
-                found += encoded
+                continue
+            found += encoded
+            _, *scales = encoded
+            sent[fragment.name] += [part.box for part in scales]
         for name, format in self._formats.items():
             if name in refused:
                 refused[name + format.scale_name_end] = refused[name]
@@ -89,7 +94,7 @@ class QuantizingSource:
                 if travelling in wanted:
                     yield travelling, tensor
 
-    def _encoded(self, fragment: Fragment, format: Format) -> list[Fragment] | str:
+    def _encoded(self, fragment: Fragment, format: Format, sent: Sequence[Box]) -> list[Fragment] | str:
         if fragment.dtype != self._dtypes[fragment.name]:
             return (
                 f"a rank sends it as {dtype_name(fragment.dtype)}, the export is "
@@ -97,7 +102,7 @@ class QuantizingSource:
             )
         if fragment.encoding is not None and not isinstance(fragment.encoding, Cast):
             return "a rank computes it while packing, and what is computed is not quantized in the same pass"
-        return encoded_fragments(fragment, format)
+        return encoded_fragments(fragment, format, self.device, sent)
 
 
 async def quant_weights_by_name(

@@ -24,17 +24,27 @@ class Window:
         codes: where codes go, of some rows and columns of ``source``; None if nobody wants them.
         first: row and column of ``source`` at which ``codes`` begins.
         scales: where the scales of all its blocks go; None if nobody wants them here.
+        head: only of a ``source`` that may cut blocks: its row and column in the block where it begins. With ``codes``,
+            which are then of all of it, ``scales`` are those of the blocks that it touches, and are read. Without, the
+            scales that its parts of these blocks would have are written there.
     """
 
     source: torch.Tensor
     codes: Target | None = None
     first: tuple[int, int] = (0, 0)
     scales: Target | None = None
+    head: tuple[int, int] | None = None
+
+    @property
+    def reads_scales(self) -> bool:
+        """Whether scales are given."""
+        return self.head is not None and self.codes is not None
 
     @property
     def nbytes(self) -> int:
         """Bytes that are written."""
-        return sum(target.nbytes for target in (self.codes, self.scales) if target is not None)
+        written = (self.codes, None if self.reads_scales else self.scales)
+        return sum(target.nbytes for target in written if target is not None)
 
 
 def joined(pairs: Sequence[EncodedPair]) -> list[Window]:
@@ -78,7 +88,7 @@ class TorchEncoder:
         """
         self._todo = []
         for window in windows:
-            codes, scales = _tensor(window.codes), _tensor(window.scales)
+            codes, scales = as_tensor(window.codes), as_tensor(window.scales)
             box = None
             if codes is not None:
                 top, left = window.first
@@ -103,6 +113,7 @@ class TorchEncoder:
                     scales_target.copy_(scales)
 
 
-def _tensor(target: Target | None) -> torch.Tensor | None:
+def as_tensor(target: Target | None) -> torch.Tensor | None:
+    """A target of what no kernel computes."""
     assert not isinstance(target, Strided), "make_encoders hands plain memory to kernels only"
     return target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -95,8 +96,54 @@ def compare_kernel_with_torch(device: torch.device) -> None:
                 codes.view(torch.uint8).copy_(inside)
 
 
-def test_the_kernel_in_tritons_interpreter_gives_torchs_bytes() -> None:
-    run_interpreted(compare_kernel_with_torch, torch.device("cpu"))
+def compare_cut_blocks_with_torch(device: torch.device) -> None:
+    """Parts that begin anywhere in their blocks: the scales that they would have, and codes by given ones."""
+    heads = [(0, 0), (64, 16), (127, 0), (5, 3)]
+    for scale, rounded in ((ScaleFormat.FP32, True), (ScaleFormat.UE8M0, False)):
+        weights = [w.clone() for w in hard_weights(device) if w.dim() == 2 and w.numel()]
+        made, codes, given = [], [], []
+        for number, w in enumerate(weights):
+            head = heads[number % len(heads)]
+            down, over = (-(-(n + h) // 128) for n, h in zip(w.shape, head, strict=True))
+            own = torch.full((over, down), NAN, device=device).t()
+            others = torch.full((down, over), NAN, device=device)
+            out = torch.full((w.shape[0], w.shape[1] + 16), 0x55, dtype=torch.uint8, device=device)
+            made.append(Window(w, scales=own, head=head))
+            part = out[:, : w.shape[1]].view(torch.float8_e4m3fn)
+            given.append(Window(w, part, scales=others, head=head))
+            codes.append(out)
+        tables = [Fp8Table.build(windows, device, scale, rounded) for windows in (made, given)]
+        assert [table.nbytes for table in tables] == [
+            sum(w.scales.nbytes for w in made),
+            sum(w.numel() for w in weights),
+        ]
+        for sign in (1, -1):  # changed weights before the second launch
+            for w in weights:
+                w.mul_(sign)
+            for number, table in enumerate(tables):
+                table.launch()
+                if not number:
+                    for one, window in zip(given, made, strict=True):
+                        # As if others held larger parts of some blocks.
+                        one.scales.copy_(window.scales)
+                        one.scales[::2] *= 4.0 - sign
+            for w, own, one, out in zip(weights, made, given, codes, strict=True):
+                kept = w.bfloat16() if rounded else w
+                amax = fp8_blockwise.block_amax(kept, own.head)
+                expected = fp8_blockwise.scales_of(amax, scale)
+                torch.testing.assert_close(own.scales, expected, rtol=0, atol=0, equal_nan=True)
+                q = fp8_blockwise.codes_of(kept, one.scales, own.head)
+                nan = q.float().isnan()
+                found = out[:, : w.shape[1]]
+                assert torch.equal(found.contiguous().view(torch.float8_e4m3fn).float().isnan(), nan)
+                assert torch.equal(found[~nan], q.view(torch.uint8)[~nan])
+                assert (out[:, w.shape[1] :] == 0x55).all()
+                out.fill_(0x55)
+
+
+@pytest.mark.parametrize("compare", [compare_kernel_with_torch, compare_cut_blocks_with_torch])
+def test_the_kernel_in_tritons_interpreter_gives_torchs_bytes(compare: Callable[..., None]) -> None:
+    run_interpreted(compare, torch.device("cpu"))
 
 
 def test_results_that_do_not_fit_their_weight_are_refused() -> None:
@@ -106,6 +153,11 @@ def test_results_that_do_not_fit_their_weight_are_refused() -> None:
         (Window(w, codes, (1, 0), torch.ones(2, 1)), r"do not lie inside a weight of shape \(130, 4\)"),
         (Window(w, codes, (0, 0), torch.ones(1, 1)), r"are of shape \(2, 1\), not \(1, 1\)"),
         (Window(w, codes, (0, 0), torch.ones(1, 1).expand(2, 1)), "share one place"),
+        (
+            Window(w, codes[1:], (0, 0), torch.ones(2, 1), (1, 0)),
+            "is quantized as a whole, by scales beside it",
+        ),
+        (Window(w, None, (0, 0), torch.ones(2, 1), (127, 0)), r"are of shape \(3, 1\), not \(2, 1\)"),
         (Window(w, codes.bfloat16()), "the codes are torch.float8_e4m3fn, not torch.bfloat16"),
         (Window(w, None, (0, 0), Strided(64, (2, 1), (8, 8), 8)), "items of 4 bytes, not 8"),
     ):

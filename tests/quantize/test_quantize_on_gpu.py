@@ -8,7 +8,7 @@ import torch
 from rlrefit.integration.quantize import fp8_blockwise, layouts, mxfp8, nvfp4
 from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
 
-from .test_fp8_kernels import compare_kernel_with_torch, hard_weights
+from .test_fp8_kernels import compare_cut_blocks_with_torch, compare_kernel_with_torch, hard_weights
 from .weights import same
 
 pytestmark = [
@@ -53,3 +53,4 @@ def test_layouts_are_those_of_the_cpu() -> None:
 
 def test_the_kernel_gives_torchs_bytes() -> None:
     compare_kernel_with_torch(torch.device("cuda", 0))
+    compare_cut_blocks_with_torch(torch.device("cuda", 0))

@@ -165,17 +165,37 @@ def test_codes_and_scales_of_the_full_tensors_land_in_every_refit(format: Format
             wanted(formats, cut),
             lambda rank, session, end: (
                 [refit_changed(session, end, version) for version in (1, 2, 3)],
-                {e.spec.name: (e.route, e.reason) for e in session.manifest},
+                {e.spec.name: e.route for e in session.manifest},
             ),
             config(transport=transport, verify="sampled" if cut is whole else "full"),
         )
         assert [[wrong for _, wrong in refits] for refits, _ in results] == [[[], [], []]] * 4
-        _, routes = results[0]
-        if format is FP8:
-            assert routes["cut.weight"][0] == routes["cut.weight_scale_inv"][0] == "misc"
-            assert "0:64, 0:128, which cuts blocks of 128 by 128" in routes["cut.weight"][1]
-        misc = {name for name, (route, _) in routes.items() if route == "misc"}
-        assert misc == ({"cut.weight", "cut.weight_scale_inv"} if format.block == (128, 128) else set())
+        assert set(results[0][1].values()) == {"bulk"}
+
+
+def test_parts_that_cut_the_blocks_of_mxfp8_are_quantized_as_full_tensors() -> None:
+    trainers = sources()
+    for source, columns in zip(trainers, ((0, 144), (144, 384)), strict=True):
+        source._held["column.weight", ((0, 512), columns)] = torch.zeros(
+            512, columns[1] - columns[0]
+        ).bfloat16()
+        del source._held["column.weight", next(b for n, b in source._held if n == "column.weight")]
+    results = run_world(
+        trainers,
+        wanted({"column.weight": MX}, by_rows),
+        lambda rank, session, end: (
+            [refit_changed(session, end, version)[1] for version in (1, 2)],
+            {e.spec.name: (e.route, e.reason) for e in session.manifest},
+        ),
+        config(),
+    )
+    assert [wrong for wrong, _ in results] == [[[], []]] * 4
+    routes = results[0][1]
+    assert {name for name, (route, _) in routes.items() if route == "misc"} == {
+        "column.weight",
+        "column.weight_scale",
+    }
+    assert "0:512, 0:144, which cuts blocks of 1 by 32" in routes["column.weight"][1]
 
 
 def test_the_conventional_path_quantizes_full_tensors() -> None:

@@ -21,6 +21,7 @@ from rlrefit.integration.packing import (
     Strided,
     make_encoders,
 )
+from rlrefit.integration.quantize.cut_blocks import CutCodes
 from rlrefit.integration.quantize.formats import (
     Codes,
     Format,
@@ -120,7 +121,7 @@ def test_a_weight_kept_in_fp32_is_rounded_to_the_exports_type_before_it_is_quant
     held += held.bfloat16().float() * 2**-9  # halves of a BF16 step beside others
     fragment = Fragment("w", (256, 160), box_of(held.shape), held, Cast(BF16))
     for format in (FP8, Mxfp8()):
-        found = encoded_fragments(fragment, format)
+        found = encoded_fragments(fragment, format, CPU)
         pairs = []
         for part in found:
             assert isinstance(part, Fragment)
@@ -133,15 +134,23 @@ def test_a_weight_kept_in_fp32_is_rounded_to_the_exports_type_before_it_is_quant
             assert same(target, expected)
 
 
-def test_only_a_part_that_cuts_no_block_is_quantized_alone() -> None:
+def test_only_a_part_that_cuts_no_block_makes_its_scales_alone() -> None:
     held = torch.randn(128, 200).bfloat16()
     inside = Fragment("w", (300, 200), ((128, 256), (0, 200)), held)
-    codes, scales = encoded_fragments(inside, FP8)
+    codes, scales = encoded_fragments(inside, FP8, CPU)
     assert (codes.box, codes.dtype, codes.nbytes) == (inside.box, torch.float8_e4m3fn, 128 * 200)
     assert (scales.name, scales.full_shape, scales.box) == ("w_scale_inv", (3, 2), ((1, 2), (0, 2)))
     assert (scales.dtype, scales.nbytes) == (torch.float32, 8)
-    assert isinstance(encoded_fragments(Fragment("w", (300, 200), ((127, 255), (0, 200)), held), FP8), str)
-    assert isinstance(encoded_fragments(Fragment("w", (300, 200), ((172, 300), (0, 200)), held), FP8), str)
+    for start in (127, 172):
+        cut = Fragment("w", (300, 200), ((start, start + 128), (0, 200)), held)
+        codes, scales = encoded_fragments(cut, FP8, CPU)
+        assert isinstance(codes.encoding, CutCodes)
+        assert (codes.box, codes.dtype, scales.encoding) == (cut.box, torch.float8_e4m3fn, None)
+        assert scales.box == ((start // 128, -(-(start + 128) // 128)), (0, 2))
+        assert codes.encoding.scales.data_ptr() == scales.view.data_ptr()
+        (_,) = encoded_fragments(cut, FP8, CPU, [scales.box])
+    narrow = Fragment("w", (128, 400), ((0, 128), (100, 300)), held)
+    assert isinstance(encoded_fragments(narrow, Mxfp8(), CPU), str)
 
 
 def test_the_host_computes_what_it_pushes_and_keeps_nothing_of_it() -> None:

@@ -9,12 +9,13 @@ refused for the reason that the refit itself gives.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from ...integration.layout import Fragment
+from ...integration.layout import Box, Fragment
 from ...integration.quantize.blocks import scale_box, scale_shape
 from ...integration.quantize.formats import Fp8Blockwise, encoded_fragments
 from .attention_units import QueryKeyValue
@@ -127,18 +128,22 @@ def _travelling(params: Iterable[Param], format: Fp8Blockwise) -> Iterator[Param
     """Codes and scales of a trainer's parameters; ``index`` is still that of the parameter which they are made of."""
     held = list(params)
     refused: dict[str, str] = {}
+    sent: dict[str, list[Box]] = defaultdict(list)
     found: list[tuple[Param, list[Part], list[Part]]] = []
     for param in held:
         codes: list[Part] = []
         scales: list[Part] = []
         for part in param.parts:
             view = torch.empty([stop - start for start, stop in part.box], dtype=param.dtype, device="meta")
-            made = encoded_fragments(Fragment(part.name, part.full_shape, part.box, view), format)
+            fragment = Fragment(part.name, part.full_shape, part.box, view)
+            made = encoded_fragments(fragment, format, view.device, sent[part.name])
             if isinstance(made, str):
                 refused.setdefault(part.name, made)
                 continue
-            for encoded, parts in zip(made, (codes, scales), strict=True):
-                parts.append(Part(encoded.name, encoded.full_shape, encoded.box, part.index))
+            own, *beside = (Part(one.name, one.full_shape, one.box, part.index) for one in made)
+            codes.append(own)
+            scales += beside
+            sent[part.name] += [one.box for one in beside]
         found.append((param, codes, scales))
     end = format.scale_name_end
     given_up = refused.keys() | {name + end for name in refused}
