@@ -35,6 +35,8 @@ from .shrunken import BLOCK_CONFIGS, CONFIGS
 class _Rank:
     """A trainer rank with parameters that have no memory."""
 
+    device = torch.device("meta")
+
     def __init__(self, specs: list[TensorSpec], params: Sequence[Param]):
         self._specs, self._params = specs, params
 
@@ -54,8 +56,10 @@ _ONE_KEY_HEAD = BLOCK_CONFIGS["qwen3_moe"] | {"num_key_value_heads": 1}
 _CASES: list[tuple[str, dict[str, Any], TrainLayout | FsdpLayout, set[str]]] = [
     ("qwen3_moe", BLOCK_CONFIGS["qwen3_moe"], TrainLayout(tp=2, ep=2), {"mlp.gate"}),
     ("qwen3_moe", BLOCK_CONFIGS["qwen3_moe"], TrainLayout(pp=2, ep=2), {"mlp.gate"}),
-    ("qwen3_moe", _ONE_KEY_HEAD, FsdpLayout(2, 2), {"self_attn.k_proj", "self_attn.v_proj"}),
-    ("qwen3_moe", BLOCK_CONFIGS["qwen3_moe"], FsdpLayout(3), {f"self_attn.{x}_proj" for x in "qkvo"}),
+    ("qwen3_moe", _ONE_KEY_HEAD, FsdpLayout(2, 2), set()),
+    ("qwen3_moe", BLOCK_CONFIGS["qwen3_moe"], FsdpLayout(3), set()),
+    # Its output projections are cut to half a block of columns.
+    ("deepseek_v3", BLOCK_CONFIGS["deepseek_v3"], TrainLayout(tp=4), {"mlp.gate"}),
     ("deepseek_v3", BLOCK_CONFIGS["deepseek_v3"], TrainLayout(tp=2), {"mlp.gate"}),
 ]
 

@@ -265,7 +265,7 @@ def test_a_weight_is_explained(capsys: pytest.CaptureFixture[str], moe: str) -> 
     assert "sent" not in out
 
 
-def test_codes_and_scales_are_half_the_bytes_and_cut_blocks_are_told(
+def test_codes_and_scales_are_half_the_bytes_also_where_ranks_cut_blocks(
     capsys: pytest.CaptureFixture[str], blocks: str
 ) -> None:
     def plan(ranks: int, quantize: str) -> dict[str, Any]:
@@ -275,22 +275,15 @@ def test_codes_and_scales_are_half_the_bytes_and_cut_blocks_are_told(
         assert (code, found["quantize"]) == (0, quantize)
         return found
 
-    plain, quantized = plan(4, "off"), plan(4, "fp8")
-    assert plain["bytes"]["misc"] == 0
-    # In each of two layers keys, values and the output projection have 256 rows, 64 of them on each rank.
-    cut = 2 * (2 * (256 * 256 + 4 * 2 * 2) + 256 * 512 + 4 * 2 * 4)
-    assert quantized["bytes"]["misc"] == cut
-    narrow, wide = sorted(quantized["misc_reasons"])
-    assert "a rank holds 0:64, 0:256, which cuts blocks of 128 by 128" in narrow
-    assert "a rank holds 0:64, 0:512, which cuts blocks of 128 by 128" in wide
-    embeddings = 2 * 300 * 256 * 2
-    linear = plain["bytes"]["bulk"] - embeddings
-    assert quantized["bytes"]["bulk"] + cut == pytest.approx(embeddings + linear / 2, rel=0.01)
-    # Two ranks cut none.
-    plain, quantized = plan(2, "off"), plan(2, "fp8")
-    assert quantized["bytes"]["misc"] == 0
-    assert 0.5 < quantized["bound_seconds"] / plain["bound_seconds"] < 0.6
-    assert quantized["predicted_seconds"] < plain["predicted_seconds"]
+    # Of four ranks each has 64 of the 256 rows that keys, values and the output projection have; two ranks cut none.
+    for ranks in (2, 4):
+        plain, quantized = plan(ranks, "off"), plan(ranks, "fp8")
+        assert plain["bytes"]["misc"] == quantized["bytes"]["misc"] == 0
+        embeddings = 2 * 300 * 256 * 2
+        linear = plain["bytes"]["bulk"] - embeddings
+        assert quantized["bytes"]["bulk"] == pytest.approx(embeddings + linear / 2, rel=0.01)
+        assert 0.5 < quantized["bound_seconds"] / plain["bound_seconds"] < 0.6
+        assert quantized["predicted_seconds"] < plain["predicted_seconds"]
 
 
 def test_codes_and_scales_are_explained(capsys: pytest.CaptureFixture[str], blocks: str) -> None:
@@ -304,8 +297,12 @@ def test_codes_and_scales_are_explained(capsys: pytest.CaptureFixture[str], bloc
     assert "float32[2, 2], 16 B" in out
     assert "[1:2, 0:2]" in out
     code, out, _ = _plan(capsys, *layouts, "model.layers.1.self_attn.k_proj.weight_scale_inv")
-    assert "goes over the misc path: trainer: a rank holds 0:64, 0:256" in out
-    assert "FSDP gathers its weight on the trainers, which quantize it" in out
+    # Two ranks hold halves of each block, and both know its scale.
+    assert "route: bulk" in out
+    assert "[0:1, 0:2]" in out
+    layouts = (*layouts[:3], "tp=4", *layouts[4:])
+    code, out, _ = _plan(capsys, *layouts, "model.layers.1.self_attn.k_proj.weight_scale_inv")
+    assert "Megatron-Bridge's export gathers its weight on the trainers, which quantize it" in out
 
 
 def test_blocks_that_an_engine_would_cut_and_what_cannot_be_quantized_are_violations(

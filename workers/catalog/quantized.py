@@ -3,8 +3,8 @@
 The engine's side is vLLM 0.21's for block-FP8 checkpoints (``quantization/fp8.py``): beside each parameter of codes, of
 the unquantized one's shape, stands one of FP32 scales, ``[n / 128, k / 128]``, of stacked experts with the experts'
 dimension before. Embeddings, output layers, norms, biases and routers stay as they are, as published block-FP8
-checkpoints have them. The trainer's side is what travels of its unquantized parameters; a part that cuts a block is
-refused for the reason that the refit itself gives.
+checkpoints have them. The trainer's side is what travels of its unquantized parameters; of a block that several parts cut, each rank
+that holds one sends the scale.
 """
 
 from __future__ import annotations
@@ -126,34 +126,25 @@ def _quantized(unit: Unit, format: Fp8Blockwise) -> Unit:
 
 def _travelling(params: Iterable[Param], format: Fp8Blockwise) -> Iterator[Param]:
     """Codes and scales of a trainer's parameters; ``index`` is still that of the parameter which they are made of."""
-    held = list(params)
-    refused: dict[str, str] = {}
     sent: dict[str, list[Box]] = defaultdict(list)
-    found: list[tuple[Param, list[Part], list[Part]]] = []
-    for param in held:
+    for param in params:
         codes: list[Part] = []
         scales: list[Part] = []
         for part in param.parts:
             view = torch.empty([stop - start for start, stop in part.box], dtype=param.dtype, device="meta")
             fragment = Fragment(part.name, part.full_shape, part.box, view)
             made = encoded_fragments(fragment, format, view.device, sent[part.name])
-            if isinstance(made, str):
-                refused.setdefault(part.name, made)
-                continue
+            assert not isinstance(made, str), "of blocks of FP8 parts can be made, whatever they cut"
             own, *beside = (Part(one.name, one.full_shape, one.box, part.index) for one in made)
             codes.append(own)
             scales += beside
             sent[part.name] += [one.box for one in beside]
-        found.append((param, codes, scales))
-    end = format.scale_name_end
-    given_up = refused.keys() | {name + end for name in refused}
-    for param, codes, scales in found:
-        for parts, suffix, dtype in ((codes, "", torch.float8_e4m3fn), (scales, end, format.scale_dtype)):
-            kept = tuple(part for part in parts if part.name not in given_up)
+        for parts, suffix, dtype in (
+            (codes, "", torch.float8_e4m3fn),
+            (scales, format.scale_name_end, format.scale_dtype),
+        ):
             names = tuple(name + suffix for name in param.refused)
-            yield replace(param, name=param.name + suffix, dtype=dtype, parts=kept, refused=names)
-    for name, reason in refused.items():
-        yield Param(name, (), torch.float8_e4m3fn, (), (name, name + end), reason)
+            yield replace(param, name=param.name + suffix, dtype=dtype, parts=tuple(parts), refused=names)
 
 
 def _scales(param: Param, format: Fp8Blockwise) -> Param:
