@@ -39,7 +39,7 @@ def warn_of_misc(manifest: Manifest, formats: Mapping[str, Format]) -> None:
         manifest,
         cut,
         "a trainer rank's shard cuts their blocks of scales",
-        "Choose a layout whose shards are whole blocks (rlrefit plan --quantize fp8 shows them), or compare with "
+        "Choose a layout whose shards are whole blocks, or compare with "
         "trainer_quantize_fp8=false, which sends shards of BF16",
     )
     _warn(manifest, wide, "they are exported in float32, which the engine does not keep", SAY_REFIT_DTYPE)

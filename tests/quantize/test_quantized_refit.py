@@ -346,21 +346,20 @@ def test_weights_that_come_in_fp32_are_refused_with_the_dtype_as_the_remedy(name
 
 
 def test_trainer_rank_0_tells_once_what_shards_that_cut_blocks_cost(caplog: pytest.LogCaptureFixture) -> None:
-    formats: dict[str, Format] = {spec.name: FP8 for spec in (CUT, COLUMN)}
-    cut = {"cut.weight": [((0, 64), (0, 128))], "column.weight": [((0, 64), (0, 384))]}
-    rest = {"cut.weight": [((64, 256), (0, 128))], "column.weight": [((64, 512), (0, 384))]}
-    others = {s.name: [box_of(s.shape)] for s in SPECS if s.name not in cut}
-    held = [SyntheticSource(SPECS, others | layout) for layout in (cut, rest)]
+    formats: dict[str, Format] = {COLUMN.name: MX}
+    others = {s.name: [box_of(s.shape)] for s in SPECS if s is not COLUMN}
+    held = [
+        SyntheticSource(SPECS, others | {COLUMN.name: [((0, 512), columns)]})
+        for columns in ((0, 144), (144, 384))
+    ]
     run_world(held, wanted(formats, whole), lambda rank, session, end: session.refit(1), config())
     [record] = [r for r in caplog.records if "do not go shard to shard" in r.getMessage()]
-    codes = (512 * 384, 256 * 128)
-    scales = 4 * (4 * 3 + 2)
-    plain = sum(spec.nbytes for spec in SPECS if spec.name not in formats)
-    share = 100 * (sum(codes) + scales) / (sum(codes) + scales + plain)
+    misc = 512 * 384 + 512 * 384 // 32
+    plain = sum(spec.nbytes for spec in SPECS if spec is not COLUMN)
     text = record.getMessage()
-    assert text.startswith(f"{share:.0f}% of the weights (0.2 MB of ")
-    assert "column.weight: trainer: a rank holds 0:64, 0:384, which cuts blocks of 128 by 128" in text
-    assert "whole blocks (rlrefit plan --quantize fp8" in text
+    assert text.startswith(f"{100 * misc / (misc + plain):.0f}% of the weights (0.2 MB of ")
+    assert "column.weight: trainer: a rank holds 0:512, 0:144, which cuts blocks of 1 by 32" in text
+    assert "Choose a layout whose shards are whole blocks, or compare with" in text
 
 
 def test_fp32_shards_that_nobody_casts_are_told_with_the_dtype_as_the_remedy(
