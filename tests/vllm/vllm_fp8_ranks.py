@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Hashable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +17,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3MoeConfig
 from vllm_checkpoints import manifest_of, read_checkpoint, write_checkpoint
+from vllm_fp8_sessions import Halves, Sessions, Tensors
 from vllm_refit import refit
 
-from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.layout import Fragment
 from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.quantize.source import quant_weights_by_name
-from rlrefit.integration.rendezvous import Rendezvous, open_rendezvous
-from rlrefit.integration.session import RefitSession
 
 if TYPE_CHECKING:
     from rlrefit.integration.quantize.formats import Format
@@ -49,8 +45,6 @@ _EXPERTS = {
     "num_experts_per_tok": 2,
     "decoder_sparse_step": 1,
 }
-Tensors = dict[str, torch.Tensor]
-_CONFIG = RefitConfig(bucket_mb=1, timeout_s=60.0, verify="full", transport="p2p", trainer_quantize_fp8=True)
 
 
 @dataclass(frozen=True)
@@ -224,14 +218,14 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     refit(destination, fragments, misc, wire[0], 4)
     differing["after vLLM's own reload"] = _differing(live, expected[0])
     told = _told(rank, live, config, specs)
-    full = _full_tensors(_Halves(rank, trained), _of_all_ranks(told))
+    full = _full_tensors(Halves(rank, trained), _of_all_ranks(told))
     _poison(live)
     _reload_by_vllm(live, config, full)
     differing["full tensors by name"] = _differing(live, expected[0])
     routes = {}
     for engine in ("nccl_xfer", "packed_broadcast"):
         destination.new_epoch()
-        with _Sessions(rank, engine, trained, destination) as sessions:
+        with Sessions(rank, engine, trained, destination) as sessions:
             routes[engine] = sessions.routes()
             for version, index in enumerate((1, 0, 0)):
                 _poison(live)
@@ -263,93 +257,11 @@ def _told(rank: int, live: torch.nn.Module, config: Any, specs: Sequence[TensorS
     return {name: from_json(format) for name, format in formats.items()}
 
 
-def _full_tensors(source: _Halves, formats: dict[str, Format]) -> Tensors:
+def _full_tensors(source: Halves, formats: dict[str, Format]) -> Tensors:
     async def drawn() -> Tensors:
         return {name: tensor async for name, tensor in quant_weights_by_name(source, formats)}
 
     return asyncio.run(drawn())
-
-
-class _Halves:
-    """A trainer rank that has a half of each weight's rows in BF16 where both halves are whole blocks, else all."""
-
-    def __init__(self, rank: int, checkpoints: Sequence[Tensors]) -> None:
-        self.device = torch.device("cpu")
-        self._rank, self._checkpoints = rank, checkpoints
-        self._now = checkpoints[0]
-        self._held = {name: self._part(tensor).clone() for name, tensor in self._now.items()}
-
-    def take_on(self, index: int) -> None:
-        self._now = self._checkpoints[index]
-        for name, tensor in self._now.items():
-            self._held[name].copy_(self._part(tensor))
-
-    def specs(self) -> list[TensorSpec]:
-        return [TensorSpec(*entry) for entry in manifest_of(self._now)]
-
-    def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
-        found = []
-        for name, part in self._held.items():
-            shape = tuple(self._now[name].shape)
-            start = self._rank * part.shape[0] if part.shape[0] < shape[0] else 0
-            box = ((start, start + part.shape[0]), *((0, n) for n in shape[1:]))
-            found.append(Fragment(name, shape, box, part))
-        return found, {}
-
-    def settle(self) -> None:
-        pass
-
-    def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, self._now[name]) for name in names)
-
-    def storage_key(self) -> Hashable:
-        return tuple(part.data_ptr() for part in self._held.values())
-
-    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
-        half, rest = divmod(tensor.shape[0], 2)
-        return tensor if rest or half % 128 else tensor[self._rank * half : (self._rank + 1) * half]
-
-
-class _Sessions:
-    """This process as an engine rank of a refit, and beside it, in a thread, as a trainer rank."""
-
-    def __init__(
-        self, rank: int, engine: str, checkpoints: Sequence[Tensors], destination: VllmDestination
-    ) -> None:
-        told: list[Any] = [None]
-        self._server = open_rendezvous("127.0.0.1", 2, 2) if rank == 0 else None
-        if self._server is not None:
-            told = [self._server.rendezvous.to_json()]
-        torch.distributed.broadcast_object_list(told, 0)
-        self._source = _Halves(rank, checkpoints)
-        self._thread = ThreadPoolExecutor(1)
-        meeting = Rendezvous.from_json(told[0])
-        opening = self._thread.submit(
-            RefitSession.open, meeting, rank, lambda: self._source, _CONFIG, engine=engine
-        )
-        self._engine = RefitSession.open(meeting, 2 + rank, lambda: destination, _CONFIG, engine=engine)
-        self._trainer = opening.result()
-
-    def routes(self) -> dict[str, int]:
-        return {route: len(self._engine.manifest.specs(route)) for route in ("bulk", "misc", "unused")}
-
-    def refit(self, index: int, version: int) -> None:
-        self._source.take_on(index)
-        sending = self._thread.submit(self._trainer.refit, version)
-        self._engine.refit(version)
-        sending.result()
-
-    def __enter__(self) -> _Sessions:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        closing = self._thread.submit(self._trainer.close)
-        self._engine.close()
-        closing.result()
-        self._thread.shutdown()
-        torch.distributed.barrier()
-        if self._server is not None:
-            self._server.close()
 
 
 def _poison(live: torch.nn.Module) -> None:
