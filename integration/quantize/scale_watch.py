@@ -82,6 +82,11 @@ class ScaleWatch:
             self._copies.append(make_copy(pairs, device))
         self.nbytes = sum(flat.nbytes for flat, _ in self._flats)
 
+    @property
+    def watches(self) -> bool:
+        """Whether any scales reach this rank."""
+        return bool(self._flats)
+
     def passing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """``weights`` as they are, noting the scales among them: what a loader makes of them is its own affair."""
         for name, tensor in weights:
