@@ -13,8 +13,6 @@ import torch
 from rlrefit.workers.sglang.quantized import block_modules
 from rlrefit.workers.sglang.worker_refit import WorkerRefit, also_serve
 
-LOADER = "tests.gpu.sglang_worker.load"
-
 
 def load(model: Any, named_tensors: Any) -> None:
     """To be called by SGLang, once in each worker; it loads nothing, and makes the commands below known."""

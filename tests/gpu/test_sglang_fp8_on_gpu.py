@@ -16,7 +16,6 @@ import torch
 from rlrefit.workers.sglang.loader import LOADER
 from tests.sglang.real_engine import Scene
 
-from . import sglang_worker
 from .sglang_trainer import CONFIG, SglangTrainer
 from .test_sglang_on_gpu import Apart
 from .vllm_checkpoints import write_checkpoint
@@ -28,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang"),
 ]
+WORKER_LOADER = "tests.gpu.sglang_worker.load"
 LAYERS = 2
 # Modules in FP8 blocks of each layer: attention's two, and the dense layer's two or all its experts.
 CASES: dict[str, tuple[bool, int, int]] = {
@@ -52,9 +52,9 @@ class Quantizing(Apart):
             disable_custom_all_reduce=True,
             moe_runner_backend="triton",
             fp8_gemm_runner_backend="triton",
-            custom_weight_loader=[LOADER, sglang_worker.LOADER],
+            custom_weight_loader=[LOADER, WORKER_LOADER],
         )
-        self.scene.refit.calls.extend(sglang_worker.LOADER)
+        self.scene.refit.calls.extend(WORKER_LOADER)
         self.trainer.do("hold", trained, True)
         self.version = -1
 
