@@ -57,9 +57,12 @@ def test_casts_read_and_write_16_bytes_at_a_time(source: Any, size: int) -> None
 
 
 @pytest.mark.parametrize("converts", [True, False])
-def test_blocks_are_read_and_their_codes_written_16_bytes_at_a_time(converts: bool) -> None:
+@pytest.mark.parametrize(("cut", "given"), [(False, False), (True, False), (True, True)])
+def test_blocks_are_read_and_their_codes_written_16_bytes_at_a_time(
+    converts: bool, cut: bool, given: bool
+) -> None:
     constants = {"COLUMNS": 16, "WORD": tl.bfloat16, "BLOCK": 128, "FLOOR": 1e-4, "UE8M0": False}
-    constants |= {"ROUND": False, "UNIT": 16, "CONVERTS": converts}
+    constants |= {"ROUND": False, "UNIT": 16, "CONVERTS": converts, "CUT": cut, "GIVEN": given}
     found = accesses(fp8_kernels.quantize_blocks, constants, 4)
     assert (found["ld.global.v4.b32"], found["st.global.v4.b32"]) == (16, 8)
     assert found["st.global.b8"] == 0
