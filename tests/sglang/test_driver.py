@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,43 +31,16 @@ from rlrefit.workers.sglang.guard import WeightsGuard
 from rlrefit.workers.sglang.loader import LOADER, load, refusing, serving
 from rlrefit.workers.sglang.sender import SglangSender
 
-from .engine_double import EngineDouble, Holder, ManagerDouble, equal, modules, weights
+from .engine_double import EngineDouble, Holder, ManagerDouble, equal, weights
 from .recorded import PATHS, REQUESTS, VERSION
-from .ways import WAYS, Work, blocking, over_http
+from .ways import WAYS, Trainer, Work, blocking, over_http
 
 CONFIG = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full")
 # Smaller than the weights together: several buckets.
 BUCKET_BYTES = 128
 
 
-@pytest.fixture(autouse=True)
-def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-
-
-@pytest.fixture(params=list(WAYS))
-def through(request: pytest.FixtureRequest) -> Callable[[EngineDouble, Work], Any]:
-    return WAYS[request.param]
-
-
-@pytest.fixture
-def engine() -> Iterator[EngineDouble]:
-    started = EngineDouble()
-    yield started
-    started.loop.close()
-
-
-class Trainer:
-    """A trainer with nothing to move, as a cycle wants one."""
-
-    def onload(self) -> None:
-        pass
-
-    offload = free = empty_cache = onload
-
-    def memory(self, *, restart: bool = False) -> list[Any]:
-        return []
+pytestmark = pytest.mark.usefixtures("sglang")
 
 
 def _sender(refit: SglangRefit) -> tuple[SglangSender, Holder]:

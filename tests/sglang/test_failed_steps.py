@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 from base64 import b64decode
 from collections.abc import Callable
 
@@ -17,13 +16,9 @@ from rlrefit.workers.sglang.driver import SglangRefit
 from rlrefit.workers.sglang.loader import LOADER
 from rlrefit.workers.sglang.sender import SglangSender
 
-from .engine_double import EngineDouble, Holder, equal, modules, weights
+from .engine_double import EngineDouble, Holder, equal, weights
 
-
-@pytest.fixture(autouse=True)
-def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
+pytestmark = pytest.mark.usefixtures("sglang")
 
 
 def _kind(step: Step) -> str:

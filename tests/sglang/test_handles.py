@@ -20,13 +20,9 @@ from rlrefit.workers.sglang.driver import SglangRefit
 from rlrefit.workers.sglang.handles import serialized
 from rlrefit.workers.sglang.sender import SglangSender
 
-from .engine_double import EngineDouble, Holder, equal, modules, weights
+from .engine_double import EngineDouble, Holder, equal, weights
 
-
-@pytest.fixture(autouse=True)
-def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
+pytestmark = pytest.mark.usefixtures("sglang")
 
 
 @pytest.fixture

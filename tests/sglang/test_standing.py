@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,40 +16,13 @@ from rlrefit.workers.sglang.driver import SglangRefit
 from rlrefit.workers.sglang.sender import SglangSender
 from rlrefit.workers.sglang.standing import STANDING, tell_standing
 
-from .engine_double import EngineDouble, Holder, ManagerDouble, equal, modules, weights
-from .ways import WAYS, Work, blocking
+from .engine_double import EngineDouble, Holder, ManagerDouble, equal, weights
+from .ways import Trainer, blocking
 
 ALL = {"weights", "kv_cache"}
 
 
-@pytest.fixture(autouse=True)
-def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-
-
-@pytest.fixture(params=list(WAYS))
-def through(request: pytest.FixtureRequest) -> Callable[[EngineDouble, Work], Any]:
-    return WAYS[request.param]
-
-
-@pytest.fixture
-def engine() -> Iterator[EngineDouble]:
-    started = EngineDouble()
-    yield started
-    started.loop.close()
-
-
-class Trainer:
-    """A trainer with nothing to move, as a cycle wants one."""
-
-    def onload(self) -> None:
-        pass
-
-    offload = free = empty_cache = onload
-
-    def memory(self, *, restart: bool = False) -> list[Any]:
-        return []
+pytestmark = pytest.mark.usefixtures("sglang")
 
 
 def _sender(refit: SglangRefit) -> tuple[SglangSender, Holder]:

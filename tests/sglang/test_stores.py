@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -16,22 +14,13 @@ from rlrefit.integration.rendezvous import open_rendezvous
 from rlrefit.integration.session import RefitSession
 from rlrefit.workers.sglang.driver import SglangRefit
 
-from .engine_double import EngineDouble, Holder, equal, modules, weights
-from .ways import WAYS, Work
+from .engine_double import EngineDouble, Holder, equal, weights
 
 CONFIG = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full")
 ATTACHED = r"hicache_storage_backend is 'file'.*the old weights made.*DELETE /hicache/storage-backend"
 
 
-@pytest.fixture(autouse=True)
-def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-
-
-@pytest.fixture(params=list(WAYS))
-def through(request: pytest.FixtureRequest) -> Callable[[EngineDouble, Work], Any]:
-    return WAYS[request.param]
+pytestmark = pytest.mark.usefixtures("sglang")
 
 
 @pytest.mark.parametrize(

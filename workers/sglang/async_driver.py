@@ -7,14 +7,12 @@ is written here, so that nothing which one of the two does can be missing in the
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from ...integration.config import RefitConfig
 from ...integration.stages import KV_CACHE, WEIGHTS
+from ..colocated.loop_calls import in_thread
 from .callers import EngineCaller
 from .driver import DISCARDING, PauseMode, SglangRefit
 
@@ -83,21 +81,5 @@ class AsyncSglangRefit:
     async def run[Result](self, call: Callable[..., Result], *arguments: Any) -> Result:
         """Any blocking call that uses :attr:`blocking` (a sender's refit, a cycle's move), in a thread, with this one's CUDA device."""
         async with self._turn:
-            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-            steps = asyncio.ensure_future(asyncio.to_thread(_on_device, device, call, *arguments))
-            try:
-                return await asyncio.shield(steps)
-            except asyncio.CancelledError:
-                # Steps that have begun go on in their thread, and others must not begin beside them, however often who
-                # waits is cancelled: wait() ends with each time.
-                while not steps.done():
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await asyncio.wait([steps])
-                raise
-
-
-def _on_device[Result](device: int | None, call: Callable[..., Result], *arguments: Any) -> Result:
-    """A thread begins with the first device, whatever the caller's is."""
-    if device is not None:
-        torch.cuda.set_device(device)
-    return call(*arguments)
+            # Steps that have begun go on in their thread, and others must not begin beside them.
+            return await in_thread("a call of SGLang's driver", lambda: call(*arguments))
