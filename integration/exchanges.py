@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import PeerLost, RefitError, RefitTimeout
+from .group_errors import classified
 
 if TYPE_CHECKING:
     from .process_groups import Group
@@ -94,11 +94,3 @@ class NcclExchange(Exchange):
         for call, buffers, peer in self._calls:
             call(buffers, peer, 0)
         self._backend._end_coalescing().wait()
-
-
-def classified(error: RuntimeError, stage: str, rank: int, what: str) -> RefitError:
-    """What a backend's error means to a refit."""
-    text = str(error)
-    if "imed out" in text or "imeout" in text:
-        return RefitTimeout(f"the exchange {what} did not end in time: {text}", stage=stage, rank=rank)
-    return PeerLost(f"the exchange {what} broke: {text}", stage=stage, rank=rank)

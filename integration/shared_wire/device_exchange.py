@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..exchanges import Exchange, Parcel, classified
+from ..exchanges import Exchange, Parcel
+from ..group_errors import classified
 from ..transport.ipc.driver import DriverError
 
 if TYPE_CHECKING:
