@@ -4,8 +4,9 @@ from .casting import Cast
 from .checksum import ChecksumViews, checksum
 from .encoded import EncodedView, Encoder, NotComputable, PushedEncodings, make_encoders
 from .factory import Checksums, Copy, JoinedCopies, PairedViews, make_checksums, make_copy
+from .segments import row_bytes
 from .strided import Strided
-from .tables import CastTable, ChecksumTable, CopyTable
+from .tables import CastTable, ChecksumTable, CopyTable, copy_rows
 
 __all__ = [
     "Cast",
@@ -23,7 +24,9 @@ __all__ = [
     "PushedEncodings",
     "Strided",
     "checksum",
+    "copy_rows",
     "make_checksums",
     "make_copy",
     "make_encoders",
+    "row_bytes",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .segments import COLUMNS, Table, build_tables
+from .segments import COLUMNS, Ints, Table, build_tables, collapse
 from .strided import Strided
 
 # Units that one program moves, and its warps: the fastest on an H100 of those tried (16 KiB and 8 KiB in the
@@ -69,9 +69,14 @@ class CopyTable:
             ValueError: a source and a destination of different shapes or item sizes, or a destination that has
                 several elements at one place.
         """
+        return CopyTable.of(copy_rows(pairs), device)
+
+    @staticmethod
+    def of(rows: Ints, device: torch.device) -> CopyTable:
+        """A table of rows of :func:`copy_rows`, whose copies begin in their order."""
         from .kernels import COPY_WORDS, copy_segments
 
-        tables = build_tables(((source, _writable(target), 0) for source, target in pairs), _COPY_TILE)
+        tables = build_tables(rows, _COPY_TILE)
         launches = [
             _Launch(copy_segments, _COPY_WARPS, t, _constants(t, _COPY_TILE, COPY_WORDS), device, ())
             for t in tables
@@ -113,9 +118,8 @@ class CastTable:
         from .kernels import FLOATS, cast_segments
 
         # The tables count in elements, as if each were one byte on both sides.
-        tables = build_tables(
-            ((_in_elements(a), _in_elements(_writable(b)), 0) for a, b in pairs), _CAST_TILE
-        )
+        rows = collapse((_in_elements(a), _in_elements(_writable(b)), 0) for a, b in pairs)
+        tables = build_tables(rows, _CAST_TILE)
         types = (FLOATS[source], source.itemsize, FLOATS[target], target.itemsize)
         launches = [
             _Launch(
@@ -162,7 +166,7 @@ class ChecksumTable:
             )
             for (view, place), slot in zip(views, slots or [0] * len(views), strict=True)
         )
-        tables = build_tables(triples, _CHECKSUM_TILE)
+        tables = build_tables(collapse(triples), _CHECKSUM_TILE)
         like = torch.empty(2, dtype=torch.int64, device=device)
         launches = [
             _Launch(
@@ -186,6 +190,20 @@ class ChecksumTable:
         """Add the checksums to ``out``, whose rows of this table have to be zero before."""
         for launch in self._launches:
             launch(out)
+
+
+def copy_rows(pairs: Iterable[tuple[Strided, Strided]], most: int | None = None) -> Ints:
+    """Rows for :meth:`CopyTable.of` of (source, destination) pairs, in their order.
+
+    Args:
+        pairs: memory of equal shape and item size.
+        most: bytes of a row; None for as many as a row can have.
+
+    Raises:
+        ValueError: as :meth:`CopyTable.build`.
+    """
+    triples = ((source, _writable(target), 0) for source, target in pairs)
+    return collapse(triples) if most is None else collapse(triples, most)
 
 
 def _writable(target: Strided) -> Strided:

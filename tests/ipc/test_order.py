@@ -2,78 +2,87 @@
 
 from __future__ import annotations
 
-from math import prod
+from collections import defaultdict
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlrefit.integration.packing import Strided
-from rlrefit.integration.transport.ipc.order import Write, interleave, pieces
+from rlrefit.integration.packing import EncodedView, Strided, row_bytes
+from rlrefit.integration.quantize.formats import Codes, Fp8Blockwise
+from rlrefit.integration.transport.ipc.order import (
+    PIECE_BYTES,
+    computed_in_turns,
+    copies_in_turns,
+    turns,
+)
+
+ROW = 2048  # bytes
 
 
 def packed(address: int, shape: tuple[int, ...], itemsize: int = 2) -> Strided:
     return Strided.packed(address, shape, itemsize)
 
 
-def elements(view: Strided) -> list[int]:
-    places = np.full(view.shape, view.address, dtype=np.int64)
-    for dim, (n, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
-        places += (np.arange(n) * stride).reshape([-1 if i == dim else 1 for i in range(len(view.shape))])
-    return places.ravel().tolist()
-
-
-@given(st.lists(st.integers(1, 9), max_size=4).map(tuple), st.integers(1, 64))
-@settings(max_examples=200, deadline=None)
-def test_pieces_move_every_element_once_between_the_same_places(shape: tuple[int, ...], most: int) -> None:
-    whole = Write(
-        packed(1 << 20, shape), Strided(0, shape, tuple(10 ** (5 - i) for i in range(len(shape))), 2)
-    )
-    cut = list(pieces(whole, most))
-    moved = [pair for p in cut for pair in zip(elements(p.source), elements(p.target), strict=True)]
-    assert sorted(moved) == sorted(zip(elements(whole.source), elements(whole.target), strict=True))
-    assert all(p.source.nbytes <= max(most, 2) for p in cut)
-
-
-def test_pieces_are_as_large_as_they_may_be() -> None:
-    assert len(list(pieces(Write(packed(0, (8, 100)), packed(0, (8, 100))), 800))) == 2
-    assert len(list(pieces(Write(packed(0, (8, 100)), packed(0, (8, 100))), 1600))) == 1
-
-
-@pytest.mark.parametrize("target", [packed(0, (4, 5)), packed(0, (5, 4), 4)])
-def test_two_sides_of_different_geometry_are_refused(target: Strided) -> None:
-    with pytest.raises(ValueError, match="wrong place"):
-        list(pieces(Write(packed(0, (5, 4)), target), 8))
-
-
-@given(
-    st.dictionaries(st.integers(0, 20), st.lists(st.integers(1, 50), max_size=12), max_size=5),
-    st.integers(0, 9),
-)
+@given(st.lists(st.lists(st.integers(1, 50), max_size=12), max_size=5), st.integers(0, 9))
 @settings(max_examples=200, deadline=None)
 def test_every_receiver_has_the_same_share_of_its_bytes_at_any_time(
-    sizes: dict[int, list[int]], first: int
+    sizes: list[list[int]], first: int
 ) -> None:
-    writes = {
-        receiver: [Write(packed(i, (n,)), packed(receiver, (n,))) for i, n in enumerate(row)]
-        for receiver, row in sizes.items()
-    }
-    ordered = interleave(writes, first)
-    for receiver, row in writes.items():
-        assert [w for w in ordered if w.target.address == receiver] == row
-    totals = {receiver: sum(row) for receiver, row in sizes.items() if row}
-    done = dict.fromkeys(totals, 0)
-    for write in ordered:
-        receiver = write.target.address
+    order = turns([np.array(held, dtype=np.int64) for held in sizes], first).tolist()
+    parts = [(receiver, number) for receiver, held in enumerate(sizes) for number in range(len(held))]
+    assert sorted(order) == list(range(len(parts)))
+    totals = [sum(held) for held in sizes]
+    done = [0] * len(sizes)
+    given_out = [0] * len(sizes)
+    for receiver, number in (parts[place] for place in order):
+        assert number == given_out[receiver], "parts of a receiver stay in their order"
         # Whoever is served next is the one that is furthest behind.
-        shares = {r: done[r] / total for r, total in totals.items()}
-        assert shares[receiver] == pytest.approx(min(shares.values()))
-        done[receiver] += prod(write.target.shape)
+        shares = [done[r] / total for r, total in enumerate(totals) if total]
+        assert done[receiver] / totals[receiver] == pytest.approx(min(shares))
+        done[receiver] += sizes[receiver][number]
+        given_out[receiver] += 1
     assert done == totals
 
 
 def test_senders_begin_with_different_receivers() -> None:
-    writes = {receiver: [Write(packed(0, (4,)), packed(receiver, (4,)))] for receiver in (4, 5, 6)}
-    firsts = [interleave(writes, sender)[0].target.address for sender in range(4)]
-    assert firsts == [4, 5, 6, 4]
+    writes = {receiver: [(packed(0, (4,)), packed(receiver, (4,)))] for receiver in (4, 5, 6)}
+    assert [copies_in_turns(writes, sender)[0, 1] for sender in range(4)] == [4, 5, 6, 4]
+
+
+def test_copies_are_cut_small_and_receivers_take_turns() -> None:
+    writes = {
+        receiver: [(packed(0, (rows, ROW // 2)), packed(receiver << 40, (rows, ROW // 2)))]
+        for receiver, rows in ((1, 2048), (2, 1024))
+    }
+    rows = copies_in_turns(writes, 0)
+    assert row_bytes(rows).tolist() == [PIECE_BYTES] * 6
+    assert (rows[:, 1] >> 40).tolist() == [1, 2, 1, 1, 2, 1]
+    assert sorted(rows[rows[:, 1] >> 40 == 1, 0].tolist()) == [i * PIECE_BYTES for i in range(4)]
+    assert copies_in_turns({}, 0).shape == (0, rows.shape[1])
+
+
+def test_two_sides_of_different_geometry_are_refused() -> None:
+    for target in (packed(0, (4, 5)), packed(0, (5, 4), 4)):
+        with pytest.raises(ValueError, match="wrong place"):
+            copies_in_turns({1: [(packed(0, (5, 4)), target)]}, 0)
+
+
+def test_what_is_computed_is_cut_along_blocks_and_takes_turns_as_well() -> None:
+    held = torch.empty(4096, 1024, dtype=torch.bfloat16)
+    codes = Codes(Fp8Blockwise())
+    writes = {
+        receiver: [(EncodedView(held, codes, ((0, n), (0, 1024))), packed(receiver << 40, (n, 1024), 1))]
+        for receiver, n in ((1, 4096), (2, 2048))
+    }
+    found = computed_in_turns(writes, 0)
+    assert [target.address >> 40 for _, target in found] == [1, 2, 1, 1, 2, 1]
+    ends: dict[int, int] = defaultdict(int)
+    for source, target in found:
+        receiver, offset = target.address >> 40, target.address & ((1 << 40) - 1)
+        assert source.window == ((offset // 1024, offset // 1024 + 1024), (0, 1024))
+        assert ends[receiver] == offset, "each goes on where the last one ended"
+        ends[receiver] += target.nbytes
+    assert dict(ends) == {1: 4096 * 1024, 2: 2048 * 1024}

@@ -149,7 +149,11 @@ def connect(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Callable[[IpcTransport
     monkeypatch.setattr(one_sided, "ImportedMemory", lambda *_: memory)
     copies = SimpleNamespace(launch=lambda: gpu.step("copy"))
     for user in (module, one_sided):
-        monkeypatch.setattr(user, "CopyTable", SimpleNamespace(build=lambda pairs, device: copies))
+        monkeypatch.setattr(
+            user,
+            "CopyTable",
+            SimpleNamespace(build=lambda pairs, device: copies, of=lambda rows, device: copies),
+        )
 
     def connect(one: IpcTransport, described: object) -> None:
         source = Strided.packed(0, (4,), 2)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.packing import ChecksumViews, Strided, checksum, make_checksums, make_copy
-from rlrefit.integration.packing.segments import COLUMNS, Table, build_tables
+from rlrefit.integration.packing.segments import COLUMNS, WIDEST, Table, build_tables, collapse
 
 CPU = torch.device("cpu")
 MASK = (1 << 64) - 1
@@ -65,14 +65,16 @@ def walk(table: Table) -> dict[int, int]:
     return moved
 
 
-@given(views(), st.integers(0, 40))
+@given(views(), st.integers(0, 40), st.sampled_from([1, 40, 1 << 20]))
 @settings(max_examples=120, deadline=None)
 def test_a_table_pairs_every_byte_of_the_source_with_its_byte_of_the_destination(
-    source: torch.Tensor, address: int
+    source: torch.Tensor, address: int, most: int
 ) -> None:
     a = Strided.of(source)
     for b in (Strided.packed(1 << 20 | address, source.shape, a.itemsize), Strided.of(source.clone())):
-        tables = build_tables([(a, b, 0)], tile_units=4)
+        tables = build_tables(collapse([(a, b, 0)], most), tile_units=4)
+        for table in tables:
+            assert all(table.rows[:, 2] * table.unit <= max(most, WIDEST))
         moved: dict[int, int] = {}
         for table in tables:
             assert table.rows.shape[1] == COLUMNS
@@ -148,7 +150,21 @@ def test_tensors_that_differ_are_not_copied_as_bytes() -> None:
     with pytest.raises(ValueError, match="as bytes"):
         make_copy([(torch.zeros(4), torch.zeros(2, 2))], CPU)
     with pytest.raises(ValueError, match="wrong place"):
-        build_tables([(Strided.flat(0, 8), Strided.flat(0, 9), 0)], 4)
+        collapse([(Strided.flat(0, 8), Strided.flat(0, 9), 0)])
+
+
+@given(st.lists(st.tuples(views(), st.integers(0, 9)), max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_rows_of_many_pairs_are_those_of_each_pair_one_after_another(
+    held: list[tuple[torch.Tensor, int]],
+) -> None:
+    pairs = [
+        (Strided.of(view), Strided.packed(1 << 30, view.shape, view.element_size()), slot)
+        for view, slot in held
+    ]
+    alone = [row for pair in pairs for row in collapse([pair], 64).tolist()]
+    assert collapse(pairs, 64).tolist() == alone
+    assert {row[9] for row in alone} <= {slot for _, slot in held}
 
 
 def test_a_slice_of_memory_is_the_memory_of_the_slice() -> None:
@@ -163,12 +179,10 @@ def test_a_slice_of_memory_is_the_memory_of_the_slice() -> None:
 def test_memory_of_more_bytes_than_a_row_may_have_is_split() -> None:
     wide = Strided.flat(1 << 40, 3 << 30)
     tall = Strided(1 << 41, (40_000, 40_000), (160_000, 2), 2)
-    tables = build_tables(
-        [
-            (wide, Strided.flat(0, 3 << 30), 0),
-            (tall, Strided.packed(1 << 42, (40_000, 40_000), 2), 0),
-        ],
-        1 << 20,
-    )
+    pairs = [
+        (wide, Strided.flat(0, 3 << 30), 0),
+        (tall, Strided.packed(1 << 42, (40_000, 40_000), 2), 0),
+    ]
+    tables = build_tables(collapse(pairs), 1 << 20)
     assert sum(t.nbytes for t in tables) == wide.nbytes + tall.nbytes
     assert all((t.rows[:, 2] * t.unit < 1 << 30).all() for t in tables)

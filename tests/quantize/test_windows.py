@@ -34,7 +34,7 @@ from rlrefit.integration.quantize.formats import (
     wire_specs,
 )
 from rlrefit.integration.quantize.windows import joined
-from rlrefit.integration.transport.ipc.order import Write, pieces
+from rlrefit.integration.transport.ipc.order import pieces
 
 from .weights import same
 
@@ -104,15 +104,15 @@ def test_pieces_of_codes_and_of_their_scales_need_the_same_blocks(
     for encoding, box in ((Codes(FP8), cut), (Scales(FP8), blocks)):
         view = EncodedView(held, encoding, box)
         target = Strided.packed(1 << 20, view.shape, view.dtype.itemsize)
-        cuts = list(pieces(Write(view, target), most))
-        assert sum(write.source.nbytes for write in cuts) == view.nbytes
-        assert all(write.source.shape == write.target.shape for write in cuts)
-        addresses = [write.target.address for write in cuts]
+        cuts = list(pieces((view, target), most))
+        assert sum(source.nbytes for source, _ in cuts) == view.nbytes
+        assert all(source.shape == place.shape for source, place in cuts)
+        addresses = [place.address for _, place in cuts]
         assert addresses == sorted(set(addresses))
         if encoding == Codes(FP8):
-            assert all(w.source.nbytes <= max(most, 128 * columns) for w in cuts)
+            assert all(source.nbytes <= max(most, 128 * columns) for source, _ in cuts)
         written += cuts
-    windows = joined([(write.source, write.target) for write in written])
+    windows = joined(written)
     assert all(window.codes is not None and window.scales is not None for window in windows)
 
 

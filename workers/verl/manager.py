@@ -21,7 +21,7 @@ from verl.workers.rollout.replica import RolloutMode
 
 from ...integration.adapters.limits import call_limit_s
 from ...integration.errors import RefitError, RefitTimeout
-from .options import BACKEND, ShardOptions
+from .options import BACKEND, read_options
 from .orders import Order
 
 
@@ -37,14 +37,13 @@ class RefitCheckpointManager(CheckpointEngineManager):
         replicas: all of them on the actors' GPUs, or none.
 
     Raises:
-        RefitError: another backend, or replicas that can't be reached worker by worker; lists all reasons.
+        RefitError: another backend, wrong options, or replicas that can't be reached worker by worker; lists all reasons.
     """
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
         super().__init__(config, actor_wg, replicas)
-        self._require_shards(replicas)
-        given = dict(config.engine_kwargs.get(BACKEND, {}))
-        self._options = ShardOptions.from_kwargs(config.update_weights_bucket_megabytes << 20, given)
+        self._options, wrong = read_options(config)
+        self._require_shards(replicas, wrong)
         self._limit_s = call_limit_s(self._options.refit.timeout_s)
         # Those that were late or had ended in the last update.
         self._missing: list[str] = []
@@ -179,8 +178,8 @@ class RefitCheckpointManager(CheckpointEngineManager):
             raise errors[0]
         return found
 
-    def _require_shards(self, replicas: list[Any]) -> None:
-        wrong = []
+    def _require_shards(self, replicas: list[Any], more: Sequence[str] = ()) -> None:
+        wrong = list(more)
         if self.backend != BACKEND:
             wrong.append(f"checkpoint_engine.backend is {self.backend}; set it to {BACKEND}")
         everyone = [*self.replicas, *replicas]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...integration.adapters.verl_epochs import NO_BUCKET
 from ...integration.config import RefitConfig
 from ...integration.errors import RefitError
-from ...integration.settings import REFIT_KEYS, read_settings
+from ...integration.settings import REFIT_KEYS, not_a_section, read_settings
 
 BACKEND = "nccl_xfer_shards"
 EXTENSION = "rlrefit.workers.verl.extension.VerlRefitExtension"
-_PREFIX = f"checkpoint_engine.engine_kwargs.{BACKEND}"
+_SECTIONS = "checkpoint_engine.engine_kwargs"
+_PREFIX = f"{_SECTIONS}.{BACKEND}"
 # The bucket's size is verl's own key; what the others are for is not in reach of verl's configuration.
 _KEYS = tuple(key for key in REFIT_KEYS if key not in ("bucket_mb", "lora", "kv_scales"))
 
@@ -40,13 +42,30 @@ class ShardOptions:
         Raises:
             RefitError: lists all that is wrong.
         """
-        read = read_settings(given, _PREFIX, keys=_KEYS, own={"records_dir": str | None})
-        wrong, bucket_mb = [*read.wrong, *_not_in_verl(read.refit)], bucket_size >> 20
-        if bucket_mb < 1:
-            wrong.append(NO_BUCKET)
+        options, wrong = _read(bucket_size, given)
         if wrong:
             raise RefitError("; ".join(wrong), stage="settings")
-        return ShardOptions(replace(read.refit, bucket_mb=bucket_mb), **read.own)
+        return options
+
+
+def read_options(config: Any) -> tuple[ShardOptions, list[str]]:
+    """The options that verl's ``CheckpointEngineConfig`` gives, and all that is wrong with them."""
+    bucket_size, sections = config.update_weights_bucket_megabytes << 20, config.engine_kwargs
+    given = sections.get(BACKEND, {}) if isinstance(sections, Mapping) else {}
+    options, wrong = _read(bucket_size, given)
+    # Null as well: verl hands the keys of each on, which null has none of.
+    for path, section in ((_SECTIONS, sections), (_PREFIX, given)):
+        if not isinstance(section, Mapping):
+            wrong.insert(0, not_a_section(path, section))
+    return options, wrong
+
+
+def _read(bucket_size: int, given: Any) -> tuple[ShardOptions, list[str]]:
+    read = read_settings(given, _PREFIX, keys=_KEYS, own={"records_dir": str | None})
+    wrong, bucket_mb = [*read.wrong, *_not_in_verl(read.refit)], bucket_size >> 20
+    if bucket_mb < 1:
+        wrong.append(NO_BUCKET)
+    return ShardOptions(replace(read.refit, bucket_mb=bucket_mb), **read.own), wrong
 
 
 def _not_in_verl(asked: RefitConfig) -> list[str]:

@@ -17,7 +17,7 @@ from .description import Description, Inbox
 from .lease import Lease
 from .mailbox import BELL_BYTES, landed, proven, ring
 from .one_sided import OneSided, bound, checksums_at, memory_of, views_in
-from .order import Write, interleave, pieces
+from .order import Computed, computed_in_turns, copies_in_turns
 from .proofs import Bound, Proofs
 
 
@@ -60,7 +60,8 @@ class IpcTransport(OneSided):
         return self._describe(exported, inboxes)
 
     def connect(self, described: Sequence[object]) -> None:
-        writes: dict[int, list[Write]] = {}
+        copied: dict[int, list[tuple[Strided, Strided]]] = {}
+        computed: dict[int, list[Computed]] = {}
         told: list[tuple[Sequence[Bound], int]] = []
         bells: list[int] = []
         limit = self._timeout
@@ -74,21 +75,16 @@ class IpcTransport(OneSided):
                 told.append((sent, checksums_at(peer, inbox, len(sent), mapped.bases)))
                 bells.append(peer.region(inbox.bell, BELL_BYTES, mapped.bases))
                 sources = [view for _, views in sent for view in views]
-                cut = (pieces(Write(*ends)) for ends in zip(sources, targets, strict=True))
-                writes[receiver] = [piece for parts in cut for piece in parts]
+                ends = list(zip(sources, targets, strict=True))
+                copied[receiver] = [(a, b) for a, b in ends if isinstance(a, Strided)]
+                computed[receiver] = [(a, b) for a, b in ends if isinstance(a, EncodedView)]
         self._bells = bells
         # Peers meet again after this, and only then begin to wait.
         self._lease = Lease(limit)
         self._lease.renew()
-        ordered = interleave(writes, self.rank)
-        self._copies = CopyTable.build(
-            [(source, target) for source, target in ordered if isinstance(source, Strided)], self._device
-        )
+        self._copies = CopyTable.of(copies_in_turns(copied, self.rank), self._device)
         with self._reachable():
-            self._encoders = make_encoders(
-                [(source, target) for source, target in ordered if isinstance(source, EncodedView)],
-                self._device,
-            )
+            self._encoders = make_encoders(computed_in_turns(computed, self.rank), self._device)
         self._tell = self._telling(told)
         # They would keep the memory of parameters that are offloaded meanwhile.
         self._bound_sends = {}
