@@ -102,6 +102,36 @@ def manager(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> RefitCheckpoin
     return made
 
 
+SECTIONS = "checkpoint_engine.engine_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        (None, f"{SECTIONS}: null stands for a whole section; give its keys, {SECTIONS}.KEY"),
+        ([1], rf"{SECTIONS}: \[1\] stands for a whole section"),
+        ({"nccl_xfer_shards": None}, f"{SECTIONS}.nccl_xfer_shards: null stands for a whole section"),
+        (
+            {"nccl_xfer_shards": ["verify"]},
+            rf"{SECTIONS}.nccl_xfer_shards: \['verify'\] stands for a whole section",
+        ),
+        ({"nccl_xfer_shards": {"verify": True}}, f"{SECTIONS}.nccl_xfer_shards.verify: True is not a string"),
+    ],
+)
+def test_options_that_are_none_are_told_with_all_else_that_is_wrong(
+    workers: Workers, sections: Any, told: str
+) -> None:
+    workers.replica.config.data_parallel_size = 2
+    config = CheckpointEngineConfig(
+        backend="nccl_xfer_shards", engine_kwargs=sections, update_weights_bucket_megabytes=0
+    )
+    with pytest.raises(RefitError, match=told) as error:
+        RefitCheckpointManager(config, workers, [workers.replica])
+    assert str(error.value).count("whole section") == told.count("whole section")
+    assert "update_weights_bucket_megabytes leaves no room" in str(error.value)
+    assert "data_parallel_size is above 1" in str(error.value)
+
+
 def test_an_update_gives_the_trainers_memory_back_before_the_kv_cache_wakes(
     workers: Workers, manager: RefitCheckpointManager
 ) -> None:

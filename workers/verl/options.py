@@ -50,14 +50,13 @@ class ShardOptions:
 
 def read_options(config: Any) -> tuple[ShardOptions, list[str]]:
     """The options that verl's ``CheckpointEngineConfig`` gives, and all that is wrong with them."""
-    bucket_size, sections = config.update_weights_bucket_megabytes << 20, config.engine_kwargs
-    given = sections.get(BACKEND, {}) if isinstance(sections, Mapping) else {}
-    options, wrong = _read(bucket_size, given)
-    # Null as well: verl hands the keys of each on, which null has none of.
-    for path, section in ((_SECTIONS, sections), (_PREFIX, given)):
-        if not isinstance(section, Mapping):
-            wrong.insert(0, not_a_section(path, section))
-    return options, wrong
+    sections = config.engine_kwargs
+    bad = "" if isinstance(sections, Mapping) else not_a_section(_SECTIONS, sections)
+    given = {} if bad else sections.get(BACKEND, {})
+    if given is None:  # verl hands the keys on, and null has none
+        bad, given = not_a_section(_PREFIX, given), {}
+    options, wrong = _read(config.update_weights_bucket_megabytes << 20, given)
+    return options, [bad, *wrong] if bad else wrong
 
 
 def _read(bucket_size: int, given: Any) -> tuple[ShardOptions, list[str]]:
