@@ -1,0 +1,69 @@
+"""A trainer and a running engine, and what tests do with the two."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm_checkpoints import dense_config, moe_config, read_checkpoint
+from vllm_engines import GEN_RANKS, PROMPTS, TOKENS, Engine, Sampled, ScriptEngine, ServerEngine
+from vllm_trainers import Trainers
+
+from rlrefit.recipes.algorithms.divergence import generation_kl
+
+CONFIGS = {"qwen3": dense_config(tied=True), "qwen3-moe": moe_config(expert_size=32)}
+ENGINES: dict[str, type[Engine]] = {"qwen3": ScriptEngine, "qwen3-moe": ServerEngine}
+
+
+@dataclass
+class Scene:
+    """A trainer, and an engine that was started from what Bridge exported of the trainer's weights A.
+
+    ``paths`` are the checkpoints A and B, both as Bridge exports them.
+    """
+
+    model: str
+    trainers: Trainers
+    engine: Engine
+    paths: tuple[str, str]
+    sampled_a: list[Sampled] = field(default_factory=list)
+    digests_a: list[dict[str, str]] = field(default_factory=list)
+    guarded: list[bool] = field(default_factory=list)
+    version: int = -1
+
+    def digests(self) -> list[dict[str, str]]:
+        return self.engine.call("refit_parameter_digests")
+
+    def meet(self) -> None:
+        """A new epoch."""
+        rendezvous = self.trainers.do("open", self.model, GEN_RANKS)[0]
+        joining = self.trainers.start("join", self.model, rendezvous)
+        self.engine.init(rendezvous)
+        assert {routes["bulk"] for routes in joining.result()} == {
+            len(read_checkpoint(self.paths[0])) - self.misc
+        }
+
+    @property
+    def misc(self) -> int:
+        """Weights without a shard rule: the router of each layer."""
+        return CONFIGS[self.model].num_hidden_layers if self.model == "qwen3-moe" else 0
+
+    def send(self, index: int) -> Future[list[Any]]:
+        """The trainer takes on A (0) or B (1) and sends it."""
+        self.version += 1
+        return self.trainers.start("refit", self.model, index, self.version)
+
+    def refit(self, index: int) -> list[dict[str, Any]]:
+        sending = self.send(index)
+        records = self.engine.refit(self.version)
+        assert all(isinstance(record, dict) for record in sending.result())
+        return records
+
+    def kl(self, sampled: list[Sampled], index: int) -> float:
+        """Generation KL, in nats, of what the engine gave to ``PROMPTS``, with A (0) or B (1) in the trainer."""
+        contexts = [prompt + found.tokens for prompt, found in zip(PROMPTS, sampled, strict=True)]
+        ours = self.trainers.do("log_probs", self.model, index, contexts)[0]
+        theirs = torch.tensor([found.logprobs for found in sampled])
+        return generation_kl(torch.tensor([row[-TOKENS:] for row in ours]), theirs, torch.ones_like(theirs))
