@@ -9,7 +9,8 @@ import torch
 from ..errors import RefitMismatch
 from ..transport.ipc.description import Description, Place
 from ..transport.ipc.driver import call
-from ..transport.ipc.memory import ExportedMemory, ImportedMemory, device_uuid, process_name
+from ..transport.ipc.mapping import ImportedMemory
+from ..transport.ipc.memory import ExportedMemory, device_uuid, process_name
 
 # Smaller ones the driver cuts out of a common block, which a peer would map as a whole.
 _BLOCK_BYTES = 2 << 20

@@ -64,7 +64,9 @@ class Pair:
         """
         found: list[int] = []
         try:
-            with closing(fetch(str(told["address"]), str(told["token"]), 1 + lanes, timeout_s)) as following:
+            with closing(
+                fetch(str(told["address"]), str(told["token"]), [(0, 1 + lanes)], timeout_s)
+            ) as following:
                 found.extend(following)
             pair = Pair(peer, Segment(found[0], nbytes), [])
             while len(found) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -44,6 +44,24 @@ class LiveViews:
             for fragment in fragments:
                 _require_storage(fragment)
                 self._by_name[fragment.name].append(fragment)
+
+    def places(self) -> Hashable:
+        """Equal for fragments of which each lies where the other's does, in the same storage."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple(
+                (
+                    f.name,
+                    f.box,
+                    f.encoding,
+                    f.view.untyped_storage()._cdata,
+                    f.view.data_ptr(),
+                    f.view.shape,
+                    f.view.stride(),
+                    f.view.dtype,
+                )
+                for fragments in self._by_name.values()
+                for f in fragments
+            )
 
     def at_home(self, view: torch.Tensor) -> bool:
         """Whether a view is in the memory of the device that works on it, and not offloaded to the host."""

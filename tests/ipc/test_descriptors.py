@@ -30,7 +30,7 @@ def serve(files: list[Path], readers: int = 1, timeout_s: float = 5.0) -> Descri
 
 def read_all(server: DescriptorServer, count: int) -> list[str]:
     found = []
-    for descriptor in fetch(server.address, server.token, count, 5.0):
+    for descriptor in fetch(server.address, server.token, [(0, count)], 5.0):
         found.append(os.read(descriptor, 100).decode())
         os.close(descriptor)
     return found
@@ -66,7 +66,7 @@ def test_a_server_that_nobody_came_to_can_be_closed_twice(files: list[Path]) -> 
     assert not server._thread.is_alive()
     assert open_descriptors() == before
     with pytest.raises(OSError):
-        next(fetch(server.address, server.token, 1, 1.0))
+        next(fetch(server.address, server.token, [(0, 1)], 1.0))
 
 
 def test_a_stranger_without_the_token_gets_nothing_and_does_no_harm(
@@ -74,7 +74,7 @@ def test_a_stranger_without_the_token_gets_nothing_and_does_no_harm(
 ) -> None:
     server = serve(files)
     with caplog.at_level(logging.WARNING), pytest.raises(OSError):
-        list(fetch(server.address, "00" * TOKEN_BYTES, 1, 5.0))
+        list(fetch(server.address, "00" * TOKEN_BYTES, [(0, 1)], 5.0))
     assert "without the token" in caplog.text
     assert len(read_all(server, 70)) == 70
     server.close()
@@ -85,7 +85,7 @@ def test_a_reader_that_asks_for_too_much_or_breaks_off_does_not_keep_the_next_on
 ) -> None:
     server = serve(files)
     with pytest.raises(OSError):
-        list(fetch(server.address, server.token, 71, 5.0))
+        list(fetch(server.address, server.token, [(0, 71)], 5.0))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as half:
         half.connect("\0" + server.address)
         half.sendall(bytes.fromhex(server.token)[:5])
@@ -139,7 +139,7 @@ def test_another_users_process_is_dropped_before_anything_is_read(
 def test_closing_breaks_off_whoever_is_being_served(files: list[Path]) -> None:
     before = open_descriptors()
     server = serve(files, readers=2, timeout_s=60.0)
-    descriptors = fetch(server.address, server.token, 70, 5.0)
+    descriptors = fetch(server.address, server.token, [(0, 70)], 5.0)
     os.close(next(descriptors))
     with connect(server) as silent:
         start = time.monotonic()
@@ -165,7 +165,7 @@ def test_an_exporter_that_can_not_open_a_descriptor_is_an_error_for_its_reader(f
 def test_a_reader_that_stops_early_leaves_no_descriptor_open(files: list[Path]) -> None:
     before = open_descriptors()
     server = serve(files)
-    descriptors = fetch(server.address, server.token, 70, 5.0)
+    descriptors = fetch(server.address, server.token, [(0, 70)], 5.0)
     os.close(next(descriptors))
     descriptors.close()  # type: ignore[attr-defined]
     server.close()

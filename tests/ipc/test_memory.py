@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from rlrefit.integration.errors import TransportUnavailable
-from rlrefit.integration.transport.ipc import memory
+from rlrefit.integration.transport.ipc import mapping, memory
 from rlrefit.integration.transport.ipc.description import Allocation, Description
 from rlrefit.integration.transport.ipc.descriptors import DescriptorServer
 from rlrefit.integration.transport.ipc.driver import DriverError, driver
-from rlrefit.integration.transport.ipc.memory import ExportedMemory, ImportedMemory, process_name
+from rlrefit.integration.transport.ipc.mapping import ImportedMemory
+from rlrefit.integration.transport.ipc.memory import ExportedMemory, process_name
 from tests.spawn import processes
 
 DEVICE = torch.device("cuda", 0)
@@ -89,7 +90,7 @@ def test_memory_that_can_not_be_mapped_leaves_no_descriptor_and_no_mapping(
     monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     driver = Driver(fails_at)
-    monkeypatch.setattr(memory, "call", driver)
+    monkeypatch.setattr(mapping, "call", driver)
     gc.collect()  # what other tests left must not be closed in between
     before = open_descriptors()
     server = DescriptorServer(lambda i: os.open(os.devnull, os.O_RDONLY), 70, 1, 5.0)
@@ -117,11 +118,21 @@ class Mapped:
         self.blocks: dict[int, tuple[int, int, bool]] = {}
         self.retained: list[int] = []
         self.exportable = True
+        self.attempts = 0
 
     def __call__(self, function: str, *args: Any) -> Any:
         if function == "cuMemRelease":
             return self.retained.remove(args[0])
+        if function == "cuMemGetAllocationPropertiesFromHandle":
+            kinds = driver().CUmemAllocationHandleType
+            asked = (
+                kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+                if self.exportable
+                else kinds.CU_MEM_HANDLE_TYPE_NONE
+            )
+            return SimpleNamespace(requestedHandleTypes=asked)
         if function == "cuMemExportToShareableHandle":
+            self.attempts += 1
             if not self.exportable:
                 raise DriverError(function, "CUDA_ERROR_NOT_PERMITTED")
             return os.open(os.devnull, os.O_RDONLY)
@@ -191,3 +202,136 @@ def test_memory_that_is_refused_is_not_held(mapped: Mapped) -> None:
     with pytest.raises(TransportUnavailable, match="without shareable handles"):
         ExportedMemory([(CHUNK, 64)], DEVICE)
     assert mapped.retained == []
+
+
+def test_that_one_chunk_can_be_exported_is_tried_and_of_the_others_their_properties_tell(
+    mapped: Mapped,
+) -> None:
+    exported = ExportedMemory([(CHUNK, 3 * CHUNK)], DEVICE)
+    assert mapped.attempts == 1
+    exported.close()
+
+
+def test_what_is_lent_is_let_go_of_and_found_again_where_it_was(mapped: Mapped) -> None:
+    exported = ExportedMemory([(64, 100)], DEVICE, lent=[(CHUNK, 100), (2 * CHUNK, 100)])
+    assert exported.can_rest
+    assert [(a.base, a.lent, a.identity) for a in exported.allocations] == [
+        (0, False, (1,)),
+        (CHUNK, True, ()),
+    ]
+    before = exported.allocations
+    for identity in (4, 6):
+        exported.rest()
+        assert mapped.retained == []
+        assert exported.moved()
+        mapped.blocks[CHUNK] = (CHUNK, identity, False)
+        mapped.blocks[2 * CHUNK] = (2 * CHUNK, identity + 1, False)
+        assert exported.renew()
+        assert exported.allocations == before
+        assert not exported.moved()
+        assert sorted(mapped.retained) == [identity, identity + 1]
+    exported.rest()
+    exported.close()
+    assert mapped.retained == []
+
+
+@pytest.mark.parametrize("changed", ["size", "kind", "what was not lent"])
+def test_other_blocks_where_the_lent_ones_were_are_looked_up_anew(mapped: Mapped, changed: str) -> None:
+    exported = ExportedMemory([(64, 100)], DEVICE, lent=[(CHUNK, 100), (2 * CHUNK, 100)])
+    exported.rest()
+    mapped.blocks |= {
+        "size": {2 * CHUNK: (CHUNK, 5, False)},
+        "kind": {2 * CHUNK: (2 * CHUNK, 5, True)},
+        "what was not lent": {0: (CHUNK, 5, True)},
+    }[changed]
+    assert not exported.renew()
+    exported.close()
+    assert mapped.retained == []
+
+
+def test_a_block_that_holds_what_is_lent_and_what_is_not_goes_as_a_whole(mapped: Mapped) -> None:
+    exported = ExportedMemory([(64, 100), (CHUNK, 100)], DEVICE, lent=[(CHUNK + 512, 100)])
+    assert [(a.base, a.lent) for a in exported.allocations] == [(0, False), (CHUNK, True)]
+    assert exported.can_rest
+    exported.close()
+    opened_by_handle = ExportedMemory([], DEVICE, lent=[(64, 100)])
+    assert not opened_by_handle.can_rest
+    opened_by_handle.close()
+
+
+class Rows:
+    """Chunks of a peer as they are mapped here: by address the descriptor's number."""
+
+    def __init__(self) -> None:
+        self.mapped: dict[int, int] = {}
+        self.reserved = 0
+
+    def __call__(self, function: str, *args: Any) -> Any:
+        if function == "cuMemAddressReserve":
+            self.reserved += 1
+            return self.reserved << 40
+        if function == "cuMemAddressFree":
+            assert not any(at >> 40 == args[0] >> 40 for at in self.mapped), "still mapped"
+            self.reserved -= 1
+        elif function == "cuMemImportFromShareableHandle":
+            return os.fstat(args[0]).st_size
+        elif function == "cuMemMap":
+            assert args[0] not in self.mapped, "mapped twice"
+            self.mapped[args[0]] = args[3]
+        elif function == "cuMemUnmap":
+            del self.mapped[args[0]]
+        return None
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_what_a_peer_lends_is_mapped_again_at_the_same_addresses_and_all_else_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = Rows()
+    monkeypatch.setattr(mapping, "call", rows)
+    # Each descriptor is told by the size of its file.
+    generation = 0
+
+    def chunk(index: int) -> int:
+        path = tmp_path / str(index)
+        path.write_bytes(b"0" * (100 * generation + index))
+        return os.open(path, os.O_RDONLY)
+
+    def told() -> tuple[DescriptorServer, Description]:
+        server = DescriptorServer(chunk, 43, 1, 5.0)
+        kept = Allocation(1 << 41, 2 * CHUNK, "", (CHUNK,) * 2, False, (1, 2))
+        lent = Allocation(1 << 42, 41 * CHUNK, "", (CHUNK,) * 41, True)
+        return server, Description("another", "GPU-0", 5.0, (kept, lent), server.address, server.token)
+
+    server, description = told()
+    imported = ImportedMemory(description, DEVICE, 5.0)
+    server.close()
+    bases = list(imported.bases)
+    kept = {(1 << 40) + i * CHUNK: i for i in range(2)}
+    for generation in (1, 2):
+        imported.rest()
+        assert rows.mapped == kept
+        server, description = told()
+        imported.renew(description)
+        server.close()
+        lent = {(2 << 40) + i * CHUNK: 100 * generation + 2 + i for i in range(41)}
+        assert rows.mapped == kept | lent
+        assert imported.bases == bases
+    imported.rest()
+    imported.close()
+    assert (rows.mapped, rows.reserved) == ({}, 0)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_lent_memory_that_does_not_come_back_leaves_nothing_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows()
+    monkeypatch.setattr(mapping, "call", rows)
+    server = DescriptorServer(lambda i: os.open(os.devnull, os.O_RDONLY), 3, 1, 5.0)
+    lent = Allocation(1 << 42, 3 * CHUNK, "", (CHUNK,) * 3, True)
+    description = Description("another", "GPU-0", 5.0, (lent,), server.address, server.token)
+    imported = ImportedMemory(description, DEVICE, 5.0)
+    imported.rest()
+    server.close()
+    with pytest.raises(TransportUnavailable, match="can't be opened"):
+        imported.renew(description)
+    assert (rows.mapped, rows.reserved) == ({}, 0)

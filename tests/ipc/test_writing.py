@@ -87,7 +87,7 @@ def test_writes_that_break_off_are_still_waited_for_before_memory_is_unmapped(
     assert gpu.log[-2:] == [fails_at, "record writes"]
     gpu.looks = 3
     peer: Any = SimpleNamespace(close=lambda: gpu.step("unmap"))
-    one._imported.append(peer)
+    one._imported[1] = peer
     one.close(failed=True)
     assert gpu.log[-3:] == ["record writes", "writes ended", "unmap"]
 
@@ -122,7 +122,7 @@ def test_writes_are_waited_for_before_memory_is_unmapped_if_what_goes_aside_fail
     with pytest.raises(RuntimeError, match="the export broke"):
         one.run(CLOCK, fail)
     peer: Any = SimpleNamespace(close=lambda: gpu.step("unmap"))
-    one._imported.append(peer)
+    one._imported[1] = peer
     one.close(failed=True)
     assert gpu.log[-3:] == ["record writes", "writes ended", "unmap"]
 
@@ -136,17 +136,37 @@ def test_a_sender_whose_gpu_is_busy_until_its_peers_give_up_writes_nothing(gpu: 
     assert "copy" not in gpu.log
 
 
-def receiver(timeout_s: float, *, lent: bool = False) -> object:
+def receiver(timeout_s: float, *, lent: bool = False, handle: str = "", token: str = "") -> object:
     view = View(Place(0, 0), (2,), 2)
-    inbox = Inbox((view,), Place(0, 1024), Place(0, 2048))
-    memory = (Allocation(1 << 40, 4096, "ab" * 64),)
-    return Description("another", "GPU-0", timeout_s, memory, inboxes={0: inbox}, lent=lent).to_json()
+    inbox = Inbox((view,), Place(1, 1024), Place(1, 2048))
+    memory = (
+        Allocation(1 << 40, 4096, handle, () if handle else (4096,), lent, () if lent else (7,)),
+        Allocation(2 << 40, 4096, "ab" * 64, (), False, (8,)),
+    )
+    return Description("another", "GPU-0", timeout_s, memory, token=token, inboxes={0: inbox}).to_json()
+
+
+class Mapped:
+    """A peer's memory."""
+
+    def __init__(self, gpu: Gpu, description: Description):
+        self.gpu, self.bases = gpu, [0, 1 << 20]
+        self.can_rest = not any(a.lent and a.handle for a in description.allocations)
+        gpu.step("map")
+
+    def rest(self) -> None:
+        self.gpu.step("rest")
+
+    def renew(self, description: Description) -> None:
+        self.gpu.step(f"renew {description.token}")
+
+    def close(self) -> None:
+        self.gpu.step("unmap")
 
 
 @pytest.fixture
 def connect(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Callable[[IpcTransport, object], None]:
-    memory = SimpleNamespace(bases=[0], close=lambda: gpu.step("unmap"))
-    monkeypatch.setattr(one_sided, "ImportedMemory", lambda *_: memory)
+    monkeypatch.setattr(one_sided, "ImportedMemory", lambda peer, *_: Mapped(gpu, peer))
     copies = SimpleNamespace(launch=lambda: gpu.step("copy"))
     for user in (module, one_sided):
         monkeypatch.setattr(
@@ -154,17 +174,12 @@ def connect(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Callable[[IpcTransport
             "CopyTable",
             SimpleNamespace(build=lambda pairs, device: copies, of=lambda rows, device: copies),
         )
+    held = {1: [(PLAN.sends[0][0], [Strided.packed(0, (4,), 2)])]}
+    monkeypatch.setattr(module, "bound", lambda sends, views: gpu.step("bound") or held)
+    proofs = SimpleNamespace(sums=torch.zeros(1, 2, dtype=torch.int64), compute=lambda refit: None)
+    monkeypatch.setattr(module, "Proofs", lambda *_: proofs)
 
     def connect(one: IpcTransport, described: object) -> None:
-        source = Strided.packed(0, (4,), 2)
-        parts: dict[str, Any] = {
-            "_bound_sends": {1: [(PLAN.sends[0][0], [source])]},
-            "_sent_proofs": SimpleNamespace(
-                sums=torch.zeros(1, 2, dtype=torch.int64), compute=lambda refit: None
-            ),
-        }
-        for name, part in parts.items():
-            setattr(one, name, part)
         one.connect([None, described])
 
     return connect
@@ -194,13 +209,14 @@ def test_a_sender_writes_no_later_than_the_receiver_waits(
     assert gpu.log.count("copy") == 2
 
 
+@pytest.mark.parametrize("handle", ["", "cd" * 64])
 @pytest.mark.parametrize("lent", [False, True])
-def test_memory_that_its_owner_gives_back_is_unmapped_once_the_writes_have_ended(
-    gpu: Gpu, connect: Callable[[IpcTransport, object], None], lent: bool
+def test_memory_that_its_owner_gives_back_is_let_go_of_once_the_writes_have_ended(
+    gpu: Gpu, connect: Callable[[IpcTransport, object], None], lent: bool, handle: str
 ) -> None:
     one = sender(gpu)
     for _ in range(2):
-        connect(one, receiver(60.0, lent=lent))
+        connect(one, receiver(60.0, lent=lent, handle=handle))
         assert not one.moved()
         one.settle()
         gpu.log.clear()
@@ -208,9 +224,55 @@ def test_memory_that_its_owner_gives_back_is_unmapped_once_the_writes_have_ended
         one.run(CLOCK)
         assert one.moved() is lent
         one.rest()
-        assert gpu.log[-2:] == (["writes ended", "unmap"] if lent else ["record writes", "writes ended"])
+        # What was opened by a handle need not come to lie at the same addresses again.
+        let_go = "unmap" if handle else "rest"
+        assert gpu.log[-2:] == (["writes ended", let_go] if lent else ["record writes", "writes ended"])
         # As a new binding begins.
         one._on_loan = one._returned = False
+
+
+def test_what_comes_back_at_its_addresses_is_mapped_there_and_nothing_is_worked_out_anew(
+    gpu: Gpu, connect: Callable[[IpcTransport, object], None]
+) -> None:
+    one = sender(gpu)
+    connect(one, receiver(60.0, lent=True, token="aa"))
+    assert [step for step in gpu.log if step in ("map", "bound")] == ["bound", "map"]
+    for token in ("bb", "cc"):
+        one.settle()
+        one.run(CLOCK)
+        # As a new binding begins, of weights that lie where they lay.
+        one._returned, one._stays = False, True
+        gpu.log.clear()
+        connect(one, receiver(60.0, lent=True, token=token))
+        assert gpu.log == [f"renew {token}"]
+        assert not one.moved()
+    one.settle()
+    gpu.log.clear()
+    one.run(CLOCK)
+    assert gpu.log.count("copy") == 2
+    assert gpu.log[-1] == "rest"
+    one.close()
+    assert gpu.log[-1] == "unmap"
+
+
+@pytest.mark.parametrize("changed", ["a peer's addresses", "a peer's bell", "this rank's weights"])
+def test_what_comes_back_elsewhere_is_bound_anew(
+    gpu: Gpu, connect: Callable[[IpcTransport, object], None], changed: str
+) -> None:
+    one = sender(gpu)
+    before: Any = receiver(60.0, lent=True)
+    connect(one, before)
+    one.settle()
+    one.run(CLOCK)
+    one._returned, one._stays = False, changed != "this rank's weights"
+    after: Any = receiver(60.0, lent=True)
+    if changed == "a peer's addresses":
+        after["allocations"][0][0] += 4096
+    if changed == "a peer's bell":
+        after["allocations"][1][5] = [9]
+    gpu.log.clear()
+    connect(one, after)
+    assert gpu.log[:3] == ["unmap", "bound", "map"]
 
 
 def test_a_refit_that_breaks_off_returns_lent_memory_when_the_epoch_ends(
@@ -234,6 +296,6 @@ def test_memory_that_is_lent_goes_back_before_a_first_refit_that_is_far(
     connect(one, receiver(60.0, lent=True))
     one.rest()
     assert one.moved()
-    assert gpu.log.count("unmap") == 1
+    assert gpu.log.count("rest") == 1
     one.rest()
-    assert gpu.log.count("unmap") == 1
+    assert gpu.log.count("rest") == 1

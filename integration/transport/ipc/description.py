@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -32,12 +32,16 @@ class Allocation:
         handle: classic CUDA IPC handle in hex; empty for virtual-memory chunks.
         chunks: sizes of the chunks that are mapped there one after another, in bytes; their file descriptors are
             fetched from the exporter, numbered over all its allocations.
+        lent: whether peers have to let go of it after each refit, since its owner gives it back to the driver in between.
+        identity: numbers that other memory at these addresses would not have; of what is not lent.
     """
 
     base: int
     size: int
     handle: str = ""
     chunks: tuple[int, ...] = ()
+    lent: bool = False
+    identity: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,6 @@ class Description:
         address: of the exporter's descriptor server; empty if no allocation has chunks.
         token: to be shown there, hex.
         inboxes: by the rank that sends; none on trainer ranks.
-        lent: whether peers have to let go of the memory after each refit, since its owner gives it back to the driver
-            in between.
     """
 
     process: str
@@ -89,7 +91,11 @@ class Description:
     address: str = ""
     token: str = ""
     inboxes: Mapping[int, Inbox] = field(default_factory=dict)
-    lent: bool = False
+
+    @property
+    def lent(self) -> bool:
+        """Whether some of the memory is lent."""
+        return any(a.lent for a in self.allocations)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data. Views are given by columns, since thousands of them share few strides."""
@@ -108,12 +114,13 @@ class Description:
             "process": self.process,
             "device": self.device,
             "timeout_s": self.timeout_s,
-            "allocations": [[a.base, a.size, a.handle, list(a.chunks)] for a in self.allocations],
+            "allocations": [
+                [a.base, a.size, a.handle, list(a.chunks), a.lent, list(a.identity)] for a in self.allocations
+            ],
             "address": self.address,
             "token": self.token,
             "layouts": [list(layout) for layout in layouts],
             "inboxes": inboxes,
-            "lent": self.lent,
         }
 
     @staticmethod
@@ -136,6 +143,11 @@ class Description:
                 stage="connect",
                 rank=rank,
             ) from error
+
+    def same_places(self, other: Description) -> bool:
+        """Whether another description of this peer's tells of the same memory, or of other memory at the same addresses where
+        it is lent."""
+        return replace(other, address=self.address, token=self.token) == self
 
     def target(self, view: View, shape: Sequence[int], bases: Sequence[int]) -> Strided:
         """A view as memory of this process.
@@ -207,18 +219,18 @@ def _read(data: object) -> Description:
         address=_text(data["address"]),
         token=_hex(data["token"]),
         inboxes=inboxes,
-        lent=_bool(data["lent"]),
     )
 
 
 def _allocation(row: object) -> Allocation:
-    base, size, handle, chunks = _list(row, 4)
+    base, size, handle, chunks, lent, identity = _list(row, 6)
     sizes = tuple(_int(n, _MOST_BYTES) for n in _list(chunks, _MOST_CHUNKS))
     if len(_hex(handle)) != (0 if sizes else HANDLE_HEX):
         raise ValueError("an allocation has one classic handle or some chunks")
     if sizes and (sum(sizes) != size or 0 in sizes):
         raise ValueError("an allocation is not as large as its chunks")
-    return Allocation(_int(base, 1 << 64), _int(size, _MOST_BYTES), handle, sizes)
+    numbers = tuple(_int(n, 1 << 64) for n in _list(identity, _MOST_CHUNKS))
+    return Allocation(_int(base, 1 << 64), _int(size, _MOST_BYTES), handle, sizes, _bool(lent), numbers)
 
 
 def _layout(row: object) -> tuple[int, ...]:

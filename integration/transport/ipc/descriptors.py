@@ -9,7 +9,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 
 logger = logging.getLogger(__name__)
@@ -140,22 +140,30 @@ class DescriptorServer:
                     os.close(descriptor)
 
 
-def fetch(address: str, token: str, count: int, timeout_s: float) -> Generator[int]:
-    """Descriptors 0 … ``count`` - 1 of a :class:`DescriptorServer`, in order; the caller closes each, and the generator.
+def fetch(address: str, token: str, spans: Sequence[tuple[int, int]], timeout_s: float) -> Generator[int]:
+    """Descriptors of a :class:`DescriptorServer`, in order; the caller closes each, and the generator.
 
-    For none of them the server is not asked.
+    Args:
+        address: of the server.
+        token: hex, to be shown there.
+        spans: number of the first one and how many, for each run of descriptors; for none the server is not asked.
+        timeout_s: seconds that the server may be silent.
 
     Raises:
         OSError: the server is not there, refuses, or does not answer in time.
     """
-    if not count:
+    asked = [
+        (start, min(_BATCH, first + count - start))
+        for first, count in spans
+        for start in range(first, first + count, _BATCH)
+    ]
+    if not asked:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         connection.connect("\0" + address)
         connection.sendall(bytes.fromhex(token))
-        for start in range(0, count, _BATCH):
-            wanted = min(_BATCH, count - start)
+        for start, wanted in asked:
             connection.sendall(_REQUEST.pack(start, wanted))
             data, descriptors, _, _ = socket.recv_fds(connection, 1, wanted)
             pending = list(descriptors)

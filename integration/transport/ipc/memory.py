@@ -1,4 +1,4 @@
-"""Device memory for other processes of the host: what an exporter offers, and what an importer maps.
+"""Device memory for other processes of the host: what an exporter offers.
 
 Memory of ``cudaMalloc`` has a classic IPC handle, which is plain data. Memory of virtual-memory pools (torch's
 expandable segments) is made of chunks; each is exported as a file descriptor, if its pool asked for that when it
@@ -13,15 +13,15 @@ import logging
 import os
 import secrets
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 
 from ...errors import TransportUnavailable
-from .description import HANDLE_HEX, Allocation, Description, Place
-from .descriptors import DescriptorServer, fetch
+from .description import HANDLE_HEX, Allocation, Place
+from .descriptors import DescriptorServer
 from .driver import DriverError, call, driver
 
 logger = logging.getLogger(__name__)
@@ -34,13 +34,15 @@ class _Block:
     """Memory that the driver allocated or mapped as a whole; without a handle it is a chunk.
 
     ``identity`` tells it from other memory at the same address: the driver's number of the allocation, which is
-    never used again, or the chunk's handle, which is not used again while it is retained here.
+    never used again, or the chunk's handle, which is not used again while it is retained here. ``lent`` is what its owner
+    gives back between refits.
     """
 
     base: int
     size: int
     handle: str
     identity: int
+    lent: bool
 
 
 class ExportedMemory:
@@ -50,12 +52,15 @@ class ExportedMemory:
         allocations: in ascending order of their bases; chunks that follow each other are one.
     """
 
-    def __init__(self, ranges: Iterable[tuple[int, int]], device: torch.device):
+    def __init__(
+        self, ranges: Iterable[tuple[int, int]], device: torch.device, lent: Iterable[tuple[int, int]] = ()
+    ):
         """Look them up.
 
         Args:
             ranges: (address, bytes) of memory on ``device``.
             device: a CUDA device.
+            lent: more such memory, whose owner gives it back between refits.
 
         Raises:
             TransportUnavailable: some memory can't be exported; says why.
@@ -63,20 +68,16 @@ class ExportedMemory:
         self._device = device
         self._server: DescriptorServer | None = None
         self._blocks: list[_Block] = []
+        self._rests = False
         try:
             with torch.cuda.device(device):
-                covered = 0
-                for address, nbytes in sorted(ranges):
-                    at = max(address, covered)
-                    while at < address + nbytes:
-                        self._blocks.append(_block_at(at))
-                        covered = at = self._blocks[-1].base + self._blocks[-1].size
+                # What is lent first: a block that holds both goes as a whole.
+                for held, is_lent in ((lent, True), (ranges, False)):
+                    self._look_up(held, lent=is_lent)
         except BaseException:
             self.close()
             raise
-        self._chunks = [block.base for block in self._blocks if not block.handle]
-        self.allocations = _joined(self._blocks)
-        self._bases = [a.base for a in self.allocations]
+        self._describe()
 
     def place(self, address: int) -> Place:
         """Where an address of the ranges lies."""
@@ -97,110 +98,78 @@ class ExportedMemory:
         and mapped new ones: no address changes, and peers have the old memory mapped.
         """
         with torch.cuda.device(self._device):
-            return not all(_is_there(block) for block in self._blocks)
+            return self._rests or not all(_is_there(block) for block in self._blocks)
+
+    @property
+    def can_rest(self) -> bool:
+        """Whether all that is lent can be let go of and come back at the addresses at which peers have it: chunks can."""
+        return not any(block.lent and block.handle for block in self._blocks)
+
+    def rest(self) -> None:
+        """Stop serving, and let go of what is lent: its owner may give it back."""
+        self._stop()
+        self._rests = True
+        with torch.cuda.device(self._device):
+            for block in self._blocks:
+                if block.lent:
+                    _let_go(block)
+
+    def renew(self) -> bool:
+        """After :meth:`rest`: whether chunks of the same sizes lie where those were that are lent, and all else is there
+        still. Otherwise look everything up anew."""
+        before, self._blocks = self._blocks, [block for block in self._blocks if not block.lent]
+        self._rests = False
+        with torch.cuda.device(self._device):
+            if not all(_is_there(block) for block in self._blocks):
+                return False
+            for old in before:
+                if not old.lent:
+                    continue
+                with _shareable():
+                    base, size = (int(value) for value in call("cuMemGetAddressRange", old.base))
+                    found = _block(base, size, lent=True, known=True)
+                self._blocks.append(found)
+                if (found.base, found.size, found.handle) != (old.base, old.size, old.handle):
+                    return False
+        self._describe()
+        return True
 
     def close(self) -> None:
         """Stop serving; safe to call twice. What peers have mapped stays mapped."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        self._stop()
         with torch.cuda.device(self._device):
             while self._blocks:
                 block = self._blocks.pop()
-                if not block.handle:
-                    _release(block)
+                if not (self._rests and block.lent):
+                    _let_go(block)
+
+    def _look_up(self, ranges: Iterable[tuple[int, int]], *, lent: bool) -> None:
+        known = {block.base: block.size for block in self._blocks}
+        covered = 0
+        for address, nbytes in sorted(ranges):
+            at = max(address, covered)
+            while at < address + nbytes:
+                with _shareable():
+                    base, size = (int(value) for value in call("cuMemGetAddressRange", at))
+                    if base not in known:
+                        self._blocks.append(_block(base, size, lent=lent, known=bool(known)))
+                        known[base] = size
+                covered = at = base + size
+
+    def _describe(self) -> None:
+        self._blocks.sort(key=lambda block: block.base)
+        self._chunks = [block.base for block in self._blocks if not block.handle]
+        self.allocations = _joined(self._blocks)
+        self._bases = [a.base for a in self.allocations]
 
     def _open_chunk(self, index: int) -> int:
         with torch.cuda.device(self._device):
             return _chunk_descriptor(self._chunks[index])
 
-
-class ImportedMemory:
-    """A peer's allocations, mapped into this process.
-
-    Attributes:
-        bases: address of each of the description's allocations.
-    """
-
-    def __init__(self, description: Description, device: torch.device, timeout_s: float):
-        """Map them.
-
-        Args:
-            description: of the peer.
-            device: from which they will be reached.
-            timeout_s: limit of waiting for the peer's descriptors.
-
-        Raises:
-            TransportUnavailable: they can't be opened from here; says why.
-        """
-        self.bases: list[int] = []
-        self._close: list[Callable[[], None]] = []
-        self._device = device
-        if description.process == process_name():
-            # Rank threads of one process; their memory is here already.
-            if description.device != device_uuid(device):
-                raise TransportUnavailable(
-                    "one process drives both GPUs, and ipc joins processes", stage="connect"
-                )
-            self.bases = [a.base for a in description.allocations]
-            return
-        count = sum(len(a.chunks) for a in description.allocations)
-        # Descriptors come in batches; those of the last one that were not used must not stay open.
-        descriptors = closing(fetch(description.address, description.token, count, timeout_s))
-        try:
-            with descriptors as following, torch.cuda.device(device):
-                for allocation in description.allocations:
-                    if allocation.handle:
-                        self.bases.append(self._open_classic(allocation))
-                    else:
-                        self.bases.append(self._map_chunks(allocation, lambda: next(following)))
-        except (DriverError, OSError) as error:
-            self.close()
-            raise TransportUnavailable(
-                f"a peer's GPU memory can't be opened ({error}). The processes must share the host, its IPC and network "
-                "namespaces and the user, and their GPUs must reach each other",
-                stage="connect",
-            ) from error
-
-    def close(self) -> None:
-        """Unmap everything; nothing on the device may use it any more. Safe to call twice."""
-        with torch.cuda.device(self._device):
-            while self._close:
-                self._close.pop()()
-
-    def _open_classic(self, allocation: Allocation) -> int:
-        handle = driver().CUipcMemHandle()
-        ctypes.memmove(handle.getPtr(), bytes.fromhex(allocation.handle), HANDLE_HEX // 2)
-        lazily = driver().CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        pointer = call("cuIpcOpenMemHandle", handle, lazily.value)
-        self._close.append(lambda: call("cuIpcCloseMemHandle", pointer))
-        return int(pointer)
-
-    def _map_chunks(self, allocation: Allocation, next_descriptor: Callable[[], int]) -> int:
-        start = call("cuMemAddressReserve", allocation.size, 0, 0, 0)
-        self._close.append(lambda: call("cuMemAddressFree", start, allocation.size))
-        at = int(start)
-        for size in allocation.chunks:
-            self._map_chunk(at, size, next_descriptor())
-            at += size
-        access = driver().CUmemAccessDesc()
-        access.location.type = driver().CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = self._device.index
-        access.flags = driver().CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        call("cuMemSetAccess", start, allocation.size, [access], 1)
-        return int(start)
-
-    def _map_chunk(self, address: int, size: int, descriptor: int) -> None:
-        try:
-            handle = call("cuMemImportFromShareableHandle", descriptor, _descriptor_type())
-        finally:
-            os.close(descriptor)
-        try:
-            call("cuMemMap", address, size, 0, handle, 0)
-        finally:
-            # The mapping keeps the memory.
-            call("cuMemRelease", handle)
-        self._close.append(lambda: call("cuMemUnmap", address, size))
+    def _stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
 
 def process_name() -> str:
@@ -214,18 +183,10 @@ def device_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _block_at(address: int) -> _Block:
-    """The block that holds an address; the caller releases the identity of a chunk."""
+@contextmanager
+def _shareable() -> Iterator[None]:
     try:
-        base, size = (int(value) for value in call("cuMemGetAddressRange", address))
-        attributes = driver().CUpointer_attribute
-        if call("cuPointerGetAttribute", attributes.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, base):
-            handle = call("cuIpcGetMemHandle", base)
-            shareable = ctypes.string_at(handle.getPtr(), HANDLE_HEX // 2).hex()
-            return _Block(base, size, shareable, _buffer_id(base))
-        # Only an attempt tells whether the chunk can be exported.
-        os.close(_chunk_descriptor(base))
-        return _Block(base, size, "", _retained(base))
+        yield
     except DriverError as error:
         raise TransportUnavailable(
             f"the parameters' GPU memory can't be shared with other processes ({error}): it comes from a pool that made "
@@ -234,9 +195,45 @@ def _block_at(address: int) -> _Block:
         ) from error
 
 
-def _release(chunk: _Block) -> None:
+def _block(base: int, size: int, *, lent: bool, known: bool) -> _Block:
+    """The block at ``base``; the caller releases the identity of a chunk.
+
+    Args:
+        base: its first address.
+        size: its bytes.
+        lent: whether its owner gives it back.
+        known: whether another block could be exported, so that this host lets processes share memory.
+
+    Raises:
+        DriverError: it can't be exported.
+    """
+    attributes = driver().CUpointer_attribute
+    if call("cuPointerGetAttribute", attributes.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, base):
+        handle = call("cuIpcGetMemHandle", base)
+        shareable = ctypes.string_at(handle.getPtr(), HANDLE_HEX // 2).hex()
+        return _Block(base, size, shareable, _buffer_id(base), lent)
+    identity = _retained(base)
     try:
-        call("cuMemRelease", chunk.identity)
+        # An attempt costs a millisecond, and a model has hundreds of chunks.
+        if not (known and _has_descriptor(identity)):
+            os.close(_chunk_descriptor(base))
+    except BaseException:
+        call("cuMemRelease", identity)
+        raise
+    return _Block(base, size, "", identity, lent)
+
+
+def _has_descriptor(handle: int) -> bool:
+    """Whether a chunk was made to be exported as a descriptor and nothing else; for any other only an attempt tells."""
+    properties = call("cuMemGetAllocationPropertiesFromHandle", handle)
+    return bool(properties.requestedHandleTypes == descriptor_type())
+
+
+def _let_go(block: _Block) -> None:
+    if block.handle:
+        return
+    try:
+        call("cuMemRelease", block.identity)
     except DriverError as error:
         # The context is lost, and the chunk with it; what lost it has been raised where it happened.
         logger.warning("a chunk of GPU memory was not released: %s", error)
@@ -270,12 +267,13 @@ def _chunk_descriptor(base: int) -> int:
     """A new file descriptor of the chunk that is mapped at ``base``."""
     handle = _retained(base)
     try:
-        return int(call("cuMemExportToShareableHandle", handle, _descriptor_type(), 0))
+        return int(call("cuMemExportToShareableHandle", handle, descriptor_type(), 0))
     finally:
         call("cuMemRelease", handle)
 
 
-def _descriptor_type() -> object:
+def descriptor_type() -> object:
+    """How chunks travel to other processes: as file descriptors."""
     return driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
@@ -284,10 +282,17 @@ def _joined(blocks: Sequence[_Block]) -> tuple[Allocation, ...]:
     found: list[Allocation] = []
     for block in blocks:
         last = found[-1] if found else None
+        # What is lent is other memory after each rest, and has no lasting identity.
+        identity = () if block.lent else (block.identity,)
         if block.handle:
-            found.append(Allocation(block.base, block.size, block.handle))
-        elif last is not None and last.chunks and last.base + last.size == block.base:
-            found[-1] = Allocation(last.base, last.size + block.size, "", (*last.chunks, block.size))
+            found.append(Allocation(block.base, block.size, block.handle, (), block.lent, identity))
+        elif last and last.chunks and last.lent == block.lent and last.base + last.size == block.base:
+            found[-1] = replace(
+                last,
+                size=last.size + block.size,
+                chunks=(*last.chunks, block.size),
+                identity=(*last.identity, *identity),
+            )
         else:
-            found.append(Allocation(block.base, block.size, "", (block.size,)))
+            found.append(Allocation(block.base, block.size, "", (block.size,), block.lent, identity))
     return tuple(found)

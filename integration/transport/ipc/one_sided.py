@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,7 +22,8 @@ from .description import Description, Inbox, View, extent
 from .driver import DriverError, missing
 from .lease import Lease
 from .mailbox import CHECKSUM_BYTES, Mailbox, proven
-from .memory import ExportedMemory, ImportedMemory, device_uuid, process_name
+from .mapping import ImportedMemory
+from .memory import ExportedMemory, device_uuid, process_name
 from .proofs import Bound, Proofs
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class OneSided(Transport):
     once. Before each refit the caller lets all ranks :meth:`settle`, and then meet. As long as an epoch is open the
     driver keeps the memory that peers have mapped, even if its owner frees it; the next ``bind`` lets go of it. Memory
     that is lent, because its owner gives it back between refits, is let go of at the end of each, and bound anew for
-    the next one.
+    the next one: if it comes back at the same addresses, as engines' sleep modes bring it, peers map it where they had
+    it, and all that was worked out from addresses stays (:meth:`_follows`).
     """
 
     def __init__(
@@ -92,10 +94,17 @@ class OneSided(Transport):
         )
         self._host: HostMemory | None = None
         self._exported: ExportedMemory | None = None
-        self._imported: list[ImportedMemory] = []
+        # By the peer.
+        self._imported: dict[int, ImportedMemory] = {}
         self._lends = lends
         # Whether some memory of the binding is lent, and whether it has been let go of since.
         self._on_loan = self._returned = False
+        # Of the last binding that came up: what lay where on this rank, and what the peers told.
+        self._places: Hashable = None
+        self._told: dict[int, Description] = {}
+        # Of the binding that is coming up: this rank's views, where they lie, and whether they lay there before.
+        self._views, self._stays = LiveViews([]), False
+        self._placing: Hashable = None
         self._mailbox: Mailbox | None = None
         self._sent_proofs = self._landed_proofs = Proofs({}, "off", torch.device("cpu"))
 
@@ -122,21 +131,46 @@ class OneSided(Transport):
         mailbox = self._mailbox.memory.nbytes if self._mailbox is not None else 0
         return mailbox + self._sent_proofs.scratch_bytes
 
-    def _begin_binding(self, fragments: Sequence[Fragment]) -> LiveViews:
-        """Look at the fragments, and let go of what was bound before."""
+    def _begin_binding(self, fragments: Sequence[Fragment]) -> bool:
+        """Look at the fragments; whether they lie where they lay, and what this rank lent as well. Otherwise let go of
+        what was bound before."""
         reason = "the parameters are not on a GPU" if self._device.type != "cuda" else missing()
         if reason:
             raise TransportUnavailable(reason, stage="bind", rank=self.rank)
-        views = LiveViews(fragments, self._device)
+        self._views = LiveViews(fragments, self._device)
         if self._receives:
-            views.require_home()
+            self._views.require_home()
+        self._placing, before, self._places = self._views.places(), self._places, None
+        self._stays = self._returned and self._placing == before and self._renew()
+        if self._stays:
+            self._returned = False
+            return True
         self._release(failed=False)
         self._on_loan, self._returned = self._lends and bool(self._receives), False
         self._ended = torch.cuda.Event()
         # Of its own, so that what goes aside needs not wait for the copies.
         self._stream = self._stream or torch.cuda.Stream(self._device)
         self._host = HostMemory((fragment.view for fragment in fragments), self._device)
-        return views
+        return False
+
+    def _renew(self) -> bool:
+        if self._host is not None and self._host.moved():
+            return False
+        return self._exported is None or self._exported.renew()
+
+    def _follows(self, peers: Mapping[int, Description]) -> bool:
+        """Map again what peers lent, if they and this rank have everything where they had it; whether that was all to do."""
+        if not self._stays or not all(self._told[rank].same_places(peer) for rank, peer in peers.items()):
+            return False
+        for rank, peer in peers.items():
+            self._imported[rank].renew(peer)
+        self._connected(peers)
+        return True
+
+    def _connected(self, peers: Mapping[int, Description]) -> None:
+        self._places, self._told = self._placing, dict(peers)
+        # They would keep the memory of parameters that are offloaded meanwhile.
+        self._views = LiveViews([])
 
     def _open_mailbox(self, messages: Mapping[int, int]) -> Mailbox:
         """This rank's mailbox, with a bell for each peer and sums for each of its ``messages``; made once."""
@@ -149,9 +183,12 @@ class OneSided(Transport):
 
     def _export(self, views: Iterable[Strided], mailbox: Mailbox) -> ExportedMemory:
         """Look up the allocations of views and of the mailbox."""
-        memory = mailbox.memory
+        bells = [(mailbox.memory.data_ptr(), mailbox.memory.nbytes)]
         ranges = [(view.address, extent(view)) for view in views]
-        self._exported = ExportedMemory([*ranges, (memory.data_ptr(), memory.nbytes)], self._device)
+        if self._lends:
+            self._exported = ExportedMemory(bells, self._device, lent=ranges)
+        else:
+            self._exported = ExportedMemory([*ranges, *bells], self._device)
         return self._exported
 
     def _describe(self, exported: ExportedMemory, inboxes: Mapping[int, Inbox]) -> object:
@@ -164,17 +201,15 @@ class OneSided(Transport):
             address,
             token,
             inboxes,
-            self._lends,
         ).to_json()
 
     def _describe_nothing(self) -> object:
         """Of a rank whose memory nobody maps."""
         return Description(process_name(), device_uuid(self._device), self._timeout).to_json()
 
-    def _import(self, peer: Description) -> ImportedMemory:
+    def _import(self, rank: int, peer: Description) -> ImportedMemory:
         """Map a peer's memory, until it is let go of."""
-        mapped = ImportedMemory(peer, self._device, self._timeout)
-        self._imported.append(mapped)
+        mapped = self._imported[rank] = ImportedMemory(peer, self._device, self._timeout)
         self._on_loan |= peer.lent
         return mapped
 
@@ -239,10 +274,19 @@ class OneSided(Transport):
         return covered
 
     def rest(self) -> None:
-        """Let go of the binding if some of its memory is lent; nothing may be under way."""
-        if self._on_loan:
+        """Let go of the memory that is lent, if there is some; nothing may be under way."""
+        if not self._on_loan or self._returned:
+            return
+        held: list[ImportedMemory | ExportedMemory] = list(self._imported.values())
+        if self._exported is not None:
+            held.append(self._exported)
+        if all(memory.can_rest for memory in held):
+            for memory in held:
+                memory.rest()
+        else:
             self._release(failed=False)
-            self._on_loan, self._returned = False, True
+            self._places = None
+        self._returned = True
 
     def _catch_up(self, stage: str) -> None:
         """Wait until this rank's GPU has done what was enqueued on the current stream."""
@@ -291,13 +335,13 @@ class OneSided(Transport):
         if self._imported and failed and not self._drained():
             # Unmapping under a running kernel would break this process's context, and the trainer with it.
             logger.warning("copies of a failed refit are still under way; their peers' memory stays mapped")
-            self._imported = []
+            self._imported = {}
         self._unmap()
 
     def _unmap(self) -> None:
         """Let go of the peers' memory, which nothing on this GPU uses any more."""
         while self._imported:
-            self._imported.pop().close()
+            self._imported.popitem()[1].close()
 
     def _drained(self) -> bool:
         deadline = time.monotonic() + _DRAIN_WITHIN

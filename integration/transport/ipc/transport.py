@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -32,17 +32,15 @@ class IpcTransport(OneSided):
     name = "ipc"
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
-        views = self._begin_binding(fragments)
+        if self._begin_binding(fragments):
+            return
         self._require_reach(fragments)
-        self._bound_sends = bound(self._sends, views)
-        self._bound_receives = bound(self._receives, views)
+        self._bound_receives = bound(self._receives, self._views)
         if self._receives:
             mailbox = self._open_mailbox(
                 {sender: len(messages) for sender, messages in self._receives.items()}
             )
             self._export(memory_of(self._bound_receives), mailbox)
-        with self._reachable():
-            self._sent_proofs = Proofs(self._bound_sends, self.verify, self._device)
         self._landed_proofs = Proofs(self._bound_receives, self.verify, self._device)
 
     def describe(self) -> object:
@@ -60,15 +58,27 @@ class IpcTransport(OneSided):
         return self._describe(exported, inboxes)
 
     def connect(self, described: Sequence[object]) -> None:
+        peers = {receiver: Description.from_json(described[receiver], receiver) for receiver in self._sends}
+        if not self._follows(peers):
+            self._unmap()
+            self._write_to(peers)
+            self._connected(peers)
+        # Peers meet again after this, and only then begin to wait.
+        self._lease = Lease(min((self._timeout, *(peer.timeout_s for peer in peers.values()))))
+        self._lease.renew()
+
+    def _write_to(self, peers: Mapping[int, Description]) -> None:
+        """Map the receivers' memory and make the tables of what is written there."""
+        bound_sends = bound(self._sends, self._views)
+        with self._reachable():
+            self._sent_proofs = Proofs(bound_sends, self.verify, self._device)
         copied: dict[int, list[tuple[Strided, Strided]]] = {}
         computed: dict[int, list[Computed]] = {}
         told: list[tuple[Sequence[Bound], int]] = []
         bells: list[int] = []
-        limit = self._timeout
-        for receiver, sent in sorted(self._bound_sends.items()):
-            peer = Description.from_json(described[receiver], receiver)
-            mapped = self._import(peer)
-            limit = min(limit, peer.timeout_s)
+        for receiver, sent in bound_sends.items():
+            peer = peers[receiver]
+            mapped = self._import(receiver, peer)
             with self._reading(receiver):
                 inbox = peer.inboxes[self.rank]
                 targets = self._mapped(sent, peer, inbox, mapped.bases)
@@ -79,15 +89,10 @@ class IpcTransport(OneSided):
                 copied[receiver] = [(a, b) for a, b in ends if isinstance(a, Strided)]
                 computed[receiver] = [(a, b) for a, b in ends if isinstance(a, EncodedView)]
         self._bells = bells
-        # Peers meet again after this, and only then begin to wait.
-        self._lease = Lease(limit)
-        self._lease.renew()
         self._copies = CopyTable.of(copies_in_turns(copied, self.rank), self._device)
         with self._reachable():
             self._encoders = make_encoders(computed_in_turns(computed, self.rank), self._device)
         self._tell = self._telling(told)
-        # They would keep the memory of parameters that are offloaded meanwhile.
-        self._bound_sends = {}
 
     def run(self, clock: StageClock, aside: Callable[[], None] | None = None) -> TransferResult:
         self._refits += 1
