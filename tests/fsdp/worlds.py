@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlrefit.recipes.run_files import write_whole
+from tests.meeting import meeting_in, tell_meeting, wait_for
 from tests.spawn import run_ranks, run_together
 
 from .ranks import Layout, adam_of, build, gathered, mesh_of, step
@@ -38,9 +36,6 @@ class Case:
     gen_tp: int
     refit_dtype: torch.dtype | None
     ways: tuple[tuple[str, str], ...]
-
-    def meeting(self, epoch: int) -> Path:
-        return self.folder / f"epoch{epoch}.json"
 
     def saved(self, epoch: int, version: int) -> Path:
         """What transformers saves the trainer's model as."""
@@ -85,8 +80,8 @@ def _train(rank: int, case: Case, mesh: Any) -> list[dict[str, Any]]:
         prepared = worker.prepare_nccl_xfer_refit_info()
         if rank == 0:
             rendezvous = worker.open_refit_rendezvous("127.0.0.1", case.layout.ranks, GEN_RANKS)
-            write_whole(case.meeting(epoch), json.dumps(rendezvous))
-        manifest = worker.init_per_pp_refit_comm_group(_meeting(case, epoch), rank, engine)
+            tell_meeting(case.folder, rendezvous, epoch)
+        manifest = worker.init_per_pp_refit_comm_group(meeting_in(case.folder, epoch), rank, engine)
         is_shards = engine == "nccl_xfer"
         send = worker.nccl_xfer_refit if is_shards else worker.broadcast_weights_for_collective
         records, wrong = [], []
@@ -117,7 +112,7 @@ def _serve(rank: int, case: Case) -> list[dict[str, Any]]:
     reports = []
     for epoch, (engine, transport) in enumerate(case.ways):
         place = case.layout.ranks + rank
-        worker.init_per_pp_refit_comm_group(_meeting(case, epoch), place, _config(transport), engine)
+        worker.init_per_pp_refit_comm_group(meeting_in(case.folder, epoch), place, _config(transport), engine)
         is_shards = engine == "nccl_xfer"
         receive = worker.nccl_xfer_refit if is_shards else worker.update_weights_from_collective
         records, wrong = [], []
@@ -125,7 +120,7 @@ def _serve(rank: int, case: Case) -> list[dict[str, Any]]:
             for parameter in worker.model.parameters():
                 parameter.fill_(float("nan"))
             records.append(receive(version))
-            _await(case.saved(epoch, version).with_suffix(".done"))
+            wait_for(case.saved(epoch, version).with_suffix(".done"))
             # The oracle: what transformers' own loader makes of what it saved itself.
             oracle = TransformersEngine(str(case.saved(epoch, version)), torch.bfloat16, case.gen_tp).model
             state = worker.model.state_dict()
@@ -141,15 +136,3 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _config(transport: str) -> dict[str, Any]:
     return {"transport": transport, "bucket_mb": 1, "timeout_s": 120.0, "verify": "full"}
-
-
-def _meeting(case: Case, epoch: int) -> dict[str, Any]:
-    _await(case.meeting(epoch))
-    return json.loads(case.meeting(epoch).read_text())
-
-
-def _await(path: Path) -> None:
-    deadline = time.monotonic() + 200
-    while not path.exists():
-        assert time.monotonic() < deadline, f"no trainer wrote {path}"
-        time.sleep(0.02)

@@ -21,10 +21,9 @@ from tests.spawn import run_ranks, run_together
 
 def test_a_megatron_policys_shards_reach_an_engine_bit_for_bit_twice(tmp_path: Path) -> None:
     models = [make_model("qwen3", tmp_path / f"model{seed}", seed) for seed in range(3)]
-    meeting = tmp_path / "meeting.json"
     answers, [wrong] = run_together(
-        lambda: run_ranks(megatron_ranks.policy, 2, models, meeting, timeout_s=250.0),
-        lambda: run_ranks(megatron_ranks.engine, 1, models, meeting, timeout_s=250.0),
+        lambda: run_ranks(megatron_ranks.policy, 2, models, tmp_path, timeout_s=250.0),
+        lambda: run_ranks(megatron_ranks.engine, 1, models, tmp_path, timeout_s=250.0),
     )
     for prepared, routes, *records, closed in answers:
         raise_refit_errors([prepared, routes, *records, closed])

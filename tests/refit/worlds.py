@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlrefit.recipes.run_files import write_whole
+from tests.meeting import meeting_in, tell_meeting
 from tests.spawn import run_ranks, run_together
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch of a scenario: how weights travel, and the file in which trainer rank 0 says where to meet."""
+    """One epoch of a scenario: how weights travel, its number, and the folder in which trainer rank 0 says where to meet."""
 
     engine: str
     transport: str
-    meeting: str
+    folder: Path
+    index: int
 
     def config(self) -> dict[str, Any]:
         return {"transport": self.transport, "bucket_mb": 1, "timeout_s": 300.0, "verify": "full"}
+
+    def meet(self) -> dict[str, Any]:
+        # The other world may be busy with the models of this scenario and of the one before.
+        return meeting_in(self.folder, self.index, within_s=800.0)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ TRAIN_RANKS = GEN_RANKS = 2
 def epochs(folder: Path, *ways: tuple[str, str]) -> tuple[Epoch, ...]:
     """Epochs over the given (engine, transport) pairs; ``folder`` is theirs alone."""
     folder.mkdir()
-    return tuple(Epoch(*way, str(folder / f"epoch{index}.json")) for index, way in enumerate(ways))
+    return tuple(Epoch(*way, folder, index) for index, way in enumerate(ways))
 
 
 def run_scenarios(scenarios: Sequence[Scenario]) -> list[tuple[list[Any], list[Any]]]:
@@ -97,8 +100,8 @@ def _train(rank: int, scenario: Scenario) -> list[dict[str, Any]]:
         prepared = worker.prepare_nccl_xfer_refit_info()
         if rank == 0:
             rendezvous = worker.open_refit_rendezvous("127.0.0.1", TRAIN_RANKS, GEN_RANKS)
-            write_whole(Path(epoch.meeting), json.dumps(rendezvous))
-        manifest = worker.init_per_pp_refit_comm_group(_meeting(epoch), rank, epoch.engine)
+            tell_meeting(epoch.folder, rendezvous, epoch.index)
+        manifest = worker.init_per_pp_refit_comm_group(epoch.meet(), rank, epoch.engine)
         records = []
         for version, index in enumerate(_order(scenario)):
             for parameter, values in zip(live, trained[index], strict=True):
@@ -128,7 +131,7 @@ def _serve(rank: int, scenario: Scenario) -> list[dict[str, Any]]:
     ]
     reports = []
     for epoch in scenario.epochs:
-        worker.init_per_pp_refit_comm_group(_meeting(epoch), TRAIN_RANKS + rank, epoch.config(), epoch.engine)
+        worker.init_per_pp_refit_comm_group(epoch.meet(), TRAIN_RANKS + rank, epoch.config(), epoch.engine)
         records, wrong = [], []
         for version, index in enumerate(_order(scenario)):
             for parameter in worker.model.parameters():
@@ -146,11 +149,3 @@ def _serve(rank: int, scenario: Scenario) -> list[dict[str, Any]]:
 def _order(scenario: Scenario) -> list[int]:
     """Never the same weights twice in a row, so that a refit that does nothing can't pass."""
     return [*range(1, len(scenario.models)), 0]
-
-
-def _meeting(epoch: Epoch) -> dict[str, Any]:
-    deadline = time.monotonic() + 800
-    while not Path(epoch.meeting).exists():
-        assert time.monotonic() < deadline, f"trainer rank 0 never wrote {epoch.meeting}"
-        time.sleep(0.05)
-    return json.loads(Path(epoch.meeting).read_text())

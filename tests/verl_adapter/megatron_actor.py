@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +10,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.recipes.run_files import write_whole
 from rlrefit.workers.verl.options import EXTENSION
-from tests.nemo_rl_adapter.megatron_ranks import CONFIG, TRAIN_RANKS, met
+from tests.meeting import meeting_in, tell_meeting
+from tests.nemo_rl_adapter.megatron_ranks import CONFIG, TRAIN_RANKS
 
 _ASKED = {
     "actor": {"strategy": "megatron"},
@@ -26,7 +25,7 @@ _ASKED = {
 }
 
 
-def actor(rank: int, models: Sequence[str], meeting: Path) -> list[dict[str, Any]]:
+def actor(rank: int, models: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     """At TP2, under Megatron's ``DistributedDataParallel`` as in verl's training: the routes, then each refit's record."""
     from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
     from rlrefit.workers.verl.source import MegatronSide, source_of
@@ -39,8 +38,8 @@ def actor(rank: int, models: Sequence[str], meeting: Path) -> list[dict[str, Any
     side = source_of(worker, RefitConfig(**CONFIG))
     assert isinstance(side, MegatronSide)
     if rank == 0:
-        write_whole(meeting, json.dumps(side.open_refit_rendezvous("127.0.0.1", TRAIN_RANKS, 1, 1)))
-    answers = [side.init_per_pp_refit_comm_group(met(meeting), rank)]
+        tell_meeting(folder, side.open_refit_rendezvous("127.0.0.1", TRAIN_RANKS, 1, 1))
+    answers = [side.init_per_pp_refit_comm_group(meeting_in(folder), rank)]
     for version, path in enumerate(models[1:], start=1):
         type(built.bridge).from_hf_pretrained(path).load_hf_weights(built.model)
         answers.append(side.nccl_xfer_refit(version))

@@ -12,10 +12,9 @@ from tests.verl_adapter import megatron_actor
 
 def test_shards_of_a_megatron_engine_reach_an_engine_bit_for_bit_twice(tmp_path: Path) -> None:
     models = [make_model("qwen3", tmp_path / f"model{seed}", seed) for seed in range(3)]
-    meeting = tmp_path / "meeting.json"
     answers, [wrong] = run_together(
-        lambda: run_ranks(megatron_actor.actor, 2, models, meeting, timeout_s=250.0),
-        lambda: run_ranks(megatron_ranks.engine, 1, models, meeting, timeout_s=250.0),
+        lambda: run_ranks(megatron_actor.actor, 2, models, tmp_path, timeout_s=250.0),
+        lambda: run_ranks(megatron_ranks.engine, 1, models, tmp_path, timeout_s=250.0),
     )
     for routes, *records in answers:
         assert (routes["misc"], routes["bulk"] > 0) == (0, True)
