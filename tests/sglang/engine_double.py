@@ -14,15 +14,17 @@ import base64
 import json
 import pickle
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, make_dataclass
 from typing import Any
 
 import torch
 
 from rlrefit.integration.endpoints import storage_key
+from rlrefit.integration.errors import PlanError
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.quantize.formats import Format, to_json
 from rlrefit.integration.stage_memory import MemoryWatch
 from rlrefit.workers.destination_mixin import DestinationRefitMixin
 from rlrefit.workers.sglang.callers import SETTINGS
@@ -110,10 +112,19 @@ class WorkerDouble(DestinationRefitMixin):
     def __init__(self, holder: Holder) -> None:
         self.holder = holder
         self.undefined = ""
+        # Weights that are held in blocks, and whether the refit has to write them in SGLang's place.
+        self.blocks: dict[str, Format] = {}
+        self.placing = False
         self._watch = MemoryWatch(CPU, interval_s=0)
 
     def _make_refit_destination(self) -> Holder:
         return self.holder
+
+    def hold_in_blocks(self, formats: dict[str, Format]) -> None:
+        self.blocks = formats
+        for name, format in formats.items():
+            codes, scales = format.encode(self.holder.held[name])
+            self.holder.held |= {name: codes, name + format.scale_name_end: scales}
 
     def do(self, method: str, arguments: Sequence[Any]) -> dict[str, Any]:
         found: dict[str, Any] = getattr(self, method)(*arguments)
@@ -142,9 +153,21 @@ class WorkerDouble(DestinationRefitMixin):
             raise EngineDirty(self.undefined)
         return {"version": self.refit_state.version}
 
-    def begin(self, version: int, specs: Any) -> dict[str, Any]:
-        assert [TensorSpec.from_json(spec) for spec in specs] == self.holder.specs()
+    def formats(self, specs: Any) -> dict[str, Any]:
+        weights = {name: i for i, name in enumerate(self.blocks)}
+        assert weights.keys() <= {TensorSpec.from_json(spec).name for spec in specs}
+        return {"weights": weights, "formats": [to_json(format) for format in self.blocks.values()]}
+
+    def begin(self, version: int, specs: Any, as_asked: bool = False) -> dict[str, Any]:
+        told = {TensorSpec.from_json(spec) for spec in specs}
+        if told != set(self.holder.specs()):
+            raise PlanError("the weights don't fill the model")
+        assert as_asked or not self.blocks
         self.refit_state.mark_dirty(version)
+        return {"placing": self.placing}
+
+    def load(self, bucket: dict[str, Any]) -> dict[str, Any]:
+        self.holder.load_weights(unpacked(bucket))
         return {}
 
     def settle(self) -> dict[str, Any]:
@@ -293,10 +316,15 @@ class ManagerDouble:
             self.attached = True
             return True, "Success"
         assert self.attached
+        if isinstance(named, dict):
+            return await self._done("load", [named])
         [(method, arguments)] = named
+        return await self._done(method, json.loads(arguments))
+
+    async def _done(self, method: str, arguments: Sequence[Any]) -> tuple[bool, str]:
         self.calls.append(method)
         # The real one answers from its own process, while this one's loop goes on.
-        found = await asyncio.to_thread(answer, lambda: self.worker.do(method, json.loads(arguments)))
+        found = await asyncio.to_thread(answer, lambda: self.worker.do(method, arguments))
         return True, json.dumps([found])
 
     def _load_bucket(self, bucket: dict[str, Any]) -> tuple[bool, str]:
@@ -307,9 +335,7 @@ class ManagerDouble:
         if self._buckets == self.fail_bucket:
             return False, "Failed to update parameter online. Please discard the whole weights."
         self.stale_prefixes = True
-        for meta in bucket["metadata"]:
-            flat = bucket["flattened_tensor"][meta.start_idx : meta.end_idx]
-            self.holder.load_weights([(meta.name, flat.view(meta.dtype).reshape(meta.shape))])
+        self.holder.load_weights(unpacked(bucket))
         return True, "Success"
 
 
@@ -351,6 +377,13 @@ class BucketDouble:
 
     def get_metadata(self) -> list[Metadata]:
         return self._metadata
+
+
+def unpacked(bucket: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As ``FlattenedTensorBucket.reconstruct_tensors``."""
+    for meta in bucket["metadata"]:
+        flat = bucket["flattened_tensor"][meta.start_idx : meta.end_idx]
+        yield meta.name, flat.view(meta.dtype).reshape(meta.shape)
 
 
 def modules() -> dict[str, types.ModuleType]:

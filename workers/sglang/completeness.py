@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...integration.engines.misc_share import SAY_REFIT_DTYPE
 from ...integration.errors import PlanError
 from ...integration.manifest import dtype_name
 from ..loader_trace.codes import unscaled_casts
@@ -51,11 +52,16 @@ def check_codes(trace: LoaderTrace, manifest: Manifest, parameters: Mapping[str,
     cast = unscaled_casts(trace, manifest, parameters)
     if cast:
         name, parameter, dtype = cast[0]
+        remedy = (
+            f"No blocks are made of float32. {SAY_REFIT_DTYPE}"
+            if dtype == torch.float32
+            else "Set policy.refit.trainer_quantize_fp8=true (of a SglangSender, trainer_quantize_fp8=True), which serves FP8 in "
+            "blocks"
+        )
         raise PlanError(
             f"the trainer sends {dtype_name(dtype)} and SGLang holds {parameter} as "
             f"{dtype_name(parameters[parameter].dtype)}, to be scaled; its loader would cast the numbers and keep the old "
-            f"scales ({len(cast)} such weights). Set policy.refit.trainer_quantize_fp8=true, which serves FP8 in blocks, or start "
-            "SGLang without quantization",
+            f"scales ({len(cast)} such weights). Nothing was written. {remedy}, or start SGLang without quantization",
             stage="trace",
             parameter=name,
         )

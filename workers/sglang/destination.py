@@ -70,6 +70,9 @@ class SglangDestination:
         self._device = device
         self._routes: Routes | None = None
         self._promised: dict[str, Format] = {}
+        # The last question of :meth:`quantized`, with what answers it, and the answer.
+        self._asked: tuple[Manifest, dict[str, BlockFp8]] | None = None
+        self._own: dict[str, Format] = {}
         self._staged: dict[str, torch.Tensor] = {}
         self._follow_parameters()
 
@@ -109,10 +112,15 @@ class SglangDestination:
         blocks = block_modules(self._model)
         if not blocks:
             return {}
+        asked = _manifest(specs), blocks
+        if self._asked == asked:
+            self._promised = dict(self._own)
+            return dict(self._own)
         with meta_twin(self._runner) as twin:
-            trace = _trace(twin, _manifest(specs))
+            trace = _trace(twin, asked[0])
         self._promised = formats_of(specs, trace, blocks)
         self._agreed(on_the_wire(specs, self._promised))
+        self._asked, self._own = asked, dict(self._promised)
         return dict(self._promised)
 
     def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
@@ -132,22 +140,15 @@ class SglangDestination:
         return found, dict(routes.reasons)
 
     def routes(self, specs: Sequence[TensorSpec]) -> Routes:
-        """What :meth:`finish` goes by where SGLang's own loader is given all of ``specs``, and not this object.
+        """What :meth:`finish` goes by where all of ``specs`` come as full tensors, and none shard to shard.
+
+        SGLang's own loader may be given them in the place of :meth:`load_weights` if none is ``placed``.
 
         Raises:
-            RefitMismatch, PlanError: as :meth:`fragments`; or a module can be written in place alone.
+            RefitMismatch, PlanError: as :meth:`fragments`.
         """
-        routes = self._agreed(specs)
-        if routes.placed:
-            name = next(iter(routes.placed))
-            raise PlanError(
-                f"DeepGEMM computes with packed scales of it, which SGLang's own loader can't write ({len(routes.placed)} such "
-                "tensors). Nothing was written; refit shard to shard, or start SGLang with fp8_gemm_runner_backend='triton' "
-                "and moe_runner_backend='triton'",
-                stage="trace",
-                parameter=name,
-            )
-        return routes
+        self._follow_parameters()
+        return self._agreed(specs)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The misc path: full checkpoint tensors through the model's own ``load_weights``, as SGLang's updates do."""

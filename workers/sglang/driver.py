@@ -15,8 +15,10 @@ from typing import Any
 from ...integration.config import RefitConfig
 from ...integration.errors import EngineDirty, RefitError, RefitMismatch
 from ...integration.manifest import TensorSpec
+from ...integration.quantize.formats import Format
 from ...integration.stage_memory import ProcessMemory
 from ...integration.stages import KV_CACHE, TAGS, WEIGHTS, StageRefused
+from .buckets import Buckets
 from .callers import Caller
 from .engine_calls import EngineCalls
 from .pausing import DRAIN_S, PauseMode, Pauses
@@ -54,7 +56,7 @@ class SglangRefit:
         self.calls = EngineCalls(caller)
         self._pauses = Pauses(self.calls, timeout_s)
         self._engine = ""
-        self._sending = -1
+        self._buckets = Buckets(self.calls)
         # What a refit left that failed: until one succeeds, nothing is to be generated.
         self._unusable: BaseException | None = None
         # The workers guard their weights from here on, and not from the first refit.
@@ -142,17 +144,25 @@ class SglangRefit:
         self.calls.ask("close")
         self._engine = ""
 
-    # Through SGLang's own loader, on the trainer's GPUs
+    # In buckets, on the trainer's GPUs
 
-    def begin(self, version: int, specs: Sequence[TensorSpec], mode: PauseMode = "wait") -> None:
+    def begin(
+        self,
+        version: int,
+        specs: Sequence[TensorSpec],
+        mode: PauseMode = "wait",
+        trainer_quantize_fp8: bool = False,
+    ) -> dict[str, Format]:
         """Pause the engine, and have its workers see that they can take these weights, and no less.
 
+        Returns:
+            Those that have to come as codes and scales, in which format; none without ``trainer_quantize_fp8``.
+
         Raises:
-            RefitError: of the worker's kind; nothing was written.
+            RefitError: of the worker's kind, or as :meth:`~.buckets.Buckets.begin`; nothing was written.
         """
         with self._refitting(mode):
-            self.calls.ask("begin", version, [spec.to_json() for spec in specs])
-        self._sending = version
+            return self._buckets.begin(version, specs, trainer_quantize_fp8)
 
     def load(self, handles: dict[str, str]) -> None:
         """Load a bucket on all workers: ``{device UUID: payload}``, whose memory may be freed afterwards.
@@ -162,14 +172,12 @@ class SglangRefit:
         """
         payloads = [handles[device] for device in self.devices]
         with self._keeping_paused():
-            self.calls.update(payloads, "flattened_bucket")
-            # SGLang answers once its copies are queued; the sender frees what they read.
-            self.calls.ask("settle")
+            self._buckets.load(payloads)
 
     def finish(self) -> None:
         """After the last bucket: derived state. Raises as :meth:`load`."""
         with self._keeping_paused():
-            self.calls.ask("finish", self._sending)
+            self._buckets.finish()
 
     def commit(self, version: int) -> None:
         """Serve ``version``. Raises as :meth:`load`."""

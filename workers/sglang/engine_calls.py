@@ -67,7 +67,13 @@ class EngineCalls:
             RefitError: of the kind that a worker raised.
         """
         payload = _pickled([(command, json.dumps(arguments))])
-        answer = self.update([payload] * self.settings["tp_size"])
+        return self._answers(command, self.update([payload] * self.settings["tp_size"]))
+
+    def deliver(self, payloads: list[str]) -> list[dict[str, Any]]:
+        """A flattened bucket for each worker, which rlrefit's loader takes in the place of SGLang's own. As :meth:`ask`."""
+        return self._answers("load", self.update(payloads))
+
+    def _answers(self, command: str, answer: Answer) -> list[dict[str, Any]]:
         try:
             found, _ = json.JSONDecoder().raw_decode(answer.message)
         except ValueError as error:

@@ -4,8 +4,8 @@ Start SGLang with ``custom_weight_loader=[LOADER]``. SGLang 0.5.17 calls such a 
 every worker, for an ``update_weights_from_tensor`` whose ``load_format`` is its name; it drops what the loader returns, and
 what it raises ends the scheduler. So the first such call only puts :func:`update_weights_from_tensor` in the place of the
 worker's method of that name, which sees the whole updater and whose message reaches the caller. From then on a call with
-that ``load_format`` carries a command and no weights, and all others are SGLang's own. And the scheduler tells what
-:mod:`.standing` has.
+that ``load_format`` carries a command, or a bucket that SGLang's own loader can't write, and all others are SGLang's own. And
+the scheduler tells what :mod:`.standing` has.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ def serving(original: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[bo
             return True, json.dumps([])  # another driver that does not know that this worker serves already
         from .worker_refit import serve
 
+        if isinstance(named_tensors, dict):  # a flattened bucket, which SGLang's own loader could not write
+            return True, json.dumps(serve(self, "load", [named_tensors]))
         [(method, arguments)] = named_tensors
         return True, json.dumps(serve(self, method, json.loads(arguments)))
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from ...integration.endpoints import WeightSource
 from ...integration.manifest import TensorSpec
+from ...integration.quantize.formats import Format, Fp8Blockwise
+from ...integration.quantize.scale_watch import ScaleWatch
+from ...integration.quantize.source import QuantizingSource
 from ...integration.records import RefitRecord
 from ..trtllm.buckets import Bucket
 from ..trtllm.sender import Engines, TrtllmSender
@@ -22,8 +25,39 @@ _COPIES = 2
 class PausedEngines(Engines, Protocol):
     """What the leader calls; :class:`~.driver.SglangRefit`, or a proxy of one in another process."""
 
-    def begin(self, version: int, specs: Sequence[TensorSpec], mode: PauseMode = "wait") -> None:
-        """As :meth:`Engines.begin`, and ``mode`` is what becomes of running requests."""
+    def begin(
+        self,
+        version: int,
+        specs: Sequence[TensorSpec],
+        mode: PauseMode = "wait",
+        trainer_quantize_fp8: bool = False,
+    ) -> Mapping[str, Format]:
+        """As :meth:`Engines.begin`, and ``mode`` is what becomes of running requests.
+
+        Returns:
+            Those of ``specs`` that the engine wants as codes and scales; none without ``trainer_quantize_fp8``.
+        """
+
+
+def unit_of(name: str) -> str:
+    """What travels in one bucket: a weight and its scales, with which alone its codes are numbers."""
+    return name.removesuffix(Fp8Blockwise.scale_name_end)
+
+
+class _Quantizing(QuantizingSource):
+    """Ends its export with an error where a weight held a NaN or infinity, of which no scale can be made."""
+
+    def __init__(self, source: WeightSource, formats: Mapping[str, Format], rank: int) -> None:
+        super().__init__(source, formats)
+        self._watch = ScaleWatch(formats, rank)
+        self._watch.bind((), self.specs(), self.device)
+
+    def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._watch.passing(super().export(names))
+        self._watch.look()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self._watch.require_finite()
 
 
 class SglangSender(TrtllmSender):
@@ -33,16 +67,18 @@ class SglangSender(TrtllmSender):
     it as SGLang does, as bytes with their dtypes beside them, so that float8 travels too. The leader orders the payloads by the workers' GPUs. Rank 0 of ``group`` has the engine's :class:`~.driver.SglangRefit`.
 
     Args:
-        source: of the weights as the engine loads them.
+        source: of the weights as the engine loads them, or unquantized with ``trainer_quantize_fp8``.
         engines: on rank 0 of ``group``; None on the others.
         device: UUID of this rank's GPU, :func:`~..trtllm.sender.own_device`; ``cpu`` where both are on one host's CPUs.
         bucket_bytes: of all that is held for a bucket at a time; a larger weight gets a bucket of its own.
         group: of all trainer ranks, on host memory, with the timeout that bounds each wait; None for one rank.
+        trainer_quantize_fp8: as ``policy.refit.trainer_quantize_fp8``: each rank makes codes and scales of the weights that the
+            engine says to hold in FP8 blocks. An engine that holds none is a ``RefitMismatch``.
     """
 
     _engine_name = "sglang"
     # SGLang's loaders take each tensor by itself.
-    _unit_of = staticmethod(str)
+    _unit_of = staticmethod(unit_of)
 
     def __init__(
         self,
@@ -51,8 +87,10 @@ class SglangSender(TrtllmSender):
         device: str,
         bucket_bytes: int,
         group: torch.distributed.ProcessGroup | None = None,
+        trainer_quantize_fp8: bool = False,
     ) -> None:
         super().__init__(source, engines, device, bucket_bytes // _COPIES, group)
+        self._quantizes = trainer_quantize_fp8
         self._mode: PauseMode = "wait"
         self._flattened: torch.Tensor | None = None
 
@@ -71,9 +109,13 @@ class SglangSender(TrtllmSender):
             if self._source.device.type == "cuda":
                 torch.cuda.ipc_collect()
 
-    def _begun(self, engines: PausedEngines, version: int, specs: Sequence[TensorSpec]) -> frozenset[str]:
-        engines.begin(version, specs, self._mode)
-        return frozenset(engines.devices)
+    def _begun(
+        self, engines: PausedEngines, version: int, specs: Sequence[TensorSpec]
+    ) -> Mapping[str, Format]:
+        return engines.begin(version, specs, self._mode, self._quantizes)
+
+    def _sending(self, formats: Mapping[str, Format]) -> WeightSource:
+        return _Quantizing(self._source, formats, self._rank) if formats else self._source
 
     def _send(
         self,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...integration.manifest import TensorSpec
+from ...integration.quantize.formats import to_json
 from ...integration.stage_memory import MemoryWatch, empty_cache
 from ..destination_mixin import DestinationRefitMixin
 from ..vllm.answers import answer
@@ -27,7 +28,9 @@ COMMANDS = frozenset(
         "update_weights_from_collective",
         "close",
         "serving_version",
+        "formats",
         "begin",
+        "load",
         "settle",
         "finish",
         "commit",
@@ -54,7 +57,7 @@ def serve(updater: Any, method: str, arguments: Sequence[Any]) -> list[dict[str,
     Args:
         updater: SGLang's ``WeightUpdater`` of this worker.
         method: one of :data:`COMMANDS`, or of :func:`also_serve`.
-        arguments: of it, plain data.
+        arguments: of it, plain data, or what came in a bucket.
     """
     from sglang.srt.distributed import get_tp_group
 
@@ -151,10 +154,40 @@ class WorkerRefit(DestinationRefitMixin):
         self.guard.require_whole()
         return {"version": self.refit_state.version}
 
-    def begin(self, version: int, specs: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """Before buckets go through SGLang's own loader: see that it takes them all, and refuse to generate from here on."""
-        self.destination.routes([TensorSpec.from_json(list(spec)) for spec in specs])
+    @cached_property
+    def bucketed(self) -> SglangDestination:
+        """The same for buckets: what the trainer is asked for in them is no promise to the epoch that may be open."""
+        return SglangDestination(self._runner, self.device)
+
+    def formats(self, specs: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """The weights of a trainer's ``specs`` that this worker holds in FP8 blocks: ``{"weights": {name: which}, "formats": […]}``."""
+        found = self.bucketed.quantized(_read(specs))
+        kinds = list(dict.fromkeys(found.values()))
+        weights = {name: kinds.index(format) for name, format in found.items()}
+        return {"weights": weights, "formats": [to_json(kind) for kind in kinds]}
+
+    def begin(self, version: int, specs: Sequence[Sequence[Any]], as_asked: bool = False) -> dict[str, Any]:
+        """Before buckets: see that they fill the model, and refuse to generate from here on.
+
+        Args:
+            version: that comes.
+            specs: of all that comes.
+            as_asked: weights come in the formats that :meth:`formats` told.
+
+        Returns:
+            ``{"placing": …}``: whether SGLang's own loader can't write all of it, so that :meth:`load` has to.
+        """
+        if not as_asked:
+            self.bucketed.new_epoch()
+        routes = self.bucketed.routes(_read(specs))
         self.refit_state.mark_dirty(version)
+        return {"placing": bool(routes.placed)}
+
+    def load(self, bucket: Mapping[str, Any]) -> dict[str, Any]:
+        """A flattened bucket, in the place of SGLang's own loading of it."""
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        self.bucketed.load_weights(FlattenedTensorBucket(**bucket).reconstruct_tensors())
         return {}
 
     def settle(self) -> dict[str, Any]:
@@ -165,7 +198,7 @@ class WorkerRefit(DestinationRefitMixin):
 
     def finish(self, version: int) -> dict[str, Any]:
         """After the last bucket."""
-        self.destination.finish(version)
+        self.bucketed.finish(version)
         return {}
 
     def commit(self, version: int) -> dict[str, Any]:
@@ -198,3 +231,7 @@ class WorkerRefit(DestinationRefitMixin):
     def _make_refit_destination(self) -> SglangDestination:
         self.destination.new_epoch()
         return self.destination
+
+
+def _read(specs: Sequence[Sequence[Any]]) -> list[TensorSpec]:
+    return [TensorSpec.from_json(list(spec)) for spec in specs]

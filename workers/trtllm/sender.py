@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from ...integration import errors
 from ...integration.endpoints import WeightSource
 from ...integration.errors import PeerLost, RefitError, RefitMismatch
 from ...integration.manifest import TensorSpec, dtype_name
+from ...integration.quantize.formats import Format
 from ...integration.records import RefitRecord, StageClock
 from .buckets import Bucket, lay_out, unit_of
 from .payload import Reduce, cuda_handle, encode
@@ -155,12 +156,18 @@ class TrtllmSender:
         clock.restart()
         with clock.stage("handshake"):
             self._all_do(self._settled, lambda engines, devices: _check_devices(engines.devices, devices))
-            specs = self._source.specs()
-            needed, in_parts = self._leader_does(
-                lambda engines: (self._begun(engines, version, specs), engines.loads_in_parts)
+            told = self._source.specs()
+            needed, in_parts, formats = self._leader_does(
+                lambda engines: (
+                    frozenset(engines.devices),
+                    engines.loads_in_parts,
+                    self._begun(engines, version, told),
+                )
             )
+        sending = self._sending(formats)
+        specs = sending.specs()
         buckets = lay_out(specs, self._bucket_bytes if in_parts else sys.maxsize, self._unit_of)
-        export = self._exported(specs)
+        export = self._exported(sending)
         held: dict[str, torch.Tensor] | None = {} if self._device in needed else None
         sent = largest = drawn = 0
         for bucket in buckets:
@@ -191,13 +198,18 @@ class TrtllmSender:
         self._source.settle()
         return self._device
 
-    def _exported(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _exported(self, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
         """The export, which begins when its first weight is drawn: then the other ranks hear of what it raises."""
-        yield from self._source.export([spec.name for spec in specs])
+        yield from source.export([spec.name for spec in source.specs()])
 
-    def _begun(self, engines: Engines, version: int, specs: Sequence[TensorSpec]) -> frozenset[str]:
+    def _begun(self, engines: Engines, version: int, specs: Sequence[TensorSpec]) -> Mapping[str, Format]:
+        """Formats in which the engines want weights that the source holds unquantized."""
         engines.begin(version, specs)
-        return frozenset(engines.devices)
+        return {}
+
+    def _sending(self, formats: Mapping[str, Format]) -> WeightSource:
+        """What brings the weights so."""
+        return self._source
 
     def _send(
         self,

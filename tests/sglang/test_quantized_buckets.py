@@ -1,0 +1,170 @@
+"""Buckets of codes and scales that the trainer makes, in each of the three ways to an engine, over a double."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlrefit.integration.errors import EngineDirty, PlanError, RefitError, RefitMismatch
+from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8, to_json
+from rlrefit.workers.sglang.buckets import merged
+from rlrefit.workers.sglang.driver import SglangRefit
+from rlrefit.workers.sglang.sender import SglangSender, unit_of
+from rlrefit.workers.trtllm.buckets import lay_out
+
+from .engine_double import EngineDouble, Holder, ManagerDouble, weights
+
+pytestmark = pytest.mark.usefixtures("sglang")
+# What is a matrix of 16 bits, on two kinds of kernels.
+BLOCKS: dict[str, Format] = {"a.weight": Fp8Blockwise(), "c.weight": Fp8Blockwise(ue8m0=True)}
+# Several buckets, none of which holds a weight without its scale.
+BUCKET_BYTES = 128
+
+
+@pytest.fixture(params=[False, True], ids=["SGLang loads", "the refit places"])
+def holding(request: pytest.FixtureRequest, engine: EngineDouble) -> ManagerDouble:
+    manager = engine.tokenizer_manager
+    manager.worker.hold_in_blocks(BLOCKS)
+    manager.worker.placing = request.param
+    return manager
+
+
+def _sender(refit: SglangRefit, *, quantize: bool = True) -> tuple[SglangSender, Holder]:
+    source = Holder(0)
+    return SglangSender(source, refit, "cpu", BUCKET_BYTES, trainer_quantize_fp8=quantize), source
+
+
+def _expected(index: int) -> dict[str, torch.Tensor]:
+    found = weights(index)
+    for name, format in BLOCKS.items():
+        found[name], found[f"{name}_scale_inv"] = format.encode(found[name])
+    return found
+
+
+def _holds(manager: ManagerDouble, index: int) -> bool:
+    held, expected = manager.holder.held, _expected(index)
+    assert held.keys() == expected.keys()
+    return all(
+        held[name].dtype == tensor.dtype
+        and torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8))
+        for name, tensor in expected.items()
+    )
+
+
+def test_two_refits_leave_codes_and_scales_of_the_full_tensors(
+    engine: EngineDouble, holding: ManagerDouble, through: Any
+) -> None:
+    def work(refit: SglangRefit) -> None:
+        sender, source = _sender(refit)
+        for version, index in enumerate((1, 2)):
+            source.take_on(index)
+            holding.holder.poison()
+            record = sender.refit(version)
+            assert record.bytes_misc == sum(t.nbytes for t in holding.holder.held.values())
+            assert _holds(holding, index)
+            assert (refit.version, refit.weight_version()) == (version, str(version))
+            assert not holding.paused
+            assert not holding.stale_prefixes
+
+    through(engine, work)
+    taken, others = ("load", "bucket") if holding.worker.placing else ("bucket", "load")
+    assert holding.calls.count(taken) > 2
+    assert others not in holding.calls
+    assert holding.calls.count("formats") == holding.calls.count("commit") == 2
+
+
+def test_the_engine_is_asked_for_its_formats_once_it_is_paused(
+    engine: EngineDouble, holding: ManagerDouble, through: Any
+) -> None:
+    through(engine, lambda refit: _sender(refit)[0].refit(0))
+    calls = holding.calls
+    asked = calls.index("pause in_place")
+    assert calls[asked : calls.index("begin") + 1] == ["pause in_place", "flush_cache", "formats", "begin"]
+
+
+def test_an_engine_without_blocks_is_refused_and_goes_on_as_it_was(
+    engine: EngineDouble, through: Any
+) -> None:
+    manager = engine.tokenizer_manager
+
+    def work(refit: SglangRefit) -> None:
+        sender, source = _sender(refit)
+        source.take_on(1)
+        with pytest.raises(RefitMismatch, match="no worker of the engine holds a weight in FP8 blocks"):
+            sender.refit(0)
+        refit.require_servable()
+
+    through(engine, work)
+    assert not manager.paused
+    assert all(
+        torch.equal(manager.holder.held[name], tensor)
+        for name, tensor in weights(0).items()
+        if name != "b.weight"
+    )
+    assert "begin" not in manager.calls
+
+
+def test_an_engine_of_blocks_does_not_take_unquantized_weights(
+    engine: EngineDouble, holding: ManagerDouble, through: Any
+) -> None:
+    def work(refit: SglangRefit) -> None:
+        sender, _ = _sender(refit, quantize=False)
+        with pytest.raises(PlanError):
+            sender.refit(0)
+        refit.require_servable()
+        _sender(refit)[0].refit(0)
+
+    through(engine, work)
+    assert _holds(holding, 0)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_ends_the_refit_by_name_before_it_commits(
+    engine: EngineDouble, holding: ManagerDouble, through: Any, number: float
+) -> None:
+    def work(refit: SglangRefit) -> None:
+        sender, source = _sender(refit)
+        source.held["c.weight"][3, 2] = number
+        with pytest.raises(RefitError, match=r"c\.weight"):
+            sender.refit(0)
+        assert not {"finish", "commit"} & set(holding.calls)
+        assert holding.paused
+        with pytest.raises(EngineDirty, match="did not commit"):
+            refit.require_servable()
+        source.take_on(2)
+        sender.refit(1)
+        refit.require_servable()
+        assert _holds(holding, 2)
+
+    through(engine, work)
+
+
+def test_a_weight_and_its_scales_share_a_bucket_however_small() -> None:
+    manager = ManagerDouble()
+    manager.worker.hold_in_blocks(BLOCKS)
+    for nbytes in (1, 40, 60, 1 << 20):
+        buckets = lay_out(manager.holder.specs(), nbytes, unit_of)
+        for name in BLOCKS:
+            assert [{name, f"{name}_scale_inv"} <= set(bucket.names) for bucket in buckets].count(True) == 1
+
+
+def _answer(weights: dict[str, int], *formats: Format) -> dict[str, Any]:
+    return {"weights": weights, "formats": [to_json(format) for format in formats]}
+
+
+def test_what_workers_hold_is_taken_together_and_has_to_agree() -> None:
+    plain, powers = Fp8Blockwise(), Fp8Blockwise(ue8m0=True)
+    shared = _answer({"attention": 0, "expert.0": 1}, plain, powers)
+    other = _answer({"expert.1": 0, "attention": 1}, powers, plain)
+    assert merged([shared, other, _answer({})]) == {
+        "attention": plain,
+        "expert.0": powers,
+        "expert.1": powers,
+    }
+    with pytest.raises(RefitMismatch, match=r"worker 1 holds it as .*ue8m0=True") as met:
+        merged([shared, _answer({"attention": 0}, powers)])
+    assert met.value.parameter == "attention"
+    with pytest.raises(RefitError, match="in words unknown here"):
+        merged([{"weights": {}, "formats": [to_json(Mxfp8()) | {"kind": "another"}]}])
