@@ -64,7 +64,9 @@ def sender(gpu: Gpu, timeout_s: float = 10.0) -> IpcTransport:
         "_stream": SimpleNamespace(wait_stream=lambda caller: gpu.step("follow the caller")),
         "_ended": gpu.event("writes"),
         "_copies": SimpleNamespace(launch=lambda: gpu.step("copy")),
-        "_sent_proofs": SimpleNamespace(compute=lambda refit: gpu.step("prove")),
+        "_sent_proofs": SimpleNamespace(
+            prepare=lambda refit: gpu.step("prepare"), compute=lambda refit: gpu.step("prove")
+        ),
         "_tell": SimpleNamespace(launch=lambda: gpu.step("tell")),
         "_bells": [0],
         "_encoders": [],
@@ -74,7 +76,7 @@ def sender(gpu: Gpu, timeout_s: float = 10.0) -> IpcTransport:
     return one
 
 
-@pytest.mark.parametrize("fails_at", ["copy", "ring 1", "prove", "tell", "ring 2"])
+@pytest.mark.parametrize("fails_at", ["copy", "ring 1", "prepare", "prove", "tell", "ring 2"])
 @pytest.mark.parametrize("error", [RuntimeError("no launch"), KeyboardInterrupt()])
 def test_writes_that_break_off_are_still_waited_for_before_memory_is_unmapped(
     gpu: Gpu, fails_at: str, error: BaseException
@@ -176,8 +178,10 @@ def connect(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Callable[[IpcTransport
         )
     held = {1: [(PLAN.sends[0][0], [Strided.packed(0, (4,), 2)])]}
     monkeypatch.setattr(module, "bound", lambda sends, views: gpu.step("bound") or held)
-    proofs = SimpleNamespace(sums=torch.zeros(1, 2, dtype=torch.int64), compute=lambda refit: None)
-    monkeypatch.setattr(module, "Proofs", lambda *_: proofs)
+    proofs = SimpleNamespace(
+        sums=torch.zeros(1, 2, dtype=torch.int64), prepare=lambda refit: None, compute=lambda refit: None
+    )
+    monkeypatch.setattr(one_sided, "Proofs", lambda *_, ahead: proofs)
 
     def connect(one: IpcTransport, described: object) -> None:
         one.connect([None, described])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -12,16 +11,17 @@ import torch
 
 from ...errors import PeerLost, PlanError, RefitMismatch, RefitTimeout, TransportUnavailable
 from ...layout import Fragment, volume
-from ...packing import CopyTable, EncodedView, Strided
-from ...plan import Message, Plan, Segment
+from ...packing import CopyTable, Strided
+from ...plan import Plan
 from ...records import StageClock
 from ..base import Transport, damaged
 from ..host_memory import HostMemory
 from ..views import LiveViews
-from .description import Description, Inbox, View, extent
+from .bound import by_peer
+from .description import Description, Inbox, extent
 from .driver import DriverError, missing
 from .lease import Lease
-from .mailbox import CHECKSUM_BYTES, Mailbox, proven
+from .mailbox import Mailbox, proven
 from .mapping import ImportedMemory
 from .memory import ExportedMemory, device_uuid, process_name
 from .proofs import Bound, Proofs
@@ -81,8 +81,8 @@ class OneSided(Transport):
         self._lease = Lease(timeout_s)
         self._watch = watch
         self._who = describe_rank
-        self._sends = _by_peer(plan.sends, lambda message: message.destination)
-        self._receives = _by_peer(plan.receives, lambda message: message.source)
+        self._sends = by_peer(plan.sends, lambda message: message.destination)
+        self._receives = by_peer(plan.receives, lambda message: message.source)
         if any(m.is_relay for rounds in (plan.sends, plan.receives) for messages in rounds for m in messages):
             raise PlanError(
                 f"{self.name} takes no relays, since every sender reaches every receiver; make the plan without fan-out",
@@ -106,7 +106,7 @@ class OneSided(Transport):
         self._views, self._stays = LiveViews([]), False
         self._placing: Hashable = None
         self._mailbox: Mailbox | None = None
-        self._sent_proofs = self._landed_proofs = Proofs({}, "off", torch.device("cpu"))
+        self._sent_proofs = self._landed_proofs = _no_proofs()
 
     def moved(self) -> bool:
         with self._classifying():
@@ -171,6 +171,10 @@ class OneSided(Transport):
         self._places, self._told = self._placing, dict(peers)
         # They would keep the memory of parameters that are offloaded meanwhile.
         self._views = LiveViews([])
+
+    def _prove(self, pairs: Mapping[int, Sequence[Bound]]) -> Proofs:
+        # The first binding compiles; the next ones come right before a refit.
+        return Proofs(pairs, self.verify, self._device, ahead=self._refits == 0)
 
     def _open_mailbox(self, messages: Mapping[int, int]) -> Mailbox:
         """This rank's mailbox, with a bell for each peer and sums for each of its ``messages``; made once."""
@@ -331,7 +335,7 @@ class OneSided(Transport):
             self._exported = None
         self._host = None
         # Before new ones are made beside them.
-        self._sent_proofs = self._landed_proofs = Proofs({}, "off", torch.device("cpu"))
+        self._sent_proofs = self._landed_proofs = _no_proofs()
         if self._imported and failed and not self._drained():
             # Unmapping under a running kernel would break this process's context, and the trainer with it.
             logger.warning("copies of a failed refit are still under way; their peers' memory stays mapped")
@@ -356,39 +360,5 @@ class OneSided(Transport):
         return True
 
 
-def checksums_at(peer: Description, inbox: Inbox, messages: int, bases: Sequence[int]) -> int:
-    """Where a receiver has the sums of this many messages, as it is mapped here."""
-    return peer.region(inbox.checksums, CHECKSUM_BYTES * messages, bases)
-
-
-def memory_of(peers: Mapping[int, Sequence[Bound]]) -> list[Strided]:
-    """All memory behind the segments that are exchanged with some peers."""
-    return [v for held in peers.values() for _, views in held for v in views if isinstance(v, Strided)]
-
-
-def views_in(exported: ExportedMemory, held: Sequence[Bound]) -> tuple[View, ...]:
-    """The memory of each segment, as a peer is told of it."""
-    live = memory_of({0: held})
-    return tuple(View(exported.place(view.address), view.strides, view.itemsize) for view in live)
-
-
-def bound(peers: Mapping[int, Sequence[Message]], views: LiveViews) -> dict[int, list[Bound]]:
-    """Each peer's messages with what this rank holds of their segments, as plain addresses: views would keep the memory of
-    parameters that are offloaded meanwhile."""
-
-    def held(segment: Segment) -> Strided | EncodedView:
-        found = views.of(segment)
-        return Strided.of(found) if isinstance(found, torch.Tensor) else found
-
-    return {peer: [(m, [held(s) for s in m.segments]) for m in messages] for peer, messages in peers.items()}
-
-
-def _by_peer(
-    rounds: Sequence[Sequence[Message]], peer: Callable[[Message], int]
-) -> dict[int, tuple[Message, ...]]:
-    """Each peer's messages in the order of rounds, peers ascending."""
-    found: dict[int, list[Message]] = defaultdict(list)
-    for messages in rounds:
-        for message in messages:
-            found[peer(message)].append(message)
-    return {key: tuple(found[key]) for key in sorted(found)}
+def _no_proofs() -> Proofs:
+    return Proofs({}, "off", torch.device("cpu"), ahead=False)

@@ -34,6 +34,9 @@ def copies_in_turns(writes: Mapping[int, Sequence[tuple[Strided, Strided]]], fir
 
 def computed_in_turns(writes: Mapping[int, Sequence[Computed]], first: int) -> list[Computed]:
     """Pieces of what is computed, in an order that serves all receivers alike; as :func:`copies_in_turns` otherwise."""
+    if len(writes) == 1:
+        # Nobody to take turns with; to cut what is computed takes the longest of all that a binding does.
+        return list(*writes.values())
     cut = [[piece for whole in writes[receiver] for piece in pieces(whole)] for receiver in sorted(writes)]
     order = turns([np.array([view.nbytes for view, _ in held], dtype=np.int64) for held in cut], first)
     found = [piece for held in cut for piece in held]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from math import prod
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ import torch
 
 from ...layout import Box
 from ...packing import ChecksumTable, EncodedView, Encoder, Strided, make_encoders
+from ...packing.encoded import PackedEncoding
+from ...packing.host import WeakView
 from ...plan import Message
 
 # Elements that are computed once more at a time, if a row of blocks has not more.
@@ -27,6 +30,47 @@ class _Step(NamedTuple):
     table: ChecksumTable
 
 
+class _WeakEncoded(NamedTuple):
+    """A part of what is computed of a tensor that is not kept: its owner may offload it meanwhile."""
+
+    held: WeakView
+    encoding: PackedEncoding
+    window: Box
+
+    def view(self) -> EncodedView:
+        return EncodedView(self.held.view(), self.encoding, self.window)
+
+
+class _Turn:
+    """The messages that a refit checks of one pair; prepared once."""
+
+    def __init__(self, group: Sequence[tuple[int, Bound]]):
+        self.nbytes = sum(message.payload_bytes for _, (message, _) in group)
+        self._held = [
+            (slot, segment.offset, view if isinstance(view, Strided) else _weak(view))
+            for slot, (message, held) in group
+            for segment, view in zip(message.segments, held, strict=True)
+        ]
+        self._steps: list[_Step] | None = None
+
+    def steps(self, scratch: torch.Tensor) -> list[_Step]:
+        """All that is to be done, in this order."""
+        if self._steps is None:
+            plain: list[_View] = []
+            slots: list[int] = []
+            self._steps = []
+            for slot, offset, held in self._held:
+                if isinstance(held, Strided):
+                    plain.append((held, offset))
+                    slots.append(slot)
+                    continue
+                view = held.view()
+                self._steps += [_strip(view, offset, strip, slot, scratch) for strip in view.strips(_STRIP)]
+            self._steps.append(_Step([], ChecksumTable.build(plain, scratch.device, slots)))
+            self._held = []
+        return self._steps
+
+
 class Proofs:
     """Computes the checksums of the messages that a refit checks: all, or one of each pair in turn.
 
@@ -37,13 +81,16 @@ class Proofs:
         scratch_bytes: of that memory.
     """
 
-    def __init__(self, pairs: Mapping[int, Sequence[Bound]], verify: str, device: torch.device):
-        """Prepare the tables.
-
+    def __init__(
+        self, pairs: Mapping[int, Sequence[Bound]], verify: str, device: torch.device, *, ahead: bool
+    ):
+        """
         Args:
             pairs: the messages with each peer, in the order that both sides know.
             verify: ``off``, ``sampled`` or ``full``.
             device: of the views.
+            ahead: whether everything is prepared now, and no refit will wait for a compiler, or for each refit what it
+                checks: where weights move before every refit, the rest would be for nothing.
         """
         self.messages = [message for peer in sorted(pairs) for message, _ in pairs[peer]]
         self.sums = torch.zeros(len(self.messages), 2, dtype=torch.int64, device=device)
@@ -53,52 +100,61 @@ class Proofs:
             for _, held in bound
             for view in held
             if verify != "off" and isinstance(view, EncodedView)
-            for strip in view.strips(_STRIP)
+            # The first may be cut short; later ones are no larger than the second.
+            for strip in islice(view.strips(_STRIP), 2)
         ]
         self.scratch_bytes = max(needs, default=0)
         self._scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
-        # For each pair what its turns are: the steps, and the payload bytes that they check.
-        self._turns: list[list[tuple[list[_Step], int]]] = []
+        # For each pair what its turns are.
+        self._turns: list[list[_Turn]] = []
         slot = 0
         for peer in sorted(pairs):
             bound = list(zip(range(slot, slot + len(pairs[peer])), pairs[peer], strict=True))
             slot += len(bound)
             groups = {"off": [], "sampled": [[one] for one in bound], "full": [bound]}[verify]
-            self._turns.append([self._prepare(group, device) for group in groups])
+            self._turns.append([_Turn(group) for group in groups])
+        if ahead:
+            for turn in chain.from_iterable(self._turns):
+                turn.steps(self._scratch)
+
+    def prepare(self, refit: int) -> None:
+        """Prepare what a refit checks, if it is not.
+
+        Raises:
+            RefitError: the memory of a weight was freed.
+        """
+        for turns in self._turns:
+            if turns:
+                turns[refit % len(turns)].steps(self._scratch)
 
     def compute(self, refit: int) -> int:
-        """Enqueue the checksums of a refit on the current stream; returns the bytes that they cover."""
+        """Enqueue the checksums of a refit on the current stream; returns the bytes that they cover.
+
+        Raises:
+            RefitError: as :meth:`prepare`.
+        """
         self.sums.zero_()
         covered = 0
         for turns in self._turns:
             if turns:
-                steps, nbytes = turns[refit % len(turns)]
-                for encoders, table in steps:
+                turn = turns[refit % len(turns)]
+                for encoders, table in turn.steps(self._scratch):
                     for encoder in encoders:
                         encoder.launch()
                     table.add_to(self.sums)
-                covered += nbytes
+                covered += turn.nbytes
         return covered
 
-    def _prepare(self, group: Sequence[tuple[int, Bound]], device: torch.device) -> tuple[list[_Step], int]:
-        plain: list[_View] = []
-        slots: list[int] = []
-        steps: list[_Step] = []
-        for slot, (message, held) in group:
-            for segment, view in zip(message.segments, held, strict=True):
-                if isinstance(view, EncodedView):
-                    steps += [self._strip(view, segment.offset, strip, slot) for strip in view.strips(_STRIP)]
-                else:
-                    plain.append((view, segment.offset))
-                    slots.append(slot)
-        steps.append(_Step([], ChecksumTable.build(plain, device, slots)))
-        return steps, sum(message.payload_bytes for _, (message, _) in group)
 
-    def _strip(self, view: EncodedView, offset: int, strip: Box, slot: int) -> _Step:
-        part = view.slice(strip)
-        place = Strided.packed(self._scratch.data_ptr(), part.shape, part.dtype.itemsize)
-        packed = Strided.packed(offset, view.shape, view.dtype.itemsize).slice(strip)
-        device = self._scratch.device
-        return _Step(
-            make_encoders([(part, place)], device), ChecksumTable.build([(place, packed)], device, [slot])
-        )
+def _weak(view: EncodedView) -> _WeakEncoded:
+    return _WeakEncoded(WeakView(view.held), view.encoding, view.window)
+
+
+def _strip(view: EncodedView, offset: int, strip: Box, slot: int, scratch: torch.Tensor) -> _Step:
+    part = view.slice(strip)
+    place = Strided.packed(scratch.data_ptr(), part.shape, part.dtype.itemsize)
+    packed = Strided.packed(offset, view.shape, view.dtype.itemsize).slice(strip)
+    device = scratch.device
+    return _Step(
+        make_encoders([(part, place)], device), ChecksumTable.build([(place, packed)], device, [slot])
+    )

@@ -13,12 +13,13 @@ from ...packing import CopyTable, EncodedView, NotComputable, Strided, make_enco
 from ...packing.host import kernels_read
 from ...records import StageClock
 from ..base import TransferResult
+from .bound import bound, checksums_at, memory_of, views_in
 from .description import Description, Inbox
 from .lease import Lease
 from .mailbox import BELL_BYTES, landed, proven, ring
-from .one_sided import OneSided, bound, checksums_at, memory_of, views_in
+from .one_sided import OneSided
 from .order import Computed, computed_in_turns, copies_in_turns
-from .proofs import Bound, Proofs
+from .proofs import Bound
 
 
 class IpcTransport(OneSided):
@@ -41,7 +42,7 @@ class IpcTransport(OneSided):
                 {sender: len(messages) for sender, messages in self._receives.items()}
             )
             self._export(memory_of(self._bound_receives), mailbox)
-        self._landed_proofs = Proofs(self._bound_receives, self.verify, self._device)
+        self._landed_proofs = self._prove(self._bound_receives)
 
     def describe(self) -> object:
         exported, mailbox = self._exported, self._mailbox
@@ -71,7 +72,7 @@ class IpcTransport(OneSided):
         """Map the receivers' memory and make the tables of what is written there."""
         bound_sends = bound(self._sends, self._views)
         with self._reachable():
-            self._sent_proofs = Proofs(bound_sends, self.verify, self._device)
+            self._sent_proofs = self._prove(bound_sends)
         copied: dict[int, list[tuple[Strided, Strided]]] = {}
         computed: dict[int, list[Computed]] = {}
         told: list[tuple[Sequence[Bound], int]] = []
@@ -121,6 +122,8 @@ class IpcTransport(OneSided):
                 self._wait(self._ended.query, "transfer", lambda: "this rank's writes to its peers")
         if self._mailbox is None:
             return 0
+        # While the senders write.
+        self._landed_proofs.prepare(self._refits)
         with clock.stage("transfer"), clock.waiting():
             self._await_bells(self._mailbox, landed(self._refits), "transfer")
         if self.verify == "off":
@@ -134,20 +137,21 @@ class IpcTransport(OneSided):
         assert stream is not None, "bind comes before run"
         stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
-            with torch.cuda.stream(stream):
-                with clock.stage("transfer"):
-                    self._copies.launch()
-                    for encoder in self._encoders:
-                        encoder.launch()
+            with torch.cuda.stream(stream), clock.stage("transfer"):
+                self._copies.launch()
+                for encoder in self._encoders:
+                    encoder.launch()
+                for bell in self._bells:
+                    ring(bell, landed(self._refits), stream)
+            if self.verify != "off":
+                # On the caller's stream, which is idle: on the other one it would wait for the copies, without a limit.
+                self._sent_proofs.prepare(self._refits)
+                # After the copies: the receivers compute theirs at the same time.
+                with torch.cuda.stream(stream), clock.stage("verify"):
+                    self._sent_proofs.compute(self._refits)
+                    self._tell.launch()
                     for bell in self._bells:
-                        ring(bell, landed(self._refits), stream)
-                if self.verify != "off":
-                    # After the copies: the receivers compute theirs at the same time.
-                    with clock.stage("verify"):
-                        self._sent_proofs.compute(self._refits)
-                        self._tell.launch()
-                        for bell in self._bells:
-                            ring(bell, proven(self._refits), stream)
+                        ring(bell, proven(self._refits), stream)
         finally:
             # Whatever broke off in between: the peers' memory stays mapped until what was enqueued has ended.
             self._ended.record(stream)
