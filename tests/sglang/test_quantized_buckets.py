@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rlrefit.integration.errors import EngineDirty, PlanError, RefitError, RefitMismatch
 from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8, to_json
 from rlrefit.workers.sglang.buckets import merged
+from rlrefit.workers.sglang.callers import EngineCaller
 from rlrefit.workers.sglang.driver import SglangRefit
 from rlrefit.workers.sglang.sender import SglangSender, unit_of
 from rlrefit.workers.trtllm.buckets import lay_out
+from tests.spawn import run_ranks
 
-from .engine_double import EngineDouble, Holder, ManagerDouble, weights
+from .engine_double import EngineDouble, Holder, ManagerDouble, modules, weights
 
 pytestmark = pytest.mark.usefixtures("sglang")
 # What is a matrix of 16 bits, on two kinds of kernels.
@@ -139,6 +143,55 @@ def test_a_weight_that_is_no_number_ends_the_refit_by_name_before_it_commits(
         assert _holds(holding, 2)
 
     through(engine, work)
+
+
+def _trained_on(rank: int) -> tuple[list[bool], list[str], list[int]]:
+    """On one of two trainer ranks, of which the first shares the engine's device and has its driver."""
+    sys.modules.update(modules())
+    engine, source = EngineDouble(), Holder(0)
+    manager = engine.tokenizer_manager
+    manager.worker.hold_in_blocks(BLOCKS)
+    leader = rank == 0
+    refit = SglangRefit(EngineCaller(engine)) if leader else None
+    device = "cpu" if leader else "one without a worker"
+    sender = SglangSender(source, refit, device, BUCKET_BYTES, dist.group.WORLD, trainer_quantize_fp8=True)
+    held: list[bool] = []
+    handed: list[int] = []
+
+    def send(version: int, index: int) -> None:
+        source.take_on(index)
+        manager.holder.poison()
+        handed.append(sender.refit(version).bytes_misc)
+        held.append(not leader or _holds(manager, index))
+
+    for version, index in enumerate((1, 2)):
+        send(version, index)
+    source.held["a.weight"][7, 0] = torch.nan
+    told = [_told(sender, 2)]
+    manager.worker.blocks = {}
+    told.append(_told(sender, 3))
+    manager.worker.blocks = BLOCKS
+    send(4, 1)
+    engine.loop.close()
+    return held, told, handed
+
+
+def _told(sender: SglangSender, version: int) -> str:
+    try:
+        sender.refit(version)
+    except RefitError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_all_trainer_ranks_quantize_what_the_leaders_engine_asks_for_and_hear_of_its_refusals() -> None:
+    nbytes = sum(tensor.nbytes for tensor in _expected(1).values())
+    for rank, (held, told, handed) in enumerate(run_ranks(_trained_on, 2)):
+        assert held == [True] * 3
+        assert "a.weight" in told[0]
+        assert told[1].startswith("RefitMismatch: ")
+        assert "holds a weight in FP8 blocks" in told[1]
+        assert handed == [0 if rank else nbytes] * 3
 
 
 def test_a_weight_and_its_scales_share_a_bucket_however_small() -> None:
