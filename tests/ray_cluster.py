@@ -8,10 +8,7 @@ from contextlib import contextmanager
 import ray
 
 from tests.vllm_processes import vllm_processes
-from tests.warm_python import warm_python
-
-# Of any worker.
-OF_WORKERS = ("ray._private.node", "ray.actor")
+from tests.warm_python import OF_WORKERS, warm_python
 
 
 @contextmanager

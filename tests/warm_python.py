@@ -34,15 +34,24 @@ from tests.servers import processes
 from tests.warm_launcher import LENGTH_BYTES, WORKER, send
 
 _LAUNCHER = Path(__file__).with_name("warm_launcher.py")
-# Of Ray's workers that are the recipes' ranks, and of those that are vLLM's engines.
-_RAY = ("ray._private.node", "ray.actor")
+# Of any worker of Ray's, with what it loads to pass objects on.
+OF_WORKERS = (
+    "ray._private.node",
+    "ray.actor",
+    "ray._common.pydantic_compat",
+    "ray._private.arrow_serialization",
+    "pyarrow",
+    "starlette.datastructures",
+)
+# Of those that are the recipes' ranks, and of those that are vLLM's engines.
 RANKS = (
-    *_RAY,
+    *OF_WORKERS,
+    "torch.distributed.checkpoint._fsspec_filesystem",
     "rlrefit.recipes.trainer_group",
     "rlrefit.recipes.rollout_transformers",
     "rlrefit.workers.transformers_engine.engine",
 )
-ENGINE = (*_RAY, "rlrefit.recipes.rollout_vllm", "rlrefit.workers.vllm.driver")
+ENGINE = (*OF_WORKERS, "rlrefit.recipes.rollout_vllm", "rlrefit.workers.vllm.driver")
 
 
 @contextmanager

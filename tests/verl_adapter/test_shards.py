@@ -13,11 +13,10 @@ import pytest
 
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from tests.ahead import FoundAhead, keeping_time
-from tests.ray_cluster import OF_WORKERS
 from tests.spawn import run_alone
 from tests.verl_adapter.vllm_name import named_vllm
 from tests.vllm_processes import vllm_processes
-from tests.warm_python import warm_python
+from tests.warm_python import OF_WORKERS, warm_python
 
 TIMEOUT_S = 120.0
 # What the fleet's processes would load for ten seconds each.
