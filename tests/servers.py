@@ -124,10 +124,8 @@ class _Process(ForkServerProcess):
         super().run()
 
 
-class _VllmProcess(_Process):
-    """Has the environment of the process that started it, as vLLM expects."""
-
-    server = VLLM
+class _Spawned(_Process):
+    """Has the environment of the process that started it, as a spawned one."""
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_environment": dict(os.environ)}
@@ -137,8 +135,16 @@ class _VllmProcess(_Process):
         super().run()
 
 
+class _VllmProcess(_Spawned):
+    server = VLLM
+
+
 class _Context(ForkServerContext):
     Process = _Process
+
+
+class _SpawnContext(ForkServerContext):
+    Process = _Spawned
 
 
 class VllmContext(ForkServerContext):
@@ -161,6 +167,16 @@ def processes() -> ForkServerContext:
 
     The first call starts the server, which loads while the caller goes on.
     """
+    _run()
+    return _Context()
+
+
+def spawn_context() -> ForkServerContext:
+    """As :func:`processes`, with the environment of who starts them, as the code under test expects of spawned ones."""
+    _run()
+    return _SpawnContext()
+
+
+def _run() -> None:
     _SERVERS[MEGATRON].set_forkserver_preload(_PRELOADED)  # the code under test may have set others
     _SERVERS[MEGATRON].ensure_running()
-    return _Context()

@@ -13,22 +13,39 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from tests.ahead import FoundAhead
+from tests.servers import spawn_context
 from tests.spawn import free_port, run_alone, run_together
 from tests.vllm_processes import vllm_processes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def inherit_the_mixin(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / "inherit_the_mixin.py")]
-    # The server of the tests' processes hides GPUs.
-    env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=env)
+def inherit_the_mixin(folder: Path) -> str:
+    """What it prints; its ranks are forks."""
+    return str(run_alone(_inherit_the_mixin, environment={}, timeout_s=800.0))
+
+
+def _inherit_the_mixin() -> str:
+    example = _imported("inherit_the_mixin")
+    printed = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["inherit_the_mixin.py"]),
+        mock.patch.object(example.multiprocessing, "get_context", return_value=spawn_context()),
+        contextlib.redirect_stdout(printed),
+    ):
+        assert example.main() == 0, printed.getvalue()
+    return printed.getvalue()
+
+
+def _imported(name: str) -> Any:
+    sys.path.insert(0, str(EXAMPLES))
+    return importlib.import_module(name)
 
 
 TRAINERS = 2
@@ -47,8 +64,7 @@ def megatron_to_vllm(folder: Path) -> str:
 
 def _rank_of_megatron_to_vllm(folder: Path) -> str:
     os.chdir(folder)
-    sys.path.insert(0, str(EXAMPLES))
-    example = importlib.import_module("megatron_to_vllm")
+    example = _imported("megatron_to_vllm")
     printed = io.StringIO()
     with mock.patch.object(example, "SPAWN", vllm_processes()), contextlib.redirect_stdout(printed):
         assert example.main(["--tp", "2", "--engine-tp", "1", "--steps", "3"]) == 0, printed.getvalue()
@@ -62,9 +78,7 @@ AHEAD = (inherit_the_mixin, megatron_to_vllm)
 def test_a_third_party_ppo_worker_that_inherits_the_mixin_learns_from_its_engine_while_it_is_offloaded(
     found_ahead: FoundAhead,
 ) -> None:
-    done = found_ahead.by(inherit_the_mixin)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+    lines = found_ahead.by(inherit_the_mixin).splitlines()
     assert sum("bytes shard to shard" in line for line in lines) == 6
     assert lines[-2:] == ["the engine follows the actor", "the actor learns"]
 
