@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from rlrefit.recipes.rewards import RewardError
 from rlrefit.recipes.run_files import read_json_lines
 from rlrefit.recipes.train import train
 from rlrefit.recipes.trainer_group import TrainerActor
+from tests.ahead import FoundAhead, keeping_time
 
 from .command import SHORT, metrics, numbers
-
-pytestmark = pytest.mark.timeout(600)
+from .shared_cluster import on_shared_cluster
 
 STEPS = 2
 TURNS = ("generation.colocated.enabled=true", "generation.colocated.multi_stage_wake_up=false")
@@ -98,7 +99,8 @@ def _fail() -> None:
     raise RewardError("no number")
 
 
-def test_ranks_that_no_host_can_hold_end_the_start_at_once(ray_address: str) -> None:
+def _ask_for_too_many(folder: Path, ray_address: str) -> float:
+    """Seconds until that is refused."""
     config = RayConfig(address=ray_address, timeout_s=1)
     with ray_cluster(config, 2):
         joined = time.monotonic()
@@ -106,26 +108,58 @@ def test_ranks_that_no_host_can_hold_end_the_start_at_once(ray_address: str) -> 
             RunError, match=r"64 trainer ranks .* on one host.*hosts of this cluster have \d+ CPU\."
         ):
             ActorGroup("trainer", TrainerActor, 64, 0, config, guest_cpus=1.0)
-        assert time.monotonic() - joined < 10
+        return time.monotonic() - joined
+
+
+@dataclass(frozen=True)
+class Both:
+    """Folders of a run beside its engine and of one in turns, and how the latter ended after its last step."""
+
+    beside: Path
+    turns: Path
+    error: str
+    seconds_to_error: float
+
+
+def _train_both_ways(folder: Path, ray_address: str) -> Both:
+    beside = run("beside", folder, ray_address, "model.dtype=bfloat16")
+    with pytest.raises(RunError) as ended:
+        run("turns", folder, ray_address, *TURNS, f"algorithm.steps={STEPS + 1}", refits=WatchedRefits)
+    return Both(beside, folder / "turns", str(ended.value), time.monotonic() - WatchedRefits.failed_at)
+
+
+@keeping_time  # Ray gives up starting after half a minute
+def ask_for_too_many(folder: Path) -> float:
+    return on_shared_cluster(_ask_for_too_many, folder)
+
+
+@keeping_time
+def train_both_ways(folder: Path) -> Both:
+    return on_shared_cluster(_train_both_ways, folder)
+
+
+AHEAD = (ask_for_too_many, train_both_ways)
+
+
+def test_ranks_that_no_host_can_hold_end_the_start_at_once(found_ahead: FoundAhead) -> None:
+    assert found_ahead.by(ask_for_too_many) < 10
 
 
 def test_in_turns_megatron_learns_bit_for_bit_what_it_learns_beside_its_engine(
-    tmp_path: Path, ray_address: str
+    found_ahead: FoundAhead,
 ) -> None:
-    beside = metrics(run("beside", tmp_path, ray_address, "model.dtype=bfloat16"))
-    with pytest.raises(RunError) as ended:
-        run("turns", tmp_path, ray_address, *TURNS, f"algorithm.steps={STEPS + 1}", refits=WatchedRefits)
-    assert time.monotonic() - WatchedRefits.failed_at < 20  # and not after ray.timeout_s
-    assert "train failed: RunError: trainer rank 0 failed: CheckpointError" in str(ended.value)
-    assert "resume=true goes on from the last checkpoint" in str(ended.value)
-    rows = metrics(tmp_path / "turns")
+    both = found_ahead.by(train_both_ways)
+    assert both.seconds_to_error < 20  # and not after ray.timeout_s
+    assert "train failed: RunError: trainer rank 0 failed: CheckpointError" in both.error
+    assert "resume=true goes on from the last checkpoint" in both.error
+    rows, beside = metrics(both.turns), metrics(both.beside)
     assert numbers(rows) == numbers(beside)
     assert max(row["generation_kl"] for row in rows) <= 1e-3
     assert [row["weights/version"] for row in rows] == list(range(STEPS))
     assert all(row[f"stage/seconds/{move}"] > 0 for row in rows for move in STEP)
     assert all(row[f"stage/peak_bytes/{move}"] > 0 for row in rows for move in STEP)
 
-    stages = read_json_lines(tmp_path / "turns" / "stages.jsonl")
+    stages = read_json_lines(both.turns / "stages.jsonl")
     failed = [row["failed"].partition(":")[0] for row in stages if row["failed"]]
     assert failed == ["RewardError", "RunError", "RunError"]
     assert [row["move"] for row in stages if not row["failed"]] == BEGIN + STEP * STEPS
@@ -133,7 +167,7 @@ def test_in_turns_megatron_learns_bit_for_bit_what_it_learns_beside_its_engine(
     assert {process["process"] for process in stages[-2]["processes"]} == names
     # One waits for the other, and was not waited for.
     assert {process["process"] for process in stages[-1]["processes"]} == names - {"trainer rank 1"}
-    refits = read_json_lines(tmp_path / "turns" / "refits.jsonl")
+    refits = read_json_lines(both.turns / "refits.jsonl")
     assert len(refits) == 4 * STEPS
     assert {(row["engine"], row["transport"]) for row in refits} == {("colocated_ipc", "buckets")}
     assert all(row["stage_peaks"].keys() >= {"wake_all", "refit", "free_trainer"} for row in refits)

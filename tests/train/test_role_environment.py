@@ -5,11 +5,17 @@ And guests beside other actors with those that show them the others' GPUs.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rlrefit.recipes.cluster import ActorGroup, GuestGroup, ray_cluster
 from rlrefit.recipes.config import load_config
+from tests.ahead import FoundAhead, keeping_time
+
+from .shared_cluster import on_shared_cluster
 
 
-def test_actors_start_with_the_environment_of_their_role(ray_address: str) -> None:
+def _roles(folder: Path, ray_address: str) -> list[list[tuple[str | None, list[str]]]]:
+    """What actors of each role find in their environment."""
     config = load_config(
         "grpo_tiny",
         [
@@ -31,12 +37,14 @@ def test_actors_start_with_the_environment_of_their_role(ray_address: str) -> No
             ActorGroup(name, Process, 1, 0, config, env=env)
             for name, env in (("trainer", config.trainer_env), ("generation", config.generation_env))
         ]
-        assert [group.call("start") for group in groups] == [[("trainer", [])], [(None, ["/a", "/b"])]]
+        found = [group.call("start") for group in groups]
         for group in groups:
             group.shutdown()
+    return found
 
 
-def test_guests_see_the_gpus_of_their_hosts_in_order(ray_address: str) -> None:
+def _guests(folder: Path, ray_address: str) -> tuple[list[str], list[list[str | None]]]:
+    """The GPUs of four hosts, and what two guests of two hosts each find in their environment."""
     config = load_config("grpo_tiny", [f"ray.address={ray_address}", "ray.cpus_per_rank=0.5"]).ray
 
     class Host:
@@ -55,7 +63,29 @@ def test_guests_see_the_gpus_of_their_hosts_in_order(ray_address: str) -> None:
     with ray_cluster(config, 4):
         hosts = ActorGroup("trainer", Host, 4, 0, config, guest_cpus=0.5)
         guests = GuestGroup("engine", Guest, hosts, 2, 1, config, env={"ROLE": "engine"})
-        gpus = hosts.call("visible_gpus")
-        assert guests.call("seen") == [[",".join(gpus[:2]), "engine"], [",".join(gpus[2:]), "engine"]]
+        found = hosts.call("visible_gpus"), guests.call("seen")
         guests.shutdown()
         hosts.shutdown()
+    return found
+
+
+@keeping_time  # Ray gives up starting after half a minute
+def start_roles(folder: Path) -> list[list[tuple[str | None, list[str]]]]:
+    return on_shared_cluster(_roles, folder)
+
+
+@keeping_time
+def start_guests(folder: Path) -> tuple[list[str], list[list[str | None]]]:
+    return on_shared_cluster(_guests, folder)
+
+
+AHEAD = (start_roles, start_guests)
+
+
+def test_actors_start_with_the_environment_of_their_role(found_ahead: FoundAhead) -> None:
+    assert found_ahead.by(start_roles) == [[("trainer", [])], [(None, ["/a", "/b"])]]
+
+
+def test_guests_see_the_gpus_of_their_hosts_in_order(found_ahead: FoundAhead) -> None:
+    gpus, seen = found_ahead.by(start_guests)
+    assert seen == [[",".join(gpus[:2]), "engine"], [",".join(gpus[2:]), "engine"]]

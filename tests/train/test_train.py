@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import shutil
 import signal
 import time
@@ -12,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlrefit.recipes.cli import main
 from tests.ahead import FoundAhead, keeping_time
 from tests.vllm_processes import vllm_processes
 from tests.warm_python import ENGINE, warm_python
@@ -28,6 +32,7 @@ from .command import (
     run_here,
     wait_for_step,
 )
+from .shared_cluster import on_shared_cluster
 
 KEYS = {
     "step",
@@ -138,7 +143,27 @@ def run_the_demo_twice(folder: Path) -> tuple[Ended, Resumed]:
     return died, go_on_and_interrupt(died, folder / "resumed")
 
 
-AHEAD = (run_the_demo_twice,)
+def _train_with_vllm(folder: Path, ray_address: str) -> tuple[Path, int, str]:
+    """The run's folder, its exit code and its output."""
+    joined = (f"ray.address={ray_address}", f"run_root={folder}")
+    arguments = ("train", "recipe=grpo_tiny_vllm", "algorithm.steps=3", *joined, *SHORT)
+    os.chdir(folder)
+    said = io.StringIO()
+    with (
+        warm_python(vllm_processes, ENGINE) as python,
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+    ):
+        code = main([*arguments, f"ray.generation_env.WARM_PYTHON={python.with_name('socket')}"])
+    return folder / "grpo_tiny_vllm", code, said.getvalue()
+
+
+@keeping_time
+def train_with_vllm(folder: Path) -> tuple[Path, int, str]:
+    return on_shared_cluster(_train_with_vllm, folder)
+
+
+AHEAD = (run_the_demo_twice, train_with_vllm)
 
 
 @pytest.fixture(scope="module")
@@ -181,17 +206,11 @@ def test_an_interrupt_finishes_the_step_saves_it_and_leaves_no_process(resumed: 
     assert not resumed.left
 
 
-@pytest.mark.timeout(500)
 def test_three_grpo_steps_with_vllm_keep_the_generation_kl_below_a_thousandth_in_bf16(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ray_address: str
+    found_ahead: FoundAhead,
 ) -> None:
-    joined = (f"ray.address={ray_address}", f"run_root={tmp_path}")
-    arguments = ("train", "recipe=grpo_tiny_vllm", "algorithm.steps=3", *joined, *SHORT)
-    with warm_python(vllm_processes, ENGINE) as python:
-        of_engine = f"ray.generation_env.WARM_PYTHON={python.with_name('socket')}"
-        code, output = run_here(*arguments, of_engine, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    folder, code, output = found_ahead.by(train_with_vllm)
     assert code == 0, output
-    folder = tmp_path / "grpo_tiny_vllm"
     rows = metrics(folder)
     # The first step samples from the checkpoint's weights, the others from trained and refitted ones.
     assert [row["weights/version"] for row in rows] == [0, 1, 2]

@@ -11,6 +11,7 @@ from rlrefit.recipes.algorithms.losses import PolicyLossConfig
 from rlrefit.recipes.config import load_config
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from rlrefit.recipes.trainer_policies import policy_config
+from tests.ahead import FoundAhead, keeping_time
 from tests.spawn import free_port
 
 RANKS = """
@@ -28,12 +29,20 @@ print("built")
 """
 
 
-def test_ranks_for_which_nothing_was_loaded_build_their_policy_and_engine(tmp_path: Path) -> None:
+@keeping_time  # its ranks wait a minute for one another
+def build_unprepared(folder: Path) -> subprocess.CompletedProcess[str]:
     config = load_config("grpo_tiny", ["trainer.ranks=1", "trainer.tensor_parallel=1", "model.dtype=float32"])
-    path = str(make_checkpoint("qwen3", tmp_path / "model"))
+    path = str(make_checkpoint("qwen3", folder / "model"))
     arguments = (policy_config(config, path, PolicyLossConfig()), config.policy.refit, path, free_port())
-    (tmp_path / "arguments").write_bytes(pickle.dumps(arguments))
-    command = [sys.executable, "-c", RANKS, str(tmp_path / "arguments")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    (folder / "arguments").write_bytes(pickle.dumps(arguments))
+    command = [sys.executable, "-c", RANKS, str(folder / "arguments")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+AHEAD = (build_unprepared,)
+
+
+def test_ranks_for_which_nothing_was_loaded_build_their_policy_and_engine(found_ahead: FoundAhead) -> None:
+    done = found_ahead.by(build_unprepared)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("built\n")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -14,10 +16,10 @@ from rlrefit.recipes.policy_batch import PolicyBatch
 from rlrefit.recipes.refits import Refits
 from rlrefit.recipes.train import train
 from rlrefit.recipes.trainer_group import TrainerGroup
+from tests.ahead import FoundAhead, keeping_time
 
 from .command import metrics
-
-pytestmark = pytest.mark.timeout(400)
+from .shared_cluster import on_shared_cluster
 
 REFITS, STEPS = 2, 7
 
@@ -36,12 +38,18 @@ class WithheldRefits(Refits):
         return super().run(version) if version < REFITS else None
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory, ray_address: str) -> list[dict[str, Any]]:
-    root = tmp_path_factory.mktemp("withheld")
+@dataclass(frozen=True)
+class Withheld:
+    """The lines of the run's metrics, and what its trainer ranks answered: the shape, or None."""
+
+    rows: list[dict[str, Any]]
+    answers: list[tuple[int, ...] | None]
+
+
+def _train(folder: Path, ray_address: str) -> Withheld:
     overrides = [
         f"ray.address={ray_address}",
-        f"run_root={root}",
+        f"run_root={folder}",
         "model.path=tiny:qwen3-moe",
         "trainer.expert_parallel=2",
         f"algorithm.steps={STEPS}",
@@ -50,7 +58,26 @@ def rows(tmp_path_factory: pytest.TempPathFactory, ray_address: str) -> list[dic
         "validation.every=2",
     ]
     train(load_config("dapo_tiny", overrides), Console(file=io.StringIO()), refits=WithheldRefits)
-    return metrics(root / "dapo_tiny")
+    answers = [None if answer is None else tuple(answer.shape) for answer in WithheldRefits.answers]
+    return Withheld(metrics(folder / "dapo_tiny"), answers)
+
+
+@keeping_time  # Ray gives up starting after half a minute
+def train_without_refits(folder: Path) -> Withheld:
+    return on_shared_cluster(_train, folder)
+
+
+AHEAD = (train_without_refits,)
+
+
+@pytest.fixture(scope="module")
+def withheld(found_ahead: FoundAhead) -> Withheld:
+    return found_ahead.by(train_without_refits)
+
+
+@pytest.fixture(scope="module")
+def rows(withheld: Withheld) -> list[dict[str, Any]]:
+    return withheld.rows
 
 
 def test_dapo_trains_a_mixture_of_experts_whose_router_takes_the_misc_path(
@@ -63,9 +90,9 @@ def test_dapo_trains_a_mixture_of_experts_whose_router_takes_the_misc_path(
     assert max(row["generation_kl"] for row in refitted) <= 1e-3
 
 
-def test_one_rank_answers_for_the_whole_batch(rows: list[dict[str, Any]]) -> None:
+def test_one_rank_answers_for_the_whole_batch(withheld: Withheld) -> None:
     """Over all ranks it would be gigabytes."""
-    assert [None if answer is None else answer.shape for answer in WithheldRefits.answers] == [(2, 4), None]
+    assert withheld.answers == [(2, 4), None]
 
 
 def test_without_refits_the_reward_stays_and_the_generation_kl_grows(rows: list[dict[str, Any]]) -> None:

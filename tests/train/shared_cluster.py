@@ -1,0 +1,61 @@
+"""A Ray cluster that works of these modules join, one after another, so that not each of them has to start one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.util import Finalize
+from pathlib import Path
+from unittest import mock
+
+import ray
+
+from rlrefit.recipes.cluster import ray_cluster
+from rlrefit.recipes.config_schema import RayConfig
+from tests.spawn import processes, run_alone
+from tests.warm_python import warm_python
+
+RANKS = 4
+
+
+def on_shared_cluster[Found](drive: Callable[[Path, str], Found], folder: Path) -> Found:
+    """What ``drive(folder, ray_address)`` returns, with a place on the cluster for each of :data:`RANKS` ranks.
+
+    It has a process of its own: a run takes signals in its main thread, and Ray knows one cluster in a process.
+    """
+    found: Found = run_alone(drive, folder, _address(), environment={"COLUMNS": "200"}, timeout_s=600.0)
+    return found
+
+
+@cache
+def _address() -> str:
+    """Of the cluster, which ends with this process."""
+    ours, theirs = processes().Pipe()
+    holder = processes().Process(target=_hold, args=(theirs,))
+    holder.start()
+    theirs.close()
+    # Before this process waits for its children.
+    Finalize(None, _end, (ours, holder), exitpriority=0)
+    assert ours.poll(120), "no Ray cluster within 120 s"
+    address: str = ours.recv()
+    return address
+
+
+def _hold(pipe: Connection) -> None:
+    # Ray's workers run by the Python of who starts the cluster.
+    with (
+        warm_python() as python,
+        mock.patch.object(sys, "executable", str(python)),
+        ray_cluster(RayConfig(), RANKS),
+    ):
+        pipe.send(ray.get_runtime_context().gcs_address)
+        pipe.poll(None)  # until the other end is closed, or its process ends
+
+
+def _end(pipe: Connection, holder: ForkServerProcess) -> None:
+    pipe.close()
+    holder.join(60)
+    assert holder.exitcode == 0
