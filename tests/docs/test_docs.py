@@ -12,6 +12,7 @@ import yaml
 from rlrefit.recipes.config import TrainConfig, load_config
 from rlrefit.recipes.plan.explain import explain
 from rlrefit.recipes.plan.recipe_table import Row, plan_recipe, real_recipes, replaced, table
+from tests.ahead import FoundAhead
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -19,9 +20,16 @@ PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 CLUSTER = (DOCS / "cluster.md").read_text()
 
 
-@pytest.fixture(scope="module")
-def rows() -> dict[str, Row]:
+def plan_all(folder: Path) -> dict[str, Row]:
     return {name: plan_recipe(name) for name in real_recipes()}
+
+
+AHEAD = (plan_all,)
+
+
+@pytest.fixture(scope="module")
+def rows(found_ahead: FoundAhead) -> dict[str, Row]:
+    return found_ahead.by(plan_all)
 
 
 def test_every_recipe_for_a_real_model_can_be_planned_and_goes_shard_to_shard(rows: dict[str, Row]) -> None:

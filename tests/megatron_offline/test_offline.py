@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from rlrefit.recipes.plan.study import Study, study
 from rlrefit.recipes.plan.with_bridge import differences, opened_path
 from rlrefit.workers.catalog import GenLayout, Model, TrainLayout, open_model, train_holdings
 from rlrefit.workers.megatron.offline import OfflineError, OfflineExport, OfflineQuestion, ask_bridge
+from tests.ahead import FoundAhead
 from tests.catalog.shrunken import CONFIGS
 from tests.megatron_offline import real_ranks
 from tests.refit.models import make_model
-from tests.spawn import run_ranks
-
-pytestmark = pytest.mark.timeout(600)  # the first test waits for all processes
+from tests.spawn import run_ranks, run_together
 
 # name → (model, layout) of two ranks
 REAL: dict[str, tuple[str, TrainLayout]] = {
@@ -61,35 +61,47 @@ def _real_layout(layout: TrainLayout) -> dict[str, int]:
     return sizes | ({"virtual_pipeline": layout.vpp} if layout.vpp > 1 else {})
 
 
+@dataclass(frozen=True)
 class Answers:
-    """One process answers all questions while two ranks build their models."""
+    """Of one process to all questions, by case, and of the real ranks: what each tells of each case.
 
-    def __init__(self, folder: Path):
-        # Other tests of this process may have loaded it.
-        self.had_megatron = "megatron" in sys.modules
-        paths = {
-            kind: str(make_model(kind, folder / kind, 0)) for kind in {kind for kind, _ in REAL.values()}
-        }
-        questions = []
-        for kind, layout in REAL.values():
-            # The configuration alone: nothing may come from the weights beside it.
-            config = folder / f"{kind}-config.json"
-            config.write_text((Path(paths[kind]) / "config.json").read_text())
-            questions.append(OfflineQuestion(config, layout, (0, 1)))
-        for name, layout, rank in PREDICTED.values():
-            config = folder / f"{name}.json"
-            config.write_text(json.dumps(_model(name).config))
-            questions.append(OfflineQuestion(config, layout, (rank,)))
-        with ThreadPoolExecutor(1) as pool:
-            asked: Future[list[OfflineExport]] = pool.submit(ask_bridge, questions)
-            cases = [(paths[kind], _real_layout(layout)) for kind, layout in REAL.values()]
-            self.real: list[list[dict[str, Any]]] = run_ranks(real_ranks.tell, 2, cases)
-            self.offline = dict(zip([*REAL, *PREDICTED], asked.result(), strict=True))
+    Attributes:
+        stayed: whether the process that asked has neither Megatron nor a process group after it, if it had none before.
+    """
+
+    offline: dict[str, OfflineExport]
+    real: list[list[dict[str, Any]]]
+    stayed: bool
+
+
+def ask_all(folder: Path) -> Answers:
+    """One process answers all questions while two ranks build their models."""
+    had_megatron = "megatron" in sys.modules
+    paths = {kind: str(make_model(kind, folder / kind, 0)) for kind in {kind for kind, _ in REAL.values()}}
+    questions = []
+    for kind, layout in REAL.values():
+        # The configuration alone: nothing may come from the weights beside it.
+        config = folder / f"{kind}-config.json"
+        config.write_text((Path(paths[kind]) / "config.json").read_text())
+        questions.append(OfflineQuestion(config, layout, (0, 1)))
+    for name, layout, rank in PREDICTED.values():
+        config = folder / f"{name}.json"
+        config.write_text(json.dumps(_model(name).config))
+        questions.append(OfflineQuestion(config, layout, (rank,)))
+    cases = [(paths[kind], _real_layout(layout)) for kind, layout in REAL.values()]
+    offline, real = run_together(
+        partial(ask_bridge, questions), partial(run_ranks, real_ranks.tell, 2, cases, timeout_s=600.0)
+    )
+    stayed = not dist.is_initialized() and ("megatron" in sys.modules) == had_megatron
+    return Answers(dict(zip([*REAL, *PREDICTED], offline, strict=True)), real, stayed)
+
+
+AHEAD = (ask_all,)
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    return Answers(tmp_path_factory.mktemp("offline"))
+def answers(found_ahead: FoundAhead) -> Answers:
+    return found_ahead.by(ask_all)
 
 
 @pytest.mark.parametrize("case", REAL)
@@ -161,8 +173,7 @@ def test_a_plan_is_told_what_bridge_sees_otherwise(answers: Answers) -> None:
 
 
 def test_the_process_that_asks_stays_as_it_was(answers: Answers) -> None:
-    assert not dist.is_initialized()
-    assert ("megatron" in sys.modules) == answers.had_megatron
+    assert answers.stayed
 
 
 def test_questions_take_next_to_no_memory_beyond_the_imports(answers: Answers) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
 from rlrefit.integration.quantize.fp8_table import Fp8Table
 from rlrefit.integration.quantize.windows import Window
+from tests.ahead import FoundAhead
 from tests.triton_interpreter import run_interpreted
 
 NAN, INF = float("nan"), float("inf")
@@ -141,9 +143,22 @@ def compare_cut_blocks_with_torch(device: torch.device) -> None:
                 out.fill_(0x55)
 
 
-@pytest.mark.parametrize("compare", [compare_kernel_with_torch, compare_cut_blocks_with_torch])
-def test_the_kernel_in_tritons_interpreter_gives_torchs_bytes(compare: Callable[..., None]) -> None:
-    run_interpreted(compare, torch.device("cpu"))
+def interpret_kernel(folder: Path) -> None:
+    run_interpreted(compare_kernel_with_torch, torch.device("cpu"))
+
+
+def interpret_cut_blocks(folder: Path) -> None:
+    run_interpreted(compare_cut_blocks_with_torch, torch.device("cpu"))
+
+
+AHEAD = (interpret_kernel, interpret_cut_blocks)
+
+
+@pytest.mark.parametrize("interpret", AHEAD)
+def test_the_kernel_in_tritons_interpreter_gives_torchs_bytes(
+    interpret: Callable[[Path], None], found_ahead: FoundAhead
+) -> None:
+    found_ahead.by(interpret)
 
 
 def test_results_that_do_not_fit_their_weight_are_refused() -> None:
