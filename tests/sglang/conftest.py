@@ -25,6 +25,16 @@ def through(request: pytest.FixtureRequest) -> Callable[[EngineDouble, Work], An
 
 @pytest.fixture
 def engine(sglang: None) -> Iterator[EngineDouble]:
-    started = EngineDouble()
+    yield from _started()
+
+
+@pytest.fixture
+def engine_that_retracts(sglang: None) -> Iterator[EngineDouble]:
+    """One whose requests a refit may retract: no prefixes of theirs are kept."""
+    yield from _started(disable_radix_cache=True)
+
+
+def _started(**arguments: Any) -> Iterator[EngineDouble]:
+    started = EngineDouble(**arguments)
     yield started
     started.loop.close()

@@ -8,30 +8,19 @@ from typing import Any
 
 import pytest
 
-from rlrefit.integration.colocated import ColocatedCycle
 from rlrefit.integration.errors import EngineDirty, RefitError
 from rlrefit.integration.stages import Stage, StageRefused
 from rlrefit.workers.sglang.callers import Answer, Step
 from rlrefit.workers.sglang.driver import SglangRefit
-from rlrefit.workers.sglang.sender import SglangSender
 from rlrefit.workers.sglang.standing import STANDING, tell_standing
 
-from .engine_double import EngineDouble, Holder, ManagerDouble, equal, weights
-from .ways import Trainer, blocking
+from .engine_double import EngineDouble, equal, weights
+from .ways import Sending, blocking
 
 ALL = {"weights", "kv_cache"}
 
 
 pytestmark = pytest.mark.usefixtures("sglang")
-
-
-def _sender(refit: SglangRefit) -> tuple[SglangSender, Holder]:
-    source = Holder(0)
-    return SglangSender(source, refit, "cpu", 128), source
-
-
-def _cycle(refit: SglangRefit, sender: SglangSender) -> ColocatedCycle:
-    return ColocatedCycle(refit, Trainer(), lambda version: [sender.refit(version)])
 
 
 def _released(engine: EngineDouble, *tags: str) -> None:
@@ -48,20 +37,16 @@ def _paused(engine: EngineDouble, mode: str) -> None:
     engine.loop.run_until_complete(engine.tokenizer_manager.pause_generation(Pause(mode=mode)))
 
 
-def _two_cycles(refit: SglangRefit, manager: ManagerDouble) -> None:
+def _two_cycles(refit: SglangRefit, engine: EngineDouble) -> None:
     """Of a driver that finds the engine asleep."""
-    sender, source = _sender(refit)
-    cycle = _cycle(refit, sender)
+    sending = Sending(refit, engine)
+    cycle = sending.cycle()
     assert cycle.state.stage is Stage.SLEEPING
     for version, index in enumerate((1, 2)):
         cycle.to_training()
-        assert manager.asleep >= ALL
-        source.take_on(index)
-        manager.holder.poison()
-        cycle.to_generation(version)
-        refit.require_servable()
-        assert (manager.asleep, manager.paused) == (set(), False)
-        assert equal(manager.holder.held, weights(index))
+        assert engine.tokenizer_manager.asleep >= ALL
+        sending.turn(cycle, version, index)
+        assert engine.tokenizer_manager.asleep == set()
 
 
 def test_a_second_driver_knows_that_the_engine_sleeps_and_goes_on_from_there(
@@ -73,12 +58,11 @@ def test_a_second_driver_knows_that_the_engine_sleeps_and_goes_on_from_there(
         assert second.asleep() == ALL
         with pytest.raises(EngineDirty, match="kv_cache and weights of the engine are asleep"):
             second.require_servable()
-        sender, _ = _sender(second)
         with pytest.raises(RefitError, match="weights are asleep"):
-            sender.refit(0)
+            Sending(second, engine).sender.refit(0)
         with pytest.raises(StageRefused, match="sleeps already"):
             second.sleep()
-        _two_cycles(second, engine.tokenizer_manager)
+        _two_cycles(second, engine)
 
     through(engine, work)
 
@@ -91,7 +75,7 @@ def test_a_driver_knows_what_another_caller_has_released(engine: EngineDouble, t
         assert manager.asleep == ALL | {"cuda_graph"}
         assert not manager.paused
         assert refit.asleep() == ALL
-        _two_cycles(refit, manager)
+        _two_cycles(refit, engine)
 
     through(engine, work)
 
@@ -103,13 +87,12 @@ def test_a_driver_hears_of_a_release_that_is_younger_than_itself(engine: EngineD
         assert refit.asleep() == {"kv_cache"}
         with pytest.raises(EngineDirty, match="kv_cache of the engine are asleep"):
             refit.require_servable()
-        sender, source = _sender(refit)
-        source.take_on(1)
-        sender.refit(0)
+        sending = Sending(refit, engine)
+        sending.take_on(1)
+        sending.sender.refit(0)
         assert engine.tokenizer_manager.paused
         refit.wake(["kv_cache"])
-        refit.require_servable()
-        assert not engine.tokenizer_manager.paused
+        sending.require_served(1)
 
     blocking(engine, work)
 
@@ -121,11 +104,7 @@ def test_weights_that_another_caller_released_are_served_after_a_refit_only(engi
         assert engine.tokenizer_manager.asleep == set()
         with pytest.raises(EngineDirty, match="discarded"):
             refit.require_servable()
-        sender, source = _sender(refit)
-        source.take_on(2)
-        sender.refit(0)
-        refit.require_servable()
-        assert equal(engine.tokenizer_manager.holder.held, weights(2))
+        Sending(refit, engine).bring(0, 2)
 
     blocking(engine, work)
 
@@ -172,17 +151,15 @@ def test_a_refit_that_is_refused_leaves_an_engine_paused_that_was_so_before(engi
             raise RefitError("no")
 
         engine.tokenizer_manager.worker.begin = refused  # type: ignore[method-assign]
-        sender, source = _sender(refit)
+        sending = Sending(refit, engine)
         for before in (False, True):
             if before:
                 _paused(engine, "in_place")
             with pytest.raises(RefitError, match="no"):
-                sender.refit(0)
+                sending.sender.refit(0)
             assert engine.tokenizer_manager.paused is before
         engine.tokenizer_manager.worker.begin = begin  # type: ignore[method-assign]
-        source.take_on(1)
-        sender.refit(0)
-        assert not engine.tokenizer_manager.paused
+        sending.bring(0, 1)
 
     blocking(engine, work)
 
@@ -195,20 +172,16 @@ def test_a_second_driver_does_not_resume_weights_that_the_first_left_half_writte
 
     def first(refit: SglangRefit) -> None:
         with pytest.raises(RefitError, match="discard the whole weights"):
-            _sender(refit)[0].refit(0)
+            Sending(refit, engine).sender.refit(0)
 
     def second(refit: SglangRefit) -> None:
         for ask in (refit.require_servable, refit.resume):
             with pytest.raises(EngineDirty, match="refit 0 began"):
                 ask()
         assert manager.paused
-        sender, source = _sender(refit)
+        sending = Sending(refit, engine)
         for version, index in ((1, 1), (2, 2)):
-            source.take_on(index)
-            manager.holder.poison()
-            sender.refit(version)
-            refit.require_servable()
-            assert equal(manager.holder.held, weights(index))
+            sending.bring(version, index)
 
     blocking(engine, first)
     through(engine, second)
@@ -224,16 +197,13 @@ def test_requests_of_a_paused_engine_are_not_written_under_and_end_with_an_abort
         _paused(engine, "in_place")
 
     def second(refit: SglangRefit) -> None:
-        sender, source = _sender(refit)
-        source.take_on(1)
+        sending = Sending(refit, engine)
         with pytest.raises(RefitError, match="mode='abort'"):
-            sender.refit(0)
+            sending.sender.refit(0)
         assert (manager.running, manager.paused) == (2, True)
         assert equal(manager.holder.held, weights(0))
-        sender.refit(0, "abort")
+        sending.bring(0, 1, "abort")
         assert (manager.running, manager.retracted, manager.aborted) == (0, 0, 2)
-        assert equal(manager.holder.held, weights(1))
-        refit.require_servable()
 
     blocking(engine, first)
     through(engine, second)
@@ -243,36 +213,32 @@ def test_buckets_abort_requests_that_run(engine: EngineDouble, through: Any) -> 
     manager = engine.tokenizer_manager
 
     def work(refit: SglangRefit) -> None:
-        sender, source = _sender(refit)
+        sending = Sending(refit, engine)
         for version, index in enumerate((1, 2)):
             manager.running = 3
-            source.take_on(index)
-            manager.holder.poison()
-            sender.refit(version, "abort")
-            assert equal(manager.holder.held, weights(index))
-            assert (manager.running, manager.paused, manager.stale_prefixes) == (0, False, False)
+            sending.bring(version, index, "abort")
+            assert manager.running == 0
         assert manager.aborted == 6
 
     through(engine, work)
 
 
-def test_buckets_retract_requests_that_run_and_go_on_with_the_new_weights(through: Any) -> None:
-    engine = EngineDouble(disable_radix_cache=True)
-    manager = engine.tokenizer_manager
+def test_buckets_retract_requests_that_run_and_go_on_with_the_new_weights(
+    engine_that_retracts: EngineDouble, through: Any
+) -> None:
+    manager = engine_that_retracts.tokenizer_manager
 
     def work(refit: SglangRefit) -> None:
-        sender, source = _sender(refit)
+        sending = Sending(refit, engine_that_retracts)
         for version, index in enumerate((1, 2)):
             manager.running = 3
-            source.take_on(index)
-            manager.holder.poison()
-            sender.refit(version, "retract")
-            assert equal(manager.holder.held, weights(index))
-            assert (manager.running, manager.aborted, manager.paused) == (3, 0, False)
+            sending.take_on(index)
+            sending.sender.refit(version, "retract")
+            assert (manager.running, manager.aborted) == (3, 0)
             manager.running = 0
+            sending.require_served(index)
 
-    through(engine, work)
-    engine.loop.close()
+    through(engine_that_retracts, work)
 
 
 def test_an_engine_sleeps_under_requests_that_it_may_abort_or_wait_for(
@@ -299,27 +265,24 @@ def test_a_cycle_goes_to_training_under_requests_once_they_are_aborted(
     manager = engine.tokenizer_manager
 
     def work(refit: SglangRefit) -> None:
-        sender, source = _sender(refit)
-        cycle = _cycle(refit, sender)
+        sending = Sending(refit, engine)
+        cycle = sending.cycle()
         for version, index in enumerate((1, 2)):
             manager.running = 2
             refit.pause("abort")
             with pytest.raises(EngineDirty, match="paused"):
                 refit.require_servable()
             cycle.to_training()
-            source.take_on(index)
-            manager.holder.poison()
-            cycle.to_generation(version)
-            refit.require_servable()
-            assert equal(manager.holder.held, weights(index))
+            sending.turn(cycle, version, index)
         assert manager.aborted == 4
 
     through(engine, work)
 
 
-def test_a_pause_that_no_refit_follows_is_resumed_with_the_requests_that_it_retracted(through: Any) -> None:
-    engine = EngineDouble(disable_radix_cache=True)
-    manager = engine.tokenizer_manager
+def test_a_pause_that_no_refit_follows_is_resumed_with_the_requests_that_it_retracted(
+    engine_that_retracts: EngineDouble, through: Any
+) -> None:
+    manager = engine_that_retracts.tokenizer_manager
 
     def work(refit: SglangRefit) -> None:
         manager.running = 2
@@ -329,8 +292,7 @@ def test_a_pause_that_no_refit_follows_is_resumed_with_the_requests_that_it_retr
         refit.resume()
         assert (manager.running, manager.paused) == (2, False)
 
-    through(engine, work)
-    engine.loop.close()
+    through(engine_that_retracts, work)
 
 
 def test_an_abort_whose_answer_is_lost_is_not_forgotten_and_the_next_refit_resumes(
@@ -340,7 +302,7 @@ def test_an_abort_whose_answer_is_lost_is_not_forgotten_and_the_next_refit_resum
     manager = engine.tokenizer_manager
 
     def work(refit: SglangRefit) -> None:
-        sender, source = _sender(refit)
+        sending = Sending(refit, engine)
         way = refit.calls._caller
         call = way.call
 
@@ -353,15 +315,11 @@ def test_an_abort_whose_answer_is_lost_is_not_forgotten_and_the_next_refit_resum
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(way, "call", losing)
             with pytest.raises(RefitError, match="got lost"):
-                sender.refit(0, "abort")
+                sending.sender.refit(0, "abort")
         assert not manager.scheduler._engine_paused
         with pytest.raises(EngineDirty, match="paused"):
             refit.require_servable()
-        source.take_on(1)
-        sender.refit(0)
-        refit.require_servable()
-        assert equal(manager.holder.held, weights(1))
-        assert not manager.paused
+        sending.bring(0, 1)
 
     through(engine, work)
 

@@ -11,11 +11,14 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from rlrefit.integration.colocated import ColocatedCycle
 from rlrefit.workers.sglang.async_driver import AsyncSglangRefit
 from rlrefit.workers.sglang.callers import _REQUESTS, EngineCaller, HttpCaller
 from rlrefit.workers.sglang.driver import SglangRefit
+from rlrefit.workers.sglang.pausing import PauseMode
+from rlrefit.workers.sglang.sender import SglangSender
 
-from .engine_double import EngineDouble, ManagerDouble
+from .engine_double import EngineDouble, Holder, ManagerDouble, equal, weights
 from .recorded import PATHS
 
 Work = Callable[[SglangRefit], Any]
@@ -31,6 +34,42 @@ class Trainer:
 
     def memory(self, *, restart: bool = False) -> list[Any]:
         return []
+
+
+class Sending:
+    """A trainer whose weights go to an engine in buckets, of which it takes several, and what they find and leave there."""
+
+    def __init__(self, refit: SglangRefit, engine: EngineDouble) -> None:
+        self.refit, self._manager = refit, engine.tokenizer_manager
+        self._source = Holder(0)
+        self.sender = SglangSender(self._source, refit, "cpu", 128)
+
+    def take_on(self, index: int) -> None:
+        """Other weights for the trainer, and none for the engine."""
+        self._source.take_on(index)
+        self._manager.holder.poison()
+
+    def require_served(self, index: int) -> None:
+        """The engine generates, with these weights."""
+        self.refit.require_servable()
+        assert equal(self._manager.holder.held, weights(index))
+        assert not self._manager.paused
+
+    def bring(self, version: int, index: int, *mode: PauseMode) -> None:
+        """A refit, of which the engine serves the weights afterwards."""
+        self.take_on(index)
+        self.sender.refit(version, *mode)
+        self.require_served(index)
+        assert not self._manager.stale_prefixes
+
+    def cycle(self) -> ColocatedCycle:
+        return ColocatedCycle(self.refit, Trainer(), lambda version: [self.sender.refit(version)])
+
+    def turn(self, cycle: ColocatedCycle, version: int, index: int) -> None:
+        """From training to generation with other weights."""
+        self.take_on(index)
+        cycle.to_generation(version)
+        self.require_served(index)
 
 
 class Server:
