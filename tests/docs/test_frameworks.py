@@ -22,6 +22,7 @@ CLAIMS = ("trainers", "engines", "colocated", "FP8 on the wire", "elastic", "ran
 
 _SHARDS = "verl_adapter/test_shards.py::"
 _UPDATES = "verl_adapter/test_updates.py::test_two_changed_updates_arrive_bit_for_bit_over_one_group"
+_VERL_ON_GPU = "gpu/test_verl_on_gpu.py::test_three_changed_updates_land_in_the_live_parameters_bit_for_bit"
 _TURNS = "nemo_rl_adapter/test_shard_to_shard.py::"
 _NEMO_RL_FULL = (
     "nemo_rl_adapter/test_full_tensors.py::test_two_changed_updates_arrive_bit_for_bit_over_one_group"
@@ -55,13 +56,16 @@ SHOWN: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
             "CPUs, GPUs",
             (
                 f"{_SHARDS}test_two_changed_updates_land_in_the_live_parameters_bit_for_bit",
-                "gpu/test_verl_on_gpu.py::test_three_changed_updates_land_in_the_live_parameters_bit_for_bit",
+                _VERL_ON_GPU,
             ),
         ),
     },
     "rlrefit.integration.adapters.verl": {
-        "trainers": ("any, by verl's export (a double of it has run)", (_UPDATES,)),
-        "engines": ("any, by verl's loading (a double of it has run; SGLang not tried)", (_UPDATES,)),
+        "trainers": ("any, by verl's export (a double of it, and FSDP2)", (_UPDATES, _VERL_ON_GPU)),
+        "engines": (
+            "any, by verl's loading (a double of it, and vLLM; SGLang not tried)",
+            (_UPDATES, _VERL_ON_GPU),
+        ),
         "elastic": (
             "yes",
             (
@@ -69,7 +73,7 @@ SHOWN: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
                 "verl_adapter/test_updates.py::test_a_rollout_worker_killed_in_an_update_ends_it_and_the_rest_goes_on",
             ),
         ),
-        "ran on": ("CPUs", (_UPDATES,)),
+        "ran on": ("CPUs, GPUs", (_UPDATES, _VERL_ON_GPU)),
     },
     "rlrefit.workers.nemo_rl.install": {
         "trainers": (
