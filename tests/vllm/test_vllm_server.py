@@ -29,8 +29,8 @@ MODEL = "qwen3"
 PROMPT = [5, 17, 33, 90]
 # Fills whole blocks of the KV cache, so that its prefix is kept for the next request.
 LONG_PROMPT = [3 + i % 100 for i in range(200)]
-# Enough of them that the request runs for as long as a test needs.
-TOKENS, SHORT = 450, 24
+# Enough of them that the request runs until it is paused, or for as long as a test needs that does not pause it.
+TOKENS, MANY, SHORT = 160, 450, 24
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -96,13 +96,13 @@ class Served:
     def complete(self, prompt: list[int], tokens: int = SHORT) -> list[int]:
         return self.stream(prompt, tokens, [])
 
-    def begin(self) -> tuple[list[int], Future[list[int]]]:
+    def begin(self, tokens: int = TOKENS) -> tuple[list[int], Future[list[int]]]:
         """A request that has given its first tokens and has many to go: those so far, and all of them at its end."""
         so_far: list[int] = []
-        whole = self.pool.submit(self.stream, PROMPT, TOKENS, so_far)
+        whole = self.pool.submit(self.stream, PROMPT, tokens, so_far)
         while len(so_far) < 4 and not whole.done():
             time.sleep(0.002)
-        assert len(so_far) < TOKENS
+        assert len(so_far) < tokens
         return so_far, whole
 
     def send(self, index: int) -> Future[list[Any]]:
@@ -169,14 +169,14 @@ def test_the_readme_starts_the_server_with_the_routes_that_it_calls():
 
 
 def test_a_busy_server_that_was_not_paused_refuses_an_update_and_goes_on(served: Served):
-    undisturbed = served.complete(PROMPT, TOKENS)
-    so_far, whole = served.begin()
+    undisturbed = served.complete(PROMPT, MANY)
+    so_far, whole = served.begin(MANY)
     for route, body in (
         ("start_weight_update", {}),
         ("update_weights", {"update_info": {"version": 0}}),
     ):
         refused = served.post(route, body)
-        assert len(so_far) < TOKENS
+        assert len(so_far) < MANY
         assert refused.status_code == 500
         assert f"{route} was called while requests are running" in refused.text
         assert "POST /pause?mode=keep" in refused.text
