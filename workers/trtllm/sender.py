@@ -46,8 +46,12 @@ class Engines(Protocol):
     def loads_in_parts(self) -> bool:
         """Whether the model takes its weights in several buckets."""
 
-    def begin(self, version: int, specs: Sequence[TensorSpec]) -> None:
-        """Refuse to generate until this version has committed."""
+    def begin(self, version: int, specs: Sequence[TensorSpec]) -> Mapping[str, Format] | None:
+        """Refuse to generate until this version has committed.
+
+        Returns:
+            Formats in which some weights have to come, if not all as they are.
+        """
 
     def load(self, handles: dict[str, str]) -> None:
         """Load a bucket on all workers, and return when its memory may be freed."""
@@ -204,8 +208,7 @@ class TrtllmSender:
 
     def _begun(self, engines: Engines, version: int, specs: Sequence[TensorSpec]) -> Mapping[str, Format]:
         """Formats in which the engines want weights that the source holds unquantized."""
-        engines.begin(version, specs)
-        return {}
+        return engines.begin(version, specs) or {}
 
     def _sending(self, formats: Mapping[str, Format]) -> WeightSource:
         """What brings the weights so."""
