@@ -6,11 +6,10 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from ..errors import PeerLost, RefitError
 from ..exchanges import Exchange, Parcel
@@ -28,7 +27,6 @@ logger = logging.getLogger(__name__)
 MOST_BUCKET_BYTES = 32 << 20
 # Two processes of one GPU take turns on it, and a change of turns for 32 MiB took ten times as long as their copies.
 MOST_SHARED_BYTES = 128 << 20
-_ALIGNED = 4096
 # Driver calls under way: a stream's queue holds some thousand, and a call blocks without a limit where it is full.
 _MOST_CALLS = 512
 _PAUSE = 2e-5
@@ -45,32 +43,11 @@ class DeviceGroup(SharedGroup):
     """
 
     wire = "an exchange through CUDA IPC"
+    most_bucket_bytes = MOST_BUCKET_BYTES
 
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        rank: int,
-        size: int,
-        device: torch.device,
-        timeout_s: float,
-        watch: Callable[[str], None],
-        lanes: int = 1,
-        bucket_bytes: int = MOST_BUCKET_BYTES,
-    ):
-        """As :class:`Group`, but nobody is waited for yet.
-
-        Args:
-            store, name, rank, size, timeout_s, watch: as of :class:`Group`.
-            device: a CUDA device.
-            lanes: exchanges that may be under way at the same time.
-            bucket_bytes: the same on all ranks; each pair has two for each direction and lane.
-        """
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        self._configure(rank, size, torch.device("cuda", index), timeout_s, watch, lanes)
-        self._store, self._name = store, name
-        self._bucket_bytes = -(-bucket_bytes // _ALIGNED) * _ALIGNED
-        self._pairs: dict[int, Pair] = {}
+    def _begin(self) -> None:
+        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        self.device = torch.device("cuda", index)
         self._own: list[OwnBuckets] = []
         self._mapped: list[PeerBuckets] = []
         self._links: dict[int, list[DeviceLink]] = {}

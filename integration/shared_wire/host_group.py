@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-
-import torch
-from torch._C._distributed_c10d import Store
+from collections.abc import Iterable, Sequence
 
 from ..errors import RefitError
 from ..exchanges import Exchange, Parcel
@@ -19,7 +16,6 @@ logger = logging.getLogger(__name__)
 
 # Larger ones would not overlap any better, and smaller ones stay in a core's caches.
 MOST_BUCKET_BYTES = 4 << 20
-_ALIGNED = 4096
 
 
 class HostGroup(SharedGroup):
@@ -30,31 +26,9 @@ class HostGroup(SharedGroup):
     """
 
     wire = "a copy to or from memory shared with other ranks"
+    most_bucket_bytes = MOST_BUCKET_BYTES
 
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        rank: int,
-        size: int,
-        device: torch.device,
-        timeout_s: float,
-        watch: Callable[[str], None],
-        lanes: int = 1,
-        bucket_bytes: int = MOST_BUCKET_BYTES,
-    ):
-        """As :class:`Group`, but nobody is waited for yet.
-
-        Args:
-            store, name, rank, size, timeout_s, watch: as of :class:`Group`.
-            device: of the parcels.
-            lanes: exchanges that may be under way at the same time.
-            bucket_bytes: the same on all ranks; each pair has two for each direction and lane.
-        """
-        self._configure(rank, size, device, timeout_s, watch, lanes)
-        self._store, self._name = store, name
-        self._bucket_bytes = -(-bucket_bytes // _ALIGNED) * _ALIGNED
-        self._pairs: dict[int, Pair] = {}
+    def _begin(self) -> None:
         self._links: dict[int, list[HostLink]] = {}
         self._closed = False
 
