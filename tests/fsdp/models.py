@@ -23,6 +23,22 @@ _MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
 KINDS = ("qwen3", "qwen3-tied", "qwen3-moe")
 
 
+def smallest(**changes: Any) -> Any:
+    """A Qwen3 of one layer and no size of note; ``changes`` of its configuration."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = {
+        "vocab_size": 12,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+    }
+    return AutoModelForCausalLM.from_config(Qwen3Config(**{**config, **changes}))
+
+
 def make_model(kind: str, folder: Path) -> str:
     """Write a checkpoint and return its folder."""
     import transformers

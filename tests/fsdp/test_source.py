@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.layout import Fragment
@@ -21,23 +21,10 @@ from tests.as_sent import as_sent
 from tests.catalog.shrunken import CONFIGS
 from tests.spawn import run_ranks
 
-from .models import make_model
+from .models import make_model, smallest
 from .ranks import Layout, build, mesh_of
 
 _KNOWN = [name for name, config in CONFIGS.items() if config["model_type"] != "kimi_k2"]
-
-
-def _tiny(**changes: Any) -> Any:
-    config = {
-        "vocab_size": 12,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 4,
-    }
-    return AutoModelForCausalLM.from_config(Qwen3Config(**{**config, **changes}))
 
 
 @pytest.mark.parametrize("name", _KNOWN)
@@ -127,7 +114,7 @@ def test_a_view_that_is_no_box_is_no_part(cut: Any) -> None:
 
 
 def test_parameters_kept_in_fp32_are_cast_as_they_are_packed_and_buffers_are_not() -> None:
-    model = _tiny()
+    model = smallest()
     model.register_buffer("scale", torch.ones(2))
     source = FSDPSource(model, torch.bfloat16)
     dtypes = {spec.name: spec.dtype for spec in source.specs()}
@@ -145,14 +132,14 @@ def test_parameters_kept_in_fp32_are_cast_as_they_are_packed_and_buffers_are_not
 
 
 def test_what_transformers_keeps_in_fp32_is_not_cast() -> None:
-    model = _tiny()
+    model = smallest()
     model._keep_in_fp32_modules_strict = {"q_norm"}
     kept = [s.name for s in FSDPSource(model, torch.bfloat16).specs() if s.dtype == torch.float32]
     assert kept == ["model.layers.0.self_attn.q_norm.weight"]
 
 
 def test_a_storage_that_moves_changes_the_key_and_the_next_fragments() -> None:
-    model = _tiny()
+    model = smallest()
     source = FSDPSource(model)
     before = source.storage_key()
     model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
@@ -162,7 +149,7 @@ def test_a_storage_that_moves_changes_the_key_and_the_next_fragments() -> None:
 
 
 def test_a_parameter_that_is_gone_ends_the_refit() -> None:
-    model = _tiny()
+    model = smallest()
     source = FSDPSource(model)
     model.lm_head.weight = None
     with pytest.raises(RefitError, match="Linear has no weight any more"):
@@ -170,7 +157,7 @@ def test_a_parameter_that_is_gone_ends_the_refit() -> None:
 
 
 def test_models_whose_weights_are_not_their_parameters_are_refused_with_all_reasons() -> None:
-    model = _tiny()
+    model = smallest()
     model.hf_quantizer = object()
     with pytest.raises(RefitError) as raised:
         FSDPSource(model)
@@ -178,7 +165,7 @@ def test_models_whose_weights_are_not_their_parameters_are_refused_with_all_reas
 
 
 def test_extra_state_that_is_no_weight_is_refused_by_name() -> None:
-    model = _tiny()
+    model = smallest()
     model.register_state_dict_post_hook(lambda module, state, prefix, meta: state.update(extra=torch.ones(1)))
     with pytest.raises(RefitError, match="extra"):
         FSDPSource(model)
@@ -201,7 +188,7 @@ def _on_two_ranks(rank: int, checkpoint: str) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor, Partial
 
     seen: dict[str, Any] = {}
-    plain = _tiny()
+    plain = smallest()
     names = [spec.name for spec in FSDPSource(plain).specs()]
     plain.model.layers[0] = torch.compile(plain.model.layers[0])
     seen["compiled"] = [spec.name for spec in FSDPSource(torch.compile(plain)).specs()] == names

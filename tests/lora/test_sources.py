@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rlrefit.integration.errors import RefitError
 from rlrefit.workers.fsdp.adapter_source import AdapterSource
 from rlrefit.workers.fsdp.merging import Delta, merge
 from rlrefit.workers.fsdp.source import FSDPSource
 from tests.as_sent import as_sent
+from tests.fsdp.models import smallest
 
 _PLAIN = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"]}
 _WIDE = {
@@ -28,19 +28,8 @@ _WIDE = {
 
 
 def _base(**changes: Any) -> Any:
-    config = {
-        "vocab_size": 12,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 4,
-        "tie_word_embeddings": False,
-        "attention_bias": True,
-    }
     torch.manual_seed(3)
-    return AutoModelForCausalLM.from_config(Qwen3Config(**{**config, **changes}))
+    return smallest(**{"tie_word_embeddings": False, "attention_bias": True, **changes})
 
 
 def _adapted(fields: dict[str, Any], **changes: Any) -> Any:

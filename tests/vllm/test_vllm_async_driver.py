@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from vllm_driver_doubles import HELD, AsyncLlm, met, request_of, settled
+from vllm_driver_doubles import HELD, AsyncLlm, met, met_a_late_trainer, request_of, settled
 
 from rlrefit.integration.errors import EngineDirty, RefitError
 
@@ -40,9 +40,7 @@ def test_a_refit_whose_caller_is_cancelled_ends_without_it_and_requests_wait_for
 ):
     async def scene() -> None:
         llm = AsyncLlm()
-        trainer = asyncio.Event()
-        llm.wait = trainer.wait
-        driver = await met(llm)
+        driver, trainer = await met_a_late_trainer(llm)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(driver.refit(7), 0.01)
         late = request_of(driver)
@@ -65,9 +63,7 @@ def test_a_refit_that_fails_after_its_caller_was_cancelled_is_told_to_requests_a
 ):
     async def scene() -> None:
         llm = AsyncLlm()
-        trainer = asyncio.Event()
-        llm.wait = trainer.wait
-        driver = await met(llm)
+        driver, trainer = await met_a_late_trainer(llm)
         running = request_of(driver)
         await settled()
         with pytest.raises(TimeoutError):
@@ -85,9 +81,7 @@ def test_a_refit_that_fails_after_its_caller_was_cancelled_is_told_to_requests_a
 def test_a_refit_that_waits_for_another_can_be_cancelled():
     async def scene() -> None:
         llm = AsyncLlm()
-        trainer = asyncio.Event()
-        llm.wait = trainer.wait
-        driver = await met(llm)
+        driver, trainer = await met_a_late_trainer(llm)
         first = asyncio.create_task(driver.refit(7))
         await settled()
         with pytest.raises(TimeoutError):

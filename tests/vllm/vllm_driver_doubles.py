@@ -147,6 +147,13 @@ async def met(llm: AsyncLlm) -> AsyncVllmDriver:
     return driver
 
 
+async def met_a_late_trainer(llm: AsyncLlm) -> tuple[AsyncVllmDriver, asyncio.Event]:
+    """The driver, whose refits wait for the event."""
+    trainer = asyncio.Event()
+    llm.wait = trainer.wait
+    return await met(llm), trainer
+
+
 def request_of(driver: AsyncVllmDriver) -> asyncio.Task[Any]:
     async def last() -> Any:
         async for found in driver.generate(
