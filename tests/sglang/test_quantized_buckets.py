@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,8 +15,7 @@ from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8, to
 from rlrefit.workers.sglang.buckets import merged
 from rlrefit.workers.sglang.callers import EngineCaller
 from rlrefit.workers.sglang.driver import SglangRefit
-from rlrefit.workers.sglang.sender import SglangSender, unit_of
-from rlrefit.workers.trtllm.buckets import lay_out
+from rlrefit.workers.sglang.sender import SglangSender
 from tests.spawn import run_ranks
 
 from .engine_double import EngineDouble, Holder, ManagerDouble, modules, weights
@@ -194,13 +194,27 @@ def test_all_trainer_ranks_quantize_what_the_leaders_engine_asks_for_and_hear_of
         assert handed == [0 if rank else nbytes] * 3
 
 
-def test_a_weight_and_its_scales_share_a_bucket_however_small() -> None:
-    manager = ManagerDouble()
-    manager.worker.hold_in_blocks(BLOCKS)
-    for nbytes in (1, 40, 60, 1 << 20):
-        buckets = lay_out(manager.holder.specs(), nbytes, unit_of)
-        for name in BLOCKS:
-            assert [{name, f"{name}_scale_inv"} <= set(bucket.names) for bucket in buckets].count(True) == 1
+@pytest.mark.parametrize("nbytes", [1, 80, 120, 1 << 20])
+def test_a_weight_and_its_scales_share_a_bucket_however_small(
+    engine: EngineDouble, holding: ManagerDouble, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    buckets: list[set[str]] = []
+    load = holding.holder.load_weights
+
+    def loaded(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        named = dict(weights)
+        buckets.append(set(named))
+        load(named.items())
+
+    monkeypatch.setattr(holding.holder, "load_weights", loaded)
+    sender = SglangSender(
+        Holder(1), SglangRefit(EngineCaller(engine)), "cpu", nbytes, trainer_quantize_fp8=True
+    )
+    sender.refit(0)
+    assert _holds(holding, 1)
+    for name in BLOCKS:
+        assert [{name, f"{name}_scale_inv"} <= bucket for bucket in buckets].count(True) == 1
+    assert nbytes > 1 or len(buckets) == len(weights(0))
 
 
 def _answer(weights: dict[str, int], *formats: Format) -> dict[str, Any]:
