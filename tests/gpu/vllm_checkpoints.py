@@ -43,7 +43,7 @@ def write_checkpoint(
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
     model.save_pretrained(path)
     if fp8:
-        _quantize(path, scale)
+        quantize_in_blocks(path, scale)
     return str(path)
 
 
@@ -51,7 +51,8 @@ def read_checkpoint(path: str) -> dict[str, torch.Tensor]:
     return load_file(Path(path) / "model.safetensors")
 
 
-def _quantize(path: Path, scale: ScaleFormat) -> None:
+def quantize_in_blocks(path: Path, scale: ScaleFormat = ScaleFormat.FP32) -> None:
+    """Turn a Qwen3 checkpoint into FP8 blocks, as those of the hub have it."""
     tensors = {}
     for name, tensor in read_checkpoint(str(path)).items():
         tensors[name] = tensor
@@ -65,7 +66,7 @@ def _quantize(path: Path, scale: ScaleFormat) -> None:
         "weight_block_size": list(BLOCK),
         "modules_to_not_convert": [
             "lm_head",
-            *(f"model.layers.{layer}.mlp.gate" for layer in range(_COMMON["num_hidden_layers"])),
+            *(f"model.layers.{layer}.mlp.gate" for layer in range(config["num_hidden_layers"])),
         ],
     }
     (path / "config.json").write_text(json.dumps(config))

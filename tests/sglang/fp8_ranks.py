@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
@@ -18,12 +17,18 @@ from unittest import mock
 
 import torch
 
-from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.errors import PlanError, RefitMismatch
 from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.quantize import fp8_blockwise
-from rlrefit.integration.rendezvous import Rendezvous, open_rendezvous
-from rlrefit.integration.session import RefitSession
+from tests.fp8_refits import (
+    CONFIG,
+    Sessions,
+    State,
+    bytes_of,
+    differing,
+    poison,
+    refit_by_both_engines,
+    refusal,
+)
 from tests.gpu.vllm_checkpoints import read_checkpoint
 from tests.gpu.vllm_trainer import CheckpointSource
 
@@ -31,9 +36,7 @@ if TYPE_CHECKING:
     from rlrefit.integration.quantize.formats import Format
     from rlrefit.workers.sglang.destination import SglangDestination
 
-CONFIG = RefitConfig(bucket_mb=1, timeout_s=120.0, verify="full", transport="p2p", trainer_quantize_fp8=True)
 CPU = torch.device("cpu")
-State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -182,25 +185,27 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     wire = [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in read_checkpoint(case.served[0]).items()]
     _, reasons = destination.fragments(wire)
     before = _places(live.model)
-    differing: dict[str, list[str]] = {}
+    wrong: dict[str, list[str]] = {}
     other: dict[str, list[str]] = {}
-    routes: dict[str, int] = {}
-    for engine in ("nccl_xfer", "packed_broadcast"):
+
+    def sessions_by(engine: str) -> Sessions:
         destination.new_epoch()
-        with _Sessions(rank, engine, config, held, destination) as sessions:
-            routes = routes or sessions.routes()
-            for version, index in enumerate((1, 0, 0)):
-                _poison(live.model, destination)
-                sessions.refit(index, version)
-                occasion = f"{engine} {version}"
-                differing[occasion] = _differing(_state(live.model), expected[index])
-                other[occasion] = _differing(_numbers(live.model), _numbers(loaded[index]))
+        source = CheckpointSource(held, CPU) if rank == 0 else None
+        return Sessions(rank, engine, config, source, destination, 1)
+
+    def look(occasion: str, index: int) -> None:
+        wrong[occasion] = differing(bytes_of(_held(live.model)), expected[index])
+        other[occasion] = differing(_numbers(live.model), _numbers(loaded[index]))
+
+    routes = refit_by_both_engines(
+        sessions_by, lambda: poison([*_held(live.model).values(), *destination._staged.values()]), look
+    )
     packed = sum(parameter.dtype is torch.int32 for parameter in live.model.parameters())
     return Fp8Result(
         own,
         reasons,
-        routes,
-        differing,
+        routes["nccl_xfer"],
+        wrong,
         other,
         [name for name, place in _places(live.model).items() if before[name] != place],
         packed,
@@ -217,68 +222,11 @@ def _refusals(destination: SglangDestination, case: Fp8Case, wire: list[TensorSp
         "no codes": (destination.fragments, [spec for spec in wire if spec.name != some]),
         "SGLang's own loader": (destination.routes, wire),
     }
-    found = {occasion: _refusal(ask, specs) for occasion, (ask, specs) in asked.items()}
+    found = {occasion: refusal(ask, specs) for occasion, (ask, specs) in asked.items()}
     mega = SimpleNamespace(is_megamoe=lambda: True)
     with mock.patch("rlrefit.workers.sglang.fp8.get_moe_a2a_backend", return_value=mega):
-        found["MegaMoE"] = _refusal(destination.fragments, [*wire[1:], wire[0]])
+        found["MegaMoE"] = refusal(destination.fragments, [*wire[1:], wire[0]])
     return found
-
-
-def _refusal(ask: Callable[[list[TensorSpec]], object], specs: list[TensorSpec]) -> str:
-    try:
-        ask(specs)
-    except (PlanError, RefitMismatch) as error:
-        return str(error)
-    return ""
-
-
-class _Sessions:
-    """This process as an engine rank of a refit; the first one also, in a thread, as the trainer."""
-
-    def __init__(
-        self, rank: int, engine: str, config: RefitConfig, held: Sequence[str], destination: SglangDestination
-    ) -> None:
-        told: list[Any] = [None]
-        self._first = rank == 0
-        if self._first:
-            self._server = open_rendezvous("127.0.0.1", 1, 2)
-            told = [self._server.rendezvous.to_json()]
-        torch.distributed.broadcast_object_list(told, 0)
-        meeting = Rendezvous.from_json(told[0])
-        if self._first:
-            self._thread = ThreadPoolExecutor(1)
-            self._source = CheckpointSource(held, CPU)
-            opening = self._thread.submit(
-                RefitSession.open, meeting, 0, lambda: self._source, config, engine=engine
-            )
-        self._engine = RefitSession.open(meeting, 1 + rank, lambda: destination, config, engine=engine)
-        if self._first:
-            self._trainer = opening.result()
-
-    def routes(self) -> dict[str, int]:
-        return {route: len(self._engine.manifest.specs(route)) for route in ("bulk", "misc", "unused")}
-
-    def refit(self, index: int, version: int) -> None:
-        if self._first:
-            self._source.take_on(index)
-            sending = self._thread.submit(self._trainer.refit, version)
-        self._engine.refit(version)
-        if self._first:
-            sending.result()
-
-    def __enter__(self) -> _Sessions:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._first:
-            closing = self._thread.submit(self._trainer.close)
-        self._engine.close()
-        if self._first:
-            closing.result()
-            self._thread.shutdown()
-        torch.distributed.barrier()
-        if self._first:
-            self._server.close()
 
 
 def _expected(case: Fp8Case, loaded: Sequence[torch.nn.Module]) -> list[State]:
@@ -288,7 +236,7 @@ def _expected(case: Fp8Case, loaded: Sequence[torch.nn.Module]) -> list[State]:
     loads for another kernel, with the scales as SGLang packs them.
     """
     if not case.blackwell or case.quantized_before:
-        return [_state(model) for model in loaded]
+        return [bytes_of(_held(model)) for model in loaded]
     from sglang.srt.layers.quantization.fp8_utils import transform_scale_ue8m0
 
     found = []
@@ -296,20 +244,13 @@ def _expected(case: Fp8Case, loaded: Sequence[torch.nn.Module]) -> list[State]:
         plain = [_loaded(path).model for path in case.served]
     for model in plain:
         parameters = dict(model.named_parameters())
-        state = _state(model)
+        state = _held(model)
         for name, scales in parameters.items():
             if name.endswith("_scale_inv"):
                 rows = parameters[name.removesuffix("_scale_inv")].shape[-2]
-                state[name] = _bytes(transform_scale_ue8m0(scales.detach(), rows))
-        found.append(state)
+                state[name] = transform_scale_ue8m0(scales.detach(), rows)
+        found.append(bytes_of(state))
     return found
-
-
-def _poison(model: torch.nn.Module, destination: SglangDestination) -> None:
-    with torch.no_grad():
-        for tensor in (*_held(model).values(), *destination._staged.values()):
-            wrong = torch.full((), torch.nan) if tensor.dtype.is_floating_point else torch.full((), -1)
-            tensor.copy_(wrong.to(tensor.dtype))
 
 
 def _held(model: torch.nn.Module) -> State:
@@ -320,14 +261,6 @@ def _held(model: torch.nn.Module) -> State:
             if attribute.startswith("hpc_ops_"):
                 found[f"{name}.{attribute}"] = value
     return found
-
-
-def _state(model: torch.nn.Module) -> State:
-    return {name: _bytes(tensor) for name, tensor in _held(model).items()}
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def _places(model: torch.nn.Module) -> dict[str, int]:
@@ -351,11 +284,6 @@ def _numbers(model: torch.nn.Module) -> State:
             )
             found[name] = torch.stack([fp8_blockwise.dequantize(c, s) for c, s in matrices])
     return found
-
-
-def _differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
-    assert found.keys() == expected.keys()
-    return [name for name, held in found.items() if not torch.equal(held, expected[name])]
 
 
 def _loaded(path: str) -> Any:

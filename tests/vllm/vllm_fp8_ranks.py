@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3MoeConfig
 from vllm_checkpoints import manifest_of, read_checkpoint, write_checkpoint
-from vllm_fp8_sessions import Halves, Sessions, Tensors
+from vllm_fp8_trainer import Halves, Tensors
 from vllm_refit import refit
 
 from rlrefit.integration.manifest import TensorSpec
-from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.quantize.source import quant_weights_by_name
+from tests.fp8_refits import CONFIG, Sessions, bytes_of, differing, poison, refit_by_both_engines, refusal
+from tests.gpu.vllm_checkpoints import quantize_in_blocks
 
 if TYPE_CHECKING:
     from rlrefit.integration.quantize.formats import Format
-    from rlrefit.workers.vllm.destination import VllmDestination
 
 _SHAPE = {
     "vocab_size": 128,  # no padding, which a refit leaves alone
@@ -98,21 +97,7 @@ def write_pair(folder: Path, seed: int, *, experts: bool) -> tuple[str, str]:
     config: Any = Qwen3MoeConfig(**_SHAPE, **_EXPERTS) if experts else Qwen3Config(**_SHAPE)
     trained = write_checkpoint(folder / f"bf16_{seed}", config, seed)
     served = write_checkpoint(folder / f"fp8_{seed}", config, seed)
-    tensors = {}
-    for name, tensor in read_checkpoint(trained).items():
-        tensors[name] = tensor
-        if name.endswith("_proj.weight"):
-            tensors[name], tensors[f"{name}_scale_inv"] = fp8_blockwise.quantize(tensor)
-    save_file(tensors, served / "model.safetensors")
-    written = json.loads((served / "config.json").read_text())
-    written["quantization_config"] = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "weight_block_size": [128, 128],
-        "activation_scheme": "dynamic",
-        "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"],
-    }
-    (served / "config.json").write_text(json.dumps(written))
+    quantize_in_blocks(served)
     return str(trained), str(served)
 
 
@@ -194,50 +179,50 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     from rlrefit.workers.vllm.destination import VllmDestination
 
     live, config = _loaded(case, 0)
-    expected = [_state(_loaded(case, index)[0]) for index in (0, 1)]
+    expected = [bytes_of(_held(_loaded(case, index)[0])) for index in (0, 1)]
     destination = VllmDestination(live, config, torch.device("cpu"))
     trained = [read_checkpoint(path) for path in case.trained]
     specs = [TensorSpec(*entry) for entry in manifest_of(trained[0])]
-    refused = {"BF16": _refusal(destination, trained[0])}
+    refused = {"BF16": refusal(destination.fragments, manifest_of(trained[0]))}
     own = destination.quantized(specs)
     wire = [_on_the_wire(tensors, _of_all_ranks(own)) for tensors in trained]
     some = next(name for name in own if name.endswith("o_proj.weight"))
-    refused["no scales"] = _refusal(
-        destination, {n: t for n, t in wire[0].items() if n != f"{some}_scale_inv"}
-    )
-    refused["no codes"] = _refusal(destination, {n: t for n, t in wire[0].items() if n != some})
+    for occasion, left_out in (("no scales", f"{some}_scale_inv"), ("no codes", some)):
+        rest = {name: tensor for name, tensor in wire[0].items() if name != left_out}
+        refused[occasion] = refusal(destination.fragments, manifest_of(rest))
     fragments, misc = destination.fragments(manifest_of(wire[0]))
-    differing = {}
+    wrong: dict[str, list[str]] = {}
+
+    def look(occasion: str, index: int) -> None:
+        wrong[occasion] = differing(bytes_of(_held(live)), expected[index])
+
     for version, (occasion, index) in enumerate([("first", 1), ("second", 0), ("the same again", 0)]):
         refit(destination, fragments, misc, wire[index], version)
-        differing[occasion] = _differing(live, expected[index])
+        look(occasion, index)
     refit(destination, [], dict.fromkeys(wire[1], ""), wire[1], 3)
-    differing["all through the loader"] = _differing(live, expected[1])
+    look("all through the loader", 1)
     _reload_by_vllm(live, config, read_checkpoint(case.served[1]))
     fragments, misc = destination.fragments(manifest_of(wire[0]))
     refit(destination, fragments, misc, wire[0], 4)
-    differing["after vLLM's own reload"] = _differing(live, expected[0])
+    look("after vLLM's own reload", 0)
     told = _told(rank, live, config, specs)
     full = _full_tensors(Halves(rank, trained), _of_all_ranks(told))
-    _poison(live)
+    poison(live.parameters())
     _reload_by_vllm(live, config, full)
-    differing["full tensors by name"] = _differing(live, expected[0])
-    routes = {}
-    for engine in ("nccl_xfer", "packed_broadcast"):
+    look("full tensors by name", 0)
+
+    def sessions_by(engine: str) -> Sessions:
         destination.new_epoch()
-        with Sessions(rank, engine, trained, destination) as sessions:
-            routes[engine] = sessions.routes()
-            for version, index in enumerate((1, 0, 0)):
-                _poison(live)
-                sessions.refit(index, version)
-                differing[f"{engine} {version}"] = _differing(live, expected[index])
+        return Sessions(rank, engine, CONFIG, Halves(rank, trained), destination, 2)
+
+    routes = refit_by_both_engines(sessions_by, lambda: poison(live.parameters()), look)
     held = sum(p.numel() * p.element_size() for p in live.parameters())
     return Fp8Result(
         own,
         told,
         sorted({f.name for f in fragments}),
         misc,
-        differing,
+        wrong,
         refused,
         (destination.kept_bytes, held),
         routes,
@@ -262,22 +247,6 @@ def _full_tensors(source: Halves, formats: dict[str, Format]) -> Tensors:
         return {name: tensor async for name, tensor in quant_weights_by_name(source, formats)}
 
     return asyncio.run(drawn())
-
-
-def _poison(live: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in live.parameters():
-            parameter.copy_(torch.full((), torch.nan).to(parameter.dtype))
-
-
-def _refusal(destination: VllmDestination, tensors: Tensors) -> str:
-    from rlrefit.integration.errors import PlanError
-
-    try:
-        destination.fragments(manifest_of(tensors))
-    except PlanError as error:
-        return str(error)
-    return ""
 
 
 def _of_all_ranks(own: dict[str, Format]) -> dict[str, Format]:
@@ -310,21 +279,15 @@ def _reload_by_vllm(live: torch.nn.Module, config: Any, tensors: Tensors) -> Non
         finalize_layerwise_reload(live, config.model_config)
 
 
-def _state(model: torch.nn.Module) -> Tensors:
-    """Parameters, and the scales that experts' kernels compute with, as bytes."""
-    found = dict(model.named_parameters())
+def _held(model: torch.nn.Module) -> Tensors:
+    """Parameters, and the scales that experts' kernels compute with."""
+    found: Tensors = dict(model.named_parameters())
     for name, module in model.named_modules():
         config = getattr(getattr(module, "quant_method", None), "moe_quant_config", None)
         if config is not None:
             found[f"{name}, first scales of its kernel"] = config.w1_scale
             found[f"{name}, second scales of its kernel"] = config.w2_scale
-    return {name: t.detach().reshape(-1).view(torch.uint8).clone() for name, t in found.items()}
-
-
-def _differing(live: torch.nn.Module, expected: Tensors) -> list[str]:
-    found = _state(live)
-    assert found.keys() == expected.keys()
-    return [name for name, held in found.items() if not torch.equal(held, expected[name])]
+    return found
 
 
 def _config(case: Fp8Case, index: int) -> Any:
