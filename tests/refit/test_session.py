@@ -285,13 +285,12 @@ def test_storage_that_does_not_keep_what_was_sent_is_caught_by_the_checksums() -
     assert "VerificationError" in str(results[0])
 
 
-def test_a_rank_that_never_comes_ends_in_a_timeout_that_names_it() -> None:
-    sources, destinations = world(2)
-    config = RefitConfig(timeout_s=1.0, bucket_mb=1)
+def late(seconds: dict[int, float], never: int) -> Callable[[int, RefitSession, Any], RefitError | None]:
+    """What ranks do that come this late to a refit, ``never`` not at all; the errors that the others get."""
 
-    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
-        if rank == 3:
-            time.sleep(2.0)
+    def body(rank: int, session: RefitSession, endpoint: Any) -> RefitError | None:
+        time.sleep(seconds.get(rank, 0.0))
+        if rank == never:
             return None
         try:
             session.refit(1)
@@ -299,8 +298,14 @@ def test_a_rank_that_never_comes_ends_in_a_timeout_that_names_it() -> None:
             return error
         return None
 
+    return body
+
+
+def test_a_rank_that_never_comes_ends_in_a_timeout_that_names_it() -> None:
+    sources, destinations = world(2)
+    config = RefitConfig(timeout_s=1.0, bucket_mb=1)
     start = time.monotonic()
-    results = run_world(sources, destinations, body, config)
+    results = run_world(sources, destinations, late({3: 2.0}, never=3), config)
     assert time.monotonic() - start < 5
     assert all(isinstance(r, RefitTimeout) and "generation rank 1" in str(r) for r in results[:3])
 
@@ -403,20 +408,7 @@ def test_sampled_checks_come_to_every_message_whatever_the_versions_are() -> Non
 def test_a_late_rank_does_not_make_the_others_blame_trainer_rank_0_for_a_missing_one() -> None:
     sources, destinations = world(3)
     config = RefitConfig(timeout_s=1.5, bucket_mb=1)
-
-    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
-        if rank == 1:
-            time.sleep(1.0)
-        if rank == 4:
-            time.sleep(3.0)
-            return None
-        try:
-            session.refit(1)
-        except RefitError as error:
-            return error
-        return None
-
-    results = run_world(sources, destinations, body, config)
+    results = run_world(sources, destinations, late({1: 1.0, 4: 3.0}, never=4), config)
     assert all("generation rank 2" in str(r) for r in results[:4])
 
 
