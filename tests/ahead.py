@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -37,18 +38,20 @@ class WorkFailed(AssertionError):
 
 
 class FoundAhead:
-    """What works found, each in a folder of its own; they are done one after another, in the order of the modules."""
+    """What works found, each in a folder of its own.
+
+    A process does them one after another, in the order of the modules. Once a test has to wait for one, so that nothing
+    else happens in the session, a second process takes those that have not been begun, the last ones first.
+    """
 
     def __init__(self, modules: Iterable[ModuleType], root: Path):
-        works = list(dict.fromkeys(work for module in modules for work in getattr(module, "AHEAD", ())))
+        self._works = list(dict.fromkeys(work for module in modules for work in getattr(module, "AHEAD", ())))
         self._root = root
         self._found: dict[str, tuple[bool, Any]] = {}
-        self._starting: Future[tuple[Connection, Any]] | None = None
-        if works:
-            # Not here: its server has to load first.
-            pool = ThreadPoolExecutor(1)
-            self._starting = pool.submit(_start, works, root)
-            pool.shutdown(wait=False)
+        self._starting: list[Future[_Doer]] = []
+        self._ended: list[_Doer] = []
+        if self._works:
+            self._start(self._works)
 
     def by(self, work: Work[Found]) -> Found:
         """What a work returned; waits for it.
@@ -57,14 +60,10 @@ class FoundAhead:
             WorkFailed: it raised, or its process died.
         """
         while _name(work) not in self._found:
-            assert self._starting is not None, f"no module that was collected has {_name(work)} in AHEAD"
-            pipe, process = self._starting.result()
-            try:
-                name = pipe.recv()
-            except EOFError:
-                process.join()
-                raise WorkFailed(f"its process died with exit code {process.exitcode}") from None
-            self._found[name] = pickle.loads(_answer_of(name, self._root).read_bytes())
+            assert work in self._works, f"no module that was collected has {_name(work)} in AHEAD"
+            if len(self._starting) == 1 and not all(_folder_of(w, self._root).exists() for w in self._works):
+                self._start(self._works[::-1])
+            self._receive()
         succeeded, value = self._found[_name(work)]
         if not succeeded:
             raise WorkFailed(value)
@@ -73,16 +72,48 @@ class FoundAhead:
 
     def close(self) -> None:
         """End what nobody asked for any more, with all processes that it started."""
-        if self._starting is None:
-            return
-        _, process = self._starting.result()
-        if process.is_alive():
-            leads_group = os.getpgid(process.pid) == process.pid
-            (os.killpg if leads_group else os.kill)(process.pid, signal.SIGKILL)
-        process.join()
+        for doer in self._doers():
+            process = doer.process
+            if process.is_alive():
+                leads_group = os.getpgid(process.pid) == process.pid
+                (os.killpg if leads_group else os.kill)(process.pid, signal.SIGKILL)
+            process.join()
+
+    def _start(self, works: Sequence[Work[Any]]) -> None:
+        # Not here: its server has to load first.
+        pool = ThreadPoolExecutor(1)
+        self._starting.append(pool.submit(_start, works, self._root))
+        pool.shutdown(wait=False)
+
+    def _doers(self) -> list[_Doer]:
+        return [starting.result() for starting in self._starting]
+
+    def _receive(self) -> None:
+        """Wait for the next answer, or a process's end."""
+        doers = {doer.pipe: doer for doer in self._doers() if doer not in self._ended}
+        if not doers:
+            codes = ", ".join(str(code) for doer in self._ended if (code := doer.process.exitcode))
+            raise WorkFailed(f"its process died with exit code {codes}")
+        for pipe in wait(list(doers)):
+            assert isinstance(pipe, Connection)
+            try:
+                name = pipe.recv()
+            except EOFError:
+                doers[pipe].process.join()
+                self._ended.append(doers[pipe])
+                continue
+            self._found[name] = pickle.loads(_answer_of(name, self._root).read_bytes())
 
 
-def _start(works: Sequence[Work[Any]], root: Path) -> tuple[Connection, Any]:
+@dataclass(frozen=True)
+class _Doer:
+    """A process that does works, and tells their names as they are done."""
+
+    pipe: Connection
+    process: Any
+
+
+def _start(works: Sequence[Work[Any]], root: Path) -> _Doer:
     from tests.servers import processes  # which only sessions with tests that want them shall start
 
     ours, theirs = processes().Pipe(duplex=False)
@@ -90,7 +121,11 @@ def _start(works: Sequence[Work[Any]], root: Path) -> tuple[Connection, Any]:
     process = processes().Process(target=_do_all, args=(works, root, theirs))
     process.start()
     theirs.close()
-    return ours, process
+    return _Doer(ours, process)
+
+
+def _folder_of(work: Work[Any], root: Path) -> Path:
+    return root / _name(work)
 
 
 def _answer_of(name: str, root: Path) -> Path:
@@ -110,8 +145,11 @@ def _do_all(works: Sequence[Work[Any]], root: Path, pipe: Connection) -> None:
     os.nice(_NICENESS)
     threading.Thread(target=_end_with_the_session, daemon=True).start()
     for work in works:
-        folder = root / _name(work)
-        folder.mkdir()
+        folder = _folder_of(work, root)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue  # the other process has begun it
         try:
             keeps_time = getattr(work, "keeps_time", False)
             answer = True, in_time.submit(work, folder).result() if keeps_time else work(folder)

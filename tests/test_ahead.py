@@ -42,6 +42,18 @@ def start_and_wait(folder: Path) -> None:
     child.wait()
 
 
+def wait_for_the_last(folder: Path) -> str:
+    deadline = time.monotonic() + 60
+    while not (last := folder.with_name(f"{__name__}.tell_folder")).exists():
+        assert time.monotonic() < deadline, "nobody began the work after this one"
+        time.sleep(0.05)
+    return last.name
+
+
+def die(folder: Path) -> None:
+    os._exit(3)
+
+
 def module_with(*works: Work[object]) -> ModuleType:
     module = ModuleType("module")
     module.AHEAD = works  # type: ignore[attr-defined]
@@ -55,6 +67,22 @@ def test_what_works_return_and_raise_comes_to_who_asks_in_any_order(tmp_path: Pa
     with pytest.raises(WorkFailed, match="KeyError: 'what is missing'"):
         found.by(fail)
     assert found.by(tell_folder).parent == tmp_path
+    assert found.by(tell_folder).is_dir()
+    found.close()
+
+
+def test_what_is_not_begun_when_a_test_waits_is_begun_beside(tmp_path: Path) -> None:
+    found = FoundAhead([module_with(wait_for_the_last, tell_niceness, tell_folder)], tmp_path)
+    assert found.by(wait_for_the_last).endswith("tell_folder")
+    assert found.by(tell_niceness) > os.nice(0)
+    assert found.by(tell_folder).is_dir()
+    found.close()
+
+
+def test_a_work_whose_process_died_fails_and_the_others_are_done_in_another(tmp_path: Path) -> None:
+    found = FoundAhead([module_with(die, tell_folder)], tmp_path)
+    with pytest.raises(WorkFailed, match="died with exit code 3"):
+        found.by(die)
     assert found.by(tell_folder).is_dir()
     found.close()
 
