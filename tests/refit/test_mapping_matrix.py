@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,6 @@ from tests.spawn import run_alone
 from .mappings import Worlds, wrong_refits
 from .matrix import GEN, ROUTER, TRAIN, model, stored, wrong_mappings
 from .synthetic import refit_changed, run_world
-
-
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[Worlds]:
-    made = Worlds()
-    yield made
-    made.close()
 
 
 def name_of(layout: TrainLayout | GenLayout) -> str:
@@ -55,7 +47,40 @@ def try_all_cases(folder: Path) -> dict[tuple[str, TrainLayout], str]:
         }
 
 
-AHEAD = (try_all_cases,)
+@given(
+    train=st.sampled_from(TRAIN),
+    gen=st.sampled_from(GEN),
+    groups=st.sampled_from([1, 2, 4]),
+    per_group=st.sampled_from([1, 3]),
+    width=st.integers(1, 5),
+    experts=st.sampled_from([4, 8]),
+    inner=st.sampled_from([4, 8, 12]),
+    vocabulary=st.integers(1, 40),
+    hidden=st.integers(1, 17),
+    bucket=st.integers(1 << 10, 1 << 15),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+def _mapping_lands(worlds: Worlds, train: TrainLayout, gen: GenLayout, bucket: int, **sizes: int) -> None:
+    small = model(**sizes)
+    assume(not violations(small, train) and not violations(small, gen))
+    mapping = stored(small, train, gen, bucket, "full")
+    assert wrong_refits(worlds, mapping, ("p2p", "golden"), (1, 2)) == []
+
+
+def try_any_sizes(folder: Path) -> None:
+    """Raises with the smallest example that fails."""
+    run_alone(_try_any_sizes, environment={}, timeout_s=900)
+
+
+def _try_any_sizes() -> None:
+    worlds = Worlds()
+    try:
+        _mapping_lands(worlds)
+    finally:
+        worlds.close()
+
+
+AHEAD = (try_all_cases, try_any_sizes)
 
 
 @pytest.fixture(scope="module")
@@ -78,26 +103,8 @@ def test_every_mapping_of_a_dense_model_lands_bit_for_bit(
     assert wrong[case] == ""
 
 
-@given(
-    train=st.sampled_from(TRAIN),
-    gen=st.sampled_from(GEN),
-    groups=st.sampled_from([1, 2, 4]),
-    per_group=st.sampled_from([1, 3]),
-    width=st.integers(1, 5),
-    experts=st.sampled_from([4, 8]),
-    inner=st.sampled_from([4, 8, 12]),
-    vocabulary=st.integers(1, 40),
-    hidden=st.integers(1, 17),
-    bucket=st.integers(1 << 10, 1 << 15),
-)
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-def test_mappings_land_bit_for_bit_whatever_the_sizes(
-    worlds: Worlds, train: TrainLayout, gen: GenLayout, bucket: int, **sizes: int
-) -> None:
-    small = model(**sizes)
-    assume(not violations(small, train) and not violations(small, gen))
-    mapping = stored(small, train, gen, bucket, "full")
-    assert wrong_refits(worlds, mapping, ("p2p", "golden"), (1, 2)) == []
+def test_mappings_land_bit_for_bit_whatever_the_sizes(found_ahead: FoundAhead) -> None:
+    found_ahead.by(try_any_sizes)
 
 
 @pytest.mark.parametrize("transport", ["p2p", "golden"])
