@@ -11,6 +11,7 @@ from torch.nn import functional
 from rlrefit.recipes.algorithms.losses import PolicyLossConfig, loss_normalizer, metric_means, policy_loss
 from rlrefit.recipes.policy import AdamConfig
 from rlrefit.recipes.policy_batch import PolicyBatch
+from tests.policy_scenes import batch_of, spread
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 64,
@@ -60,13 +61,7 @@ def write_checkpoint(kind: str, folder: Path) -> str:
         config = transformers.Qwen3Config(**_SHAPE, tie_word_embeddings=kind == "qwen3-tied")
     torch.manual_seed(len(kind))
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # Wider than at first, so that a wrong shard or head order shows in the probabilities.
-            if "norm" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-            else:
-                parameter.mul_(3.0)
+    spread(model, 3.0)
     model.save_pretrained(folder)
     return str(folder)
 
@@ -81,20 +76,7 @@ def plain_batch() -> PolicyBatch:
 
 
 def training_batch(logprobs: torch.Tensor) -> PolicyBatch:
-    """Completions that differ in length, and ratios that differ from 1."""
-    ids = token_ids()
-    generator = torch.Generator().manual_seed(2)
-    mask = torch.zeros(ids.shape)
-    for row, end in enumerate(LENGTHS):
-        mask[row, 4:end] = 1
-    noise = torch.randn(ids.shape, generator=generator) * 0.05
-    return PolicyBatch(
-        input_ids=ids,
-        loss_mask=mask,
-        advantages=torch.randn(len(ids), generator=generator),
-        old_logprobs=logprobs + noise,
-        lengths=torch.tensor(LENGTHS),
-    )
+    return batch_of(token_ids(), 4, LENGTHS, logprobs)
 
 
 class Oracle:

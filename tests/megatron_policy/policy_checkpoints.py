@@ -24,6 +24,8 @@ def write_checkpoint(folder: Path, kind: str, **changes: Any) -> Path:
     import torch
     import transformers
 
+    from tests.policy_scenes import spread
+
     shape = {**_SHAPE, **changes}
     if kind == "qwen3":
         config = transformers.Qwen3Config(**shape)
@@ -35,13 +37,7 @@ def write_checkpoint(folder: Path, kind: str, **changes: Any) -> Path:
         config = transformers.LlamaConfig(**shape)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # Wider than the initial 0.02, so that a wrong shard or head order shows in the probabilities.
-            if "norm" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-            else:
-                parameter.mul_(2.0)
+    spread(model, 2.0)
     model.save_pretrained(folder)
     return folder
 

@@ -51,25 +51,10 @@ def token_ids(rows: int = 5, tokens: int = 19) -> Any:
 
 
 def training_batch(logprobs: Any, reference: Any = None, *, trimmed: bool = True) -> Any:
-    """A batch whose completions differ in length and whose ratios differ from 1; ``trimmed`` tells the lengths."""
-    import torch
+    """As :func:`tests.policy_scenes.batch_of`."""
+    from tests.policy_scenes import batch_of
 
-    from rlrefit.recipes.policy import PolicyBatch
-
-    ids = token_ids()
-    generator = torch.Generator().manual_seed(2)
-    mask = torch.zeros(ids.shape)
-    for row, end in enumerate(LENGTHS):
-        mask[row, 7:end] = 1
-    noise = torch.randn(ids.shape, generator=generator) * 0.05
-    return PolicyBatch(
-        input_ids=ids,
-        loss_mask=mask,
-        advantages=torch.randn(len(ids), generator=generator),
-        old_logprobs=logprobs + noise,
-        ref_logprobs=reference,
-        lengths=torch.tensor(LENGTHS) if trimmed else None,
-    )
+    return batch_of(token_ids(), 7, LENGTHS, logprobs, reference, trimmed=trimmed)
 
 
 def make_policy(case: Case) -> Any:
