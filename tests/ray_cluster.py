@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from unittest import mock
 
 import ray
 
@@ -18,13 +21,14 @@ def warm_cluster(loaded: Sequence[str], env: Mapping[str, str], num_cpus: int) -
     Each would load them for ten seconds otherwise. What the modules read of ``env`` as they load, they find.
     """
     with warm_python(vllm_processes, (*OF_WORKERS, *loaded)) as python:
-        ray.init(
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            object_store_memory=128 << 20,
-            log_to_driver=False,
-            runtime_env={"py_executable": str(python), "env_vars": dict(env)},
-        )
+        # Not by a runtime_env: Ray would start a Python for each worker that tells it how to start.
+        with mock.patch.object(sys, "executable", str(python)), mock.patch.dict(os.environ, env):
+            ray.init(
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                object_store_memory=128 << 20,
+                log_to_driver=False,
+            )
         try:
             yield
         finally:
