@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto (default), p2p, ipc, m2n (says why p2p serves), golden, and with --colocated buckets (of the engine "
         "colocated_ipc); repeat or set apart by commas",
     )
-    parser.add_argument("--dtype", default="bf16", help="of the weights: bf16, fp16 or fp32")
     parser.add_argument(
         "--quantize",
         choices=QUANTIZE,
@@ -51,23 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="broadcast, per-tensor, vllm, m2n (default: all, and none with --colocated) or none; set apart by commas",
     )
-    parser.add_argument("--refits", type=int, default=20, help="timed refits for each transport")
-    parser.add_argument("--warm-up", type=int, default=3, help="refits before them")
-    parser.add_argument("--peer-refits", type=int, default=5, help="timed runs of each peer")
-    parser.add_argument("--bucket-mb", type=int, help="policy.refit.bucket_mb")
-    parser.add_argument("--streams", type=int, help="policy.refit.streams")
-    parser.add_argument("--layers", type=int, help="keep this many decoder layers of the model")
-    parser.add_argument(
-        "--verify", default=RefitConfig().verify, help="policy.refit.verify: off, sampled (default), full"
-    )
+    add_measured(parser, refits=20, warm_up=3, peer_refits=5)
     parser.add_argument(
         "--check",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="compare every byte of the first three refits and of the last with its true value",
-    )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for tests with small models"
     )
     parser.add_argument(
         "--json",
@@ -77,4 +65,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeline", type=Path, metavar="FILE.png", help="draw the stages of one refit there"
+    )
+
+
+def add_measured(parser: argparse.ArgumentParser, *, refits: int, warm_up: int, peer_refits: int) -> None:
+    """Declare what every bench may be told: how often it refits, of what, by which settings, and where."""
+    parser.add_argument("--refits", type=int, default=refits, help="timed refits for each transport")
+    parser.add_argument("--warm-up", type=int, default=warm_up, help="refits before them")
+    parser.add_argument("--peer-refits", type=int, default=peer_refits, help="timed refits of each peer")
+    parser.add_argument("--dtype", default="bf16", help="of the weights: bf16, fp16 or fp32")
+    parser.add_argument("--layers", type=int, help="keep this many decoder layers of the model")
+    parser.add_argument("--bucket-mb", type=int, help="policy.refit.bucket_mb")
+    parser.add_argument("--streams", type=int, help="policy.refit.streams")
+    parser.add_argument(
+        "--verify", default=RefitConfig().verify, help="policy.refit.verify: off, sampled (default), full"
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for tests with small models"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ....integration.config import RefitConfig
+from ..arguments import add_measured
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,16 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "engine's own way: vLLM's packed NCCL engine, SGLang's update_weights_from_distributed in flattened buckets; "
         "default: both of the backend) or none",
     )
-    parser.add_argument("--refits", type=int, default=10, help="timed refits for each transport")
-    parser.add_argument("--warm-up", type=int, default=2, help="refits before them")
-    parser.add_argument("--peer-refits", type=int, default=3, help="timed refits of each peer")
-    parser.add_argument("--dtype", default="bf16", help="of the weights: bf16, fp16 or fp32")
-    parser.add_argument("--layers", type=int, help="keep this many decoder layers of the model")
-    parser.add_argument("--bucket-mb", type=int, help="policy.refit.bucket_mb")
-    parser.add_argument("--streams", type=int, help="policy.refit.streams")
-    parser.add_argument(
-        "--verify", default=RefitConfig().verify, help="policy.refit.verify: off, sampled (default), full"
-    )
+    add_measured(parser, refits=10, warm_up=2, peer_refits=3)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.8, help="the engine's, of its GPUs")
     parser.add_argument(
         "--engine-python", metavar="FILE", help="the engine's Python interpreter (default: this one)"
@@ -65,9 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine-log", type=Path, metavar="FILE", help="keep what the engine's processes print"
     )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that any wait may take")
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for tests with small models"
-    )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write all figures there, after each path anew"
     )
