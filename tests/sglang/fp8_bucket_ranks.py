@@ -1,0 +1,302 @@
+"""Buckets into SGLang's models in FP8 blocks on two ranks: SGLang's own updater, unpickler and loaders behind the double's scheduler.
+
+As in :mod:`.fp8_ranks` nothing is computed. The first rank has the trainer, the driver and the scheduler; what the scheduler gives to
+its workers, both ranks' ``WeightUpdater`` gets, as SGLang's ``TpModelWorker`` gives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from rlrefit.integration.errors import RefitError
+from rlrefit.workers.sglang.driver import SglangRefit
+from rlrefit.workers.sglang.loader import LOADER
+from rlrefit.workers.sglang.sender import SglangSender
+from tests.fp8_refits import ENGINE_RANKS, bytes_of, differing, poison
+from tests.gpu.vllm_trainer import CheckpointSource
+
+from .engine_double import EngineDouble, ManagerDouble
+from .fp8_ranks import CPU, Fp8Case, _begin, _expected, _held, _kernels, _loaded, _numbers
+from .ways import WAYS
+
+# Several buckets; a weight and its scale are kept together in all of them.
+BUCKET_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class BucketCase:
+    """
+    Attributes:
+        blocks: the engine, and what the trainer has.
+        quantizes: the trainer makes codes and scales.
+    """
+
+    blocks: Fp8Case
+    quantizes: bool = True
+
+
+@dataclass(frozen=True)
+class BucketResult:
+    """What one rank saw.
+
+    Attributes:
+        differing: parameters, and copies of scales, with other bytes than they should have; by occasion.
+        other_numbers: those weights that stand for other numbers than in a model that SGLang loaded; by occasion.
+        changed: parameters that a refused refit has changed, by refusal.
+        taken: formats of the updates that SGLang's updater got.
+        packed: how many parameters of scales are packed.
+        refused: texts of errors, by occasion; on the first rank.
+        own: how many weights this rank's worker says to hold in blocks.
+        versions: as the driver told them; on the first rank.
+    """
+
+    differing: dict[str, list[str]]
+    other_numbers: dict[str, list[str]]
+    changed: dict[str, list[str]]
+    taken: set[str]
+    packed: int
+    refused: dict[str, str]
+    own: int
+    versions: list[tuple[int, str]]
+
+
+def refit_in_buckets(
+    rank: int, cases: Sequence[BucketCase], plain: tuple[str, str], share_experts: bool
+) -> list[BucketResult]:
+    """
+    Args:
+        rank: of the engine.
+        cases: one after the other.
+        plain: two checkpoints in BF16, of an engine that holds no blocks.
+        share_experts: each rank holds half of the experts, whole.
+    """
+    # Both ranks take the same payload here, and a descriptor is handed over once.
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    from sglang.srt.distributed import parallel_state
+
+    initialize = partial(
+        parallel_state.initialize_model_parallel,
+        expert_model_parallel_size=ENGINE_RANKS if share_experts else 1,
+    )
+    with mock.patch.object(parallel_state, "initialize_model_parallel", initialize):
+        _begin(rank, cases[0].blocks)
+    results = []
+    for case in cases:
+        with _kernels(case.blocks):
+            results.append(_Scene(rank, case).seen(plain))
+    return results
+
+
+class _Worker:
+    """SGLang's updater over a model that it loaded, on one rank."""
+
+    def __init__(self, rank: int, path: str) -> None:
+        from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+        self.taken: set[str] = set()
+        self._rank = rank
+        runner = _loaded(path)
+        runner.ps, runner.device, runner.gpu_id = SimpleNamespace(tp_rank=rank), "cpu", rank
+        runner.forward = self._never
+        self.runner = runner
+        self._updater = WeightUpdater(
+            tp_rank=rank,
+            device="cpu",
+            gpu_id=rank,
+            model_config=runner.model_config,
+            custom_weight_loaders={LOADER: LOADER},
+            get_model=lambda: runner.model,
+            update_model_fields=self._never,
+            recapture_cuda_graph=self._never,
+            get_model_runner=lambda: runner,
+        )
+
+    def update(self, payloads: Sequence[str], load_format: str) -> tuple[bool, str]:
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        named = MultiprocessingSerializer.deserialize(payloads[self._rank])
+        if load_format != LOADER or isinstance(named, dict):
+            self.taken.add(load_format)
+        return self._updater.update_weights_from_tensor(named, load_format)
+
+    def _never(self, *arguments: Any, **named: Any) -> None:
+        raise AssertionError("nothing is computed here")
+
+
+class _Manager(ManagerDouble):
+    """The double's scheduler over the workers of both ranks."""
+
+    def __init__(self, everywhere: Callable[[Any], Any]) -> None:
+        super().__init__(tp_size=ENGINE_RANKS)
+        self._everywhere = everywhere
+
+    async def update_weights_from_tensor(self, obj: Any, request: Any) -> tuple[bool, str]:
+        assert not obj.flush_cache
+        self.attached = True
+        # The real ones answer from their own processes, while this one's loop goes on.
+        found: tuple[bool, str] = await asyncio.to_thread(
+            self._everywhere, ("update", obj.serialized_named_tensors, obj.load_format)
+        )
+        return found
+
+
+class _Scene:
+    def __init__(self, rank: int, case: BucketCase) -> None:
+        self._rank = rank
+        self._case = case
+        blocks = case.blocks
+        self._worker = _Worker(rank, blocks.served[0])
+        self._loaded = [_loaded(path).model for path in blocks.served]
+        self._expected = _expected(blocks, self._loaded)
+        self._held = blocks.served if blocks.quantized_before else blocks.trained
+        self._differing: dict[str, list[str]] = {}
+        self._other_numbers: dict[str, list[str]] = {}
+        self._changed: dict[str, list[str]] = {}
+        self._refused: dict[str, str] = {}
+        self._versions: list[tuple[int, str]] = []
+
+    def seen(self, plain: tuple[str, str]) -> BucketResult:
+        if self._rank:
+            while (message := self._heard()) is not None:
+                self._do(message)
+        else:
+            self._drive()
+            self._tell(("onto", plain[0]))
+            self._drive_plain(plain)
+            self._tell(None)
+        return BucketResult(
+            self._differing,
+            self._other_numbers,
+            self._changed,
+            self._taken,
+            self._packed,
+            self._refused,
+            self._own,
+            self._versions,
+        )
+
+    def _drive(self) -> None:
+        engine, source = EngineDouble(), CheckpointSource(self._held, CPU)
+        engine.tokenizer_manager = _Manager(self._tell)
+        sent = 0
+        for way, through in WAYS.items():
+
+            def work(refit: SglangRefit, way: str = way) -> None:
+                nonlocal sent
+                sender = self._sender(source, refit)
+                for index in (1, 0, 0):
+                    self._tell(("poison",))
+                    source.take_on(index)
+                    sender.refit(sent)
+                    self._versions.append((refit.version, refit.weight_version()))
+                    self._tell(("compare", f"{way} {sent}", index))
+                    sent += 1
+                self._refuse(refit, source)
+
+            through(engine, work)
+        engine.loop.close()
+
+    def _refuse(self, refit: SglangRefit, source: CheckpointSource) -> None:
+        """What an engine of blocks does not take, and that it goes on as it was."""
+        if not self._case.quantizes:
+            return
+        for occasion, sender in {
+            "not quantized": self._sender(source, refit, quantizes=False),
+            "FP32": self._sender(_Widened(self._held), refit),
+        }.items():
+            self._refusal(occasion, lambda sender=sender: sender.refit(90))
+            refit.require_servable()
+            self._tell(("compare", occasion, 0))
+        name = "model.layers.1.self_attn.k_proj.weight"
+        source._held[name][130, 5] = torch.nan
+        self._refusal("NaN", lambda: self._sender(source, refit).refit(91))
+        source.take_on(0)
+        self._sender(source, refit).refit(92)
+        self._tell(("compare", "after NaN", 0))
+
+    def _drive_plain(self, plain: tuple[str, str]) -> None:
+        """An engine that holds no blocks."""
+        engine, source = EngineDouble(), CheckpointSource(plain, CPU)
+        engine.tokenizer_manager = _Manager(self._tell)
+
+        def work(refit: SglangRefit) -> None:
+            source.take_on(1)
+            self._refusal("no blocks", lambda: self._sender(source, refit, quantizes=True).refit(0))
+            refit.require_servable()
+            self._tell(("unchanged", "no blocks"))
+
+        WAYS["blocking"](engine, work)
+        engine.loop.close()
+
+    def _refusal(self, occasion: str, call: Callable[[], object]) -> None:
+        self._refused[occasion] = ""
+        try:
+            call()
+        except RefitError as error:
+            self._refused[occasion] = f"{type(error).__name__}: {error}"
+
+    def _sender(self, source: Any, refit: SglangRefit, quantizes: bool | None = None) -> SglangSender:
+        wanted = self._case.quantizes if quantizes is None else quantizes
+        return SglangSender(source, refit, "cpu", BUCKET_BYTES, trainer_quantize_fp8=wanted)
+
+    def _tell(self, message: Any) -> Any:
+        """Have both ranks do it."""
+        dist.broadcast_object_list([message], 0)
+        return None if message is None else self._do(message)
+
+    def _heard(self) -> Any:
+        told: list[Any] = [None]
+        dist.broadcast_object_list(told, 0)
+        return told[0]
+
+    def _do(self, message: Any) -> Any:
+        method, *arguments = message
+        return getattr(self, f"_do_{method}")(*arguments)
+
+    def _do_update(self, payloads: Sequence[str], load_format: str) -> tuple[bool, str]:
+        found = self._worker.update(payloads, load_format)
+        # SGLang's scheduler has all of its workers done before it answers.
+        dist.barrier()
+        return found
+
+    def _do_poison(self) -> None:
+        from rlrefit.workers.sglang.worker_refit import WorkerRefit
+
+        staged = WorkerRefit.of(self._worker.runner).bucketed._staged
+        poison([*_held(self._worker.runner.model).values(), *staged.values()])
+
+    def _do_compare(self, occasion: str, index: int) -> None:
+        model = self._worker.runner.model
+        self._differing[occasion] = differing(bytes_of(_held(model)), self._expected[index])
+        self._other_numbers[occasion] = differing(_numbers(model), _numbers(self._loaded[index]))
+
+    def _do_onto(self, path: str) -> None:
+        from rlrefit.workers.sglang.worker_refit import WorkerRefit
+
+        self._packed = sum(p.dtype is torch.int32 for p in self._worker.runner.model.parameters())
+        self._taken = self._worker.taken
+        specs = CheckpointSource(self._case.blocks.trained, CPU).specs()
+        worker = WorkerRefit.of(self._worker.runner)
+        self._own = len(worker.formats([spec.to_json() for spec in specs])["weights"])
+        self._worker = _Worker(self._rank, path)
+        self._before = bytes_of(_held(self._worker.runner.model))
+
+    def _do_unchanged(self, occasion: str) -> None:
+        self._changed[occasion] = differing(bytes_of(_held(self._worker.runner.model)), self._before)
+
+
+class _Widened(CheckpointSource):
+    """A trainer whose export is FP32."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        super().__init__(paths, CPU)
+        self._held = {name: tensor.float() for name, tensor in self._held.items()}
