@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -36,7 +37,9 @@ def build_unprepared(folder: Path) -> subprocess.CompletedProcess[str]:
     arguments = (policy_config(config, path, PolicyLossConfig()), config.policy.refit, path, free_port())
     (folder / "arguments").write_bytes(pickle.dumps(arguments))
     command = [sys.executable, "-c", RANKS, str(folder / "arguments")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    # The server of the tests' processes hides GPUs.
+    env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=env)
 
 
 AHEAD = (build_unprepared,)
