@@ -71,14 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(overrides: Sequence[str]) -> int:
-    # Imported here: a wrong key should be answered before torch and Ray are loaded.
-    from .config import ConfigError, load_config
-
     errors = Console(stderr=True)
     recipes = [o.partition("=")[2] for o in overrides if o.startswith("recipe=")]
     if len(recipes) != 1:
-        errors.print("rlrefit train needs one recipe=NAME, e.g. recipe=grpo_tiny", highlight=False)
+        errors.print(escape(_wants_a_recipe(overrides, len(recipes))), highlight=False, soft_wrap=True)
         return MISCONFIGURED
+    # Imported here: it loads torch, which takes seconds.
+    from .config import ConfigError, load_config
+
     try:
         others = [o for o in overrides if not o.startswith("recipe=")]
         config = load_config(recipes[0], others, to_run=True)
@@ -86,6 +86,14 @@ def _train(overrides: Sequence[str]) -> int:
         errors.print(escape(str(error)), highlight=False, soft_wrap=True)
         return MISCONFIGURED
     return _run(config, errors)
+
+
+def _wants_a_recipe(overrides: Sequence[str], given: int) -> str:
+    wanted = "rlrefit train needs one recipe=NAME, e.g. recipe=grpo_tiny"
+    if given:
+        return f"{wanted}; {given} are given"
+    bare = next((o for o in overrides if "=" not in o and not o.startswith("~")), None)
+    return wanted if bare is None else f"{wanted}; did you mean recipe={bare}?"
 
 
 def _run(config: object, errors: Console) -> int:

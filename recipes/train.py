@@ -83,7 +83,7 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
     # Version k is moved at the start of step k + 1.
     keep_json_lines(folder / "refits.jsonl", lambda row: row["version"] < first_step - 1)
     with ExitStack() as stack:
-        console.print(_headline(config, model_path))
+        console.print(_headline(config, model_path), soft_wrap=True)
         ranks = config.trainer.ranks + generation_ranks(config)
         stack.enter_context(ray_cluster(config.ray, ranks))
         gpus = gpus_per_rank()
@@ -103,7 +103,7 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
         engines.wait_until_built()
         refits = refits or (ColocatedRefits if colocated else Refits)
         mover = refits(config, trainers, engines, folder / "refits.jsonl")
-        mover.begin(first_step, lambda routes: console.print(_routes(config, routes)))
+        mover.begin(first_step, lambda routes: console.print(_routes(config, routes), soft_wrap=True))
         if resumed:
             trainers.load(resumed.folder)
         collector = ExperienceCollector(
@@ -284,7 +284,9 @@ def _stop_on_interrupt(console: Console) -> Iterator[Callable[[], bool]]:
         if asked:
             raise KeyboardInterrupt
         asked = True
-        console.print("[yellow]stopping after this step, and saving it; interrupt again to stop at once")
+        console.print(
+            "[yellow]stopping after this step, and saving it; interrupt again to stop at once", soft_wrap=True
+        )
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -33,8 +33,9 @@ def show_study(console: Console, study: Study) -> None:
         f"{_those(0, train)} train{'s' if train == 1 else ''}, "
         f"{_those(train, gen)} generate{'s' if gen == 1 else ''}",
         highlight=False,
+        soft_wrap=True,
     )
-    console.print(options.hosts.describe(train, gen), highlight=False)
+    console.print(options.hosts.describe(train, gen), highlight=False, soft_wrap=True)
     uneven = options.train.uneven_stages(options.model.architecture.layers)
     if uneven:
         console.print(f"trainer: {uneven}", highlight=False, soft_wrap=True)

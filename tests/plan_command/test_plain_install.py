@@ -58,6 +58,25 @@ def test_reading_the_arguments_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == ""
 
 
+def test_a_run_that_names_no_recipe_is_refused_before_torch_is_loaded() -> None:
+    script = (
+        "import sys; from rlrefit.recipes.cli import main; code = main(sys.argv[1:]); "
+        "sys.exit(code + 10 * ('torch' in sys.modules))"
+    )
+
+    def told(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", script, "train", *arguments], capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        return done.stderr.strip()
+
+    wanted = "rlrefit train needs one recipe=NAME, e.g. recipe=grpo_tiny"
+    assert told("algorithm.steps=2", "~validation") == wanted
+    assert told("grpo_tiny") == f"{wanted}; did you mean recipe=grpo_tiny?"
+    assert told("recipe=grpo_tiny", "recipe=dapo_tiny") == f"{wanted}; 2 are given"
+
+
 def test_plan_and_bench_need_the_base_dependencies_only_and_name_the_extra_for_pictures_before_they_start(
     tmp_path: Path,
 ) -> None:

@@ -107,10 +107,12 @@ def test_tables_tell_routes_links_and_what_planning_took(
         "staging memory",
         "2 x 2 streams x 537 MB = 2.15 GB at most",
         "predicted, total",
-        "ranks 0-3 train, ranks 4-7 generate",
         "all on one host",
     ):
         assert text in " ".join(out.split())
+    # A line of more than the terminal's 80 columns.
+    assert len(out.splitlines()[0]) > 80
+    assert out.splitlines()[0].endswith("ranks 0-3 train, ranks 4-7 generate")
     code, out, _ = _plan(
         capsys, "--model", moe, "--train", "tp=1", "--gen", "tp=1", "--bucket-mb", "64", "--streams", "1"
     )
