@@ -34,6 +34,10 @@ class WeakView:
         self._place = view.dtype, view.storage_offset(), view.shape, view.stride()
         self._device = view.device
 
+    def expired(self) -> bool:
+        """Whether the storage is gone."""
+        return bool(self._storage.expired())
+
     def view(self) -> torch.Tensor:
         """The view, for as long as the caller needs it.
 

@@ -259,6 +259,16 @@ def test_a_block_that_holds_what_is_lent_and_what_is_not_goes_as_a_whole(mapped:
     opened_by_handle.close()
 
 
+def test_what_is_not_lent_but_lies_in_part_where_something_is_stays_in_one_row(mapped: Mapped) -> None:
+    exported = ExportedMemory([(2 * CHUNK - 64, 128)], DEVICE, lent=[(CHUNK, 100)])
+    assert [(a.base, a.chunks, a.lent) for a in exported.allocations] == [
+        (CHUNK, (CHUNK, 2 * CHUNK), True),
+    ]
+    assert exported.place(2 * CHUNK - 64).offset == CHUNK - 64
+    exported.close()
+    assert mapped.retained == []
+
+
 class Rows:
     """Chunks of a peer as they are mapped here: by address the descriptor's number."""
 

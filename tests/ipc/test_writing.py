@@ -65,7 +65,9 @@ def sender(gpu: Gpu, timeout_s: float = 10.0) -> IpcTransport:
         "_ended": gpu.event("writes"),
         "_copies": SimpleNamespace(launch=lambda: gpu.step("copy")),
         "_sent_proofs": SimpleNamespace(
-            prepare=lambda refit: gpu.step("prepare"), compute=lambda refit: gpu.step("prove")
+            prepare=lambda refit: gpu.step("prepare"),
+            compute=lambda refit: gpu.step("prove"),
+            expired=lambda: False,
         ),
         "_tell": SimpleNamespace(launch=lambda: gpu.step("tell")),
         "_bells": [0],
@@ -179,7 +181,10 @@ def connect(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Callable[[IpcTransport
     held = {1: [(PLAN.sends[0][0], [Strided.packed(0, (4,), 2)])]}
     monkeypatch.setattr(module, "bound", lambda sends, views: gpu.step("bound") or held)
     proofs = SimpleNamespace(
-        sums=torch.zeros(1, 2, dtype=torch.int64), prepare=lambda refit: None, compute=lambda refit: None
+        sums=torch.zeros(1, 2, dtype=torch.int64),
+        prepare=lambda refit: None,
+        compute=lambda refit: None,
+        expired=lambda: False,
     )
     monkeypatch.setattr(one_sided, "Proofs", lambda *_, ahead: proofs)
 

@@ -72,8 +72,10 @@ class ExportedMemory:
         try:
             with torch.cuda.device(device):
                 # What is lent first: a block that holds both goes as a whole.
-                for held, is_lent in ((lent, True), (ranges, False)):
-                    self._look_up(held, lent=is_lent)
+                self._look_up(lent, lent=True)
+                kept = sorted(ranges)
+                self._look_up(kept, lent=False)
+            self._lend_whole(kept)
         except BaseException:
             self.close()
             raise
@@ -155,6 +157,18 @@ class ExportedMemory:
                         self._blocks.append(_block(base, size, lent=lent, known=bool(known)))
                         known[base] = size
                 covered = at = base + size
+
+    def _lend_whole(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """A range that is lent in part is lent: peers have it in one row."""
+        for address, nbytes in ranges:
+            held = [
+                i
+                for i, b in enumerate(self._blocks)
+                if b.base < address + nbytes and address < b.base + b.size
+            ]
+            if any(self._blocks[i].lent for i in held):
+                for i in held:
+                    self._blocks[i] = replace(self._blocks[i], lent=True)
 
     def _describe(self) -> None:
         self._blocks.sort(key=lambda block: block.base)

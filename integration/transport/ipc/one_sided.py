@@ -33,6 +33,8 @@ _PAUSE = 2e-5
 _WATCH_EVERY = 0.5
 # Seconds that a failed epoch waits for its own copies before it unmaps the peers' memory.
 _DRAIN_WITHIN = 5.0
+# What kernels may still use that did not end within that time; nobody can tell when it is free.
+_left_running: list[object] = []
 
 
 class OneSided(Transport):
@@ -105,6 +107,8 @@ class OneSided(Transport):
         # Of the binding that is coming up: this rank's views, where they lie, and whether they lay there before.
         self._views, self._stays = LiveViews([]), False
         self._placing: Hashable = None
+        # What kernels read that are enqueued.
+        self._tables: tuple[object, ...] = ()
         self._mailbox: Mailbox | None = None
         self._sent_proofs = self._landed_proofs = _no_proofs()
 
@@ -114,6 +118,8 @@ class OneSided(Transport):
                 self._returned
                 or (self._exported is not None and self._exported.moved())
                 or (self._host is not None and self._host.moved())
+                # A sum that is still to be prepared would find its weight gone in the middle of a refit.
+                or self._sent_proofs.expired()
             )
 
     def settle(self) -> None:
@@ -334,12 +340,15 @@ class OneSided(Transport):
             self._exported.close()
             self._exported = None
         self._host = None
-        # Before new ones are made beside them.
-        self._sent_proofs = self._landed_proofs = _no_proofs()
         if self._imported and failed and not self._drained():
-            # Unmapping under a running kernel would break this process's context, and the trainer with it.
+            # Unmapping under a running kernel would break this process's context, and the trainer with it; and what
+            # lies where its tables lay would be taken for addresses.
             logger.warning("copies of a failed refit are still under way; their peers' memory stays mapped")
+            _left_running.append((self._imported, self._tables, self._sent_proofs))
             self._imported = {}
+        # Before new ones are made beside them.
+        self._tables = ()
+        self._sent_proofs = self._landed_proofs = _no_proofs()
         self._unmap()
 
     def _unmap(self) -> None:

@@ -53,21 +53,26 @@ class _Turn:
         ]
         self._steps: list[_Step] | None = None
 
+    def expired(self) -> bool:
+        """Whether a weight is gone that is to be prepared yet."""
+        return any(isinstance(held, _WeakEncoded) and held.held.expired() for _, _, held in self._held)
+
     def steps(self, scratch: torch.Tensor) -> list[_Step]:
         """All that is to be done, in this order."""
         if self._steps is None:
             plain: list[_View] = []
             slots: list[int] = []
-            self._steps = []
+            steps: list[_Step] = []
             for slot, offset, held in self._held:
                 if isinstance(held, Strided):
                     plain.append((held, offset))
                     slots.append(slot)
                     continue
                 view = held.view()
-                self._steps += [_strip(view, offset, strip, slot, scratch) for strip in view.strips(_STRIP)]
-            self._steps.append(_Step([], ChecksumTable.build(plain, scratch.device, slots)))
-            self._held = []
+                steps += [_strip(view, offset, strip, slot, scratch) for strip in view.strips(_STRIP)]
+            steps.append(_Step([], ChecksumTable.build(plain, scratch.device, slots)))
+            # Only now: what broke off must not be taken for whole.
+            self._steps, self._held = steps, []
         return self._steps
 
 
@@ -116,6 +121,10 @@ class Proofs:
         if ahead:
             for turn in chain.from_iterable(self._turns):
                 turn.steps(self._scratch)
+
+    def expired(self) -> bool:
+        """Whether a weight is gone whose sum is to be prepared yet, so that all of this has to be made anew."""
+        return any(turn.expired() for turn in chain.from_iterable(self._turns))
 
     def prepare(self, refit: int) -> None:
         """Prepare what a refit checks, if it is not.

@@ -33,9 +33,9 @@ class IpcTransport(OneSided):
     name = "ipc"
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
+        self._require_reach(fragments)
         if self._begin_binding(fragments):
             return
-        self._require_reach(fragments)
         self._bound_receives = bound(self._receives, self._views)
         if self._receives:
             mailbox = self._open_mailbox(
@@ -94,6 +94,7 @@ class IpcTransport(OneSided):
         with self._reachable():
             self._encoders = make_encoders(computed_in_turns(computed, self.rank), self._device)
         self._tell = self._telling(told)
+        self._tables = (self._copies, self._encoders, self._tell)
 
     def run(self, clock: StageClock, aside: Callable[[], None] | None = None) -> TransferResult:
         self._refits += 1
@@ -175,5 +176,5 @@ class IpcTransport(OneSided):
             raise TransportUnavailable(str(error), stage="bind", rank=self.rank) from error
 
     def _release(self, *, failed: bool) -> None:
-        self._encoders = []
         super()._release(failed=failed)
+        self._encoders = []
