@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 from vllm_checkpoints import manifest_of, read_checkpoint, write_checkpoint
+from vllm_fp8_kernels import choose_kernels
 from vllm_fp8_trainer import Halves, Tensors
 from vllm_refit import refit
 
@@ -114,7 +115,7 @@ def refit_fp8(rank: int, cases: list[Fp8Case]) -> list[Fp8Result]:
     _custom_ops._supports_onednn = False
     results = []
     for case in cases:
-        _choose_kernels(case)
+        choose_kernels(rearranged=case.rearranged)
         with set_current_vllm_config(_config(case, 0)):
             init_distributed_environment(2, rank, "env://", rank, "gloo")
             initialize_model_parallel(2, 1)
@@ -122,25 +123,6 @@ def refit_fp8(rank: int, cases: list[Fp8Case]) -> list[Fp8Result]:
             results.append(_one_case(rank, case))
         destroy_model_parallel()
     return results
-
-
-def _choose_kernels(case: Fp8Case) -> None:
-    """vLLM's kernels for GPUs: their loading and processing is Python, and a CPU without AMX has none of its own."""
-    from vllm.model_executor.kernels import linear
-    from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
-    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
-    from vllm.platforms import current_platform
-
-    class Rearranging(TritonFp8BlockScaledMMKernel):
-        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-            super().process_weights_after_loading(layer)
-            layer.weight.data = layer.weight.data.flip(0)
-
-    kernel = Rearranging if case.rearranged else TritonFp8BlockScaledMMKernel
-    TritonFp8BlockScaledMMKernel.is_supported = classmethod(lambda cls, capability=None: (True, None))
-    linear._POSSIBLE_FP8_BLOCK_KERNELS[current_platform._enum] = [kernel]
-    TritonExperts._supports_current_device = staticmethod(lambda: True)
-    TritonExperts._supports_quant_scheme = staticmethod(lambda weights, activations: True)
 
 
 @contextmanager

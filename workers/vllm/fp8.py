@@ -16,12 +16,15 @@ and scales as they were loaded; what happens then is up to the kernel that was c
 
 Others put functions of their own in the place of vLLM's ``process_weights_after_loading`` (NeMo-RL with ``precision: fp8``
 does, on the same classes). None of the above is known of those, so such modules take vLLM's reload, which calls them.
+verl's, for vLLM 0.20 and later, wraps vLLM's own and changes no byte and no layout (read in verl 0.9.1, for which alone it is
+looked through): it notes the shapes of before, and gives parameters that were made anew the loader's attributes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import getclosurevars
 from typing import Any
 
 import vllm
@@ -36,6 +39,7 @@ from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
+from ...integration.adapters import verl_contract
 from ...integration.quantize.formats import Fp8Blockwise
 from ..loader_trace.codes import FLOAT8
 
@@ -54,6 +58,12 @@ _CLAMPED = (
     "vLLM raises the smallest scales for FlashInfer's CUTLASS experts (those that the trainer makes with "
     "policy.refit.trainer_quantize_fp8 are none of them)"
 )
+# verl's function around vLLM's own, and the variable that holds that one.
+_VERLS_WRAPPER = (
+    "verl.utils.vllm.vllm_fp8_utils",
+    "_make_process_weights_after_loading_for_vllm20.<locals>._patched_process_weights_after_loading",
+)
+_WRAPPED = "original_fn"
 _DEEP_GEMM_BACKENDS = (Fp8MoeBackend.DEEPGEMM, Fp8MoeBackend.BATCHED_DEEPGEMM)
 
 
@@ -148,13 +158,27 @@ def _replaced(owner: object) -> str:
     By where the function was compiled, which a wrapper that takes over another function's name can't change.
     """
     function: Any = owner.process_weights_after_loading  # type: ignore[attr-defined]
-    home = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+    while _is_verls_wrapper(function):
+        function = getclosurevars(function).nonlocals[_WRAPPED]
+    home = _home(function)
     if home.partition(".")[0] == vllm.__name__:
         return ""
     return (
         f"process_weights_after_loading of {type(owner).__name__} was replaced by a function of {home} and may rewrite the "
         "layout"
     )
+
+
+def _is_verls_wrapper(function: Any) -> bool:
+    """Of the verl that was read; one of another verl counts as any library's."""
+    known = (_home(function), getattr(function, "__qualname__", "")) == _VERLS_WRAPPER
+    return known and verl_contract.installed_version() == verl_contract.TESTED
+
+
+def _home(function: Any) -> str:
+    """The module whose names a function uses."""
+    home: str = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+    return home
 
 
 def _format(method: Fp8LinearMethod | Fp8MoEMethod, ue8m0: bool) -> Fp8Blockwise:
