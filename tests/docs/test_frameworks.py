@@ -45,6 +45,13 @@ SHOWN: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
             "yes: the legacy trainer, by its manager key (that trainer was tried by hand)",
             (f"{_SHARDS}test_the_manager_for_shared_gpus_reaches_the_live_parameters_over_one_group",),
         ),
+        "FP8 on the wire": (
+            "yes: the actors quantize (on CPUs, by loading alone)",
+            (
+                "verl_adapter/test_fp8.py::test_codes_and_scales_of_the_actors_make_twice_the_engine_that_vllm_loads",
+                "vllm/test_vllm_fp8_under_verl.py::test_codes_and_scales_of_the_trainer_make_the_engine_that_vllm_loads",
+            ),
+        ),
         "elastic": (
             "yes",
             (

@@ -24,6 +24,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.replica import get_rollout_replica_class
 
+from rlrefit.integration.quantize.fp8_blockwise import quantize
 from rlrefit.workers.vllm.extension import _digest_of
 from tests.verl_adapter.fsdp_actor import Actor, weight
 
@@ -104,10 +105,13 @@ class ShardFleet:
         return [json.loads(line) for line in lines]
 
 
-def expected(checkpoint: Path, version: int) -> dict[str, str]:
-    """Digests of what vLLM's parameters have to be at a version, for a dense Qwen3 at TP1."""
+def expected(checkpoint: Path, version: int, *, fp8: bool = False) -> dict[str, str]:
+    """Digests of what vLLM's parameters have to be at a version, for a dense Qwen3 at TP1; its projections in FP8 blocks."""
     shapes = {name: tensor.shape for name, tensor in load_file(checkpoint / "model.safetensors").items()}
     whole = {name: weight(name, shape, version).bfloat16() for name, shape in shapes.items()}
+    if fp8:
+        for name in [name for name in whole if name.endswith("_proj.weight")]:
+            whole[name], whole[f"{name}_scale_inv"] = quantize(whole[name])
     fused: dict[str, torch.Tensor] = {}
     for name, tensor in whole.items():
         for part, parts, joined in (

@@ -28,7 +28,7 @@ from rlrefit.workers.verl.engine import ShardCheckpointEngine
 from rlrefit.workers.verl.manager import RefitCheckpointManager
 from rlrefit.workers.verl.options import EXTENSION
 from rlrefit.workers.verl.orders import Order
-from rlrefit.workers.verl.served import asked_violations
+from rlrefit.workers.verl.served import asked_violations, served_violations
 from rlrefit.workers.verl.source import source_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,14 +234,13 @@ def test_all_wrong_options_of_shards_are_told_at_once() -> None:
 
 def test_what_recipes_have_and_verl_has_not_is_refused_under_verls_key() -> None:
     with pytest.raises(RefitError) as error:
-        ShardCheckpointEngine(1 << 20, trainer_quantize_fp8=True, transport="m2n")
+        ShardCheckpointEngine(1 << 20, transport="m2n")
     section = "checkpoint_engine.engine_kwargs.nccl_xfer_shards"
     assert f"{section}.transport: m2n carries no refits; give auto, ipc, p2p or golden" in str(error.value)
-    assert f"{section}.trainer_quantize_fp8: verl patches vLLM's FP8 layers" in str(error.value)
-    assert "rollout.quantization=fp8" in str(error.value)
     for transport in ("auto", "ipc", "p2p", "golden"):
-        made = ShardCheckpointEngine(1 << 20, trainer_quantize_fp8=False, transport=transport)
+        made = ShardCheckpointEngine(1 << 20, trainer_quantize_fp8=True, transport=transport)
         assert made.options.refit.transport == transport
+        assert made.options.refit.trainer_quantize_fp8
 
 
 def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
@@ -258,6 +257,7 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
                     "name": "sglang",
                     "dtype": "bfloat16",
                     "quantization": "fp8",
+                    "qat": {"enable": True},
                     "mtp": {"enable": True, "enable_rollout": True},
                     "engine_kwargs": {
                         "vllm": {"quantization": "awq", "speculative_config": {"method": "eagle"}}
@@ -272,7 +272,9 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
     for part in ("veomni", "mbridge", "quantization-aware", "sglang", "lora.merge", EXTENSION):
         assert part in str(error.value)
     for part in (
-        "quantization is fp8",
+        "quantization is fp8; shard to shard, the trainer quantizes",
+        "nccl_xfer_shards.trainer_quantize_fp8=true",
+        "megatron.qat is enabled",
         "vllm.quantization is awq",
         "enable_rollout is true",
         "speculative_config",
@@ -284,10 +286,58 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
 def test_drafts_that_need_no_weights_are_no_reason_to_refuse_a_rollout() -> None:
     for speculative in ({"method": "ngram"}, {"model": "ngram"}, {"method": "suffix"}):
         rollout = OmegaConf.create({"engine_kwargs": {"vllm": {"speculative_config": speculative}}})
-        assert asked_violations(rollout) == []
+        assert asked_violations(rollout, RefitConfig()) == []
     for text in ('{"method": "mtp"}', {"model": "eagle"}):
-        [told] = asked_violations({"engine_kwargs": {"vllm": {"speculative_config": text}}})
+        [told] = asked_violations({"engine_kwargs": {"vllm": {"speculative_config": text}}}, RefitConfig())
         assert "names a drafter; refits don't reach" in told
+
+
+QUANTIZES = RefitConfig(trainer_quantize_fp8=True)
+
+
+def test_an_fp8_rollout_is_taken_where_the_trainer_quantizes_and_no_other_format_is() -> None:
+    assert asked_violations({"quantization": "fp8", "qat": {"enable": False}}, QUANTIZES) == []
+    assert asked_violations({"quantization": None}, QUANTIZES) == []  # the checkpoint's own may be FP8
+    for name in ("torchao", "ascend"):
+        for config in (QUANTIZES, RefitConfig()):
+            [told] = asked_violations({"quantization": name}, config)
+            assert f"rollout.quantization is {name}; FP8 in blocks of 128x128 is the one format" in told
+    [told] = asked_violations({"engine_kwargs": {"vllm": {"quantization": "fp8"}}}, QUANTIZES)
+    assert "vllm.quantization is fp8, by which vLLM quantizes in a way of its own" in told
+
+
+def quant_config(name: str, block: list[int] | None = None, *, serialized: bool = True) -> SimpleNamespace:
+    """What vLLM made of a rollout's and a checkpoint's quantization."""
+    return SimpleNamespace(
+        get_name=lambda: name, weight_block_size=block, is_checkpoint_fp8_serialized=serialized
+    )
+
+
+@pytest.mark.parametrize(
+    ("served", "config", "told"),
+    [
+        (None, RefitConfig(), ""),
+        (None, QUANTIZES, "trainer_quantize_fp8 is true, and its weights are not quantized"),
+        (quant_config("fp8", [128, 128]), QUANTIZES, ""),
+        (
+            quant_config("fp8", [128, 128]),
+            RefitConfig(),
+            "set checkpoint_engine.engine_kwargs.nccl_xfer_shards.trainer_quantize_fp8=true, or take "
+            "checkpoint_engine.backend=nccl_xfer",
+        ),
+        (quant_config("fp8", [128, 64]), QUANTIZES, "fp8 in blocks of 128x64"),
+        (quant_config("fp8"), QUANTIZES, "fp8 with a scale for each weight"),
+        (quant_config("fp8", serialized=False), RefitConfig(), "fp8 with a scale for each weight"),
+        (quant_config("torchao"), QUANTIZES, "(torchao, by rollout.quantization"),
+        (SimpleNamespace(get_name=lambda: "modelopt_fp4"), QUANTIZES, "(modelopt_fp4, by"),
+    ],
+)
+def test_a_worker_tells_whether_its_engine_and_the_options_agree_on_quantization(
+    served: Any, config: RefitConfig, told: str
+) -> None:
+    found = served_violations(SimpleNamespace(quant_config=served, speculative_config=None), config)
+    assert len(found) == bool(told)
+    assert told in "".join(found)
 
 
 def test_an_actor_that_is_made_in_another_way_is_refused_with_all_that_it_lacks() -> None:

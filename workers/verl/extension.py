@@ -14,6 +14,7 @@ from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from ...integration.adapters.record_files import write_record
+from ...integration.config import RefitConfig
 from ...integration.errors import RefitMismatch
 from ...integration.records import RefitRecord
 from ..vllm.extension import VllmRefitExtension
@@ -101,7 +102,7 @@ class VerlRefitExtension(VllmRefitExtension, vLLMColocateWorkerExtension):
         """
         try:
             if order.meeting is not None:
-                wrong = served_violations(self.vllm_config)
+                wrong = served_violations(self.vllm_config, RefitConfig(**order.config))
                 if wrong:
                     refuse(order, wrong)
                 self._refit.init_per_pp_refit_comm_group(order.meeting, order.rank, order.config)

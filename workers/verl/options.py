@@ -15,6 +15,7 @@ BACKEND = "nccl_xfer_shards"
 EXTENSION = "rlrefit.workers.verl.extension.VerlRefitExtension"
 _SECTIONS = "checkpoint_engine.engine_kwargs"
 _PREFIX = f"{_SECTIONS}.{BACKEND}"
+QUANTIZES = f"{_PREFIX}.trainer_quantize_fp8"
 # The bucket's size is verl's own key; what the others are for is not in reach of verl's configuration.
 _KEYS = tuple(key for key in REFIT_KEYS if key not in ("bucket_mb", "lora", "kv_scales"))
 
@@ -72,10 +73,4 @@ def _not_in_verl(asked: RefitConfig) -> list[str]:
     found = []
     if asked.transport == "m2n":
         found.append(f"{_PREFIX}.transport: m2n carries no refits; give auto, ipc, p2p or golden")
-    if asked.trainer_quantize_fp8:
-        found.append(
-            f"{_PREFIX}.trainer_quantize_fp8: verl patches vLLM's FP8 layers, and refits shard to shard into these have not been "
-            "tried; leave it out, or let verl quantize as it loads: checkpoint_engine.backend=nccl_xfer with "
-            "rollout.quantization=fp8"
-        )
     return found

@@ -60,7 +60,7 @@ def source_of(worker: Any, config: RefitConfig) -> SourceRefitMixin:
     """
     require_supported_actor(worker)
     engine, strategy, rollout = worker.actor.engine, worker.config.actor.strategy, worker.config.rollout
-    wrong = _violations(engine, strategy, rollout, worker.config.model)
+    wrong = _violations(engine, strategy, rollout, worker.config.model, config)
     if wrong:
         raise RefitError(
             "this run of verl can't refit shard to shard:\n  "
@@ -74,7 +74,7 @@ def source_of(worker: Any, config: RefitConfig) -> SourceRefitMixin:
     return FSDPSide(engine, config, _dtype(rollout.dtype))
 
 
-def _violations(engine: Any, strategy: str, rollout: Any, model: Any) -> list[str]:
+def _violations(engine: Any, strategy: str, rollout: Any, model: Any, config: RefitConfig) -> list[str]:
     found = []
     if strategy not in _STRATEGIES:
         found.append(f"actor.strategy is {strategy}; its shards are known for {', '.join(_STRATEGIES)}")
@@ -84,7 +84,7 @@ def _violations(engine: Any, strategy: str, rollout: Any, model: Any) -> list[st
         found.append("verl's quantization-aware training changes weights in its export, after the shards")
     if rollout.name != "vllm":
         found.append(f"rollout.name is {rollout.name}; vllm has parameters that can be written in place")
-    found += asked_violations(rollout)
+    found += asked_violations(rollout, config)
     lora = model.get("lora") or {}
     if (model.get("lora_rank", 0) > 0 or lora.get("rank", 0) > 0) and not lora.get("merge", False):
         found.append("verl serves the LoRA adapter beside the base model; set model.lora.merge=true")

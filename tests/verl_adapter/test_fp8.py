@@ -1,0 +1,124 @@
+"""verl's FP8 rollouts, refitted with what its actors quantize: vLLM's model under verl's patches, which CPUs can load alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from verl.plugin.platform import platform_manager
+
+from rlrefit.integration.adapters import verl_contract
+from tests.ahead import FoundAhead, keeping_time
+from tests.gpu.vllm_checkpoints import write_checkpoint
+from tests.spawn import run_ranks, run_together
+from tests.verl_adapter import fp8_ranks
+from tests.verl_adapter.cpu_platform import PlatformCPU
+from tests.verl_adapter.vllm_name import named_vllm
+from tests.vllm_processes import vllm_processes
+
+TIMEOUT_S = 290.0
+CASES = {"dense": False, "experts": True}
+ATTENTION = ("self_attn.qkv_proj.weight", "self_attn.o_proj.weight")
+QUANTIZED = {
+    "dense": (*ATTENTION, "mlp.gate_up_proj.weight", "mlp.down_proj.weight"),
+    "experts": (*ATTENTION, "mlp.experts.w13_weight", "mlp.experts.w2_weight"),
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What two actors were answered, and what the rollout saw, in two refits with other weights each."""
+
+    actors: list[list[dict[str, Any]]]
+    rollout: fp8_ranks.Fp8Rollout
+
+
+@keeping_time  # each side waits only so long for the other
+def refits(folder: Path) -> dict[str, Seen]:
+    """All cases in the same processes."""
+    listed = []
+    for name, experts in CASES.items():
+        own = folder / name
+        trained = [write_checkpoint(own / f"bf16_{n}", n, fp8=False, experts=experts) for n in range(3)]
+        served = [write_checkpoint(own / f"fp8_{n}", n, fp8=True, experts=experts) for n in (1, 2)]
+        listed.append(fp8_ranks.Case(trained, served, own))
+    path = named_vllm(folder)
+    actors, [rollouts] = run_together(
+        lambda: run_ranks(fp8_ranks.actors, fp8_ranks.TRAIN_RANKS, listed, timeout_s=TIMEOUT_S),
+        lambda: run_ranks(fp8_ranks.rollouts, 1, listed, path, timeout_s=TIMEOUT_S, made_by=vllm_processes),
+    )
+    return {name: Seen([found[i] for found in actors], rollouts[i]) for i, name in enumerate(CASES)}
+
+
+AHEAD = (refits,)
+
+
+@pytest.fixture(scope="module")
+def seen(found_ahead: FoundAhead) -> dict[str, Seen]:
+    return found_ahead.by(refits)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_codes_and_scales_of_the_actors_make_twice_the_engine_that_vllm_loads(
+    seen: dict[str, Seen], case: str
+) -> None:
+    found = seen[case].rollout
+    assert found.differing == [[], []]
+    assert found.before > 0
+    assert found.answers == [{"version": 1}, {"version": 2}]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_weights_go_straight_into_live_parameters_that_verls_patches_have_processed(
+    seen: dict[str, Seen], case: str
+) -> None:
+    assert seen[case].rollout.patched == {"verl.utils.vllm.vllm_fp8_utils"}
+    for routes, *records in seen[case].actors:
+        assert (routes["misc"], routes["bulk"] > 0) == (0, True)
+        assert [record["version"] for record in records] == [1, 2]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_verls_configuration_quantizes_projections_and_experts_and_nothing_else(
+    seen: dict[str, Seen], case: str
+) -> None:
+    codes = {f"model.layers.{layer}.{name}" for layer in (0, 1) for name in QUANTIZED[case]}
+    assert seen[case].rollout.own == codes | {f"{name}_scale_inv" for name in codes}
+
+
+def test_of_verls_functions_only_those_that_were_read_and_call_vllms_own_are_looked_through(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(named_vllm(tmp_path))
+    monkeypatch.setattr(platform_manager, "_current_platform", PlatformCPU())
+    from verl.utils.vllm import vllm_fp8_utils
+    from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
+    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+
+    from rlrefit.workers.vllm.fp8 import block_fp8
+
+    def of_another(self: Any, layer: nn.Module) -> None:
+        """As yet another library puts it in vLLM's place."""
+
+    def effect(function: Any) -> str:
+        monkeypatch.setattr(Fp8LinearMethod, "process_weights_after_loading", function)
+        module, method = nn.Module(), Fp8LinearMethod.__new__(Fp8LinearMethod)
+        method.block_quant, method.weight_block_size = True, [128, 128]
+        method.fp8_linear = TritonFp8BlockScaledMMKernel.__new__(TritonFp8BlockScaledMMKernel)
+        module.quant_method = method
+        found = block_fp8(module)
+        assert found is not None
+        return found.effect
+
+    wrapped = vllm_fp8_utils._make_process_weights_after_loading_for_vllm20
+    own = Fp8LinearMethod.process_weights_after_loading
+    assert effect(wrapped(own)) == effect(wrapped(wrapped(own))) == ""
+    assert f"was replaced by a function of {__name__}" in effect(wrapped(of_another))
+    assert "was replaced by a function of verl.utils" in effect(
+        vllm_fp8_utils.process_weights_after_loading_for_vllm14
+    )
+    monkeypatch.setattr(verl_contract, "TESTED", "0.9.0")
+    assert "was replaced by a function of verl.utils" in effect(wrapped(own))
