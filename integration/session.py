@@ -142,12 +142,13 @@ class RefitSession:
             raise
         if rank == 0:
             logger.info(
-                "refit epoch %d: %d trainer and %d generation ranks, %s over %s; %d weights bulk (%.1f MB), %d misc (%.1f MB)",
+                "refit epoch %d: %d trainer and %d generation ranks, %s over %s%s; %d weights bulk (%.1f MB), %d misc (%.1f MB)",
                 world.epoch,
                 world.train_ranks,
                 world.gen_ranks,
                 engine,
                 checkpoint_engine.transport_name,
+                f" ({checkpoint_engine.transport_reason})" if checkpoint_engine.transport_reason else "",
                 len(manifest.specs("bulk")),
                 manifest.bytes_of("bulk") / 1e6,
                 len(manifest.specs("misc")),

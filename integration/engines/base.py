@@ -81,6 +81,11 @@ class CheckpointEngine(ABC):
         """What carries the bulk of the bytes, for records."""
 
     @property
+    def transport_reason(self) -> str:
+        """Why it is that one, for the log; nothing where no other could be."""
+        return ""
+
+    @property
     @abstractmethod
     def staging_bytes(self) -> int:
         """Bytes of buffers on this rank at their largest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -109,11 +110,15 @@ def test_a_session_over_ipc_between_cpus_fails_on_all_ranks_with_the_reason() ->
         assert "not on a GPU" in str(error)
 
 
-def test_a_session_under_auto_between_cpus_takes_p2p_and_says_why() -> None:
-    for (record, wrong), reason in open_on_cpus("auto"):
+def test_a_session_under_auto_between_cpus_takes_p2p_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    why = "auto: not ipc, since refit rank 0: its parameters are not on a GPU"
+    with caplog.at_level(logging.INFO):
+        opened = open_on_cpus("auto")
+    for (record, wrong), reason in opened:
         assert record.transport == "p2p"
         assert wrong == []
-        assert "not ipc, since refit rank 0: its parameters are not on a GPU" in reason
+        assert why in reason
+    assert f"nccl_xfer over p2p ({why}" in caplog.text
 
 
 def test_memory_that_moved_under_its_addresses_on_one_rank_is_bound_anew_on_all() -> None:

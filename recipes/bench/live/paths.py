@@ -101,7 +101,7 @@ class SessionPath(Path):
         assert session is not None, "it was opened above"
         return Routes(
             carrier=session.engine.transport_name,
-            reason=getattr(session.engine, "transport_reason", ""),
+            reason=session.engine.transport_reason,
             counts={name: routes[name] for name in ("bulk", "misc", "unused")},
             misc_reasons=routes["misc_reasons"],
         )
