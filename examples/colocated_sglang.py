@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ def main() -> int:
     parser.add_argument("--mem-fraction-static", type=float, default=0.8)
     parser.add_argument("--out", type=Path, default=Path("stages.jsonl"), help="records of all moves")
     arguments = parser.parse_args()
+    if find_spec("sglang") is None:
+        parser.error("this Python has no package sglang; pip install 'rlrefit[sglang]' (docs/sglang.md)")
     with tempfile.TemporaryDirectory() as scratch:
         path = (
             checkpoint_folder(arguments.model)
