@@ -1,0 +1,399 @@
+"""The CUDA driver, played: memory, address spaces of several ranks, and what kernels do, in one process without a GPU.
+
+What lies below ``IpcTransport`` is replaced here (:func:`played`): the driver's calls, streams and events, which are done at
+once, and the tables that kernels walk, by the rows that the code made for them. All else is the code itself.
+Whatever a rank touches is looked up in its own address space, so stale addresses and stale mappings show.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from numpy.lib.stride_tricks import as_strided
+
+from rlrefit.integration.packing import Strided, copy_rows
+from rlrefit.integration.packing.segments import Ints, collapse
+from rlrefit.integration.transport.host_memory import HostMemory
+from rlrefit.integration.transport.ipc import mailbox, mapping, memory, one_sided, proofs, transport
+from rlrefit.integration.transport.ipc.driver import DriverError, driver
+from rlrefit.integration.transport.ipc.mailbox import Mailbox
+from rlrefit.integration.transport.ipc.proofs import Bound, Proofs
+from rlrefit.integration.transport.views import LiveViews
+
+CHUNK = 4096
+_SPAN = 64 << 20
+_CPU = torch.device("cpu")
+_NAN = 0xFF  # as are all bytes of a BF16 that is none
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Memory:
+    """Physical memory: there as long as a handle or a mapping refers to it.
+
+    Attributes:
+        number: never used again.
+        handle: of a chunk; the smallest one that is free, so that stale handles name other memory soon.
+        classic: whether cudaMalloc made it.
+        references: handles that are held, and mappings.
+        held: its bytes.
+    """
+
+    def __init__(self, number: int, handle: int, held: Bytes, *, classic: bool):
+        self.number = number
+        self.handle = handle
+        self.held = held
+        self.classic = classic
+        self.references = 1
+
+    @property
+    def size(self) -> int:
+        return len(self.held)
+
+
+class AddressSpace:
+    """Of a rank: by their first addresses what is reserved, in bytes, and what is mapped."""
+
+    def __init__(self, start: int):
+        self.start = start
+        self.reserved: dict[int, int] = {}
+        self.mapped: dict[int, Memory] = {}
+
+    def reserve(self, size: int) -> int:
+        """The first addresses that are free, so that those that were given back are soon used for something else."""
+        at = self.start
+        for base, taken in sorted(self.reserved.items()):
+            if at + size < base:
+                break
+            # A gap behind each: what runs over is noticed, and neighbours are not joined.
+            at = base + -(-taken // CHUNK) * CHUNK + CHUNK
+        assert at + size < self.start + _SPAN, "no addresses left to play with"
+        self.reserved[at] = size
+        return at
+
+    def at(self, address: int) -> tuple[int, Memory] | None:
+        for base, held in self.mapped.items():
+            if base <= address < base + held.size:
+                return base, held
+        return None
+
+
+class PlayedDriver:
+    """Its methods with names of the driver's functions are what :func:`..driver.call` would call.
+
+    Attributes:
+        spaces: address space of each rank.
+        alive: memory by its handle.
+        mailboxes: where each rank has one.
+        chunked_mailboxes: the ranks whose mailboxes lie in chunks.
+    """
+
+    def __init__(self, ranks: int):
+        # Addresses of its own, which nothing else in the process has. Its memory is never touched: pages of it are made
+        # only if somebody prints a tensor that lies there.
+        self._arena = torch.empty(ranks * _SPAN + CHUNK, dtype=torch.uint8)
+        start = -(-self._arena.data_ptr() // CHUNK) * CHUNK
+        self.spaces = [AddressSpace(start + rank * _SPAN) for rank in range(ranks)]
+        self.alive: dict[int, Memory] = {}
+        self.mailboxes: dict[int, int] = {}
+        self.chunked_mailboxes: set[int] = set()
+        self._ever: list[Memory] = []
+        self._failing: Counter[str] = Counter()
+        self._now = threading.local()
+        self._lock = threading.RLock()
+
+    @property
+    def rank(self) -> int:
+        """The one that this thread plays."""
+        return int(self._now.rank)
+
+    @property
+    def space(self) -> AddressSpace:
+        return self.spaces[self.rank]
+
+    @contextmanager
+    def on(self, rank: int) -> Iterator[None]:
+        before = getattr(self._now, "rank", None)
+        self._now.rank = rank
+        try:
+            yield
+        finally:
+            self._now.rank = before
+
+    def make(self, size: int, *, classic: bool) -> Memory:
+        """New memory, full of NaN."""
+        return self._make(np.full(size, _NAN, dtype=np.uint8), classic=classic)
+
+    def drop(self, held: Memory) -> None:
+        held.references -= 1
+        assert held.references >= 0, "released once too often"
+        if not held.references:
+            del self.alive[held.handle]
+
+    def fail(self, function: str, nth: int) -> None:
+        """Let a call of ``function`` fail, the ``nth`` from now."""
+        self._failing[function] = nth
+
+    def fail_no_more(self) -> None:
+        self._failing.clear()
+
+    def mailbox(self, messages: Mapping[int, int], device: torch.device) -> Mailbox:
+        """A mailbox of this rank, where the process has it."""
+        made = Mailbox(messages, _CPU)
+        held = self._make(made.memory.numpy().view(np.uint8), classic=self.rank not in self.chunked_mailboxes)
+        at = self.mailboxes[self.rank] = made.memory.data_ptr()
+        self.space.mapped[at] = held
+        return made
+
+    def drop_mailboxes(self) -> None:
+        for rank, at in self.mailboxes.items():
+            self.drop(self.spaces[rank].mapped.pop(at))
+        self.mailboxes.clear()
+
+    def load(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> Bytes:
+        """Bytes as this rank sees them."""
+        return as_strided(self._image(address, _span(shape, strides)), shape, strides)
+
+    def store(self, address: int, values: Bytes, strides: Sequence[int]) -> None:
+        """Inverse of :meth:`load`."""
+        image = self._image(address, _span(values.shape, strides))
+        as_strided(image, values.shape, strides)[...] = values
+        for piece in self._pieces(address, len(image)):
+            piece[:], image = image[: len(piece)], image[len(piece) :]
+
+    def call(self, function: str, *args: Any) -> Any:
+        with self._lock:
+            self._failing[function] -= 1
+            if self._failing[function] == 0:
+                raise DriverError(function, "CUDA_ERROR_PLAYED")
+            return getattr(self, function)(*args)
+
+    def cuMemGetAddressRange(self, address: int) -> tuple[int, int]:
+        base, held = self._at("cuMemGetAddressRange", address)
+        return base, held.size
+
+    def cuMemRetainAllocationHandle(self, address: int) -> int:
+        _, held = self._at("cuMemRetainAllocationHandle", address)
+        if held.classic:
+            raise DriverError("cuMemRetainAllocationHandle", "CUDA_ERROR_INVALID_VALUE")
+        return self._take(held).handle
+
+    def cuMemRelease(self, handle: int) -> None:
+        self.drop(self.alive[handle])
+
+    def cuMemGetAllocationPropertiesFromHandle(self, handle: int) -> SimpleNamespace:
+        assert handle in self.alive, "a stale handle is looked at"
+        return SimpleNamespace(requestedHandleTypes=memory.descriptor_type())
+
+    def cuMemExportToShareableHandle(self, handle: int, kind: object, flags: int) -> int:
+        number = self.alive[handle].number
+        descriptor = os.memfd_create("chunk")
+        os.write(descriptor, str(number).encode())
+        return descriptor
+
+    def cuMemImportFromShareableHandle(self, descriptor: int, kind: object) -> int:
+        return self._take(self._ever[int(os.pread(descriptor, 32, 0))]).handle
+
+    def cuMemAddressReserve(self, size: int, alignment: int, address: int, flags: int) -> int:
+        return self.space.reserve(size)
+
+    def cuMemAddressFree(self, at: int, size: int) -> None:
+        assert self.space.reserved.pop(at) == size, "not all that was reserved"
+        assert not any(at <= base < at + size for base in self.space.mapped), "given back while mapped"
+
+    def cuMemMap(self, at: int, size: int, offset: int, handle: int, flags: int) -> None:
+        held = self.alive[handle]
+        assert held.size == size, f"memory of {held.size} bytes is mapped as {size}"
+        space = self.space
+        assert any(base <= at and at + size <= base + taken for base, taken in space.reserved.items()), (
+            "beside"
+        )
+        assert not any(at < base + m.size and base < at + size for base, m in space.mapped.items()), "twice"
+        space.mapped[at] = self._take(held)
+
+    def cuMemSetAccess(self, at: int, size: int, access: object, count: int) -> None:
+        inside = [held.size for base, held in self.space.mapped.items() if at <= base < at + size]
+        assert sum(inside) == size, "access to what is not mapped"
+
+    def cuMemUnmap(self, at: int, size: int) -> None:
+        held = self.space.mapped.pop(at)
+        assert held.size == size, f"memory of {held.size} bytes is unmapped as {size}"
+        self.drop(held)
+
+    def cuPointerGetAttribute(self, attribute: object, address: int) -> int:
+        _, held = self._at("cuPointerGetAttribute", address)
+        legacy = driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+        return held.classic if attribute == legacy else held.number
+
+    def cuIpcGetMemHandle(self, address: int) -> Any:
+        _, held = self._at("cuIpcGetMemHandle", address)
+        handle = driver().CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), str(held.number).encode().ljust(64, b"\0"), 64)
+        return handle
+
+    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> int:
+        held = self._ever[int(ctypes.string_at(handle.getPtr(), 64).rstrip(b"\0"))]
+        if not held.references:
+            raise DriverError("cuIpcOpenMemHandle", "CUDA_ERROR_INVALID_HANDLE")
+        at = self.space.reserve(held.size)
+        self.space.mapped[at] = self._take(held)
+        return at
+
+    def cuIpcCloseMemHandle(self, at: int) -> None:
+        del self.space.reserved[at]
+        self.drop(self.space.mapped.pop(at))
+
+    def cuStreamWriteValue32(self, stream: int, address: int, number: int, flags: int) -> None:
+        self.store(address, np.array([number], dtype="<u4").view(np.uint8), (1,))
+
+    def _make(self, held: Bytes, *, classic: bool) -> Memory:
+        handle = next(n for n in range(1, len(self.alive) + 2) if n not in self.alive)
+        made = self.alive[handle] = Memory(len(self._ever), handle, held, classic=classic)
+        self._ever.append(made)
+        return made
+
+    def _take(self, held: Memory) -> Memory:
+        assert held.references, "memory that is gone is taken"
+        held.references += 1
+        return held
+
+    def _at(self, function: str, address: int) -> tuple[int, Memory]:
+        found = self.space.at(address)
+        if found is None:
+            raise DriverError(function, "CUDA_ERROR_INVALID_VALUE")
+        return found
+
+    def _image(self, address: int, nbytes: int) -> Bytes:
+        return np.concatenate(list(self._pieces(address, nbytes)))
+
+    def _pieces(self, address: int, nbytes: int) -> Iterator[Bytes]:
+        """The memory of some addresses of this rank."""
+        end = address + nbytes
+        while address < end:
+            found = self.space.at(address)
+            if found is None:
+                assert not any(s.start <= address < s.start + _SPAN for s in self.spaces), (
+                    f"rank {self.rank} touches {address:#x}, where it has nothing mapped"
+                )
+                # Of the process: sums.
+                yield np.frombuffer((ctypes.c_uint8 * (end - address)).from_address(address), dtype=np.uint8)
+                return
+            base, held = found
+            part = held.held[address - base : end - base]
+            yield part
+            address += len(part)
+
+
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
+
+
+class _Table:
+    def __init__(self, driver: PlayedDriver, rows: Ints):
+        self._driver = driver
+        self._rows = [
+            (a, b, (outer, rows, run), (outer_a, row_a, 1), (outer_b, row_b, 1), slot)
+            for a, b, outer, rows, run, outer_a, row_a, outer_b, row_b, slot in rows.tolist()
+        ]
+
+
+class _Copies(_Table):
+    def launch(self) -> None:
+        for a, b, shape, strides_a, strides_b, _ in self._rows:
+            self._driver.store(b, self._driver.load(a, shape, strides_a), strides_b)
+
+
+class _Sums(_Table):
+    """Other sums than the kernels', which depend on each byte and its place alike."""
+
+    def add_to(self, out: torch.Tensor) -> None:
+        for a, offset, shape, strides, packed, slot in self._rows:
+            values = self._driver.load(a, shape, strides).astype(np.int64)
+            place = (
+                1
+                + offset
+                + sum(
+                    np.arange(n).reshape([-1 if axis == k else 1 for k in range(3)]) * stride
+                    for axis, (n, stride) in enumerate(zip(shape, packed, strict=True))
+                )
+            )
+            out[slot, 0] += int((values * place).sum())
+            out[slot, 1] += int((values * place * place).sum())
+
+
+class _Idle:
+    """A stream or an event: all that is enqueued is done at once."""
+
+    cuda_stream = 0
+
+    def __init__(self, device: object = None):
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self, stream: object = None) -> None:
+        pass
+
+    record = wait_stream = synchronize
+
+
+@contextmanager
+def played(ranks: int) -> Iterator[PlayedDriver]:
+    """Let the ``ipc`` transport run on this driver; rank ``r`` is on device ``cuda:r``."""
+    play = PlayedDriver(ranks)
+
+    class CopyTable:
+        @staticmethod
+        def of(rows: Ints, device: torch.device) -> _Copies:
+            return _Copies(play, rows)
+
+        @staticmethod
+        def build(pairs: Iterable[tuple[Strided, Strided]], device: torch.device) -> _Copies:
+            return _Copies(play, copy_rows(pairs))
+
+    class ChecksumTable:
+        @staticmethod
+        def build(views: Sequence[tuple[Strided, int]], device: torch.device, slots: Sequence[int]) -> _Sums:
+            packed = [(view, Strided.packed(at, view.shape, view.itemsize)) for view, at in views]
+            return _Sums(play, collapse((a, b, slot) for (a, b), slot in zip(packed, slots, strict=True)))
+
+    def on_the_host(
+        pairs: Mapping[int, Sequence[Bound]], verify: str, device: object, *, ahead: bool
+    ) -> Proofs:
+        return Proofs(pairs, verify, _CPU, ahead=ahead)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (memory, mapping, mailbox):
+            patch.setattr(module, "call", play.call)
+        for module in (memory, mapping, one_sided):
+            patch.setattr(module, "process_name", lambda: f"rank {play.rank}")
+            patch.setattr(module, "device_uuid", lambda device: "GPU-0")
+        for module in (transport, one_sided):
+            patch.setattr(module, "CopyTable", CopyTable)
+        patch.setattr(proofs, "ChecksumTable", ChecksumTable)
+        patch.setattr(one_sided, "Proofs", on_the_host)
+        patch.setattr(one_sided, "Mailbox", play.mailbox)
+        patch.setattr(one_sided, "missing", lambda: "")
+        # The tensors lie in no GPU's memory as torch has it: none is watched, refused, or missed at home.
+        patch.setattr(transport, "kernels_read", lambda view: True)
+        patch.setattr(one_sided, "HostMemory", lambda views, device: HostMemory(views, _CPU))
+        patch.setattr(one_sided, "LiveViews", lambda fragments, device=None: LiveViews(fragments))
+        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        patch.setattr(torch.cuda, "device", lambda device: play.on(device.index))
+        patch.setattr(torch.cuda, "Event", _Idle)
+        patch.setattr(torch.cuda, "Stream", _Idle)
+        patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        patch.setattr(torch.cuda, "current_stream", _Idle)
+        yield play
