@@ -95,7 +95,7 @@ def _link_times(study: Study) -> list[tuple[str, str]]:
             "staging memory",
             f"{'buckets' if options.hosts.shared_gpus else 'p2p'}: 2 x {options.streams} stream{'s' if options.streams > 1 else ''} x {size(analysis.bucket_bytes)} = "
             f"{size(study.staging_bytes)} at most{held_longer} for each direction and rank (a round fills {size(max(p.staging_bytes for p in study.parts))}); "
-            "ipc needs none",
+            f"ipc needs {'none' if options.quantize == 'off' else f'{size(16 << 20)} at most, to check what is quantized'}",
         ),
     ]
 

@@ -288,6 +288,18 @@ def test_codes_and_scales_are_half_the_bytes_also_where_ranks_cut_blocks(
         assert quantized["predicted_seconds"] < plain["predicted_seconds"]
 
 
+@pytest.mark.parametrize(
+    ("quantize", "needs"), [("off", "ipc needs none"), ("fp8", "ipc needs 16.8 MB at most")]
+)
+def test_the_memory_that_checks_of_quantized_weights_take_is_told(
+    capsys: pytest.CaptureFixture[str], blocks: str, quantize: str, needs: str
+) -> None:
+    layouts = ("--train", "fsdp=4", "--gen", "tp=2", "--quantize", quantize)
+    code, out, _ = _plan(capsys, "--model", blocks, *layouts)
+    assert code == 0
+    assert needs in " ".join(out.split())
+
+
 def test_codes_and_scales_are_explained(capsys: pytest.CaptureFixture[str], blocks: str) -> None:
     layouts = ("--model", blocks, "--train", "fsdp=4", "--gen", "tp=2", "--quantize", "fp8", "--explain")
     gate = "model.layers.1.mlp.experts.6.gate_proj.weight"
