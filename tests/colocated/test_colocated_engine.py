@@ -108,7 +108,8 @@ def test_a_hundred_refits_between_processes_land_and_leave_no_descriptor_no_mapp
     for rank in run_ranks(many_refits, 3, 100):
         assert rank["wrong"] == []
         assert rank["transport"] == "buckets"
-        assert rank["descriptors"][0] == rank["descriptors"][1]
+        early, late = rank["descriptors"]
+        assert late <= early
         assert rank["grown"] < 2 << 20
         assert rank["mapped"] > 0
         assert rank["left"]
