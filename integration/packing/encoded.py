@@ -13,6 +13,9 @@ from ..layout import Box, Encoding
 from .host import pushed_to
 from .strided import Strided
 
+# Elements that ``ipc`` computes once more at a time for its checks, if a row of blocks has not more.
+CHECKED_AT_ONCE = 16 << 20
+
 
 class NotComputable(ValueError):
     """A device can't compute an encoding from where its source lies, or to where it goes."""

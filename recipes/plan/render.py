@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ...integration.layout import Box
 from ...integration.manifest import dtype_name
+from ...integration.packing.encoded import CHECKED_AT_ONCE
 from .explain import Explanation
 from .study import Study
 
@@ -95,9 +96,16 @@ def _link_times(study: Study) -> list[tuple[str, str]]:
             "staging memory",
             f"{'buckets' if options.hosts.shared_gpus else 'p2p'}: 2 x {options.streams} stream{'s' if options.streams > 1 else ''} x {size(analysis.bucket_bytes)} = "
             f"{size(study.staging_bytes)} at most{held_longer} for each direction and rank (a round fills {size(max(p.staging_bytes for p in study.parts))}); "
-            f"ipc needs {'none' if options.quantize == 'off' else f'{size(16 << 20)} at most, to check what is quantized'}",
+            f"ipc needs {_memory_of_checks(options.quantize)}",
         ),
     ]
+
+
+def _memory_of_checks(quantize: str) -> str:
+    if quantize == "off":
+        return "none"
+    # A byte for each code.
+    return f"{size(CHECKED_AT_ONCE)} at most, to check what is quantized"
 
 
 def _misc(study: Study) -> str:

@@ -128,8 +128,7 @@ class ExportedMemory:
                 if not old.lent:
                     continue
                 with _shareable():
-                    base, size = (int(value) for value in call("cuMemGetAddressRange", old.base))
-                    found = _block(base, size, lent=True, known=True)
+                    found = _block(*_extent_at(old.base), lent=True, known=True)
                 self._blocks.append(found)
                 if (found.base, found.size, found.handle) != (old.base, old.size, old.handle):
                     return False
@@ -152,7 +151,7 @@ class ExportedMemory:
             at = max(address, covered)
             while at < address + nbytes:
                 with _shareable():
-                    base, size = (int(value) for value in call("cuMemGetAddressRange", at))
+                    base, size = _extent_at(at)
                     if base not in known:
                         self._blocks.append(_block(base, size, lent=lent, known=bool(known)))
                         known[base] = size
@@ -207,6 +206,12 @@ def _shareable() -> Iterator[None]:
             "it without shareable handles, as torch_memory_saver does, and vLLM's sleep mode on some hosts",
             stage="bind",
         ) from error
+
+
+def _extent_at(address: int) -> tuple[int, int]:
+    """First address and bytes of the block that holds an address."""
+    base, size = call("cuMemGetAddressRange", address)
+    return int(base), int(size)
 
 
 def _block(base: int, size: int, *, lent: bool, known: bool) -> _Block:

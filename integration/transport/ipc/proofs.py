@@ -11,12 +11,9 @@ import torch
 
 from ...layout import Box
 from ...packing import ChecksumTable, EncodedView, Encoder, Strided, make_encoders
-from ...packing.encoded import PackedEncoding
+from ...packing.encoded import CHECKED_AT_ONCE, PackedEncoding
 from ...packing.host import WeakView
 from ...plan import Message
-
-# Elements that are computed once more at a time, if a row of blocks has not more.
-_STRIP = 16 << 20
 
 # A message and what this rank holds of it, one for each of its segments.
 Bound = tuple[Message, Sequence[Strided | EncodedView]]
@@ -69,7 +66,9 @@ class _Turn:
                     slots.append(slot)
                     continue
                 view = held.view()
-                steps += [_strip(view, offset, strip, slot, scratch) for strip in view.strips(_STRIP)]
+                steps += [
+                    _strip(view, offset, strip, slot, scratch) for strip in view.strips(CHECKED_AT_ONCE)
+                ]
             steps.append(_Step([], ChecksumTable.build(plain, scratch.device, slots)))
             # Only now: what broke off must not be taken for whole.
             self._steps, self._held = steps, []
@@ -106,7 +105,7 @@ class Proofs:
             for view in held
             if verify != "off" and isinstance(view, EncodedView)
             # The first may be cut short; later ones are no larger than the second.
-            for strip in islice(view.strips(_STRIP), 2)
+            for strip in islice(view.strips(CHECKED_AT_ONCE), 2)
         ]
         self.scratch_bytes = max(needs, default=0)
         self._scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
