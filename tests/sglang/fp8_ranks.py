@@ -37,6 +37,23 @@ if TYPE_CHECKING:
     from rlrefit.workers.sglang.destination import SglangDestination
 
 CPU = torch.device("cpu")
+# Options of :class:`Fp8Case`, by what SGLang would compute with.
+CASES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "experts": {"experts": True},
+    "experts, CUTLASS": {"experts": True, "runner": "cutlass"},
+    "experts, TRT-LLM": {"experts": True, "runner": "flashinfer_trtllm_routed"},
+    "experts, HPC-Ops": {"experts": True, "runner": "hpc_ops"},
+    "dense, Blackwell": {"blackwell": True},
+    "experts, Blackwell": {"experts": True, "blackwell": True, "runner": "deep_gemm"},
+    "experts, Blackwell, quantized before": {
+        "experts": True,
+        "blackwell": True,
+        "runner": "deep_gemm",
+        "quantized_before": True,
+    },
+    "dense, unknown kernel": {"shuffled": True},
+}
 
 
 @dataclass(frozen=True)

@@ -15,29 +15,13 @@ from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
 from tests.gpu.vllm_checkpoints import write_checkpoint
 from tests.spawn import run_ranks
 
-from .fp8_ranks import Fp8Case, Fp8Result, refit_fp8
+from .fp8_ranks import CASES, Fp8Case, Fp8Result, refit_fp8
 
 pytestmark = [
     pytest.mark.timeout(900),  # SGLang loads for a minute where its processes share two cores
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang"),
 ]
 
-CASES: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "experts": {"experts": True},
-    "experts, CUTLASS": {"experts": True, "runner": "cutlass"},
-    "experts, TRT-LLM": {"experts": True, "runner": "flashinfer_trtllm_routed"},
-    "experts, HPC-Ops": {"experts": True, "runner": "hpc_ops"},
-    "dense, Blackwell": {"blackwell": True},
-    "experts, Blackwell": {"experts": True, "blackwell": True, "runner": "deep_gemm"},
-    "experts, Blackwell, quantized before": {
-        "experts": True,
-        "blackwell": True,
-        "runner": "deep_gemm",
-        "quantized_before": True,
-    },
-    "dense, unknown kernel": {"shuffled": True},
-}
 OCCASIONS = {f"{engine} {refit}" for engine in ("nccl_xfer", "packed_broadcast") for refit in range(3)}
 BLACKWELL = [case for case in CASES if "Blackwell" in case]
 IN_PLACE = [case for case in CASES if "unknown" not in case]

@@ -16,6 +16,7 @@ from tests.gpu.vllm_checkpoints import write_checkpoint
 from tests.spawn import run_ranks
 
 from .fp8_bucket_ranks import BucketCase, BucketResult, refit_in_buckets
+from .fp8_ranks import CASES as LAYOUTS
 from .fp8_ranks import Fp8Case
 from .ways import WAYS
 
@@ -24,19 +25,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang"),
 ]
 
-TOGETHER: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "experts": {"experts": True},
-    "experts, HPC-Ops": {"experts": True, "runner": "hpc_ops"},
-    "dense, Blackwell": {"blackwell": True},
-    "experts, Blackwell": {"experts": True, "blackwell": True, "runner": "deep_gemm"},
-    "experts, Blackwell, quantized before": {
-        "experts": True,
-        "blackwell": True,
-        "runner": "deep_gemm",
-        "quantized_before": True,
-    },
-    "dense, unknown kernel": {"shuffled": True},
+TOGETHER = {
+    name: options for name, options in LAYOUTS.items() if "CUTLASS" not in name and "TRT-LLM" not in name
 }
 # Of half of the experts on each rank, in a pair of processes of their own.
 SHARED: dict[str, dict[str, Any]] = {
