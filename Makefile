@@ -7,21 +7,30 @@ TRAINER ?=
 # More key=value overrides of the recipe, or more arguments for pytest:
 #   make demo ARGS="algorithm.steps=5"     make test ARGS="tests/config -x"
 ARGS ?=
+# Of a GPU host, with rlrefit, pytest and pytest-timeout, and the engines and trainers that are to be tested.
+PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint typecheck format clean
+.PHONY: help setup demo test test-gpu lint typecheck format clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make .venv with the locked requirements and rlrefit (3.3 GB to download the first time)
 	@requirements/setup.sh $(VENV)
 
+# Each time a run of its own: what an earlier one has learned stays where it is.
+DEMO = $(basename $(notdir $(RECIPE)))$(if $(TRAINER),_$(TRAINER))_$(shell date +%Y%m%d_%H%M%S)
+
 demo: setup ## train the tiny model with GRPO on the CPU (RECIPE=…, TRAINER=fsdp, ARGS="key=value …")
-	$(BIN)/rlrefit train recipe=$(RECIPE) $(if $(TRAINER),trainer=$(TRAINER) name=$(RECIPE)_$(TRAINER)) $(ARGS)
+	$(BIN)/rlrefit train recipe=$(RECIPE) $(if $(TRAINER),trainer=$(TRAINER)) name=$(DEMO) $(ARGS)
 
 test: setup ## run the tests (ARGS="…" goes to pytest)
 	$(BIN)/python -m pytest $(ARGS)
+
+# Not of .venv, whose vLLM is the CPU's: a GPU host has its own torch, Transformer Engine, vLLM and SGLang.
+test-gpu: ## run the GPU tests that this host and the packages of PYTHON allow; it ends with what was left out
+	$(PYTHON) -m pytest tests/gpu $(ARGS)
 
 lint: setup typecheck ## ruff, the format, and the types
 	$(BIN)/ruff check .

@@ -91,13 +91,12 @@ def sample(worker: Any, seed: int) -> tuple[Any, Any, float]:
     from ppo_worker import Rollouts
 
     prompts = torch.randint(0, 16, (PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(seed))
-    no_token = worker.model.config.vocab_size
     completions = worker.generate(
         prompts.tolist(),
         max_new_tokens=NEW_TOKENS,
         temperature=1.0,
         seed=seed,
-        eos_token_id=no_token,
+        stop_token_ids=[],
         pad_token_id=0,
     )
     sampled = torch.tensor([completion.token_ids for completion in completions])

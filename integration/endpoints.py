@@ -35,7 +35,8 @@ class WeightSource(Protocol):
         """Full tensors of ``names``, in the order of :meth:`specs`; a collective of all trainer ranks."""
 
     def storage_key(self) -> Hashable:
-        """A value that changes when a parameter's storage moves; views made before are then stale."""
+        """A value that changes when a parameter's storage moves, or is seen in another shape, by other strides or in another
+        dtype; views made before are then stale. :func:`storage_key` of the tensors."""
 
 
 class WeightDestination(Protocol):
@@ -117,14 +118,17 @@ def rank_device() -> torch.device:
 
 
 def storage_key(tensors: Iterable[torch.Tensor]) -> Hashable:
-    """Addresses of ``tensors``' data: the usual answer to ``storage_key()``.
+    """Where ``tensors``' data lie and how they are read there: the usual answer to ``storage_key()``.
 
-    Asked in every refit before the ranks meet, so it costs all of them. Each address has to be read, since
-    ``p.data = …`` moves one parameter alone. Parameters of a subclass (vLLM's) would run its
-    ``__torch_function__`` for each of them, which takes 15 times as long and can't change the address.
+    The address alone does not tell: the same bytes may be seen in another shape, by other strides or in another dtype.
+
+    Asked in every refit before the ranks meet, so it costs all of them. Each tensor has to be read, since
+    ``p.data = …`` changes one parameter alone. Parameters of a subclass (vLLM's) would run its
+    ``__torch_function__`` for each of them, which takes 15 times as long and can't change the answers.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        return tuple(map(torch.Tensor.data_ptr, tensors))
+        # All of a tensor at once: its memory is in no cache, since a training step came before, and that takes longest.
+        return tuple([(t.data_ptr(), t.size(), t.stride(), t.dtype) for t in tensors])
 
 
 def holdings_of(

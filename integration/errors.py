@@ -10,9 +10,12 @@ class RefitError(RuntimeError):
         stage: the part of the refit that failed (``rendezvous``, ``handshake``, ``transfer``, ``misc``, …).
         rank: the refit-world rank that reports, or -1 if it is not known.
         parameter: Hugging Face name of the parameter concerned, or an empty string.
+        blamed: the refit-world rank that died, gave up or did not answer first, or -1 if it is not known.
     """
 
-    def __init__(self, message: str, *, stage: str = "", rank: int = -1, parameter: str = "") -> None:
+    def __init__(
+        self, message: str, *, stage: str = "", rank: int = -1, parameter: str = "", blamed: int = -1
+    ) -> None:
         place = ", ".join(
             part
             for part in (
@@ -26,6 +29,7 @@ class RefitError(RuntimeError):
         self.stage = stage
         self.rank = rank
         self.parameter = parameter
+        self.blamed = blamed
 
 
 class RefitMismatch(RefitError):

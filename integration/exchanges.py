@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .group_errors import classified
+from .group_errors import classifying
 
 if TYPE_CHECKING:
     from .process_groups import Group
@@ -39,41 +39,73 @@ class Exchange(ABC):
         self.peers = sorted({p.peer for p in (*sends, *receives)})
 
     def start(self, stage: str) -> None:
-        """On a GPU, enqueue the exchange after, and hold up, what the current stream does; else do it.
+        """On a GPU, enqueue the exchange after, and hold up, what the current stream does; else begin it, or do it.
 
         Raises:
             PeerLost, RefitTimeout: as for :meth:`Group.exchange`.
         """
-        if not self.peers:
-            return
-        try:
-            self._start()
-        except RuntimeError as error:
-            raise classified(error, stage, self._group.rank, f"with refit ranks {self.peers}") from error
+        if self.peers:
+            with classifying(stage, self._group.rank, self._with_whom):
+                self._start()
+
+    def finish(self, stage: str) -> None:
+        """Wait for an exchange over gloo that was started; any other needs no more than its start.
+
+        Raises:
+            PeerLost, RefitTimeout: as for :meth:`Group.exchange`; the time counts from this call on.
+        """
+        if self.peers:
+            with classifying(stage, self._group.rank, self._with_whom):
+                self._finish()
+
+    def drop(self) -> None:  # noqa: B027 - most have nothing under way that they could forget
+        """Let go of what is under way, after a failure."""
+
+    @property
+    def _with_whom(self) -> str:
+        return f"with refit ranks {self.peers}"
 
     @abstractmethod
     def _start(self) -> None:
-        """Exchange them, or enqueue it."""
+        """Exchange them, begin to, or enqueue it."""
+
+    def _finish(self) -> None:  # noqa: B027 - most are done, or enqueued, when they have started
+        """Wait until all that was begun is done."""
 
 
 class GlooExchange(Exchange):
-    """Looks its backend up at each use: whoever keeps the exchange, as a traceback does, must not keep gloo's
-    connections open, for only their end tells the peers that this rank has given up.
+    """A thread of gloo's carries it out, from its start on.
+
+    Looks its backend up at each use: whoever keeps the exchange, as a traceback does, must not keep gloo's
+    connections open, for only their end tells the peers that this rank has given up. What is under way keeps them too,
+    so one that fails is dropped.
     """
 
+    def __init__(self, group: Group, lane: int, sends: Sequence[Parcel], receives: Sequence[Parcel]):
+        super().__init__(group, lane, sends, receives)
+        self._works: list[Any] = []
+
+    def drop(self) -> None:
+        self._works.clear()
+
     def _start(self) -> None:
-        deadline = time.monotonic() + self._group.timeout.total_seconds()
-        works: list[Any] = []
         try:
             for parcel in self._receives:
-                works.append(self._group.backend(self._lane).recv([parcel.buffer], parcel.peer, 0))
+                self._works.append(self._group.backend(self._lane).recv([parcel.buffer], parcel.peer, 0))
             for parcel in self._sends:
-                works.append(self._group.backend(self._lane).send([parcel.buffer], parcel.peer, 0))
-            for index in range(len(works)):
+                self._works.append(self._group.backend(self._lane).send([parcel.buffer], parcel.peer, 0))
+        except BaseException:
+            self.drop()
+            raise
+
+    def _finish(self) -> None:
+        deadline = time.monotonic() + self._group.timeout.total_seconds()
+        try:
+            for index in range(len(self._works)):
                 # A timeout of 0 would mean none at all.
-                works[index].wait(timedelta(seconds=max(deadline - time.monotonic(), _LEAST_WAIT)))
+                self._works[index].wait(timedelta(seconds=max(deadline - time.monotonic(), _LEAST_WAIT)))
         finally:
-            works.clear()
+            self.drop()
 
 
 class NcclExchange(Exchange):

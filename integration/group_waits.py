@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Never, Protocol
 
 import torch
 
@@ -59,6 +59,7 @@ class GroupWaits:
         self.lanes = lanes
         self.timeout = timedelta(seconds=timeout_s)
         self._connected: set[int] = set()
+        self._greeted = False
         self._backends: list[Any] = []  # torch's stubs leave out the methods of the backend classes
 
     def backend(self, lane: int) -> Any:
@@ -85,14 +86,7 @@ class GroupWaits:
             while not event.query():
                 now = time.monotonic()
                 if now - start > self.timeout.total_seconds():
-                    # Or the kernel would spin on, and the next synchronisation of the device never return.
-                    self.abort()
-                    raise RefitTimeout(
-                        f"{self.wire} did not finish within {self.timeout.total_seconds():.0f} s; a peer is late, "
-                        "stuck or gone",
-                        stage=stage,
-                        rank=self.rank,
-                    )
+                    self._run_out(stage)
                 if now >= next_watch:
                     self._look_around(stage)
                     next_watch = now + _WATCH_EVERY
@@ -118,24 +112,40 @@ class GroupWaits:
             event.record(torch.cuda.current_stream(self.device))
             self.wait_for([event], stage)
 
-    def _guarded(self, call: Callable[[], None], stage: str) -> None:
+    def _guarded[T](self, call: Callable[[], T], stage: str) -> T:
         """Run a call that can block without limit in a thread, and wait for it as for an exchange."""
-        if self.device.type != "cuda":
-            call()
-            return
-        failures: list[Exception] = []
+        made: list[T] = []
+        failures: list[BaseException] = []
 
         def run() -> None:
             try:
-                call()
-            except Exception as error:
+                made.append(call())
+            except BaseException as error:
                 failures.append(error)
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        self.wait_for([_Ended(thread)], stage)
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while True:
+            thread.join(max(0.0, min(_WATCH_EVERY, deadline - time.monotonic())))
+            if not thread.is_alive():
+                break
+            if time.monotonic() > deadline:
+                self._run_out(stage)
+            self._look_around(stage)
+        self._raise_nccl_errors(stage)
         for failure in failures:
             raise failure
+        return made[0]
+
+    def _run_out(self, stage: str) -> Never:
+        # Or the kernel would spin on, and the next synchronisation of the device never return.
+        self.abort()
+        raise RefitTimeout(
+            f"{self.wire} did not finish within {self.timeout.total_seconds():.0f} s; a peer is late, stuck or gone",
+            stage=stage,
+            rank=self.rank,
+        )
 
     def _look_around(self, stage: str) -> None:
         self._raise_nccl_errors(stage)
@@ -159,16 +169,6 @@ class GroupWaits:
                     stage=stage,
                     rank=self.rank,
                 )
-
-
-class _Ended:
-    """The end of a thread as an event."""
-
-    def __init__(self, thread: threading.Thread):
-        self._thread = thread
-
-    def query(self) -> bool:
-        return not self._thread.is_alive()
 
 
 def in_thread(calls: Sequence[Callable[[], object]], limit_s: float) -> str:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -114,49 +115,64 @@ class Holdings:
             {reason: _ascending(found) for reason, found in reasons.items()},
         )
 
-    def to_json(self) -> dict[str, object]:
-        """Plain data for the rendezvous."""
-        return {
-            "rank": self.rank,
-            "groups": [[g.boxes, dtype_name(g.dtype), encode_positions(g.indices)] for g in self.groups],
-            "refused": {reason: encode_positions(indices) for reason, indices in self.refused.items()},
-        }
+    def to_parts(self) -> list[object]:
+        """Plain data for the rendezvous: what is refused, and each group, which many ranks may have alike."""
+        refused = {reason: encode_positions(indices) for reason, indices in self.refused.items()}
+        return [refused, *([g.boxes, dtype_name(g.dtype), encode_positions(g.indices)] for g in self.groups)]
 
-    @staticmethod
-    def from_json(data: object, table: SpecTable) -> Holdings:
-        """Inverse of :meth:`to_json`.
+
+class HoldingsReader:
+    """Reads what :meth:`Holdings.to_parts` gave on all ranks.
+
+    Args:
+        table: of the agreed specs that positions point into.
+    """
+
+    def __init__(self, table: SpecTable):
+        self._table = table
+        # By identity, with what was read to keep it alive.
+        self._groups: dict[int, tuple[object, HoldingGroup]] = {}
+
+    def holdings(self, rank: int, parts: Sequence[object]) -> Holdings:
+        """What ``rank`` holds.
 
         Args:
-            data: as read from a peer; nothing in it is trusted.
-            table: of the agreed specs that positions point into.
+            rank: of the refit world.
+            parts: as read from a peer; nothing in it is trusted. A part that is the same object as one of another rank
+                is read once.
 
         Raises:
-            RefitMismatch: the data is not of the form that :meth:`to_json` gives, or points outside of the specs.
+            RefitMismatch: the data is not of the form that ``to_parts`` gives, or points outside of the specs.
         """
         try:
-            rank, groups, refused = (data[key] for key in ("rank", "groups", "refused"))  # type: ignore[index]
-            if not isinstance(rank, int) or not isinstance(refused, dict):
-                raise TypeError("rank or refused is of another type")
-            read = tuple(
-                HoldingGroup(
-                    tuple(tuple((int(a), int(b)) for a, b in box) for box in boxes),
-                    dtype_of(dtype),
-                    decode_positions(text, len(table.specs)),
-                )
-                for boxes, dtype, text in groups
-            )
-            reasons = {
-                str(reason): decode_positions(text, len(table.specs)) for reason, text in refused.items()
-            }
+            refused, *groups = parts
+            if not isinstance(refused, dict):
+                raise TypeError("what is refused is of another type")
+            read = tuple(self._group(group, rank) for group in groups)
+            count = len(self._table.specs)
+            reasons = {str(reason): decode_positions(text, count) for reason, text in refused.items()}
         except (TypeError, ValueError, KeyError, OverflowError) as error:
             raise RefitMismatch(
                 f"malformed holdings ({error}); nothing was written. Do both sides run the same rlrefit?",
                 stage="handshake",
+                blamed=rank,
             ) from error
-        for group in read:
-            _check_inside(group, table, rank)
-        _check_disjoint(read, table, rank)
+        _check_disjoint(read, self._table, rank)
         return Holdings(rank, read, reasons)
+
+    def _group(self, data: Any, rank: int) -> HoldingGroup:
+        known = self._groups.get(id(data))
+        if known is not None:
+            return known[1]
+        boxes, dtype, text = data
+        group = HoldingGroup(
+            tuple(tuple((int(a), int(b)) for a, b in box) for box in boxes),
+            dtype_of(dtype),
+            decode_positions(text, len(self._table.specs)),
+        )
+        _check_inside(group, self._table, rank)
+        self._groups[id(data)] = data, group
+        return group
 
 
 def check_shapes(fragments: Sequence[Fragment], table: SpecTable, rank: int, who: str) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -21,6 +21,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@lru_cache(maxsize=64)
 def dtype_of(name: str) -> torch.dtype:
     """The dtype that ``dtype_name`` named.
 
@@ -55,7 +56,7 @@ class TensorSpec(NamedTuple):
         name, shape, dtype = data
         if not isinstance(name, str) or not isinstance(shape, list) or not isinstance(dtype, str):
             raise ValueError(f"malformed tensor record {data!r}")
-        return TensorSpec(name, tuple(int(n) for n in shape), dtype_of(dtype))
+        return TensorSpec(name, tuple(map(int, shape)), dtype_of(dtype))
 
 
 @dataclass(frozen=True)

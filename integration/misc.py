@@ -19,6 +19,8 @@ from .plan import CHECKSUM_BYTES, aligned
 from .process_groups import Group
 from .records import StageClock
 
+# Bytes of a bucket on CPUs at most: larger ones go no faster over gloo, and the checksum of one would take long.
+MOST_ON_CPU = 8 << 20
 # Buffers whose prepared checksums are kept; an allocator that gives other addresses each time must not fill memory.
 _MOST_PLACES = 256
 
@@ -58,6 +60,7 @@ class PackedBroadcast:
         rank: refit-world rank, for errors.
         verify: ``off``, ``sampled`` (one bucket of a refit, another one each time) or ``full``: compare what
             arrived with what was sent, before the loader sees it.
+        turn: at which bucket sampled checks begin; the same on all ranks.
 
     Attributes:
         nbytes: of the tensors together.
@@ -66,11 +69,18 @@ class PackedBroadcast:
     """
 
     def __init__(
-        self, group: Group | None, specs: Sequence[TensorSpec], bucket_bytes: int, rank: int, verify: str
+        self,
+        group: Group | None,
+        specs: Sequence[TensorSpec],
+        bucket_bytes: int,
+        rank: int,
+        verify: str,
+        turn: int,
     ):
         self._group = group
         self._rank = rank
         self._verify = verify
+        self._turn = turn
         self._refits = 0
         self._checksums_at: dict[tuple[int, int], Checksums] = {}
         self.verified_bytes = 0
@@ -153,7 +163,7 @@ class PackedBroadcast:
 
     def _checked(self, index: int) -> bool:
         return self._verify == "full" or (
-            self._verify == "sampled" and index == self._refits % len(self._buckets)
+            self._verify == "sampled" and index == (self._turn + self._refits) % len(self._buckets)
         )
 
     def _checksum(self, buffer: torch.Tensor, out: torch.Tensor) -> None:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from .errors import RefitError
+from .endings import end_all
+from .errors import PeerLost, RefitError
 from .exchanges import Exchange, GlooExchange, NcclExchange, Parcel
 from .group_broadcasts import GroupBroadcasts
 from .group_waits import in_thread
@@ -30,7 +31,7 @@ class Group(GroupBroadcasts):
     ``torch.distributed``'s default group is read or changed.
 
     On GPUs, an exchange is only enqueued by :meth:`Exchange.start`; :meth:`wait_for` then waits on the
-    host, within the timeout and with a look at the other ranks. On CPUs every exchange waits.
+    host, within the timeout and with a look at the other ranks. On CPUs :meth:`Exchange.finish` waits.
     """
 
     def __init__(
@@ -59,26 +60,28 @@ class Group(GroupBroadcasts):
 
         Raises:
             RefitTimeout: some rank did not come in time.
-            RefitError: the ranks can't reach each other.
+            PeerLost: the ranks can't reach each other, or one has given up.
         """
         self._configure(rank, size, device, timeout_s, watch, lanes)
         try:
             self._open_lanes(store, name)
-        except BaseException:
+        except BaseException as error:
             # The lanes that are open already: peers would wait for them.
-            self.close(failed=True)
+            end_all([partial(self.close, failed=True)], error)
             raise
 
     def _open_lanes(self, store: Store, name: str) -> None:
         try:
             for lane in range(self.lanes):
-                self._backends.append(self._make(PrefixStore(f"{name}/{lane}", store)))
-                # NCCL connects all ranks at the first use, and a rank without messages would never come to it.
-                self._guarded(partial(self._hello, lane), "connect")
+                # Gloo connects to each rank in turn here, deaf to those that give up meanwhile.
+                make = partial(self._make, PrefixStore(f"{name}/{lane}", store))
+                self._backends.append(self._guarded(make, "connect"))
+            # NCCL connects all ranks at the first use, and a rank without messages would never come to it.
+            self.prepare_broadcast(0)
         except RefitError:
             raise
         except RuntimeError as error:
-            raise RefitError(
+            raise PeerLost(
                 f"the refit's process group {name!r} of {self.size} ranks could not be made: {error}. Can all ranks "
                 "reach each other, and does the host name resolve to an address that the other hosts see?",
                 stage="process group",
@@ -103,6 +106,7 @@ class Group(GroupBroadcasts):
         """
         exchange = self.prepare(sends, receives)
         exchange.start(stage)
+        exchange.finish(stage)
         self._wait_for_stream(stage)
 
     def connect(self, peers: Iterable[int]) -> None:
@@ -133,6 +137,12 @@ class Group(GroupBroadcasts):
             failed: a peer may be gone or stuck: give up what is under way instead of finishing it. Peers
                 that still wait then get an error instead of a hang.
         """
+        try:
+            self._close_backends(failed)
+        finally:
+            self._backends = []
+
+    def _close_backends(self, failed: bool) -> None:
         if failed:
             self.abort()
         elif self.device.type == "cuda":
@@ -145,7 +155,6 @@ class Group(GroupBroadcasts):
                     wrong,
                 )
                 self.abort()
-        self._backends = []
 
     @property
     def staging_bytes(self) -> int:
@@ -161,12 +170,6 @@ class Group(GroupBroadcasts):
         # The wire is what limits a refit: its kernel must not queue behind the packing of the next bucket.
         options.is_high_priority_stream = True
         return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-
-    def _hello(self, lane: int) -> None:
-        if self.device.type == "cuda":
-            with torch.cuda.device(self.device):
-                self._start_broadcast(torch.zeros(1, device=self.device), 0, lane)
-                torch.cuda.current_stream(self.device).synchronize()
 
     def _greet(self, exchange: Exchange) -> None:
         with torch.cuda.device(self.device):

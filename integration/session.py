@@ -1,29 +1,36 @@
-"""A refit session: one epoch of ranks, versions that commit everywhere or nowhere, one record per refit.
+"""A refit session: one epoch of ranks, versions that no rank serves in part, one record per refit.
 
 1. ``RefitSession.open`` connects, lets all ranks agree on weights and plan, and makes communicators.
-2. ``refit(version)`` meets all ranks over the version, follows storages that moved on any of them, marks the
-   engine dirty, moves the weights, runs the engine's post-load work, and meets again: only if every rank
-   succeeded does the version commit.
+2. ``refit(version)`` marks the engine dirty, meets all ranks over the version, follows storages that moved on any of
+   them, moves the weights, runs the engine's post-load work, and meets again: only if every rank succeeded does the
+   version commit.
 3. ``close`` ends the epoch.
 
 A rank that fails aborts the epoch, so that no rank waits for it; its peers raise ``PeerLost`` with its
 reason. After a failure the session is over: open one with a new epoch.
+
+No rank ever serves a mix of versions. But that all ranks commit or none can't be had: once the last meeting has decided
+that a version commits, a rank may die, or be interrupted, or lose its connection before it hears of it. It stays dirty and
+refuses to generate, while others hold the version and serve it. A refit heals that in the next epoch, by its version:
+whatever version a rank held before, and whether it was dirty, all hold the new one afterwards, which may be the same again.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import cast
 
 import torch
 
 from .channel import Channel
 from .config import RefitConfig
+from .endings import end_all
 from .endpoints import WeightDestination, WeightSource
-from .engines import CheckpointEngine, make_engine
+from .engines import CheckpointEngine, SendResult, make_engine
 from .errors import EngineDirty, RefitError, RefitMismatch, RefitTimeout
 from .manifest import Manifest
 from .records import RefitRecord, StageClock
@@ -45,15 +52,24 @@ class ServingState:
 
     @property
     def dirty(self) -> bool:
-        """Whether a refit has begun to write and has not committed."""
+        """Whether a refit may have begun to write and has not committed."""
         return self._dirty_since is not None
 
+    @property
+    def dirty_since(self) -> int | None:
+        """The version of that refit; None if there is none."""
+        return self._dirty_since
+
     def mark_dirty(self, version: int) -> None:
-        """Called before the first byte of ``version`` is written."""
+        """Called before anybody may write the first byte of ``version``."""
         self._dirty_since = version
 
+    def take_back(self, earlier: int | None) -> None:
+        """Called where nobody can have written since :attr:`dirty_since` was ``earlier``."""
+        self._dirty_since = earlier
+
     def commit(self, version: int) -> None:
-        """Called once every rank of the world holds ``version`` whole."""
+        """Called once every rank of the world holds ``version`` whole, whatever this one held before."""
         self.version = version
         self._dirty_since = None
 
@@ -65,8 +81,9 @@ class ServingState:
         """
         if self.dirty:
             raise EngineDirty(
-                f"refit {self._dirty_since} began to write this engine's weights and did not commit; what it holds is "
-                f"neither version {self.version} nor {self._dirty_since}. Run a refit to its end, or reload the engine.",
+                f"refit {self._dirty_since} began to write this engine's weights, or may have, and did not commit here; what it "
+                f"holds may be neither version {self.version} nor {self._dirty_since}. Run a refit to its end, or reload the "
+                "engine.",
                 stage="generate",
             )
 
@@ -94,7 +111,7 @@ class RefitSession:
         self._clock = StageClock(endpoint.device)
         self._failed = ""
         self._closed = False
-        self._refits = 0
+        self._refits = self._follows = self._moves = 0
 
     @staticmethod
     def open(
@@ -125,20 +142,23 @@ class RefitSession:
         if problems:
             raise RefitError("; ".join(problems), stage="settings", rank=rank)
         world = RefitWorld(rank, rendezvous.train_ranks, rendezvous.gen_ranks, rendezvous.epoch)
+        start = time.monotonic()
         channel = Channel(rendezvous, world, config.timeout_s)
         checkpoint_engine: CheckpointEngine | None = None
         try:
-            checkpoint_engine = make_engine(engine, config, world, channel)
-            _agree_on_settings(channel, engine, config)
-            endpoint = make_endpoint()
-            manifest = checkpoint_engine.prepare(endpoint)
-            checkpoint_engine.init_process_group()
-            channel.barrier("ready")
+            with channel.within(start):
+                checkpoint_engine = make_engine(engine, config, world, channel)
+                _agree_on_settings(channel, engine, config)
+                endpoint = make_endpoint()
+                manifest = checkpoint_engine.prepare(endpoint)
+                checkpoint_engine.init_process_group()
+                session = RefitSession(
+                    world, channel, checkpoint_engine, endpoint, manifest, state or ServingState()
+                )
+                channel.barrier("ready")
         except BaseException as error:  # an interrupt, too: the others would wait for their whole limit
-            channel.abort(f"{type(error).__name__}: {error}")
-            if checkpoint_engine is not None:
-                checkpoint_engine.finalize(failed=True)
-            channel.close()
+            opened = [] if checkpoint_engine is None else [partial(checkpoint_engine.finalize, failed=True)]
+            _give_up(error, channel, opened, [channel.close])
             raise
         if rank == 0:
             logger.info(
@@ -161,7 +181,7 @@ class RefitSession:
                     len(unused),
                     ", ".join(unused[:10]),
                 )
-        return RefitSession(world, channel, checkpoint_engine, endpoint, manifest, state or ServingState())
+        return session
 
     def refit(
         self, version: int, *, timeline: bool = False, before: Callable[[], None] | None = None
@@ -174,9 +194,11 @@ class RefitSession:
             before: called before the ranks meet: its error ends the refit on all of them, with nothing written.
 
         Raises:
-            RefitMismatch: the ranks were asked for different versions.
-            RefitError: any failure on this rank, or ``PeerLost`` with another rank's reason. Engines that were
-                being written stay dirty.
+            RefitMismatch: the ranks were asked for different versions, or a weight is not any more what they agreed on;
+                raised on every rank, with nothing written.
+            RefitError: any failure on this rank, or ``PeerLost`` with another rank's reason. Engines that may have
+                been written stay dirty. One that holds the version may refuse to serve it, since it did not hear that it
+                committed; a refit in a new epoch heals it.
         """
         if self._failed or self._closed:
             why = f"ended with an error ({self._failed})" if self._failed else "is closed"
@@ -190,11 +212,7 @@ class RefitSession:
                 before()
             return self._refit(version, timeline)
         except BaseException as error:  # an interrupt, too: communicators with work under way can't be closed
-            self._failed = f"{type(error).__name__}: {error}"
-            self._channel.abort(self._failed)
-            self.engine.finalize(failed=True)
-            if not self.world.is_source:
-                cast(WeightDestination, self._endpoint).abandon()
+            self._give_up(error)
             raise
 
     def healthy(self) -> bool:
@@ -206,8 +224,11 @@ class RefitSession:
         except RefitError as error:
             logger.warning("the epoch of %d ranks has ended: %s", self.world.size, error)
             self._failed = f"{type(error).__name__}: {error}"
-            self.engine.finalize(failed=True)
+            end_all([partial(self.engine.finalize, failed=True)], error)
             return False
+        except BaseException as error:  # an interrupt: its answer would be taken for the next one
+            self._give_up(error)
+            raise
         return True
 
     def close(self) -> None:
@@ -215,33 +236,40 @@ class RefitSession:
         if self._closed:
             return
         self._closed = True
-        self.engine.finalize(failed=bool(self._failed))
-        self._channel.close()
+        end_all([partial(self.engine.finalize, failed=bool(self._failed)), self._channel.close])
+
+    def _give_up(self, error: BaseException) -> None:
+        """As the function of this name, after an error of a session that is open."""
+        self._failed = f"{type(error).__name__}: {error}"
+        steps: list[Callable[[], object]] = [partial(self.engine.finalize, failed=True)]
+        if not self.world.is_source:
+            steps.append(cast(WeightDestination, self._endpoint).abandon)
+        _give_up(error, self._channel, steps)
 
     def _refit(self, version: int, timeline: bool) -> RefitRecord:
         device, clock = self._endpoint.device, self._clock
         memory_before = _memory_mark(device)
         clock.restart(timeline=timeline)
+        earlier = self.state.dirty_since
         with clock.stage("handshake"):
             stale = self._begin(version)
         if stale:
-            with clock.stage("bind"):
-                self.engine.rebind()
-        if self.world.is_source:
-            with clock.stage("export"):
-                cast(WeightSource, self._endpoint).settle()
-            moved = self.engine.send_weights(version, clock)
-        else:
-            self.state.mark_dirty(version)
-            moved = self.engine.receive_weights(version, clock)
-            with clock.stage("post_load"):
-                cast(WeightDestination, self._endpoint).finish(version)
-        with clock.waiting():
-            self._await_device()
-        if not self.world.is_source:
-            self.engine.require_finite()
-        with clock.stage("commit"), clock.waiting():
-            self._channel.barrier(f"commit/{self._refits}")
+            # Nobody writes before all ranks have followed and met again.
+            self.state.take_back(earlier)
+            self._follow(version)
+        moved, void = self._move(version, may_be_void=True)
+        if void:
+            # Once more with all weights where they are now; nothing of it has been committed.
+            self._follow(version)
+            moved, void = self._move(version, may_be_void=False)
+            if void:
+                raise RefitError(
+                    "a trainer's parameters lay elsewhere once more when the refit was under way: something moves them "
+                    "meanwhile. Nothing was committed, and the engine stays dirty. Leave parameters where they are until "
+                    "the refit has returned",
+                    stage="transfer",
+                    rank=self.world.rank,
+                )
         if not self.world.is_source:
             self.state.commit(version)
         # Counted once it is over on all ranks: a refit that failed here has no successor in this epoch.
@@ -267,14 +295,69 @@ class RefitSession:
             timeline=intervals,
         )
 
+    def _follow(self, version: int) -> None:
+        """Follow storages that have moved on any rank, and meet again."""
+        self._follows += 1
+        with self._clock.stage("bind"):
+            self.engine.rebind()
+            self._meet_to_write(f"follow/{self._follows}", version)
+
+    def _move(self, version: int, *, may_be_void: bool) -> tuple[SendResult, bool]:
+        """Move all weights, and meet; what this rank moved, and whether it counts for nothing on any rank.
+
+        ``may_be_void``: what is no number may be what lies where a trainer's weights no longer are, and is moved once more.
+        """
+        clock = self._clock
+        if self.world.is_source:
+            with clock.stage("export"):
+                cast(WeightSource, self._endpoint).settle()
+            moved = self.engine.send_weights(version, clock)
+        else:
+            moved = self.engine.receive_weights(version, clock)
+            destination = cast(WeightDestination, self._endpoint)
+            if moved.void:
+                destination.abandon()
+            else:
+                with clock.stage("post_load"):
+                    destination.finish(version)
+        with clock.waiting():
+            self._await_device()
+        void = moved.void
+        if not self.world.is_source and not void:
+            try:
+                self.engine.require_finite()
+            except RefitError:
+                if not may_be_void:
+                    raise
+                void = True
+        self._moves += 1
+        with clock.stage("commit"), clock.waiting():
+            void = self._channel.barrier(f"commit/{self._moves}", void)
+        return moved, void
+
     def _begin(self, version: int) -> bool:
         """Meet all ranks over the version; returns whether storages moved on any of them.
 
         The meeting is counted and not named by version: ranks that disagree on the version must still meet.
         """
-        stale = self.engine.stale()
-        with self._clock.waiting():
-            return self._channel.barrier(f"begin/{self._refits}", stale, agree={"version": version})
+        return self._meet_to_write(f"begin/{self._refits}", version, self.engine.stale())
+
+    def _meet_to_write(self, topic: str, version: int, flag: bool = False) -> bool:
+        """Meet all ranks, after which senders write; returns whether any rank's flag is set.
+
+        They may do so before this rank hears that all have come. So an engine is dirty from before it says that it is
+        there, and stays so if it does not hear, unless the rendezvous itself has answered that it let no rank through.
+        """
+        earlier = self.state.dirty_since
+        if not self.world.is_source:
+            self.state.mark_dirty(version)
+        try:
+            with self._clock.waiting():
+                return self._channel.barrier(topic, flag, agree={"version": version})
+        except BaseException:
+            if self._channel.held_back == topic:
+                self.state.take_back(earlier)
+            raise
 
     def _await_device(self) -> None:
         """Wait until what this refit gave the device is done: only then has this rank sent or written all.
@@ -307,6 +390,38 @@ class RefitSession:
         """What is held between refits, and the larger of what this one is known and was seen to take beside it."""
         held, seen = self.engine.held_bytes, _memory_peak(self._endpoint.device) - memory_before
         return held + max(self.engine.staging_bytes - held, seen)
+
+
+def _give_up(
+    error: BaseException,
+    channel: Channel,
+    steps: Sequence[Callable[[], object]],
+    last: Sequence[Callable[[], object]] = (),
+) -> None:
+    """Tell all ranks that this one has ended with an error, which the caller raises, and close what is open.
+
+    Args:
+        error: of this rank.
+        channel: of the epoch.
+        steps: that close its wires.
+        last: what follows once it is known why.
+
+    Raises:
+        RefitError: why another rank gave up first, if the error only follows from that.
+    """
+    causes = [error]
+    asking = partial(_add_cause, causes, channel)
+    try:
+        end_all([partial(channel.give_up, error), *steps, asking, *last], error)
+        if causes[-1] is not error:
+            raise causes[-1] from error
+    finally:
+        # The traceback keeps this frame: an error in it would keep itself, and with it all that the refit held.
+        causes.clear()
+
+
+def _add_cause(causes: list[BaseException], channel: Channel) -> None:
+    causes.append(channel.cause_of(causes[0]))
 
 
 def _agree_on_settings(channel: Channel, engine: str, config: RefitConfig) -> None:

@@ -77,7 +77,7 @@ def read_settings(
             good[key] = value
         else:
             wrong.append(wrong_type(f"{prefix}.{key}", value, types[key]))
-    refit = RefitConfig(**{key: value for key, value in good.items() if key in keys})
+    refit = RefitConfig.unchecked(**{key: value for key, value in good.items() if key in keys})
     return Settings(
         refit, {key: good[key] for key in own if key in good}, (*wrong, *refit.violations(prefix))
     )

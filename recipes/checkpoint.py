@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..workers.durable import sync
+from ..workers.durable import Written, sync
 
 MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
@@ -41,6 +43,19 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Unfinished:
+    """A checkpoint that is being written.
+
+    Attributes:
+        folder: that the ranks save into.
+        files: what they wrote there, by path in the folder; to be filled by whoever has them save.
+    """
+
+    folder: Path
+    files: dict[str, Written] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Skipped:
     """A checkpoint folder that can't be used, and why."""
 
@@ -59,9 +74,9 @@ class LatestGood:
 class CheckpointStore:
     """The checkpoint folders ``step_000010`` … under one root, on a file system that all ranks share.
 
-    The driver opens a step with :meth:`writing`, has the ranks save into the folder it gets, and leaves the
-    block: the files are then hashed into a manifest and the folder takes its name. A crash at any point
-    leaves the earlier checkpoints as they were.
+    The driver opens a step with :meth:`writing`, has the ranks save into the folder it gets, which hash what they write,
+    and leaves the block: what they told is then written into a manifest, and the folder takes its name. A crash at any
+    point leaves the earlier checkpoints as they were.
 
     Args:
         root: made if missing.
@@ -84,14 +99,14 @@ class CheckpointStore:
         self.root.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
-    def writing(self, step: int, extra: Mapping[str, Any] | None = None) -> Iterator[Path]:
+    def writing(self, step: int, extra: Mapping[str, Any] | None = None) -> Iterator[Unfinished]:
         """Write the checkpoint of ``step``: yields the folder to save into, and completes it on leaving.
 
         If the block raises, the unfinished folder is removed and the error goes on.
 
         Raises:
             FileExistsError: there is a checkpoint of that step already.
-            ValueError: the block wrote no file.
+            ValueError: the block told of no file, or of one that is not in the folder as it was told.
         """
         final = self.root / f"step_{step:06d}"
         if final.exists():
@@ -102,8 +117,9 @@ class CheckpointStore:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         try:
-            yield aside
-            self._complete(aside, step, dict(extra or {}))
+            unfinished = Unfinished(aside)
+            yield unfinished
+            self._complete(unfinished, step, dict(extra or {}))
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
@@ -138,24 +154,24 @@ class CheckpointStore:
         skipped.folder.replace(aside)
         return aside
 
-    def _complete(self, folder: Path, step: int, extra: dict[str, Any]) -> None:
-        files = {}
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            sync(path)
-            files[path.relative_to(folder).as_posix()] = {
-                "size": path.stat().st_size,
-                "sha256": _sha256(path),
-            }
+    def _complete(self, unfinished: Unfinished, step: int, extra: dict[str, Any]) -> None:
+        folder, files = unfinished.folder, unfinished.files
         if not files:
-            raise ValueError(
-                f"the checkpoint of step {step} has no files: no rank saved into {folder}; the ranks must see "
-                "the driver's file system"
-            )
-        manifest = {"step": step, "layout": self.layout, "extra": extra, "files": files}
+            raise ValueError(f"the checkpoint of step {step} has no files: no rank saved into {folder}")
+        for name, written in files.items():
+            if (size := _size(folder / name)) != written.size:
+                here = "is not there" if size is None else f"has {size} bytes there"
+                raise ValueError(
+                    f"the checkpoint of step {step} is not whole: a rank wrote {written.size} bytes of {name} into {folder}, "
+                    f"and for the driver it {here}; the ranks must see the driver's file system"
+                )
+        told = {name: asdict(written) for name, written in files.items()}
+        manifest = {"step": step, "layout": self.layout, "extra": extra, "files": told}
         path = folder / MANIFEST
         path.write_text(json.dumps(manifest, indent=1, sort_keys=True))
         sync(path)
-        sync(folder)
+        for inner in {(folder / name).parent for name in files} | {folder}:
+            sync(inner)
 
     def _folders(self) -> list[Path]:
         named = [(p, _STEP_FOLDER.fullmatch(p.name)) for p in self.root.iterdir() if p.is_dir()]
@@ -184,9 +200,12 @@ def _verify(folder: Path) -> tuple[Checkpoint | None, str]:
             return None, f"{name} is missing"
         if path.stat().st_size != size:
             return None, f"{name} has {path.stat().st_size} bytes where {size} were written"
-    for name, (_, digest) in expected.items():
-        if _sha256(folder / name) != digest:
-            return None, f"{name} has other contents than were written (sha256 differs)"
+    # Many at a time: hashing one takes a core, which Python lets go meanwhile.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(_sha256, [folder / name for name in expected])
+        for (name, (_, digest)), other in zip(expected.items(), found, strict=True):
+            if other != digest:
+                return None, f"{name} has other contents than were written (sha256 differs)"
     return checkpoint, ""
 
 
@@ -202,6 +221,15 @@ def _layout_change(checkpoint: Checkpoint, layout: dict[str, Any]) -> str:
         "that rank's shards, so it can't be resumed so; restore the layout, or start anew in another checkpoint "
         "folder"
     )
+
+
+def _size(path: Path) -> int | None:
+    """Of a file as it is now; None if there is none. It is opened, as a network's file system may remember another size."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return None
 
 
 def _sha256(path: Path) -> str:

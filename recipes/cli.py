@@ -76,7 +76,12 @@ def _train(overrides: Sequence[str]) -> int:
     if len(recipes) != 1:
         errors.print(escape(_wants_a_recipe(overrides, len(recipes))), highlight=False, soft_wrap=True)
         return MISCONFIGURED
-    # Imported here: it loads torch, which takes seconds.
+    # Imported here: they load torch, which takes seconds.
+    from .option_checks import missing_for_recipes
+
+    if missing := missing_for_recipes():
+        errors.print(escape(missing), highlight=False, soft_wrap=True)
+        return MISCONFIGURED
     from .config import ConfigError, load_config
 
     try:
@@ -98,11 +103,9 @@ def _wants_a_recipe(overrides: Sequence[str], given: int) -> str:
 
 def _run(config: object, errors: Console) -> int:
     from ..integration.errors import RefitError
-    from ..workers.megatron.hf_checkpoint import CheckpointMismatch
     from .checkpoint import LayoutChanged
     from .cluster import RunError
     from .config import ConfigError
-    from .data.dataset import DataError
     from .rewards import RewardError
     from .train import Interrupted, train
 
@@ -118,7 +121,7 @@ def _run(config: object, errors: Console) -> int:
         return say(stop, STOPPED)
     except KeyboardInterrupt as stop:
         return say(stop, STOPPED)
-    except (RunError, DataError, RewardError, RefitError, CheckpointMismatch, LayoutChanged) as error:
+    except (RunError, RewardError, RefitError, LayoutChanged) as error:
         return say(error, FAILED)
     return 0
 

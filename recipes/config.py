@@ -18,9 +18,11 @@ from .config_surroundings import (
     file_violations,
     gpu_violations,
     local_hf_config,
+    name_violations,
     package_violations,
     resolve_data_path,
     shape_violations,
+    weight_violations,
 )
 
 __all__ = [
@@ -41,7 +43,8 @@ def load_config(recipe: str, overrides: Sequence[str] = (), *, to_run: bool = Fa
         recipe: name of a bundled recipe (:func:`bundled_recipes`), or path of a YAML file whose Hydra
             ``defaults`` may name bundled ones.
         overrides: ``key=value`` in Hydra's grammar.
-        to_run: checked against the packages of this Python, too, in which the engines of a run start.
+        to_run: checked for what a run needs besides: the packages of this Python, in which its trainer and engines start, a
+            model's weights, and a name of its own.
 
     Returns:
         The configuration, checked against the schema, in itself, against the files it names, this machine's
@@ -61,7 +64,7 @@ def load_config(recipe: str, overrides: Sequence[str] = (), *, to_run: bool = Fa
         *file_violations(config),
         *_model_checks(config),
         *gpu_violations(config, torch.cuda.device_count()),
-        *(package_violations(config) if to_run else ()),
+        *(_run_checks(config) if to_run else ()),
     ]
     consistent = (violation for violation in checked if not refused_keys.intersection(violation.keys))
     texts = [violation.text for violation in composed.violations]  # these name their place themselves
@@ -82,6 +85,10 @@ def model_violations(config: TrainConfig, hf_config: Any) -> list[str]:
     return [
         violation.text for violation in [*shape_violations(config, keys), *catalog_violations(config, keys)]
     ]
+
+
+def _run_checks(config: TrainConfig) -> list[Violation]:
+    return [*package_violations(config), *weight_violations(config), *name_violations(config)]
 
 
 def _model_checks(config: TrainConfig) -> list[Violation]:

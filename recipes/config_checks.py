@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from .algorithms.losses import AGGREGATIONS
+from .algorithms.rates import LR_DECAYS
 from .config_colocated import colocated_violations
 from .config_errors import Violation
 from .config_schema import TrainConfig
@@ -22,6 +23,7 @@ CHOICES = {
     "algorithm.aggregation": AGGREGATIONS,
     "data.overlong_prompts": ("error", "drop"),
     "trainer.backend": ("megatron", "fsdp"),
+    "trainer.optimizer.lr_decay": LR_DECAYS,
     "generation.backend": ("transformers", "vllm", "sglang"),
     "generation.vllm.distributed_executor_backend": ("mp", "ray"),
     "generation.vllm.load_format": ("auto", "dummy"),
@@ -40,6 +42,7 @@ LEAST = {
     "algorithm.minibatches": (1, "leaves a step without an optimizer step"),
     "algorithm.max_sampling_rounds": (1, "never generates"),
     "algorithm.overlong_buffer": (0, "is no length (0 turns the penalty off)"),
+    "reward.processes": (0, "is no number of processes (0 judges in the run's own)"),
     "trainer.ranks": (1, "leaves no trainer"),
     "trainer.tensor_parallel": (1, "is no parallel size"),
     "trainer.pipeline_parallel": (1, "is no parallel size"),
@@ -49,6 +52,7 @@ LEAST = {
     "trainer.fsdp.replicate": (1, "is no number of copies"),
     "trainer.micro_batch_size": (1, "leaves a forward pass without sequences"),
     "trainer.optimizer.warmup_steps": (0, "is no number of steps (0 turns the warm-up off)"),
+    "trainer.optimizer.max_skipped_steps": (0, "is no number of steps (0 ends the run at the first one)"),
     "generation.tensor_parallel": (1, "is no parallel size"),
     "generation.pipeline_parallel": (1, "is no parallel size"),
     "generation.sglang.ep_size": (1, "is no parallel size"),
@@ -67,12 +71,15 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("algorithm.kl_coef", lambda v: v >= 0, "would reward divergence from the first weights; give 0 or more"),
     ("algorithm.tis_cap", lambda v: v > 0, "would zero every importance weight; give a number above 0, or null for none"),
     ("algorithm.overlong_penalty", lambda v: v >= 0, "would reward overlong completions; give 0 or more"),
+    ("reward.timeout_s", lambda v: v > 0, "would make every completion worth 0; give seconds above 0"),
     ("trainer.virtual_pipeline", lambda v: v >= 2, "is no number of chunks to interleave; give at least 2, or null for one"),
     ("trainer.num_layers_in_first_pipeline_stage", lambda v: v >= 1, "leaves a pipeline stage without layers; give at least 1, or null"),
     ("trainer.num_layers_in_last_pipeline_stage", lambda v: v >= 1, "leaves a pipeline stage without layers; give at least 1, or null"),
     ("trainer.recompute.num_layers", lambda v: v >= 1, "is no number of layers; give at least 1, or null"),
     ("trainer.optimizer.cpu_offload_fraction", lambda v: 0 <= v <= 1, "is no part of the optimizer's state; give 0 (none) to 1 (all)"),
     ("trainer.optimizer.lr", lambda v: v > 0, "learns nothing; give a number above 0"),
+    ("trainer.optimizer.lr_decay_steps", lambda v: v >= 1, "is no number of steps; give at least 1, or null for those of the run"),
+    ("trainer.optimizer.min_lr", lambda v: v >= 0, "would climb the loss; give 0 or more"),
     ("trainer.optimizer.weight_decay", lambda v: v >= 0, "would make weights grow; give 0 or more"),
     ("trainer.optimizer.beta1", lambda v: 0 <= v < 1, "is no decay of a moving average; give 0 or more and below 1"),
     ("trainer.optimizer.beta2", lambda v: 0 <= v < 1, "is no decay of a moving average; give 0 or more and below 1"),
@@ -112,8 +119,6 @@ def _singles(config: TrainConfig) -> Iterator[Violation]:
         value = value_at(config, key)
         if value is not None and not possible(value):
             yield Violation((key,), f"{key}: {value:g} {problem}")
-    for text in config.policy.refit.violations("policy.refit"):
-        yield Violation((text.split(":", 1)[0],), text)
     if config.policy.refit.lora == "adapter":
         yield Violation(
             ("policy.refit.lora",),
@@ -166,6 +171,20 @@ def _schedule(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
             ("trainer.optimizer.warmup_steps", "algorithm.steps"),
             f"trainer.optimizer.warmup_steps: {optimizer.warmup_steps} is more than the {steps} steps of the run, "
             f"which would never reach lr; give at most {steps}",
+        )
+    if optimizer.lr_decay == "constant":
+        return
+    end = optimizer.lr_decay_steps or steps
+    if optimizer.warmup_steps >= end:
+        yield Violation(
+            ("trainer.optimizer.warmup_steps", "trainer.optimizer.lr_decay_steps", "algorithm.steps"),
+            f"trainer.optimizer.warmup_steps: {optimizer.warmup_steps} steps of warm-up leave none of the {end} after which the "
+            f"rate has decayed; give at most {end - 1}, or more lr_decay_steps",
+        )
+    if optimizer.min_lr > optimizer.lr:
+        yield Violation(
+            ("trainer.optimizer.min_lr", "trainer.optimizer.lr"),
+            f"trainer.optimizer.min_lr: {optimizer.min_lr:g} is above lr {optimizer.lr:g}, so that the rate would rise; give at most lr",
         )
 
 

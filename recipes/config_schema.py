@@ -76,10 +76,16 @@ class RewardConfig:
         function: ``arithmetic``, ``boxed_math`` or ``math_verify`` (bundled), or the path of a callable,
             ``package.module.function`` or ``package.module:function``.
         kwargs: keyword arguments that the function gets on every call.
+        processes: that judge completions beside one another, each with the function loaded anew; 0 judges them in the
+            run's own process, one after another.
+        timeout_s: seconds that a process may take for one completion. A longer one is worth 0, is told in the run's log and
+            counted in ``reward/overtime`` of the metrics. Without processes there is no limit.
     """
 
     function: str = "arithmetic"
     kwargs: dict[str, Any] = field(default_factory=dict)
+    processes: int = 0
+    timeout_s: float = 20.0
 
 
 @dataclass
@@ -126,7 +132,7 @@ class AlgorithmConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW, Megatron-core's or torch's, at a constant rate after a linear warm-up; biases and norms are not decayed.
+    """AdamW, Megatron-core's or torch's; biases and norms are not decayed.
 
     Attributes:
         lr: learning rate.
@@ -135,9 +141,15 @@ class OptimizerConfig:
         beta2: decay of the second moment.
         eps: term of the denominator.
         grad_clip: largest global norm of the gradient; 0 does not clip.
-        warmup_steps: training steps until the rate has reached ``lr``.
+        warmup_steps: training steps until the rate has reached ``lr``, linearly.
+        lr_decay: what the rate does then: ``constant``, or ``linear`` or ``cosine`` down to ``min_lr``.
+        lr_decay_steps: training steps until the rate has reached ``min_lr``, the warm-up included; null takes
+            ``algorithm.steps``.
+        min_lr: where a decaying rate ends.
         cpu_offload_fraction: part of the optimizer's state that stays, and is stepped, in host memory, 0 to 1;
             Megatron's hybrid optimizer, on GPUs and with ``distributed_optimizer`` only.
+        max_skipped_steps: optimizer steps in a row that may be left out because their gradient is not finite; one more ends
+            the run. ``train/skipped`` of the metrics counts those of a training step.
     """
 
     lr: float = 1e-3
@@ -147,7 +159,11 @@ class OptimizerConfig:
     eps: float = 1e-8
     grad_clip: float = 1.0
     warmup_steps: int = 0
+    lr_decay: str = "constant"
+    lr_decay_steps: int | None = None
+    min_lr: float = 0.0
     cpu_offload_fraction: float = 0.0
+    max_skipped_steps: int = 3
 
 
 @dataclass
@@ -298,7 +314,8 @@ class TrainConfig:
 
     Attributes:
         name: of the run; its files are in ``run_root/name``.
-        seed: of weights, data order and sampling.
+        seed: of data order, minibatches and sampling, as far as the engine samples by it. First weights are the checkpoint's;
+            those of a ``tiny:`` model are the same for all seeds.
         resume: continue from the newest checkpoint of the run of this name, if there is one.
         run_root: folder of all runs.
     """

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..integration.config import RefitConfig
 from ..integration.settings import not_a_section, unknown_key, wrong_type
 from .config_errors import Violation
 from .config_schema import TrainConfig
@@ -26,7 +27,7 @@ def check_tree(tree: Mapping[str, Any]) -> tuple[TrainConfig, list[Violation]]:
         The configuration, with the default in place of every value that was refused, and the violations.
     """
     filled: DictConfig = OmegaConf.structured(TrainConfig)
-    violations = [*_fill(tree, filled, TrainConfig, ""), *_resolve(filled)]
+    violations = [*_fill(tree, filled, TrainConfig, ""), *_resolve(filled), *_refit_violations(filled)]
     config = OmegaConf.to_object(filled)
     assert isinstance(config, TrainConfig)
     violations += [
@@ -82,6 +83,18 @@ def _resolve(filled: DictConfig) -> Iterator[Violation]:
                 problem = f"{shown!r} does not resolve ({str(error).splitlines()[0]}); give a value"
         node[key] = default
         yield Violation((path,), f"{path}: {problem}")
+
+
+def _refit_violations(filled: DictConfig) -> Iterator[Violation]:
+    """Replaces values of which no :class:`RefitConfig` can be made by the default."""
+    section = filled.policy.refit
+    given = RefitConfig.unchecked(**{str(key): section[key] for key in section})
+    default = RefitConfig()
+    for text in given.violations("policy.refit"):
+        path = text.partition(":")[0]
+        key = path.rpartition(".")[2]
+        section[key] = getattr(default, key)
+        yield Violation((path,), text)
 
 
 def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

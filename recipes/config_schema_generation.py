@@ -24,6 +24,11 @@ class VllmConfig:
         kv_cache_dtype: ``auto``: that of the model. ``fp8``: E4M3 of half the size, for twice the tokens; with
             ``policy.refit.kv_scales`` its scales are calibrated on the rollouts of each step, else they are 1.
         attention_backend: by vLLM's name, ``FLASH_ATTN`` or ``TRITON_ATTN``, say; null takes vLLM's choice.
+        seed_per_request: give each rollout a seed of its own, made of the recipe's, the step and its place in the step: what it
+            draws then depends on nothing that vLLM batches it with, so that equal weights give equal rollouts but for
+            rounding, and a run that is resumed goes on with the same ones. vLLM then samples one request after another
+            for each token, in Python. False lets an engine draw from one generator, which starts at a seed made of the
+            recipe's and of the replica: what a rollout draws depends on how vLLM happens to batch.
     """
 
     max_model_len: int | None = None
@@ -35,6 +40,7 @@ class VllmConfig:
     load_format: str = "auto"
     kv_cache_dtype: str = "auto"
     attention_backend: str | None = None
+    seed_per_request: bool = False
 
 
 @dataclass

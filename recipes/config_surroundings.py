@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ..workers.catalog import LayoutError, Model, TrainLayout, bundled_models, bundled_name, open_model
+from ..workers.checkpoint_folder import INDEX, has_weights
 from ..workers.megatron.pipeline_layout import pipeline_layout_violations
 from .config_colocated import colocated_gpu_violations
 from .config_errors import Violation
 from .config_schema import TrainConfig
 from .config_sglang import context_violations, sglang_gpu_violations
-from .option_checks import missing_engine
+from .option_checks import missing_engine, missing_megatron
 from .tiny.checkpoints import KINDS, PREFIX
 
 PACKAGE_SCHEME = "package:"
@@ -74,9 +75,36 @@ def file_violations(config: TrainConfig) -> Iterator[Violation]:
         )
 
 
+def weight_violations(config: TrainConfig) -> Iterator[Violation]:
+    """A model folder that has a configuration and no weights, of which no run can start."""
+    folder = Path(config.model.path).expanduser()
+    if (folder / "config.json").is_file() and not has_weights(folder):
+        yield Violation(
+            ("model.path",),
+            f"model.path: {folder} has neither {INDEX} nor any .safetensors file, so that there is nothing to train; give a "
+            f"folder that `hf download NAME --local-dir {folder}` filled",
+        )
+
+
+def name_violations(config: TrainConfig) -> Iterator[Violation]:
+    """A name under which an earlier run has saved checkpoints, which a run that starts over must not mix with its own."""
+    checkpoints = Path(config.run_root) / config.name / "checkpoints"
+    if not config.resume and any(checkpoints.glob("step_*")):
+        yield Violation(
+            ("name", "resume", "run_root"),
+            f"name: {checkpoints} holds checkpoints of an earlier run of this name; give resume=true to go on from them, "
+            "another name, or remove the folder",
+        )
+
+
 def package_violations(config: TrainConfig) -> Iterator[Violation]:
-    """An engine that would start with this Python's packages and is not among them."""
+    """A trainer or an engine that would start with this Python's packages and is not among them."""
     generation, ray = config.generation, config.ray
+    trained_here = ray.address is None and "PYTHONPATH" not in ray.trainer_env
+    if config.trainer.backend == "megatron" and trained_here:
+        instead = "trainer=fsdp, or ray.trainer_env.PYTHONPATH, the folder where its packages are, with rlrefit and Ray"
+        for problem in missing_megatron("trainer.backend", instead):
+            yield Violation(("trainer.backend",), problem)
     packaged = generation.backend in _EXPERT_SHARING  # transformers is the recipes' own
     if not packaged or ray.address is not None or "PYTHONPATH" in ray.generation_env:
         return

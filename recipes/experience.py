@@ -14,7 +14,7 @@ from .algorithms.shaping import overlong_penalty
 from .batching import Rollout
 from .config_schema import AlgorithmConfig, GenerationConfig
 from .data.prompts import Prompt, PromptDataset, PromptSampler
-from .rewards import RewardScorer
+from .rewards import Answer, Scorer, Scores
 from .rollout import RolloutGroup, Sampling
 
 # Keeps the seeds of a step's rounds, and of the replicas within a round, apart from the next step's.
@@ -31,6 +31,7 @@ class Experience:
         sampled: rollouts that were generated, those that did not make the batch included.
         rounds: rounds of generation.
         uniform_groups: groups whose rewards were all equal, in all rounds.
+        overtime: completions that took longer to judge than allowed, and are worth 0.
         mean_score: the reward function's mean over everything that was generated, without shaping; under
             dynamic sampling the batch alone would flatter the policy.
     """
@@ -39,6 +40,7 @@ class Experience:
     sampled: int
     rounds: int
     uniform_groups: int
+    overtime: int
     mean_score: float
 
 
@@ -61,7 +63,7 @@ class ExperienceCollector:
         engines: RolloutGroup,
         prompts: PromptDataset,
         sampler: PromptSampler,
-        scorer: RewardScorer,
+        scorer: Scorer,
         tokenizer: Any,
         algorithm: AlgorithmConfig,
         generation: GenerationConfig,
@@ -77,7 +79,7 @@ class ExperienceCollector:
         self._seed = seed
 
     def collect(self, step: int) -> Experience:
-        """The rollouts of ``step``; equal for equal weights, seed and position in the data.
+        """The rollouts of ``step``; equal for equal weights, seed and position in the data, where the engine reads the seed.
 
         Raises:
             RunError: an engine failed.
@@ -87,9 +89,11 @@ class ExperienceCollector:
         rounds = algorithm.max_sampling_rounds if algorithm.dynamic_sampling else 1
         sampler: DynamicSampler[list[Rollout]] = DynamicSampler(algorithm.prompts_per_step, rounds)
         scores: list[float] = []
+        overtime = 0
         while not sampler.done:
             round_index = len(scores) // (algorithm.prompts_per_step * algorithm.group_size)
-            groups = self._generate_groups(step, round_index)
+            groups, late = self._generate_groups(step, round_index)
+            overtime += late
             # By score, as DAPO filters: a group that differs in length penalties alone has learned nothing.
             sampler.offer(groups, [[r.score for r in group] for group in groups])
             scores.extend(r.score for group in groups for r in group)
@@ -99,6 +103,7 @@ class ExperienceCollector:
             sampled=len(scores),
             rounds=stats.rounds,
             uniform_groups=stats.uniform,
+            overtime=overtime,
             mean_score=sum(scores) / len(scores),
         )
 
@@ -107,29 +112,34 @@ class ExperienceCollector:
         chosen = [prompts[i] for i in range(min(samples, len(prompts)))]
         sampling = Sampling(self._generation.max_new_tokens, 0.0, self._seed)
         completions = self._engines.generate([p.token_ids for p in chosen], sampling)
-        scores = [self._score(p, c) for p, c in zip(chosen, completions, strict=True)]
+        scores = self._score(chosen, completions).values
         return sum(scores) / len(scores)
 
-    def _generate_groups(self, step: int, round_index: int) -> list[list[Rollout]]:
+    def _generate_groups(self, step: int, round_index: int) -> tuple[list[list[Rollout]], int]:
+        """Groups of one round, and how many of their completions took too long to judge."""
         size = self._algorithm.group_size
         drawn = [self._prompts[i] for i in self._sampler.draw(self._algorithm.prompts_per_step)]
         repeated = [prompt for prompt in drawn for _ in range(size)]
         seed = self._seed + step * _SEEDS_PER_STEP + round_index * _SEEDS_PER_ROUND
         sampling = Sampling(self._generation.max_new_tokens, self._generation.temperature, seed)
         completions = self._engines.generate([p.token_ids for p in repeated], sampling)
-        scores = [self._score(p, c) for p, c in zip(repeated, completions, strict=True)]
-        shaped = self._shape(scores, completions)
+        scores = self._score(repeated, completions)
+        shaped = self._shape(scores.values, completions)
         rollouts = [
             Rollout(list(prompt.token_ids), completion, reward, score)
-            for prompt, completion, reward, score in zip(repeated, completions, shaped, scores, strict=True)
+            for prompt, completion, reward, score in zip(
+                repeated, completions, shaped, scores.values, strict=True
+            )
         ]
-        return [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
+        return [rollouts[i : i + size] for i in range(0, len(rollouts), size)], scores.overtime
 
-    def _score(self, prompt: Prompt, completion: Completion) -> float:
+    def _score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Scores:
         # Only the end itself is left out: a pad or other special token in the text is the policy's mistake.
-        tokens = completion.token_ids[:-1] if completion.finished else completion.token_ids
-        text = self._tokenizer.decode(tokens, skip_special_tokens=False)
-        return self._scorer(prompt, text, completion.finished)
+        said = [c.token_ids[:-1] if c.finished else c.token_ids for c in completions]
+        texts = self._tokenizer.batch_decode(said, skip_special_tokens=False)
+        return self._scorer.score_all(
+            [Answer(p, text, c.finished) for p, text, c in zip(prompts, texts, completions, strict=True)]
+        )
 
     def _shape(self, scores: Sequence[float], completions: Sequence[Completion]) -> list[float]:
         buffer = self._algorithm.overlong_buffer

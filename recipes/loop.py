@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -152,6 +152,7 @@ class TrainingLoop:
             "sampling/rounds": experience.rounds,
             "sampling/generated": experience.sampled,
             "sampling/uniform_groups": experience.uniform_groups,
+            "reward/overtime": experience.overtime,
             "weights/version": experience.rollouts[0].completion.version,
             **{f"train/{name}": value for name, value in trained.items()},
             "time/step": watch.total,
@@ -177,17 +178,27 @@ class TrainingLoop:
             ref_logprobs=reference,
         )
 
-    def _train(self, step: int, batch: PolicyBatch) -> dict[str, float]:
+    def _train(self, step: int, batch: PolicyBatch) -> Metrics:
         algorithm = self._config.algorithm
         order = torch.Generator().manual_seed(self._config.seed + step)
         parts = minibatches(batch, algorithm.minibatches, algorithm.group_size, order)
-        results = [self._trainers.train_step(part) for part in parts]
-        return {name: sum(r[name] for r in results) / len(results) for name in results[0]}
+        return step_metrics([self._trainers.train_step(part) for part in parts])
 
     def _save(self, step: int) -> None:
-        with self._checkpoints.writing(step, {"sampler": self._sampler.state_dict()}) as folder:
-            self._trainers.save(folder)
+        with self._checkpoints.writing(step, {"sampler": self._sampler.state_dict()}) as unfinished:
+            unfinished.files.update(self._trainers.save(unfinished.folder))
         self._saved = step
+
+
+def step_metrics(results: Sequence[Mapping[str, float]]) -> Metrics:
+    """Means of what the optimizer steps of one training step reported, but for those that were left out.
+
+    Returns:
+        ``skipped``, the number left out, and the means of the others; None where all were.
+    """
+    taken = [result for result in results if not result["skipped"]]
+    means = {name: sum(r[name] for r in taken) / len(taken) if taken else None for name in results[0]}
+    return means | {"skipped": len(results) - len(taken)}
 
 
 def _require_version(experience: Experience, version: int) -> None:

@@ -10,6 +10,24 @@ from pathlib import Path
 from ..integration.config import RefitConfig
 
 PICTURES = (".png", ".svg", ".pdf")
+# What reading and running a recipe imports beside a trainer and an engine: the extra `ray`.
+_RECIPES = (
+    "ray",
+    "hydra",
+    "datasets",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "accelerate",
+    "matplotlib",
+)
+# What a Megatron trainer imports, with how it is installed; einops is Bridge's, which --no-deps leaves out.
+_MEGATRON = {
+    "megatron.core": "--no-deps 'megatron-core>=0.19,<0.20'",
+    "megatron.bridge": "--no-deps 'megatron-bridge>=0.6.2,<0.7'",
+    "transformers": "'transformers>=5.8,<=5.12.1'",
+    "einops": "einops",
+}
 # Keys of policy.refit whose options have names of their own.
 _OPTIONS = {"timeout_s": "timeout"}
 
@@ -44,12 +62,47 @@ def missing_engine(key: str, backend: str, elsewhere: str) -> list[str]:
         backend: the engine, whose package and extra of rlrefit are called like it.
         elsewhere: how the engine gets packages from somewhere else.
     """
-    if find_spec(backend) is not None:
+    if _is_here(backend):
         return []
     return [
         f"{key}: {backend}, and this Python ({sys.executable}), in which the engine would run, has no package {backend}; "
         f"pip install 'rlrefit[{backend}]', or {elsewhere}"
     ]
+
+
+def missing_megatron(key: str, instead: str) -> list[str]:
+    """A complaint if this Python, in which Megatron would be imported, lacks some of it; found without an import.
+
+    Args:
+        key: that asked for Megatron, for the text.
+        instead: what else may be given.
+    """
+    absent = [module for module in _MEGATRON if not _is_here(module)]
+    if not absent:
+        return []
+    remedies = "; ".join(f"pip install {_MEGATRON[module]}" for module in absent)
+    return [
+        f"{key}: Megatron, and this Python ({sys.executable}) has no package {', '.join(absent)}; {remedies}; or {instead}"
+    ]
+
+
+def missing_for_recipes() -> str:
+    """What a recipe can't even be read without, as one sentence; empty if all of it is here."""
+    absent = [module for module in _RECIPES if not _is_here(module)]
+    return (
+        f"rlrefit train needs {', '.join(absent)}, which this Python ({sys.executable}) has not; pip install 'rlrefit[ray]'. "
+        "A trainer and an engine come beside it: the extras megatron, vllm and sglang, or trainer=fsdp with "
+        "generation.backend=transformers, which need no more"
+        if absent
+        else ""
+    )
+
+
+def _is_here(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False
 
 
 def refit_problems(config: RefitConfig) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..workers.colocated.trainer import ColocatedRank
 from .algorithms.losses import PolicyLossConfig, loss_normalizer, metric_means, policy_loss
 from .policy_batch import BatchSplit, PolicyBatch
-from .policy_state import CheckpointError, read_rank_state, write_rank_state
+from .policy_state import CheckpointError, Files, read_rank_state, write_rank_state
 
 __all__ = ["AdamConfig", "CheckpointError", "OnLogits", "Policy", "PolicyBatch", "PolicyConfig"]
 
@@ -26,7 +26,7 @@ OnLogits = Callable[[Tensor, PolicyBatch], tuple[Tensor, Any]]
 
 @dataclass(frozen=True)
 class AdamConfig:
-    """Adam with decoupled weight decay (biases and norms are not decayed) and a constant rate after warm-up.
+    """Adam with decoupled weight decay (biases and norms are not decayed).
 
     Attributes:
         lr: learning rate.
@@ -35,6 +35,9 @@ class AdamConfig:
         weight_decay: decoupled decay.
         clip_grad: the gradient's global L2 norm is scaled down to it; 0 leaves it.
         warmup_steps: optimizer steps over which the rate rises linearly to ``lr``; 0 for none.
+        lr_decay: ``constant``, ``linear`` or ``cosine``, after them.
+        lr_decay_steps: optimizer steps until a decaying rate is ``min_lr``, those of the warm-up included.
+        min_lr: where a decaying rate ends.
         cpu_offload_fraction: part of masters and moments that is kept and stepped in host memory (Megatron's
             hybrid optimizer); 0 for none.
     """
@@ -45,6 +48,9 @@ class AdamConfig:
     weight_decay: float = 0.01
     clip_grad: float = 1.0
     warmup_steps: int = 0
+    lr_decay: str = "constant"
+    lr_decay_steps: int = 0
+    min_lr: float = 0.0
     cpu_offload_fraction: float = 0.0
 
 
@@ -61,6 +67,7 @@ class PolicyConfig:
         temperature: of the sampler; log-probabilities are taken at it.
         dtype: that is computed in; the optimizer keeps float32 masters.
         seed: of the random states.
+        max_skipped_steps: steps in a row that may be left out as their gradient is not finite.
 
     Raises:
         ValueError: lists all that is wrong.
@@ -74,6 +81,7 @@ class PolicyConfig:
     temperature: float = 1.0
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
+    max_skipped_steps: int = 3
 
     def __post_init__(self) -> None:
         if found := self.violations():
@@ -107,6 +115,7 @@ class Policy(ABC):
     def __init__(self, config: PolicyConfig) -> None:
         self.config = config
         self.step = 0
+        self._skipped_in_a_row = 0
 
     def compute_logprobs(self, batch: PolicyBatch) -> Tensor:
         """Log-probabilities of the batch's tokens under the present weights.
@@ -130,16 +139,18 @@ class Policy(ABC):
         return self._logprobs(self.reference, batch)
 
     def train_step(self, batch: PolicyBatch) -> dict[str, float]:
-        """One optimizer step on the whole batch.
+        """One optimizer step on the whole batch; it is left out if the gradient is not finite.
 
         Returns:
             ``loss`` of the whole batch, ``grad_norm`` before clipping, ``lr``, ``entropy`` (mean of the trained
-            tokens' distributions, nats), and the means of :func:`~.algorithms.losses.metric_means`.
+            tokens' distributions, nats), ``skipped`` (1 if the step was left out, when the others mean nothing, else 0), and
+            the means of :func:`~.algorithms.losses.metric_means`.
 
         Raises:
             ValueError: the batch lacks advantages, old log-probabilities, or what the loss needs besides; or
                 no token of it is trained on.
-            FloatingPointError: the gradient's norm is not finite; load a checkpoint.
+            FloatingPointError: more steps in a row than ``max_skipped_steps`` had to be left out. Weights and optimizer are
+                as they were before the first of them.
         """
         if batch.advantages is None or batch.old_logprobs is None:
             raise ValueError(
@@ -172,15 +183,17 @@ class Policy(ABC):
         results = self._accumulate(local, split, loss_of)
         grad_norm, lr = self._step_optimizer()
         self.step += 1
-        if not math.isfinite(grad_norm):
+        skipped = not math.isfinite(grad_norm)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row > self.config.max_skipped_steps:
             raise FloatingPointError(
-                f"the gradient's norm is {grad_norm} at step {self.step}: the weights and the optimizer's "
-                "state may hold NaN now and must not be sent to an engine; load the last checkpoint, and look at the "
-                "batch's advantages and log-probabilities"
+                f"the gradient's norm is {grad_norm} at optimizer step {self.step}, and {self._skipped_in_a_row} steps in a row "
+                "had to be left out: nothing is learned. Weights and optimizer are as they were before them. Look at the "
+                "batch's advantages and log-probabilities; a lower trainer.optimizer.lr may help"
             )
         sums = self._sum_over_batch(results)
-        loss = sums.pop("loss")
-        return {"loss": loss, "grad_norm": grad_norm, "lr": lr, **metric_means([sums])}
+        told = {"loss": sums.pop("loss"), "grad_norm": grad_norm, "lr": lr, "skipped": float(skipped)}
+        return told | metric_means([sums])
 
     @abstractmethod
     def colocated_rank(self) -> ColocatedRank:
@@ -190,10 +203,15 @@ class Policy(ABC):
             RefitError: it can't leave; says why.
         """
 
-    def save(self, folder: str | Path) -> None:
-        """Write this rank's state (weights, masters, moments, schedule, random states) into ``folder``."""
-        state = {"identity": self._identity(), "step": self.step, **self._save_state(Path(folder))}
-        write_rank_state(folder, dist.get_rank(), state)
+    def save(self, folder: str | Path) -> Files:
+        """Write this rank's state (weights, masters, moments, schedule, random states) into ``folder``.
+
+        Returns:
+            The files that this rank wrote, hashed as they were written.
+        """
+        state, files = self._save_state(Path(folder))
+        state = {"identity": self._identity(), "step": self.step, **state}
+        return files | write_rank_state(folder, dist.get_rank(), state)
 
     def load(self, folder: str | Path) -> None:
         """Go on from what :meth:`save` wrote, bit for bit.
@@ -204,9 +222,9 @@ class Policy(ABC):
         state = read_rank_state(folder, dist.get_rank())
         saved, present = state.pop("identity"), self._identity()
         different = [
-            f"{name} was {saved.get(name)} and is {present[name]}"
-            for name in present
-            if saved.get(name) != present[name]
+            f"{name} was {saved.get(name)} and is {present.get(name)}"
+            for name in dict.fromkeys([*present, *saved])
+            if saved.get(name) != present.get(name)
         ]
         if different:
             raise CheckpointError(
@@ -221,12 +239,17 @@ class Policy(ABC):
 
     def _identity(self) -> dict[str, Any]:
         """What a rank's state depends on: how it is cut, and how it goes on."""
+        optimizer = asdict(self.config.optimizer)
+        if optimizer["lr_decay"] == "constant":
+            # Only where the rate decays: checkpoints of runs without stay as they were.
+            for name in ("lr_decay", "lr_decay_steps", "min_lr"):
+                del optimizer[name]
         return {
             **asdict(self.config.layout),
             "world_size": dist.get_world_size(),
             "rank": dist.get_rank(),
             "dtype": str(self.config.dtype),
-            **{f"optimizer.{name}": value for name, value in asdict(self.config.optimizer).items()},
+            **{f"optimizer.{name}": value for name, value in optimizer.items()},
         }
 
     @abstractmethod
@@ -253,15 +276,18 @@ class Policy(ABC):
 
     @abstractmethod
     def _step_optimizer(self) -> tuple[float, float]:
-        """Step, and return the gradient's global norm before clipping and the rate of the step."""
+        """Step, and return the gradient's global norm before clipping and the rate of the step.
+
+        If the norm is not finite, weights and optimizer stay as they are; the schedule goes on.
+        """
 
     @abstractmethod
     def _sum_over_batch(self, results: list[dict[str, Tensor]]) -> dict[str, float]:
         """Sums of the metrics over micro-batches and data-parallel ranks, the same on all ranks."""
 
     @abstractmethod
-    def _save_state(self, folder: Path) -> dict[str, Any]:
-        """What this rank's file holds besides; more may be written into ``folder``."""
+    def _save_state(self, folder: Path) -> tuple[dict[str, Any], Files]:
+        """What this rank's file holds besides, and what else this rank has written into ``folder``."""
 
     @abstractmethod
     def _load_state(self, folder: Path, state: dict[str, Any]) -> None:

@@ -22,10 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from ..integration.endpoints import rank_device
 from ..workers.colocated.trainer import TorchRank
 from ..workers.fsdp.model import FSDPLayout, FSDPModel, build_fsdp
+from .algorithms.rates import learning_rate
 from .policy import OnLogits, Policy, PolicyConfig
 from .policy_batch import BatchSplit, PolicyBatch
 from .policy_forward import TOKENS_AT_A_TIME, token_entropy
-from .policy_state import random_state, set_random_state
+from .policy_state import Files, random_state, set_random_state
 from .policy_state_fsdp import load_sharded, save_sharded
 
 
@@ -184,8 +185,14 @@ class FSDPPolicy(Policy):
         norm = self._global_norm(gradients)
         if adam.clip_grad and norm > adam.clip_grad:
             torch._foreach_mul_(list(gradients.values()), adam.clip_grad / (norm + 1e-6))
-        # Not from 0: the first step would be taken for nothing.
-        lr = adam.lr * min(1.0, (self.step + 1) / (adam.warmup_steps + 1))
+        lr = learning_rate(
+            self.step,
+            adam.lr,
+            warmup_steps=adam.warmup_steps,
+            decay=adam.lr_decay,
+            decay_steps=adam.lr_decay_steps,
+            min_lr=adam.min_lr,
+        )
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if math.isfinite(norm):
@@ -223,9 +230,9 @@ class FSDPPolicy(Policy):
         dist.all_reduce(totals)
         return dict(zip(names, totals.tolist(), strict=True))
 
-    def _save_state(self, folder: Path) -> dict[str, Any]:
-        save_sharded(folder, self.model, self._optimizer, self._tp_rank)
-        return {"random": random_state()}
+    def _save_state(self, folder: Path) -> tuple[dict[str, Any], Files]:
+        files = save_sharded(folder, self.model, self._optimizer, self._tp_rank)
+        return {"random": random_state()}, files
 
     def _load_state(self, folder: Path, state: dict[str, Any]) -> None:
         load_sharded(folder, self.model, self._optimizer, self._tp_rank)

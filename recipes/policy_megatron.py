@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ..workers.megatron.model import MegatronLayout, Recompute, build_megatron
 from .policy import OnLogits, Policy, PolicyConfig
 from .policy_batch import BatchSplit, PolicyBatch
 from .policy_forward import run_schedule, token_entropy, token_logprobs
-from .policy_state import restore_training_state, training_state
+from .policy_state import Files, restore_training_state, training_state
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class MegatronPolicyConfig(PolicyConfig):
             found.append(
                 f"layout.context_parallel is {self.layout.context_parallel}; log-probabilities are computed on "
                 "whole rows, so give 1 and use tensor_parallel (with sequence parallelism) for long rows"
+            )
+        if self.dtype == torch.float16:
+            found.append(
+                "dtype is float16, whose gradients need a loss scale, and there is none; give bfloat16 or float32"
             )
         found += super().violations()
         if self.optimizer.cpu_offload_fraction:
@@ -94,13 +99,17 @@ class MegatronPolicy(Policy):
         return run_schedule(self.model, local, split, scaled, forward_only=False)
 
     def _step_optimizer(self) -> tuple[float, float]:
-        _, grad_norm, _ = self._optimizer.step()
+        # Before the step, which would be taken with whatever the gradient is.
+        self._optimizer.prepare_grads()
+        grad_norm = self._optimizer.get_grad_norm()
+        if math.isfinite(grad_norm):
+            self._optimizer.step()
         lr = self._scheduler.get_lr(self._optimizer.param_groups[0])
         self._scheduler.step(increment=1)
         return float(grad_norm), float(lr)
 
-    def _save_state(self, folder: Path) -> dict[str, Any]:
-        return training_state(self.model, self._optimizer, self._scheduler)
+    def _save_state(self, folder: Path) -> tuple[dict[str, Any], Files]:
+        return training_state(self.model, self._optimizer, self._scheduler), {}
 
     def _load_state(self, folder: Path, state: dict[str, Any]) -> None:
         restore_training_state(state, self.model, self._optimizer, self._scheduler)
@@ -122,18 +131,19 @@ class MegatronPolicy(Policy):
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         adam = self.config.optimizer
+        decays = adam.lr_decay != "constant"
+        min_lr = adam.min_lr if decays else adam.lr
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=adam.lr,
-                min_lr=adam.lr,
+                min_lr=min_lr,
                 weight_decay=adam.weight_decay,
                 adam_beta1=adam.betas[0],
                 adam_beta2=adam.betas[1],
                 adam_eps=adam.eps,
                 clip_grad=adam.clip_grad,
                 bf16=self.config.dtype == torch.bfloat16,
-                fp16=self.config.dtype == torch.float16,
                 params_dtype=self.config.dtype,
                 use_distributed_optimizer=self.config.distributed_optimizer,
                 optimizer_cpu_offload=adam.cpu_offload_fraction > 0,
@@ -148,10 +158,10 @@ class MegatronPolicy(Policy):
             # Not from 0: the first step would be taken for nothing.
             init_lr=adam.lr / (adam.warmup_steps + 1),
             max_lr=adam.lr,
-            min_lr=adam.lr,
+            min_lr=min_lr,
             lr_warmup_steps=adam.warmup_steps,
-            lr_decay_steps=adam.warmup_steps + 1,
-            lr_decay_style="constant",
+            lr_decay_steps=adam.lr_decay_steps if decays else adam.warmup_steps + 1,
+            lr_decay_style=adam.lr_decay,
             start_wd=adam.weight_decay,
             end_wd=adam.weight_decay,
             wd_incr_steps=0,

@@ -11,6 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..workers.durable import HashedFile, Written
+
+# By their paths in a checkpoint folder, with / between names.
+Files = dict[str, Written]
+
 
 class CheckpointError(RuntimeError):
     """A saved training state is missing, damaged, or of another layout."""
@@ -143,13 +148,15 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def write_rank_state(folder: str | Path, rank: int, payload: dict[str, Any]) -> None:
-    """Write ``payload`` as this rank's file; a file of that name is complete or not there."""
+def write_rank_state(folder: str | Path, rank: int, payload: dict[str, Any]) -> Files:
+    """Write ``payload`` as this rank's file, and return what it holds; a file of that name is complete or not there."""
     path = rank_file(folder, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    torch.save(payload, partial)
+    with HashedFile(partial) as file:
+        torch.save(payload, file)
     partial.replace(path)
+    return {path.name: file.written}
 
 
 def read_rank_state(folder: str | Path, rank: int) -> dict[str, Any]:

@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.utils._pytree import tree_map_only
 
-from .policy_state import CheckpointError
+from ..workers.durable import HashedFile, Written
+from .policy_state import CheckpointError, Files
 
 _FOLDER = "fsdp"
 
 
-def save_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer, tp_rank: int) -> None:
+class _HashedFiles(FileSystem):
+    """The local file system, which tells what was written through it."""
+
+    def __init__(self) -> None:
+        self.written: dict[Path, Written] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with HashedFile(Path(path)) as file:
+            yield file
+        self.written[Path(path)] = file.written
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path)] = self.written.pop(Path(path))
+
+
+def save_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer, tp_rank: int) -> Files:
     """Write all ranks' shards below ``folder``; a collective.
 
     Args:
@@ -24,8 +50,14 @@ def save_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer, tp_
         model: under ``fully_shard``.
         optimizer: of its parameters.
         tp_rank: this rank's in transformers' own tensor parallelism, whose parts have the same names on all ranks.
+
+    Returns:
+        The files that this rank wrote.
     """
-    dcp.save(_state(model, optimizer, tp_rank, StateDictOptions()), checkpoint_id=folder / _FOLDER)
+    writer, files = dcp.FileSystemWriter(folder / _FOLDER), _HashedFiles()
+    writer.fs = files
+    dcp.save(_state(model, optimizer, tp_rank, StateDictOptions()), storage_writer=writer)
+    return {path.relative_to(folder).as_posix(): written for path, written in files.written.items()}
 
 
 def load_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer, tp_rank: int) -> None:

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
@@ -35,6 +35,40 @@ class RewardResult:
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completion that is to be judged.
+
+    Attributes:
+        prompt: that it answers.
+        completion: its text, without the token that ended it.
+        finished: whether the model ended it itself.
+    """
+
+    prompt: Prompt
+    completion: str
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of a number of answers.
+
+    Attributes:
+        values: in the order of the answers.
+        overtime: answers that took longer than allowed and are worth 0.
+    """
+
+    values: list[float]
+    overtime: int = 0
+
+
+class Scorer(Protocol):
+    """Judges answers; raises :class:`RewardError` as :meth:`RewardScorer.score` does."""
+
+    def score_all(self, answers: Sequence[Answer]) -> Scores: ...
 
 
 class Reward(Protocol):
@@ -168,6 +202,10 @@ class RewardScorer:
     def __call__(self, prompt: Prompt, completion: str, finished: bool) -> float:
         """The reward of a completion of ``prompt``; errors as for :meth:`score`."""
         return self.score(prompt, completion, finished).value
+
+    def score_all(self, answers: Sequence[Answer]) -> Scores:
+        """The rewards of all answers, one after another; errors as for :meth:`score`."""
+        return Scores([self(answer.prompt, answer.completion, answer.finished) for answer in answers])
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> RewardResult:
         """The reward with its parts.

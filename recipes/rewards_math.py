@@ -17,6 +17,7 @@ _SINGLE = re.compile(r"(?<!\\)\{([0-9A-Za-z])\}")
 # 1{,}234 and 1\,234 are one number anywhere; 1,234 is two in a tuple or a set.
 _TYPESET_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\{,\}|\\,)\d{3})+(?!\d)")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
+_BRACE = re.compile(r"[{}]")
 _BRACKET = re.compile(r"[()\[\]{}]")
 _TUPLE = re.compile(r"(\(|\[|\\\{)(.*)(\)|\]|\\\})")
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+|\d+/\d+)")
@@ -48,7 +49,7 @@ def math_verify(*, prompt: str, completion: str, answer: str, finished: bool) ->
     r"""1 if the package math-verify finds the completion's answer equal to ``answer``, else 0.
 
     It compares symbolically, and also finds answers outside of ``\boxed{…}``. Its time limits need the main
-    thread, which is where the recipes call rewards.
+    thread, which is where the recipes call rewards, in processes of their own too.
 
     Raises:
         ValueError: it makes nothing of the reference answer, so no completion could be right.
@@ -69,17 +70,17 @@ def reference_answer(answer: str) -> str:
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last complete ``\boxed{…}``, braces balanced; None if there is none."""
-    # One pass, whatever a policy repeats.
-    opened: list[int] = []
-    last: tuple[int, int] | None = None
-    for at, character in enumerate(text):
-        if character == "{":
-            opened.append(at + 1)
-        elif character == "}" and opened:
-            begin = opened.pop()
-            if text.endswith(_BOX, 0, begin) and (last is None or begin > last[0]):
-                last = begin, at
-    return None if last is None else text[slice(*last)]
+    # From the end, where an answer stands. What follows a box that is never closed closes none before it, so that no part
+    # is read twice, whatever a policy repeats.
+    end = len(text)
+    while (start := text.rfind(_BOX, 0, end)) >= 0:
+        begin, depth = start + len(_BOX), 1
+        for brace in _BRACE.finditer(text, begin, end):
+            depth += 1 if brace[0] == "{" else -1
+            if not depth:
+                return text[begin : brace.start()]
+        end = start
+    return None
 
 
 def _same(found: str, wanted: str) -> bool:

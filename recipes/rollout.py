@@ -18,7 +18,7 @@ Calls = list[tuple[str, ray.ObjectRef]]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample: ``temperature`` 0 is greedy; equal seeds and weights give equal completions."""
+    """How to sample: ``temperature`` 0 is greedy; equal seeds and weights give equal completions, where the engine reads the seed."""
 
     max_new_tokens: int
     temperature: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..integration.config import RefitConfig
@@ -27,8 +27,8 @@ class EngineActor(SleepCalls):
     """One engine with all its workers, as :class:`EngineRollouts` calls it."""
 
     @abstractmethod
-    def build(self, model_path: str, arguments: dict[str, Any], eos_token_id: int) -> None:
-        """Start the engine with its own keyword arguments."""
+    def build(self, model_path: str, arguments: dict[str, Any], stop_token_ids: Sequence[int]) -> None:
+        """Start the engine with its own keyword arguments; any of the tokens ends a completion."""
 
     @abstractmethod
     def init_refit(
@@ -49,11 +49,6 @@ class EngineActor(SleepCalls):
         """Stop the engine's own processes, which outlive a killed actor for a while."""
 
 
-def request_seed(sampling: Sampling, index: int) -> int:
-    """A seed of its own for each request: the result does not depend on how the engine batches them."""
-    return sampling.seed * 1_000_003 + index
-
-
 class EngineRollouts(RolloutGroup):
     """Replicas of an engine; ``beside`` are trainer ranks whose places they share."""
 
@@ -63,7 +58,7 @@ class EngineRollouts(RolloutGroup):
         self,
         config: TrainConfig,
         model_path: str,
-        eos_token_id: int,
+        stop_token_ids: Sequence[int],
         gpus: int,
         beside: ActorGroup | None = None,
     ) -> None:
@@ -79,8 +74,8 @@ class EngineRollouts(RolloutGroup):
             )
         )
         hf_config = local_hf_config(str(checkpoint_folder(model_path, weights=False)))
-        self._build_arguments = [
-            (model_path, self._arguments(config, hf_config, gpus, replica), eos_token_id)
+        self._build_arguments: list[tuple[Any, ...]] = [
+            (model_path, self._arguments(config, hf_config, gpus, replica), stop_token_ids)
             for replica in range(self._replicas)
         ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..integration.config import RefitConfig
@@ -11,7 +11,8 @@ from ..integration.stages import SleepingEngine
 from ..workers.completion import Completion
 from .config_schema import TrainConfig
 from .rollout import Sampling
-from .rollout_engine import EngineActor, EngineRollouts, request_seed
+from .rollout_engine import EngineActor, EngineRollouts
+from .seeds import request_seed
 from .sglang_arguments import engine_arguments
 from .sglang_calls import AwaitedCalls, BlockingCalls
 
@@ -22,11 +23,11 @@ class SglangActor(EngineActor):
     _engine: Any = None
     _made_calls: type[BlockingCalls] | type[AwaitedCalls] = BlockingCalls
 
-    def build(self, model_path: str, arguments: dict[str, Any], eos_token_id: int) -> None:
+    def build(self, model_path: str, arguments: dict[str, Any], stop_token_ids: Sequence[int]) -> None:
         """As :meth:`EngineActor.build`; ``arguments`` are those of :func:`~.sglang_arguments.engine_arguments`."""
         import sglang
 
-        self._eos = eos_token_id
+        self._stop = stop_token_ids
         self._engine = sglang.Engine(model_path=model_path, **arguments)
         self._calls = self._made_calls(self._engine)
 
@@ -45,8 +46,8 @@ class SglangActor(EngineActor):
                 "max_new_tokens": sampling.max_new_tokens,
                 "temperature": sampling.temperature,
                 # Read where SGLang was started with enable_deterministic_inference.
-                "sampling_seed": request_seed(sampling, index) % (1 << 31),
-                "stop_token_ids": [self._eos],
+                "sampling_seed": request_seed(sampling.seed, index) % (1 << 31),
+                "stop_token_ids": list(self._stop),
             }
             for index in range(len(prompts))
         ]
@@ -90,7 +91,7 @@ class SglangActor(EngineActor):
         return Completion(
             tokens,
             [logprob for _, logprob in sampled],
-            bool(tokens) and tokens[-1] == self._eos,
+            bool(tokens) and tokens[-1] in self._stop,
             version,
         )
 

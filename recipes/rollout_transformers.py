@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +24,19 @@ class TransformersActor(RankActor, SleepCalls):
     """One rank of a transformers engine."""
 
     def build(
-        self, model_path: str, dtype: str, tp_size: int, fp8: bool, eos_token_id: int, pad_token_id: int
+        self,
+        model_path: str,
+        dtype: str,
+        tp_size: int,
+        fp8: bool,
+        stop_token_ids: Sequence[int],
+        pad_token_id: int,
     ) -> None:
         from ..workers.transformers_engine.engine import TransformersEngine
 
         self._engine = TransformersEngine(model_path, getattr(torch, dtype), tp_size, fp8=fp8)
         self._sleeper: TransformersSleeper | None = None
-        self._special = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+        self._special = {"stop_token_ids": stop_token_ids, "pad_token_id": pad_token_id}
 
     def init_refit(
         self, rendezvous: dict[str, Any], rank: int, config: RefitConfig, engine: str
@@ -61,7 +68,7 @@ class TransformersRollouts(RolloutGroup):
         self,
         config: TrainConfig,
         model_path: str,
-        eos_token_id: int,
+        stop_token_ids: Sequence[int],
         pad_token_id: int,
         gpus: int,
         beside: ActorGroup | None = None,
@@ -77,7 +84,7 @@ class TransformersRollouts(RolloutGroup):
             else GuestGroup(name, TransformersActor, beside, 1, gpus, config.ray, env=env)
         )
         fp8 = config.generation.weight_dtype == "fp8"
-        self._build_arguments = (model_path, config.model.dtype, self._tp, fp8, eos_token_id, pad_token_id)
+        self._build_arguments = (model_path, config.model.dtype, self._tp, fp8, stop_token_ids, pad_token_id)
 
     def start(self) -> None:
         join_worlds(self._group, self._tp, self._timeout_s, always=False)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..integration.config import RefitConfig
 from ..workers.completion import Completion
+from .cluster import ActorGroup
 from .config_schema import TrainConfig
 from .rollout import Sampling
-from .rollout_engine import EngineActor, EngineRollouts, request_seed
+from .rollout_engine import EngineActor, EngineRollouts
+from .seeds import engine_seed, request_seed
 from .vllm_arguments import engine_arguments, engine_bundles
 
 if TYPE_CHECKING:
@@ -28,7 +30,13 @@ class VllmActor(EngineActor):
 
     _llm: Any = None
 
-    def build(self, model_path: str, arguments: dict[str, Any], eos_token_id: int) -> None:
+    def build(
+        self,
+        model_path: str,
+        arguments: dict[str, Any],
+        stop_token_ids: Sequence[int],
+        seed_per_request: bool = False,
+    ) -> None:
         """As :meth:`EngineActor.build`; ``arguments`` are those of :func:`~.vllm_arguments.engine_arguments`."""
         if not torch.cuda.is_available():
             os.environ.update(_CPU_ENVIRONMENT)
@@ -36,7 +44,7 @@ class VllmActor(EngineActor):
 
         from ..workers.vllm.driver import EXTENSION, VllmDriver
 
-        self._eos = eos_token_id
+        self._stop, self._seeded = stop_token_ids, seed_per_request
         self._llm = LLM(model_path, worker_extension_cls=EXTENSION, **arguments)
         self._driver = VllmDriver(self._llm)
         self._sleeper: VllmSleeper | None = None
@@ -57,8 +65,8 @@ class VllmActor(EngineActor):
             SamplingParams(
                 max_tokens=sampling.max_new_tokens,
                 temperature=sampling.temperature,
-                seed=request_seed(sampling, index),
-                stop_token_ids=[self._eos],
+                seed=request_seed(sampling.seed, index) if self._seeded else None,
+                stop_token_ids=list(self._stop),
                 logprobs=0,
                 detokenize=False,
             )
@@ -83,7 +91,7 @@ class VllmActor(EngineActor):
     def _completion(self, output: Any, version: int) -> Completion:
         tokens = list(output.token_ids)
         logprobs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)]
-        return Completion(tokens, logprobs, bool(tokens) and tokens[-1] == self._eos, version)
+        return Completion(tokens, logprobs, bool(tokens) and tokens[-1] in self._stop, version)
 
 
 class VllmRollouts(EngineRollouts):
@@ -91,10 +99,22 @@ class VllmRollouts(EngineRollouts):
 
     _actor = VllmActor
 
+    def __init__(
+        self,
+        config: TrainConfig,
+        model_path: str,
+        stop_token_ids: Sequence[int],
+        gpus: int,
+        beside: ActorGroup | None = None,
+    ) -> None:
+        super().__init__(config, model_path, stop_token_ids, gpus, beside)
+        seeded = config.generation.vllm.seed_per_request
+        self._build_arguments = [(*arguments, seeded) for arguments in self._build_arguments]
+
     def _arguments(
         self, config: TrainConfig, hf_config: Mapping[str, Any] | None, gpus: int, replica: int
     ) -> dict[str, Any]:
-        arguments = engine_arguments(config, hf_config)
+        arguments = engine_arguments(config, hf_config) | {"seed": engine_seed(config.seed, replica)}
         if config.generation.colocated.enabled and gpus:
             # vLLM's CPU build has no such mode, and keeps its memory.
             arguments["enable_sleep_mode"] = True

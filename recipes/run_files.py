@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_unwritable: set[Path] = set()
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -20,9 +26,31 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def append_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Append rows, each whole on a line of its own."""
-    with path.open("a") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows))
+    """Append rows, each whole on a line of its own.
+
+    A file that can't be written, as on a full disk, is told of in the log, once until it can be again: what the rows
+    are of has happened, and a run does not fail for its account.
+    """
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    try:
+        end = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("a") as file:
+                file.write(text)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(path, end)  # or the next row would follow half of this one
+            raise
+    except OSError as error:
+        if path not in _unwritable:
+            _unwritable.add(path)
+            logger.error(
+                "%s can't be written, so rows are missing there from now on: %s. The run goes on; make room",
+                path,
+                error,
+            )
+    else:
+        _unwritable.discard(path)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

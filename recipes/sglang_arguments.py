@@ -11,6 +11,7 @@ from ..workers.sglang.loader import LOADER
 from .config_schema import TrainConfig
 from .config_sglang import needed_context
 from .fp8_weights import block_fp8, has_experts, quantization_of
+from .seeds import engine_seed
 
 _CUMEM = "NCCL_CUMEM_ENABLE"
 
@@ -37,8 +38,7 @@ def engine_arguments(
         "disable_cuda_graph": sglang.disable_cuda_graph,
         "enable_deterministic_inference": sglang.enable_deterministic_inference,
         "custom_weight_loader": [LOADER],
-        # Another one for each replica, or equal prompts would get equal completions.
-        "random_seed": (config.seed * 1_000_003 + replica) % (1 << 31),
+        "random_seed": engine_seed(config.seed, replica),
         # Nothing constrains the rollouts.
         "grammar_backend": "none",
         "log_level": "warning",

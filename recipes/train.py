@@ -14,8 +14,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from ..workers.checkpoint_folder import CheckpointUnreachable, checkpoint_folder, is_hub_name
-from ..workers.megatron.hf_checkpoint import check_checkpoint
+from ..workers.checkpoint_folder import CheckpointUnreachable, checkpoint_folder, ending_tokens, is_hub_name
+from ..workers.megatron.hf_checkpoint import CheckpointMismatch, check_checkpoint
 from .algorithms.losses import PolicyLossConfig
 from .checkpoint import CheckpointStore
 from .cluster import ActorGroup, RunError, gpus_per_rank, ray_cluster
@@ -23,14 +23,16 @@ from .colocated import ColocatedRefits
 from .config import ConfigError, model_violations, resolve_data_path
 from .config_colocated import needs_bfloat16
 from .config_schema import TrainConfig, TrainerConfig
-from .config_surroundings import generation_ranks
+from .config_surroundings import generation_ranks, name_violations
+from .data.dataset import DataError
 from .data.prompts import PromptSampler, held_out, load_prompts
 from .display import RunDisplay
 from .experience import ExperienceCollector
 from .loop import TrainingLoop
 from .refits import Refits
 from .report import write_report
-from .rewards import RewardScorer, load_reward
+from .reward_pool import RewardPool
+from .rewards import RewardError, RewardScorer, Scorer, load_reward
 from .rollout import RolloutGroup
 from .rollout_sglang import AsyncSglangRollouts, SglangRollouts
 from .rollout_transformers import TransformersRollouts
@@ -60,11 +62,14 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
         The run's folder, with ``metrics.jsonl``, ``refits.jsonl``, ``config.yaml`` and ``report.png``.
 
     Raises:
-        ConfigError: the model does not fit the configuration.
-        DataError, RewardError: the data or the reward function are wrong; names the record.
+        ConfigError: the model, its checkpoint, the data or the reward function can't serve, or an earlier run has the name;
+            all of it, told before anything is started.
+        RewardError: the reward function failed; names the record.
         RunError: a rank or resource failed; names it.
         Interrupted: stopped by the user, after saving.
     """
+    if used := [violation.text for violation in name_violations(config)]:
+        raise ConfigError(config.name, used)
     folder = Path(config.run_root) / config.name
     model_path = resolve_model_path(config.model.path, Path(config.run_root) / "models")
     inputs = _Inputs(config, model_path)
@@ -77,7 +82,6 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
             inputs.sampler.load_state_dict(resumed.extra["sampler"])
         except ValueError as error:
             raise RunError(str(error)) from error
-    _require_fresh(folder, config, resumed)
     write_whole(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
     metrics = MetricsFile(folder / "metrics.jsonl", after_step=first_step - 1)
     # Version k is moved at the start of step k + 1.
@@ -92,10 +96,15 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
             config = with_trainer_environment(config)
         trainers = TrainerGroup(config, policy_config(config, model_path, _loss(config)), gpus)
         stack.callback(trainers.shutdown)
+        scorer = inputs.scorer
+        if config.reward.processes:
+            settings = config.reward
+            scorer = RewardPool(settings.function, settings.kwargs, settings.processes, settings.timeout_s)
+            stack.callback(scorer.close)
         colocated = config.generation.colocated.enabled
         if not colocated:
             trainers.start()
-        engines = _engines(config, model_path, inputs.tokenizer, gpus, trainers.actors if colocated else None)
+        engines = _engines(config, model_path, inputs, gpus, trainers.actors if colocated else None)
         stack.callback(engines.shutdown)
         engines.start()
         if not colocated:
@@ -110,7 +119,7 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
             engines,
             inputs.train,
             inputs.sampler,
-            inputs.scorer,
+            scorer,
             inputs.tokenizer,
             config.algorithm,
             config.generation,
@@ -159,21 +168,38 @@ class _Inputs:
             # Said, and not left out: transformers would ask at the terminal.
             hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            ending = ending_tokens(folder)
         except (ValueError, OSError) as error:
             unreadable = (
                 f"model.path: transformers can't read the configuration or the tokenizer of {model_path}: {error} Code "
                 "that comes with a checkpoint (trust_remote_code) is not run; give a model that transformers has itself"
             )
             raise ConfigError(config.name, [unreadable]) from error
+        # The tokenizer's is what its chat template ends turns with, which the checkpoint's own need not have.
+        own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
+        self.stop_token_ids = tuple(dict.fromkeys([*own, *ending]))
+        data, wrong = config.data, model_violations(config, hf_config)
+
+        def read[Read](key: str, reading: Callable[..., Read], *arguments: Any) -> Read | None:
+            try:
+                return reading(*arguments)
+            except (CheckpointMismatch, DataError, RewardError) as error:
+                wrong.append(f"{key}: {error}")
+                return None
+
         if not is_hub_name(model_path):
-            check_checkpoint(folder)
-        if violations := model_violations(config, hf_config):
-            raise ConfigError(config.name, violations)
-        data = config.data
-        self.train = load_prompts(resolve_data_path(data.train), self.tokenizer, data)
-        self.validation = load_prompts(resolve_data_path(data.validation), self.tokenizer, held_out(data))
-        self.sampler = PromptSampler(config.seed, len(self.train))
-        self.scorer = RewardScorer(load_reward(config.reward.function, config.reward.kwargs))
+            read("model.path", check_checkpoint, folder)
+        prompts = [
+            read(f"data.{part}", load_prompts, resolve_data_path(getattr(data, part)), self.tokenizer, keys)
+            for part, keys in (("train", data), ("validation", held_out(data)))
+        ]
+        reward = read("reward.function", load_reward, config.reward.function, config.reward.kwargs)
+        train, validation = prompts
+        if wrong or train is None or validation is None or reward is None:
+            raise ConfigError(config.name, wrong)
+        self.train, self.validation = train, validation
+        self.sampler = PromptSampler(config.seed, len(train))
+        self.scorer: Scorer = RewardScorer(reward)
 
 
 def _with_dtype(config: TrainConfig, gpus: int) -> TrainConfig:
@@ -186,15 +212,15 @@ def _with_dtype(config: TrainConfig, gpus: int) -> TrainConfig:
 
 
 def _engines(
-    config: TrainConfig, model_path: str, tokenizer: Any, gpus: int, beside: ActorGroup | None
+    config: TrainConfig, model_path: str, inputs: _Inputs, gpus: int, beside: ActorGroup | None
 ) -> RolloutGroup:
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    stop, pad = inputs.stop_token_ids, inputs.tokenizer.pad_token_id
     if config.generation.backend == "vllm":
-        return VllmRollouts(config, model_path, eos, gpus, beside)
+        return VllmRollouts(config, model_path, stop, gpus, beside)
     if config.generation.backend == "sglang":
         kind = AsyncSglangRollouts if config.generation.sglang.asynchronous else SglangRollouts
-        return kind(config, model_path, eos, gpus, beside)
-    return TransformersRollouts(config, model_path, eos, pad, gpus, beside)
+        return kind(config, model_path, stop, gpus, beside)
+    return TransformersRollouts(config, model_path, stop, pad, gpus, beside)
 
 
 def _loss(config: TrainConfig) -> PolicyLossConfig:
@@ -239,16 +265,6 @@ def _resume(store: CheckpointStore, wanted: bool, console: Console) -> Any:
             f"resuming after step {found.checkpoint.step} from {found.checkpoint.folder}", soft_wrap=True
         )
     return found.checkpoint
-
-
-def _require_fresh(folder: Path, config: TrainConfig, resumed: Any) -> None:
-    """A run that starts over must not mix its checkpoints with those of an earlier one."""
-    checkpoints = folder / "checkpoints"
-    if resumed is None and not config.resume and any(checkpoints.glob("step_*")):
-        raise RunError(
-            f"{checkpoints} holds checkpoints of an earlier run of this name. Give resume=true to go on from them, "
-            "name=… for another run, or remove the folder."
-        )
 
 
 def _headline(config: TrainConfig, model_path: str) -> str:

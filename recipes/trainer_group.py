@@ -15,6 +15,7 @@ from ..integration.stage_memory import ProcessMemory
 from .cluster import ActorGroup, gather
 from .config_schema import TrainConfig
 from .policy import PolicyBatch, PolicyConfig
+from .policy_state import Files
 from .rank import RankActor, join_worlds
 from .trainer_policies import refitting_policy
 
@@ -40,8 +41,8 @@ class TrainerActor(RankActor):
     def calibrate_kv_scales(self, batch: PolicyBatch) -> dict[str, float]:
         return self._policy.calibrate_kv_scales(lambda: self._policy.compute_logprobs(batch))
 
-    def save(self, folder: str) -> None:
-        self._policy.save(folder)
+    def save(self, folder: str) -> Files:
+        return self._policy.save(folder)
 
     def load(self, folder: str) -> None:
         self._policy.load(folder)
@@ -133,9 +134,10 @@ class TrainerGroup:
         """Scales of an FP8 KV cache for the batch under the present weights."""
         return self._group.call("calibrate_kv_scales", batch)[0]
 
-    def save(self, folder: Path) -> None:
-        """Every rank writes its state into ``folder``, which all nodes must reach."""
-        self._group.call("save", str(folder))
+    def save(self, folder: Path) -> Files:
+        """Every rank writes its state into ``folder``, which all nodes must reach; what they wrote."""
+        saved: list[Files] = self._group.call("save", str(folder))
+        return {name: written for files in saved for name, written in files.items()}
 
     def load(self, folder: Path) -> None:
         self._group.call("load", str(folder))

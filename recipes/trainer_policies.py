@@ -42,7 +42,7 @@ def refitting_policy(config: PolicyConfig, refit_config: RefitConfig) -> Policy:
 
 def policy_config(config: TrainConfig, model_path: str, loss: Any) -> PolicyConfig:
     """The policy's configuration from a recipe's."""
-    trainer, adam = config.trainer, config.trainer.optimizer
+    trainer, adam, minibatches = config.trainer, config.trainer.optimizer, config.algorithm.minibatches
     common: dict[str, Any] = {
         "model_path": model_path,
         "loss": loss,
@@ -53,13 +53,17 @@ def policy_config(config: TrainConfig, model_path: str, loss: Any) -> PolicyConf
             weight_decay=adam.weight_decay,
             clip_grad=adam.grad_clip,
             # The policy counts optimizer steps.
-            warmup_steps=adam.warmup_steps * config.algorithm.minibatches,
+            warmup_steps=adam.warmup_steps * minibatches,
+            lr_decay=adam.lr_decay,
+            lr_decay_steps=(adam.lr_decay_steps or config.algorithm.steps) * minibatches,
+            min_lr=adam.min_lr,
             cpu_offload_fraction=adam.cpu_offload_fraction,
         ),
         "micro_batch": trainer.micro_batch_size,
         "temperature": config.generation.temperature,
         "dtype": getattr(torch, config.model.dtype),
         "seed": config.seed,
+        "max_skipped_steps": adam.max_skipped_steps,
     }
     return _fsdp(config, common) if trainer.backend == "fsdp" else _megatron(config, common)
 

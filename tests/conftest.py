@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import vllm_cpu
 from tests.ahead import FoundAhead
 
 # Read as torch and Ray load, here and in what tests start.
@@ -22,6 +23,22 @@ os.environ.update(
         "RAY_worker_niceness": "0",
     }
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--vllm-cpu",
+        choices=list(vllm_cpu.CPUS),
+        default=vllm_cpu.PLAIN,
+        help="the CPU that vLLM takes the machine for (tests/vllm_cpu.py)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    cpu = config.getoption("--vllm-cpu")
+    os.environ[vllm_cpu.VARIABLE] = cpu
+    # Others are played in processes of their own.
+    vllm_cpu.show(cpu if vllm_cpu.is_here(cpu) else vllm_cpu.PLAIN)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

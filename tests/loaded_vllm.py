@@ -9,7 +9,10 @@ import torch
 
 import tests.gloo  # noqa: F401
 from rlrefit.workers.vllm import orphans
+from tests import vllm_cpu
 from tests.vllm_processes import forked_engines
+
+vllm_cpu.play(vllm_cpu.chosen())
 
 for _module in (
     "entrypoints.llm",

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rlrefit.recipes.policy_batch import PolicyBatch
+from rlrefit.workers.durable import Written
 
 
 def spread(model: torch.nn.Module, factor: float) -> None:
@@ -51,3 +57,38 @@ def batch_of(
         ref_logprobs=reference,
         lengths=torch.tensor(lengths) if trimmed else None,
     )
+
+
+def skip_steps(policy: Any, batch: PolicyBatch, digest: Callable[[Any], str]) -> dict[str, Any]:
+    """What becomes of steps on a batch with one row that has no finite advantage, and of those after them."""
+    bad = replace(batch, advantages=batch.advantages.index_fill(0, torch.tensor([1]), float("nan")))
+    before = digest(policy)
+    in_a_row = policy.config.max_skipped_steps
+    found = {"skipped": [policy.train_step(bad)["skipped"] for _ in range(in_a_row)]}
+    found["unchanged"] = digest(policy) == before
+    found["next step"] = policy.train_step(batch), digest(policy)
+    found["skipped again"] = [policy.train_step(bad)["skipped"] for _ in range(in_a_row)]
+    try:
+        policy.train_step(bad)
+    except FloatingPointError:
+        found["ended"] = digest(policy) == found["next step"][1]
+    return found
+
+
+def saved_files(policy: Any, folder: Path) -> dict[str, Any]:
+    """Save, and tell of this rank's files whether they hold what it says, and of all ranks' which there are; a collective."""
+    told = policy.save(folder)
+    dist.barrier()
+    data = {name: (folder / name).read_bytes() for name in told}
+    return {
+        "told": sorted(told),
+        "right": told == {n: Written(len(d), hashlib.sha256(d).hexdigest()) for n, d in data.items()},
+        "there": sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()),
+    }
+
+
+def assert_saved(ranks: Sequence[dict[str, Any]]) -> None:
+    """All files of a checkpoint are told by the one rank that wrote each, with what they hold."""
+    assert all(found["right"] for found in ranks)
+    assert sorted(name for found in ranks for name in found["told"]) == ranks[0]["there"]
+    assert all(found["told"] for found in ranks)

@@ -61,6 +61,7 @@ def _in_a_group(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         CUDA_VISIBLE_DEVICES="",
+        VLLM_DIST_IDENT=f"{os.getppid()}-{port}",  # as vLLM's CPU worker; names the shared memory of its groups
     )
     import torch.distributed as dist
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 # Configuration, tokenizer and the index of the weights' files.
 _SMALL = ("*.json", "*.txt", "*.jinja", "*.model")
+INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -54,6 +55,21 @@ def checkpoint_folder(name: str | Path, *, weights: bool = True) -> Path:
         ) from error
 
 
+def ending_tokens(folder: Path) -> tuple[int, ...]:
+    """Tokens that end a completion as the checkpoint itself generates: of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            found = json.loads((folder / name).read_text()).get("eos_token_id")
+            if found is not None:
+                return tuple(found) if isinstance(found, list) else (found,)
+    return ()
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether there are safetensors in it, or an index of them."""
+    return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+
+
 def weight_names(folder: Path) -> frozenset[str]:
     """Names of the weights that a full load of the checkpoint's model takes, by its index or its files' headers.
 
@@ -65,7 +81,7 @@ def weight_names(folder: Path) -> frozenset[str]:
     """
     from safetensors import SafetensorError, safe_open
 
-    index, config = folder / "model.safetensors.index.json", folder / "config.json"
+    index, config = folder / INDEX, folder / "config.json"
     found: set[str] = set()
     try:
         if index.is_file():

@@ -10,10 +10,10 @@ class Completion:
     """One sampled completion.
 
     Attributes:
-        token_ids: generated tokens, the end-of-sequence token included if it was reached.
+        token_ids: generated tokens, the one that ends a completion included if it was reached.
         logprobs: log-probability of each under the distribution it was sampled from (temperature
             applied); under temperature 1 for greedy decoding. Same length.
-        finished: whether the end-of-sequence token was reached.
+        finished: whether a token that ends a completion was reached; a model may have several.
         version: version of the weights that generated it.
     """
 

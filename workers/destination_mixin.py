@@ -100,6 +100,6 @@ class DestinationRefitMixin:
 
     def close_refit(self) -> None:
         """End the epoch on this rank."""
-        if self._refit_session is not None:
-            self._refit_session.close()
-        self._refit_session = None
+        session, self._refit_session = self._refit_session, None
+        if session is not None:
+            session.close()

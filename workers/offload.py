@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..integration.endpoints import storage_key
 from ..integration.errors import RefitError
 
 _SHARDING = ("tensor_model_parallel", "partition_dim", "partition_stride")
@@ -42,10 +43,10 @@ class Residence:
         self._look()
 
     def key(self) -> Hashable:
-        """Addresses of the host copies that stand in for freed buffers; 0 where there is none, or only an old one."""
+        """Where the host copies lie that stand in for freed buffers; None where there is none, or only an old one."""
         self._look()
         copies = (self._copies[buffer].current for buffer in self._freed_buffers())
-        return tuple(0 if copy is None else copy.data_ptr() for copy in copies)
+        return tuple(None if copy is None else storage_key([copy]) for copy in copies)
 
     def tasks(self, tasks: list[Any]) -> list[Any]:
         """Bridge's conversion tasks, with parameters that have memory.

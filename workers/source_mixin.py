@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..integration.config import RefitConfig
+from ..integration.endings import end_all
 from ..integration.endpoints import WeightSource
 from ..integration.errors import RefitError
 from ..integration.records import RefitRecord
@@ -200,15 +201,13 @@ class SourceRefitMixin:
         self._refit_source, self._refit_source_of = None, ()
 
     def _close_epoch(self) -> None:
-        self._close_session()
-        if self._refit_server is not None:
-            self._refit_server.close()
-        self._refit_server = None
+        server, self._refit_server = self._refit_server, None
+        end_all([self._close_session, *([] if server is None else [server.close])])
 
     def _close_session(self) -> None:
-        if self._refit_session is not None:
-            self._refit_session.close()
-        self._refit_session, self._refit_session_of = None, None
+        session, self._refit_session, self._refit_session_of = self._refit_session, None, None
+        if session is not None:
+            session.close()
 
     def _prepared_source(self) -> WeightSource:
         if self._refit_source is None or not self._is_still(self._refit_source_of):

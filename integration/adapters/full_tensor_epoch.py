@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ..channel import Channel
 from ..clock import StageClock
+from ..endings import end_all
 from ..endpoints import rank_device
 from ..errors import PeerLost, RefitError, RefitMismatch
 from ..process_groups import Group, members
@@ -45,6 +48,10 @@ class FullTensorEpoch:
         rank: in the refit world, trainers first.
         settings: of the wire.
         server: of the rendezvous, on trainer rank 0; closed with the epoch.
+        version: that this rank holds, where versions are counted and not given.
+
+    Attributes:
+        version: the largest that any rank holds. They may differ: one may have failed after all had got the last version.
 
     Raises:
         RefitMismatch: the ranks were set up with different values.
@@ -57,7 +64,9 @@ class FullTensorEpoch:
         rank: int,
         settings: FullTensorSettings,
         server: RendezvousServer | None = None,
+        version: int = -1,
     ):
+        self.version = version
         self.world = RefitWorld(rank, rendezvous.train_ranks, rendezvous.gen_ranks, rendezvous.epoch)
         self.failed = ""
         self.device = rank_device()
@@ -78,9 +87,23 @@ class FullTensorEpoch:
 
     def submit[**P, T](self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run a call in the epoch's thread."""
-        future = self._thread.submit(call, *args, **kwargs)
+        future = self._thread.submit(self._run, call, *args, **kwargs)
         self._last = future  # type: ignore[assignment]
         return future
+
+    def _run[**P, T](self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(*args, **kwargs)
+        except RefitError as error:
+            if self._channel is None:
+                raise
+            self._channel.give_up(error)
+            if self._group is not None:
+                self._group.close(failed=True)
+            cause = self._channel.cause_of(error)
+            if cause is error:
+                raise
+            raise cause from error
 
     def healthy(self) -> bool:
         """Whether another refit can run: nothing has failed here, and no other rank has gone or given up."""
@@ -125,16 +148,17 @@ class FullTensorEpoch:
                     try:
                         await sender.put(*weight)
                     except Exception as error:
-                        failure = self._named(error)
                         # Told at once: the drawing can take as long as a refit.
-                        self.fail(failure)
+                        failure = await self._failed_for(self._named(error))
             if failure is not None:
                 raise failure
             if sender is not None:
                 await sender.end()
             await self._commit()
         except BaseException as error:
-            self.fail(error)
+            cause = await self._failed_for(error)
+            if cause is not error:
+                raise cause from error
             raise
         moved, staging = (sender.nbytes, sender.staging_bytes) if sender is not None else (0, 0)
         return self._record(version, moved, 0, staging)
@@ -157,7 +181,9 @@ class FullTensorEpoch:
                 yield weight
             await self._commit()
         except BaseException as error:  # the loader's own end, too: the others would wait for this rank
-            self.fail(error)
+            cause = await self._failed_for(error)
+            if cause is not error:
+                raise cause from error
             raise
         done(self._record(version, receiver.nbytes, receiver.verified, receiver.staging_bytes))
 
@@ -181,9 +207,17 @@ class FullTensorEpoch:
 
     def _connect(self, rendezvous: Rendezvous) -> None:
         settings, world = self._settings, self.world
+        start = time.monotonic()
         self._channel = channel = Channel(rendezvous, world, settings.timeout_s)
+        with channel.within(start):
+            self._agree_and_open(channel)
+
+    def _agree_and_open(self, channel: Channel) -> None:
+        settings, world = self._settings, self.world
         ours = [settings.bucket_bytes, settings.verify, self.device.type]
-        for rank, theirs in enumerate(channel.vote("settings", ours)):
+        told = channel.vote("settings", [ours, self.version])
+        self.version = max(version for _, version in told)
+        for rank, (theirs, _) in enumerate(told):
             if theirs != ours:
                 raise RefitMismatch(
                     f"{world.describe(rank)} has bucket bytes, verify and device {theirs}, this rank {ours}. Nothing has "
@@ -201,18 +235,19 @@ class FullTensorEpoch:
                 timeout_s=settings.timeout_s,
                 watch=channel.check_abort,
             )
-            self._wire = Wire(self._group, world.rank, settings.bucket_bytes, settings.verify)
+            self._wire = Wire(self._group, world.rank, settings.bucket_bytes, settings.verify, channel.turn)
         channel.barrier("ready")
 
     def _disconnect(self, reason: str) -> None:
+        steps: list[Callable[[], object]] = []
         if self._channel is not None and reason:
-            self._channel.abort(reason)
-        if self._group is not None:
-            self._group.close(failed=bool(reason))
-        if self._channel is not None:
-            self._channel.close()
-        if self._server is not None:
-            self._server.close()
+            steps.append(partial(self._channel.abort, reason))
+        steps += [partial(self._group.close, failed=bool(reason))] if self._group is not None else []
+        steps += [one.close for one in (self._channel, self._server) if one is not None]
+        try:
+            end_all(steps)
+        except Exception:  # nobody waits for this
+            logger.exception("the group of %d ranks did not end as it should", self.world.size)
 
     @property
     def _open_channel(self) -> Channel:
@@ -237,6 +272,17 @@ class FullTensorEpoch:
     async def _barrier(self, name: str, agree: object) -> None:
         topic = f"{name}/{self._refits}"
         await asyncio.wrap_future(self.submit(self._open_channel.barrier, topic, agree=agree))
+
+    async def _failed_for[E: BaseException](self, error: E) -> E | RefitError:
+        """As :meth:`fail`; returns what to raise: where the wire broke, the reason that another rank gave before it hung up."""
+        cause: E | RefitError = error
+        if isinstance(error, PeerLost) and not self.failed:
+            try:
+                await asyncio.wrap_future(self.submit(self._open_channel.check_abort, error.stage))
+            except RefitError as told:
+                cause = told
+        self.fail(cause)
+        return cause
 
     def _named(self, error: Exception) -> RefitError:
         if isinstance(error, RefitError):

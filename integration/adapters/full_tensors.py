@@ -17,7 +17,8 @@ from ..clock import StageClock
 from ..errors import RefitMismatch
 from ..manifest import dtype_name, dtype_of
 from ..plan import aligned
-from .wire import Arrived, Piece, Wire
+from .pieces import Piece
+from .wire import Arrived, Wire
 
 
 class Submit(Protocol):
@@ -179,7 +180,7 @@ class BucketReceiver:
             return part.view(dtype).view(piece.shape)
         if piece.start == 0:
             self._whole = torch.empty(nbytes, dtype=torch.uint8, device=bucket.device)
-        assert self._whole is not None, "pieces of a tensor come in order"
+        assert self._whole is not None, "the wire lets pieces through in their order alone"
         self._whole[piece.start : piece.start + piece.nbytes].copy_(part)
         if piece.start + piece.nbytes < nbytes:
             return None

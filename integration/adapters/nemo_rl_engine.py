@@ -25,7 +25,7 @@ from .record_files import require_records_dir, write_record
 logger = logging.getLogger(__name__)
 
 # Of what workers tell each other; raised when that changes.
-_PROTOCOL = 1
+_PROTOCOL = 2
 _PREFIX = "policy.generation.refit_cfg[…]"
 # NeMo-RL's own key beside the options, from which it makes the bucket's size.
 _BUCKET = "update_weights_bucket_memory_ratio"
@@ -38,8 +38,8 @@ class NemoRlOptions:
 
     Attributes:
         timeout_s: seconds that any wait for another worker may take; the error names the worker.
-        verify: checksums of what arrives against what was sent: ``off``, ``sampled`` (one bucket of an update, another
-            one each time) or ``full``.
+        verify: checksums of the buckets' bytes: ``off``, ``sampled`` (one bucket of an update, another one each time; all of a
+            group's first update) or ``full``. Names and places are checked in every bucket.
         records_dir: folder for ``refits-<role>-<rank>.jsonl``, a line an update; null for none.
         release_after_refit: NeMo-RL's own: whether the group ends with each update.
     """
@@ -75,7 +75,7 @@ class FullTensorEngine:
     """The engine of one policy worker, or of one worker of vLLM, inside its process.
 
     NeMo-RL asks for ``prepare`` and the process group once, or before each update with ``release_after_refit``. Versions
-    are counted here, the same on all workers, since NeMo-RL gives none.
+    are counted here, since NeMo-RL gives none: on from the largest that a worker of the group holds.
 
     Args:
         bucket_size: bytes of a bucket; two are held on policy rank 0 and on every worker of vLLM during an update.
@@ -195,7 +195,8 @@ class FullTensorEngine:
                 raise RefitError("prepare() comes before the process group", stage="rendezvous", rank=rank)
             server, self._listener = RendezvousServer(self._listener, meeting), None
         self._close_listener()
-        self._epoch = FullTensorEpoch(meeting, rank, self._settings, server)
+        self._epoch = FullTensorEpoch(meeting, rank, self._settings, server, self.version)
+        self.version = self._epoch.version
         if rank == 0:
             logger.info(
                 "refit epoch %d: %d policy workers, %d workers of vLLM, full tensors by packed broadcast on %s",

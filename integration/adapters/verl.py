@@ -39,8 +39,8 @@ class VerlOptions:
 
     Attributes:
         timeout_s: seconds that any wait for another worker may take; the error names the worker.
-        verify: checksums of what arrives against what was sent: ``off``, ``sampled`` (one bucket of an update, another
-            one each time) or ``full``.
+        verify: checksums of the buckets' bytes: ``off``, ``sampled`` (one bucket of an update, another one each time; all of a
+            group's first update) or ``full``. Names and places are checked in every bucket.
         port: TCP port of the rendezvous on actor rank 0; 0 takes any free one. With one that is fixed the group is made
             anew for each update.
         records_dir: folder for ``refits-<role>-<rank>.jsonl``, a line an update; null for none.
@@ -80,7 +80,7 @@ class NcclXferCheckpointEngine(EpochEngine):
         options: fields of :class:`VerlOptions`.
     """
 
-    protocol = 1
+    protocol = 2
 
     def __init__(self, bucket_size: int, is_master: bool = False, **options: Any):
         self.options = VerlOptions.from_kwargs(bucket_size, options)

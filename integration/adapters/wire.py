@@ -1,37 +1,35 @@
 """Messages of full tensors from trainer rank 0 to all generation ranks.
 
 Nothing has to be known before: every message is a head of fixed size, the names and places of what it carries, and a
-bucket of bytes.
+bucket of bytes. What :mod:`.pieces` says of the first two is found out here, before the next message is waited for: a rank
+that fails can then tell the others at once.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
-from ..errors import RefitMismatch, VerificationError
+from ..errors import VerificationError
 from ..packing import make_checksums
 from ..plan import aligned
 from ..process_groups import Group
-
-# Words of a head: bytes of the bucket, bytes of its description, index, flags, checksum (two words).
-_HEAD_WORDS = 6
-_LAST, _CHECKED = 1, 2
-
-
-class Piece(NamedTuple):
-    """Bytes ``start`` to ``start + nbytes`` of a tensor, at ``offset`` of a bucket."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    start: int
-    nbytes: int
-    offset: int
+from .pieces import (
+    CHECKED,
+    HEAD_WORDS,
+    LAST,
+    Assembly,
+    Head,
+    Piece,
+    read_description,
+    read_head,
+    sums_of,
+    write_description,
+    write_head,
+)
 
 
 class Arrived(NamedTuple):
@@ -50,18 +48,22 @@ class Wire:
         group: trainer rank 0 as its rank 0, and all generation ranks.
         rank: in the refit world, for errors.
         bucket_bytes: the most bytes of tensors in a message.
-        verify: ``off``, ``sampled`` (one message of a refit, another one each time) or ``full``.
+        verify: of the buckets' bytes: ``off``, ``sampled`` (one message of a refit, another one each time; all of the first
+            refit, whose number of messages nobody knows) or ``full``.
+        turn: at which message sampled checks begin.
     """
 
-    def __init__(self, group: Group, rank: int, bucket_bytes: int, verify: str):
+    def __init__(self, group: Group, rank: int, bucket_bytes: int, verify: str, turn: int):
         self.device = group.device
         self.rank = rank
         # Whole units of alignment, so that what fits by its bytes fits by its place.
         self.bucket_bytes = max(aligned(1), bucket_bytes - bucket_bytes % aligned(1))
         self._group = group
         self._verify = verify
+        self._turn = turn
         self._refits = 0
         self._last_count = 1
+        self._assembly = Assembly(rank)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def packed(self) -> torch.cuda.Event | None:
@@ -82,13 +84,13 @@ class Wire:
     ) -> None:
         """Send one bucket, and return once it has left the device."""
         with self._on_stream(packed):
-            described = json.dumps(pieces, separators=(",", ":")).encode()
+            described = write_description(pieces)
             checked = bucket.numel() > 0 and self._checks(index)
-            flags = (_LAST if last else 0) | (_CHECKED if checked else 0)
-            words = [bucket.numel(), len(described), index, flags, 0, 0]
+            flags = (LAST if last else 0) | (CHECKED if checked else 0)
+            words = write_head(Head(bucket.numel(), len(described), index, flags), described)
             head = torch.tensor(words, dtype=torch.int64, device=self.device)
             if checked:
-                make_checksums([(bucket, 0)], self.device).compute(head[4:])
+                make_checksums([(bucket, 0)], self.device).compute(sums_of(head))
             self._group.broadcast(head, 0, "misc")
             tail = torch.frombuffer(bytearray(described), dtype=torch.uint8).to(self.device)
             self._group.broadcast(tail, 0, "misc")
@@ -102,40 +104,37 @@ class Wire:
         """Receive one bucket into memory of its own, and compare its checksum if it carries one.
 
         Raises:
-            RefitMismatch: another message came than was expected.
-            VerificationError: other bytes came than were sent.
+            RefitMismatch: another message came than was expected, or it contradicts itself or those before it.
+            VerificationError: other bytes came than were sent, of the bucket or of what is said of it.
         """
         with self._on_stream(None):
-            head = torch.empty(_HEAD_WORDS, dtype=torch.int64, device=self.device)
-            self._group.broadcast(head, 0, "misc")
-            nbytes, described, its_index, flags, *sums = head.tolist()
-            if its_index != index:
-                raise RefitMismatch(
-                    f"message {its_index} of an update came where {index} was due; nothing of it was loaded. Run the same "
-                    "rlrefit on all ranks",
-                    stage="misc",
-                    rank=self.rank,
-                )
-            tail = torch.empty(described, dtype=torch.uint8, device=self.device)
+            words = torch.empty(HEAD_WORDS, dtype=torch.int64, device=self.device)
+            self._group.broadcast(words, 0, "misc")
+            told: list[int] = words.tolist()
+            head = read_head(told, index, self.bucket_bytes, self.rank)
+            tail = torch.empty(head.described, dtype=torch.uint8, device=self.device)
             self._group.broadcast(tail, 0, "misc")
-            pieces = [Piece(*row) for row in json.loads(tail.cpu().numpy().tobytes())]
-            bucket = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            if nbytes:
+            pieces = read_description(tail.cpu().numpy().tobytes(), told, self.rank)
+            if index == 0:
+                self._assembly = Assembly(self.rank)
+            self._assembly.take(head, pieces)
+            bucket = torch.empty(head.nbytes, dtype=torch.uint8, device=self.device)
+            if head.nbytes:
                 self._group.broadcast(bucket, 0, "misc")
-            checked = bool(flags & _CHECKED)
+            checked = bool(head.flags & CHECKED)
             if checked:
-                self._compare(bucket, pieces, sums)
-        return Arrived(pieces, bucket, bool(flags & _LAST), checked)
+                self._compare(bucket, pieces, sums_of(words))
+        return Arrived(pieces, bucket, bool(head.flags & LAST), checked)
 
     def _checks(self, index: int) -> bool:
         # Sampled among as many messages as the last refit had, since the end of this one is not known yet.
-        sampled = index % self._last_count == self._refits % self._last_count
+        sampled = index % self._last_count == (self._turn + self._refits) % self._last_count
         return self._verify == "full" or (self._verify == "sampled" and sampled)
 
-    def _compare(self, bucket: torch.Tensor, pieces: Sequence[Piece], sent: Sequence[int]) -> None:
+    def _compare(self, bucket: torch.Tensor, pieces: Sequence[Piece], sent: torch.Tensor) -> None:
         found = torch.empty(2, dtype=torch.int64, device=self.device)
         make_checksums([(bucket, 0)], self.device).compute(found)
-        if found.tolist() != list(sent):
+        if not torch.equal(found, sent):
             names = list(dict.fromkeys(piece.name for piece in pieces))
             raise VerificationError(
                 f"a bucket of {len(names)} weights arrived with other bytes than were sent: {', '.join(names[:5])}"

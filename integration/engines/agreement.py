@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
 
 from ..channel import Channel
 from ..config import RefitConfig
+from ..endings import end_all
 from ..endpoints import WeightDestination, WeightSource
 from ..errors import RefitMismatch
 from ..manifest import TensorSpec, first_difference
-from ..misc import PackedBroadcast
+from ..misc import MOST_ON_CPU, PackedBroadcast
 from ..process_groups import Group, members
 from ..quantize.shared_scales import CutSlots, SharedScales
 from ..shared_wire.opening import agree_on_wire, open_group
@@ -29,13 +31,14 @@ def agree_on_specs(channel: Channel, endpoint: WeightSource | WeightDestination)
         RefitMismatch: on a trainer rank whose export differs; names the first weight that does.
     """
     world = channel.world
+    ours = cast(WeightSource, endpoint).specs() if world.is_source else []
+    # A vote, in which trainer rank 0 waits, and not runs on beside the rendezvous that shares its interpreter.
+    told = channel.vote("specs", [spec.to_json() for spec in ours] if world.rank == 0 else None)
     if world.rank == 0:
-        ours = cast(WeightSource, endpoint).specs()
-        channel.publish("specs", [spec.to_json() for spec in ours])
         return ours
-    theirs = [TensorSpec.from_json(row) for row in channel.read("specs", 0)]
+    theirs = [TensorSpec.from_json(row) for row in told[0]]
     if world.is_source:
-        difference = first_difference(endpoint.specs(), theirs)  # type: ignore[union-attr]
+        difference = first_difference(ours, theirs)
         if difference:
             raise RefitMismatch(
                 f"{world.describe(world.rank)} and trainer rank 0 export different weights: {difference}. "
@@ -119,12 +122,13 @@ def make_shared_scales(channel: Channel, slots: CutSlots, device: torch.device) 
     if world.train_ranks == 1:
         return SharedScales(slots, device, None)
     group = open_group(channel, wire, "scales", place, device, 1, slots.count * 4 * (world.train_ranks - 1))
+    scales = SharedScales(slots, device, group)
     try:
-        group.prepare_maximum()
-    except BaseException:
-        group.close(failed=True)
+        scales.connect()
+    except BaseException as error:
+        end_all([partial(group.close, failed=True)], error)
         raise
-    return SharedScales(slots, device, group)
+    return scales
 
 
 def make_packed_broadcast(
@@ -133,15 +137,16 @@ def make_packed_broadcast(
     """The broadcast of ``specs`` from trainer rank 0, and its group (None on ranks outside of it)."""
     world = channel.world
     place = members([0, *world.destinations], world.rank)
+    bucket_bytes = config.bucket_bytes if device.type == "cuda" else min(config.bucket_bytes, MOST_ON_CPU)
     group = None
     if specs:
         wire = agree_on_wire(channel, "misc", device)
         if place is not None:
-            room = min(config.bucket_bytes, sum(spec.nbytes for spec in specs))
+            room = min(bucket_bytes, sum(spec.nbytes for spec in specs))
             group = open_group(channel, wire, "misc", place, device, 1, room)
             try:
                 group.prepare_broadcast(0)
-            except BaseException:
-                group.close(failed=True)
+            except BaseException as error:
+                end_all([partial(group.close, failed=True)], error)
                 raise
-    return PackedBroadcast(group, specs, config.bucket_bytes, world.rank, config.verify), group
+    return PackedBroadcast(group, specs, bucket_bytes, world.rank, config.verify, channel.turn), group

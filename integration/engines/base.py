@@ -16,11 +16,12 @@ from ..world import RefitWorld
 
 @dataclass(frozen=True)
 class SendResult:
-    """What one rank moved in one refit, in bytes."""
+    """What one rank moved in one refit, in bytes; ``void`` if all of it counts for nothing, and has to be moved again."""
 
     bytes_bulk: int
     bytes_misc: int
     bytes_verified: int
+    void: bool = False
 
 
 class CheckpointEngine(ABC):
@@ -54,7 +55,11 @@ class CheckpointEngine(ABC):
         return False
 
     def rebind(self) -> None:  # noqa: B027  # an engine that holds no views has nothing to follow
-        """Follow moved storages. A collective: called on all ranks if any is stale, before the engine is dirty."""
+        """Follow moved storages. A collective: called on all ranks if any is stale, before the engine is dirty.
+
+        Raises:
+            RefitMismatch: on every rank, if a weight changed on any beyond its place: its shape, its box or its dtype.
+        """
 
     @abstractmethod
     def send_weights(self, version: int, clock: StageClock) -> SendResult:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from ..channel import Channel
 from ..config import RefitConfig
+from ..endings import end_all
 from ..errors import TransportUnavailable
 from ..layout import Fragment
 from ..plan import BroadcastPlan, Plan
@@ -66,7 +69,8 @@ class BulkPath:
             # The first refit may be far: an engine sleeps and a trainer trains before it.
             self._transport.rest()
         except BaseException as error:
-            self._transport.close(failed=not isinstance(error, TransportUnavailable))
+            failed = not isinstance(error, TransportUnavailable)
+            end_all([partial(self._transport.close, failed=failed)], error)
             raise
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
@@ -86,7 +90,7 @@ class BulkPath:
             if not self._falls_back:
                 raise
             self._falls_back = False
-            self._transport.close()
+            end_all([self._transport.close], error)
             self.reason = f"auto: {self.name} can't serve: {error}"
             if self._channel.world.rank == 0:
                 logger.warning("%s; %s serves instead, by the plan that was made", self.reason, FALLBACK)
@@ -112,10 +116,11 @@ class BulkPath:
             described = self._transport.describe()
         except TransportUnavailable as error:
             reason = str(error)
-        answers = self._channel.vote(f"bound/{self._bindings}", [described, reason])
-        self._require_none([answer[1] for answer in answers])
+        common, letters = _addressed(described)
+        told, own = self._channel.exchange(f"bound/{self._bindings}", [common, reason], letters)
+        self._require_none([reason for _, reason in told])
         try:
-            self._transport.connect([answer[0] for answer in answers])
+            self._transport.connect(_delivered([common for common, _ in told], own, self._channel.world.rank))
         except TransportUnavailable as error:
             reason = str(error)
         self._require_none(self._channel.vote(f"connected/{self._bindings}", reason))
@@ -123,6 +128,14 @@ class BulkPath:
     def moved(self) -> bool:
         """As :meth:`~..transport.Transport.moved`."""
         return self._transport.moved()
+
+    def will_look(self, have_moved: Callable[[], bool]) -> bool:
+        """As :meth:`~..transport.Transport.will_look`."""
+        return self._transport.will_look(have_moved)
+
+    def found_again(self) -> None:
+        """As :meth:`~..transport.Transport.found_again`."""
+        self._transport.found_again()
 
     def settle(self) -> None:
         """Before any rank runs a refit; as :meth:`~..transport.Transport.settle`."""
@@ -151,3 +164,26 @@ class BulkPath:
                     stage="connect",
                     rank=world.rank,
                 )
+
+
+def _addressed(described: object) -> tuple[object, dict[int, dict[str, Any]]]:
+    """What a transport describes, apart: what all ranks need, and what stands under one rank's number, for that rank.
+
+    In a large world this is most of it: a rank's descriptions for all of its hundreds of peers are no other rank's matter.
+    """
+    if not isinstance(described, dict):
+        return described, {}
+    letters: dict[int, dict[str, Any]] = defaultdict(dict)
+    for key, by_rank in described.items():
+        for rank, part in by_rank.items() if isinstance(by_rank, dict) else ():
+            letters[int(rank)][key] = part
+    return {key: {} if isinstance(part, dict) else part for key, part in described.items()}, dict(letters)
+
+
+def _delivered(common: Sequence[Any], letters: Mapping[int, Any], rank: int) -> list[Any]:
+    """Inverse of :func:`_addressed` for what all ranks described, as far as it concerns ``rank``."""
+    whole = list(common)
+    for sender, own in letters.items():
+        if isinstance(own, dict) and isinstance(whole[sender], dict):
+            whole[sender] = {**whole[sender], **{key: {str(rank): part} for key, part in own.items()}}
+    return whole

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 
 from ..channel import Channel
 from ..config import RefitConfig
+from ..endings import end_all
 from ..endpoints import WeightDestination, WeightSource, gives_memory_back, holdings_of
 from ..errors import RefitError
-from ..holdings import Holdings, SpecTable
+from ..holdings import Holdings, HoldingsReader, SpecTable
 from ..layout import Fragment
 from ..manifest import Manifest, TensorSpec
 from ..misc import PackedBroadcast
-from ..plan import BroadcastPlan, Plan, Topology, analyse, plan_broadcast
+from ..plan import GLOO_PACE, NCCL_PACE, BroadcastPlan, Plan, Topology, analyse, plan_broadcast
 from ..process_groups import Group
 from ..quantize.scale_watch import ScaleWatch
 from ..quantize.shared_scales import CutSlots, SharedScales
@@ -30,8 +31,7 @@ from .base import CheckpointEngine, SendResult
 from .bulk import BulkPath
 from .formats import agree_on_formats, require_stored_so
 from .misc_share import warn_of_misc
-
-logger = logging.getLogger(__name__)
+from .unchanged import AgreedFragments
 
 # Of an export that goes beside the bulk path: above the routers of the largest model that fits on one host.
 _MOST_URGENT_BYTES = 128 << 20
@@ -61,15 +61,10 @@ class NcclXferEngine(CheckpointEngine):
             require_stored_so(self.channel, fragments, formats)
         who = self.world.describe(self.world.rank)
         ours = holdings_of(self.world.rank, fragments, refused, table, who)
-        answers = self.channel.vote(
-            "holdings", {"host": host_identity(), "gpu": facts(endpoint.device), "holdings": ours.to_json()}
-        )
+        answers, everyone = self._tell_holdings(ours, table, endpoint.device)
         self._chosen = choose(
             self.config.transport, [answer["gpu"] for answer in answers], self.world.train_ranks
         )
-        if self.world.rank == 0 and self.config.transport not in ("auto", self._chosen[0]):
-            logger.warning("policy.refit.transport: %s", self._chosen[1])
-        everyone = [Holdings.from_json(answer["holdings"], table) for answer in answers]
         sources = [everyone[rank] for rank in self.world.sources]
         destinations = [everyone[rank] for rank in self.world.destinations]
         self.analysis = analyse(
@@ -82,6 +77,7 @@ class NcclXferEngine(CheckpointEngine):
             ),
             # One-sided, every sender reaches every receiver, and none passes anything on.
             fan_out=False if self._chosen[0] == "ipc" else None,
+            pace=NCCL_PACE if endpoint.device.type == "cuda" else GLOO_PACE,
         )
         self.manifest: Manifest = self.analysis.manifest
         if self.world.rank == 0:
@@ -99,6 +95,7 @@ class NcclXferEngine(CheckpointEngine):
         # With what is checked, since a checksum that one side writes has to be read by the other.
         agree_on_plan(self.channel, digest + self.config.verify, pairs)
         self._initial = fragments
+        self._agreed = self._agreed_of(fragments, refused)
         return self.manifest
 
     def init_process_group(self) -> None:
@@ -126,11 +123,25 @@ class NcclXferEngine(CheckpointEngine):
 
     def stale(self) -> bool:
         self._open_bulk.settle()
+        if self._open_bulk.moved():
+            return True
+        # A trainer looks through all its parameters while their bytes are on their way, where that can do no harm.
+        # An engine has to know before anyone writes.
+        if self.world.is_source and self._open_bulk.will_look(self._have_moved):
+            return False
+        moved = self._have_moved()
+        if not moved:
+            self._open_bulk.found_again()
+        return moved
+
+    def _have_moved(self) -> bool:
         # Parameters move when they are offloaded and brought back; old views would read freed memory.
-        return self._endpoint.storage_key() != self._storage or self._open_bulk.moved()
+        return self._endpoint.storage_key() != self._storage
 
     def rebind(self) -> None:
-        fragments, _ = self._fragments(self._endpoint, self.manifest.specs())
+        fragments = self._agreed.again(
+            self.channel, lambda: self._fragments(self._endpoint, self.manifest.specs())
+        )
         self._open_bulk.bind(fragments)
         if self._shared_scales is not None:
             self._shared_scales.bind(fragments)
@@ -152,7 +163,7 @@ class NcclXferEngine(CheckpointEngine):
                 self._shared_scales.settle()
         bulk = self._open_bulk.run(clock, send_misc)
         sends_misc = self._misc.nbytes if self.world.rank == 0 else 0
-        return SendResult(bulk.payload_bytes, sends_misc, bulk.verified_bytes)
+        return SendResult(bulk.payload_bytes, sends_misc, bulk.verified_bytes, bulk.void)
 
     def receive_weights(self, version: int, clock: StageClock) -> SendResult:
         destination = cast(WeightDestination, self._endpoint)
@@ -168,7 +179,7 @@ class NcclXferEngine(CheckpointEngine):
             with clock.stage("verify"):
                 self._scales.look()
         return SendResult(
-            bulk.payload_bytes, self._misc.nbytes, bulk.verified_bytes + self._misc.verified_bytes
+            bulk.payload_bytes, self._misc.nbytes, bulk.verified_bytes + self._misc.verified_bytes, bulk.void
         )
 
     def require_finite(self) -> None:
@@ -201,15 +212,9 @@ class NcclXferEngine(CheckpointEngine):
         caller.wait_stream(self._urgent)
 
     def finalize(self, *, failed: bool = False) -> None:
-        if self._bulk is not None:
-            self._bulk.close(failed=failed)
-            self._bulk = None
-        if self._shared_scales is not None:
-            self._shared_scales.close(failed=failed)
-            self._shared_scales = None
-        if self._misc_group is not None:
-            self._misc_group.close(failed=failed)
-            self._misc_group = None
+        opened = (self._bulk, self._shared_scales, self._misc_group)
+        self._bulk = self._shared_scales = self._misc_group = None
+        end_all(partial(one.close, failed=failed) for one in opened if one is not None)
 
     @property
     def transport_name(self) -> str:
@@ -236,6 +241,22 @@ class NcclXferEngine(CheckpointEngine):
                 rank=self.world.rank,
             )
         return self._bulk
+
+    def _agreed_of(self, fragments: list[Fragment], refused: Mapping[str, str]) -> AgreedFragments:
+        if self.world.is_source:
+            # The others travel as the export gives them, which is checked as it is drawn.
+            return AgreedFragments(fragments, {e.spec.name for e in self.manifest if e.route != "bulk"})
+        # An engine's own loader writes where its fragments lie, too.
+        return AgreedFragments(fragments, refused)
+
+    def _tell_holdings(
+        self, ours: Holdings, table: SpecTable, device: torch.device
+    ) -> tuple[list[dict[str, Any]], list[Holdings]]:
+        """Every rank's host and GPU, and what it holds. Groups are told one by one, since many ranks hold the same."""
+        place = {"host": host_identity(), "gpu": facts(device)}
+        told = self.channel.vote_parts("holdings", [place, *ours.to_parts()])
+        read = HoldingsReader(table)
+        return [row[0] for row in told], [read.holdings(rank, row[1:]) for rank, row in enumerate(told)]
 
     def _fragments(
         self, endpoint: WeightSource | WeightDestination, specs: list[TensorSpec]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import cast
 
 from ..channel import Channel
 from ..config import RefitConfig
 from ..endpoints import WeightDestination, WeightSource
+from ..layout import Fragment
 from ..manifest import Manifest, ManifestEntry
 from ..misc import PackedBroadcast
 from ..process_groups import Group
@@ -16,6 +18,7 @@ from ..world import RefitWorld
 from .agreement import agree_on_digest, agree_on_specs, make_packed_broadcast, specs_digest
 from .base import CheckpointEngine, SendResult
 from .formats import agree_on_formats, require_stored_so
+from .unchanged import AgreedFragments
 
 
 class PackedBroadcastEngine(CheckpointEngine):
@@ -33,10 +36,13 @@ class PackedBroadcastEngine(CheckpointEngine):
         self._endpoint = endpoint
         self._scales = ScaleWatch(formats, self.world.rank)
         agree_on_digest(self.channel, "specs_digest", specs_digest(specs, self.config))
+        fragments: list[Fragment] = []
+        refused: dict[str, str] = {}
         if not self.world.is_source:
             # The engine checks here that the weights fill it, before anything is written.
-            fragments, _ = cast(WeightDestination, endpoint).fragments(specs)
+            fragments, refused = cast(WeightDestination, endpoint).fragments(specs)
             require_stored_so(self.channel, fragments, formats)
+        self._agreed = AgreedFragments(fragments, refused)
         reason = "policy.nccl_xfer_refit is false: the conventional path carries everything"
         self.manifest = Manifest(tuple(ManifestEntry(spec, "misc", reason) for spec in specs))
         return self.manifest
@@ -48,6 +54,21 @@ class PackedBroadcastEngine(CheckpointEngine):
         )
         if not self.world.is_source:
             self._scales.bind([], self.manifest.specs(), self._endpoint.device)
+            self._storage: Hashable = self._endpoint.storage_key()
+
+    def stale(self) -> bool:
+        # The engine's loader writes where it saw its parameters last. The trainer exports anew in each refit.
+        return not self.world.is_source and self._endpoint.storage_key() != self._storage
+
+    def rebind(self) -> None:
+        self._agreed.again(self.channel, self._fragments)
+        if not self.world.is_source:
+            self._storage = self._endpoint.storage_key()
+
+    def _fragments(self) -> tuple[list[Fragment], dict[str, str]]:
+        if self.world.is_source:
+            return [], {}
+        return cast(WeightDestination, self._endpoint).fragments(self.manifest.specs())
 
     def send_weights(self, version: int, clock: StageClock) -> SendResult:
         source = cast(WeightSource, self._endpoint)
@@ -66,9 +87,9 @@ class PackedBroadcastEngine(CheckpointEngine):
         self._scales.require_finite()
 
     def finalize(self, *, failed: bool = False) -> None:
-        if self._group is not None:
-            self._group.close(failed=failed)
-            self._group = None
+        group, self._group = self._group, None
+        if group is not None:
+            group.close(failed=failed)
 
     @property
     def transport_name(self) -> str:

@@ -2,7 +2,7 @@
 
 from .boxes import Box, box_of, coverage_gap, intersect, overlap, split, subtract, subtract_all, volume
 from .dtensor import dtensor_fragments, layout_of, local_fragments, mesh_of, placement_of, placements_of
-from .fragments import Encoding, Fragment, local_slice
+from .fragments import Encoding, Fragment, Misfit, local_slice
 from .mesh import Mesh
 from .placements import Placement, Replicate, Shard, StridedShard, boxes_of, chunk, local_shape
 
@@ -11,6 +11,7 @@ __all__ = [
     "Encoding",
     "Fragment",
     "Mesh",
+    "Misfit",
     "Placement",
     "Replicate",
     "Shard",

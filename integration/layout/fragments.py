@@ -28,6 +28,18 @@ class Encoding(Protocol):
         """Of what travels of a view of this shape."""
 
 
+class Misfit(ValueError):
+    """A view that is not of its box's shape, or a box that leaves its tensor.
+
+    Attributes:
+        name: of the tensor.
+    """
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"fragment of {name}: {what}")
+        self.name = name
+
+
 @dataclass(frozen=True)
 class Fragment:
     """One box of a Hugging Face tensor and the local view that holds it.
@@ -41,7 +53,7 @@ class Fragment:
         encoding: of a source, if not the view's own bytes travel; the box is then that of what travels.
 
     Raises:
-        ValueError: the view's shape is not the box's, or the box leaves the full shape.
+        Misfit: the view's shape is not the box's, or the box leaves the full shape.
     """
 
     name: str
@@ -56,16 +68,15 @@ class Fragment:
         if self.encoding is not None:
             found = self.encoding.shape(found)
         if found != expected:
-            raise ValueError(
-                f"fragment of {self.name}: the view has shape {found} but its box {self.box} "
-                f"has shape {expected}; bytes would land in the wrong place. Give the view that holds the box."
+            raise Misfit(
+                self.name,
+                f"the view has shape {found} but its box {self.box} has shape {expected}; bytes would land in the wrong "
+                "place. Give the view that holds the box.",
             )
         if len(self.box) != len(self.full_shape) or any(
             start < 0 or stop > n for (start, stop), n in zip(self.box, self.full_shape, strict=False)
         ):
-            raise ValueError(
-                f"fragment of {self.name}: box {self.box} does not lie inside the full shape {self.full_shape}"
-            )
+            raise Misfit(self.name, f"box {self.box} does not lie inside the full shape {self.full_shape}")
 
     @property
     def dtype(self) -> torch.dtype:

@@ -152,7 +152,7 @@ class PushedEncodings:
         by_held: dict[int, list[tuple[EncodedView, torch.Tensor]]] = {}
         for view, target in pairs:
             by_held.setdefault(id(view.held), []).append((view, target))
-        needs = [sum(_padded(view.nbytes) for view, _ in group) for group in by_held.values()]
+        needs = [sum(padded(view.nbytes) for view, _ in group) for group in by_held.values()]
         self._buffer = torch.empty(max(needs, default=0), dtype=torch.uint8)
         self._steps: list[tuple[list[Encoder], list[tuple[torch.Tensor, torch.Tensor]]]] = []
         for group in by_held.values():
@@ -160,7 +160,7 @@ class PushedEncodings:
             for view, target in group:
                 raw = self._buffer[cursor : cursor + view.nbytes]
                 made = raw.view(view.dtype).view(view.shape)
-                cursor += _padded(view.nbytes)
+                cursor += padded(view.nbytes)
                 computed.append((view, made))
                 pushes.append((made, target))
             self._steps.append((make_encoders(computed, torch.device("cpu")), pushes))
@@ -180,7 +180,8 @@ class PushedEncodings:
                 target.copy_(made, non_blocking=True)
 
 
-def _padded(nbytes: int) -> int:
+def padded(nbytes: int) -> int:
+    """Rounded up to what any element is aligned to."""
     return -(-nbytes // 16) * 16
 
 

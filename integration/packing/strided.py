@@ -65,6 +65,14 @@ class Strided:
         return prod(self.shape) * self.itemsize
 
     @property
+    def extent(self) -> int:
+        """Bytes from the first to behind the last element."""
+        if not prod(self.shape):
+            return 0
+        steps = zip(self.shape, self.strides, strict=True)
+        return sum((n - 1) * stride for n, stride in steps) + self.itemsize
+
+    @property
     def contiguous(self) -> bool:
         """Whether the elements lie row-major without gaps."""
         step = self.itemsize

@@ -16,7 +16,7 @@ from .assignment import Assignment, Ints, Receiver
 from .classes import TensorClass, classify
 from .collector import collector_paused
 from .geometry import check
-from .model import Plan
+from .model import NCCL_PACE, Pace, Plan
 from .own_part import compile_own_part
 from .schedule import arrange, message_room, peers_at_a_time, simulate, slots
 from .topology import LinkLoad, Topology
@@ -43,6 +43,7 @@ class Analysis:
         predicted_seconds: simulated time of the rounds at nominal rates.
         fan_out: whether engine ranks of one host that want the same pass it on to each other.
         bucket_bytes: staging memory per direction that messages were cut for.
+        pace: that messages were cut for.
         digest: equal on all ranks, or nothing moves.
     """
 
@@ -54,6 +55,7 @@ class Analysis:
     predicted_seconds: float
     fan_out: bool
     bucket_bytes: int
+    pace: Pace
     digest: str
     train_ranks: int
     gen_ranks: int
@@ -78,7 +80,7 @@ class Analysis:
         """The part of ``rank`` (of the refit world)."""
         names = [entry.spec.name for entry in self.manifest]
         return compile_own_part(
-            rank, names, self.classes, self.assignment, self.blocks, self.room, self.digest
+            rank, names, self.classes, self.assignment, self.blocks, self.room, self.pace, self.digest
         )
 
 
@@ -91,6 +93,7 @@ def analyse(
     bucket_bytes: int,
     topology: Topology | None = None,
     fan_out: bool | None = None,
+    pace: Pace = NCCL_PACE,
 ) -> Analysis:
     """Give each weight its route, intersect what is wanted with what is held, and share out the sending.
 
@@ -102,6 +105,7 @@ def analyse(
         topology: of all T+G ranks; None for one host.
         fan_out: let engine ranks of one host that want the same share what they receive; None to do
             so where it is faster.
+        pace: of the wire.
 
     Raises:
         PlanError: a wanted box that no trainer holds, fragments of one rank that want the same bytes, or
@@ -119,7 +123,9 @@ def analyse(
     choices = [alone] if fan_out is not True else []
     if fan_out is not False and (fan_out or len(families) < len(alone)):
         choices.append(families)
-    layouts = [_Layout.make(classes, receivers, train, gen, bucket_bytes, topology) for receivers in choices]
+    layouts = [
+        _Layout.make(classes, receivers, train, gen, bucket_bytes, pace, topology) for receivers in choices
+    ]
     chosen = layouts[0]
     for other in layouts[1:]:
         if other.predicted_seconds < (1 - _FAN_OUT_GAIN) * chosen.predicted_seconds:
@@ -133,7 +139,8 @@ def analyse(
         predicted_seconds=chosen.predicted_seconds,
         fan_out=any(len(receiver.ranks) > 1 for receiver in chosen.assignment.receivers),
         bucket_bytes=bucket_bytes,
-        digest=_digest(manifest, chosen),
+        pace=pace,
+        digest=_digest(manifest, chosen, pace),
         train_ranks=train,
         gen_ranks=gen,
         room=chosen.room,
@@ -161,11 +168,12 @@ class _Layout:
         train: int,
         gen: int,
         bucket_bytes: int,
+        pace: Pace,
         topology: Topology,
     ) -> _Layout:
         siblings = max(len(receiver.ranks) for receiver in receivers)
         # Pieces are cut for as many peers as there may be; messages are filled up for those that there are.
-        cut_for = message_room(bucket_bytes, slots(train, gen), siblings)
+        cut_for = message_room(bucket_bytes, slots(train, gen), siblings, pace)
         assignment = Assignment(classes, receivers, cut_for, topology)
         pairs = assignment.pair_bytes(train + gen)
         links = topology.links(pairs)
@@ -175,7 +183,7 @@ class _Layout:
         amounts = assignment.amounts(train, gen)
         for by_size in (False, True):
             blocks = arrange(amounts, by_size=by_size)
-            room = message_room(bucket_bytes, peers_at_a_time(blocks), siblings)
+            room = message_room(bucket_bytes, peers_at_a_time(blocks), siblings, pace)
             seconds = simulate(pairs[:train, train:], blocks, families, room, topology)
             schedules.append((seconds, room, blocks))
             if seconds <= _GOOD_ENOUGH * slowest:
@@ -200,11 +208,13 @@ def _families(destinations: Sequence[Holdings], topology: Topology) -> list[Rece
     return [Receiver(tuple(ranks), topology.host_of[ranks[0]]) for ranks in families.values()]
 
 
-def _digest(manifest: Manifest, layout: _Layout) -> str:
+def _digest(manifest: Manifest, layout: _Layout, pace: Pace) -> str:
     assignment = layout.assignment
     digest = hashlib.sha256(manifest.digest().encode())
     digest.update(layout.blocks.tobytes())
-    digest.update(repr((layout.room, assignment.sets, [r.ranks for r in assignment.receivers])).encode())
+    digest.update(
+        repr((layout.room, pace, assignment.sets, [r.ranks for r in assignment.receivers])).encode()
+    )
     digest.update(assignment.nbytes.tobytes())
     digest.update(assignment.home.tobytes())
     for order, ends in assignment.cut_points():

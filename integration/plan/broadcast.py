@@ -33,7 +33,7 @@ def plan_broadcast(manifest: Manifest, sources: Sequence[Holdings], bucket_bytes
                         rows[holdings.rank] += _rows(entry.spec.name, box, entry.spec.dtype.itemsize, room)
     messages: list[Message] = []
     for source, listed in sorted(rows.items()):
-        for segments, nbytes in pack(listed, room):
+        for segments, nbytes in pack(listed, room, room, bare=False):
             messages.append(Message(source, EVERYONE, len(messages), segments, nbytes, source))
     return BroadcastPlan(tuple(messages), messages_digest(messages))
 

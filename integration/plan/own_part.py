@@ -11,7 +11,7 @@ import numpy as np
 from ..layout import Box
 from .assignment import Assignment
 from .classes import TensorClass
-from .model import CHECKSUM_BYTES, LARGE_SEGMENT, Message, Plan, Segment, aligned, messages_digest
+from .model import CHECKSUM_BYTES, Message, Pace, Plan, Segment, aligned, messages_digest
 from .schedule import Matrix, round_index
 
 # What one pair exchanges, in the order that both ends know: (name, box, bytes).
@@ -48,6 +48,7 @@ def compile_own_part(
     assignment: Assignment,
     blocks: Matrix,
     room: int,
+    pace: Pace,
     digest: str,
 ) -> Plan:
     """List and pack what ``rank`` sends or receives; see :class:`~.model.Plan`."""
@@ -68,9 +69,11 @@ def compile_own_part(
     pair_digests: dict[tuple[int, int], str] = {}
     for (source, target), listed in sorted(rows.pairs.items()):
         block = int(blocks[source, target - train_ranks])
+        # What is passed on keeps its checksum with it, and is read where it arrived.
+        passed_on = len(assignment.receivers[assignment.receiver_of(target)].ranks) > 1
         messages = [
             Message(source, target, round_index(block, i, relay=False), segments, nbytes, source)
-            for i, (segments, nbytes) in enumerate(pack(listed, room))
+            for i, (segments, nbytes) in enumerate(pack(listed, room, pace.alone, bare=not passed_on))
         ]
         if rank in (source, target):
             pair_digests[source, target] = messages_digest(messages)
@@ -90,13 +93,15 @@ def compile_own_part(
         tuple(tuple(sorted(receives[i], key=_wire_order)) for i in rounds),
         digest,
         pair_digests,
+        pace,
     )
 
 
-def pack(rows: Iterable[Row], room: int) -> list[tuple[tuple[Segment, ...], int]]:
+def pack(rows: Iterable[Row], room: int, alone: int, *, bare: bool) -> list[tuple[tuple[Segment, ...], int]]:
     """Messages of at most ``room`` bytes of segments: the segments, and the bytes on the wire.
 
-    A large segment gets a message of its own. No row may be larger than ``room``.
+    A segment of ``alone`` bytes or more gets a message of its own; ``bare``: without a checksum in it. No row may be
+    larger than ``room``.
     """
     messages: list[tuple[tuple[Segment, ...], int]] = []
     segments: list[Segment] = []
@@ -109,8 +114,9 @@ def pack(rows: Iterable[Row], room: int) -> list[tuple[tuple[Segment, ...], int]
         segments, cursor = [], 0
 
     for name, box, nbytes in rows:
-        if nbytes >= LARGE_SEGMENT:
-            messages.append(((Segment(name, box, 0, nbytes),), aligned(nbytes) + CHECKSUM_BYTES))
+        if nbytes >= alone:
+            on_wire = nbytes if bare else aligned(nbytes) + CHECKSUM_BYTES
+            messages.append(((Segment(name, box, 0, nbytes),), on_wire))
             continue
         if cursor + nbytes > room:
             close()

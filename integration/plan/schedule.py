@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PlanError
-from .model import ALIGNMENT, CHECKSUM_BYTES
+from .model import ALIGNMENT, CHECKSUM_BYTES, NCCL_PACE, Pace
 from .topology import Topology
 
 # Peers of a rank at a time: enough to even out the senders, few enough for large messages.
@@ -79,18 +79,19 @@ def round_index(block: int, message: int, *, relay: bool) -> int:
     return 2 * (block * _MESSAGES + message) + relay
 
 
-def message_room(bucket_bytes: int, peers: int, siblings: int) -> int:
+def message_room(bucket_bytes: int, peers: int, siblings: int, pace: Pace) -> int:
     """Bytes of segments in a message, so that a round's messages of a rank fit into its bucket.
 
     Args:
-        bucket_bytes: staging memory per direction.
+        bucket_bytes: of a bucket where two take turns; more share what these have.
         peers: of a rank at a time.
         siblings: ranks that pass on what they receive to each other; 1 without fan-out.
+        pace: of the wire.
 
     Raises:
         PlanError: the bucket is too small for one element from every peer.
     """
-    limit = bucket_bytes // (peers * siblings)
+    limit = bucket_bytes * NCCL_PACE.buckets // (pace.buckets * peers * siblings)
     room = limit // ALIGNMENT * ALIGNMENT - CHECKSUM_BYTES
     if room < ALIGNMENT:
         raise PlanError(
@@ -98,7 +99,7 @@ def message_room(bucket_bytes: int, peers: int, siblings: int) -> int:
             "give a larger bucket (policy.refit.bucket_mb)",
             stage="plan",
         )
-    return room
+    return room if pace.most is None else min(room, pace.most)
 
 
 def simulate(

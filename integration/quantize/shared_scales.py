@@ -89,6 +89,15 @@ class SharedScales:
         # Sizes of FP32 numbers have the order of their bits, NaN above all.
         self._row = torch.zeros(slots.count, dtype=torch.int32, device=device)
 
+    def connect(self) -> None:
+        """Connect to the other trainer ranks; all of them at the same time.
+
+        Raises:
+            PeerLost, RefitTimeout: a trainer rank does not take part.
+        """
+        if self._group is not None:
+            self._group.prepare_maximum(self._row)
+
     def bind(self, fragments: Sequence[Fragment]) -> None:
         """Prepare for this rank's fragments; again whenever they have moved. Keeps their scales, but no weight.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha256
 from typing import Any
 
 from ..errors import RefitError
@@ -70,6 +71,17 @@ class Rendezvous:
                 parameter="token",
             )
         return bytes.fromhex(self.token)
+
+    @property
+    def turn(self) -> int:
+        """At which message sampled checks begin: drawn anew with each token, and the same on all ranks; below 2^63.
+
+        With a start of its own for each epoch, epochs that are short come to all messages too.
+
+        Raises:
+            RefitError: as :attr:`key`.
+        """
+        return int.from_bytes(sha256(b"rlrefit sampled checks" + self.key).digest()[:8]) >> 1
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, token included, to hand to the other ranks by whatever launches them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import secrets
 import socket
 import struct
@@ -11,14 +11,17 @@ import time
 from collections.abc import Sequence
 from typing import Never
 
-from ..errors import PeerLost, RefitError, RefitTimeout
+from ..errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
 from .address import Rendezvous
 from .wire import (
     GREETING_BYTES,
     HEADER_BYTES,
     MAGIC,
+    MAX_ANSWER,
+    MAX_MESSAGE,
     NONCE_BYTES,
     PROOF_BYTES,
+    Body,
     Malformed,
     Op,
     Role,
@@ -30,14 +33,17 @@ from .wire import (
     parse_header,
     tune,
     unpack_body,
+    unpack_int,
 )
 
 _RETRY_S = 0.05
 # A server under a flood of strangers drops those that have not opened, which looks like the refusal of a token.
 _ATTEMPTS = 4
 _READ = 1 << 18
-# Beyond the longest wait that a rank asks for, what the server may take to say that it ran out.
+# Beyond a wait that a rank asks for, what the server may take to say that it ran out.
 _GRACE_S = 5.0
+# Of an answer that may come, beside the table of all values: what else it says.
+_MOST_ANSWER = MAX_ANSWER + (16 << 20)
 
 
 class _ClosedUnopened(Exception):
@@ -48,8 +54,8 @@ class Connection:
     """One request at a time and its answer, each within a limit; safe to share between threads.
 
     The server answers waits itself when they run out. One that does not answer at all (its host is frozen)
-    is given ``timeout_s`` and a few seconds more, and then counts as lost. The kernel keeps that limit
-    (``SO_RCVTIMEO``), so that a request costs one send and one receive.
+    is given the wait and a few seconds more, and then counts as lost. The limit is for the whole request, however
+    its answer trickles in; the kernel keeps it (``SO_RCVTIMEO``), so that a request costs one send and one receive.
     """
 
     def __init__(self, rendezvous: Rendezvous, rank: int, timeout_s: float, role: Role = Role.MEMBER):
@@ -58,36 +64,44 @@ class Connection:
         Args:
             rendezvous: where to connect.
             rank: refit-world rank of this process.
-            timeout_s: seconds for connecting, and the longest that a request may ask the server to wait.
+            timeout_s: seconds for connecting, and for a request that does not wait.
             role: ``MEMBER`` for the one connection whose end is this rank's end.
 
         Raises:
             RefitTimeout: nobody answers at the address.
             RefitError: the token is missing or another one, or the rank is taken.
+            RefitMismatch: the rendezvous was opened for other numbers of ranks, or another epoch.
         """
         self._where = f"{rendezvous.host}:{rendezvous.port}"
         self._rank = rank
         self._timeout_s = timeout_s
-        self._limit_s = timeout_s + min(_GRACE_S, max(1.0, timeout_s / 2))
         self._lock = threading.Lock()
-        self._broken = ""
+        self._broken, self._cut_short = "", False
         self._incoming = bytearray()
         key = rendezvous.key
+        self._deadline = time.monotonic() + timeout_s
         for attempts_left in reversed(range(_ATTEMPTS)):
             self._sock = self._connect(rendezvous.host, rendezvous.port)
-            self._limit(timeout_s)
             try:
-                self._open(key, role, last=not attempts_left)
-                return
+                self._limit(self._deadline - time.monotonic())
+                numbers = self._open(key, role, last=not attempts_left)
+                break
             except _ClosedUnopened:
                 self._sock.close()
                 self._incoming.clear()
             except BaseException:
                 self._sock.close()
                 raise
+        self._require_same(rendezvous, numbers)
 
     def request(
-        self, op: Op, fields: Sequence[bytes], *, stage: str, limit_s: float = math.inf
+        self,
+        op: Op,
+        fields: Sequence[bytes],
+        *,
+        stage: str,
+        wait_s: float = 0.0,
+        limit_s: float | None = None,
     ) -> tuple[Status, list[bytes]]:
         """Send a request and return its answer.
 
@@ -95,19 +109,32 @@ class Connection:
             op: what is asked.
             fields: as ``op`` has them.
             stage: for errors.
-            limit_s: seconds for a request that does not wait, if the connection's own limit is too long for it.
+            wait_s: seconds that it asks the server to wait.
+            limit_s: seconds for a request that does not wait, if they are other than the connection's.
 
         Raises:
             PeerLost: the connection broke, or the server stopped answering.
+            RefitError: the request is larger than a message may be; nothing was sent.
         """
+        body = pack_body(op, fields)
+        if len(body) > MAX_MESSAGE:
+            raise RefitError(
+                f"what this rank has to tell is {len(body)} bytes, above the limit of {MAX_MESSAGE} for a message",
+                stage=stage,
+                rank=self._rank,
+            )
+        if limit_s is None:
+            limit_s = wait_s + min(_GRACE_S, max(2.0, self._timeout_s / 2)) if wait_s else self._timeout_s
         with self._lock:
             if self._broken:
                 self._lost(stage, self._broken)
-            limit_s = min(limit_s, self._limit_s)
+            if self._cut_short:
+                return self._tell(op, body, stage)
             try:
+                self._deadline = time.monotonic() + limit_s
                 if limit_s != self._set_limit_s:
                     self._limit(limit_s)
-                self._sock.sendall(self._ours.frame(pack_body(op, fields)))
+                self._send(self._ours.frame(body))
                 status, answer = unpack_body(self._receive_frame())
                 return Status(status), answer
             except BlockingIOError:
@@ -121,30 +148,47 @@ class Connection:
             except ValueError as error:
                 self._break(f"a message was refused: {error}")
                 self._lost(stage, self._broken)
+            except (
+                BaseException
+            ):  # an interrupt: what is still to come would be read as the answer to the next request
+                self._cut_short = True
+                raise
+
+    def _tell(self, op: Op, body: Body, stage: str) -> tuple[Status, list[bytes]]:
+        """Say without an answer that this rank ends, which is all that it can do once it has lost its place in the answers."""
+        if op not in (Op.ABORT, Op.LEAVE):
+            self._lost(stage, "an earlier request was interrupted, and what comes may be its answer")
+        try:
+            self._send(self._ours.frame(body))
+        except OSError as error:
+            self._break(f"the connection ended: {error}")
+            self._lost(stage, self._broken)
+        return Status.OK, []
 
     def close(self) -> None:
         """End the connection; safe to call twice."""
         self._break("this rank has closed it")
 
     def _connect(self, host: str, port: int) -> socket.socket:
-        deadline = time.monotonic() + self._timeout_s
         while True:
             try:
-                sock = socket.create_connection((host, port), max(0.01, deadline - time.monotonic()))
+                sock = socket.create_connection((host, port), max(0.01, self._deadline - time.monotonic()))
                 tune(sock)
                 sock.settimeout(None)  # the kernel's limit, set below, needs a blocking socket
                 return sock
             except OSError as error:
-                if time.monotonic() + _RETRY_S > deadline:
+                if time.monotonic() + _RETRY_S > self._deadline:
                     raise RefitTimeout(
                         f"no rendezvous at {self._where} within {self._timeout_s:.0f} s: {error}. Is trainer rank 0 "
                         "up, and is the port open between the hosts?",
                         stage="rendezvous",
                         rank=self._rank,
+                        blamed=0,
                     ) from error
                 time.sleep(_RETRY_S)
 
-    def _open(self, key: bytes, role: Role, last: bool) -> None:
+    def _open(self, key: bytes, role: Role, last: bool) -> list[bytes]:
+        """Prove the token to each other; returns what the rendezvous was opened for."""
         try:
             greeting = self._receive(GREETING_BYTES)
             if not greeting.startswith(MAGIC):
@@ -158,12 +202,14 @@ class Connection:
             status, fields = unpack_body(self._receive_frame())
             if status != Status.OK:
                 self._refused(b"; ".join(fields).decode(errors="replace"))
+            return fields
         except BlockingIOError as error:
             raise RefitTimeout(
                 f"the rendezvous at {self._where} took the connection and did not answer within "
                 f"{self._timeout_s:.0f} s; is the host of trainer rank 0 frozen?",
                 stage="rendezvous",
                 rank=self._rank,
+                blamed=0,
             ) from error
         except (OSError, EOFError, Malformed) as error:
             if not last:
@@ -178,11 +224,40 @@ class Connection:
             f"the rendezvous at {self._where} refused this rank: {why}", stage="rendezvous", rank=self._rank
         )
 
-    def _receive_frame(self) -> bytes:
-        length, signature = parse_header(self._receive(HEADER_BYTES))
-        body = self._receive(length)
+    def _require_same(self, rendezvous: Rendezvous, opened_for: Sequence[bytes]) -> None:
+        """A rank that counts the ranks otherwise would read answers wrongly."""
+        ours = (rendezvous.train_ranks, rendezvous.gen_ranks, rendezvous.epoch)
+        theirs = tuple(map(unpack_int, opened_for))
+        if theirs == ours:
+            return
+        told, opened = (
+            "{} trainer and {} generation ranks in epoch {}".format(*numbers)
+            if len(numbers) == 3
+            else "unknown"
+            for numbers in (ours, theirs)
+        )
+        why = f"it was given a rendezvous of {told}, and trainer rank 0 opened it for {opened}"
+        self.request(Op.ABORT, [why.encode()], stage="rendezvous")
+        self.close()
+        raise RefitMismatch(
+            f"this rank can't join: {why}. Nothing has moved; hand over what trainer rank 0 opened, unchanged",
+            stage="rendezvous",
+            rank=self._rank,
+            blamed=self._rank,
+        )
+
+    def _receive_frame(self) -> Body:
+        length, signature = parse_header(self._receive(HEADER_BYTES), _MOST_ANSWER)
+        body = Body(self._receive(length))
         self._theirs.check(signature, body)
         return body
+
+    def _send(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[self._sock.send(left) :]
+            if left:
+                self._limit_the_rest()
 
     def _receive(self, nbytes: int) -> bytes:
         while len(self._incoming) < nbytes:
@@ -190,12 +265,22 @@ class Connection:
             if not data:
                 raise EOFError
             self._incoming += data
-        taken = bytes(self._incoming[:nbytes])
+            if len(self._incoming) < nbytes:
+                self._limit_the_rest()
+        taken = bytes(memoryview(self._incoming)[:nbytes])
         del self._incoming[:nbytes]
         return taken
 
+    def _limit_the_rest(self) -> None:
+        """What comes in parts has one limit for all of them."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise BlockingIOError
+        self._limit(left)
+
     def _limit(self, seconds: float) -> None:
-        """Let any one send or receive fail (EAGAIN) after ``seconds``."""
+        """Let any one send or receive fail (EAGAIN) after ``seconds``; 0 would let it wait for ever."""
+        seconds = max(seconds, 1e-3)
         value = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
@@ -205,6 +290,9 @@ class Connection:
         # What comes later on this connection would be read as the answer to something else.
         if not self._broken:
             self._broken = why
+            with contextlib.suppress(OSError):  # it has ended
+                # A thread that reads it would go on to do so on a socket that is only closed.
+                self._sock.shutdown(socket.SHUT_RDWR)
             self._sock.close()
 
     def _lost(self, stage: str, why: str) -> Never:
@@ -213,4 +301,5 @@ class Connection:
             "being written stays dirty.",
             stage=stage,
             rank=self._rank,
+            blamed=0,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
@@ -22,13 +22,19 @@ class GroupStore(Store):
     so whoever makes one has to keep it, and this one keeps its clones.
     """
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, timeout_s: float):
-        """Connect; errors as of :class:`Connection`."""
+    def __init__(self, rendezvous: Rendezvous, rank: int, limit: Callable[[], float]):
+        """Connect; errors as of :class:`Connection`.
+
+        Args:
+            rendezvous: of the epoch.
+            rank: refit-world rank of this process.
+            limit: seconds that connecting or a wait may take at the moment; raises if the time is up.
+        """
         super().__init__()
-        self._made_with = (rendezvous, rank, timeout_s)
+        self._made_with = (rendezvous, rank, limit)
         self._rank = rank
-        self._timeout_s = timeout_s
-        self._connection = Connection(rendezvous, rank, timeout_s, Role.GROUP_STORE)
+        self._limit = limit
+        self._connection = Connection(rendezvous, rank, limit(), Role.GROUP_STORE)
         self._clones: list[GroupStore] = []
 
     def clone(self) -> GroupStore:
@@ -46,12 +52,12 @@ class GroupStore(Store):
         Raises:
             RefitTimeout: it is not set in time.
         """
-        wait = self._timeout_s
+        wait = self._limit()
         return self._ask(Op.GET, [key.encode(), pack_wait(wait)], wait, f"{key} was not set")[0]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all ``keys`` are set; raises as :meth:`get`."""
-        wait = self._timeout_s if timeout is None else min(timeout.total_seconds(), self._timeout_s)
+        wait = self._limit() if timeout is None else min(timeout.total_seconds(), self._limit())
         names = [key.encode() for key in keys]
         self._ask(Op.WAIT, [pack_wait(wait), *names], wait, f"{', '.join(keys)} were not all set")
 
@@ -74,14 +80,15 @@ class GroupStore(Store):
         self._connection.close()
 
     def _ask(self, op: Op, fields: list[bytes], wait_s: float = 0.0, late: str = "") -> list[bytes]:
-        status, answer = self._connection.request(op, fields, stage=_STAGE)
+        status, answer = self._connection.request(op, fields, stage=_STAGE, wait_s=wait_s)
         if status is Status.OK:
             return answer
         if status is Status.ABORTED:
             raise PeerLost(
-                f"refit rank {unpack_int(answer[0])} gave up: {answer[1].decode(errors='replace')}",
+                answer[1].decode(errors="replace"),
                 stage=_STAGE,
                 rank=self._rank,
+                blamed=unpack_int(answer[0]),
             )
         raise RefitTimeout(
             f"{late} within {wait_s:.0f} s; a peer did not join the group", stage=_STAGE, rank=self._rank

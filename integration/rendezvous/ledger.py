@@ -2,42 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..world import RefitWorld
-from .wire import Malformed, Op, Status, pack_body, pack_int, unpack_int
+from .meeting import Answer, Arrival, Caller, Meeting
+from .wire import Body, Malformed, Op, Status, pack_body, pack_int, unpack_int, unpack_numbers
 
-# Whom an answer is for: whatever the server knows connections by.
-Caller = Hashable
-Answer = tuple[Caller, bytes]
 _OK = pack_body(Status.OK)
+# Of what a rank saw of another one's end: how long the end itself may take to be told, in seconds, and as a share of
+# the limit of the wait that saw it.
+PATIENCE_S, PATIENCE_SHARE = 1.0, 0.25
 
 
 @dataclass(frozen=True)
 class _Wait:
-    """A caller that waits for keys; with ``reads`` it gets the first one's value."""
+    """A rank's caller that waits for keys; with ``reads`` it gets the first one's value."""
 
+    rank: int
     keys: tuple[bytes, ...]
     deadline: float
     reads: bool
 
 
 @dataclass
-class _Meeting:
-    """A barrier in progress: what each rank that has arrived brought."""
+class _Doubt:
+    """The epoch ends, and nobody has told why yet.
 
-    compare: bool
-    deadline: float
-    seconds: float
-    arrived: dict[int, tuple[Caller, bool, bytes]] = field(default_factory=dict)
+    Attributes:
+        since: when it was noticed.
+        until: until when the cause may come.
+        saw: what ranks saw of it, by rank, in the order in which they told.
+        late: the meeting that ran out, if that is how it was noticed, and its name.
+    """
+
+    since: float
+    until: float
+    saw: dict[int, str] = field(default_factory=dict)
+    late: tuple[str, Meeting] | None = None
 
 
 class Ledger:
-    """Values, meetings and aborts of one epoch.
+    """Values, meetings and the end of one epoch.
 
     Each call takes what happened and returns the answers that are due. A caller has one request at a time.
-    Once a rank has given up, or was lost, every wait is answered with that.
+    Once it is known why the epoch ends, every wait is answered with that.
+
+    A rank's own failure, its death and its leaving are causes. A wire that breaks, or a wait that runs out, only
+    follows from one: it may be told before its cause, which is then waited for. If none comes, the ranks that have
+    said nothing are to blame.
 
     Args:
         world: of trainer rank 0; for the number of ranks and their names.
@@ -47,8 +60,19 @@ class Ledger:
         self._world = world
         self._values: dict[bytes, bytes] = {}
         self._waits: dict[Caller, _Wait] = {}
-        self._meetings: dict[bytes, _Meeting] = {}
-        self._abort: bytes | None = None
+        self._meetings: dict[bytes, Meeting] = {}
+        self._asking: dict[Caller, int] = {}
+        # Trainer rank 0 that asks, and until when: its process may end once it knows, and the rendezvous with it.
+        self._host: tuple[Caller, float] | None = None
+        # Whom a guess has named: they may never ask.
+        self._silent: set[int] = set()
+        self._doubt: _Doubt | None = None
+        self._end: Body | None = None
+        # Whether a rank has told it, and nobody had to guess.
+        self._sure = False
+        # Ranks that have given up or know why the epoch ends: what becomes of them is no cause.
+        self._over: set[int] = set()
+        self._heard: dict[int, float] = {}
         self._left: set[int] = set()
         self.next_deadline = float("inf")
 
@@ -63,42 +87,60 @@ class Ledger:
         Raises:
             Malformed: no rank of this version would ask that.
         """
+        return [*self._request(caller, rank, code, fields, now), *self._release_host(now)]
+
+    def _request(self, caller: Caller, rank: int, code: int, fields: list[bytes], now: float) -> list[Answer]:
+        self._heard[rank] = now
         match code, fields:
-            case Op.MEET, [topic, milliseconds, compare, flag, value]:
+            case Op.MEET, [topic, milliseconds, compare, flag, addressed, *values]:
                 deadline = now + unpack_int(milliseconds) / 1e3
-                return self._meet(caller, rank, topic, now, deadline, compare == b"\1", flag == b"\1", value)
-            case Op.PUBLISH, [topic, value]:
-                return [(caller, _OK), *self._set(_published(topic, rank), value)]
-            case Op.READ, [topic, whose, milliseconds]:
-                key = _published(topic, unpack_int(whose))
-                return self._wait(caller, _Wait((key,), now + unpack_int(milliseconds) / 1e3, reads=True))
+                ranks = unpack_numbers(addressed)
+                if len(values) < len(ranks) or any(other >= self._world.size for other in ranks):
+                    raise Malformed("letters to ranks that are not there, or none for a rank")
+                letters = dict(zip(ranks, values, strict=False))
+                arrival = Arrival(caller, flag == b"\1", tuple(values[len(ranks) :]), letters)
+                return self._meet(rank, topic, now, deadline, compare == b"\1", arrival)
             case Op.ABORT, [reason]:
-                return [(caller, _OK), *self.abort(rank, reason.decode(errors="replace"))]
+                text = f"{self._world.describe(rank)} gave up: {reason.decode(errors='replace')}"
+                return [(caller, _OK), *self._conclude(rank, text)]
+            case Op.ABORT, [reason, milliseconds]:
+                patience = unpack_int(milliseconds) / 1e3
+                return [(caller, _OK), *self._saw(rank, reason.decode(errors="replace"), now, patience)]
+            case Op.CAUSE, [milliseconds]:
+                if rank == 0 and (self._doubt is not None or self._end is not None):
+                    self._host = caller, now + unpack_int(milliseconds) / 1e3
+                    self.next_deadline = min(self.next_deadline, self._host[1])
+                    return []
+                if self._doubt is None:
+                    return [(caller, self._told(rank))]
+                self._asking[caller] = rank
+                return []
             case Op.LOOK, []:
-                return [(caller, self._abort or _OK)]
+                return [(caller, self._told(rank))]
             case Op.LEAVE, []:
                 self._left.add(rank)
                 return [(caller, _OK), *self._give_up_meetings_without(rank)]
             case Op.SET, [key, value]:
-                return [(caller, _OK), *self._set(b"group/" + key, value)]
+                return [(caller, _OK), *self._set(key, value)]
             case Op.GET, [key, milliseconds]:
-                wait = _Wait((b"group/" + key,), now + unpack_int(milliseconds) / 1e3, reads=True)
-                return self._wait(caller, wait)
+                return self._wait(
+                    caller, _Wait(rank, (key,), now + unpack_int(milliseconds) / 1e3, reads=True)
+                )
             case Op.WAIT, [milliseconds, *keys]:
-                wanted = tuple(b"group/" + key for key in keys)
-                return self._wait(caller, _Wait(wanted, now + unpack_int(milliseconds) / 1e3, reads=False))
+                deadline = now + unpack_int(milliseconds) / 1e3
+                return self._wait(caller, _Wait(rank, tuple(keys), deadline, reads=False))
             case Op.CHECK, keys:
-                there = all(b"group/" + key in self._values for key in keys)
+                there = all(key in self._values for key in keys)
                 return [(caller, pack_body(Status.OK, [b"\1" if there else b"\0"]))]
             case Op.ADD, [key, amount]:
                 try:
-                    total = int(self._values.get(b"group/" + key, b"0")) + unpack_int(amount)
+                    total = int(self._values.get(key, b"0")) + unpack_int(amount)
                     answer = pack_body(Status.OK, [pack_int(total)])
                 except (ValueError, OverflowError):
                     raise Malformed("it adds to what is no number of 64 bits") from None
-                return [(caller, answer), *self._set(b"group/" + key, b"%d" % total)]
+                return [(caller, answer), *self._set(key, b"%d" % total)]
             case Op.DELETE, [key]:
-                there = self._values.pop(b"group/" + key, None) is not None
+                there = self._values.pop(key, None) is not None
                 return [(caller, pack_body(Status.OK, [b"\1" if there else b"\0"]))]
         raise Malformed(f"request {code} with {len(fields)} fields is unknown; another version of rlrefit?")
 
@@ -106,26 +148,26 @@ class Ledger:
         """The connection of ``rank`` has ended; unless it said so before, it is dead."""
         if rank in self._left:
             return []
-        return self.abort(
-            rank, "its connection to the rendezvous ended: its process died, or its host went away"
+        answers = self._conclude(
+            rank,
+            f"{self._world.describe(rank)} is lost: its connection to the rendezvous ended, since its process died or "
+            "its host went away",
         )
+        self._over.add(rank)
+        return [*answers, *self._release_host(0.0)]
 
     def forget(self, caller: Caller) -> None:
         """A connection has ended: owe it nothing."""
         self._waits.pop(caller, None)
-        for meeting in self._meetings.values():
-            for rank in [r for r, (who, _, _) in meeting.arrived.items() if who == caller]:
+        self._asking.pop(caller, None)
+        if self._host is not None and self._host[0] == caller:
+            self._host = None
+        meetings = [*self._meetings.values()]
+        if self._doubt is not None and self._doubt.late is not None:
+            meetings.append(self._doubt.late[1])
+        for meeting in meetings:
+            for rank in [r for r, arrival in meeting.arrived.items() if arrival.caller == caller]:
                 del meeting.arrived[rank]
-
-    def abort(self, rank: int, reason: str) -> list[Answer]:
-        """``rank`` gave up; the first to do so is the cause, and the others' reasons are its consequences."""
-        if self._abort is not None:
-            return []
-        self._abort = pack_body(Status.ABORTED, [pack_int(rank), reason.encode()])
-        waiting = [*self._waits, *(who for m in self._meetings.values() for who, _, _ in m.arrived.values())]
-        self._waits.clear()
-        self._meetings.clear()
-        return [(caller, self._abort) for caller in waiting]
 
     def expire(self, now: float) -> list[Answer]:
         """End what has waited too long. A meeting that runs out ends the epoch, and names who is missing."""
@@ -133,76 +175,154 @@ class Ledger:
         for caller in [caller for caller, wait in self._waits.items() if wait.deadline <= now]:
             del self._waits[caller]
             answers.append((caller, pack_body(Status.TIMEOUT)))
-        late = [topic for topic, meeting in self._meetings.items() if meeting.deadline <= now]
-        for topic in late:
-            if topic not in self._meetings:
-                continue  # an earlier one has ended the epoch
-            meeting = self._meetings.pop(topic)
-            missing = [rank for rank in range(self._world.size) if rank not in meeting.arrived]
-            timeout = pack_body(Status.TIMEOUT, [pack_int(rank) for rank in missing])
-            answers += [(who, timeout) for who, _, _ in meeting.arrived.values()]
-            names = ", ".join(self._world.describe(rank) for rank in missing)
-            reason = (
-                f"{names} did not come to {topic.decode(errors='replace')} within {meeting.seconds:.1f} s"
-            )
-            answers += self.abort(min(meeting.arrived, default=0), reason)
-        deadlines = [w.deadline for w in self._waits.values()] + [m.deadline for m in self._meetings.values()]
+        if self._doubt is None:
+            late = next((topic for topic, m in self._meetings.items() if m.deadline <= now), None)
+            if late is not None:
+                meeting = self._meetings.pop(late)
+                patience = min(PATIENCE_S, PATIENCE_SHARE * meeting.seconds)
+                self._doubt = _Doubt(now, now + patience, late=(late.decode(errors="replace"), meeting))
+        elif self._doubt.until <= now:
+            answers += self._settle(self._doubt)
+        answers += self._release_host(now)
+        deadlines = [wait.deadline for wait in self._waits.values()]
+        if self._doubt is not None:
+            deadlines.append(self._doubt.until)
+        else:
+            deadlines += [meeting.deadline for meeting in self._meetings.values()]
+            if self._host is not None:
+                deadlines.append(self._host[1])
         self.next_deadline = min(deadlines, default=float("inf"))
         return answers
 
+    def _conclude(self, rank: int, text: str, *, sure: bool = True, late: Sequence[int] = ()) -> list[Answer]:
+        """The epoch ends: ``rank`` is to blame, or -1. Who came to a meeting is told who was ``late`` there."""
+        if (sure and rank in self._over) or (self._end is not None and (self._sure or not sure)):
+            return []
+        self._end = pack_body(Status.ABORTED, [pack_int(rank), text.encode()])
+        self._sure = sure
+        came: dict[int, Arrival] = {}
+        if self._doubt is not None and self._doubt.late is not None:
+            came = self._doubt.late[1].arrived
+        told = pack_body(Status.TIMEOUT, [pack_int(r) for r in late]) if late else self._end
+        answers = [(arrival.caller, told) for arrival in came.values()]
+        answers += [(caller, self._end) for caller in (*self._waits, *self._asking)]
+        answers += [(a.caller, self._end) for m in self._meetings.values() for a in m.arrived.values()]
+        self._over |= {*came, *self._waiting()}
+        if sure:
+            self._over.add(rank)
+        self._doubt = None
+        self._waits.clear()
+        self._asking.clear()
+        self._meetings.clear()
+        return answers
+
+    def _release_host(self, now: float) -> list[Answer]:
+        """Tell trainer rank 0 why the epoch ends once all others know, or its time is up."""
+        if self._host is None or self._end is None:
+            return []
+        caller, until = self._host
+        unaware = set(range(1, self._world.size)) - self._over - self._left - self._silent
+        if unaware and now < until:
+            return []
+        self._host = None
+        return [(caller, self._told(0))]
+
+    def _told(self, rank: int) -> Body:
+        """What a rank hears that asks why the epoch ends."""
+        if self._end is None:
+            return _OK
+        self._over.add(rank)
+        return self._end
+
+    def _saw(self, rank: int, what: str, now: float, patience: float) -> list[Answer]:
+        """``rank`` gave up for what only follows from another one's end."""
+        if self._end is None:
+            if self._doubt is None:
+                self._doubt = _Doubt(now, now + patience)
+            self._doubt.saw.setdefault(rank, what)
+            self.next_deadline = min(self.next_deadline, self._doubt.until)
+        self._over.add(rank)
+        return []
+
+    def _waiting(self) -> set[int]:
+        """Ranks that are owed an answer."""
+        waits = {wait.rank for wait in self._waits.values()}
+        asking = {*self._asking.values()} | ({0} if self._host is not None else set())
+        return waits.union(asking, *(meeting.arrived for meeting in self._meetings.values()))
+
+    def _settle(self, doubt: _Doubt) -> list[Answer]:
+        """No cause has come: those who have not been heard of are to blame, and else who noticed it first."""
+        patience = doubt.until - doubt.since
+        heard = {rank for rank, when in self._heard.items() if when > doubt.since - patience}
+        came = doubt.late[1].arrived if doubt.late is not None else {}
+        alive = heard.union(doubt.saw, came, self._waiting(), self._left)
+        silent = [rank for rank in range(self._world.size) if rank not in alive]
+        self._silent = {*silent}
+        first, what = next(iter(doubt.saw.items()), (-1, ""))
+        if doubt.late is not None:
+            topic, meeting = doubt.late
+            missing = [rank for rank in range(self._world.size) if rank not in came]
+            late = [rank for rank in missing if rank in silent] or missing
+            text = f"{self._names(late)} did not come to {topic} within {meeting.seconds:.1f} s"
+            return self._conclude(late[0], text, sure=False, late=late)
+        gone = sorted(self._left - self._over)
+        if gone:
+            return self._conclude(gone[0], f"{self._names(gone)} gave up: closed the session", sure=False)
+        seen = f"{self._world.describe(first)} was the first to notice: {what}"
+        if not silent:
+            return self._conclude(first, seen, sure=False)
+        text = f"{self._names(silent)} did not answer: frozen, busy for too long, or cut off. {seen}"
+        return self._conclude(silent[0] if len(silent) == 1 else -1, text, sure=False)
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(self._world.describe(rank) for rank in ranks)
+
     def _meet(
         self,
-        caller: Caller,
         rank: int,
         topic: bytes,
         now: float,
         deadline: float,
         compare: bool,
-        flag: bool,
-        value: bytes,
+        arrival: Arrival,
     ) -> list[Answer]:
-        if self._abort is not None:
-            return [(caller, self._abort)]
+        caller = arrival.caller
+        if self._end is not None:
+            return [(caller, self._told(rank))]
         meeting = self._meetings.get(topic)
         if meeting is None:
-            meeting = self._meetings[topic] = _Meeting(compare, deadline, deadline - now)
+            meeting = self._meetings[topic] = Meeting(compare, deadline, deadline - now)
         if meeting.compare != compare or rank in meeting.arrived:
             why = b"this rank is there already, or another one meets there for another purpose"
             return [(caller, pack_body(Status.REFUSED, [why]))]
         if deadline < meeting.deadline:
             meeting.deadline, meeting.seconds = deadline, deadline - now
         self.next_deadline = min(self.next_deadline, meeting.deadline)
-        meeting.arrived[rank] = (caller, flag, value)
+        meeting.arrive(rank, arrival)
+        if meeting.too_large:
+            most, text = meeting.why_too_large(topic.decode(errors="replace"), self._world)
+            return self._conclude(most, text)
         if len(meeting.arrived) < self._world.size:
             return self._give_up_meetings_without(*self._left)
+        if self._doubt is not None:
+            return []  # a rank has given up: nobody may go on
         del self._meetings[topic]
-        return self._end_of(meeting)
-
-    def _end_of(self, meeting: _Meeting) -> list[Answer]:
-        arrived = [meeting.arrived[rank] for rank in range(self._world.size)]
-        values = [value for _, _, value in arrived]
-        if not meeting.compare:
-            answer = pack_body(Status.OK, values)
-        elif len(set(values)) > 1:
-            answer = pack_body(Status.DIFFER, values)
-        else:
-            answer = pack_body(Status.OK, [b"\1" if any(flag for _, flag, _ in arrived) else b"\0"])
-        # Rank 0 last: it shares the interpreter with the server, and once it runs on it would hold up the rest.
-        return [(who, answer) for who, _, _ in reversed(arrived)]
+        return meeting.answers(self._world.size)
 
     def _give_up_meetings_without(self, *gone: int) -> list[Answer]:
         """A rank that has left comes to no meeting any more."""
         for meeting in self._meetings.values():
-            missing = [rank for rank in gone if rank not in meeting.arrived]
+            missing = [rank for rank in gone if rank not in meeting.arrived and rank not in self._over]
             if missing and meeting.arrived:
-                return self.abort(missing[0], "it has closed its session")
+                who = self._world.describe(missing[0])
+                return self._conclude(missing[0], f"{who} gave up: it has closed its session")
         return []
 
     def _wait(self, caller: Caller, wait: _Wait) -> list[Answer]:
         if all(key in self._values for key in wait.keys):
             return [(caller, self._answer_to(wait))]
-        if self._abort is not None:
-            return [(caller, self._abort)]
+        if self._end is not None:
+            return [(caller, self._told(wait.rank))]
         self._waits[caller] = wait
         self.next_deadline = min(self.next_deadline, wait.deadline)
         return []
@@ -216,9 +336,5 @@ class Ledger:
         ]
         return [(caller, self._answer_to(self._waits.pop(caller))) for caller in served]
 
-    def _answer_to(self, wait: _Wait) -> bytes:
+    def _answer_to(self, wait: _Wait) -> Body:
         return pack_body(Status.OK, [self._values[wait.keys[0]]]) if wait.reads else _OK
-
-
-def _published(topic: bytes, rank: int) -> bytes:
-    return b"published/" + topic + b"/%d" % rank

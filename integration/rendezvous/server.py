@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import logging
 import resource
 import secrets
@@ -11,23 +12,29 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ..errors import RefitError
 from ..world import RefitWorld
 from .address import Rendezvous
-from .ledger import Answer, Ledger
+from .ledger import Ledger
+from .meeting import Answer
 from .wire import (
     HEADER_BYTES,
     HELLO_BYTES,
     MAGIC,
+    MAX_MESSAGE,
     NONCE_BYTES,
+    Body,
     Malformed,
     Role,
     Signer,
     Status,
     check_hello,
     pack_body,
+    pack_int,
     parse_header,
     proof,
     tune,
@@ -36,15 +43,21 @@ from .wire import (
 
 logger = logging.getLogger(__name__)
 
-# Connections that have not proved the token yet: how many at a time (the oldest goes first), and for how long.
+# Connections that have not proved the token yet: how many at a time beside the ranks' own (the oldest goes first), and
+# for how long.
 _MAX_STRANGERS = 256
 _OPENING_S = 10.0
+# Without descriptors or memory for another connection: for how long nobody is accepted. Who is there goes on.
+_ACCEPT_AGAIN_S = 0.2
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # Refusals are logged one by one only as often as this, in seconds; those between are counted.
 _LOG_EVERY = 10.0
 # After close(): how long ranks that still read an answer are served; and when this process is about to exit.
 _LINGER_S, _EXIT_LINGER_S = 5.0, 1.0
 _LONGEST_PAUSE_S = 3600.0
 _READ = 1 << 18
+# Of what is sent at once.
+_MOST_PARTS = 64
 # Of this process beside those of the ranks; and what one rank may open: itself, its groups, NCCL's watchdogs.
 _FILES, _FILES_A_RANK = 1024, 4
 
@@ -60,7 +73,7 @@ class _Peer:
     rank: int = -1
     role: Role = Role.MEMBER
     incoming: bytearray = field(default_factory=bytearray)
-    outgoing: bytearray = field(default_factory=bytearray)
+    outgoing: deque[memoryview] = field(default_factory=deque)
     theirs: Signer | None = None
     ours: Signer | None = None
 
@@ -83,6 +96,7 @@ class RendezvousServer:
         self._members: dict[int, _Peer] = {}
         self._peers: set[_Peer] = set()
         self._refused, self._next_log = 0, 0.0
+        self._accept_at: float | None = None
         self._closing: float | None = None
         self._linger_s = _LINGER_S
         self._wake, self._woken = socket.socketpair()
@@ -126,6 +140,9 @@ class RendezvousServer:
                         self._stop_listening(now)
                     else:
                         self._attend(key.data, events, now)
+                if self._accept_at is not None and now >= self._accept_at and self._closing is None:
+                    self._accept_at = None
+                    self._selector.register(self._listener, selectors.EVENT_READ)
                 if now >= self._ledger.next_deadline:
                     self._answer(self._ledger.expire(now))
                 for late in [peer for peer in self._strangers if peer.deadline <= now]:
@@ -142,6 +159,7 @@ class RendezvousServer:
             self._ledger.next_deadline,
             oldest.deadline if oldest is not None else float("inf"),
             self._closing if self._closing is not None else float("inf"),
+            self._accept_at if self._accept_at is not None and self._closing is None else float("inf"),
         )
         if deadline == float("inf"):
             return None
@@ -154,7 +172,8 @@ class RendezvousServer:
             self._closing = min(self._closing, now + self._linger_s)
         else:
             self._closing = now + self._linger_s
-            self._selector.unregister(self._listener)
+            if self._accept_at is None:
+                self._selector.unregister(self._listener)
             self._listener.close()
             for stranger in list(self._strangers):
                 self._drop(stranger)
@@ -162,10 +181,12 @@ class RendezvousServer:
     def _accept(self, now: float) -> None:
         try:
             sock, address = self._listener.accept()
-        except OSError as error:  # gone again, or this process is out of file descriptors
+        except OSError as error:
             self._log_refusal(f"a connection was not accepted: {error}")
-            if self._strangers:
-                self._drop(next(iter(self._strangers)))
+            if error.errno in _EXHAUSTED:
+                # It stays ready to be accepted, so that select would return at once, again and again.
+                self._selector.unregister(self._listener)
+                self._accept_at = now + _ACCEPT_AGAIN_S
             return
         sock.setblocking(False)
         tune(sock)
@@ -174,7 +195,7 @@ class RendezvousServer:
         self._peers.add(peer)
         self._selector.register(sock, selectors.EVENT_READ, peer)
         self._send(peer, MAGIC + peer.nonce)
-        if len(self._strangers) > _MAX_STRANGERS:
+        if len(self._strangers) > _MAX_STRANGERS + self.rendezvous.size - len(self._members):
             self._refuse(next(iter(self._strangers)), "too many connections wait to open")
 
     def _attend(self, peer: _Peer, events: int, now: float) -> None:
@@ -206,11 +227,11 @@ class RendezvousServer:
             self._admit(peer, bytes(peer.incoming[:HELLO_BYTES]))
             del peer.incoming[:HELLO_BYTES]
         while peer in self._peers and len(peer.incoming) >= HEADER_BYTES:
-            length, signature = parse_header(bytes(peer.incoming[:HEADER_BYTES]))
+            length, signature = parse_header(bytes(peer.incoming[:HEADER_BYTES]), MAX_MESSAGE)
             end = HEADER_BYTES + length
             if len(peer.incoming) < end:
                 return
-            body = bytes(peer.incoming[HEADER_BYTES:end])
+            body = Body(memoryview(peer.incoming)[HEADER_BYTES:end])
             del peer.incoming[:end]
             assert peer.theirs is not None, "members sign"
             peer.theirs.check(signature, body)
@@ -223,16 +244,20 @@ class RendezvousServer:
         peer.theirs = Signer(self._key, b"to server", peer.nonce, nonce)
         peer.ours = Signer(self._key, b"to client", peer.nonce, nonce)
         self._send(peer, proof(self._key, b"server", peer.nonce, nonce, rank, role))
-        size = self.rendezvous.size
-        if rank >= size:
-            why = f"rank {rank} is not in the refit world of {size} ranks"
+        meeting = self.rendezvous
+        if rank >= meeting.size:
+            why = (
+                f"rank {rank} is not in the refit world of {meeting.size} ranks, which was opened for "
+                f"{meeting.train_ranks} trainer and {meeting.gen_ranks} generation ranks"
+            )
         elif role is Role.MEMBER and rank in self._members:
             why = f"rank {rank} has joined already, from {self._members[rank].address}; two processes were given one rank"
         else:
             peer.rank, peer.role = rank, role
             if role is Role.MEMBER:
                 self._members[rank] = peer
-            self._answer([(peer, pack_body(Status.OK))])
+            numbers = [pack_int(n) for n in (meeting.train_ranks, meeting.gen_ranks, meeting.epoch)]
+            self._answer([(peer, pack_body(Status.OK, numbers))])
             return
         self._answer([(peer, pack_body(Status.REFUSED, [why.encode()]))])
         self._refuse(peer, why)
@@ -241,31 +266,33 @@ class RendezvousServer:
         for caller, body in answers:
             assert isinstance(caller, _Peer), "callers are what requests were handed over with"
             if caller in self._peers and caller.ours is not None:
-                self._send(caller, caller.ours.frame(body))
+                self._send(caller, caller.ours.header(body), body)
 
-    def _send(self, peer: _Peer, data: bytes) -> None:
-        if peer.outgoing:
-            peer.outgoing += data
-            return
-        try:
-            sent = peer.sock.send(data)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            return  # its end is read next, and dealt with there
-        if sent < len(data):
-            peer.outgoing += data[sent:]
+    def _send(self, peer: _Peer, *parts: bytes) -> None:
+        """Without copies: all ranks may get the same body, and it may be long."""
+        waits = bool(peer.outgoing)
+        peer.outgoing.extend(map(memoryview, parts))
+        if not waits and not self._drain(peer):
             self._expect_room(peer, True)
 
     def _flush(self, peer: _Peer) -> None:
-        try:
-            del peer.outgoing[: peer.sock.send(peer.outgoing)]
-        except BlockingIOError:
-            return
-        except OSError:
-            peer.outgoing.clear()
-        if not peer.outgoing:
+        if self._drain(peer):
             self._expect_room(peer, False)
+
+    def _drain(self, peer: _Peer) -> bool:
+        """Send what the connection takes; whether that was all."""
+        try:
+            while peer.outgoing:
+                sent = peer.sock.sendmsg(list(islice(peer.outgoing, _MOST_PARTS)))
+                while peer.outgoing and sent >= len(peer.outgoing[0]):
+                    sent -= len(peer.outgoing.popleft())
+                if sent:
+                    peer.outgoing[0] = peer.outgoing[0][sent:]
+        except BlockingIOError:
+            return False
+        except OSError:
+            peer.outgoing.clear()  # its end is read next, and dealt with there
+        return True
 
     def _expect_room(self, peer: _Peer, expect: bool) -> None:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if expect else 0)

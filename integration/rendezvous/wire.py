@@ -4,21 +4,25 @@
 2. The client answers with a nonce, its rank, its role and a proof: an HMAC-SHA256 of all of that under the token.
 3. The server sends its own proof. Whoever does not hold the token has been refused by now, on both sides.
 4. Frames: body length (u32), signature (16 bytes of an HMAC-SHA256), body. Each direction has a key of its own,
-   derived from the token and both nonces, and the signature covers the frame's number, so that nothing can be
-   replayed, dropped or moved to another connection.
+   derived from the token and both nonces, and the signature covers the frame's number and the body's SHA-256, so
+   that nothing can be replayed, dropped or moved to another connection, and an answer to all ranks is hashed once.
 
 A body is a code (u8) and fields (u32 length and bytes each). Nothing is encrypted.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import socket
 import struct
+import sys
 import zlib
+from array import array
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 MAGIC = b"rlrefit\x01"
@@ -30,10 +34,13 @@ HELLO_BYTES = _HELLO.size
 _SIGNATURE_BYTES = 16
 _HEADER = struct.Struct(f"<I{_SIGNATURE_BYTES}s")
 HEADER_BYTES = _HEADER.size
-# Of one message, as it travels and as it unpacks.
+# Of what one rank tells, as it travels and as it unpacks; and of an answer, which holds what all ranks told.
 MAX_MESSAGE = 64 << 20
-_MAX_FIELDS = 1 << 17
-_COMPRESS_ABOVE = 512
+MAX_ANSWER = 256 << 20
+MAX_FIELDS = 1 << 20
+# A rank compresses what is long on its own; short values are compressed together, since all ranks tell alike.
+_COMPRESS_ABOVE = 16 << 10
+_COMPRESS_TABLE_ABOVE, _COMPRESS_TABLE_BELOW = 512, 4 << 20
 _ZLIB_HEADER = b"\x78"  # no JSON begins so
 
 
@@ -63,26 +70,25 @@ class Role(IntEnum):
 class Op(IntEnum):
     """Requests, with their fields."""
 
-    PUBLISH = 1  # topic, value: under the sender's rank
-    READ = 2  # topic, rank, milliseconds
-    MEET = 3  # topic, milliseconds, compare?, flag, value
-    ABORT = 4  # reason
-    LOOK = 5  # whether a rank has given up
-    LEAVE = 6
-    SET = 7  # key, value
-    GET = 8  # key, milliseconds
-    WAIT = 9  # milliseconds, keys…
-    CHECK = 10  # keys…
-    ADD = 11  # key, amount
-    DELETE = 12  # key
+    MEET = 1  # topic, milliseconds, compare?, flag, ranks that get letters, letters…, values for all…
+    ABORT = 2  # reason; of what only may follow from another rank's end also milliseconds to wait for that
+    CAUSE = 3  # milliseconds; why the epoch ends; a rank asks that has given up
+    LOOK = 4  # whether a rank has given up
+    LEAVE = 5
+    SET = 6  # key, value
+    GET = 7  # key, milliseconds
+    WAIT = 8  # milliseconds, keys…
+    CHECK = 9  # keys…
+    ADD = 10  # key, amount
+    DELETE = 11  # key
 
 
 class Status(IntEnum):
     """Answers, with their fields."""
 
-    OK = 1  # as the request has it
-    DIFFER = 2  # values by rank: a comparing meeting had different ones
-    ABORTED = 3  # rank, reason
+    OK = 1  # as the request has it; of a meeting that does not compare: all values, the letters' senders, letters…
+    DIFFER = 2  # all values: a comparing meeting had different ones
+    ABORTED = 3  # rank that is to blame or -1, a sentence
     TIMEOUT = 4  # missing ranks…
     REFUSED = 5  # why
 
@@ -123,6 +129,15 @@ def check_hello(key: bytes, server_nonce: bytes, hello: bytes) -> tuple[bytes, i
         raise Malformed(f"role {role} is unknown; another version of rlrefit?") from None
 
 
+class Body(bytes):
+    """A body that many may get: its digest is computed once."""
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256."""
+        return hashlib.sha256(self).digest()
+
+
 class Signer:
     """Signs and checks the frames of one direction of one connection, in their order."""
 
@@ -130,17 +145,15 @@ class Signer:
         self._key = hmac.digest(key, b"frames " + direction + server_nonce + client_nonce, "sha256")
         self._count = 0
 
-    def frame(self, body: bytes) -> bytes:
-        """The next frame to send.
+    def header(self, body: Body) -> bytes:
+        """What goes before the body in the next frame to send."""
+        return _HEADER.pack(len(body), self._next_signature(body))
 
-        Raises:
-            Malformed: the body is larger than ``MAX_MESSAGE``.
-        """
-        if len(body) > MAX_MESSAGE:
-            raise Malformed(f"a message of {len(body)} bytes is above the limit of {MAX_MESSAGE}")
-        return _HEADER.pack(len(body), self._next_signature(body)) + body
+    def frame(self, body: Body) -> bytes:
+        """The next frame to send."""
+        return self.header(body) + body
 
-    def check(self, signature: bytes, body: bytes) -> None:
+    def check(self, signature: bytes, body: Body) -> None:
         """Accept the next frame that came.
 
         Raises:
@@ -149,30 +162,30 @@ class Signer:
         if not hmac.compare_digest(signature, self._next_signature(body)):
             raise Malformed("its signature is wrong: the bytes were changed, replayed or lost on the way")
 
-    def _next_signature(self, body: bytes) -> bytes:
+    def _next_signature(self, body: Body) -> bytes:
         self._count += 1
-        signed = hmac.digest(self._key, self._count.to_bytes(8, "little") + body, "sha256")
+        signed = hmac.digest(self._key, self._count.to_bytes(8, "little") + body.digest, "sha256")
         return signed[:_SIGNATURE_BYTES]
 
 
-def parse_header(header: bytes) -> tuple[int, bytes]:
+def parse_header(header: bytes, most: int) -> tuple[int, bytes]:
     """(Length of the body, signature).
 
     Raises:
-        Malformed: the body would be larger than ``MAX_MESSAGE``.
+        Malformed: the body would be larger than ``most`` bytes.
     """
     length, signature = _HEADER.unpack(header)
-    if length > MAX_MESSAGE:
-        raise Malformed(f"a message of {length} bytes is above the limit of {MAX_MESSAGE}")
+    if length > most:
+        raise Malformed(f"a message of {length} bytes is above the limit of {most}")
     return length, signature
 
 
-def pack_body(code: int, fields: Sequence[bytes] = ()) -> bytes:
+def pack_body(code: int, fields: Sequence[bytes] = ()) -> Body:
     """A body of ``code`` and ``fields``."""
     parts = [bytes((code,))]
     for field in fields:
         parts += (len(field).to_bytes(4, "little"), field)
-    return b"".join(parts)
+    return Body(b"".join(parts))
 
 
 def unpack_body(body: bytes) -> tuple[int, list[bytes]]:
@@ -188,10 +201,70 @@ def unpack_body(body: bytes) -> tuple[int, list[bytes]]:
     while cursor < end:
         start = cursor + 4
         cursor = start + int.from_bytes(body[cursor:start], "little")
-        if start > end or cursor > end or len(fields) == _MAX_FIELDS:
+        if start > end or cursor > end or len(fields) == MAX_FIELDS:
             raise Malformed("its fields do not fill it")
         fields.append(body[start:cursor])
     return body[0], fields
+
+
+def pack_values(rows: Sequence[Sequence[bytes]]) -> bytes:
+    """What each rank told: where its values stand in a table, and the table of all different ones.
+
+    Equal values are told once, and short ones compressed together.
+    """
+    places: dict[bytes, int] = {}
+    numbers: list[int] = []
+    for row in rows:
+        numbers.append(len(row))
+        numbers += [places.setdefault(value, len(places)) for value in row]
+    packed: bytes = pack_body(0, [pack_numbers(numbers), *places])
+    return (
+        zlib.compress(packed, 1) if _COMPRESS_TABLE_ABOVE < len(packed) <= _COMPRESS_TABLE_BELOW else packed
+    )
+
+
+def unpack_values(packed: bytes) -> tuple[list[list[int]], list[bytes]]:
+    """Inverse of :func:`pack_values`: for each rank the places of its values, and the table of values.
+
+    Raises:
+        Malformed: it is no such answer.
+    """
+    compressed = packed.startswith(_ZLIB_HEADER)
+    _, fields = unpack_body(_inflated(packed, _COMPRESS_TABLE_BELOW) if compressed else packed)
+    if not fields:
+        raise Malformed("no table of values")
+    numbers, table = unpack_numbers(fields[0]), fields[1:]
+    rows: list[list[int]] = []
+    cursor = 0
+    while cursor < len(numbers):
+        start = cursor + 1
+        cursor = start + numbers[cursor]
+        rows.append(numbers[start:cursor])
+        if cursor > len(numbers) or any(place >= len(table) for place in rows[-1]):
+            raise Malformed("a value that is not in the table")
+    return rows, table
+
+
+def pack_numbers(numbers: Sequence[int]) -> bytes:
+    """Words of 32 bits, little-endian."""
+    words = array("I", numbers)
+    if sys.byteorder != "little":
+        words.byteswap()
+    return words.tobytes()
+
+
+def unpack_numbers(field: bytes) -> list[int]:
+    """Inverse of :func:`pack_numbers`.
+
+    Raises:
+        Malformed: not whole words.
+    """
+    if len(field) % 4:
+        raise Malformed(f"words of {len(field)} bytes")
+    words = array("I", field)
+    if sys.byteorder != "little":
+        words.byteswap()
+    return words.tolist()
 
 
 def pack_int(value: int) -> bytes:
@@ -233,21 +306,19 @@ def unpack_json(packed: bytes) -> Any:
     Raises:
         Malformed: not JSON or compressed JSON, or larger than allowed.
     """
-    raw = _inflated(packed) if packed.startswith(_ZLIB_HEADER) else packed
+    raw = _inflated(packed, MAX_MESSAGE) if packed.startswith(_ZLIB_HEADER) else packed
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise Malformed(f"it is no JSON: {error}") from error
 
 
-def _inflated(packed: bytes) -> bytes:
+def _inflated(packed: bytes, most: int) -> bytes:
     inflate = zlib.decompressobj()
     try:
-        raw = inflate.decompress(packed, MAX_MESSAGE)
+        raw = inflate.decompress(packed, most)
     except zlib.error as error:
         raise Malformed(f"it does not unpack: {error}") from error
     if not inflate.eof or inflate.unused_data:
-        raise Malformed(
-            f"it is cut short, unpacks to more than {MAX_MESSAGE} bytes, or more stands behind it"
-        )
+        raise Malformed(f"it is cut short, unpacks to more than {most} bytes, or more stands behind it")
     return raw

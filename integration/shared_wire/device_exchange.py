@@ -10,7 +10,7 @@ import torch
 
 from ..exchanges import Exchange, Parcel
 from ..group_errors import classified
-from ..transport.ipc.driver import DriverError
+from ..transport.ipc.driver import DriverError, on_device
 
 if TYPE_CHECKING:
     from .device_group import DeviceGroup
@@ -48,7 +48,7 @@ class DeviceExchange(Exchange):
             return
         self._group.connect(self.peers)
         self._group.make_room(self._calls, stage)
-        with torch.cuda.device(self._group.device):
+        with on_device(self._group.device):
             stream = torch.cuda.current_stream()
             self._group.follow(self._lane, stream)
             try:

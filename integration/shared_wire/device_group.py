@@ -11,9 +11,10 @@ from itertools import chain
 
 import torch
 
+from ..endings import end_all
 from ..errors import PeerLost, RefitError
 from ..exchanges import Exchange, Parcel
-from ..transport.ipc.driver import DriverError, call
+from ..transport.ipc.driver import DriverError, call, on_device
 from .device_exchange import DeviceExchange
 from .device_link import LANE_WORD_BYTES, DeviceLink
 from .device_memory import OwnBuckets, PeerBuckets
@@ -126,8 +127,9 @@ class DeviceGroup(SharedGroup):
         except DriverError as error:
             # The context is lost, and all memory with it; what lost it has been raised where it happened.
             logger.warning("buckets of GPU memory were not given back: %s", error)
-        while self._pairs:
-            self._pairs.popitem()[1].close()
+        finally:
+            pairs, self._pairs = self._pairs, {}
+            end_all(pair.close for pair in pairs.values())
 
     @property
     def staging_bytes(self) -> int:
@@ -178,7 +180,7 @@ class DeviceGroup(SharedGroup):
 
     def _make_links(self, pair: Pair, outgoing: int, incoming: int) -> list[DeviceLink]:
         memory = pair.segment.memory
-        with torch.cuda.device(self.device):
+        with on_device(self.device):
             if not pair.segment.pin():
                 raise RefitError(
                     f"{memory.nbytes} bytes of host memory can't be pinned for the GPU's counters; nothing was written. "

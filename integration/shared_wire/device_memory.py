@@ -8,7 +8,7 @@ import torch
 
 from ..errors import RefitMismatch
 from ..transport.ipc.description import Description, Place
-from ..transport.ipc.driver import call
+from ..transport.ipc.driver import call, on_device
 from ..transport.ipc.mapping import ImportedMemory
 from ..transport.ipc.memory import ExportedMemory, device_uuid, process_name
 
@@ -38,7 +38,7 @@ class OwnBuckets:
             TransportUnavailable: the device's memory can't be exported.
         """
         self._device = device
-        with torch.cuda.device(device):
+        with on_device(device):
             self._pointer: Any = call("cuMemAlloc", -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES)
         self.address = int(self._pointer)
         try:
@@ -54,7 +54,7 @@ class OwnBuckets:
     def close(self) -> None:
         """Give it back; nothing on the device may use it any more. Safe to call twice."""
         if self._pointer is not None:
-            with torch.cuda.device(self._device):
+            with on_device(self._device):
                 call("cuMemFree", self._pointer)
             self._pointer = None
 

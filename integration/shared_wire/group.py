@@ -63,7 +63,7 @@ class SharedGroup(Group, ABC):
         sends = [Parcel(rank, buffer) for rank in self._others(root)] if here else []
         self.exchange(sends, [] if here else [Parcel(root, buffer)], stage)
 
-    def prepare_maximum(self) -> None:
+    def prepare_maximum(self, row: torch.Tensor) -> None:
         self.connect(self._others(self.rank))
 
     def maximum(self, row: torch.Tensor, stage: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
+from ..endings import end_all
 from ..errors import RefitError
 from ..exchanges import Exchange, Parcel
 from .group import SharedGroup
@@ -74,8 +75,8 @@ class HostGroup(SharedGroup):
         while self._links:
             for link in self._links.popitem()[1]:
                 link.close()
-        while self._pairs:
-            self._pairs.popitem()[1].close()
+        pairs, self._pairs = self._pairs, {}
+        end_all(pair.close for pair in pairs.values())
 
     @property
     def staging_bytes(self) -> int:

@@ -81,12 +81,22 @@ def choose_wire(told: Sequence[object], asked: bool) -> Wire:
             "written. Make a refit world for each host, or give every rank a GPU of its own",
             stage="process group",
         )
-    obstacle = _obstacle(told)
+    obstacle = _shared_process(told) or _obstacle(told)
     if obstacle:
         how = f"buckets in host memory, since {obstacle}"
         return Wire("host", why, how, MOST_ON_HOST)
     how = "buckets in GPU memory, by CUDA IPC"
     return Wire("device", why, how, MOST_SHARED_BYTES if sharing else MOST_ON_DEVICE)
+
+
+def _shared_process(told: Sequence[object]) -> str:
+    """Why buckets in GPU memory would hang: streams wait for counts there, and those of one process may share a hardware
+    queue, where a rank's count would stand behind its peer's wait for it. Empty if each rank is a process."""
+    processes = [_text(one, "process") for one in told]
+    for (a, first), (b, second) in combinations(enumerate(processes), 2):
+        if first and first == second:
+            return f"refit ranks {a} and {b} are in one process, whose streams may wait for each other in one hardware queue"
+    return ""
 
 
 def _obstacle(told: Sequence[object]) -> str:

@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from ..endings import end_all
 from ..errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
 from ..transport.ipc.descriptors import DescriptorServer, fetch
 from .segment import Segment
@@ -79,17 +81,11 @@ class Pair:
 
     def close(self) -> None:
         """End the connections and let go of the memory; safe to call twice."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        while self._theirs:
-            descriptor = self._theirs.pop()
-            if descriptor >= 0:
-                os.close(descriptor)
-        for connection in self.connections:
-            connection.close()
-        self.connections = []
-        self.segment.close()
+        server, theirs, connections = self._server, self._theirs, self.connections
+        self._server, self._theirs, self.connections = None, [], []
+        steps: list[Callable[[], object]] = [] if server is None else [server.close]
+        steps += [partial(os.close, descriptor) for descriptor in theirs if descriptor >= 0]
+        end_all([*steps, *(connection.close for connection in connections), self.segment.close])
 
     def _hand_over(self, index: int) -> int:
         descriptor, self._theirs[index] = self._theirs[index], -1
@@ -137,9 +133,8 @@ def open_pairs(
         # Or a rank that is done early could take its memory away before a late peer has mapped it.
         for peer in (peer for peer in peers if peer > rank):
             _await(opened[peer], rank, timeout_s, watch)
-    except BaseException:
-        for pair in opened.values():
-            pair.close()
+    except BaseException as error:
+        end_all([pair.close for pair in opened.values()], error)
         raise
     return opened
 
@@ -205,7 +200,8 @@ def _fetched(peer: int, told: dict[str, Any], rank: int, nbytes: int, lanes: int
     try:
         return Pair.fetch(peer, told, nbytes, lanes, timeout_s)
     except (OSError, ValueError, KeyError) as error:
-        raise RefitError(
+        # Most often since it has ended meanwhile.
+        raise PeerLost(
             f"the memory that group rank {peer} shares can't be opened ({type(error).__name__}: {error}); nothing was "
             "written. Has it ended? Processes that share a GPU or run colocated_ipc must share the host, its network namespace and "
             "the user, and run the same rlrefit",

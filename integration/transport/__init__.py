@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from ..channel import Channel
 from ..config import RefitConfig
+from ..endings import end_all
 from ..plan import BroadcastPlan, Plan
 from ..process_groups import Group
 from ..shared_wire.opening import agree_on_wire, open_group, shared_gpu
 from .base import TransferResult, Transport
 from .golden import GoldenTransport
 from .ipc import IpcTransport, availability, facts
-from .m2n import WHY_NO_TRANSPORT
 from .p2p import P2PTransport
 
 __all__ = [
@@ -35,7 +36,7 @@ FALLBACK = "p2p"
 
 
 def choose(transport: str, told: Sequence[object], train_ranks: int) -> tuple[str, str]:
-    """The transport that serves, and why: ``auto`` and ``m2n`` mean another one, any other name means itself.
+    """The transport that serves, and why: ``auto`` means another one, any other name means itself.
 
     Args:
         transport: of the configuration.
@@ -53,8 +54,6 @@ def choose(transport: str, told: Sequence[object], train_ranks: int) -> tuple[st
             FALLBACK,
             f"auto: not ipc, since {reason}; {FALLBACK} serves any layout and any network",
         )
-    elif transport == "m2n":
-        name, reason = FALLBACK, f"m2n: {WHY_NO_TRANSPORT}; {FALLBACK} serves"
     else:
         name, reason = transport, "asked for by policy.refit.transport"
     sharing = shared_gpu(told)
@@ -88,11 +87,13 @@ def make_transport(
         return open_group(channel, wire, "bulk", (world.rank, world.size), device, lanes, config.bucket_bytes)
 
     if transport == "p2p" and isinstance(plan, Plan):
-        opened = group(config.streams)
+        # Over gloo the rounds of one lane follow each other closely, and a second one's thread would compete for cores
+        # with it.
+        opened = group(config.streams if device.type == "cuda" else 1)
         try:
-            return P2PTransport(opened, world.rank, plan, config.verify)
-        except BaseException:
-            opened.close(failed=True)
+            return P2PTransport(opened, world.rank, plan, config.verify, channel.turn)
+        except BaseException as error:
+            end_all([partial(opened.close, failed=True)], error)
             raise
     if transport == "ipc" and isinstance(plan, Plan):
         return IpcTransport(
@@ -103,8 +104,11 @@ def make_transport(
             channel.timeout_s,
             channel.check_abort,
             world.describe,
+            turn=channel.turn,
             lends=lends,
         )
     if transport == "golden" and isinstance(plan, BroadcastPlan):
-        return GoldenTransport(group(1), world.rank, plan, config.verify, is_source=world.is_source)
+        return GoldenTransport(
+            group(1), world.rank, plan, config.verify, channel.turn, is_source=world.is_source
+        )
     raise ValueError(f"there is no transport {transport!r} for this plan; use p2p, ipc or golden")

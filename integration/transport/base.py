@@ -5,31 +5,48 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from ..endings import end_all
 from ..errors import VerificationError
 from ..layout import Fragment
 from ..plan import Message
 from ..process_groups import Group
 from ..records import StageClock
+from .host_memory import DeviceMemory
 
 
 @dataclass(frozen=True)
 class TransferResult:
-    """Bulk bytes of one refit on one rank: ``payload`` sent or received, ``verified`` of them checked."""
+    """Bulk bytes of one refit on one rank: ``payload`` sent or received, ``verified`` of them checked.
+
+    ``void``: a sender's weights lay elsewhere than was thought, so that what came of it counts for nothing.
+    """
 
     payload_bytes: int
     verified_bytes: int
+    void: bool = False
 
 
 class Transport(ABC):
-    """Replays a plan between live parameters."""
+    """Replays a plan between live parameters.
+
+    Args:
+        rank: of the refit world.
+        verify: ``off``, ``sampled`` or ``full``, the same on all ranks.
+        turn: at which message sampled checks begin, the same on all ranks.
+    """
 
     name: str
 
-    def __init__(self, rank: int, verify: str):
+    def __init__(self, rank: int, verify: str, turn: int = 0):
         self.rank = rank
         self.verify = verify
+        self._turn = turn
         self._refits = 0
+        # Of what is bound, where a sender may look late; and what the next refit calls once it has begun to send.
+        self._memory: DeviceMemory | None = None
+        self._have_moved: Callable[[], bool] | None = None
 
     @abstractmethod
     def bind(self, fragments: Sequence[Fragment]) -> None:
@@ -49,6 +66,31 @@ class Transport(ABC):
     def moved(self) -> bool:
         """Whether other memory has come to lie at the addresses that were bound, which needs a new ``bind``."""
         return False
+
+    def will_look(self, have_moved: Callable[[], bool]) -> bool:
+        """Offer a sender's look for weights that lie elsewhere than they were bound, which takes milliseconds.
+
+        Args:
+            have_moved: whether some do.
+
+        Returns:
+            Whether the next :meth:`run` calls it, once bytes are on their way: if it can surely read all memory that was
+            bound, whatever lies there now. What it sends is void then, if weights have moved.
+        """
+        if self._memory is None or not self._memory.still_mapped():
+            return False
+        self._have_moved = have_moved
+        return True
+
+    def found_again(self) -> None:
+        """A look has told that the weights are where they were bound, which :meth:`will_look` could not do."""
+        if self._memory is not None:
+            self._memory.found_again()
+
+    def _look(self) -> bool:
+        """Call what :meth:`will_look` took on, if there is some; whether weights have moved."""
+        have_moved, self._have_moved = self._have_moved, None
+        return have_moved is not None and have_moved()
 
     def settle(self) -> None:  # noqa: B027 - most write on streams that follow the caller's
         """Before any rank runs a refit: wait for this rank's earlier work on its storage.
@@ -86,25 +128,31 @@ class Transport(ABC):
     def staging_bytes(self) -> int:
         """Bytes of the buffers that live as long as the epoch."""
 
-    def _checked(self, ordinal: int, of: int) -> bool:
-        """Whether the ``ordinal``-th of a pair's ``of`` messages is checked in this refit; sampled checks walk through.
+    @property
+    def _number(self) -> int:
+        """Of the refit, for sampled checks: they take the n-th of a pair's messages, n being this number modulo theirs.
 
-        The refits are counted here, so that any sequence of versions comes to all messages.
+        The refits are counted here, so that any sequence of versions comes to all messages; from the epoch's own turn on,
+        so that a sequence of short epochs does, too.
         """
-        return self.verify == "full" or (self.verify == "sampled" and ordinal == self._refits % of)
+        return self._turn + self._refits
+
+    def _checked(self, ordinal: int, of: int) -> bool:
+        """Whether the ``ordinal``-th of a pair's ``of`` messages is checked in this refit."""
+        return self.verify == "full" or (self.verify == "sampled" and ordinal == self._number % of)
 
 
 class GroupTransport(Transport):
     """A transport over a group of its own."""
 
-    def __init__(self, group: Group, rank: int, verify: str):
-        super().__init__(rank, verify)
+    def __init__(self, group: Group, rank: int, verify: str, turn: int = 0):
+        super().__init__(rank, verify, turn)
         self.group = group
         self._open = [group]
 
     def close(self, *, failed: bool = False) -> None:
-        while self._open:
-            self._open.pop().close(failed=failed)
+        opened, self._open = self._open, []
+        end_all(partial(group.close, failed=failed) for group in opened)
 
 
 def damaged(message: Message, rank: int) -> VerificationError:

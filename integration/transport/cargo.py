@@ -1,9 +1,9 @@
-"""What one rank ships: its plan's messages with their checksums' rows and turns, and what goes without staging."""
+"""What one rank ships: its plan's messages with the turns of their checks, and what goes without staging."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from ..errors import PlanError, RefitMismatch
 from ..packing import Strided
-from ..plan import LARGE_SEGMENT, Message, Plan
+from ..plan import Message, Plan
 from .views import Held, LiveViews
 
 
@@ -59,7 +59,6 @@ class Cargo:
         self.outgoing = _by_peer(self.sends, lambda m: m.destination)
         self.incoming = _by_peer(self.receives, lambda m: m.source)
         self.peers = sorted({*self.outgoing, *self.incoming})
-        self._relayed_items = {item.relays for items in self.sends for item in items if item.relays}
         self.readers: list[list[int]] = [[] for _ in self.receives]
         for items in self.sends:
             for item in items:
@@ -76,11 +75,9 @@ class Cargo:
             item: self.turns[item.relays] for items in self.sends for item in items if item.relays is not None
         }
 
-    def describe(self, views: LiveViews) -> dict[str, Any]:
-        """Plain data for the peers: which messages' own side is contiguous, as bits, and the turns of relays."""
+    def describe(self) -> dict[str, Any]:
+        """Plain data for the peers: the turns of relays."""
         return {
-            "sends": _masks(self.outgoing, lambda item: self._fit(item, views)),
-            "receives": _masks(self.incoming, lambda item: self._fit(item, views)),
             "turns": {
                 str(peer): turns
                 for peer, items in self.outgoing.items()
@@ -88,25 +85,19 @@ class Cargo:
             },
         }
 
-    def settle(self, views: LiveViews, described: Sequence[Any]) -> set[Item]:
-        """Learn relays' turns, and which messages go without staging: those contiguous on both ends.
+    def learn_turns(self, described: Sequence[Any]) -> None:
+        """Learn relays' turns.
 
         Args:
-            views: of this rank.
             described: what every rank's :meth:`describe` gave, in the order of ranks.
 
         Raises:
             RefitMismatch: a peer's data is malformed or does not fit this rank's plan.
         """
-        direct: set[Item] = set()
-        for pairs, key in ((self.outgoing, "receives"), (self.incoming, "sends")):
-            for peer, items in pairs.items():
-                fits = _read(described, peer, key, self.rank, "0", lambda mask: int(_of(str, mask), 16))
-                direct |= {item for k, item in enumerate(items) if fits >> k & 1 and self._fit(item, views)}
         for peer, items in self.incoming.items():
             relays = [item for item in items if item.message.is_relay]
             if relays:
-                turns = _read(described, peer, "turns", self.rank, [], _turns)
+                turns = _read_turns(described, peer, self.rank)
                 if len(turns) != len(relays):
                     raise RefitMismatch(
                         f"refit rank {peer} passes on {len(turns)} messages, {len(relays)} are planned. Do both run the "
@@ -115,18 +106,15 @@ class Cargo:
                         rank=self.rank,
                     )
                 self.turns |= dict(zip(relays, turns, strict=True))
-        return direct
 
-    def _fit(self, item: Item, views: LiveViews) -> bool:
-        """Whether this rank's side of a message could travel straight from or to its storage."""
-        segments = item.message.segments
-        return (
-            len(segments) == 1
-            and segments[0].nbytes >= LARGE_SEGMENT
-            and not item.message.is_relay
-            and item not in self._relayed_items
-            and _travels_alone(views.of(segments[0]), views)
-        )
+    def direct(self, views: LiveViews) -> set[Item]:
+        """Bare messages that travel straight from or to this rank's storage, which is contiguous there."""
+        return {
+            item
+            for items in (*self.sends, *self.receives)
+            for item in items
+            if item.message.is_bare and _travels_alone(views.of(item.message.segments[0]), views)
+        }
 
     def _relayed(
         self, message: Message, place: int, arrived: Mapping[tuple[int, int, str], list[Item]]
@@ -160,13 +148,6 @@ def _by_peer(rounds: Sequence[Sequence[Item]], peer: Any) -> dict[int, list[Item
     return dict(found)
 
 
-def _masks(pairs: Mapping[int, Sequence[Item]], fits: Any) -> dict[str, str]:
-    found = {
-        str(peer): sum(1 << k for k, item in enumerate(items) if fits(item)) for peer, items in pairs.items()
-    }
-    return {peer: f"{mask:x}" for peer, mask in found.items() if mask}
-
-
 def _of(kind: type, value: object) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{kind.__name__} expected, not {type(value).__name__}")
@@ -184,14 +165,12 @@ def _turns(value: object) -> list[tuple[int, int]]:
     return found
 
 
-def _read[T](
-    described: Sequence[Any], peer: int, key: str, rank: int, default: object, parse: Callable[[object], T]
-) -> T:
+def _read_turns(described: Sequence[Any], peer: int, rank: int) -> list[tuple[int, int]]:
     try:
-        return parse(described[peer][key].get(str(rank), default))
+        return _turns(described[peer]["turns"].get(str(rank), []))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
         raise RefitMismatch(
-            f"what refit rank {peer} says of its storage is malformed ({error}); nothing was written. Do both run the "
+            f"what refit rank {peer} says of what it passes on is malformed ({error}); nothing was written. Do both run the "
             "same rlrefit?",
             stage="connect",
             rank=rank,

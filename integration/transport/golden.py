@@ -31,8 +31,10 @@ class GoldenTransport(GroupTransport):
 
     name = "golden"
 
-    def __init__(self, group: Group, rank: int, plan: BroadcastPlan, verify: str, *, is_source: bool):
-        super().__init__(group, rank, verify)
+    def __init__(
+        self, group: Group, rank: int, plan: BroadcastPlan, verify: str, turn: int = 0, *, is_source: bool
+    ):
+        super().__init__(group, rank, verify, turn)
         self._plan = plan
         self._is_source = is_source
         longest = max((m.nbytes for m in plan.messages), default=0)

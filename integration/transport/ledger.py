@@ -26,8 +26,8 @@ _WORD = 1 << 64
 class Ledger:
     """Rows of checksums, one for each message; only its mark where it is not checked in this refit.
 
-    The checksums of staged messages travel in them; those of messages without staging lie in one piece for
-    each peer and travel after all rounds.
+    The checksums of framed messages travel in them; those of bare ones lie in one piece for each peer and travel
+    after all rounds.
 
     Attributes:
         sent: int64 ``[n, 2]``, of the messages that this rank packs.
@@ -38,20 +38,19 @@ class Ledger:
         tell: the exchange after all rounds.
     """
 
-    def __init__(self, cargo: Cargo, direct: set[Item], group: Group, on: bool):
+    def __init__(self, cargo: Cargo, group: Group, on: bool):
         """
         Args:
             cargo: of this rank.
-            direct: items that go without staging.
             group: of all ranks.
             on: whether anything is ever checked.
         """
         self._on = on
         device = group.device
         own = [item for items in cargo.sends for item in items if item.relays is None]
-        self.sent_rows = _rows(own, direct, cargo.outgoing)
+        self.sent_rows = _rows(own, cargo.outgoing)
         received = [item for items in cargo.receives for item in items]
-        self.landed_rows = _rows(received, direct, cargo.incoming)
+        self.landed_rows = _rows(received, cargo.incoming)
         self._sent_marks = _marks(self.sent_rows, device)
         self._landed_marks = _marks(self.landed_rows, device)
         self.sent = torch.zeros(len(self.sent_rows), 2, dtype=torch.int64, device=device)
@@ -62,12 +61,15 @@ class Ledger:
             self.told.shape, dtype=torch.bool, pin_memory=device.type == "cuda"
         )
         self.tell: Exchange = group.prepare(
-            _parcels(cargo.outgoing, direct, self.sent, self.sent_rows) if on else [],
-            _parcels(cargo.incoming, direct, self.told, self.landed_rows) if on else [],
+            _parcels(cargo.outgoing, self.sent, self.sent_rows) if on else [],
+            _parcels(cargo.incoming, self.told, self.landed_rows) if on else [],
         )
 
     def begin_sent(self, refit: int) -> None:
-        """Set ``sent`` to the marks of refit number ``refit``; enqueued on the current stream of a GPU."""
+        """Set ``sent`` to the marks of refit number ``refit``; enqueued on the current stream of a GPU.
+
+        Both ends count alike, from a number of the epoch's own: what an earlier epoch sent has other marks, too.
+        """
         if self._on:
             torch.add(self._sent_marks, _signed(refit * _STEP), out=self.sent)
 
@@ -90,9 +92,9 @@ class Ledger:
         return [items[row] for row in self._differs_on_host.any(dim=1).nonzero().flatten().tolist()]
 
 
-def _rows(items: Sequence[Item], direct: set[Item], pairs: Mapping[int, Sequence[Item]]) -> dict[Item, int]:
-    ordered = [item for item in items if item not in direct]
-    ordered += [item for peer in sorted(pairs) for item in pairs[peer] if item in direct]
+def _rows(items: Sequence[Item], pairs: Mapping[int, Sequence[Item]]) -> dict[Item, int]:
+    ordered = [item for item in items if not item.message.is_bare]
+    ordered += [item for peer in sorted(pairs) for item in pairs[peer] if item.message.is_bare]
     return {item: row for row, item in enumerate(ordered)}
 
 
@@ -118,11 +120,11 @@ def _signed(value: int) -> int:
 
 
 def _parcels(
-    pairs: Mapping[int, Sequence[Item]], direct: set[Item], sums: torch.Tensor, rows: Mapping[Item, int]
+    pairs: Mapping[int, Sequence[Item]], sums: torch.Tensor, rows: Mapping[Item, int]
 ) -> list[Parcel]:
     parcels = []
     for peer in sorted(pairs):
-        found = [rows[item] for item in pairs[peer] if item in direct]
+        found = [rows[item] for item in pairs[peer] if item.message.is_bare]
         if found:
             parcels.append(Parcel(peer, flat_bytes(sums[found[0] : found[-1] + 1])))
     return parcels

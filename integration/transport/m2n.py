@@ -4,7 +4,7 @@ It knows meshes of at most two dimensions with one sharded axis a side, even sha
 and tensors of one to three dimensions. :func:`mesh_transfer` says for each tensor whether it can be put so, or
 why not. Nothing here is needed where the package is missing: :func:`unavailable` gives the reason.
 
-It is a peer of ``rlrefit bench`` and no transport of refits, for the reason that :data:`WHY_NO_TRANSPORT` gives.
+It is a peer of ``rlrefit bench`` and no transport of refits: ``policy.refit.transport: m2n`` is refused, with the reason.
 """
 
 from __future__ import annotations
@@ -24,12 +24,6 @@ from .whole_tensors import RegionStorage, WholeTensor
 # Oldest NCCL that nccl.m2n 0.1.0 runs on (NCCL_M2N_MIN_NCCL_VERSION_CODE in its nccl_m2n.h).
 _OLDEST_NCCL = (2, 30, 5)
 _MAX_TENSOR_DIMS = 3
-
-# Said under policy.refit.transport: m2n, installed or not: installing the package would change nothing.
-WHY_NO_TRANSPORT = (
-    "nccl.m2n carries no refits here, since it moves one tensor a call, knows only even meshes of two dimensions, and "
-    "is not joined with the checksums of policy.refit.verify; 'rlrefit bench --peers m2n' times it where it is installed"
-)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ..process_groups import Group
 from ..records import StageClock
 from .base import GroupTransport, TransferResult, damaged
 from .cargo import Cargo
-from .host_memory import HostMemory
+from .host_memory import DeviceMemory, HostMemory
 from .replay import Replay
 from .streams import Span, make_line, make_span
 from .views import LiveViews
@@ -28,14 +28,15 @@ _ASIDE_BEFORE = 8
 class P2PTransport(GroupTransport):
     """Grouped sends and receives of packed messages over one process group (NCCL or gloo).
 
-    Packing, wire and unpacking of different rounds overlap: each has a stream of its own, and in each lane of
-    the group two buckets for each direction take turns. A large message that is contiguous on both ends
-    travels from parameter to parameter. What a rank passes on leaves from the bucket in which it arrived.
+    Packing, wire and unpacking of different rounds overlap: on GPUs each has a stream of its own, and on CPUs gloo's
+    thread has the wire. In each lane of the group a few buckets for each direction take turns. A bare message leaves
+    from, and lands in, the parameter itself where that is contiguous. What a rank passes on leaves from the bucket in
+    which it arrived.
     """
 
     name = "p2p"
 
-    def __init__(self, group: Group, rank: int, plan: Plan, verify: str):
+    def __init__(self, group: Group, rank: int, plan: Plan, verify: str, turn: int = 0):
         """Connect to the plan's peers; all ranks at the same time.
 
         Args:
@@ -43,23 +44,27 @@ class P2PTransport(GroupTransport):
             rank: of the refit world and of the group.
             plan: this rank's.
             verify: ``off``, ``sampled`` or ``full``, the same on all ranks.
+            turn: at which message sampled checks begin, the same on all ranks.
 
         Raises:
             PlanError: the plan passes on what did not arrive before.
             RefitTimeout, PeerLost: a peer did not connect.
         """
-        super().__init__(group, rank, verify)
+        super().__init__(group, rank, verify, turn)
         self._cargo = Cargo(plan)
+        self._pace = plan.pace
         # A round's number decides its lane, since both ends know it; relays stay in their messages' lane.
         numbers = [
             next(iter(chain(*both))).round_index for both in zip(plan.sends, plan.receives, strict=True)
         ]
         self._lanes = [number // 2 % group.lanes for number in numbers]
         self._aside_at = sum(number < _ASIDE_BEFORE for number in numbers)
-        self._last = sorted({lane: index for index, lane in enumerate(self._lanes)}.values())
         self._payload = sum(m.payload_bytes for messages in (*plan.sends, *plan.receives) for m in messages)
         group.connect(self._cargo.peers)
         device = group.device
+        # The rounds whose ends are the refit's: on a stream the last one's comes after all others'.
+        last = {lane: index for index, lane in enumerate(self._lanes)}
+        self._last = sorted(last.values()) if device.type == "cuda" else range(len(numbers))
         self._pack, self._unpack = make_line(device), make_line(device)
         self._wires = [make_line(device) for _ in range(group.lanes)]
         self._packed: list[Span] = [make_span(device) for _ in numbers]
@@ -75,18 +80,28 @@ class P2PTransport(GroupTransport):
         return self.group.staging_bytes + (self._replay.staging_bytes if self._replay is not None else 0)
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
-        self._views = LiveViews(fragments, self.group.device)
+        device = self.group.device
+        # Before anything is looked up, so that what is given back meanwhile shows.
+        if device.type == "cuda":
+            self._memory = DeviceMemory(device, lambda: (place.range for place in places))
+        self._views = LiveViews(fragments, device)
+        places = self._views.places()
+        if self._memory is not None and self._refits == 0:
+            # Its first answer looks at every block of torch's allocator, which no refit shall wait for.
+            self._memory.still_mapped()
         if self._cargo.incoming:
             self._views.require_home()
-        self._host = HostMemory((fragment.view for fragment in fragments), self.group.device)
+        self._host = HostMemory((fragment.view for fragment in fragments), device)
 
     def describe(self) -> object:
-        return self._cargo.describe(self._views)
+        return self._cargo.describe()
 
     def connect(self, described: Sequence[object]) -> None:
-        direct = self._cargo.settle(self._views, described)
+        self._cargo.learn_turns(described)
         buckets = self._replay.buckets if self._replay is not None else {}
-        self._replay = Replay(self._cargo, self._views, direct, self.group, self._lanes, self.verify, buckets)
+        self._replay = Replay(
+            self._cargo, self._views, self._pace, self.group, self._lanes, self.verify, buckets
+        )
         self._views = LiveViews([])
         if self.group.device.type == "cuda":
             # The tables' way to the device: a refit may run on another stream than this one.
@@ -94,21 +109,32 @@ class P2PTransport(GroupTransport):
 
     def release(self) -> None:
         """Let go of the storage and the buckets; bind and connect again before the next run."""
-        self._views, self._replay, self._host = LiveViews([]), None, None
+        self._views, self._replay, self._host, self._memory = LiveViews([]), None, None, None
 
     def moved(self) -> bool:
         return self._host is not None and self._host.moved()
 
     def close(self, *, failed: bool = False) -> None:
-        super().close(failed=failed)
-        # Only now: until the communicators have been given up, a failed refit may still write the buckets. The
-        # exchanges go with them, since a communicator that outlived this would end at the interpreter's exit.
-        self._replay = self._host = None
+        try:
+            super().close(failed=failed)
+        finally:
+            # Only now: until the communicators have been given up, a failed refit may still write the buckets. The
+            # exchanges go with them, since a communicator that outlived this would end at the interpreter's exit.
+            self._replay = self._host = None
 
     def run(self, clock: StageClock, aside: Callable[[], None] | None = None) -> TransferResult:
         assert self._replay is not None, "connect comes before run"
         # Counted even if it fails: all ranks have to agree on the number.
-        refit, self._refits = self._refits, self._refits + 1
+        refit, self._refits = self._number, self._refits + 1
+        try:
+            return self._run(self._replay, refit, clock, aside)
+        except BaseException:
+            self._replay.drop()
+            raise
+
+    def _run(
+        self, replay: Replay, refit: int, clock: StageClock, aside: Callable[[], None] | None
+    ) -> TransferResult:
         if self.group.device.type == "cuda":
             # Setting a stream sets its device as well; the caller's may be another one.
             with torch.cuda.device(self.group.device):
@@ -120,16 +146,17 @@ class P2PTransport(GroupTransport):
                         aside()
 
                 try:
-                    waited_for = self._enqueue(self._replay, refit, clock, on_callers_stream)
+                    waited_for = self._enqueue(replay, refit, clock, on_callers_stream)
                 finally:
                     torch.cuda.set_stream(caller)
         else:
-            waited_for = self._enqueue(self._replay, refit, clock, aside)
+            waited_for = self._enqueue(replay, refit, clock, aside)
+        void = self._look()
         with clock.waiting():
             self.group.wait_for(waited_for, "transfer")
-        for item in self._replay.ledger.damaged():
+        for item in replay.ledger.damaged():
             raise damaged(item.message, self.rank)
-        return TransferResult(self._payload, self._replay.verified_bytes(refit))
+        return TransferResult(self._payload, replay.verified_bytes(refit), void)
 
     def _enqueue(
         self, replay: Replay, refit: int, clock: StageClock, aside: Callable[[], None] | None
@@ -142,8 +169,9 @@ class P2PTransport(GroupTransport):
         self._unpack.enter()
         replay.ledger.begin_landed(refit)
         # Unpacking follows as many rounds behind as there are lanes: if all streams share one hardware queue
-        # (CUDA_DEVICE_MAX_CONNECTIONS=1), it must not hold up the next lane's wire.
-        behind = self.group.lanes - 1
+        # (CUDA_DEVICE_MAX_CONNECTIONS=1), it must not hold up the next lane's wire. On CPUs it is this thread that
+        # waits for what is unpacked, and further rounds are to be under way meanwhile.
+        behind = self.group.lanes - 1 + self._pace.ahead
         count = len(self._lanes)
         unpacked = 0
         for index in range(-1, count + behind):
@@ -195,8 +223,9 @@ class P2PTransport(GroupTransport):
                 line.after(self._sent[reader])
         for arrived in replay.relayed_rounds[index]:
             line.after(self._sent[arrived])
-        with line.timed(clock, "transfer", self._sent[index]):
-            replay.exchanges[index].start("transfer")
+        exchange = replay.exchanges[index]
+        with line.timed(clock, "transfer", self._sent[index], exchange.finish):
+            exchange.start("transfer")
 
     def _unpack_until(self, replay: Replay, refit: int, begin: int, end: int, clock: StageClock) -> int:
         """Unpack rounds from ``begin`` to before ``end``; returns where to go on."""
@@ -218,8 +247,9 @@ class P2PTransport(GroupTransport):
         wire.enter()
         # The sums of what goes without staging are made on this line.
         wire.after_line(self._pack)
-        with wire.timed(clock, "transfer", self._told):
-            replay.ledger.tell.start("verify")
+        tell = replay.ledger.tell
+        with wire.timed(clock, "transfer", self._told, tell.finish):
+            tell.start("verify")
         line = self._unpack
         line.enter()
         line.after(self._told)

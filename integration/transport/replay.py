@@ -20,7 +20,7 @@ from ..packing import (
     make_encoders,
 )
 from ..packing.host import PushedViews, pushed_to
-from ..plan import CHECKSUM_BYTES, Segment
+from ..plan import CHECKSUM_BYTES, Pace, Segment, aligned
 from ..process_groups import Group
 from .cargo import Cargo, Item
 from .ledger import Ledger
@@ -58,7 +58,7 @@ class Replay:
         self,
         cargo: Cargo,
         views: LiveViews,
-        direct: set[Item],
+        pace: Pace,
         group: Group,
         lanes: Sequence[int],
         verify: str,
@@ -68,7 +68,7 @@ class Replay:
         Args:
             cargo: of this rank.
             views: of this rank.
-            direct: items that go without staging.
+            pace: of the wire.
             group: of all ranks.
             lanes: each round's lane of the group.
             verify: ``off``, ``sampled`` or ``full``.
@@ -78,15 +78,20 @@ class Replay:
             PlanError: a segment that this rank holds no fragment of.
         """
         self._views, self._group, self._verify = views, group, verify
+        direct = cargo.direct(views)
         staged_out = [[i for i in items if i not in direct and i.relays is None] for items in cargo.sends]
         staged_in = [[i for i in items if i not in direct] for items in cargo.receives]
-        self.outgoing = share_buckets([_nbytes(items) for items in staged_out], lanes, [()] * len(lanes))
-        self.incoming = share_buckets([_nbytes(items) for items in staged_in], lanes, cargo.readers)
+        self.outgoing = share_buckets(
+            [_nbytes(items) for items in staged_out], lanes, [()] * len(lanes), pace.buckets
+        )
+        self.incoming = share_buckets(
+            [_nbytes(items) for items in staged_in], lanes, cargo.readers, pace.buckets
+        )
         self.buckets = self._make_buckets(buckets)
         self._buffers = self._lay_out("out", self.outgoing, staged_out) | self._lay_out(
             "in", self.incoming, staged_in
         )
-        self.ledger = Ledger(cargo, direct, group, on=verify != "off")
+        self.ledger = Ledger(cargo, group, on=verify != "off")
         self._pushes = [self._pushed_views(items) for items in staged_out]
         self._computed = [self._encoders(items) for items in staged_out]
         self._packs = [self._pack_copy(items) for items in staged_out]
@@ -143,6 +148,11 @@ class Replay:
             if refit % of == turn:
                 checksums.add_to(self.ledger.landed)
 
+    def drop(self) -> None:
+        """After a failure: forget what is under way."""
+        for exchange in (*self.exchanges, self.ledger.tell):
+            exchange.drop()
+
     def verified_bytes(self, refit: int) -> int:
         """Bytes that are compared in refit number ``refit``."""
         if self._verify == "off":
@@ -169,7 +179,7 @@ class Replay:
             for item in items:
                 end = cursor + item.message.nbytes
                 found[item] = self.buckets[direction, number][cursor:end]
-                cursor = end
+                cursor = aligned(end)
         return found
 
     def _buffer(self, item: Item) -> torch.Tensor:
@@ -188,9 +198,8 @@ class Replay:
 
     def _pack_copy(self, items: Sequence[Item]) -> Copy:
         pairs = [pair for pair in self._plain(items) if not pushed_to(self._group.device, pair[0])]
-        if self._verify != "off":
-            rows = self.ledger.sent_rows
-            pairs += [(self.ledger.sent[rows[item]], self._slot(item)) for item in items]
+        rows = self.ledger.sent_rows
+        pairs += [(self.ledger.sent[rows[item]], self._slot(item)) for item in self._framed(items)]
         return make_copy(pairs, self._group.device)
 
     def _plain(self, items: Sequence[Item]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -200,9 +209,8 @@ class Replay:
 
     def _unpack_copy(self, items: Sequence[Item]) -> Copy:
         pairs = [(packed, in_memory(live)) for item in items for live, packed in self._segments(item)]
-        if self._verify != "off":
-            rows = self.ledger.landed_rows
-            pairs += [(self._slot(item), self.ledger.told[rows[item]]) for item in items]
+        rows = self.ledger.landed_rows
+        pairs += [(self._slot(item), self.ledger.told[rows[item]]) for item in self._framed(items)]
         return make_copy(pairs, self._group.device)
 
     def _segments(self, item: Item) -> list[tuple[Held, torch.Tensor]]:
@@ -212,6 +220,10 @@ class Replay:
             live = self._views.of(segment)
             found.append((live, packed_view(buffer, segment, live.dtype)))
         return found
+
+    def _framed(self, items: Sequence[Item]) -> list[Item]:
+        """Items whose messages carry checksums."""
+        return [item for item in items if self._verify != "off" and not item.message.is_bare]
 
     def _slot(self, item: Item) -> torch.Tensor:
         return self._buffers[item][-CHECKSUM_BYTES:].view(torch.int64)
@@ -248,4 +260,4 @@ class Replay:
 
 
 def _nbytes(items: Sequence[Item]) -> int:
-    return sum(item.message.nbytes for item in items)
+    return sum(aligned(item.message.nbytes) for item in items)

@@ -1,4 +1,4 @@
-"""Which bucket each round is staged in: two take turns, and a bucket that is passed on stays till then."""
+"""Which bucket each round is staged in: a few take turns, and a bucket that is passed on stays till then."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ class Staging:
     before: tuple[int, ...]
 
 
-def share_buckets(needs: Sequence[int], lanes: Sequence[int], readers: Sequence[Sequence[int]]) -> Staging:
+def share_buckets(
+    needs: Sequence[int], lanes: Sequence[int], readers: Sequence[Sequence[int]], turns: int
+) -> Staging:
     """Give rounds their buckets.
 
-    In each lane a bucket is taken again two rounds later, so that one is filled while the other is on the
+    In each lane a bucket is taken again ``turns`` rounds later, so that one is filled while others are on the
     wire; where a later round than that still reads a bucket, the lane gets one more.
 
     Args:
         needs: bytes that each round stages.
         lanes: each round's lane.
         readers: for each round the later rounds that pass on what it staged.
+        turns: buckets of a lane that take turns, 2 at least.
     """
     staged = [index for index, need in enumerate(needs) if need]
     place = {
@@ -45,7 +48,7 @@ def share_buckets(needs: Sequence[int], lanes: Sequence[int], readers: Sequence[
             bucket
             for bucket, tenant in enumerate(tenants)
             if lanes[tenant] == lanes[index]
-            and place[tenant] <= place[index] - 2
+            and place[tenant] <= place[index] - turns
             and all(reader < index for reader in readers[tenant])
         ]
         if free:

@@ -1,7 +1,9 @@
-"""Streams and marks of a transport: CUDA's on GPUs; on CPUs everything is done when its call returns."""
+"""Streams and marks of a transport: CUDA's on GPUs; on CPUs the calling thread, and what it has to wait for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol
 
@@ -35,8 +37,13 @@ class Line(Protocol):
     def mark(self, span: Span) -> None:
         """End ``span`` behind all that this line has been given so far."""
 
-    def timed(self, clock: StageClock, stage: str, span: Span) -> Timed:
-        """A context in which work on this line makes up ``span``, billed to ``stage``."""
+    def timed(
+        self, clock: StageClock, stage: str, span: Span, rest: Callable[[str], None] | None = None
+    ) -> Timed:
+        """A context in which work on this line makes up ``span``, billed to ``stage``.
+
+        ``rest`` is called with the stage where the calling thread has to wait for what the work began.
+        """
 
 
 class Timed(Protocol):
@@ -50,10 +57,22 @@ class Timed(Protocol):
 
 
 class HostSpan:
-    """Work that was done when its call returned."""
+    """Work of the calling thread, and the end of what it began, which is waited for when it is asked for."""
+
+    def __init__(self) -> None:
+        self._rest: tuple[StageClock, str, Callable[[str], None]] | None = None
 
     def query(self) -> bool:
+        if self._rest is not None:
+            clock, stage, rest = self._rest
+            self._rest = None
+            with clock.stage(stage):
+                rest(stage)
         return True
+
+    def ends_with(self, clock: StageClock, stage: str, rest: Callable[[str], None]) -> None:
+        """It has ended once ``rest`` returns."""
+        self._rest = clock, stage, rest
 
 
 class HostLine:
@@ -66,7 +85,7 @@ class HostLine:
         return None
 
     def after(self, span: Span) -> None:
-        return None
+        span.query()
 
     def after_line(self, line: Line) -> None:
         return None
@@ -74,8 +93,21 @@ class HostLine:
     def mark(self, span: Span) -> None:
         return None
 
-    def timed(self, clock: StageClock, stage: str, span: Span) -> Timed:
-        return clock.stage(stage)  # type: ignore[return-value]  # contextlib's classes are no Protocol's subtypes
+    def timed(
+        self, clock: StageClock, stage: str, span: Span, rest: Callable[[str], None] | None = None
+    ) -> Timed:
+        return _host_timed(clock, stage, span, rest)  # type: ignore[return-value]  # contextlib's classes are no Protocol's subtypes
+
+
+@contextmanager
+def _host_timed(
+    clock: StageClock, stage: str, span: Span, rest: Callable[[str], None] | None
+) -> Iterator[None]:
+    with clock.stage(stage):
+        yield
+    if rest is not None:
+        assert isinstance(span, HostSpan)
+        span.ends_with(clock, stage, rest)
 
 
 class CudaSpan:
@@ -113,7 +145,9 @@ class CudaLine:
         assert isinstance(span, CudaSpan)
         span.end.record(self.stream)
 
-    def timed(self, clock: StageClock, stage: str, span: Span) -> Timed:
+    def timed(
+        self, clock: StageClock, stage: str, span: Span, rest: Callable[[str], None] | None = None
+    ) -> Timed:
         assert isinstance(span, CudaSpan)
         return _CudaTimed(self.stream, clock, stage, span)
 

@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
 
 from ..errors import PlanError, RefitError
 from ..layout import Box, Fragment, intersect, local_slice
+from ..packing import Strided
 from ..packing.encoded import EncodedView, PackedEncoding
 from ..plan import Message, Segment
 
 # What a rank holds of a segment: memory, or what is computed of some.
 Held = torch.Tensor | EncodedView
+
+
+class Place(NamedTuple):
+    """Where a fragment lies."""
+
+    name: str
+    box: Box
+    encoding: object
+    storage: int
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """Address, and bytes from the first to behind the last element."""
+        memory = Strided(
+            self.address,
+            self.shape,
+            tuple(stride * self.dtype.itemsize for stride in self.strides),
+            self.dtype.itemsize,
+        )
+        return self.address, memory.extent
 
 
 class Part(NamedTuple):
@@ -45,11 +70,11 @@ class LiveViews:
                 _require_storage(fragment)
                 self._by_name[fragment.name].append(fragment)
 
-    def places(self) -> Hashable:
+    def places(self) -> tuple[Place, ...]:
         """Equal for fragments of which each lies where the other's does, in the same storage."""
         with torch._C.DisableTorchFunctionSubclass():
             return tuple(
-                (
+                Place(
                     f.name,
                     f.box,
                     f.encoding,

@@ -27,11 +27,13 @@ class Statement:
         arguments: name of an argument that all ranks must pass alike → its digest or text.
         dtype: name of the local tensors' dtype.
         shapes: shape of the local source and of the local destination; None where there is none.
+        turn: where the rank would have sampled checks begin; the first rank's counts.
     """
 
     arguments: dict[str, str]
     dtype: str
     shapes: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+    turn: int
 
     def pack(self) -> bytes:
         """As JSON.
@@ -39,7 +41,7 @@ class Statement:
         Raises:
             ValueError: longer than a record; a tensor of some hundred dimensions.
         """
-        raw = json.dumps([self.arguments, self.dtype, self.shapes], separators=(",", ":")).encode()
+        raw = json.dumps([self.arguments, self.dtype, self.shapes, self.turn], separators=(",", ":")).encode()
         if len(raw) > RECORD_BYTES:
             raise ValueError(
                 f"the tensors' shapes {self.shapes} can't be told to the other ranks in {RECORD_BYTES} bytes"
@@ -54,11 +56,13 @@ class Statement:
             RefitMismatch: it is none.
         """
         try:
-            arguments, dtype, shapes = json.loads(raw.rstrip(b"\0"))
-            if not isinstance(arguments, dict) or len(shapes) != 2:
+            arguments, dtype, shapes, turn = json.loads(raw.rstrip(b"\0"))
+            if not isinstance(arguments, dict) or len(shapes) != 2 or type(turn) is not int or turn < 0:
                 raise TypeError("other fields")
             read = [None if s is None else tuple(int(n) for n in s) for s in shapes]
-            return Statement({str(k): str(v) for k, v in arguments.items()}, str(dtype), (read[0], read[1]))
+            return Statement(
+                {str(k): str(v) for k, v in arguments.items()}, str(dtype), (read[0], read[1]), turn
+            )
         except (ValueError, TypeError) as error:
             raise RefitMismatch(
                 f"rank {rank} sent no statement of its arguments but something else ({error}); nothing was written. All "
@@ -85,6 +89,7 @@ def gather(group: Group, members: Sequence[int], raw: bytes) -> list[bytes]:
     everyone = torch.zeros(len(members), RECORD_BYTES, dtype=torch.uint8, device=group.device)
     root = members[0]
     others = list(members[1:])
+    group.connect(others if group.rank == root else [root])
     if group.rank == root:
         everyone[0] = own
         group.exchange([], [Parcel(r, everyone[i]) for i, r in enumerate(others, 1)], _STAGE)

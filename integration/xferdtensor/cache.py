@@ -63,6 +63,7 @@ class Compiled:
         clock: of the runs.
         transport: made at the first run, when all have agreed; none for broadcasts.
         agreed: whether all ranks have compared the request.
+        turn: at which message the next run's sampled checks would begin; the same on all ranks.
     """
 
     digest: str
@@ -70,6 +71,7 @@ class Compiled:
     clock: StageClock
     transport: P2PTransport | None = None
     agreed: bool = False
+    turn: int = 0
 
 
 class Transfers:
@@ -102,9 +104,10 @@ class Transfers:
         kept = self._compiled.get(request.members)
         return kept is not None and request in kept and kept[request].agreed
 
-    def agree(self, request: Request) -> None:
-        """Note that all ranks have compared it."""
-        self.compile(request).agreed = True
+    def agree(self, request: Request, turn: int) -> None:
+        """Note that all ranks have compared it, and at which message its sampled checks begin."""
+        compiled = self.compile(request)
+        compiled.agreed, compiled.turn = True, turn
 
     def compile(self, request: Request) -> Compiled:
         """The transfer of a complete request; errors as for :class:`~.reshard.Reshard`."""
@@ -127,10 +130,13 @@ class Transfers:
         fragments = _fragments(part.sent, src, shape) + _fragments(part.received, dst, shape)
         compiled.clock.restart()
         if isinstance(part.plan, BroadcastPlan):
+            # Made for each run, and so told which one it is.
             golden = GoldenTransport(
-                self.group, self.group.rank, part.plan, request.verify, is_source=dst is None
+                self.group, self.group.rank, part.plan, request.verify, compiled.turn, is_source=dst is None
             )
+            compiled.turn += 1
             golden.bind(fragments)
+            self.group.prepare_broadcast(0)
             return golden.run(compiled.clock)
         return self._exchange(compiled, part.plan, request.verify, fragments)
 
@@ -138,11 +144,10 @@ class Transfers:
         self, compiled: Compiled, plan: Plan, verify: str, fragments: Sequence[Fragment]
     ) -> TransferResult:
         if compiled.transport is None:
-            compiled.transport = P2PTransport(self.group, self.group.rank, plan, verify)
+            compiled.transport = P2PTransport(self.group, self.group.rank, plan, verify, compiled.turn)
         compiled.transport.bind(fragments)
-        # Peers say nothing of their strides, so everything is staged.
-        nothing: dict[str, dict[str, str]] = {"sends": {}, "receives": {}, "turns": {}}
-        compiled.transport.connect([nothing] * self.group.size)
+        # Nothing is passed on here, so peers have nothing to tell.
+        compiled.transport.connect([{"turns": {}}] * self.group.size)
         try:
             result = compiled.transport.run(compiled.clock)
         except VerificationError:

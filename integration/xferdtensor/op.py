@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _TRANSPORTS = ("p2p", "golden")
+# Of the number from which a layout's sampled checks count: far more than any pair has messages.
+_TURN_BITS = 48
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,8 @@ def xferdtensor(
         shape: of the full tensor, given on all ranks or on none.
         transport: ``p2p``, or ``golden`` (every part is broadcast to all ranks of the group: slow, the oracle).
         bucket_bytes: staging memory for each of at most two buckets a direction.
-        verify: ``off``, ``sampled`` or ``full``: checksums of sent and landed bytes.
+        verify: ``off``, ``sampled`` (one message of each pair of ranks a call, another one each time) or ``full``: checksums
+            of sent and landed bytes.
         timeout_s: limit of any wait, in seconds.
 
     Returns:
@@ -266,6 +270,7 @@ def _agree(
             tuple(source.local.shape) if source.local is not None else None,
             tuple(destination.local.shape) if destination.local is not None else None,
         ),
+        secrets.randbits(_TURN_BITS),
     )
     answers = gather(group, members, own.pack())
     statements = {rank: Statement.unpack(raw, rank) for rank, raw in zip(members, answers, strict=True)}
@@ -284,7 +289,7 @@ def _agree(
     complete = request.with_shape(shape)
     if not transfers.agreed(complete):
         agree_on_digest(group, members, transfers.compile(complete).digest)
-        transfers.agree(complete)
+        transfers.agree(complete, statements[members[0]].turn)
     return complete
 
 

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transport",
         action="append",
         metavar="NAMES",
-        help="auto (default), p2p, ipc, m2n (says why p2p serves), golden, and with --colocated buckets (of the engine "
+        help="auto (default), ipc, p2p, golden, and with --colocated buckets (of the engine "
         "colocated_ipc); repeat or set apart by commas",
     )
     parser.add_argument(

@@ -81,7 +81,7 @@ class RunOptions(ABC):
 
     def refit_config(self, transport: str) -> RefitConfig:
         """``policy.refit`` of the run, with one of its transports."""
-        config = RefitConfig(
+        config = RefitConfig.unchecked(
             transport=transport,
             timeout_s=self.timeout_s,
             verify=self.verify,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...integration.transport.ipc.driver import call, driver
+from ...integration.transport.ipc.driver import call, driver, on_device
 
 # Of torch's allocator: chunks are multiples of this, tensors below LARGE share chunks of SHARED bytes.
 _GRANULE = 2 << 20
@@ -35,7 +35,7 @@ class SleepingMemory:
         self._device = device
         chunks, places = arrange(sizes)
         # One reservation: chunks that follow each other in it can be mapped by peers in one row.
-        with torch.cuda.device(device):
+        with on_device(device):
             start = int(call("cuMemAddressReserve", sum(chunks), 0, 0, 0))
         self._chunks: list[tuple[int, int]] = []
         at = start
@@ -47,7 +47,7 @@ class SleepingMemory:
 
     def sleep(self) -> None:
         """Give the memory back; nothing on the device may use it any more."""
-        with torch.cuda.device(self._device):
+        with on_device(self._device):
             for address, size in self._chunks:
                 call("cuMemUnmap", address, size)
 
@@ -63,7 +63,7 @@ class SleepingMemory:
         access = driver().CUmemAccessDesc()
         access.location = wanted.location
         access.flags = driver().CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        with torch.cuda.device(self._device):
+        with on_device(self._device):
             for address, size in self._chunks:
                 handle = call("cuMemCreate", size, wanted, 0)
                 call("cuMemMap", address, size, 0, handle, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from ...workers.catalog import (
 )
 from ..config_colocated import too_large_for
 from ..config_errors import ConfigError
-from ..option_checks import empty_layouts, output_problems, refit_problems
+from ..option_checks import empty_layouts, missing_megatron, output_problems, refit_problems
 from .arguments import DTYPES
 from .hosts import Hosts, HostsError, read_hosts
 from .recipe import RecipePlan, layout_text, read_recipe
@@ -140,6 +140,8 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
         wrong.append("explain: tables for people, which --json has no keys for; leave one of the two out")
     if arguments.enumerate_with_bridge and isinstance(train, FsdpLayout):
         wrong.append("enumerate-with-bridge: Bridge exports Megatron's models, not FSDP2's; leave it out")
+    if arguments.enumerate_with_bridge:
+        wrong += missing_megatron("enumerate-with-bridge", "leave it out")
     heat_map = Path(arguments.heat_map) if arguments.heat_map else None
     if heat_map is not None:
         wrong += output_problems("heat-map", heat_map, HEAT_MAPS)
@@ -223,4 +225,5 @@ def _unquantizable(arguments: argparse.Namespace, model: Model) -> list[str]:
 
 def _refit_config(arguments: argparse.Namespace, config: RefitConfig) -> RefitConfig:
     given = {name: getattr(arguments, name) for name in ("bucket_mb", "streams")}
-    return replace(config, **{name: value for name, value in given.items() if value is not None})
+    replaced = {name: value for name, value in given.items() if value is not None}
+    return RefitConfig.unchecked(**asdict(config) | replaced)

@@ -33,7 +33,7 @@ MOE = {
     "vocab_size": 120,  # vLLM pads it to 128
     "hidden_size": 64,
     "intermediate_size": 96,
-    "moe_intermediate_size": 32,
+    "moe_intermediate_size": 24,  # which no library of vLLM's for CPUs packs
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

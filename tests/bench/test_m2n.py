@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from rlrefit.integration.layout import Fragment, box_of
 from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.transport.m2n import M2nReshard, mesh_transfer
 from rlrefit.integration.transport.whole_tensors import whole_tensors
-from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world
+from tests.refit.synthetic import SyntheticDestination, SyntheticSource, run_world
 
 EXPERTS, ROWS, COLUMNS = 4, 6, 8
 SPECS = [
@@ -101,22 +100,15 @@ def test_a_communicator_that_does_not_come_up_is_an_error_with_the_remedy(librar
         moved(0, {})
 
 
-def test_a_session_under_m2n_says_on_trainer_rank_0_why_p2p_serves_and_refits_are_exact(caplog):
+def test_no_session_opens_under_m2n_which_carries_no_refits():
+    """Not over another transport either: who asks for NVIDIA's would take what serves for it."""
     box = {"w": [((0, 8), (0, 4))]}
     specs = [TensorSpec("w", (8, 4), torch.float32)]
-
-    def body(rank, session, endpoint):
-        refits = [refit_changed(session, endpoint, version) for version in (1, 2)]
-        return [(record.transport, wrong) for record, wrong in refits], session.engine.transport_reason
-
-    config = RefitConfig(bucket_mb=1, timeout_s=20.0, transport="m2n", verify="full")
-    assert config.violations() == []
-    with caplog.at_level(logging.WARNING):
-        results = run_world(
-            [SyntheticSource(specs, box) for _ in range(2)], [SyntheticDestination(specs, box)], body, config
-        )
-    for refits, reason in results:
-        assert refits == [("p2p", []), ("p2p", [])]
-        assert reason.startswith("m2n: nccl.m2n carries no refits")
-    said = [record.getMessage() for record in caplog.records if "m2n" in record.getMessage()]
-    assert said == [f"policy.refit.transport: {results[0][1]}"]
+    config = RefitConfig.unchecked(bucket_mb=1, timeout_s=20.0, transport="m2n")
+    (problem,) = config.violations()
+    assert problem.startswith("policy.refit.transport: m2n")
+    results = run_world(
+        [SyntheticSource(specs, box)], [SyntheticDestination(specs, box)], lambda *_: "a session", config
+    )
+    assert all(type(error) is RefitError and error.stage == "settings" for error in results)
+    assert all(problem in str(error) for error in results)

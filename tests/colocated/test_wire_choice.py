@@ -38,6 +38,12 @@ def test_two_ranks_of_a_gpu_go_through_its_memory() -> None:
     assert wire.most > choose_wire([gpu("A"), gpu("B")], asked=True).most
 
 
+def test_ranks_of_one_process_never_wait_for_each_other_on_the_gpu() -> None:
+    told = [gpu("A") | {"process": name} for name in ("trainer", "engine", "engine")]
+    assert choose_wire(told, asked=False).kind == "host"
+    assert choose_wire(told[:2], asked=False).kind == "device"
+
+
 @pytest.mark.parametrize(
     ("told", "why"),
     [
@@ -59,7 +65,7 @@ def test_two_ranks_of_a_gpu_beside_another_host_are_an_error_with_the_remedy() -
 
 def test_the_reason_of_the_transport_tells_of_the_shared_gpu() -> None:
     shared = [gpu("A", lacks="no cuda-bindings"), gpu("A")]
-    for asked in ("auto", "p2p", "golden", "m2n"):
+    for asked in ("auto", "p2p", "golden"):
         name, reason = choose(asked, shared, 1)
         assert name == ("golden" if asked == "golden" else "p2p")
         assert reason.endswith("refit ranks 0 and 1 share a GPU, and NCCL takes no two ranks of one")

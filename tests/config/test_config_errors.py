@@ -113,6 +113,18 @@ def test_an_index_into_a_list_that_is_too_short_cannot_be_applied(violations) ->
     assert found.startswith("reward.kwargs.tags.3: override 'reward.kwargs.tags.3=b' cannot be applied")
 
 
+def test_values_of_which_no_refit_can_be_made_are_told_with_all_else_and_where_they_come_from(
+    violations,
+) -> None:
+    found = violations("policy.refit.bucket_mb=-1", "policy.refit.timeout_s=nan", "algorithm.steps=0")
+    assert [text.partition(":")[0] for text in found] == [
+        "policy.refit.bucket_mb",
+        "policy.refit.timeout_s",
+        "algorithm.steps",
+    ]
+    assert found[0].endswith("[override 'policy.refit.bucket_mb=-1']")
+
+
 def test_a_refused_value_does_not_blame_its_default(violations) -> None:
     # The default of 1 rank is no multiple of 4, but nobody asked for 1 rank.
     (found,) = violations("trainer.ranks=many", "trainer.tensor_parallel=4")

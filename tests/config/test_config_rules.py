@@ -110,6 +110,15 @@ def test_the_refit_configurations_own_violations_are_reported_under_their_key(vi
     assert found.endswith("[override 'policy.refit.verify=always']")
 
 
+def test_a_transport_that_carries_no_refits_is_refused_and_those_offered_in_its_place_are_taken(
+    violations,
+) -> None:
+    (found,) = violations("policy.refit.transport=m2n")
+    assert found.startswith("policy.refit.transport: m2n carries no refits; give auto, ipc, p2p or golden")
+    for offered in ("auto", "ipc", "p2p", "golden"):
+        assert violations(f"policy.refit.transport={offered}") == ()
+
+
 @pytest.mark.parametrize("name", ["arithmetic", "my.rewards.score", "my.rewards:score"])
 def test_a_reward_is_bundled_or_a_dotted_path(violations, name: str) -> None:
     assert violations(f"reward.function='{name}'") == ()
@@ -261,4 +270,19 @@ def test_only_vllm_quantizes_weights_itself() -> None:
         )
         assert "give policy.refit.trainer_quantize_fp8=true" in found
     config.generation.backend = "vllm"
+    assert texts(config) == []
+
+
+def test_a_rate_that_decays_has_steps_to_do_so_and_does_not_rise() -> None:
+    config = TrainConfig()
+    config.trainer.optimizer.warmup_steps = config.algorithm.steps
+    assert texts(config) == []
+    config.trainer.optimizer.lr_decay = "linear"
+    config.trainer.optimizer.min_lr = 1.0
+    assert [text.partition(":")[0] for text in texts(config)] == [
+        "trainer.optimizer.warmup_steps",
+        "trainer.optimizer.min_lr",
+    ]
+    config.trainer.optimizer.lr_decay_steps = config.algorithm.steps + 1
+    config.trainer.optimizer.min_lr = config.trainer.optimizer.lr
     assert texts(config) == []

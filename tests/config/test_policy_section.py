@@ -6,9 +6,10 @@ from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
 import pytest
+from omegaconf import OmegaConf
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.settings import check_nccl_xfer_refit_support, read_settings, wrong_type
+from rlrefit.integration.settings import REFIT_KEYS, check_nccl_xfer_refit_support, read_settings, wrong_type
 from rlrefit.recipes.config_schema import TrainConfig
 
 
@@ -44,7 +45,7 @@ def test_one_error_lists_all_that_is_wrong() -> None:
     ]
 
 
-@pytest.mark.parametrize("refit", [[], "auto", RefitConfig(streams=0)])
+@pytest.mark.parametrize("refit", [[], "auto", RefitConfig.unchecked(streams=0)])
 def test_a_section_of_another_form_is_refused(refit: Any) -> None:
     with pytest.raises(ValueError, match=r"policy\.refit"):
         check_nccl_xfer_refit_support({"refit": refit or ["x"]})
@@ -106,6 +107,22 @@ def test_values_of_a_wrong_type_leave_the_default_and_are_told_with_the_wanted_o
 def test_null_and_whole_numbers_stand_where_the_type_has_them() -> None:
     read = read_settings({"timeout_s": 60, "records_dir": None}, "p", own={"records_dir": str | None})
     assert (read.refit.timeout_s, read.own, read.wrong) == (60, {"records_dir": None}, ())
+
+
+def test_a_refit_of_values_that_cannot_be_is_refused_as_it_is_made_with_all_that_is_wrong() -> None:
+    with pytest.raises(ValueError) as made:
+        RefitConfig(bucket_mb=-1, streams=0, verify="always")
+    merged = OmegaConf.merge(
+        OmegaConf.structured(RefitConfig), {"bucket_mb": -1, "streams": 0, "verify": "always"}
+    )
+    with pytest.raises(ValueError) as read:
+        OmegaConf.to_object(merged)
+    for told in (str(made.value), str(read.value)):
+        assert [key for key in REFIT_KEYS if f"policy.refit.{key}:" in told] == [
+            "bucket_mb",
+            "streams",
+            "verify",
+        ]
 
 
 def test_every_type_of_the_schema_has_words() -> None:

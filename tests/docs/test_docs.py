@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
 
 from rlrefit.recipes.config import TrainConfig, load_config
+from rlrefit.recipes.plan.arguments import add_arguments
 from rlrefit.recipes.plan.explain import explain
+from rlrefit.recipes.plan.options import read_options
 from rlrefit.recipes.plan.recipe_table import Row, plan_recipe, real_recipes, replaced, table
+from rlrefit.recipes.plan.study import study
 from tests.ahead import FoundAhead
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +79,21 @@ def test_every_key_that_a_page_names_is_in_the_schema(page: str) -> None:
                 break  # of the user's own keys
             assert hasattr(value, part), f"{page}: {key}"
             value = getattr(value, part)
+
+
+def test_every_row_of_what_is_supported_names_folders_of_tests_and_dates_of_gpu_runs() -> None:
+    (rows,) = re.findall(
+        r"\| H200s of one host, last run \|.*?\n\| ---.*?\n(.*?)\n\n",
+        (ROOT / "README.md").read_text(),
+        re.DOTALL,
+    )
+    for row in rows.splitlines():
+        what, on_cpus, on_gpus, _ = (cell.strip() for cell in row.strip("|").split("|"))
+        folders = re.findall(r"`(\w+)`", "".join(re.findall(r"\((`\w+`(?:, `\w+`)*)\)", on_cpus)))
+        assert folders, what
+        for folder in folders:
+            assert list((ROOT / "tests" / folder).glob("test_*.py")), f"{what}: {folder}"
+        assert not on_gpus or re.search(r"\d Nov\)$", on_gpus), what
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -179,3 +199,30 @@ def test_variables_for_one_side_are_set_by_the_overrides_that_the_page_gives() -
     overrides = re.findall(r"'(\+ray\.[^']+)'", CLUSTER)
     config = load_config("grpo_qwen3_30b_a3b", overrides)
     assert config.ray.trainer_env == config.ray.generation_env == {"NCCL_DEBUG": "INFO"}
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "gen"), [("Qwen3-0.6B", "tp=1", "tp=1"), ("Qwen3-30B-A3B", "ep=2", "tp=2")]
+)
+def test_pairs_have_as_many_messages_as_the_page_on_verify_says(model: str, train: str, gen: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    planned = study(
+        read_options(
+            parser.parse_args(
+                ["--model", model.lower(), "--train", train, "--gen", gen, "--compile-ranks", "1"]
+            )
+        )
+    )
+    ranks = range(planned.analysis.train_ranks, len(planned.analysis.topology.host_of))
+    pairs = Counter(
+        (message.source, rank)
+        for rank in ranks
+        for messages in planned.analysis.compile(rank).receives
+        for message in messages
+    )
+    layouts = " → ".join(layout.replace("=", "").upper() for layout in (train, gen))
+    counts = sorted({*pairs.values()})
+    escaping = " and ".join(f"{100 * (1 - 1 / n):.1f}" for n in counts)
+    row = f"| {model} {layouts} | {' and '.join(map(str, counts))} | {escaping}% |"
+    assert row in (DOCS / "verify.md").read_text()

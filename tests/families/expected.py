@@ -1,14 +1,25 @@
-"""What takes the misc path in each family, and why."""
+"""What takes the misc path in each family, and why: on the trainer's side, and on each engine's.
+
+The trainer's side is held against Megatron-Bridge by ``test_families``, vLLM's against its own models by
+``tests/vllm/test_vllm_families.py``, transformers' by ``test_transformers_engine``; SGLang's by
+``tests/sglang/test_real_engine.py`` wherever SGLang is installed.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 _ROUTER = "MoE router: engines keep it in a dtype or layout of their own"
 _ZERO_CENTRED = "zero-centred norm: Bridge adds 1 to it on export"
 _ALTERNATE = "stacked experts whose gate and up columns alternate: no box of the tensor is one of them"
 _GATE = ("mlp.gate.weight", _ROUTER)
 
-# Family → part of the weights' names, and reason.
-MISC: dict[str, tuple[tuple[str, str], ...]] = {
+# Parts of weights' names, each with the reason.
+Parts = tuple[tuple[str, str], ...]
+
+# Family → what trainers don't place.
+MISC: dict[str, Parts] = {
     "qwen3_moe": (_GATE,),
     "deepseek_v3": (_GATE, ("mlp.gate.e_score_correction_bias", _ROUTER)),
     "nemotron_h": (("mixer.gate.weight", _ROUTER), ("mixer.gate.e_score_correction_bias", _ROUTER)),
@@ -22,3 +33,75 @@ MISC: dict[str, tuple[tuple[str, str], ...]] = {
     "qwen3_5_moe-transposed": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
     "qwen3_5_moe-stacked": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
 }
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What is known of one engine.
+
+    Attributes:
+        misc: each family that has run in it → what its own loader has to take, beside what trainers don't place.
+        refused: families that it doesn't take, and why.
+        limits: families that it takes in some layouts alone.
+    """
+
+    misc: Mapping[str, Parts]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, str] = field(default_factory=dict)
+
+
+_KEPT = "the layer itself holds it, and is not known to compute with it as it is loaded"
+_DELTA_NET = (("linear_attn.A_log", _KEPT), ("linear_attn.dt_bias", _KEPT))
+_ALL_IN_PLACE = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3-tied",
+    "qwen3_moe",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "deepseek_v3",
+)
+
+VLLM = Engine(
+    {
+        **dict.fromkeys(_ALL_IN_PLACE, ()),
+        "gpt_oss": (
+            ("mlp.experts.", "vLLM's loader turns the experts round, through tensors of its own"),
+            ("self_attn.sinks", _KEPT),
+        ),
+        "nemotron_h": (
+            ("mixer.A_log", "vLLM computes with what it makes of it, in FP32"),
+            ("mixer.D", _KEPT),
+            ("mixer.dt_bias", _KEPT),
+            ("mixer.norm.weight", "the mixer's norm is not known to compute with it as it is loaded"),
+            ("mixer.gate.", "vLLM's router is in FP32"),
+            (
+                "mixer.experts.",
+                "the experts share the router's bias, and one module is never written both ways",
+            ),
+        ),
+        "qwen3_next": _DELTA_NET,
+        "qwen3_5_moe": _DELTA_NET,
+        "qwen3_5_moe-stacked": _DELTA_NET,
+    }
+)
+TRANSFORMERS = Engine(
+    dict.fromkeys((*_ALL_IN_PLACE, "gpt_oss", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe-stacked"), ()),
+    refused={
+        "nemotron_h": "transformers has another name for the embedding than published checkpoints",
+    },
+    limits={"qwen3_5_moe-stacked": "TP1 only"},
+)
+SGLANG = Engine(dict.fromkeys(("qwen3", "qwen3_moe"), ()))
+
+
+def is_of(name: str, parts: Parts) -> bool:
+    """Whether a weight's name has one of the parts."""
+    return any(part in name for part, _ in parts)
+
+
+def is_prediction(name: str, layers: int) -> bool:
+    """Whether a weight is of a multi-token-prediction layer, behind the ``layers`` others: engines leave these out."""
+    return name.startswith(f"model.layers.{layers}.")

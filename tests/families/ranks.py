@@ -189,8 +189,7 @@ def _compare(source: Any, exported: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {
         "wrong": wrong,
         "reasons": reasons,
-        "bytes": sum(spec.nbytes for spec in specs.values()),
-        "misc_bytes": sum(specs[name].nbytes for name in reasons),
+        "sizes": {name: spec.nbytes for name, spec in specs.items()},
         "weights": len(specs),
         "fragments": sum(len(boxes) for _, _, boxes, _ in ranks),
     }

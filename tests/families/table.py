@@ -1,4 +1,7 @@
-"""The README's table of families; ``python -m tests.families.table`` walks through all cases and rewrites it."""
+"""What arrives shard to shard, by family and engine: the tables of the README and of docs/families.md.
+
+``python -m tests.families.table`` walks through all cases and rewrites both.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,18 @@ import functools
 import tempfile
 from pathlib import Path
 
-from rlrefit.workers.catalog import TrainLayout, bundled_models, open_model, train_holdings
+from rlrefit.integration.manifest import Manifest
+from rlrefit.integration.routing import decide_routes
+from rlrefit.workers.catalog import GenLayout, Model, TrainLayout, all_holdings, bundled_models, open_model
 from rlrefit.workers.catalog.units import TURNED
 
 from .cases import CASES, Layout
-from .expected import MISC
+from .checkpoints import config_of
+from .expected import MISC, SGLANG, TRANSFORMERS, VLLM, Engine, is_of, is_prediction
 from .report import Report, examine
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "families.md"
 BEGIN, END = "<!-- families -->", "<!-- /families -->"
 
 # What stands beside a family's name.
@@ -32,34 +39,111 @@ _TITLES = {
     "qwen3_next": "Qwen3-Next (gated delta net, output gates)",
     "qwen3_5_moe": "Qwen3.5-MoE",
     "qwen3_5_moe-stacked": "Qwen3.5-MoE, experts stacked in the checkpoint",
-    "qwen3_5_moe-transposed": "the same, stacked and transposed",
+    "qwen3_5_moe-transposed": "Qwen3.5-MoE, experts stacked and transposed",
 }
 
-# Further model types of the same family.
+# Further model types of the same family, and the engines that have no class of theirs.
 _ALIKE = {"deepseek_v3": ("kimi_k2",)}
+_LACKING = {"kimi_k2": (TRANSFORMERS,)}
+_FAMILIES = tuple(dict.fromkeys(case.family for case in CASES))
 
 
-def section(report: Report) -> str:
-    """The text between the markers."""
+def readme(report: Report) -> str:
+    """The README's table."""
     lines = [
-        "| family | tiny | true shapes | layouts on four ranks | misc |",
-        "| --- | --- | --- | --- | --- |",
+        "| family | vLLM 0.21: tiny | true shapes | transformers: tiny | true shapes | SGLang 0.5.17: tiny |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    for family in dict.fromkeys(case.family for case in CASES):
-        cases = [case for case in CASES if case.family == family]
-        found = [report.of(case) for case in cases]
-        share = min(1 - case["misc_bytes"] / case["bytes"] for case in found)
-        layouts = ", ".join(_told(case.layout) for case in cases)
-        names = ", ".join(f"`{part}`" for part, _ in MISC.get(family, ()))
-        lines.append(
-            f"| {_TITLES[family]} | {_percent(share)} | {_true_shares(family)} | {layouts} | {names or 'nothing'} |"
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for family in _FAMILIES:
+        cells = (
+            _tiny(family, VLLM, report),
+            _true_of(family, VLLM),
+            _tiny(family, TRANSFORMERS, report),
+            _true_of(family, TRANSFORMERS),
+            _tiny(family, SGLANG, report),
         )
+        alike.setdefault(cells, []).append(_TITLES[family])
+    lines += [f"| {' | '.join(['; '.join(titles), *cells])} |" for cells, titles in alike.items()]
     return "\n".join(lines)
 
 
-def written() -> str:
-    """What the README says now."""
-    return README.read_text().partition(BEGIN)[2].partition(END)[0].strip()
+def page(report: Report) -> str:
+    """The tables of docs/families.md: layouts, models, and reasons."""
+    lines = [
+        "| family | trainer's layouts on four ranks | placed by the trainer, tiny |",
+        "| --- | --- | --- |",
+    ]
+    for family in _FAMILIES:
+        layouts = ", ".join(_told(case.layout) for case in CASES if case.family == family)
+        lines.append(f"| {_TITLES[family]} | {layouts} | {_percent(tiny_share(family, None, report))} |")
+    lines += [
+        "",
+        "| true shapes | placed by the trainer | vLLM | transformers |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name in bundled_models():
+        cells = [_true(name, engine) for engine in (VLLM, TRANSFORMERS)]
+        lines.append(f"| {name} | {' | '.join([_percent(true_share(name, None)), *cells])} |")
+    lines += ["", "| family | refused by | weights | why |", "| --- | --- | --- | --- |"]
+    for family in _FAMILIES:
+        for who, parts in (("the trainer", MISC.get(family, ())), ("vLLM", VLLM.misc.get(family, ()))):
+            for why in dict.fromkeys(why for _, why in parts):
+                names = ", ".join(f"`{part}`" for part, reason in parts if reason == why)
+                lines.append(f"| {_TITLES[family]} | {who} | {names} | {why} |")
+        if family in TRANSFORMERS.refused:
+            lines.append(f"| {_TITLES[family]} | transformers | all | {TRANSFORMERS.refused[family]} |")
+    return "\n".join(lines)
+
+
+def written(path: Path) -> str:
+    """What stands between the marks of a page."""
+    return path.read_text().partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def tiny_share(family: str, engine: Engine | None, report: Report) -> float:
+    """Of the bytes that an engine takes at all, those that neither side refuses; without an engine, the trainer's part.
+
+    The least of all layouts.
+    """
+    shares = []
+    for case in (case for case in CASES if case.family == family):
+        found, short = report.of(case), case.checkpoint[1]
+        layers = config_of(family, short=short)["num_hidden_layers"]
+        sizes = {
+            name: nbytes
+            for name, nbytes in found["sizes"].items()
+            if engine is None or name in found["reasons"] or not is_prediction(name, layers)
+        }
+        parts = engine.misc[family] if engine else ()
+        misc = sum(n for name, n in sizes.items() if name in found["reasons"] or is_of(name, parts))
+        shares.append(1 - misc / sum(sizes.values()))
+    return min(shares)
+
+
+def true_share(name: str, engine: Engine | None) -> float:
+    """The same of a bundled model, as ``rlrefit plan`` has it."""
+    sizes = {"bulk": 0, "misc": 0}
+    for entry in _planned(name):
+        route = entry.route
+        # The plan's engine is vLLM, and a weight that the trainer places transposed is one that transformers takes.
+        if engine is not VLLM and (entry.reason.startswith("engine: ") or entry.reason.endswith(TURNED)):
+            route = "unused" if engine and route == "unused" else "bulk"
+        if route != "unused":
+            sizes[route] += entry.spec.nbytes
+    return sizes["bulk"] / sum(sizes.values())
+
+
+def planned(model: Model) -> Manifest:
+    """The routes of a refit from Megatron to vLLM, between one rank and one: more ranks cut boxes, not routes."""
+    specs = model.specs()
+    positions = {spec.name: i for i, spec in enumerate(specs)}
+    return decide_routes(specs, *all_holdings(model, TrainLayout(), GenLayout(), positions))
+
+
+@functools.cache
+def _planned(name: str) -> Manifest:
+    return planned(open_model(name))
 
 
 def _told(layout: Layout) -> str:
@@ -68,35 +152,53 @@ def _told(layout: Layout) -> str:
 
 
 def _percent(share: float) -> str:
-    # Never rounded up: 100% says that all is bulk.
-    return "100%" if share == 1 else f"{int(share * 10000) / 100:.2f}%"
+    # Never rounded up to 100%, which says that all is bulk.
+    return "100%" if share == 1 else f"{min(share, 0.9999):.2%}"
 
 
-@functools.cache
-def true_share(name: str) -> float:
-    """What the trainer's rules place of a bundled model."""
-    model = open_model(name)
-    specs = model.specs()
-    held = train_holdings(model, TrainLayout(), 0, {spec.name: i for i, spec in enumerate(specs)})
-    refused = {int(i) for reason, found in held.refused.items() if reason != TURNED for i in found}
-    return 1 - sum(specs[i].nbytes for i in refused) / sum(spec.nbytes for spec in specs)
+def _tiny(family: str, engine: Engine, report: Report) -> str:
+    if family not in engine.misc:
+        return _absent(family, engine)
+    limit = f" ({engine.limits[family]})" if family in engine.limits else ""
+    return _percent(tiny_share(family, engine, report)) + limit
 
 
-def _true_shares(family: str) -> str:
-    if "-" in family:
-        return "as above"
-    kinds = {family, *_ALIKE.get(family, ())}
-    names = [name for name in bundled_models() if open_model(name).config["model_type"] in kinds]
-    return ", ".join(f"{name} {_percent(true_share(name))}" for name in names) or "not in the catalogue"
+def _true_of(family: str, engine: Engine) -> str:
+    if family not in engine.misc:
+        return _absent(family, engine)
+    # A configuration does not tell a family's variants apart.
+    names = [name for name in bundled_models() if _family_of(name) == family.partition("-")[0]]
+    shares = sorted(true_share(name, engine) for name in names if not _lacks(engine, name))
+    return " to ".join(dict.fromkeys(map(_percent, shares[:1] + shares[-1:]))) or "not in the catalogue"
+
+
+def _true(name: str, engine: Engine) -> str:
+    family = _family_of(name)
+    if family not in engine.misc:
+        return _absent(family, engine)
+    return "no class of its own" if _lacks(engine, name) else _percent(true_share(name, engine))
+
+
+def _absent(family: str, engine: Engine) -> str:
+    return "refused" if family in engine.refused else "not run"
+
+
+def _family_of(name: str) -> str:
+    kind = open_model(name).config["model_type"]
+    return next((family for family, kinds in _ALIKE.items() if kind in kinds), kind)
+
+
+def _lacks(engine: Engine, name: str) -> bool:
+    return engine in _LACKING.get(open_model(name).config["model_type"], ())
 
 
 def main() -> None:
-    """Walk, and rewrite the section."""
+    """Walk, and rewrite both."""
     with tempfile.TemporaryDirectory() as folder:
-        text = section(examine(CASES, Path(folder)))
-    before, _, rest = README.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    README.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        report = examine(CASES, Path(folder))
+    for path, text in ((README, readme(report)), (PAGE, page(report))):
+        before, _, rest = path.read_text().partition(BEGIN)
+        path.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,49 @@
-"""The README's table of families is what the walk and the catalogue say."""
+"""The tables of families are what the walk, the engines and the planner say."""
 
 from __future__ import annotations
 
 import pytest
 
-from rlrefit.workers.catalog import bundled_models
+from rlrefit.workers.catalog import Model, bundled_models
+from rlrefit.workers.catalog.families import FAMILIES
 
+from .checkpoints import CONFIGS
+from .expected import MISC, TRANSFORMERS, VLLM, is_of
 from .report import Report, examine_all
-from .table import section, true_share, written
+from .table import PAGE, README, page, planned, readme, true_share, written
 
 AHEAD = (examine_all,)
 pytestmark = pytest.mark.timeout(900)
 
+# vLLM's mixtures of experts that its loader rearranges.
+_REARRANGED = {"gpt-oss-20b": (0.0858, 0.0859), "gpt-oss-120b": (0.018, 0.0181)}
+_PLANNED = [family for family in VLLM.misc if CONFIGS[family]["model_type"] in FAMILIES]
 
-def test_the_readme_says_what_the_tests_found(report: Report) -> None:
-    assert written() == section(report), "run python -m tests.families.table"
+
+def test_the_readme_and_its_page_say_what_was_found(report: Report) -> None:
+    remedy = "run python -m tests.families.table"
+    assert written(README) == readme(report), remedy
+    assert written(PAGE) == page(report), remedy
 
 
 @pytest.mark.parametrize("name", bundled_models())
-def test_almost_all_bytes_of_true_shapes_go_shard_to_shard(name: str) -> None:
-    if name.startswith("gpt-oss"):
-        assert true_share(name) > 0.3
-    else:
-        assert true_share(name) > 0.999
+def test_almost_all_bytes_of_true_shapes_arrive_shard_to_shard_but_for_what_vllm_rearranges(
+    name: str,
+) -> None:
+    low, high = _REARRANGED.get(name, (0.999, 1))
+    assert low <= true_share(name, VLLM) <= high
+    assert (true_share(name, TRANSFORMERS) > 0.999) == (name not in _REARRANGED)
+
+
+@pytest.mark.parametrize("family", _PLANNED)
+def test_the_planner_sends_past_the_shards_what_the_trainer_and_the_live_engine_refuse(family: str) -> None:
+    config = CONFIGS[family]
+    if "hybrid_override_pattern" in config:
+        # The catalogue has no NemotronH with experts.
+        config = config | {"hybrid_override_pattern": config["hybrid_override_pattern"].replace("E", "-")}
+    refused = (*MISC.get(family, ()), *VLLM.misc[family])
+    routes = {entry.spec.name: entry.route for entry in planned(Model(family, config))}
+    assert {name for name, route in routes.items() if route == "misc"} == {
+        name for name in routes if is_of(name, refused)
+    }
+    assert "bulk" in routes.values()

@@ -140,6 +140,7 @@ class Oracle:
             "loss": loss.item(),
             "grad_norm": norm.item(),
             "lr": lr,
+            "skipped": 0.0,
             "entropy": entropy,
             **metric_means([sums]),
         }

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.policy_scenes import saved_files, skip_steps
+
 from .models import ADAM, ROUTED_IN_FLOAT32, STEPS, TEMPERATURE, loss_config, plain_batch, training_batch
 
 
@@ -181,13 +183,22 @@ def resume_all(cases: dict[str, Case], root: str) -> dict[str, dict[str, Any]]:
         policy = make_policy(case)
         batch = training_batch(policy.compute_logprobs(plain_batch()))
         policy.train_step(batch)
-        policy.save(folder)
+        saved = saved_files(policy, folder)
         through = policy.train_step(batch), digest(policy), policy.step, randoms()
         resumed = make_policy(case)
         before = digest(resumed)
         resumed.load(folder)
         again = resumed.train_step(batch), digest(resumed), resumed.step, randoms()
-        reports[name] = {"through": through, "again": again, "before": before}
+        next_step = policy.train_step(batch), digest(policy)
+        skipped = skip_steps(resumed, batch, digest)
+        reports[name] = {
+            "through": through,
+            "again": again,
+            "before": before,
+            "next step": next_step,
+            "saved": saved,
+            "skipped": skipped,
+        }
     return reports
 
 

@@ -112,13 +112,27 @@ def test_every_key_reaches_the_policy() -> None:
         "trainer.fsdp.replicate=2",
         "trainer.fsdp.reshard_after_forward=false",
         "trainer.fsdp.cpu_offload=true",
+        "trainer.optimizer.lr_decay=cosine",
+        "trainer.optimizer.lr_decay_steps=100",
+        "trainer.optimizer.min_lr=1e-7",
+        "trainer.optimizer.max_skipped_steps=5",
     )
     config = load_config("grpo_qwen3_4b", ["trainer=fsdp", *overrides])
     assert policy_config(config, "model", PolicyLossConfig()) == FSDPPolicyConfig(
         model_path="model",
         layout=FSDPLayout(replicate=2, tensor_parallel=2),
         loss=PolicyLossConfig(),
-        optimizer=AdamConfig(lr=1e-6, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, warmup_steps=20),
+        optimizer=AdamConfig(
+            lr=1e-6,
+            betas=(0.9, 0.999),
+            eps=1e-8,
+            weight_decay=0.1,
+            warmup_steps=20,
+            lr_decay="cosine",
+            lr_decay_steps=200,
+            min_lr=1e-7,
+        ),
+        max_skipped_steps=5,
         micro_batch=4,
         dtype=torch.bfloat16,
         reshard_after_forward=False,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.ahead import FoundAhead
+from tests.policy_scenes import assert_saved
 from tests.spawn import run_ranks
 
 from .models import KINDS, LENGTHS, ROUTED_IN_FLOAT32, Oracle, write_checkpoint
@@ -132,6 +133,24 @@ def test_training_goes_on_bit_for_bit_after_a_restart(world: World, case: str) -
         report = rank["resumed"][case]
         assert report["again"] == report["through"]
         assert report["before"] != report["through"][1]
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_steps_of_gradients_that_are_not_finite_are_left_out_and_end_the_training_when_there_are_too_many(
+    world: World, case: str
+) -> None:
+    for rank in world.ranks:
+        found = rank["resumed"][case]["skipped"]
+        assert found["skipped"] == found["skipped again"] == [1.0, 1.0, 1.0]
+        assert found["unchanged"]
+        # As if nothing had been.
+        assert found["next step"] == rank["resumed"][case]["next step"]
+        assert found["ended"]
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_ranks_tell_the_hashes_of_all_files_that_they_save(world: World, case: str) -> None:
+    assert_saved([rank["resumed"][case]["saved"] for rank in world.ranks])
 
 
 def test_a_state_of_another_layout_is_refused_and_nothing_is_changed(world: World) -> None:

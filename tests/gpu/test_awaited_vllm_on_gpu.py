@@ -11,16 +11,15 @@ import multiprocessing
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from .awaited_scene import AT_ONCE, IN_STAGES, KV_CACHE, TOKENS, Found, scene_main
+from .needs import needs
 from .test_colocated_stages_on_gpu import SAME
 from .vllm_live import PROMPTS
 
 pytestmark = [
-    pytest.mark.gpu,
+    *needs("vllm", "transformers"),
     pytest.mark.timeout(180),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 # Of the scene, in seconds.

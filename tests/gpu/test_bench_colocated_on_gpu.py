@@ -9,10 +9,9 @@ import torch
 
 from rlrefit.recipes.cli import main
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from .needs import needs
+
+pytestmark = needs()
 
 
 def records(tmp_path, capsys, *arguments):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
 
 from rlrefit.recipes.cli import main
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two CUDA devices"),
-]
+from .needs import needs
+
+pytestmark = needs(gpus=2)
 
 
 def test_the_refit_over_each_transport_and_the_peers_are_exact(tmp_path, capsys):

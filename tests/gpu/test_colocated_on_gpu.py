@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import threading
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import FileStore
 
 from rlrefit.integration.errors import RefitError, RefitTimeout
 from rlrefit.integration.exchanges import Parcel
@@ -20,10 +22,9 @@ from rlrefit.integration.shared_wire.host_group import HostGroup
 from tests.gpu.test_refit_over_nccl import refit_three_times
 from tests.refit.test_killed_peer import kill_a_rank
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from .needs import needs
+
+pytestmark = needs()
 
 BUCKET = 1 << 20
 
@@ -60,79 +61,122 @@ def test_the_death_of_a_rank_ends_the_refit_on_all_others_within_the_timeout(kil
     kill_a_rank("transfer", on_gpu=True, killed=killed, engine="colocated_ipc")
 
 
-def on_two_ranks(
-    kind: type[DeviceGroup] | type[HostGroup], body: Callable[[int, Group], Any], timeout_s: float = 20.0
-) -> list[Any]:
-    """What ``body(rank, group)`` returns on two ranks of GPU 0, each a thread with a stream of its own."""
-    store, device = HashStore(), torch.device("cuda", 0)
-    results: list[Any] = [None, None]
-
-    def run(rank: int) -> None:
-        group = kind(store, "pair", rank, 2, device, timeout_s, lambda stage: None, 2, BUCKET)
-        try:
-            with torch.cuda.stream(torch.cuda.Stream(device)):
-                results[rank] = body(rank, group)
-        except RefitError as error:
-            results[rank] = error
-        finally:
-            group.close(failed=isinstance(results[rank], RefitError))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
+Body = Callable[[int, Group], Any]
 
 
+def rank_main(kind: type[Group], body: Body, timeout_s: float, meeting: str, rank: int, results: Any) -> None:
+    device = torch.device("cuda", 0)
+    group = kind(FileStore(meeting, 2), "pair", rank, 2, device, timeout_s, lambda stage: None, 2, BUCKET)
+    found: Any = None
+    try:
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            found = body(rank, group)
+    except RefitError as error:
+        found = type(error)
+    except Exception:
+        found = traceback.format_exc()
+    group.close(failed=isinstance(found, type))
+    # Torch's queue would share the memory of what it pickles: only plain data goes through it.
+    results.put((rank, found))
+
+
+def on_two_ranks(kind: type[Group], body: Body, tmp_path: Path, timeout_s: float = 20.0) -> list[Any]:
+    """What ``body(rank, group)`` returns on two ranks of GPU 0, or the class of the refit's error that it raises.
+
+    Each is a process with a stream of its own: streams of one process may share a hardware queue, where a wait for the
+    other rank would stand before what it waits for. No refit puts such ranks on this wire.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    ranks = [
+        spawn.Process(
+            target=rank_main, args=(kind, body, timeout_s, str(tmp_path / "meeting"), rank, results)
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        found = dict(results.get(timeout=90) for _ in ranks)
+    finally:
+        for rank in ranks:
+            rank.join(10)
+            rank.kill()
+    return [found[0], found[1]]
+
+
+def random_bytes(rank: int, turn: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * turn + rank)
+    return torch.randint(0, 256, (5 * BUCKET + 17,), dtype=torch.uint8, generator=generator).cuda()
+
+
+def exchange_large_parcels(rank: int, group: Group) -> list[bool]:
+    out, into = random_bytes(rank, 0), torch.zeros(5 * BUCKET + 17, dtype=torch.uint8, device="cuda")
+    prepared = [group.prepare([Parcel(1 - rank, out)], [Parcel(1 - rank, into)], lane) for lane in (0, 1)]
+    found = []
+    for turn in range(6):
+        out.copy_(random_bytes(rank, turn))
+        into.fill_(0xFF)
+        prepared[turn % 2].start("transfer")
+        found.append(torch.equal(into, random_bytes(1 - rank, turn)))
+    whole = random_bytes(0, 9) if rank == 0 else torch.zeros_like(out)
+    group.broadcast(whole, 0, "misc")
+    return [*found, torch.equal(whole, random_bytes(0, 9))]
+
+
+@pytest.mark.parametrize("queues", ["1", "8"])
 @pytest.mark.parametrize("kind", [DeviceGroup, HostGroup])
-def test_parcels_larger_than_buckets_arrive_in_both_directions_and_lanes(kind: Any) -> None:
-    def value(rank: int, turn: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(10 * turn + rank)
-        return torch.randint(0, 256, (5 * BUCKET + 17,), dtype=torch.uint8, generator=generator).cuda()
-
-    def body(rank: int, group: Group) -> list[bool]:
-        out, into = value(rank, 0), torch.zeros(5 * BUCKET + 17, dtype=torch.uint8, device="cuda")
-        prepared = [group.prepare([Parcel(1 - rank, out)], [Parcel(1 - rank, into)], lane) for lane in (0, 1)]
-        found = []
-        for turn in range(6):
-            out.copy_(value(rank, turn))
-            into.fill_(0xFF)
-            prepared[turn % 2].start("transfer")
-            found.append(torch.equal(into, value(1 - rank, turn)))
-        whole = value(0, 9) if rank == 0 else torch.zeros_like(out)
-        group.broadcast(whole, 0, "misc")
-        return [*found, torch.equal(whole, value(0, 9))]
-
-    assert on_two_ranks(kind, body) == [[True] * 7] * 2
+def test_parcels_larger_than_buckets_arrive_in_both_directions_and_lanes(
+    kind: Any, queues: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    assert on_two_ranks(kind, exchange_large_parcels, tmp_path) == [[True] * 7] * 2
 
 
-def test_a_wait_for_a_peer_that_sends_nothing_ends_in_time_and_leaves_the_gpu_usable() -> None:
-    def body(rank: int, group: Group) -> None:
-        group.connect([1 - rank])
-        if rank == 0:
+def wait_for_a_silent_peer(rank: int, group: Group) -> tuple[str, float, float]:
+    group.connect([1 - rank])
+    start, raised = time.monotonic(), ""
+    if rank == 0:
+        try:
             group.exchange([], [Parcel(1, torch.zeros(64, dtype=torch.uint8, device="cuda"))], "transfer")
+        except RefitTimeout as error:
+            raised = type(error).__name__
+            group.close(failed=True)
+        torch.cuda.synchronize()
+    else:
+        time.sleep(5)  # its end would tell the other one more than silence
+    return raised, time.monotonic() - start, torch.ones(4, device="cuda").sum().item()
 
-    start = time.monotonic()
-    first, second = on_two_ranks(DeviceGroup, body, timeout_s=1.0)
-    torch.cuda.synchronize()
-    assert isinstance(first, RefitTimeout)
-    assert second is None
-    assert time.monotonic() - start < 10
-    assert torch.ones(4, device="cuda").sum().item() == 4
+
+def test_a_wait_for_a_peer_that_sends_nothing_ends_in_time_and_leaves_the_gpu_usable(tmp_path: Path) -> None:
+    first, second = on_two_ranks(DeviceGroup, wait_for_a_silent_peer, tmp_path, timeout_s=1.0)
+    assert first[0] == "RefitTimeout"
+    assert first[1] < 4
+    assert first[2] == second[2] == 4
 
 
-def test_a_hundred_groups_leave_no_memory_on_the_gpu() -> None:
-    def body(rank: int, group: Group) -> bool:
-        out = torch.full((3 * BUCKET,), rank, dtype=torch.uint8, device="cuda")
-        into = torch.zeros_like(out)
+def exchange_in_a_hundred_groups(rank: int, group: Group) -> tuple[list[bool], int]:
+    """Whether each arrived, and the bytes of the GPU's memory that are gone since the first."""
+    out = torch.full((3 * BUCKET,), rank, dtype=torch.uint8, device="cuda")
+    into = torch.zeros_like(out)
+    found, free = [], 0
+    for turn in range(101):
+        own = type(group)(
+            group._store, f"pair{turn}", rank, 2, group.device, 20.0, lambda stage: None, 2, BUCKET
+        )
+        into.zero_()
+        own.exchange([Parcel(1 - rank, out)], [Parcel(1 - rank, into)], "transfer")
+        found.append(bool((into == 1 - rank).all()))
+        # Both have closed when both have met again.
+        own.close()
         group.exchange([Parcel(1 - rank, out)], [Parcel(1 - rank, into)], "transfer")
-        return bool((into == 1 - rank).all())
+        torch.cuda.synchronize()
+        if turn == 0:
+            free, _ = torch.cuda.mem_get_info()
+    return found, free - torch.cuda.mem_get_info()[0]
 
-    assert on_two_ranks(DeviceGroup, body) == [True, True]
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    for _ in range(100):
-        assert on_two_ranks(DeviceGroup, body) == [True, True]
-    torch.cuda.empty_cache()
-    assert free - torch.cuda.mem_get_info()[0] < 64 << 20
+
+def test_a_hundred_groups_leave_no_memory_on_the_gpu(tmp_path: Path) -> None:
+    for found, lost in on_two_ranks(DeviceGroup, exchange_in_a_hundred_groups, tmp_path):
+        assert found == [True] * 101
+        assert lost < 64 << 20

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rlrefit.recipes.run_files import read_json_lines
 
+from .needs import needs
+
 pytestmark = [
-    pytest.mark.gpu,
+    *needs("ray", "hydra", "datasets", "megatron", "transformer_engine", "transformers", "vllm"),
     pytest.mark.timeout(540),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 STEPS = 3

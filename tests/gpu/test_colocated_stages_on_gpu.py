@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+from .needs import needs
+
 pytestmark = [
-    pytest.mark.gpu,
+    *needs("vllm", "transformers"),
     pytest.mark.timeout(420),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 TURNS = 20

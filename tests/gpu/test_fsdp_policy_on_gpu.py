@@ -15,10 +15,9 @@ from tests.fsdp_policy.models import Oracle, write_checkpoint
 from tests.fsdp_policy.ranks import Case, resume_all, train_all
 from tests.spawn import free_port
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from .needs import needs
+
+pytestmark = needs("transformers")
 
 # Name of the case: (layout, further fields of the policy's configuration).
 ALONE: dict[str, tuple[dict[str, int], dict[str, Any]]] = {

@@ -9,18 +9,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.spawn import free_port
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
-        reason="needs a CUDA device of compute capability 9.0",
-    ),
-]
+from .needs import needs
+
+pytestmark = needs("megatron", "transformer_engine", "transformers", capability=(9, 0))
 
 
 def compare(folder: str, port: int, results: Any) -> None:

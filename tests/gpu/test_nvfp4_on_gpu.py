@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 import torch
 
+from .needs import needs
 from .nvfp4_trainer import TOKENS, Question, Said, Training, nvfp4_main
 from .vllm_live import CUDA_GRAPHS, EAGER, PROMPTS, LiveEngine, engine_environment
 from .vllm_trainer import CONFIG, Trainer
 
 pytestmark = [
-    pytest.mark.gpu,
+    *needs("vllm", "transformers", gpus=2),
     pytest.mark.timeout(150),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two CUDA devices"),
     pytest.mark.skipif(
         torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0),
         reason="with FP4 units vLLM takes other kernels, which quantize inputs, too",

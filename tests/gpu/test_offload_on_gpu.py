@@ -13,10 +13,9 @@ import torch
 
 from rlrefit.integration.rendezvous import Rendezvous, open_rendezvous
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two CUDA devices"),
-]
+from .needs import needs
+
+pytestmark = needs(gpus=2)
 
 MB = 1 << 20
 # Tables and checksums beside the buckets, and the allocator's rounding.

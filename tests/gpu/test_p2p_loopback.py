@@ -8,10 +8,9 @@ import sys
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from .needs import needs
+
+pytestmark = needs()
 
 
 def refit_to_oneself(lanes: int, contiguous: bool) -> None:
@@ -42,7 +41,8 @@ def refit_to_oneself(lanes: int, contiguous: bool) -> None:
         rounds = []
         for number, tensor in enumerate(sides[side]):
             segment = Segment(f"{side}.{number}", box_of(tensor.shape), 0, tensor.nbytes)
-            nbytes = aligned(tensor.nbytes) + CHECKSUM_BYTES
+            bare = tensor.nbytes >= LARGE_SEGMENT
+            nbytes = tensor.nbytes if bare else aligned(tensor.nbytes) + CHECKSUM_BYTES
             rounds.append((Message(0, 0, 2 * number, (segment,), nbytes, 0),))
         return tuple(rounds)
 

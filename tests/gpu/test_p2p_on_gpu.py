@@ -13,10 +13,9 @@ import torch
 
 from tests.spawn import free_port
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two CUDA devices"),
-]
+from .needs import needs
+
+pytestmark = needs(gpus=2)
 
 ROWS, COLUMNS = 768, 512
 

@@ -9,10 +9,9 @@ import torch
 
 from rlrefit.integration.packing import ChecksumTable, CopyTable, Strided, checksum
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from .needs import needs
+
+pytestmark = needs()
 
 # Qwen3-30B-A3B's experts: gate and up are [768, 2048], down is [2048, 768].
 INTERMEDIATE, HIDDEN, EXPERTS = 768, 2048, 512

@@ -11,10 +11,9 @@ import torch
 from rlrefit.integration.rendezvous import Rendezvous, open_rendezvous
 from tests.refit.test_killed_peer import kill_a_rank
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two CUDA devices"),
-]
+from .needs import needs
+
+pytestmark = needs(gpus=2)
 
 HIDDEN, INTERMEDIATE, EXPERTS = 512, 768, 8
 

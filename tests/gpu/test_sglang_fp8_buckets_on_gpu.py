@@ -5,7 +5,6 @@ What an engine holds after refits is compared, byte for byte, with what SGLang l
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,16 +19,15 @@ from rlrefit.workers.sglang.sender import SglangSender
 from rlrefit.workers.trtllm.sender import own_device
 from tests.sglang.real_engine import Scene
 
+from .needs import needs
 from .test_sglang_fp8_on_gpu import WORKER_LOADER
 from .vllm_checkpoints import write_checkpoint
 from .vllm_trainer import CheckpointSource
 
 pytestmark = [
-    pytest.mark.gpu,
+    *needs("sglang"),
     # SGLang compiles kernels for its first batch.
     pytest.mark.timeout(400),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang"),
 ]
 # Several buckets.
 BUCKET_BYTES = 1 << 19

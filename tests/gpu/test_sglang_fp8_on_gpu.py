@@ -5,27 +5,24 @@ What an engine holds after refits is compared, byte for byte, with what SGLang l
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from rlrefit.workers.sglang.loader import LOADER
 from tests.sglang.real_engine import Scene
 
+from .needs import needs
 from .sglang_trainer import CONFIG, SglangTrainer
 from .test_sglang_on_gpu import Apart
 from .vllm_checkpoints import write_checkpoint
 
 pytestmark = [
-    pytest.mark.gpu,
+    *needs("sglang", gpus=2),
     # SGLang compiles kernels for its first batch.
     pytest.mark.timeout(400),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang"),
 ]
 WORKER_LOADER = "tests.gpu.sglang_worker.load"
 LAYERS = 2

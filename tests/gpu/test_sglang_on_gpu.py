@@ -7,7 +7,6 @@ of a refit and of SGLang's own ``update_weights_from_distributed`` are printed a
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import statistics
 import sys
@@ -28,16 +27,15 @@ from rlrefit.workers.trtllm.sender import own_device
 from tests.sglang.real_engine import Scene
 from tests.spawn import free_port
 
+from .needs import needs
 from .sglang_trainer import CONFIG, SglangTrainer
 from .vllm_checkpoints import write_checkpoint
 from .vllm_trainer import CheckpointSource
 
 pytestmark = [
-    pytest.mark.gpu,
+    *needs("sglang"),
     # SGLang compiles kernels for its first batch.
     pytest.mark.timeout(400),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang"),
 ]
 _MIB = 1 << 20
 # Of keys and values, in BF16: 2 layers of 4 heads of 64 numbers.

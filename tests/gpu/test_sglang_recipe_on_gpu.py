@@ -16,10 +16,11 @@ import torch
 
 from tests.sglang.recipe_run import STEPS, records, run
 
+from .needs import needs
+
 pytestmark = [
-    pytest.mark.gpu,
+    *needs("ray", "hydra", "datasets", "megatron", "transformer_engine", "transformers", "sglang"),
     pytest.mark.timeout(560),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 # Keys and values of 2 layers, 2 heads, 32 numbers of BF16: 8.2 GB, beside which the model and what it computes are small.

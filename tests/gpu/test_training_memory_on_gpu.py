@@ -14,10 +14,9 @@ import torch
 
 from tests.spawn import free_port
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from .needs import needs
+
+pytestmark = needs("megatron", "transformer_engine", "transformers")
 
 # Name of the case: (part of the optimizer's state that is on the host, what is computed again).
 CASES: dict[str, tuple[float, dict[str, Any] | None]] = {

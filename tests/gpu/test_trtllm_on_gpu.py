@@ -19,10 +19,9 @@ from tests.trtllm.package_double import get_device_uuid, modules_of
 from tests.trtllm.serialization_double import GENERATIONS
 from tests.trtllm.sources import ListSource, some_weights
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from .needs import needs
+
+pytestmark = needs()
 
 _BUCKET_BYTES = 1 << 20
 

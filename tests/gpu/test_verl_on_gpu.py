@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from tests.gpu.vllm_checkpoints import write_checkpoint
 
-pytest.importorskip("verl")
+from .needs import needs
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="an actor and a vLLM server need a GPU each"),
+    *needs("verl", "vllm", "ray", gpus=2),
     pytest.mark.timeout(420),
 ]
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -17,15 +17,15 @@ import torch
 
 from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
 
+from .needs import needs
 from .vllm_checkpoints import write_checkpoint
 from .vllm_live import CUDA_GRAPHS, EAGER, PROMPTS, LiveEngine, engine_environment
 from .vllm_trainer import CONFIG, Trainer
 
 pytestmark = [
-    pytest.mark.gpu,
+    *needs("vllm", "transformers", gpus=2),
     # An engine starts within a minute, and the first test that needs it has the rest.
     pytest.mark.timeout(150),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two CUDA devices"),
 ]
 
 FP8: dict[str, Any] = {"fp8": True, "experts": True}

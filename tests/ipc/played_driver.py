@@ -349,6 +349,19 @@ class _Idle:
     record = wait_stream = synchronize
 
 
+class _NotTorchs:
+    """Memory that torch's allocator knows nothing of."""
+
+    def __init__(self, device: torch.device, ranges: object):
+        pass
+
+    def still_mapped(self) -> bool:
+        return False
+
+    def found_again(self) -> None:
+        pass
+
+
 @contextmanager
 def played(ranks: int) -> Iterator[PlayedDriver]:
     """Let the ``ipc`` transport run on this driver; rank ``r`` is on device ``cuda:r``."""
@@ -388,10 +401,12 @@ def played(ranks: int) -> Iterator[PlayedDriver]:
         patch.setattr(one_sided, "missing", lambda: "")
         # The tensors lie in no GPU's memory as torch has it: none is watched, refused, or missed at home.
         patch.setattr(transport, "kernels_read", lambda view: True)
+        patch.setattr(one_sided, "DeviceMemory", _NotTorchs)
         patch.setattr(one_sided, "HostMemory", lambda views, device: HostMemory(views, _CPU))
         patch.setattr(one_sided, "LiveViews", lambda fragments, device=None: LiveViews(fragments))
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-        patch.setattr(torch.cuda, "device", lambda device: play.on(device.index))
+        for module in (memory, mapping, transport):
+            patch.setattr(module, "on_device", lambda device: play.on(device.index))
         patch.setattr(torch.cuda, "Event", _Idle)
         patch.setattr(torch.cuda, "Stream", _Idle)
         patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())

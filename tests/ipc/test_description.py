@@ -18,7 +18,6 @@ from rlrefit.integration.transport.ipc.description import (
     Inbox,
     Place,
     View,
-    extent,
 )
 
 ALLOCATIONS = (
@@ -111,7 +110,7 @@ def test_a_view_becomes_memory_at_the_address_where_its_allocation_is_mapped() -
 
 def test_a_view_may_fill_its_allocation_to_the_last_byte_and_not_one_more() -> None:
     fits = View(Place(0, 4096 - 70), (32, 2), 2)
-    assert extent(DESCRIPTION.target(fits, (3, 3), [0, 0])) == 70
+    assert DESCRIPTION.target(fits, (3, 3), [0, 0]).extent == 70
     with pytest.raises(ValueError, match="reaches out"):
         DESCRIPTION.target(View(Place(0, 4096 - 69), (32, 2), 2), (3, 3), [0, 0])
     with pytest.raises(ValueError, match="strides"):

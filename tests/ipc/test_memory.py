@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from rlrefit.integration.errors import TransportUnavailable
+from rlrefit.integration.transport.host_memory import DeviceMemory
 from rlrefit.integration.transport.ipc import mapping, memory
 from rlrefit.integration.transport.ipc.description import Allocation, Description
 from rlrefit.integration.transport.ipc.descriptors import DescriptorServer
@@ -50,7 +51,8 @@ class Driver:
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    for module in (memory, mapping):
+        monkeypatch.setattr(module, "on_device", lambda device: nullcontext())
 
 
 def open_descriptors() -> int:
@@ -345,3 +347,39 @@ def test_lent_memory_that_does_not_come_back_leaves_nothing_mapped(monkeypatch: 
     with pytest.raises(TransportUnavailable, match="can't be opened"):
         imported.renew(description)
     assert (rows.mapped, rows.reserved) == ({}, 0)
+
+
+class Allocator:
+    """What torch's says of itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *segments: tuple[int, int]):
+        self.returned = 5
+        monkeypatch.setattr(
+            torch.cuda,
+            "memory_stats_as_nested_dict",
+            lambda device: {"reserved_bytes": {"all": {"freed": self.returned}}},
+        )
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+        rows = [{"address": start, "total_size": size, "device": 0} for start, size in segments]
+        rows.append({"address": 1 << 30, "total_size": 1 << 20, "device": 1})
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda include_traces: rows)
+
+
+def test_memory_is_there_still_as_long_as_torchs_allocator_has_given_nothing_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allocator = Allocator(monkeypatch, (1000, 500), (4000, 100))
+    weights = DeviceMemory(torch.device("cuda", 0), lambda: [(1000, 500), (4050, 50), (9, 0)])
+    assert weights.still_mapped()
+    allocator.returned += 1
+    assert not weights.still_mapped()
+    weights.found_again()
+    assert weights.still_mapped()
+
+
+@pytest.mark.parametrize("place", [(999, 2), (1400, 101), (2000, 1), (1 << 30, 8)])
+def test_memory_that_is_not_torchs_alone_is_never_taken_for_there(
+    monkeypatch: pytest.MonkeyPatch, place: tuple[int, int]
+) -> None:
+    Allocator(monkeypatch, (1000, 500), (4000, 100))
+    assert not DeviceMemory(torch.device("cuda", 0), lambda: [(1000, 10), place]).still_mapped()

@@ -87,3 +87,29 @@ def test_plain_memory_is_taken_as_addresses_which_its_owner_answers_for() -> Non
         1: [(Message(0, 1, 0, (segment,), 32, 0), [Strided.packed(1 << 20, (4,), 2)])]
     }
     assert not Proofs(pairs, "sampled", CPU, ahead=False).expired()
+
+
+def test_many_small_weights_are_computed_at_once_each_in_a_place_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[list[tuple[EncodedView, Strided]]] = []
+    monkeypatch.setattr(module, "make_encoders", lambda pairs, device: calls.append(list(pairs)) or [])
+    weights = [torch.ones(3 + place % 5, 7) for place in range(50)]
+    one = Proofs(bound(weights), "full", CPU, ahead=True)
+    places = sorted(place.address for _, place in calls[0])
+    ends = [place.address + place.nbytes for _, place in sorted(calls[0], key=lambda pair: pair[1].address)]
+    assert len(calls) == 1
+    assert len(places) == 50
+    assert all(end <= following for end, following in zip(ends, places[1:], strict=False))
+    assert ends[-1] - places[0] <= one.scratch_bytes
+
+
+def test_codes_that_do_not_fit_together_are_computed_in_several_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(module, "make_encoders", lambda pairs, device: calls.append(len(pairs)) or [])
+    monkeypatch.setattr(module, "CHECKED_AT_ONCE", 100)
+    Proofs(bound([torch.ones(4, 5) for _ in range(6)]), "full", CPU, ahead=True)
+    # 40 bytes each, 48 with what aligns the next.
+    assert calls == [2, 2, 2]

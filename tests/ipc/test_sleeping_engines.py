@@ -254,12 +254,13 @@ class World:
 
     def _open_epoch(self) -> None:
         self._transports = []
+        turn = self._dice.getrandbits(63)
         for owner in self._owners:
             sent = tuple(m for m in self._messages if m.source == owner.rank)
             received = tuple(m for m in self._messages if m.destination == owner.rank)
             transport = Tallied(
                 owner.rank, Plan(owner.rank, (sent,), (received,), "", {}), self._verify,
-                torch.device("cuda", owner.rank), TIMEOUT, lambda stage: None, str, lends=owner.lends,
+                torch.device("cuda", owner.rank), TIMEOUT, lambda stage: None, str, turn=turn, lends=owner.lends,
             )  # fmt: skip
             transport.tally = self.tally
             self._transports.append(transport)

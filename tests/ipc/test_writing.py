@@ -50,7 +50,7 @@ class Gpu:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(module, "on_device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
@@ -129,6 +129,32 @@ def test_writes_are_waited_for_before_memory_is_unmapped_if_what_goes_aside_fail
     one._imported[1] = peer
     one.close(failed=True)
     assert gpu.log[-3:] == ["record writes", "writes ended", "unmap"]
+
+
+def test_a_sender_that_finds_its_weights_elsewhere_while_it_writes_says_that_it_wrote_nothing_of_worth(
+    gpu: Gpu,
+) -> None:
+    one = sender(gpu)
+    one._memory = SimpleNamespace(still_mapped=lambda: True)  # type: ignore[assignment]
+    looks = iter([False, True])
+    for void, rings in ((False, ["ring 1", "ring 2"]), (True, ["ring 6"])):
+        assert one.will_look(lambda: gpu.step("look") or next(looks))
+        one.settle()
+        gpu.log.clear()
+        assert one.run(CLOCK, lambda: gpu.step("aside")).void is void
+        # Bytes are on their way meanwhile, and what goes aside is of the weights where they are now.
+        assert gpu.log.index("copy") < gpu.log.index("look") < gpu.log.index("aside")
+        assert [step for step in gpu.log if step.startswith("ring")] == rings
+        assert ("prove" in gpu.log) is not void
+
+
+def test_a_sender_whose_memory_may_be_gone_looks_before_it_writes(gpu: Gpu) -> None:
+    one = sender(gpu)
+    one._memory = SimpleNamespace(still_mapped=lambda: False)  # type: ignore[assignment]
+    assert not one.will_look(lambda: gpu.step("look") or True)
+    one.settle()
+    assert not one.run(CLOCK).void
+    assert "look" not in gpu.log
 
 
 def test_a_sender_whose_gpu_is_busy_until_its_peers_give_up_writes_nothing(gpu: Gpu) -> None:

@@ -38,7 +38,7 @@ class Scenario:
         action: ``refits``, ``move`` (the engines' storage moves before the last refit), ``remap`` (it is given back
             to the driver before the last refit, and comes anew, at the same addresses if they are free), ``lend`` (so it
             is after every refit, and the engines say so), ``kill`` (the ``victim``
-            dies instead of the second refit), ``busy`` (trainer rank 0 has its GPU busy beyond the timeout when it
+            dies instead of the second refit), ``late`` (the trainers' storage moves before the third, which is void), ``busy`` (trainer rank 0 has its GPU busy beyond the timeout when it
             comes to write the second), ``lie`` (trainer rank 0 tells another checksum in the second), or
             ``epochs`` (as many epochs as ``times``).
         times: refits or epochs.
@@ -151,7 +151,12 @@ class Rank:
         result = self.transport.run(self.clock)
         wrong = [] if self.is_source else self.endpoint.wrong(version)
         self.meeting.vote()
-        return {"wrong": wrong, "payload": result.payload_bytes, "verified": result.verified_bytes}
+        return {
+            "wrong": wrong,
+            "payload": result.payload_bytes,
+            "verified": result.verified_bytes,
+            "void": result.void,
+        }
 
 
 def _specs(scenario: Scenario) -> list[TensorSpec]:
@@ -246,6 +251,27 @@ def _move(rank: Rank) -> dict[str, Any]:
         rows[-1]["wrong"] += [f"moved {name}" for name in old.wrong(2)]
     rank.transport.close()
     return {"refits": rows}
+
+
+def _late(rank: Rank) -> dict[str, Any]:
+    """A trainer's weights move before the third refit, and it looks for them while it writes."""
+    rank.open()
+    rows = [rank.refit(1), rank.refit(2)]
+    if rank.is_source:
+        # The old memory stays with torch's allocator.
+        rank.endpoint = rank.make_endpoint()
+    will_look = rank.transport.will_look(lambda: True)
+    void = rank.refit(3)["void"]
+    rank.bind()
+    rows.append(rank.refit(3))
+    looks_again = rank.transport.will_look(lambda: False)
+    rows.append(rank.refit(4))
+    # A segment of its own, which goes back to the driver.
+    torch.empty(256 << 20, dtype=torch.uint8, device=rank.device)
+    torch.cuda.empty_cache()
+    blind = rank.transport.will_look(lambda: False)
+    rank.transport.close()
+    return {"refits": rows, "void": void, "will look": [will_look, looks_again, blind]}
 
 
 def _asleep(rank: Rank) -> tuple[int, int]:
@@ -389,6 +415,7 @@ def _resources(rank: Rank) -> tuple[int, int]:
 _ACTIONS = {
     "refits": _refits,
     "move": _move,
+    "late": _late,
     "lend": _lend,
     "remap": _remap,
     "kill": _kill,

@@ -33,7 +33,9 @@ def test_all_violations_are_told_at_once() -> None:
     assert "start vLLM without enable_lora" in wrapped
     (parts,) = lora_violations(_ADAPTER, {}, "transformers", {"tensor_parallel_size": 2})
     assert "tensor parallelism 1 alone" in parts
-    assert RefitConfig(lora="both").violations() == ["policy.refit.lora: 'both' is not one of merge, adapter"]
+    assert RefitConfig.unchecked(lora="both").violations() == [
+        "policy.refit.lora: 'both' is not one of merge, adapter"
+    ]
 
 
 def test_settings_and_names_survive_the_wire() -> None:

@@ -9,12 +9,16 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
+from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError
+from rlrefit.integration.session import RefitSession
 from rlrefit.workers.fsdp.adapter_source import AdapterSource
 from rlrefit.workers.fsdp.merging import Delta, merge
 from rlrefit.workers.fsdp.source import FSDPSource
+from rlrefit.workers.transformers_engine.adapter_destination import TransformersAdapterDestination
 from tests.as_sent import as_sent
 from tests.fsdp.models import smallest
+from tests.refit.synthetic import run_world
 
 _PLAIN = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"]}
 _WIDE = {
@@ -190,3 +194,41 @@ def test_what_is_no_plain_lora_is_refused_with_all_reasons() -> None:
     assert "embed_tokens.base_layer.weight is tied to lm_head.weight" in str(raised.value)
     with pytest.raises(RefitError, match="lora_bias=True"):
         FSDPSource(_adapted({**_PLAIN, "target_modules": ["q_proj"], "lora_bias": True}))
+
+
+@pytest.mark.parametrize("way", ["nccl_xfer", "packed_broadcast"])
+def test_an_engine_whose_adapter_moves_or_is_replaced_between_refits_gets_the_factors_where_they_are(
+    way: str,
+) -> None:
+    trained, served = (
+        _adapted({**_PLAIN, "target_modules": [*_PLAIN["target_modules"], "embed_tokens"]}),
+        _base(),
+    )
+    source = AdapterSource(trained)
+
+    def factors() -> dict[str, torch.nn.Parameter]:
+        return {name: p for name, p in served.named_parameters() if "lora_" in name}
+
+    def body(rank: int, session: RefitSession, _: Any) -> Any:
+        session.refit(1)
+        if rank == 1:
+            _change(trained)
+            (moved, *_), (replaced, *_) = factors().items(), reversed(factors().items())
+            moved[1].data = moved[1].data.clone()
+            owner, _, leaf = replaced[0].rpartition(".")
+            new = torch.nn.Parameter(replaced[1].detach().clone(), requires_grad=False)
+            served.get_submodule(owner)._parameters[leaf] = new
+            for factor in factors().values():
+                factor.data.fill_(float("nan"))
+        session._channel.barrier("changed")
+        session.refit(2)
+        return True
+
+    config = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full", lora="adapter")
+    destination = TransformersAdapterDestination(served)
+    assert run_world([source], [destination], body, config, way) == [True, True]
+    expected = {name: p for name, p in trained.named_parameters() if "lora_" in name}
+    assert len(expected) == len(factors()) == 6
+    found = {name.replace(".refit", ".default"): p for name, p in factors().items()}
+    for name, factor in expected.items():
+        assert torch.equal(found[name.removeprefix("base_model.model.")], factor)

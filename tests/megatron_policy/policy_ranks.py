@@ -28,6 +28,7 @@ class Case:
     # So large that Adam's step is smooth in the gradient: where a gradient is nearly 0, its rounding would
     # otherwise decide the step's sign.
     eps: float = 0.1
+    lr_decay: str = "constant"
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,15 @@ def make_policy(case: Case) -> Any:
             case.model_path,
             MegatronLayout(**case.layout),
             loss=PolicyLossConfig(aggregation="token", kl_coef=case.kl_coef),
-            optimizer=AdamConfig(lr=1e-2, eps=case.eps, clip_grad=0.5, warmup_steps=1),
+            optimizer=AdamConfig(
+                lr=1e-2,
+                eps=case.eps,
+                clip_grad=0.5,
+                warmup_steps=1,
+                lr_decay=case.lr_decay,
+                lr_decay_steps=3,
+                min_lr=4e-3,
+            ),
             micro_batch=case.micro_batch,
             temperature=TEMPERATURE,
             dtype=getattr(torch, case.dtype),
@@ -144,6 +153,8 @@ def resume_all(rank: int, cases: dict[str, Case], root: str) -> dict[str, dict[s
     import numpy as np
     import torch
 
+    from tests.policy_scenes import saved_files, skip_steps
+
     reports = {}
     for name, case in cases.items():
         folder = Path(root) / name
@@ -151,9 +162,10 @@ def resume_all(rank: int, cases: dict[str, Case], root: str) -> dict[str, dict[s
         batch = training_batch(policy.compute_logprobs(unmasked_batch()))
         policy.train_step(batch)
         policy.train_step(batch)
-        policy.save(folder)
+        saved = saved_files(policy, folder)
         through = [policy.train_step(batch) for _ in range(2)], digest(policy), policy.step
         randoms = torch.rand(3).tolist(), np.random.rand(3).tolist()
+        next_step = policy.train_step(batch), digest(policy)
 
         leave_layout()
         resumed = make_policy(case)
@@ -165,6 +177,9 @@ def resume_all(rank: int, cases: dict[str, Case], root: str) -> dict[str, dict[s
             "again": again,
             "before": before,
             "randoms": (randoms, (torch.rand(3).tolist(), np.random.rand(3).tolist())),
+            "skipped": skip_steps(resumed, batch, digest),
+            "next step": next_step,
+            "saved": saved,
         }
         leave_layout()
     return reports

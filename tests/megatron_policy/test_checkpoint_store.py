@@ -1,19 +1,26 @@
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from rlrefit.recipes import checkpoint
 from rlrefit.recipes.checkpoint import MANIFEST, CheckpointStore, LayoutChanged
+from rlrefit.recipes.policy_state import read_rank_state, write_rank_state
+from rlrefit.workers.durable import Written
 
 LAYOUT = {"tensor_parallel": 2, "pipeline_parallel": 1, "virtual_pipeline": None}
 
 
 def save(store: CheckpointStore, step: int) -> None:
-    with store.writing(step, {"prompts_seen": step * 8}) as folder:
+    with store.writing(step, {"prompts_seen": step * 8}) as unfinished:
         for rank in range(2):
-            (folder / f"rank_{rank:05d}.pt").write_bytes(bytes([step % 256, rank]) * 1000)
+            name, data = f"rank_{rank:05d}.pt", bytes([step % 256, rank]) * 1000
+            (unfinished.folder / name).write_bytes(data)
+            unfinished.files[name] = Written(len(data), hashlib.sha256(data).hexdigest())
 
 
 def names(root: Path) -> list[str]:
@@ -101,8 +108,8 @@ def test_a_crash_while_writing_leaves_nothing_but_the_earlier_checkpoints(tmp_pa
     save(store, 1)
 
     def crash() -> None:
-        with store.writing(2) as folder:
-            (folder / "rank_00000.pt").write_bytes(b"half")
+        with store.writing(2) as unfinished:
+            (unfinished.folder / "rank_00000.pt").write_bytes(b"half")
             raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
@@ -142,6 +149,42 @@ def test_a_save_that_no_rank_took_part_in_is_an_error(tmp_path: Path) -> None:
         CheckpointStore(tmp_path, 2, LAYOUT).writing(1),
     ):
         pass
+
+
+def test_files_that_the_driver_does_not_see_as_they_were_written_are_an_error(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 2, LAYOUT)
+
+    def save_elsewhere(seen: bytes | None) -> None:
+        with store.writing(1) as unfinished:
+            if seen is not None:
+                (unfinished.folder / "rank_00000.pt").write_bytes(seen)
+            unfinished.files["rank_00000.pt"] = Written(4, hashlib.sha256(b"data").hexdigest())
+
+    for seen in (None, b"dat"):
+        with pytest.raises(ValueError, match=r"rank_00000\.pt"):
+            save_elsewhere(seen)
+    assert names(tmp_path) == []
+
+
+def test_the_ranks_hash_what_they_write_and_the_driver_reads_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"weights": torch.arange(300_000), "step": 3}
+    (name, written), *others = write_rank_state(tmp_path / "alone", 7, state).items()
+    data = (tmp_path / "alone" / name).read_bytes()
+    assert not others
+    assert written == Written(len(data), hashlib.sha256(data).hexdigest())
+    assert torch.equal(read_rank_state(tmp_path / "alone", 7)["weights"], state["weights"])
+
+    def read(path: Path) -> str:
+        raise AssertionError(f"the driver hashed {path}")
+
+    monkeypatch.setattr(checkpoint, "_sha256", read)
+    store = CheckpointStore(tmp_path / "store", 2, LAYOUT)
+    with store.writing(1) as unfinished:
+        unfinished.files.update(write_rank_state(unfinished.folder, 7, state))
+    monkeypatch.undo()
+    assert store.latest_good().checkpoint is not None
 
 
 def test_keeping_no_checkpoint_is_refused(tmp_path: Path) -> None:

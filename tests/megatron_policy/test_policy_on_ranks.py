@@ -12,7 +12,9 @@ import pytest
 from policy_checkpoints import transformers_logprobs, write_checkpoint
 from policy_ranks import LENGTHS, TEMPERATURE, Case, one_rank, token_ids, two_ranks
 
+from rlrefit.recipes.algorithms.rates import LR_DECAYS, learning_rate
 from tests.ahead import FoundAhead
+from tests.policy_scenes import assert_saved
 from tests.spawn import run_ranks, run_together
 
 pytestmark = pytest.mark.timeout(900)
@@ -91,6 +93,8 @@ def run_all_cases(root: Path) -> World:
     # The oracle of all layouts computes every row as wide as the longest.
     alone = {name: replace(case, trimmed=False) for name, case in alone.items()}
     alone["one row at a time"] = Case(str(paths["qwen3"]), micro_batch=1)
+    for decay in ("linear", "cosine"):
+        alone[decay] = Case(str(paths["qwen3"]), lr_decay=decay)
     other = Case(str(paths["moe"]), LAYOUTS["TP2 and ETP2"][1], "bfloat16", eps=1e-8)
     folders = {"good": str(paths["qwen3"]), "bad": str(bad)}
     [single], double = run_together(
@@ -174,6 +178,14 @@ def test_the_warm_up_starts_above_zero_and_every_weight_moves(world: World) -> N
         assert np.abs(report.weights[name] - tensor.float().numpy()).max() > 1e-6, name
 
 
+@pytest.mark.parametrize("decay", LR_DECAYS)
+def test_rates_are_those_that_every_trainer_takes(world: World, decay: str) -> None:
+    report = world.single["trained"]["qwen3" if decay == "constant" else decay]
+    schedule = {"warmup_steps": 1, "decay": decay, "decay_steps": 3, "min_lr": 4e-3}
+    wanted = [learning_rate(step, 1e-2, **schedule) for step in range(len(report.metrics))]
+    assert [metrics["lr"] for metrics in report.metrics] == pytest.approx(wanted, rel=1e-12)
+
+
 def test_the_loss_falls_over_the_steps(world: World) -> None:
     for report in world.single["trained"].values():
         losses = [metrics["loss"] for metrics in report.metrics]
@@ -200,6 +212,24 @@ def test_training_goes_on_bit_for_bit_after_a_restart(world: World, case: str) -
         assert report["again"] == report["through"]
         assert report["before"] != report["through"][1]
         assert report["randoms"][0] == report["randoms"][1]
+
+
+@pytest.mark.parametrize("case", ["TP2_EP2", "DP2", "PP2_plain"])
+def test_steps_of_gradients_that_are_not_finite_are_left_out_and_end_the_training_when_there_are_too_many(
+    world: World, case: str
+) -> None:
+    for rank in world.double:
+        found = rank["resumed"][case]["skipped"]
+        assert found["skipped"] == found["skipped again"] == [1.0, 1.0, 1.0]
+        assert found["unchanged"]
+        # As if nothing had been.
+        assert found["next step"] == rank["resumed"][case]["next step"]
+        assert found["ended"]
+
+
+@pytest.mark.parametrize("case", ["TP2_EP2", "DP2", "PP2_plain"])
+def test_ranks_tell_the_hashes_of_all_files_that_they_save(world: World, case: str) -> None:
+    assert_saved([rank["resumed"][case]["saved"] for rank in world.double])
 
 
 def test_a_state_of_another_layout_is_refused_and_nothing_is_changed(world: World) -> None:

@@ -145,6 +145,22 @@ def test_release_after_refit_meets_anew_for_each_update() -> None:
     assert [engine.version for engine in workers.engines] == [2] * 4
 
 
+@pytest.mark.parametrize("behind", [0, 3])
+def test_a_worker_that_did_not_hear_of_the_last_commit_goes_on_with_the_others_in_the_next_group(
+    behind: int,
+) -> None:
+    workers = Workers(timeout_s=20.0, release_after_refit=True)
+    workers.ready()
+    workers.sync(1)
+    workers.finalize()
+    workers.engines[behind].version = 0
+    workers.ready()
+    for loaded in workers.sync(2):
+        assert_bit_exact(loaded, 2)
+    assert [engine.version for engine in workers.engines] == [2] * 4
+    workers.finalize()
+
+
 def test_a_worker_that_does_not_come_ends_the_update_in_time_on_all_others() -> None:
     workers = Workers(timeout_s=1.0)
     workers.ready()

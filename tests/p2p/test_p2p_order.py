@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rlrefit.integration.clock import StageClock
 from rlrefit.integration.exchanges import Parcel
 from rlrefit.integration.layout import Fragment
-from rlrefit.integration.plan import Message, Plan, Segment
+from rlrefit.integration.plan import GLOO_PACE, NCCL_PACE, Message, Plan, Segment
 from rlrefit.integration.transport import P2PTransport, p2p
 
 TRAINER, SELF, GIVER, TAKER = range(4)
@@ -78,7 +78,7 @@ class FakeLine:
         self.done |= line.done
 
     @contextmanager
-    def timed(self, clock: StageClock, stage: str, span: FakeSpan) -> Any:
+    def timed(self, clock: StageClock, stage: str, span: FakeSpan, rest: Any = None) -> Any:
         yield
         span.refit, span.done = self._work.refit, set(self.done)
 
@@ -102,7 +102,7 @@ class FakeGroup:
         touched, written = (
             {p.buffer.untyped_storage().data_ptr() for p in parcels} for parcels in (sends, receives)
         )
-        return SimpleNamespace(start=lambda stage: self._work.touch(touched, written))
+        return SimpleNamespace(start=lambda stage: self._work.touch(touched, written), finish=None)
 
 
 def _message(place: int, number: int, source: int, destination: int, part: int) -> Message:
@@ -131,7 +131,8 @@ def plans(draw: st.DrawFn) -> Plan:
         arrived += [m for m in inside if not m.is_relay]
         sends.append(tuple(out))
         receives.append(tuple(inside))
-    return Plan(SELF, tuple(sends), tuple(receives), "", {})
+    pace = draw(st.sampled_from([NCCL_PACE, GLOO_PACE]))
+    return Plan(SELF, tuple(sends), tuple(receives), "", {}, pace)
 
 
 @given(plans(), st.integers(1, 4), st.sampled_from(["off", "full"]))
@@ -148,7 +149,7 @@ def test_what_shares_a_bucket_is_in_order_and_nothing_waits_on_an_earlier_refit(
     size = 4 * 3 * len(plan.sends)
     transport.bind([Fragment("w", (size,), ((0, size),), torch.zeros(size))])
     relays = sum(m.is_relay for messages in plan.receives for m in messages)
-    said = {"turns": {str(SELF): [[0, 1]] * relays}, "sends": {}, "receives": {}}
+    said = {"turns": {str(SELF): [[0, 1]] * relays}}
     transport.connect([said] * 4)
     replay: Any = transport._replay
 
@@ -179,4 +180,4 @@ def _noted(exchange: Any, index: int, begun: list[int]) -> Any:
         exchange.start(stage)
         begun.append(index)
 
-    return SimpleNamespace(start=start)
+    return SimpleNamespace(start=start, finish=None)

@@ -24,12 +24,10 @@ from rlrefit.integration.errors import (
 )
 from rlrefit.integration.exchanges import Parcel
 from rlrefit.integration.manifest import TensorSpec
-from rlrefit.integration.plan import Message, Plan, Segment, own_part
+from rlrefit.integration.plan import GLOO_PACE, NCCL_PACE, Message, Pace, Plan, Segment
 from rlrefit.integration.process_groups import Group
-from rlrefit.integration.transport import cargo
 from rlrefit.integration.transport.cargo import Cargo
 from rlrefit.integration.transport.staging import share_buckets
-from rlrefit.integration.transport.views import LiveViews
 from tests.p2p.worlds import Rank, Setting, contiguous, run_threads
 from tests.plan.worlds import Layouts, layouts
 from tests.refit.synthetic import SyntheticDestination, SyntheticSource
@@ -37,11 +35,8 @@ from tests.refit.synthetic import SyntheticDestination, SyntheticSource
 MIB = 1 << 20
 
 
-@pytest.fixture
-def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages of 1 MiB go without staging: as good a test as large ones, and quicker."""
-    for module in (own_part, cargo):
-        monkeypatch.setattr(module, "LARGE_SEGMENT", MIB)
+# For tiny weights: bare messages beside framed ones, buckets that come round, rounds ahead of what is unpacked.
+TINY_PACE = Pace(alone=200, most=400, buckets=3, ahead=4)
 
 
 def refit_versions(*versions: int) -> Any:
@@ -54,20 +49,27 @@ def raise_failures(results: list[Any]) -> None:
             raise result
 
 
-@given(layouts(max_ranks=3), st.sampled_from([512, 4096]), st.booleans(), st.integers(1, 3))
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-def test_any_layout_lands_bit_for_bit_with_and_without_relays_in_any_number_of_lanes(
-    world: Layouts, bucket_bytes: int, fan_out: bool, lanes: int
+@given(
+    layouts(max_ranks=3),
+    st.sampled_from([512, 4096]),
+    st.booleans(),
+    st.integers(1, 3),
+    st.sampled_from([NCCL_PACE, GLOO_PACE, TINY_PACE]),
+    st.lists(st.booleans(), min_size=6, max_size=6),
+)
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_layout_lands_bit_for_bit_with_and_without_relays_and_gaps_in_any_number_of_lanes(
+    world: Layouts, bucket_bytes: int, fan_out: bool, lanes: int, pace: Pace, gaps: list[bool]
 ) -> None:
     # Bytes have no NaN to start from.
     specs = [s._replace(dtype=torch.float32) if s.dtype == torch.uint8 else s for s in world.specs]
-    results = run_threads(
-        specs,
-        [SyntheticSource(specs, held) for held in world.sources],
-        [SyntheticDestination(specs, wanted) for wanted in world.destinations],
-        refit_versions(1, 2),
-        Setting(bucket_bytes, lanes, "full", fan_out),
-    )
+    sources = [SyntheticSource(specs, held) for held in world.sources]
+    destinations = [SyntheticDestination(specs, wanted) for wanted in world.destinations]
+    for endpoint, has_gaps in zip((*sources, *destinations), gaps, strict=False):
+        if not has_gaps:
+            contiguous(endpoint)
+    setting = Setting(bucket_bytes, lanes, "full", fan_out, pace=pace)
+    results = run_threads(specs, sources, destinations, refit_versions(1, 2), setting)
     raise_failures(results)
     assert [wrong for rank in results for _, wrong in rank] == [[]] * len(results) * 2
 
@@ -121,23 +123,66 @@ def large(*, gaps_in: str = "") -> tuple[Any, Any, Any]:
     )
 
 
-@pytest.mark.usefixtures("small_is_large")
 @pytest.mark.parametrize("gaps_in", ["", "trainer", "engine"])
-def test_large_messages_go_without_staging_only_if_both_ends_are_contiguous(gaps_in: str) -> None:
+def test_large_messages_are_staged_only_at_the_end_that_has_gaps(gaps_in: str) -> None:
     def body(rank: Rank) -> Any:
         return rank.transport.staging_bytes, [rank.refit(version) for version in (1, 2)]
 
-    setting = Setting(bucket_bytes=3 * MIB, verify="full")
+    setting = Setting(bucket_bytes=8 * MIB, verify="full", pace=GLOO_PACE)
     results = run_threads(*large(gaps_in=gaps_in), body, setting)
     raise_failures(results)
-    for staging, refits in results:
-        assert (staging == 0) == (not gaps_in)
+    for side, (staging, refits) in zip(("trainer", "engine"), results, strict=True):
+        assert (staging > 0) == (side == gaps_in)
         assert staging <= 2 * setting.bucket_bytes
         assert all(wrong == [] for _, wrong in refits)
     assert all(result.verified_bytes == 4 * MIB for result, _ in results[1][1])
 
 
-@pytest.mark.usefixtures("small_is_large")
+def test_every_weight_that_lands_without_staging_gets_its_turn_to_be_checked() -> None:
+    specs, sources, destinations = replicas((1024, 1024), 3, trainers=1, engines=1)
+    for endpoint in (*sources, *destinations):
+        contiguous(endpoint)
+    setting = Setting(bucket_bytes=16 * MIB, verify="sampled", pace=GLOO_PACE)
+    results = run_threads(specs, sources, destinations, refit_versions(1, 2, 3), setting)
+    raise_failures(results)
+    for result, wrong in results[1]:
+        assert wrong == []
+        assert result.payload_bytes == 3 * result.verified_bytes == 6 * MIB
+
+
+def test_rounds_are_on_the_wire_before_earlier_ones_are_unpacked_and_staging_stays_within_its_limit() -> None:
+    specs, sources, destinations = replicas((1024, 1024), 20, trainers=1, engines=1)
+    contiguous(sources[0])
+    for key, view in sorted(destinations[0]._wanted.items())[::2]:
+        destinations[0]._wanted[key] = view.contiguous()
+
+    def body(rank: Rank) -> Any:
+        replay: Any = rank.transport._replay
+        acts: list[tuple[str, int]] = []
+        for index, exchange in enumerate(replay.exchanges):
+            for name in ("start", "finish"):
+                setattr(exchange, name, _noting(getattr(exchange, name), acts, (name, index)))
+        return rank.transport.staging_bytes, [rank.refit(version) for version in (1, 2)], acts
+
+    setting = Setting(bucket_bytes=4 * MIB, pace=GLOO_PACE)
+    results = run_threads(specs, sources, destinations, body, setting)
+    raise_failures(results)
+    for staging, refits, _ in results:
+        assert staging <= 2 * setting.bucket_bytes
+        assert all(wrong == [] for _, wrong in refits)
+    acts = results[1][2]
+    assert max(acts.index(("finish", i)) - acts.index(("start", i)) for i in range(20)) > 2
+    assert all(acts.count((name, i)) == 2 for name in ("start", "finish") for i in range(20))
+
+
+def _noting(call: Any, acts: list[Any], act: Any) -> Any:
+    def noted(stage: str) -> None:
+        acts.append(act)
+        call(stage)
+
+    return noted
+
+
 @pytest.mark.parametrize("gaps_in", ["", "engine"])
 def test_a_byte_that_the_wire_changes_is_caught_with_and_without_staging(gaps_in: str) -> None:
     specs, sources, destinations = large(gaps_in=gaps_in)
@@ -148,16 +193,17 @@ def test_a_byte_that_the_wire_changes_is_caught_with_and_without_staging(gaps_in
             replay = rank.transport._replay
             assert replay is not None
             last = replay.exchanges[-1]
-            receive = last.start
+            receive = last.finish
 
-            def start(stage: str) -> None:
+            def finish(stage: str) -> None:
                 receive(stage)
                 last._receives[0].buffer[4567] ^= 1
 
-            last.start = start  # type: ignore[method-assign]
+            last.finish = finish  # type: ignore[method-assign]
         return rank.refit(2)
 
-    results = run_threads(specs, sources, destinations, body, Setting(3 * MIB, verify="full"))
+    setting = Setting(8 * MIB, verify="full", pace=GLOO_PACE)
+    results = run_threads(specs, sources, destinations, body, setting)
     assert isinstance(results[1], VerificationError)
     assert "round 2 is not what was sent" in str(results[1])
     assert "w1" in str(results[1])
@@ -188,15 +234,15 @@ def test_a_message_in_the_place_of_another_one_or_from_an_earlier_refit_is_caugh
             assert buffers[0].shape == buffers[1].shape
             assert len(replay.exchanges) == 1
             arrived = [buffer.clone() for buffer in buffers]
-            receive = exchange.start
+            receive = exchange.finish
 
-            def start(stage: str) -> None:
+            def finish(stage: str) -> None:
                 receive(stage)
                 found = arrived if earlier else [buffer.clone() for buffer in buffers][::-1]
                 for buffer, other in zip(buffers, found, strict=True):
                     buffer.copy_(other)
 
-            exchange.start = start  # type: ignore[method-assign]
+            exchange.finish = finish  # type: ignore[method-assign]
         return rank.refit(2)
 
     results = run_threads(specs, sources, destinations, body, Setting(bucket_bytes=1 << 20, verify=verify))
@@ -223,23 +269,21 @@ def test_storage_that_moved_is_bound_again_with_the_same_buckets() -> None:
         assert all(wrong == [] for _, wrong in refits)
 
 
-@pytest.mark.parametrize(
-    "said", [None, {"sends": 3}, {"receives": {"0": 7}, "sends": {"0": 7}}, {"receives": {"0": "0xyz"}}, []]
-)
-def test_what_a_peer_says_of_its_storage_is_not_trusted(said: Any) -> None:
+@pytest.mark.parametrize("said", [None, {}, {"turns": 3}, []])
+def test_what_a_peer_says_in_another_form_is_not_trusted(said: Any) -> None:
     segment = Segment("w", ((0, 4),), 0, 16)
-    plan = Plan(0, ((Message(0, 1, 0, (segment,), 32, 0),),), ((),), "", {})
+    plan = Plan(0, ((),), ((Message(1, 0, 1, (segment,), 32, 2),),), "", {})
     with pytest.raises(RefitMismatch, match="malformed"):
-        Cargo(plan).settle(LiveViews([]), [None, said])
+        Cargo(plan).learn_turns([None, said, None])
 
 
 @pytest.mark.parametrize("turns", [7, [3], [[0]], [[0, 1, 2]], [[0, 0]], [[-1, 2]], [[2, 2]], [["0", 1]], []])
 def test_what_a_peer_says_of_the_turns_of_what_it_passes_on_is_not_trusted(turns: Any) -> None:
     segment = Segment("w", ((0, 4),), 0, 16)
     plan = Plan(0, ((),), ((Message(1, 0, 1, (segment,), 32, 2),),), "", {})
-    said = {"sends": {}, "receives": {}, "turns": {"0": turns}}
+    said = {"turns": {"0": turns}}
     with pytest.raises(RefitMismatch, match="malformed" if turns else "passes on 0 messages"):
-        Cargo(plan).settle(LiveViews([]), [None, said, None])
+        Cargo(plan).learn_turns([None, said, None])
 
 
 def test_a_relay_of_what_did_not_arrive_before_is_a_fault_of_the_plan() -> None:
@@ -250,15 +294,20 @@ def test_a_relay_of_what_did_not_arrive_before_is_a_fault_of_the_plan() -> None:
             Cargo(Plan(1, ((relay,),), (received,), "", {}))
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 4)), max_size=30))
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 4)), max_size=30),
+    st.integers(2, 4),
+)
 @settings(max_examples=200, deadline=None)
-def test_a_bucket_is_never_taken_before_all_have_read_it(rounds: list[tuple[int, int, int]]) -> None:
+def test_a_bucket_is_never_taken_before_all_have_read_it(
+    rounds: list[tuple[int, int, int]], turns: int
+) -> None:
     needs, lanes = [need for need, _, _ in rounds], [lane for _, lane, _ in rounds]
     readers = [
         sorted({min(index + 1 + late, len(rounds) - 1)} - {index}) if late < 3 and need else []
         for index, (need, _, late) in enumerate(rounds)
     ]
-    staging = share_buckets(needs, lanes, readers)
+    staging = share_buckets(needs, lanes, readers, turns)
     holder: dict[int, int] = {}
     for index, bucket in enumerate(staging.bucket_of):
         assert (bucket >= 0) == (needs[index] > 0)
@@ -271,12 +320,12 @@ def test_a_bucket_is_never_taken_before_all_have_read_it(rounds: list[tuple[int,
             assert lanes[tenant] == lanes[index]
             assert all(reader < index for reader in readers[tenant])
             between = [i for i in range(tenant + 1, index) if needs[i] and lanes[i] == lanes[index]]
-            assert between, "the round just before is still on the wire"
+            assert len(between) >= turns - 1, "the rounds just before are still on the wire"
         holder[bucket] = index
     if not any(readers):
         for lane in range(3):
             used = {b for b, own in zip(staging.bucket_of, lanes, strict=True) if own == lane and b >= 0}
-            assert len(used) <= 2
+            assert len(used) <= turns
 
 
 def test_more_trainers_than_lanes_send_to_one_engine_whose_rounds_share_a_lane() -> None:
@@ -297,7 +346,8 @@ def test_more_trainers_than_lanes_send_to_one_engine_whose_rounds_share_a_lane()
     assert all(wrong == [] for _, refits in results for _, wrong in refits)
 
 
-def test_a_rank_that_fails_ends_the_others_at_once_though_its_error_is_kept() -> None:
+@pytest.mark.parametrize("fan_out", [False, True])
+def test_a_rank_that_fails_ends_the_others_at_once_though_its_error_is_kept(fan_out: bool) -> None:
     specs, sources, destinations = replicas((64, 96), 4, trainers=1, engines=2)
 
     def body(rank: Rank) -> Any:
@@ -309,11 +359,11 @@ def test_a_rank_that_fails_ends_the_others_at_once_though_its_error_is_kept() ->
             def fail(stage: str) -> None:
                 raise ValueError("this rank alone")
 
-            replay.exchanges[0].start = fail  # type: ignore[method-assign]
+            replay.exchanges[1].start = fail  # type: ignore[method-assign]
         return rank.refit(2)
 
     start = time.monotonic()
-    setting = Setting(bucket_bytes=8192, lanes=2, fan_out=True, timeout_s=30.0)
+    setting = Setting(bucket_bytes=8192, lanes=2, fan_out=fan_out, timeout_s=30.0, pace=TINY_PACE)
     results = run_threads(specs, sources, destinations, body, setting)
     assert time.monotonic() - start < 10
     assert [type(result) for result in results] == [PeerLost, PeerLost, ValueError]

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from rlrefit.integration.clock import StageClock
-from rlrefit.integration.holdings import Holdings, SpecTable
+from rlrefit.integration.holdings import Holdings, HoldingsReader, SpecTable
 from rlrefit.integration.manifest import TensorSpec
-from rlrefit.integration.plan import Plan, analyse
+from rlrefit.integration.plan import NCCL_PACE, Pace, Plan, analyse
 from rlrefit.integration.process_groups import Group
 from rlrefit.integration.transport import P2PTransport, TransferResult
 from tests.refit.synthetic import SyntheticDestination, SyntheticSource
@@ -30,6 +30,7 @@ class Setting:
     verify: str = "full"
     fan_out: bool | None = False
     timeout_s: float = 20.0
+    pace: Pace = NCCL_PACE
 
 
 @dataclass
@@ -91,13 +92,15 @@ def open_rank(
     table = SpecTable(specs)
     fragments, refused = endpoint.fragments(specs)  # type: ignore[call-arg]
     ours = Holdings.from_fragments(rank, fragments, refused, table.positions)
-    everyone = [Holdings.from_json(data, table) for data in exchange(ours.to_json())]
+    read = HoldingsReader(table)
+    everyone = [read.holdings(rank, parts) for rank, parts in enumerate(exchange(ours.to_parts()))]
     analysis = analyse(
         specs,
         everyone[: sides[0]],
         everyone[sides[0] :],
         bucket_bytes=setting.bucket_bytes,
         fan_out=setting.fan_out,
+        pace=setting.pace,
     )
     plan = analysis.compile(rank)
     device = endpoint.device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import zlib
 from dataclasses import replace
 from itertools import combinations
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.errors import PlanError
-from rlrefit.integration.holdings import HoldingGroup, Holdings, SpecTable
+from rlrefit.integration.holdings import HoldingGroup, Holdings, HoldingsReader, SpecTable
 from rlrefit.integration.layout import box_of, volume
 from rlrefit.integration.layout.fragments import local_slice
 from rlrefit.integration.manifest import TensorSpec
@@ -91,10 +92,10 @@ def test_pair_bytes_are_those_of_the_messages_to_within_one_piece_where_replicas
 @given(world=layouts())
 @settings(max_examples=60, deadline=None)
 def test_holdings_survive_the_rendezvous(world: Layouts) -> None:
-    table = SpecTable(world.specs)
+    reader = HoldingsReader(SpecTable(world.specs))
     for holdings in (h for side in world.holdings() for h in side):
         holdings = replace(holdings, refused={"router": np.array([0])})
-        read = Holdings.from_json(holdings.to_json(), table)
+        read = reader.holdings(holdings.rank, json.loads(json.dumps(holdings.to_parts())))
         assert read.rank == holdings.rank
         assert [(g.boxes, g.dtype, g.indices.tolist()) for g in read.groups] == [
             (g.boxes, g.dtype, g.indices.tolist()) for g in holdings.groups
@@ -230,7 +231,7 @@ def test_boxes_that_leave_their_tensor_are_refused_when_they_are_read(group: Hol
 
     table = SpecTable([TensorSpec("up", (8, 4), BF16)])
     with pytest.raises(RefitMismatch, match="up"):
-        Holdings.from_json(Holdings(0, (group,)).to_json(), table)
+        HoldingsReader(table).holdings(0, Holdings(0, (group,)).to_parts())
 
 
 # Many more positions than there are weights.
@@ -238,24 +239,24 @@ BOMB = base64.b64encode(zlib.compress(bytes(1 << 24))).decode()
 
 
 @pytest.mark.parametrize(
-    "data",
+    "parts",
     [
-        None,
         [],
-        {},
-        {"rank": "0", "groups": [], "refused": {}},
-        {"rank": 0, "groups": [[[[[0, 1]]], "bfloat16", "eJxjYGAAAAAEAAE="]], "refused": {}},
-        {"rank": 0, "groups": [[[[[0, 1]]], "bfloat16", "????"]], "refused": {}},
-        {"rank": 0, "groups": [[[[[0, 1]]], "os.system", "eJxjYGAAAAAEAAE="]], "refused": {}},
-        {"rank": 0, "groups": [], "refused": {"x": BOMB}},
-        {"rank": 0, "groups": [], "refused": {"x": 3}},
+        [None],
+        [{}, None],
+        [{}, {}],
+        [{}, [[[[0, 1]]], "bfloat16", "eJxjYGAAAAAEAAE="]],
+        [{}, [[[[0, 1]]], "bfloat16", "????"]],
+        [{}, [[[[0, 1]]], "os.system", "eJxjYGAAAAAEAAE="]],
+        [{"x": BOMB}],
+        [{"x": 3}],
     ],
 )
-def test_malformed_holdings_are_refused(data: object) -> None:
+def test_malformed_holdings_are_refused(parts: list[object]) -> None:
     from rlrefit.integration.errors import RefitMismatch
 
     with pytest.raises(RefitMismatch, match="malformed"):
-        Holdings.from_json(data, SpecTable([TensorSpec("up", (8,), BF16)]))
+        HoldingsReader(SpecTable([TensorSpec("up", (8,), BF16)])).holdings(0, parts)
 
 
 def test_many_experts_are_one_class_and_a_large_world_is_balanced() -> None:

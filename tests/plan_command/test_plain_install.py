@@ -13,7 +13,7 @@ from tests.catalog.shrunken import CONFIGS
 _WITHOUT_EXTRAS = """
 import contextlib, importlib.abc, io, json, sys
 ABSENT = {"matplotlib", "huggingface_hub", "ray", "hydra", "datasets", "transformers", "tokenizers", "safetensors",
-          "accelerate", "megatron", "vllm", "pandas", "scipy"}
+          "accelerate", "megatron", "vllm", "pandas", "scipy", "einops"}
 
 class Absent(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
@@ -101,3 +101,25 @@ def test_plan_and_bench_need_the_base_dependencies_only_and_name_the_extra_for_p
     assert code == 2
     assert "needs matplotlib: pip install 'rlrefit[plots]'" in errors
     assert ".html" not in errors
+
+
+def test_commands_that_need_more_name_the_extras_beside_what_else_is_wrong(tmp_path: Path) -> None:
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(CONFIGS["qwen3_moe"]))
+    layouts = ["--model", str(model), "--train", "ep=2", "--gen", "tp=1"]
+    told = _run(
+        ["train", "recipe=grpo_tiny"],
+        ["plan", *layouts, "--enumerate-with-bridge", "--compile-ranks", "0"],
+        ["plan", "--recipe", "grpo_tiny"],
+        ["bench-live", *layouts, "--device", "cpu", "--refits", "0"],
+    )
+    wanted = (
+        ["ray", "hydra", "rlrefit[ray]", "megatron", "vllm"],
+        ["enumerate-with-bridge", "megatron-core", "megatron-bridge", "einops", "compile-ranks"],
+        ["hydra", "rlrefit[ray]"],
+        ["bench-live", "megatron-core", "megatron-bridge", "einops", "rlrefit[vllm]", "--refits"],
+    )
+    for (code, errors), named in zip(told, wanted, strict=True):
+        assert code == 2
+        assert "Traceback" not in errors
+        assert [name for name in named if name not in errors] == []

@@ -14,7 +14,14 @@ from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8
-from rlrefit.workers.megatron.native_fp8 import NativeBlocks, as_codes, is_native, native_blocks, with_scales
+from rlrefit.workers.megatron.native_fp8 import (
+    NativeBlocks,
+    as_codes,
+    is_native,
+    native_blocks,
+    native_storage_key,
+    with_scales,
+)
 from rlrefit.workers.megatron.rules import Refused, fragments_of_task
 from rlrefit.workers.megatron.self_check import refusals
 from tests.refit.synthetic import SyntheticSource, refit_changed, run_world, value_of
@@ -92,6 +99,28 @@ class Float8BlockwiseQTensor(torch.Tensor):
             "fp8_dtype": SimpleNamespace(name="kFloat8E4M3"),
             "quantizer": SimpleNamespace(block_len=128, force_pow_2_scales=True),
         }
+
+
+@pytest.mark.parametrize("part", ["rowwise_data", "rowwise_scale_inv"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.clone,
+        lambda t: t.view(torch.int8),
+        lambda t: t.as_strided(t.shape, (1, t.shape[0])),
+        lambda t: None,
+    ],
+    ids=["moved", "of another dtype", "by other strides", "gone"],
+)
+def test_the_key_of_parameters_kept_in_blocks_tells_where_and_how_each_part_lies(
+    other: Any, part: str
+) -> None:
+    held = {"rowwise_data": torch.zeros(4, 6), "rowwise_scale_inv": torch.zeros(2, 4)}
+    weights = [SimpleNamespace(get_metadata=lambda: held)]
+    before, kept_alive = native_storage_key(weights), held[part]
+    assert native_storage_key(weights) == before
+    held[part] = other(kept_alive)
+    assert native_storage_key(weights) != before
 
 
 @dataclass(frozen=True)

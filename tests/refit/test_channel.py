@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
 import time
@@ -15,7 +16,16 @@ import torch.distributed as dist
 
 from rlrefit.integration.channel import Channel
 from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
-from rlrefit.integration.rendezvous import GroupStore, RendezvousServer, open_rendezvous, wire
+from rlrefit.integration.rendezvous import (
+    GroupStore,
+    RendezvousServer,
+    client,
+    meeting,
+    open_rendezvous,
+    wire,
+)
+from rlrefit.integration.rendezvous import server as server_module
+from rlrefit.integration.rendezvous.wire import pack_json, pack_values
 
 from .meeting import join, on_all_ranks
 
@@ -62,16 +72,6 @@ def test_a_vote_brings_all_values_in_the_order_of_ranks(server: RendezvousServer
     assert results == [[[rank, {"name": long}, None] for rank in range(4)]] * 4
 
 
-def test_a_rank_reads_what_another_publishes_later(server: RendezvousServer) -> None:
-    def body(rank: int, channel: Channel) -> Any:
-        if rank == 1:
-            time.sleep(0.1)
-            channel.publish("specs", {"from": rank})
-        return channel.read("specs", 1)
-
-    assert on_all_ranks(server, body) == [{"from": 1}] * 4
-
-
 def test_a_meeting_that_runs_out_names_all_missing_ranks_on_all_that_came(server: RendezvousServer) -> None:
     def body(rank: int, channel: Channel) -> Any:
         start = time.monotonic()
@@ -99,7 +99,7 @@ def test_a_rank_that_dies_ends_the_waits_of_all_others_at_once(server: Rendezvou
             return None
         start = time.monotonic()
         with pytest.raises(PeerLost, match=r"generation rank 1 .*process died"):
-            channel.read("never", 1) if rank == 0 else channel.barrier("never")
+            channel.store.get("never") if rank == 0 else channel.barrier("never")
         return time.monotonic() - start
 
     assert all(seconds < 1.5 for seconds in on_all_ranks(server, body)[:3])
@@ -132,7 +132,7 @@ def test_the_first_abort_is_the_cause_that_every_rank_hears(server: RendezvousSe
 
 def test_the_store_is_as_large_after_two_hundred_refits_as_after_one(server: RendezvousServer) -> None:
     def body(rank: int, channel: Channel) -> Any:
-        channel.publish("specs", list(range(100)))
+        channel.store.set(f"specs/{rank}", b"x" * 100)
         sizes = []
         for index in range(200):
             channel.barrier(f"begin/{index}", agree=index)
@@ -157,8 +157,8 @@ def test_what_is_too_large_or_a_bomb_is_refused_before_it_is_unpacked(
         wire.unpack_json(bomb)
     channel = join(server, 0)
     with pytest.raises(RefitError, match=r"specs can't be sent.*limit of 50000"):
-        channel.publish("specs", [0] * 200_000)
-    channel.publish("specs", [0])  # and the connection goes on
+        channel.vote("specs", [0] * 200_000)
+    channel.check_abort("and the connection goes on")
     channel.close()
 
 
@@ -178,7 +178,7 @@ def test_process_groups_are_made_from_the_store_and_it_closes_with_the_channel(
 
 
 def test_the_group_store_sets_counts_waits_and_clones(server: RendezvousServer) -> None:
-    store = GroupStore(server.rendezvous, 1, 1.0)
+    store = GroupStore(server.rendezvous, 1, lambda: 1.0)
     assert not store.check(["a"])
     store.set("a", "text")
     store.set("b", b"\0bytes")
@@ -196,9 +196,52 @@ def test_the_group_store_sets_counts_waits_and_clones(server: RendezvousServer) 
 
 
 def test_a_group_that_waits_for_a_rank_which_gave_up_is_told(server: RendezvousServer) -> None:
-    store, channel = GroupStore(server.rendezvous, 1, 5.0), join(server, 0)
+    store, channel = GroupStore(server.rendezvous, 1, lambda: 5.0), join(server, 0)
     threading.Timer(0.1, lambda: channel.abort("no NCCL here")).start()
     with pytest.raises(PeerLost, match="no NCCL here"):
         dist.PrefixStore("bulk", store).get("unique id")
     channel.close()
     store.close()
+
+
+def test_what_ranks_tell_together_above_the_limit_ends_the_vote_at_once_and_names_who_tells_most(
+    server: RendezvousServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "MAX_ANSWER", 400_000)
+    generator = random.Random(3)
+
+    def body(rank: int, channel: Channel) -> Any:
+        start = time.monotonic()
+        with pytest.raises(PeerLost) as caught:
+            channel.vote("holdings", generator.randbytes(250_000 if rank == 2 else 60_000).hex())
+        return caught.value.blamed, time.monotonic() - start
+
+    results = on_all_ranks(server, body, timeout_s=20.0)
+    assert [blamed for blamed, _ in results] == [2] * 4
+    assert all(seconds < 5 for _, seconds in results)
+
+
+def test_a_vote_of_more_than_one_message_may_hold_reaches_all_ranks(
+    server: RendezvousServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (wire, client, server_module):
+        monkeypatch.setattr(module, "MAX_MESSAGE", 300_000)
+    told = [random.Random(rank).randbytes(100_000).hex() for rank in range(4)]
+    assert on_all_ranks(server, lambda rank, channel: channel.vote("v", told[rank])) == [told] * 4
+
+
+def test_letters_reach_the_ranks_that_they_are_for_beside_what_all_are_told(server: RendezvousServer) -> None:
+    def body(rank: int, channel: Channel) -> Any:
+        letters = {other: f"{rank} to {other}" for other in range(4) if other < rank}
+        return channel.exchange("bound/1", [rank, {"alike": 1}], letters)
+
+    for rank, (rows, letters) in enumerate(on_all_ranks(server, body)):
+        assert rows == [[other, {"alike": 1}] for other in range(4)]
+        assert len({id(alike) for _, alike in rows}) == 1, "what is told alike is one object"
+        assert letters == {sender: f"{sender} to {rank}" for sender in range(rank + 1, 4)}
+
+
+def test_what_512_ranks_are_told_of_equal_holdings_is_not_512_times_as_much() -> None:
+    groups = [pack_json([[[[0, 128 * tp], [0, 7168]]], "bfloat16", "x" * 400]) for tp in range(32)]
+    rows = [[pack_json({"host": f"node-{rank // 8}"}), groups[rank % 32]] for rank in range(512)]
+    assert len(pack_values(rows)) < 10_000  # and not 512 * 450

@@ -14,6 +14,8 @@ from rlrefit.integration.rendezvous.ledger import Ledger
 from rlrefit.integration.rendezvous.wire import (
     HEADER_BYTES,
     HELLO_BYTES,
+    MAX_MESSAGE,
+    Body,
     Malformed,
     Op,
     Role,
@@ -23,9 +25,11 @@ from rlrefit.integration.rendezvous.wire import (
     pack_hello,
     pack_int,
     pack_json,
+    pack_values,
     parse_header,
     unpack_body,
     unpack_json,
+    unpack_values,
 )
 from rlrefit.integration.world import RefitWorld
 
@@ -45,7 +49,9 @@ def test_bytes_of_any_kind_are_content_or_malformed(raw: bytes) -> None:
     with contextlib.suppress(Malformed):
         unpack_json(zlib.compress(raw))
     with contextlib.suppress(Malformed):
-        parse_header(raw.ljust(HEADER_BYTES)[:HEADER_BYTES])
+        parse_header(raw.ljust(HEADER_BYTES)[:HEADER_BYTES], MAX_MESSAGE)
+    with contextlib.suppress(Malformed):
+        unpack_values(raw)
     with pytest.raises(Malformed):
         check_hello(KEY, b"n" * 16, raw.ljust(HELLO_BYTES)[:HELLO_BYTES])
 
@@ -59,10 +65,18 @@ def test_a_body_comes_back_as_it_was_packed_and_cut_short_it_does_not(code: int,
             assert unpack_body(packed[:end]) != (code, fields)
 
 
+@given(st.lists(st.lists(st.sampled_from([b"", b"a", b"ab" * 600]) | st.binary(max_size=20), max_size=4)))
+def test_what_all_ranks_told_comes_back_by_rank_and_equal_values_travel_once(rows: list[list[bytes]]) -> None:
+    packed = pack_values(rows)
+    places, table = unpack_values(packed)
+    assert [[table[place] for place in row] for row in places] == rows
+    assert len(table) == len(set(table)) == len({value for row in rows for value in row})
+
+
 @given(PLAIN)
 def test_plain_data_comes_back_as_it_was_packed(data: Any) -> None:
     assert unpack_json(pack_json(data)) == data
-    padded = [data, "x" * 2000]  # long enough to be compressed
+    padded = [data, "x" * 20_000]  # long enough to be compressed
     assert unpack_json(pack_json(padded)) == padded
 
 
@@ -89,10 +103,10 @@ def test_a_frame_is_accepted_once_in_its_place_and_in_its_direction() -> None:
         return Signer(KEY, direction, b"s" * 16, b"c" * 16)
 
     sender = signer(b"to server")
-    first, second = sender.frame(b"one"), sender.frame(b"two")
+    first, second = sender.frame(Body(b"one")), sender.frame(Body(b"two"))
 
     def check(receiver: Signer, frame: bytes) -> None:
-        receiver.check(parse_header(frame[:HEADER_BYTES])[1], frame[HEADER_BYTES:])
+        receiver.check(parse_header(frame[:HEADER_BYTES], MAX_MESSAGE)[1], Body(frame[HEADER_BYTES:]))
 
     receiver = signer(b"to server")
     check(receiver, first)
@@ -140,6 +154,9 @@ def test_requests_in_any_order_are_answered_once_each_or_malformed(
             unpack_body(body)
             owed[caller] -= 1
             assert owed[caller] == 0, "an answer that nobody waits for would be read as the next one's"
-    for caller, _ in [*ledger.abort(0, "the end"), *ledger.expire(float("inf"))]:
+    for caller, _ in [
+        *ledger.expire(1e30),
+        *ledger.expire(2e30),
+    ]:  # the time of waits, and then that of doubts
         owed[caller] -= 1  # type: ignore[index]
     assert not any(owed.values()), "somebody would wait for ever"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import random
 import socket
@@ -17,10 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.channel import Channel
-from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
+from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
 from rlrefit.integration.rendezvous import (
     Rendezvous,
     RendezvousServer,
+    listen,
     open_rendezvous,
 )
 from rlrefit.integration.rendezvous import (
@@ -29,11 +31,14 @@ from rlrefit.integration.rendezvous import (
 from rlrefit.integration.rendezvous.ledger import Ledger
 from rlrefit.integration.rendezvous.wire import (
     GREETING_BYTES,
+    HEADER_BYTES,
     HELLO_BYTES,
     MAGIC,
     MAX_MESSAGE,
+    PROOF_BYTES,
     Op,
     Role,
+    Status,
     pack_body,
     pack_hello,
     pack_int,
@@ -114,12 +119,12 @@ def test_without_the_token_nobody_joins(server: RendezvousServer, token: str, sa
 
 def test_a_wait_of_months_does_not_end_the_server(server: RendezvousServer) -> None:
     rank = Channel(server.rendezvous, WORLD, 1e7)
-    waiting = threading.Thread(target=lambda: rank.read("never", 1), daemon=True)
+    waiting = threading.Thread(target=lambda: rank.barrier("late"), daemon=True)
     waiting.start()
     time.sleep(0.3)
     assert server._thread.is_alive()
     other = Channel(server.rendezvous, RefitWorld(1, 1, 1), 5.0)
-    other.publish("never", 1)
+    other.barrier("late")
     waiting.join(5.0)
     assert not waiting.is_alive()
     rank.close()
@@ -307,10 +312,134 @@ def test_a_rendezvous_that_freezes_in_the_middle_ends_every_wait_in_time(
             channel.barrier("b")
         with pytest.raises(PeerLost):  # and what comes after does not wait again
             channel.check_abort("transfer")
-    assert time.monotonic() - start < 2 * (0.5 + 1.0) + 0.5
+    assert time.monotonic() - start < 2 * (0.5 + 2.0) + 0.5
     thaw.set()
     for channel in channels:
         channel.close()
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_answer_that_trickles_in_has_one_limit_for_all_of_it(joined: bool) -> None:
+    limit = 2.0
+    server = open_rendezvous("127.0.0.1", 1, 1)
+    stop = threading.Event()
+
+    def slowly(source: socket.socket, target: socket.socket) -> None:
+        """Pass on the first answers at once if ranks may join, and all others a byte at a time."""
+        left = GREETING_BYTES + PROOF_BYTES + HEADER_BYTES + len(opened) if joined else 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(max(1, left) if left else 1):
+                target.sendall(data)
+                left = max(0, left - len(data))
+                if not left and stop.wait(0.4):
+                    return
+
+    opened = pack_body(Status.OK, [pack_int(n) for n in (1, 1, 0)])
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        meeting = dataclasses.replace(server.rendezvous, port=proxy.getsockname()[1])
+        held: list[socket.socket] = []
+
+        def forward() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    here, there = proxy.accept()[0], knock_only(server.rendezvous)
+                    held.extend((here, there))
+                    threading.Thread(target=slowly, args=(there, here), daemon=True).start()
+                    threading.Thread(target=pass_on, args=(here, there), daemon=True).start()
+
+        thread = threading.Thread(target=forward)
+        thread.start()
+        start = time.monotonic()
+        if joined:
+            channel = Channel(meeting, WORLD, limit)
+            with pytest.raises(PeerLost) as caught:
+                channel.check_abort("transfer")
+            channel.close()
+        else:
+            with pytest.raises(RefitTimeout) as caught:  # type: ignore[assignment]
+                Channel(meeting, WORLD, limit)
+        assert time.monotonic() - start < 2 * limit + 1.0
+        assert caught.value.blamed == 0
+        stop.set()
+        proxy.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        for sock in held:
+            sock.close()
+    server.close()
+
+
+def knock_only(meeting: Rendezvous) -> socket.socket:
+    return socket.create_connection((meeting.host, meeting.port), 5.0)
+
+
+def pass_on(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+
+
+class Exhausted:
+    """A listener whose process has no descriptor left, for as long as ``out`` is set."""
+
+    def __init__(self, listener: socket.socket):
+        self._listener = listener
+        self.out, self.asked = threading.Event(), 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.asked += 1
+        if self.out.is_set():
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+    def fileno(self) -> int:
+        return self._listener.fileno()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_a_server_without_descriptors_serves_who_is_there_at_rest_and_drops_nobody() -> None:
+    listener = Exhausted(listen("127.0.0.1"))
+    port = listener._listener.getsockname()[1]
+    server = RendezvousServer(listener, Rendezvous("127.0.0.1", port, 1, 1, 0, "a" * 64))  # type: ignore[arg-type]
+    member = join(server, 0)
+    opening, nonce = knock(server.rendezvous)  # a rank that has not proved the token yet
+    listener.out.set()
+    listener.asked = 0
+    late = knock_only(server.rendezvous)
+    clock = time.pthread_getcpuclockid(server._thread.ident or 0)
+    cpu = time.clock_gettime(clock)
+    for _ in range(5):
+        member.check_abort("transfer")
+        time.sleep(0.2)
+    assert time.clock_gettime(clock) - cpu < 0.3
+    assert 1 <= listener.asked <= 8
+    opening.sendall(pack_hello(server.rendezvous.key, nonce, b"c" * 16, 1, Role.MEMBER))
+    opening.settimeout(5.0)
+    assert len(opening.recv(PROOF_BYTES)) == PROOF_BYTES, "who was opening is admitted"
+    opening.close()
+    listener.out.clear()
+    late.settimeout(5.0)
+    assert late.recv(len(MAGIC)) == MAGIC, "and who came meanwhile is heard once there is room"
+    late.close()
+    member.close()
+    server.close()
+
+
+def test_a_rank_that_counts_the_ranks_otherwise_is_refused_by_both_numbers_and_all_are_told(
+    server: RendezvousServer,
+) -> None:
+    good = join(server, 0)
+    other = dataclasses.replace(server.rendezvous, gen_ranks=3)
+    with pytest.raises(
+        RefitMismatch, match=r"1 trainer and 3 generation .* 1 trainer and 1 generation"
+    ) as caught:
+        Channel(other, RefitWorld(1, 1, 3), 2.0)
+    assert caught.value.blamed == 1
+    with pytest.raises(PeerLost) as heard:
+        good.barrier("b")
+    assert heard.value.blamed == 1
+    good.close()
 
 
 def test_nobody_at_the_address_is_a_timeout_that_names_it() -> None:
@@ -343,7 +472,7 @@ def test_a_meeting_that_is_complete_releases_the_rank_beside_the_server_last(ord
     ledger = Ledger(RefitWorld(0, 2, 2))
     answers = []
     for rank in order:
-        fields = [b"begin/0", pack_int(1000), b"\1", b"\0", b"7"]
+        fields = [b"begin/0", pack_int(1000), b"\1", b"\0", b"", b"7"]
         answers = ledger.request(f"connection {rank}", rank, Op.MEET, fields, 0.0)
     callers = [caller for caller, _ in answers]
     assert sorted(map(str, callers)) == [f"connection {rank}" for rank in range(4)]

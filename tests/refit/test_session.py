@@ -7,7 +7,7 @@ import dataclasses
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from rlrefit.integration import session as session_module
 from rlrefit.integration.channel import Channel
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.engines import SendResult
+from rlrefit.integration.engines import base as engine_registry
 from rlrefit.integration.engines.nccl_xfer import NcclXferEngine
 from rlrefit.integration.errors import (
     EngineDirty,
@@ -391,8 +393,8 @@ def test_a_loader_that_does_not_take_all_weights_is_an_error_and_commits_nothing
 
 
 def test_sampled_checks_come_to_every_message_whatever_the_versions_are() -> None:
-    spec = TensorSpec("w", (2, 1_500_000), FP32)  # 12 rounds of 1 MiB
-    whole = [((0, 2), (0, 1_500_000))]
+    spec = TensorSpec("w", (2, 750_000), FP32)  # 12 rounds of 0.5 MiB
+    whole = [((0, 2), (0, 750_000))]
     config = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="sampled", transport="p2p")
     results = run_world(
         [SyntheticSource([spec], {"w": whole})],
@@ -402,7 +404,20 @@ def test_sampled_checks_come_to_every_message_whatever_the_versions_are() -> Non
     )
     records = [record for record, _, _ in results[1]]
     assert all(record.bytes_verified > 0 for record in records)
-    assert sum(record.bytes_verified for record in records) == 2 * 1_500_000 * 4
+    assert sum(record.bytes_verified for record in records) == 2 * 750_000 * 4
+
+
+def test_sampled_checks_of_the_conventional_path_on_cpus_take_a_part_of_the_weights_at_a_time() -> None:
+    specs = [TensorSpec(f"w{i}", (1536, 1024), FP32) for i in range(3)]
+    whole: Layout = {spec.name: [((0, 1536), (0, 1024))] for spec in specs}
+    results = run_world(
+        [SyntheticSource(specs, whole)],
+        [SyntheticDestination(specs, whole)],
+        refit_versions(1, 2, 3),
+        RefitConfig(timeout_s=20.0, verify="sampled"),
+        "packed_broadcast",
+    )
+    assert [(record.bytes_verified, wrong) for record, wrong, _ in results[1]] == [(specs[0].nbytes, [])] * 3
 
 
 def test_a_late_rank_does_not_make_the_others_blame_trainer_rank_0_for_a_missing_one() -> None:
@@ -462,6 +477,56 @@ def test_a_closed_session_refuses_and_closes_twice_without_harm() -> None:
         return True
 
     assert run_world(sources, destinations, body) == [True] * 3
+
+
+class LooksLate(NcclXferEngine):
+    """Trainers look for their weights once they have sent them, as those do that write from memory which is surely there.
+
+    Attributes:
+        found: what each look of a trainer found, in turn.
+    """
+
+    found: ClassVar[list[bool]] = []
+
+    def stale(self) -> bool:
+        return not self.world.is_source and super().stale()
+
+    def send_weights(self, version: int, clock: StageClock) -> SendResult:
+        sent = super().send_weights(version, clock)
+        self.found.append(self._have_moved())
+        return dataclasses.replace(sent, void=self.found[-1])
+
+
+def test_weights_that_a_trainer_finds_elsewhere_after_it_sent_them_are_moved_once_more_before_anything_commits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(engine_registry._REGISTRY, "looks_late", LooksLate)
+    monkeypatch.setattr(LooksLate, "found", [])
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        seen = []
+        for version in (1, 2, 3):
+            if rank == 0 and version == 2:
+                endpoint._held = {key: storage.clone() for key, storage in endpoint._held.items()}
+            seen.append((refit_changed(session, endpoint, version)[1], session.state.version))
+        return seen
+
+    ends = run_world(*world(2), body, engine="looks_late")
+    assert ends[2:] == [[([], 1), ([], 2), ([], 3)]] * (len(ends) - 2)
+    # Two trainers, and one refit twice.
+    assert sorted(LooksLate.found) == [False] * 7 + [True]
+
+
+def test_weights_that_move_in_every_refit_end_it_and_nothing_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engine_registry._REGISTRY, "looks_late", LooksLate)
+    monkeypatch.setattr(LooksLate, "_have_moved", lambda engine: True)
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        with pytest.raises(RefitError):
+            session.refit(1)
+        return session.state.dirty, session.state.version
+
+    assert run_world(*world(2), body, engine="looks_late")[2:] == [(True, -1)] * 2
 
 
 @pytest.mark.parametrize("moved", [0, 2])
@@ -555,7 +620,7 @@ def test_peak_memory_adds_what_a_refit_takes_to_what_is_held(
 def test_a_wrong_configuration_is_told_whole_before_anything_is_opened() -> None:
     specs = [TensorSpec("w", (4, 8), BF16)]
     whole: Layout = {"w": [((0, 4), (0, 8))]}
-    config = RefitConfig(transport="pigeon", streams=99, timeout_s=float("inf"))
+    config = RefitConfig.unchecked(transport="pigeon", streams=99, timeout_s=float("inf"))
     results = run_world(
         [SyntheticSource(specs, whole)], [SyntheticDestination(specs, whole)], refit_versions(1), config
     )

@@ -326,6 +326,43 @@ def test_a_rank_that_does_not_come_ends_the_others_waits() -> None:
     assert all(isinstance(r, RefitTimeout | PeerLost) for i, r in enumerate(results) if i != 3), results
 
 
+@pytest.mark.parametrize("transport", ["p2p", "golden"])
+def test_ranks_connect_within_the_limit_before_anything_goes_from_one_to_another(
+    world: GroupWorld, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL would connect in the first use of a pair, or in the first broadcast, and wait there without a limit."""
+    connected: dict[int, set[int]] = {rank: set() for rank in range(RANKS)}
+    greeted: set[int] = set()
+    connect, greet = BorrowedGroup.connect, BorrowedGroup.prepare_broadcast
+    exchange, broadcast = BorrowedGroup.exchange, BorrowedGroup.broadcast
+
+    def connects(group: BorrowedGroup, peers: Any) -> None:
+        connected[group.rank] |= {*peers}
+        connect(group, peers)
+
+    def greets(group: BorrowedGroup, root: int) -> None:
+        greeted.add(group.rank)
+        greet(group, root)
+
+    def exchanges(group: BorrowedGroup, sends: Any, receives: Any, stage: str) -> None:
+        assert {parcel.peer for parcel in (*sends, *receives)} <= connected[group.rank]
+        exchange(group, sends, receives, stage)
+
+    def broadcasts(group: BorrowedGroup, buffer: torch.Tensor, root: int, stage: str) -> None:
+        assert group.rank in greeted
+        broadcast(group, buffer, root, stage)
+
+    for name, call in (
+        ("connect", connects),
+        ("prepare_broadcast", greets),
+        ("exchange", exchanges),
+        ("broadcast", broadcasts),
+    ):
+        monkeypatch.setattr(BorrowedGroup, name, call)
+    results = transfer(world, (6, 5), torch.float32, HALVES, OTHERS, (1,), transport=transport, told=False)
+    assert all(isinstance(result, TransferResult) for result in results), results
+
+
 def test_a_bucket_without_room_is_told_on_every_rank(world: GroupWorld) -> None:
     results = world.run(lambda rank, group: call(group, rank, bucket_bytes=64))
     assert all(isinstance(result, PlanError) for result in results), results

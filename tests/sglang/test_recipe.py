@@ -34,6 +34,8 @@ from .recipe_run import STEPS, run
 
 RECIPE = "grpo_tiny_sglang"
 EOS = 1
+# Another token that ends a completion, and comes first.
+END = 0
 SAMPLING = Sampling(max_new_tokens=3, temperature=0.7, seed=5)
 CONFIG = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full")
 
@@ -228,7 +230,7 @@ class GeneratingDouble(EngineDouble):
     def _output(self, prompt: list[int], parameters: dict[str, Any], logprobs: bool) -> dict[str, Any]:
         assert logprobs
         assert not self.tokenizer_manager.paused
-        said = [prompt[-1]] * len(prompt) + parameters["stop_token_ids"]
+        said = [prompt[-1]] * len(prompt) + parameters["stop_token_ids"][-1:]
         kept = said[: parameters["max_new_tokens"]]
         told = {
             "weight_version": self.tokenizer_manager.config_value("weight_version"),
@@ -243,7 +245,7 @@ class Run:
 
     def __init__(self, kind: type[SglangActor]) -> None:
         self.actor = kind()
-        self.actor.build("path", {"custom_weight_loader": [LOADER], "tp_size": 1}, EOS)
+        self.actor.build("path", {"custom_weight_loader": [LOADER], "tp_size": 1}, (END, EOS))
         self.engine: GeneratingDouble = self.actor._engine
         self._source, self._server = Holder(0), open_rendezvous("127.0.0.1", 1, 1)
         self._pool = ThreadPoolExecutor(1)

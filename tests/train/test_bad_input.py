@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import socket
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.rendezvous import open_rendezvous
+from rlrefit.recipes.config import TrainConfig, load_config
 
 from .command import run, run_here
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_bad_records_are_listed_by_file_and_line_before_anything_starts(
@@ -22,11 +28,21 @@ def test_bad_records_are_listed_by_file_and_line_before_anything_starts(
     data.write_text(
         '{"prompt": "max(1,2)=", "answer": "2"}\n{"prompt": "max(1,2)="}\n{"prompt": \n{"prompt": "", "answer": "1"}\n'
     )
-    arguments = ("train", "recipe=grpo_tiny", f"data.train={data}")
-    code, output = run_here(*arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-    assert code == 1
-    for line in (2, 3, 4):
-        assert f"train.jsonl line {line}" in output
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("no JSON\n")
+    arguments = ("train", "recipe=grpo_tiny", f"data.train={data}", f"data.validation={held_out}")
+    code, output = run_here(
+        *arguments, "reward.function=no_such.module", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
+    )
+    assert code == 2
+    for place in (
+        "train.jsonl line 2",
+        "train.jsonl line 3",
+        "train.jsonl line 4",
+        "held_out.jsonl line 1",
+        "no_such",
+    ):
+        assert place in output
     assert "Traceback" not in output
     assert not (tmp_path / "runs" / "grpo_tiny").exists()
 
@@ -47,6 +63,48 @@ def test_every_violation_of_a_configuration_is_told_at_once_with_exit_code_2(tmp
     assert "group_size" in output
 
 
+def test_a_folder_without_weights_and_a_name_that_is_taken_are_told_with_all_else_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rlrefit.recipes.tiny.checkpoints import make_checkpoint
+
+    folder = make_checkpoint("qwen3", tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    saved = tmp_path / "runs" / "grpo_tiny" / "checkpoints" / "step_000020"
+    saved.mkdir(parents=True)
+    arguments = ("train", "recipe=grpo_tiny", f"model.path={folder}", "algorithm.steps=0")
+    code, output = run_here(*arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    assert code == 2
+    for told in ("model.path: ", "name: ", "resume=true", "algorithm.steps: "):
+        assert told in output
+    assert list((tmp_path / "runs").rglob("*")) == [saved.parent.parent, saved.parent, saved]
+
+
+def test_the_demo_has_a_run_of_its_own_each_time_and_takes_a_name(tmp_path: Path) -> None:
+    saved = tmp_path / "runs" / "grpo_tiny" / "checkpoints" / "step_000020"
+    saved.mkdir(parents=True)
+
+    def config(*arguments: str) -> TrainConfig:
+        said = subprocess.run(
+            ["make", "-n", "demo", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+        (command,) = [line for line in said.splitlines() if "rlrefit train" in line]
+        _, _, recipe, *others = shlex.split(command)
+        return load_config(
+            recipe.removeprefix("recipe="), [*others, f"run_root={tmp_path / 'runs'}"], to_run=True
+        )
+
+    first = config()
+    (tmp_path / "runs" / first.name / "checkpoints" / "step_000020").mkdir(parents=True)
+    time.sleep(1.0)  # a name tells its second
+    assert config().name != first.name
+    assert config("TRAINER=fsdp").trainer.backend == "fsdp"
+    assert config("ARGS=name=mine").name == "mine"
+    own = tmp_path / "mine.yaml"
+    own.write_text("defaults: [grpo_tiny, _self_]\n")
+    assert config(f"RECIPE={own}").name.startswith("mine")
+
+
 def test_a_checkpoint_without_one_of_its_tensors_names_it_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,7 +118,7 @@ def test_a_checkpoint_without_one_of_its_tensors_names_it_before_anything_starts
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     arguments = ("train", "recipe=grpo_tiny", f"model.path={folder}")
     code, output = run_here(*arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-    assert code == 1
+    assert code == 2
     assert "model.layers.1.mlp.up_proj.weight" in output
     assert "Traceback" not in output
 
@@ -75,7 +133,7 @@ def test_weights_of_another_model_are_refused_by_name(
     shutil.copy(other / "model.safetensors", folder / "model.safetensors")
     arguments = ("train", "recipe=grpo_tiny", f"model.path={folder}")
     code, output = run_here(*arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-    assert code == 1
+    assert code == 2
     assert "mlp" in output
 
 

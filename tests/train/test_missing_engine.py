@@ -11,6 +11,7 @@ import pytest
 from rlrefit.recipes import option_checks
 from rlrefit.recipes.cli import main
 from rlrefit.recipes.config import ConfigError, load_config
+from rlrefit.workers.megatron import cpu_standins
 from tests.bench.test_live import write_moe
 
 
@@ -41,6 +42,38 @@ def test_train_names_the_package_and_where_to_get_it_beside_all_else_that_is_wro
     assert "ray.generation_env.PYTHONPATH" in told
     assert "algorithm.steps: 0 trains nothing" in told
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("absent", ["megatron.core", "megatron.bridge", "einops"])
+def test_train_names_what_a_megatron_trainer_lacks_and_nothing_else(
+    absent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(option_checks, "find_spec", lambda name: None if name == absent else find_spec(name))
+    recipe = ("train", "recipe=grpo_tiny", f"run_root={tmp_path / 'runs'}")
+    told = _told(capsys, *recipe, "algorithm.steps=0")
+    assert "trainer.backend: Megatron" in told
+    packages = {"megatron.core": "megatron-core", "megatron.bridge": "megatron-bridge", "einops": "einops"}
+    assert [p for module, p in packages.items() if f"pip install {p}" in told or f"'{p}>=" in told] == [
+        packages[absent]
+    ]
+    assert "algorithm.steps: 0 trains nothing" in told
+    for elsewhere in ("trainer=fsdp", "+ray.trainer_env.PYTHONPATH=/packages", "ray.address=auto"):
+        load_config("grpo_tiny", [elsewhere], to_run=True)
+
+
+@pytest.mark.parametrize(("name", "package"), [("einops", "einops"), ("megatron.core", "megatron-core")])
+def test_an_import_of_megatron_that_fails_names_the_package_that_is_not_there(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(cpu_standins, "install", fail)
+    monkeypatch.setattr(cpu_standins.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ImportError) as told:
+        cpu_standins.ensure_megatron()
+    assert told.value.name == name
+    assert [p for p in ("einops", "megatron-core") if p in str(told.value)] == [package]
 
 
 def test_packages_are_not_looked_for_where_the_engine_has_others_or_nothing_is_started(missing: str) -> None:

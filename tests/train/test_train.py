@@ -181,7 +181,7 @@ def test_a_run_resumes_from_the_last_good_checkpoint_with_the_same_curve(
     died: Ended, resumed: Resumed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, output = run_here(*GO_ON, cwd=died.cwd, monkeypatch=monkeypatch, capsys=capsys)
-    assert code == 1
+    assert code == 2
     assert "resume=true" in output
     assert f"{resumed.damaged.parent.name} is skipped" in resumed.output
     assert resumed.damaged.name in resumed.output

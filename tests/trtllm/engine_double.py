@@ -154,14 +154,23 @@ class _Engine:
 
 
 class _Worker:
-    """``RayGPUWorker``: its own methods, to which an extension adds others; ``_hf_model_dir`` is ``BaseWorker``'s."""
+    """``RayGPUWorker``: its own methods, to which an extension adds others; ``_hf_model_dir`` is ``BaseWorker``'s.
+
+    As ``BaseWorker``, it has no engine until ``setup_engine``, which ``RayExecutor`` calls on all workers, by name, before any
+    request can be given to one. Making the engine runs the model (``PyExecutor``'s warm-up).
+    """
 
     def __init__(self, device_id: int, model: _Module, load_format: str, checkpoint: Path | None) -> None:
         self.device_id = device_id
+        self._model = model
         self._hf_model_dir = checkpoint
         self.can_sleep = True
-        self.engine = _Engine(model)
+        self.engine: Any = None
         self.llm_args = SimpleNamespace(load_format=SimpleNamespace(name=load_format))
+
+    def setup_engine(self) -> None:
+        self.engine = _Engine(self._model)
+        self.step("warm-up")
 
     def sleep(self, sleep_tags: list[str]) -> None:
         if not self.can_sleep:
@@ -228,6 +237,7 @@ class DoubleLLM:
         self.workers: list[Any] = [
             cls(first + i, kind(specs, device), load_format, checkpoint) for i in range(workers)
         ]
+        self._collective_rpc("setup_engine", non_block=True)
 
     def _collective_rpc(
         self, method: str, args: tuple[Any, ...] = (), kwargs: Any = None, non_block: bool = False

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from rlrefit.integration.errors import EngineDirty, RefitError, RefitMismatch
 from rlrefit.workers.trtllm.payload import encode
+from rlrefit.workers.trtllm.worker_refit import WorkerRefit
 from tests.spawn import run_ranks
 
 from .engine_double import DoubleLLM, expected
@@ -199,6 +200,39 @@ def test_a_worker_serves_only_where_all_of_its_engine_do() -> None:
     assert second[2].startswith(f"RefitMismatch: 1 of {COUNT} weights")
     assert re.search("no worker serves it.*worker 1: .*out of memory", first[6])
     assert "out of memory" in second[6]
+
+
+def serve_healed(rank: int) -> list[str]:
+    """What one of two workers says, of which worker 1 is interrupted in the second refit, when all have settled to serve it."""
+    extension = install("both")
+    extension.refit_timeout_s = 20.0
+    worker = DoubleLLM(extension, ListSource(some_weights()).specs(), first=rank).workers[0]
+    told = []
+    for turn in range(3):
+        weights = some_weights(turn)
+        with pytest.MonkeyPatch.context() as patched:
+            if (turn, rank) == (1, 1):
+                patched.setattr(WorkerRefit, "commit", _cut_off)
+            told.append(_said(worker, list(weights.items())))
+        try:
+            told.append(str(worker.step("a")))
+            assert worker.held() == expected(weights)
+        except EngineDirty:
+            told.append("refuses")
+    return told
+
+
+def _cut_off(*_: object) -> None:
+    raise RefitError("cut off before it could serve")
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_that_did_not_come_to_serve_what_others_serve_is_healed_by_the_next_refit() -> None:
+    first, second = run_ranks(serve_healed, 2)
+    tokens = ["", "tokens of a"]
+    assert first == tokens * 3
+    assert second[:2] == second[4:] == tokens
+    assert second[3] == "refuses"
 
 
 def serve_alone(rank: int) -> str:

@@ -6,6 +6,7 @@ import base64
 import operator
 import os
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -160,6 +161,11 @@ def test_an_unpickler_without_approvals_is_not_trusted(monkeypatch: pytest.Monke
         (pickle.dumps([("w", (reductions.rebuild_cuda_tensor, (1, 2)))]), "has 2 arguments"),
         (pickle.dumps([("w", (torch.Tensor, (0,) * 15))]), "no function that rebuilds"),
         (pickle.dumps([("w", (reductions.rebuild_cuda_tensor, (0,) * 15), "float64")]), "is no float8"),
+        (pickle.dumps([("w", (reductions.rebuild_cuda_tensor, (0,) * 15, "float64"))]), "is no float8"),
+        (
+            pickle.dumps([("w", (reductions.rebuild_cuda_tensor, (0,) * 15, "uint8", "uint8"))]),
+            "the handle is not",
+        ),
         (b"\x80\x05not a pickle", "restricted unpickler refused"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -168,6 +174,68 @@ def test_a_malformed_payload_is_refused_before_anything_is_opened(content: Any, 
     payload = content if isinstance(content, str) else base64.b64encode(content).decode()
     with pytest.raises(RefitError, match=f"{told}(.|\n)*Nothing of it was loaded"):
         decode(payload, compat.restricted_loads)
+
+
+# Where the dtype stands, and how: the forms that senders of this contract have, and one that a handle may have.
+FORMS: dict[str, Callable[[str, Any, str], tuple[Any, ...]]] = {
+    "beside, by name": lambda name, handle, dtype: (name, handle, dtype),
+    "beside, by torch's name": lambda name, handle, dtype: (name, handle, f"torch.{dtype}"),
+    "beside, as itself": lambda name, handle, dtype: (name, handle, getattr(torch, dtype)),
+    "in the handle, by name": lambda name, handle, dtype: (name, (*handle, dtype)),
+    "in the handle, as itself": lambda name, handle, dtype: (name, (*handle, getattr(torch, dtype))),
+    "both": lambda name, handle, dtype: (name, (*handle, dtype), getattr(torch, dtype)),
+}
+
+
+@pytest.mark.usefixtures("in_the_engine")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("in_bytes", [True, False], ids=["in bytes", "as it is"])
+@pytest.mark.parametrize("encoded", [True, False], ids=["text", "a list"])
+def test_the_dtype_is_taken_in_the_handle_and_beside_it(form: str, in_bytes: bool, encoded: bool) -> None:
+    weights = _weights()
+    entries = []
+    for name, tensor in weights.items():
+        raw = tensor.view(torch.uint8) if in_bytes and name in FLOAT8 else tensor
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries.append(FORMS[form](name, host_handle(raw), dtype))
+    payload: Any = base64.b64encode(pickle.dumps(entries)).decode() if encoded else entries
+    for entry in decode(payload, compat.restricted_loads, APPROVED_HERE):
+        opened, sent = entry.open(3), weights[entry.name]
+        assert (opened.dtype, opened.shape) == (sent.dtype, sent.shape)
+        assert torch.equal(opened.reshape(-1).view(torch.uint8), sent.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.usefixtures("in_the_engine")
+def test_an_entry_may_say_that_the_tensor_is_what_it_is() -> None:
+    """As verl's rollout does of all but float8."""
+    sent = torch.arange(6, dtype=torch.bfloat16)
+    for entry in [("w", host_handle(sent), None)], [("w", (*host_handle(sent), None))]:
+        (found,) = decode(
+            base64.b64encode(pickle.dumps(entry)).decode(), compat.restricted_loads, APPROVED_HERE
+        )
+        assert torch.equal(found.open(0), sent)
+
+
+@pytest.mark.parametrize(
+    ("held", "told"),
+    [
+        (torch.uint8, ("float8_e4m3fn", "float8_e5m2")),
+        (torch.float8_e4m3fn, ("float8_e5m2",)),
+        (torch.float8_e4m3fn, ("uint8",)),
+        (torch.bfloat16, ("float16",)),
+        (torch.uint8, ("int8",)),
+        (torch.uint8, ("nn",)),
+        (torch.uint8, (["float8_e4m3fn"],)),
+    ],
+)
+def test_a_dtype_that_the_bytes_do_not_have_is_refused_before_anything_is_opened(
+    held: torch.dtype, told: tuple[Any, ...]
+) -> None:
+    """They would be read as other numbers, or converted to them by the engine's loader."""
+    handle = cuda_shaped_handle(torch.zeros(4, dtype=held))
+    with pytest.raises(RefitError) as caught:
+        decode([("w", (*handle, told[0]), *told[1:])], compat.restricted_loads)
+    assert (caught.value.stage, caught.value.parameter) == ("transfer", "w")
 
 
 def test_a_list_that_saw_no_unpickler_is_held_to_the_same_functions() -> None:

@@ -16,7 +16,7 @@ from rlrefit.workers.trtllm import compat
 from rlrefit.workers.trtllm.driver import TrtllmDriver
 from rlrefit.workers.trtllm.sender import TrtllmSender
 
-from .engine_double import answered
+from .engine_double import DoubleLLM, answered
 from .host_memory import host_handle
 from .scene import DEVICE, Scene
 from .sources import ListSource, some_weights
@@ -164,6 +164,20 @@ def test_an_engine_started_with_dummy_weights_serves_after_its_first_refit(newes
         scene.worker.step("a")
     scene.sender.refit(0)
     assert scene.worker.step("a") == "tokens of a"
+
+
+def test_weights_are_guarded_before_anybody_calls_the_worker(extension: type) -> None:
+    """From its own start on: neither a driver nor a caller of TensorRT-LLM's contract has to come first."""
+    specs = ListSource(some_weights()).specs()
+    for worker in DoubleLLM(extension, specs, workers=2, load_format="DUMMY").workers:
+        with pytest.raises(EngineDirty):
+            worker.step("a")
+    (loaded,) = DoubleLLM(extension, specs).workers
+    assert loaded.step("a") == "tokens of a"
+    loaded.sleep(["model"])
+    loaded.wakeup(["model"])
+    with pytest.raises(EngineDirty):
+        loaded.step("a")
 
 
 def test_an_engine_wakes_in_stages_around_a_refit(scene: Scene) -> None:

@@ -37,7 +37,7 @@ ADDRESS = ("127.0.0.1", 1234, 1)
 
 def report(rank: int, held: str | None = None) -> dict[str, Any]:
     return {
-        "protocol": 1,
+        "protocol": NcclXferCheckpointEngine.protocol,
         "held": None if held is None else (held, rank),
         "address": ADDRESS if rank == 0 else None,
     }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,8 +13,19 @@ from typing import Any
 import pytest
 import torch
 
+from rlrefit.integration.adapters import wire
 from rlrefit.integration.adapters.full_tensor_epoch import FullTensorEpoch, FullTensorSettings
+from rlrefit.integration.adapters.pieces import (
+    LAST,
+    Head,
+    Piece,
+    read_description,
+    read_head,
+    write_description,
+    write_head,
+)
 from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch, RefitTimeout, VerificationError
+from rlrefit.integration.process_groups import Group
 from rlrefit.integration.rendezvous import Rendezvous, RendezvousServer, listen
 
 Weights = list[tuple[str, torch.Tensor]]
@@ -81,8 +94,6 @@ def test_exports_of_next_to_nothing_arrive(weights: Weights) -> None:
 
 
 def test_bytes_that_change_on_the_wire_are_not_handed_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlrefit.integration.process_groups import Group
-
     true_broadcast = Group.broadcast
 
     def broadcast(self: Group, buffer: torch.Tensor, root: int, stage: str) -> None:
@@ -95,6 +106,176 @@ def test_bytes_that_change_on_the_wire_are_not_handed_to_the_engine(monkeypatch:
     assert isinstance(found, VerificationError)
     assert found.parameter == "layers.0.weight"
     assert isinstance(sent, RefitError)
+
+
+def _swapped(described: torch.Tensor) -> None:
+    """Two names of the same length change places."""
+    text = described.numpy().tobytes()
+    for a, b in ((b"layers.0", b"layers.x"), (b"layers.1", b"layers.0"), (b"layers.x", b"layers.1")):
+        text = text.replace(a, b)
+    described.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+
+
+def _no_json(described: torch.Tensor) -> None:
+    described[0] = 0
+
+
+def _last_no_more(head: torch.Tensor) -> None:
+    head[3] &= ~LAST
+
+
+def _larger(head: torch.Tensor) -> None:
+    head[:2] += 64
+
+
+# What is damaged, and which broadcast of the update that is on its way: heads, descriptions and buckets take turns.
+DAMAGES = {
+    "swapped names": (_swapped, 1),
+    "no JSON": (_no_json, 4),
+    "no end": (_last_no_more, 6),
+    "sizes": (_larger, 3),
+}
+
+
+@pytest.mark.parametrize("verify", ["off", "sampled", "full"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_names_places_and_heads_are_found_whatever_is_verified_and_all_ranks_hear_at_once(
+    monkeypatch: pytest.MonkeyPatch, damage: str, verify: str
+) -> None:
+    change, at = DAMAGES[damage]
+    true_broadcast, seen = Group.broadcast, [0]
+
+    def broadcast(self: Group, buffer: torch.Tensor, root: int, stage: str) -> None:
+        true_broadcast(self, buffer, root, stage)
+        if self.rank == 1:
+            if seen[0] == at:
+                change(buffer)
+            seen[0] += 1
+
+    monkeypatch.setattr(Group, "broadcast", broadcast)
+    start = time.monotonic()
+    sent, found, other = run_epoch(sending(TENSORS), receiving(), receiving(), verify=verify, timeout_s=60.0)
+    assert time.monotonic() - start < 20
+    assert isinstance(found, VerificationError)
+    assert found.rank == 1
+    for error in (sent, other):
+        # With the first rank's reason, and not with what its end did to the wire.
+        assert isinstance(error, PeerLost)
+        assert "VerificationError" in str(error)
+
+
+NAME = "layers.0.weight"
+WHOLE = [NAME, "float32", [100, 3], 0, 1200, 0]
+
+
+def _changed(place: int, value: object) -> Callable[[list[list[Any]]], Any]:
+    def change(rows: list[list[Any]]) -> Any:
+        rows[0][place] = value
+        return rows
+
+    return change
+
+
+# What a sender of another make could say of its first message, and the weight that it is wrong about.
+CONTRADICTIONS: dict[str, tuple[Callable[[list[list[Any]]], Any], str]] = {
+    "beyond the bucket": (_changed(5, 1 << 20), NAME),
+    "on one another": (lambda rows: [rows[0], [*rows[1][:5], 1024], *rows[2:]], "layers.1.weight"),
+    "where none begins": (_changed(5, 2), NAME),
+    "more than the weight has": (_changed(4, 1201), NAME),
+    "a part, and then another weight": (_changed(4, 16), NAME),
+    "from the middle": (_changed(3, 600), NAME),
+    "another dtype": (_changed(1, "float64"), NAME),
+    "no dtype": (_changed(1, "float33"), NAME),
+    "a module for a dtype": (_changed(1, "nn"), NAME),
+    "a negative shape": (_changed(2, [-100, -3]), NAME),
+    "a shape that is none": (_changed(2, 300), NAME),
+    "a place that is true": (_changed(5, True), NAME),
+    "no name": (_changed(0, 3), ""),
+    "twice": (lambda rows: [rows[0], [rows[0][0], *rows[1][1:]], *rows[2:]], NAME),
+    "fewer fields": (lambda rows: [rows[0][:5], *rows[1:]], ""),
+    "no list": (lambda rows: {"pieces": rows}, ""),
+}
+
+
+@pytest.mark.parametrize("kind", CONTRADICTIONS)
+def test_what_contradicts_itself_is_refused_by_name_before_the_engine_sees_it_and_the_sender_hears_at_once(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    change, name = CONTRADICTIONS[kind]
+
+    def described(pieces: list[Piece]) -> bytes:
+        return json.dumps(change(json.loads(write_description(pieces)))).encode()
+
+    monkeypatch.setattr(wire, "write_description", described)
+    loaded: list[str] = []
+    start = time.monotonic()
+    sent, found = run_epoch(sending(TENSORS), receiving(loader=loaded.append), timeout_s=60.0)
+    assert time.monotonic() - start < 20
+    assert isinstance(found, RefitMismatch)
+    assert (found.parameter, found.rank, loaded) == (name, 1, [])
+    assert isinstance(sent, PeerLost)
+    assert "RefitMismatch" in str(sent)
+
+
+def test_text_that_is_no_json_is_a_typed_error_even_where_its_digest_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "write_description", lambda pieces: b"\xff" * 8)
+    sent, found = run_epoch(sending(TENSORS), receiving(), timeout_s=60.0)
+    assert isinstance(found, RefitMismatch)
+    assert isinstance(sent, PeerLost)
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_a_weight_of_which_pieces_are_missing_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """It has three pieces of a bucket each: the second one is left out, or the last one."""
+
+    def described(pieces: list[Piece]) -> bytes:
+        return write_description([piece for piece in pieces if piece.start != 4096 * kept])
+
+    monkeypatch.setattr(wire, "write_description", described)
+    sent, found = run_epoch(sending([("wide", torch.ones(3 * 1024))]), receiving(), timeout_s=60.0)
+    assert isinstance(found, RefitMismatch)
+    assert found.parameter == "wide"
+    assert isinstance(sent, PeerLost)
+
+
+def test_every_bit_of_what_a_message_says_of_itself_counts() -> None:
+    description = write_description([Piece(*WHOLE)])
+    head = Head(1200, len(description), 0, LAST)
+    words = write_head(head, description)
+    assert read_head(words, 0, 4096, 1) == head
+    assert read_description(description, words, 1) == [Piece(*WHOLE)]
+    for bit in range(7 * 64):
+        flipped = torch.tensor(words)
+        flipped.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(VerificationError):
+            read_head(flipped.tolist(), 0, 4096, 1)
+    for bit in range(len(description) * 8):
+        other = bytearray(description)
+        other[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(VerificationError):
+            read_description(bytes(other), words, 1)
+
+
+def test_the_first_update_checks_all_messages_and_the_next_ones_come_to_each_in_turn() -> None:
+    updates = 4
+
+    async def send(epoch: FullTensorEpoch) -> list[int]:
+        return [(await epoch.send(iter(TENSORS), version)).bytes_misc for version in range(updates)]
+
+    async def receive(epoch: FullTensorEpoch) -> list[int]:
+        records: list[Any] = []
+        for version in range(updates):
+            async for _ in epoch.receive(version, records.append):
+                pass
+        return [record.bytes_verified for record in records]
+
+    _, verified = run_epoch(send, receive, timeout_s=60.0)
+    # Three messages of three weights each.
+    assert verified == [9 * 1200, 3600, 3600, 3600]
 
 
 def test_a_loader_that_fails_ends_the_update_with_its_reason_on_all_ranks() -> None:

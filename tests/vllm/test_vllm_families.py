@@ -8,30 +8,14 @@ import pytest
 from vllm_family_ranks import FAMILIES, FamilyResult, refit_families, write_pair
 from vllm_ranks import Case, Layout
 
+from tests.families.checkpoints import config_of
+from tests.families.expected import VLLM, is_of, is_prediction
 from tests.spawn import run_ranks
 from tests.vllm_processes import vllm_processes
 
 pytestmark = pytest.mark.timeout(600)
 SIZES = (1, 2)
 CASES = [*itertools.product(FAMILIES, SIZES)]
-_DELTA_NET = {"linear_attn.A_log", "linear_attn.dt_bias"}
-# Parts of the names of what takes vLLM's own loader; none of the other families does.
-MISC = {
-    # Turned round as they are loaded, and an attention layer that holds a weight itself.
-    "gpt_oss": {"mlp.experts.", "self_attn.sinks"},
-    # Mixers compute with what they make of their weights; a router in FP32, which shares its bias with its experts.
-    "nemotron_h": {
-        "mixer.A_log",
-        "mixer.D",
-        "mixer.dt_bias",
-        "mixer.norm.weight",
-        "mixer.gate.",
-        "mixer.experts.",
-    },
-    "qwen3_next": _DELTA_NET,
-    "qwen3_5_moe": _DELTA_NET,
-    "qwen3_5_moe-stacked": _DELTA_NET,
-}
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +44,18 @@ def test_a_poisoned_model_is_after_a_refit_what_vllm_loads_there_and_back_and_th
 
 @pytest.mark.parametrize(("family", "size"), CASES)
 def test_all_that_vllm_holds_as_it_is_loaded_goes_in_place(results, family: str, size: int) -> None:
-    parts = MISC.get(family, set())
+    # Mixtral stands in no table: no trainer of these tests has it.
+    parts = VLLM.misc.get(family, ())
+    layers = config_of(family, short=True)["num_hidden_layers"]
     for rank in results[family, size]:
         assert len(rank.bulk) > 20
-        assert {part for part in parts for name in rank.misc if part in name} == parts
-        assert [name for name in rank.misc if not any(part in name for part in parts)] == []
+        assert {part for part, _ in parts for name in rank.misc if part in name} == {
+            part for part, _ in parts
+        }
+        assert [name for name in rank.misc if not is_of(name, parts)] == []
+        assert [name for name in rank.unused if not is_prediction(name, layers)] == []
+        assert bool(rank.unused) == (family == "deepseek_v3")
+
+
+def test_every_family_of_the_table_is_refitted_here() -> None:
+    assert {*VLLM.misc, "mixtral"} == {*FAMILIES}

@@ -18,7 +18,7 @@ CONFIGS = {
     "tied": dense_config(tied=True),
     "dense_fp32": dense_config(),
     "tied_fp32": dense_config(tied=True),
-    "moe": moe_config(expert_size=24),
+    "moe": moe_config(),
     "moe_packable": moe_config(expert_size=32),
     "fp8": dense_config(),
 }

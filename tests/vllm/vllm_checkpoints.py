@@ -30,8 +30,12 @@ def dense_config(
     return Qwen3Config(**shape, intermediate_size=96, tie_word_embeddings=tied)
 
 
-def moe_config(*, expert_size: int) -> Qwen3MoeConfig:
-    """vLLM's CPU kernels pack experts only where 2 × ``expert_size`` is a multiple of 32."""
+# A size of experts that no library of vLLM's packs for its CPU kernels, on one rank or two: they take only those of which the rows of
+# gate and up on a rank are a multiple of 32 together, and fail as they compute where that is none of 64.
+PLAIN_EXPERTS = 24
+
+
+def moe_config(*, expert_size: int = PLAIN_EXPERTS) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
         **_COMMON,
         intermediate_size=96,

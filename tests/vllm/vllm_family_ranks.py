@@ -12,26 +12,30 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from vllm_checkpoints import manifest_of, read_checkpoint
+from vllm_checkpoints import PLAIN_EXPERTS, manifest_of, read_checkpoint
 from vllm_ranks import Case, groups_of, loaded, raw
 from vllm_refit import refit
 
 from tests.families.checkpoints import write_checkpoint
 
-# Family → what its configuration has in published checkpoints, and vLLM goes by.
+_EXPERTS = {"moe_intermediate_size": PLAIN_EXPERTS}
+# Family → what its configuration has in published checkpoints, and vLLM goes by; and experts of a size that stays as it is loaded.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
+    "qwen3": {},
+    "qwen3-tied": {},
+    "qwen3_moe": {},
     "mistral": {},
-    "mixtral": {},
+    "mixtral": {"intermediate_size": PLAIN_EXPERTS},
     "gemma2": {},
     "gemma3": {},
-    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
-    "gpt_oss": {},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, **_EXPERTS},
+    "gpt_oss": {"intermediate_size": PLAIN_EXPERTS},
     "nemotron_h": {},
-    "qwen3_next": {},
-    "qwen3_5_moe": {},
-    "qwen3_5_moe-stacked": {},
+    "qwen3_next": _EXPERTS,
+    "qwen3_5_moe": _EXPERTS,
+    "qwen3_5_moe-stacked": _EXPERTS,
 }
 # The class inside of the one with an image encoder, by which alone vLLM's registry knows the family.
 _INNER = {"Qwen3_5MoeForCausalLM": "vllm.model_executor.models.qwen3_5"}
@@ -46,6 +50,7 @@ class FamilyResult:
     Attributes:
         bulk: names that it wants in place.
         misc: names that it takes through vLLM's loader, with the reason.
+        unused: names that it takes not at all.
         differing: parameters, buffers and tensors derived from them that are not as vLLM loads them; by occasion.
         alike: parameters that both checkpoints fill with the same, so that no refit of them was seen. Those of zeros are
             left out: so has vLLM biases of what all ranks add up, on all but the first.
@@ -53,6 +58,7 @@ class FamilyResult:
 
     bulk: list[str]
     misc: dict[str, str]
+    unused: list[str]
     differing: dict[str, list[str]]
     alike: list[str]
 
@@ -134,9 +140,11 @@ def _one_family(case: Case) -> FamilyResult:
     # What the trainer can't place comes this way, wherever the engine would have taken it in place.
     refit(destination, [], dict.fromkeys(b, ""), b, 2)
     differing["all through the loader"] = _differing(live, as_b)
+    bulk = {fragment.name for fragment in fragments}
     return FamilyResult(
-        bulk=sorted({fragment.name for fragment in fragments}),
+        bulk=sorted(bulk),
         misc=misc,
+        unused=sorted(a.keys() - bulk - misc.keys()),
         differing=differing,
         alike=[name for name in names if as_a[name].any() and torch.equal(as_a[name], as_b[name])],
     )

@@ -259,8 +259,16 @@ def ensure_megatron() -> Any:
         from megatron.bridge import AutoBridge
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"Megatron can't be imported: {error}. Install megatron-core 0.19 and megatron-bridge 0.6 "
-            "(the `megatron` extra; both with --no-deps), and transformer-engine on a GPU machine",
-            name=error.name,
+            f"Megatron can't be imported: {error}. {_remedy(error.name or '')}", name=error.name
         ) from error
     return AutoBridge
+
+
+def _remedy(missing: str) -> str:
+    package = missing.partition(".")[0]
+    if package in ("megatron", "transformer_engine", ""):
+        return (
+            "Install megatron-core 0.19 and megatron-bridge 0.6 (the `megatron` extra; both with --no-deps), and "
+            "transformer-engine on a GPU machine"
+        )
+    return f"It imports {package}, which --no-deps leaves out: install the package that has it, pip install {package} for most"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ...integration.endpoints import storage_key
 from ...integration.layout import Fragment
 from ...integration.quantize import blocks
 from ...integration.quantize.formats import Format, Fp8Blockwise
@@ -66,12 +67,12 @@ def native_blocks(weight: Any) -> NativeBlocks:
     )
 
 
-def addresses(weight: Any) -> Hashable:
-    """Where a parameter's codes and scales lie; changes when they move."""
-    found = weight.get_metadata()
-    return tuple(
-        0 if found[key] is None else found[key].data_ptr() for key in ("rowwise_data", "rowwise_scale_inv")
-    )
+def native_storage_key(weights: Iterable[Any]) -> Hashable:
+    """As :func:`~...integration.endpoints.storage_key`, of parameters' codes and scales, and of which there are."""
+    found = [
+        weight.get_metadata()[key] for weight in weights for key in ("rowwise_data", "rowwise_scale_inv")
+    ]
+    return storage_key(part for part in found if part is not None), tuple([part is None for part in found])
 
 
 def as_codes(task: Any, native: NativeBlocks) -> Any:

@@ -15,7 +15,7 @@ from ...integration.manifest import TensorSpec
 from ...integration.quantize.formats import Format
 from ..offload import Residence
 from .enumeration import VOCABULARY, Enumeration, conversion_tasks, enumerate_export
-from .native_fp8 import addresses, as_codes, is_native, native_blocks, with_scales
+from .native_fp8 import as_codes, is_native, native_blocks, native_storage_key, with_scales
 from .places import Places
 from .rules import Refused, fragments_of_task
 from .self_check import changes_converted_weights, disproved_tasks
@@ -158,7 +158,7 @@ class MegatronSource:
         self._follow_parameters()
         owned = [task.param_weight for task in self._tasks if task.param_weight is not None]
         weights = (weight for weight in owned if not is_native(weight))
-        native = tuple(addresses(weight) for weight in owned if is_native(weight))
+        native = native_storage_key(weight for weight in owned if is_native(weight))
         return storage_key(weights), native, self._residence.key()
 
     def _follow_parameters(self) -> None:

@@ -27,7 +27,8 @@ class TransformersAdapterDestination:
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
-        self._places: dict[str, torch.Tensor] = {}
+        # By the factor's name: what holds its parameter, which may be moved or replaced, and under which key.
+        self._places: dict[str, tuple[dict[str, torch.nn.Parameter | None], str]] = {}
         self._ranks: dict[str, int] = {}
 
     @property
@@ -36,7 +37,7 @@ class TransformersAdapterDestination:
 
     @property
     def kept_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self._places.values())
+        return sum(t.numel() * t.element_size() for t in map(self._factor, self._places))
 
     def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
         factors = {spec.name: spec for spec in specs if spec.name != SETTINGS_NAME}
@@ -51,7 +52,7 @@ class TransformersAdapterDestination:
             )
         self._inject(factors)
         held = [
-            Fragment(name, spec.shape, box_of(spec.shape), self._places[name])
+            Fragment(name, spec.shape, box_of(spec.shape), self._factor(name))
             for name, spec in factors.items()
         ]
         return held, {SETTINGS_NAME: "settings of the adapter, which are checked"}
@@ -66,7 +67,7 @@ class TransformersAdapterDestination:
             if name == SETTINGS_NAME:
                 self._apply(AdapterSettings.from_tensor(tensor))
                 continue
-            place = self._places[name]
+            place = self._factor(name)
             if tensor.shape != place.shape:
                 raise RefitMismatch(
                     f"{list(tensor.shape)} came where {list(place.shape)} was agreed on",
@@ -82,7 +83,13 @@ class TransformersAdapterDestination:
         """The loader keeps no state between factors."""
 
     def storage_key(self) -> Hashable:
-        return storage_key(self._places.values())
+        return storage_key(map(self._factor, self._places))
+
+    def _factor(self, name: str) -> torch.Tensor:
+        held, key = self._places[name]
+        parameter = held[key]
+        assert parameter is not None, "layers keep their factors"
+        return parameter.data
 
     def _inject(self, factors: dict[str, TensorSpec]) -> None:
         from peft import LoraConfig, inject_adapter_in_model
@@ -120,9 +127,10 @@ class TransformersAdapterDestination:
             path, factor = split_name(name) or ("", "")
             layer = layers[path]
             if name.endswith(".weight"):
-                parameter = getattr(layer, f"lora_{factor}")[_ADAPTER].weight
+                held, key = getattr(layer, f"lora_{factor}")[_ADAPTER]._parameters, "weight"
             else:
-                parameter = getattr(layer, f"lora_embedding_{factor}")[_ADAPTER]
+                held, key = getattr(layer, f"lora_embedding_{factor}")._parameters, _ADAPTER
+            parameter = held[key]
             if parameter.dtype != spec.dtype:
                 parameter.data = parameter.data.to(spec.dtype)
             if tuple(parameter.shape) != spec.shape:
@@ -132,7 +140,7 @@ class TransformersAdapterDestination:
                     stage="handshake",
                     parameter=name,
                 )
-            self._places[name] = parameter.data
+            self._places[name] = held, key
 
     def _of_model(self, layers: dict[str, torch.nn.Module], paths: set[str]) -> dict[str, int]:
         return {path: layers[path].r[_ADAPTER] for path in paths}  # type: ignore[index]

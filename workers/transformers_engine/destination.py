@@ -25,7 +25,7 @@ class TransformersDestination:
 
     def __init__(self, model: torch.nn.Module, tp_rank: int, tp_size: int):
         self._model = model
-        self._placement = TensorParallelPlacement(model, tp_rank, tp_size)
+        self._tp_rank, self._tp_size = tp_rank, tp_size
         self._by_name: dict[str, list[Fragment]] = {}
 
     @property
@@ -37,7 +37,8 @@ class TransformersDestination:
         return sum(p.numel() * p.element_size() for p in self._model.parameters())
 
     def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
-        placed = self._placement.place(specs)
+        # Anew: what moves a model to another dtype or device gives it new buffers, and some its parameters too.
+        placed = TensorParallelPlacement(self._model, self._tp_rank, self._tp_size).place(specs)
         self._by_name = {}
         for fragment in placed:
             self._by_name.setdefault(fragment.name, []).append(fragment)
@@ -72,4 +73,5 @@ class TransformersDestination:
         """The loader keeps no state between weights."""
 
     def storage_key(self) -> Hashable:
-        return storage_key(self._model.parameters())
+        # Buffers that checkpoints have (a router's correction bias) are placed as parameters are.
+        return storage_key((*self._model.parameters(), *self._model.buffers()))

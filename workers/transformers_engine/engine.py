@@ -67,13 +67,13 @@ class TransformersEngine(DestinationRefitMixin):
         max_new_tokens: int,
         temperature: float,
         seed: int,
-        eos_token_id: int,
+        stop_token_ids: Sequence[int],
         pad_token_id: int,
     ) -> list[Completion]:
         """Sample one completion for each prompt; temperature 0 decodes greedily.
 
         All tensor-parallel ranks must call it with the same arguments: they draw the same tokens from
-        the same seed.
+        the same seed. Any of ``stop_token_ids`` ends a completion, and stands at its end.
 
         Raises:
             EngineDirty: a refit began to write the weights and did not commit.
@@ -93,7 +93,7 @@ class TransformersEngine(DestinationRefitMixin):
             input_ids=input_ids.to(device),
             attention_mask=attention_mask.to(device),
             max_new_tokens=max_new_tokens,
-            eos_token_id=eos_token_id,
+            eos_token_id=list(stop_token_ids) or None,
             pad_token_id=pad_token_id,
             output_logits=True,
             return_dict_in_generate=True,
@@ -103,10 +103,12 @@ class TransformersEngine(DestinationRefitMixin):
         logits = torch.stack(output.logits, dim=1).float() / (temperature if temperature > 0 else 1.0)
         logprobs = torch.log_softmax(logits, dim=-1).cpu().gather(2, tokens.unsqueeze(-1)).squeeze(-1)
         rows = zip(tokens.tolist(), logprobs.tolist(), strict=True)
-        return [_completion(t, p, eos_token_id, self.refit_state.version) for t, p in rows]
+        return [_completion(t, p, stop_token_ids, self.refit_state.version) for t, p in rows]
 
 
-def _completion(tokens: list[int], logprobs: list[float], eos_token_id: int, version: int) -> Completion:
-    finished = eos_token_id in tokens
-    length = tokens.index(eos_token_id) + 1 if finished else len(tokens)
-    return Completion(tokens[:length], logprobs[:length], finished, version)
+def _completion(
+    tokens: list[int], logprobs: list[float], stop_token_ids: Sequence[int], version: int
+) -> Completion:
+    end = next((place for place, token in enumerate(tokens) if token in stop_token_ids), None)
+    length = len(tokens) if end is None else end + 1
+    return Completion(tokens[:length], logprobs[:length], end is not None, version)

@@ -45,7 +45,6 @@ class TrtllmDriver:
         self._llms = llms
         self._timeout_s = timeout_s
         self._wait = wait or _wait_for_ray
-        # Here and not in the first refit: from the first call on, the workers guard their weights.
         found = self._rpc("refit_describe")
         self.devices = [answer["device"] for answer in found]
         self.loads_in_parts = all(answer["in_parts"] for answer in found)

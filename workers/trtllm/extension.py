@@ -6,6 +6,7 @@ methods through :mod:`.driver`. TensorRT-LLM imports this module in its workers;
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, ClassVar
@@ -39,11 +40,33 @@ class TrtllmRefit(WorkerExtension):
     # How long update_weights(None) waits for the engine's other workers.
     refit_timeout_s: ClassVar[float] = 300.0
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Guard the weights from the moment when a worker has its engine.
+
+        TensorRT-LLM makes a class of its worker's and the extension's (``RayWorkerWrapper._inject_worker_extension``), and
+        an extension may have no method that the worker has. What it inherits may be wrapped there, though: ``setup_engine``
+        (``BaseWorker``), after which ``engine`` exists, and before which no request can come, since
+        ``RayExecutor.setup_engine_remote`` waits for all workers.
+        """
+        super().__init_subclass__(**options)
+        setup = getattr(cls, "setup_engine", None)
+        if setup is None:
+            return  # an extension, and no worker yet
+
+        @functools.wraps(setup)
+        def setup_engine(self: TrtllmRefit) -> Any:
+            result = setup(self)
+            self._refit  # noqa: B018 - it is made here
+            return result
+
+        cls.setup_engine = setup_engine  # type: ignore[attr-defined]
+
     @compat.control_action
     def update_weights(self, ipc_handles: dict[str, Any] | None = None) -> None:
         """Load a bucket, ``{device UUID: payload}``, or with None, on all workers, finalize and serve the weights.
 
-        They are served on all workers of this engine or on none. Of other replicas it knows nothing: who has several
+        They are served once all workers of this engine have them. One that fails before it hears of that refuses to step,
+        until a refit has brought all workers to one version. Of other replicas this knows nothing: who has several
         asks each one before anything is generated, or uses :mod:`.driver`.
         """
         self._refit.update_weights(ipc_handles)

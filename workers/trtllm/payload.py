@@ -1,13 +1,17 @@
 """What TensorRT-LLM's worker extension takes as ``ipc_handles``, and how it is read back.
 
-``{device UUID: payload}``, a payload being base64 text of a pickled list with one entry for each tensor::
+``{device UUID: payload}``, a payload being base64 text of a pickled list, or that list, with one entry for each tensor::
 
-    (name, (rebuild, args))                  rebuild(*args) gives the tensor; args[6] is the device, set by the receiver
-    (name, (rebuild, args), "float8_e4m3fn")  the tensor is the bytes of this dtype
+    (name, (rebuild, args))                   rebuild(*args) gives the tensor; args[6] is the device, set by the receiver
+    (name, (rebuild, args), "float8_e4m3fn")  the tensor is the bytes of this dtype; None: it is what it is
+    (name, (rebuild, args, "float8_e4m3fn"))  the same
 
-The first form is that of TensorRT-LLM itself. The second one is for float8 alone: allow-lists know no float8 dtype, and
-bytes without their dtype would be taken for numbers (the engine's loaders convert what they get to their parameter's
-type). An extension that does not know the second form fails on unpacking it, before it loads anything.
+The first form is TensorRT-LLM's own (``WorkerExtension.update_weights`` of ``tensorrt_llm/llmapi/rlhf_utils.py``: ``func, args =
+tensor_handle``), whose senders put float8 tensors in it as they are (``RefHFModelWithIPCHandles`` of its tests). The second one is
+that of verl's rollout (``trtllm_rollout.py`` at 84270ebc: ``(name, handle, orig_dtype_str)``), and what is made here: allow-lists in
+use know no float8 dtype, and bytes without their dtype would be taken for numbers (the engine's loaders convert what they get to their
+parameter's type). An extension that does not know it fails on unpacking it, before it loads anything. All three are read,
+with the dtype by its name or as itself.
 """
 
 from __future__ import annotations
@@ -30,15 +34,16 @@ Imports = Mapping[str, tuple[str, ...]]
 # bytes and what may be imported from where → the object; a restricted unpickler of the engine's.
 Loads = Callable[[bytes, Imports], Any]
 
-# Of rebuild_cuda_tensor's arguments, the one that the receiver replaces by its own number of the device.
-_DEVICE = 6
+# Of rebuild_cuda_tensor's arguments the dtype, and the one that the receiver replaces by its own number of the device.
+_DTYPE, _DEVICE = 5, 6
 # Numbers as they are; every allow-list in use has these.
 _PLAIN = ("float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
-# All that a payload needs: a part of the strictest allow-list in use, that of verl's extension for vision models.
+# All that is read: what a payload needs that is made here, which is a part of the strictest allow-list in use (that of verl's
+# extension for vision models), and the dtypes of the float8 tensors that others send as they are.
 APPROVED: Imports = {
     "torch.multiprocessing.reductions": ("rebuild_cuda_tensor",),
     "torch.storage": ("TypedStorage", "UntypedStorage"),
-    "torch": ("Tensor", "Size", *_PLAIN),
+    "torch": ("Tensor", "Size", *_PLAIN, *FLOAT8),
 }
 
 
@@ -125,11 +130,11 @@ def decode(payload: object, loads: Loads, approved: Imports = APPROVED) -> list[
 
 def _entry(found: object, rebuilds: set[tuple[str, str]]) -> Entry:
     if not isinstance(found, tuple) or len(found) not in (2, 3) or not isinstance(found[0], str):
-        raise _malformed("an entry is not (name, (rebuild, args)) with or without a float8 dtype's name")
-    name, handle, *rest = found
-    if not (isinstance(handle, tuple) and len(handle) == 2 and isinstance(handle[1], tuple)):
-        raise _malformed("the handle is not (rebuild, args)", name)
-    rebuild, args = handle
+        raise _malformed("an entry is not (name, (rebuild, args)) with or without a dtype")
+    name, handle, *beside = found
+    if not (isinstance(handle, tuple) and len(handle) in (2, 3) and isinstance(handle[1], tuple)):
+        raise _malformed("the handle is not (rebuild, args) with or without a dtype", name)
+    rebuild, args, *inside = handle
     if len(args) <= _DEVICE:
         raise _malformed(
             f"its handle has {len(args)} arguments and none for the device, so it is of host memory; parameters must be "
@@ -141,9 +146,21 @@ def _entry(found: object, rebuilds: set[tuple[str, str]]) -> Entry:
     if source not in rebuilds or isinstance(rebuild, type):
         called = ".".join(filter(None, source)) or repr(rebuild)
         raise _malformed(f"{called} is no function that rebuilds tensors", name)
-    if rest and rest[0] not in FLOAT8:
-        raise _malformed(f"{rest[0]!r} is no float8 dtype", name)
-    return Entry(name, (rebuild, args), rest[0] if rest else "")
+    told = {_dtype_name(dtype) for dtype in (*inside, *beside) if dtype is not None}
+    if len(told) > 1:
+        raise _malformed(f"it is told to be {' and '.join(sorted(told))}", name)
+    held = _dtype_name(args[_DTYPE])
+    told -= {held}
+    if told and (held != "uint8" or not told <= FLOAT8.keys()):
+        raise _malformed(
+            f"its handle is of {held}, and told to be {told.pop()}, which is no float8 dtype in bytes", name
+        )
+    return Entry(name, (rebuild, args), told.pop() if told else "")
+
+
+def _dtype_name(dtype: object) -> str:
+    """``torch.uint8``, ``"torch.uint8"`` and ``"uint8"`` are one; anything else is its text."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _malformed(what: str, name: str = "") -> RefitError:

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ...integration.errors import PeerLost, RefitError, RefitMismatch
+from ...integration.errors import PeerLost, RefitError
 
 
 class Peers:
@@ -30,9 +30,11 @@ class Peers:
     def settle(self, finish: Callable[[], int]) -> int:
         """``finish`` on all workers: the version, once all of them have it ready. To be called by all workers.
 
+        Each worker counts versions by itself, and one that failed before it heard of the last version counts behind the
+        others. The largest count is the version, by which such a worker is healed.
+
         Raises:
             RefitError: what ``finish`` raised here, as it is; or that it did on another worker.
-            RefitMismatch: the workers finished different versions.
             PeerLost: a worker did not come.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -54,14 +56,7 @@ class Peers:
                 f"{'; '.join(failed)}. The engine refuses to generate; refit again with all weights",
                 stage="commit",
             )
-        versions = [found for found, _ in everyone]
-        if len(set(versions)) > 1:
-            raise RefitMismatch(
-                f"the engine's workers finished refits {versions}, in their order, so no worker serves one. The engine "
-                "refuses to generate; refit it with versions that the caller gives (TrtllmDriver), or start it anew",
-                stage="commit",
-            )
-        return version
+        return max(found for found, _ in everyone)
 
     def _gathered(self, own: tuple[int, str], met: Exception | None) -> list[tuple[int, str]]:
         everyone: list[tuple[int, str]] = [own] * dist.get_world_size()

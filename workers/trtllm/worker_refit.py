@@ -215,8 +215,8 @@ class WorkerRefit:
             self.finish()
         else:
             with self._failing(arriving):
-                version = self._peers.settle(self._finished)
-            self.commit(version)
+                version = self._require_arriving().version = self._peers.settle(self._finished)
+                self.commit(version)
 
     def _finished(self) -> int:
         self.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...integration.adapters.verl_epochs import NO_BUCKET
@@ -62,15 +62,8 @@ def read_options(config: Any) -> tuple[ShardOptions, list[str]]:
 
 def _read(bucket_size: int, given: Any) -> tuple[ShardOptions, list[str]]:
     read = read_settings(given, _PREFIX, keys=_KEYS, own={"records_dir": str | None})
-    wrong, bucket_mb = [*read.wrong, *_not_in_verl(read.refit)], bucket_size >> 20
+    wrong, bucket_mb = list(read.wrong), bucket_size >> 20
     if bucket_mb < 1:
         wrong.append(NO_BUCKET)
-    return ShardOptions(replace(read.refit, bucket_mb=bucket_mb), **read.own), wrong
-
-
-def _not_in_verl(asked: RefitConfig) -> list[str]:
-    """What a recipe may ask for and a run of verl can't have."""
-    found = []
-    if asked.transport == "m2n":
-        found.append(f"{_PREFIX}.transport: m2n carries no refits; give auto, ipc, p2p or golden")
-    return found
+    refit = RefitConfig.unchecked(**asdict(read.refit) | {"bucket_mb": bucket_mb})
+    return ShardOptions(refit, **read.own), wrong

@@ -112,7 +112,8 @@ class ScopedReload:
         """Process what is still buffered and put the kernels' tensors back; once after all loads of a refit.
 
         Raises:
-            RefitError: a module of the scope did not get all of its tensors. Its old weights are back.
+            RefitError: a module of the scope did not get all of its tensors, or the model's loader wrote them where the reload
+                does not look. Its old weights are back.
         """
         missing = {
             module: sorted(names - self._arrived)
@@ -128,6 +129,17 @@ class ScopedReload:
                 "uninitialised memory in it. Send every tensor of these modules by the misc route.",
                 stage="post_load",
                 parameter=names[0],
+            )
+        unheard = self._unheard()
+        if unheard:
+            self.abandon()
+            raise RefitError(
+                f"{len(unheard)} modules took none of their tensors in the engine's layerwise reload; the first is {unheard[0]}. "
+                f"The loader of {type(self._model).__name__} writes into these parameters itself and not by their weight loaders, "
+                "which the reload follows, so they would keep the older weights. Start vLLM so that it computes with them as "
+                "they are loaded (experts on GPUs: moe_backend='triton').",
+                stage="post_load",
+                parameter=min(self._required[unheard[0]]),
             )
         if self._active:
             try:
@@ -155,6 +167,15 @@ class ScopedReload:
             self._know_as_shuffled()
         self._active = False
         self._arrived.clear()
+
+    def _unheard(self) -> list[str]:
+        """Modules for which nothing has come to the reload, though their tensors have; vLLM would only log that."""
+        if not self._active:
+            return []
+        infos = {
+            name: get_layerwise_info(self._modules[name]) for name, names in self._required.items() if names
+        }
+        return [name for name, info in infos.items() if info.load_numel_total and not info.load_numel]
 
     def _place(self, name: str, tensor: torch.Tensor) -> None:
         for landing in self._placed[name]:

@@ -7,7 +7,7 @@ the reload. So the worker's four calls go straight to the engine, as they do in 
 ==================================== ==========================================================
 ``init_weight_transfer_engine``      meets the trainer: rendezvous, weights, plan
 ``start_weight_update``              makes sure that weights are awake
-``update_weights``                   one refit: all weights, committed on all ranks or on none
+``update_weights``                   one refit: all weights, committed once all ranks have them
 ``finish_weight_update``             makes sure that there was one
 ==================================== ==========================================================
 

@@ -28,8 +28,8 @@ def prepare_worker_process() -> None:
     oneDNN, which replaces each linear parameter by one of shape ``[0]`` behind an opaque handle: no live bytes to write
     into, and every linear weight on the misc path. Plain weights go through ``torch.nn.functional.linear``.
 
-    Experts run where vLLM has no packed kernel for them (x86 without AVX-512): its fallback builds an
-    activation layer in the forward pass, which fails outside of model construction.
+    Experts run where vLLM has no packed kernel for them (x86 without AVX-512, and sizes that its kernel doesn't take): its
+    fallback builds an activation layer in the forward pass, which fails outside of model construction.
     """
     from vllm.platforms import current_platform
     from vllm.v1.worker.gpu_worker import Worker

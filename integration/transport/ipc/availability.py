@@ -10,7 +10,7 @@ import torch
 from ...errors import RefitMismatch
 from ...world import host_identity
 from .driver import missing
-from .memory import device_uuid
+from .memory import device_uuid, process_name
 
 
 def facts(device: torch.device) -> dict[str, Any]:
@@ -27,6 +27,7 @@ def facts(device: torch.device) -> dict[str, Any]:
         "host": host_identity(),
         "lacks": missing(),
         "device": device_uuid(ours),
+        "process": process_name(),
         "visible": [device_uuid(other) for other in visible],
         "reaches": [
             device_uuid(other)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 from ...errors import RefitMismatch
@@ -181,13 +180,6 @@ class Description:
         if place.offset + nbytes > self.allocations[place.allocation].size:
             raise ValueError("a buffer reaches out of its allocation")
         return bases[place.allocation] + place.offset
-
-
-def extent(view: Strided) -> int:
-    """Bytes from the first to behind the last element."""
-    if not prod(view.shape):
-        return 0
-    return sum((n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True)) + view.itemsize
 
 
 def _read(data: object) -> Description:

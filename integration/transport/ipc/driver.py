@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
+
+import torch
 
 
 class DriverError(RuntimeError):
@@ -39,6 +43,20 @@ def call(function: str, *args: Any) -> Any:
     if status != driver().CUresult.CUDA_SUCCESS:
         raise DriverError(function, status.name)
     return values[0] if len(values) == 1 else tuple(values)
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Let driver calls inside work on ``device``, whatever thread makes them.
+
+    The driver wants a context that is current in the thread. torch's own guard sets none where the device is the
+    thread's already, as the first one is in every new thread: engines call from threads of their own.
+    """
+    with torch.cuda.device(device):
+        if not int(call("cuCtxGetCurrent")):
+            # The runtime makes the device's context current in a thread that asks it for something.
+            torch.cuda.mem_get_info(device)
+        yield
 
 
 def missing() -> str:

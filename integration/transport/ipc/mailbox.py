@@ -15,12 +15,17 @@ CHECKSUM_BYTES = 16
 
 def landed(refit: int) -> int:
     """What a sender rings with when all its bytes of a refit (counted from 1) have landed."""
-    return 2 * refit - 1
+    return 3 * refit - 2
 
 
 def proven(refit: int) -> int:
     """What it rings with when its checksums of that refit have landed as well."""
-    return 2 * refit
+    return 3 * refit - 1
+
+
+def void(refit: int) -> int:
+    """What it rings with, in place of both, when it has sent what lay where its weights no longer are."""
+    return 3 * refit
 
 
 class Mailbox:
@@ -51,6 +56,7 @@ class Mailbox:
         self.checksums = self.memory[bells:].view(count, 2)
         self._bells = self.memory[: len(self.senders)]
         self._seen = torch.zeros(len(self.senders), dtype=torch.int64).pin_memory()
+        self._rung: list[int] = []
         self._stream = torch.cuda.Stream(device)
         self._copied = torch.cuda.Event()
         self._looking = False
@@ -75,8 +81,12 @@ class Mailbox:
         if not self._copied.query():
             return None
         self._looking = False
-        rung = self._seen.tolist()
-        return [sender for sender, last in zip(self.senders, rung, strict=True) if last < number]
+        self._rung = self._seen.tolist()
+        return [sender for sender, last in zip(self.senders, self._rung, strict=True) if last < number]
+
+    def last_rung(self, number: int) -> bool:
+        """Whether the bells of some sender last seen were rung with ``number``."""
+        return number in self._rung
 
 
 def ring(address: int, number: int, stream: torch.cuda.Stream) -> None:

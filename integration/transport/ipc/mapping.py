@@ -9,10 +9,11 @@ from contextlib import closing, contextmanager
 
 import torch
 
+from ...endings import end_all
 from ...errors import TransportUnavailable
 from .description import HANDLE_HEX, Allocation, Description
 from .descriptors import fetch
-from .driver import DriverError, call, driver
+from .driver import DriverError, call, driver, on_device
 from .memory import descriptor_type, device_uuid, process_name
 
 
@@ -123,7 +124,7 @@ class ImportedMemory:
 
     def rest(self) -> None:
         """Let go of what is lent, which nothing on the device may use until it is mapped anew. Its addresses stay taken."""
-        with torch.cuda.device(self._device):
+        with on_device(self._device):
             for row, _ in self._lent:
                 row.unmap()
 
@@ -142,9 +143,9 @@ class ImportedMemory:
     def close(self) -> None:
         """Unmap everything; nothing on the device may use it any more. Safe to call twice."""
         self._lent = []
-        with torch.cuda.device(self._device):
-            while self._open:
-                self._open.pop().close()
+        opened, self._open = self._open, []
+        with on_device(self._device):
+            end_all(one.close for one in reversed(opened))
 
     def _fill(self, rows: Sequence[tuple[_Row, tuple[int, int]]], description: Description) -> None:
         spans = [span for _, span in rows]
@@ -156,10 +157,10 @@ class ImportedMemory:
     @contextmanager
     def _opening(self) -> Iterator[None]:
         try:
-            with torch.cuda.device(self._device):
+            with on_device(self._device):
                 yield
         except (DriverError, OSError) as error:
-            self.close()
+            end_all([self.close], error)
             raise TransportUnavailable(
                 f"a peer's GPU memory can't be opened ({error}). The processes must share the host, its IPC and network "
                 "namespaces and the user, and their GPUs must reach each other",

@@ -16,13 +16,15 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
+from ...endings import end_all
 from ...errors import TransportUnavailable
 from .description import HANDLE_HEX, Allocation, Place
 from .descriptors import DescriptorServer
-from .driver import DriverError, call, driver
+from .driver import DriverError, call, driver, on_device
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class ExportedMemory:
         self._blocks: list[_Block] = []
         self._rests = False
         try:
-            with torch.cuda.device(device):
+            with on_device(device):
                 # What is lent first: a block that holds both goes as a whole.
                 self._look_up(lent, lent=True)
                 kept = sorted(ranges)
@@ -99,7 +101,7 @@ class ExportedMemory:
         So it is after ``empty_cache`` between freeing and allocating again, and after a pool has unmapped its chunks
         and mapped new ones: no address changes, and peers have the old memory mapped.
         """
-        with torch.cuda.device(self._device):
+        with on_device(self._device):
             return self._rests or not all(_is_there(block) for block in self._blocks)
 
     @property
@@ -111,7 +113,7 @@ class ExportedMemory:
         """Stop serving, and let go of what is lent: its owner may give it back."""
         self._stop()
         self._rests = True
-        with torch.cuda.device(self._device):
+        with on_device(self._device):
             for block in self._blocks:
                 if block.lent:
                     _let_go(block)
@@ -121,7 +123,7 @@ class ExportedMemory:
         still. Otherwise look everything up anew."""
         before, self._blocks = self._blocks, [block for block in self._blocks if not block.lent]
         self._rests = False
-        with torch.cuda.device(self._device):
+        with on_device(self._device):
             if not all(_is_there(block) for block in self._blocks):
                 return False
             for old in before:
@@ -137,12 +139,10 @@ class ExportedMemory:
 
     def close(self) -> None:
         """Stop serving; safe to call twice. What peers have mapped stays mapped."""
-        self._stop()
-        with torch.cuda.device(self._device):
-            while self._blocks:
-                block = self._blocks.pop()
-                if not (self._rests and block.lent):
-                    _let_go(block)
+        blocks, self._blocks = self._blocks, []
+        kept = [block for block in blocks if not (self._rests and block.lent)]
+        with on_device(self._device):
+            end_all([self._stop, *(partial(_let_go, block) for block in kept)])
 
     def _look_up(self, ranges: Iterable[tuple[int, int]], *, lent: bool) -> None:
         known = {block.base: block.size for block in self._blocks}
@@ -176,7 +176,7 @@ class ExportedMemory:
         self._bases = [a.base for a in self.allocations]
 
     def _open_chunk(self, index: int) -> int:
-        with torch.cuda.device(self._device):
+        with on_device(self._device):
             return _chunk_descriptor(self._chunks[index])
 
     def _stop(self) -> None:

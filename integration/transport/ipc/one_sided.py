@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
+from ...endings import end_all
 from ...errors import PeerLost, PlanError, RefitMismatch, RefitTimeout, TransportUnavailable
 from ...layout import Fragment, volume
 from ...packing import CopyTable, Strided
 from ...plan import Plan
 from ...records import StageClock
 from ..base import Transport, damaged
-from ..host_memory import HostMemory
-from ..views import LiveViews
+from ..host_memory import DeviceMemory, HostMemory
+from ..views import LiveViews, Place
 from .bound import by_peer
-from .description import Description, Inbox, extent
+from .description import Description, Inbox
 from .driver import DriverError, missing
 from .lease import Lease
 from .mailbox import Mailbox, proven
@@ -58,6 +60,7 @@ class OneSided(Transport):
         watch: Callable[[str], None],
         describe_rank: Callable[[int], str],
         *,
+        turn: int = 0,
         lends: bool = False,
     ):
         """Take the plan; nothing is opened yet.
@@ -70,12 +73,13 @@ class OneSided(Transport):
             timeout_s: limit of any wait, in seconds.
             watch: called with the stage now and then during a wait; raises if another rank has given up.
             describe_rank: what a user calls a rank.
+            turn: at which message sampled checks begin, the same on all ranks.
             lends: whether the memory that peers write into is this rank's to give back between refits.
 
         Raises:
             PlanError: the plan has relays.
         """
-        super().__init__(rank, verify)
+        super().__init__(rank, verify, turn)
         indexed = device.type != "cuda" or device.index is not None
         self._device = device if indexed else torch.device("cuda", torch.cuda.current_device())
         self._stream: torch.cuda.Stream | None = None
@@ -102,11 +106,11 @@ class OneSided(Transport):
         # Whether some memory of the binding is lent, and whether it has been let go of since.
         self._on_loan = self._returned = False
         # Of the last binding that came up: what lay where on this rank, and what the peers told.
-        self._places: Hashable = None
+        self._places: tuple[Place, ...] | None = None
         self._told: dict[int, Description] = {}
         # Of the binding that is coming up: this rank's views, where they lie, and whether they lay there before.
         self._views, self._stays = LiveViews([]), False
-        self._placing: Hashable = None
+        self._placing: tuple[Place, ...] = ()
         # What kernels read that are enqueued.
         self._tables: tuple[object, ...] = ()
         self._mailbox: Mailbox | None = None
@@ -116,7 +120,7 @@ class OneSided(Transport):
         with self._classifying():
             return (
                 self._returned
-                or (self._exported is not None and self._exported.moved())
+                or self._exported_elsewhere()
                 or (self._host is not None and self._host.moved())
                 # A sum that is still to be prepared would find its weight gone in the middle of a refit.
                 or self._sent_proofs.expired()
@@ -143,6 +147,8 @@ class OneSided(Transport):
         reason = "the parameters are not on a GPU" if self._device.type != "cuda" else missing()
         if reason:
             raise TransportUnavailable(reason, stage="bind", rank=self.rank)
+        # Before anything is looked up, so that what is given back meanwhile shows.
+        self._memory = DeviceMemory(self._device, lambda: (place.range for place in self._places or ()))
         self._views = LiveViews(fragments, self._device)
         if self._receives:
             self._views.require_home()
@@ -158,6 +164,18 @@ class OneSided(Transport):
         self._stream = self._stream or torch.cuda.Stream(self._device)
         self._host = HostMemory((fragment.view for fragment in fragments), self._device)
         return False
+
+    def _exported_elsewhere(self) -> bool:
+        """Whether other memory has come to lie where peers have this rank's mapped."""
+        # Of what is lent, others than torch's allocator may have given the memory back.
+        if self._exported is None:
+            return False
+        if self._memory is not None and not self._lends and self._memory.still_mapped():
+            return False
+        moved = self._exported.moved()
+        if not moved:
+            self.found_again()
+        return moved
 
     def _renew(self) -> bool:
         if self._host is not None and self._host.moved():
@@ -175,6 +193,9 @@ class OneSided(Transport):
 
     def _connected(self, peers: Mapping[int, Description]) -> None:
         self._places, self._told = self._placing, dict(peers)
+        if self._memory is not None and self._refits == 0:
+            # Its first answer looks at every block of torch's allocator, which no refit shall wait for.
+            self._memory.still_mapped()
         # They would keep the memory of parameters that are offloaded meanwhile.
         self._views = LiveViews([])
 
@@ -194,7 +215,7 @@ class OneSided(Transport):
     def _export(self, views: Iterable[Strided], mailbox: Mailbox) -> ExportedMemory:
         """Look up the allocations of views and of the mailbox."""
         bells = [(mailbox.memory.data_ptr(), mailbox.memory.nbytes)]
-        ranges = [(view.address, extent(view)) for view in views]
+        ranges = [(view.address, view.extent) for view in views]
         if self._lends:
             self._exported = ExportedMemory(bells, self._device, lent=ranges)
         else:
@@ -270,7 +291,7 @@ class OneSided(Transport):
         self._wait(all_rang, stage, lambda: ", ".join(map(self._who, late)))
 
     def _verify(self, mailbox: Mailbox, clock: StageClock) -> int:
-        covered = self._landed_proofs.compute(self._refits)
+        covered = self._landed_proofs.compute(self._number)
         with clock.waiting():
             self._await_bells(mailbox, proven(self._refits), "verify")
         torch.ne(self._landed_proofs.sums, mailbox.checksums, out=self._differ)
@@ -336,10 +357,12 @@ class OneSided(Transport):
 
     def _release(self, *, failed: bool) -> None:
         """Unmap the peers' memory, stop serving handles, and let go of host memory."""
-        if self._exported is not None:
-            self._exported.close()
-            self._exported = None
+        exported, self._exported = self._exported, None
         self._host = None
+        steps: list[Callable[[], object]] = [] if exported is None else [exported.close]
+        end_all([*steps, partial(self._let_go, failed=failed)])
+
+    def _let_go(self, *, failed: bool) -> None:
         if self._imported and failed and not self._drained():
             # Unmapping under a running kernel would break this process's context, and the trainer with it; and what
             # lies where its tables lay would be taken for addresses.
@@ -353,8 +376,8 @@ class OneSided(Transport):
 
     def _unmap(self) -> None:
         """Let go of the peers' memory, which nothing on this GPU uses any more."""
-        while self._imported:
-            self._imported.popitem()[1].close()
+        imported, self._imported = self._imported, {}
+        end_all(one.close for one in imported.values())
 
     def _drained(self) -> bool:
         deadline = time.monotonic() + _DRAIN_WITHIN

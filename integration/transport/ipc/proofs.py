@@ -11,7 +11,7 @@ import torch
 
 from ...layout import Box
 from ...packing import ChecksumTable, EncodedView, Encoder, Strided, make_encoders
-from ...packing.encoded import CHECKED_AT_ONCE, PackedEncoding
+from ...packing.encoded import CHECKED_AT_ONCE, PackedEncoding, padded
 from ...packing.host import WeakView
 from ...plan import Message
 
@@ -34,17 +34,23 @@ class _WeakEncoded(NamedTuple):
     encoding: PackedEncoding
     window: Box
 
-    def view(self) -> EncodedView:
-        return EncodedView(self.held.view(), self.encoding, self.window)
-
 
 class _Turn:
     """The messages that a refit checks of one pair; prepared once."""
 
     def __init__(self, group: Sequence[tuple[int, Bound]]):
         self.nbytes = sum(message.payload_bytes for _, (message, _) in group)
+        # Codes and scales of one tensor are computed together, if they are known to be of the same one.
+        weak: dict[int, WeakView] = {}
+
+        def held_weakly(view: Strided | EncodedView) -> Strided | _WeakEncoded:
+            if isinstance(view, Strided):
+                return view
+            held = weak.setdefault(id(view.held), WeakView(view.held))
+            return _WeakEncoded(held, view.encoding, view.window)
+
         self._held = [
-            (slot, segment.offset, view if isinstance(view, Strided) else _weak(view))
+            (slot, segment.offset, held_weakly(view))
             for slot, (message, held) in group
             for segment, view in zip(message.segments, held, strict=True)
         ]
@@ -59,20 +65,63 @@ class _Turn:
         if self._steps is None:
             plain: list[_View] = []
             slots: list[int] = []
-            steps: list[_Step] = []
+            strips = _Strips(scratch)
+            tensors: dict[WeakView, torch.Tensor] = {}
             for slot, offset, held in self._held:
                 if isinstance(held, Strided):
                     plain.append((held, offset))
                     slots.append(slot)
                     continue
-                view = held.view()
-                steps += [
-                    _strip(view, offset, strip, slot, scratch) for strip in view.strips(CHECKED_AT_ONCE)
-                ]
+                tensor = tensors.get(held.held)
+                if tensor is None:
+                    tensor = tensors[held.held] = held.held.view()
+                strips.add(EncodedView(tensor, held.encoding, held.window), offset, slot)
+            steps = strips.steps()
             steps.append(_Step([], ChecksumTable.build(plain, scratch.device, slots)))
             # Only now: what broke off must not be taken for whole.
             self._steps, self._held = steps, []
         return self._steps
+
+
+class _Strips:
+    """What is computed once more, gathered into as few steps as the scratch memory allows: a step costs the host some
+    launches, however little it computes."""
+
+    def __init__(self, scratch: torch.Tensor):
+        self._scratch = scratch
+        self._steps: list[_Step] = []
+        self._begin()
+
+    def add(self, view: EncodedView, offset: int, slot: int) -> None:
+        """A part whose packed bytes begin at byte ``offset`` of the message, whose sum is in row ``slot``."""
+        whole = Strided.packed(offset, view.shape, view.dtype.itemsize)
+        for strip in view.strips(CHECKED_AT_ONCE):
+            part = view.slice(strip)
+            if self._end + part.nbytes > self._scratch.numel():
+                self._close()
+            place = Strided.packed(self._scratch.data_ptr() + self._end, part.shape, part.dtype.itemsize)
+            self._end += padded(part.nbytes)
+            self._computed.append((part, place))
+            self._summed.append((place, whole.slice(strip)))
+            self._slots.append(slot)
+
+    def steps(self) -> list[_Step]:
+        """All of them."""
+        self._close()
+        return self._steps
+
+    def _begin(self) -> None:
+        self._computed: list[tuple[EncodedView, Strided]] = []
+        self._summed: list[_View] = []
+        self._slots: list[int] = []
+        self._end = 0
+
+    def _close(self) -> None:
+        if self._computed:
+            device = self._scratch.device
+            encoders = make_encoders(self._computed, device)
+            self._steps.append(_Step(encoders, ChecksumTable.build(self._summed, device, self._slots)))
+        self._begin()
 
 
 class Proofs:
@@ -98,16 +147,21 @@ class Proofs:
         """
         self.messages = [message for peer in sorted(pairs) for message, _ in pairs[peer]]
         self.sums = torch.zeros(len(self.messages), 2, dtype=torch.int64, device=device)
-        needs = [
-            prod(stop - start for start, stop in strip) * view.dtype.itemsize
+        computed = [
+            view
             for bound in pairs.values()
             for _, held in bound
             for view in held
             if verify != "off" and isinstance(view, EncodedView)
+        ]
+        largest = [
+            prod(stop - start for start, stop in strip) * view.dtype.itemsize
+            for view in computed
             # The first may be cut short; later ones are no larger than the second.
             for strip in islice(view.strips(CHECKED_AT_ONCE), 2)
         ]
-        self.scratch_bytes = max(needs, default=0)
+        together = min(CHECKED_AT_ONCE, sum(padded(view.nbytes) for view in computed))
+        self.scratch_bytes = max([*largest, together])
         self._scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
         # For each pair what its turns are.
         self._turns: list[list[_Turn]] = []
@@ -152,17 +206,3 @@ class Proofs:
                     table.add_to(self.sums)
                 covered += turn.nbytes
         return covered
-
-
-def _weak(view: EncodedView) -> _WeakEncoded:
-    return _WeakEncoded(WeakView(view.held), view.encoding, view.window)
-
-
-def _strip(view: EncodedView, offset: int, strip: Box, slot: int, scratch: torch.Tensor) -> _Step:
-    part = view.slice(strip)
-    place = Strided.packed(scratch.data_ptr(), part.shape, part.dtype.itemsize)
-    packed = Strided.packed(offset, view.shape, view.dtype.itemsize).slice(strip)
-    device = scratch.device
-    return _Step(
-        make_encoders([(part, place)], device), ChecksumTable.build([(place, packed)], device, [slot])
-    )

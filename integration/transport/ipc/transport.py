@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -15,8 +16,9 @@ from ...records import StageClock
 from ..base import TransferResult
 from .bound import bound, checksums_at, memory_of, views_in
 from .description import Description, Inbox
+from .driver import on_device
 from .lease import Lease
-from .mailbox import BELL_BYTES, landed, proven, ring
+from .mailbox import BELL_BYTES, landed, proven, ring, void
 from .one_sided import OneSided
 from .order import Computed, computed_in_turns, copies_in_turns
 from .proofs import Bound
@@ -33,9 +35,9 @@ class IpcTransport(OneSided):
     name = "ipc"
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
-        self._require_reach(fragments)
         if self._begin_binding(fragments):
             return
+        self._require_reach(fragments)
         self._bound_receives = bound(self._receives, self._views)
         if self._receives:
             mailbox = self._open_mailbox(
@@ -98,7 +100,8 @@ class IpcTransport(OneSided):
 
     def run(self, clock: StageClock, aside: Callable[[], None] | None = None) -> TransferResult:
         self._refits += 1
-        with torch.cuda.device(self._device):
+        nothing = False
+        with on_device(self._device):
             if self._sends:
                 with self._classifying():
                     with clock.waiting():
@@ -106,34 +109,36 @@ class IpcTransport(OneSided):
                         # after it, however long it takes, and the lease says until when they may.
                         self._catch_up("transfer")
                     self._lease.use(self.rank)
-                    self._write(clock)
+                    nothing = self._write(clock)
             if aside is not None:
                 aside()
             with self._classifying():
-                verified = self._await_landing(clock)
+                result = self._await_landing(clock)
                 if self._on_loan:
                     with clock.stage("commit"):
                         self.rest()
-        return TransferResult(self._payload, verified)
+        return replace(result, void=True) if nothing else result
 
-    def _await_landing(self, clock: StageClock) -> int:
-        """Wait until what this rank sends and receives has landed; returns the bytes that were verified."""
+    def _await_landing(self, clock: StageClock) -> TransferResult:
+        """Wait until what this rank sends and receives has landed."""
         if self._sends:
             with clock.waiting():
                 self._wait(self._ended.query, "transfer", lambda: "this rank's writes to its peers")
         if self._mailbox is None:
-            return 0
+            return TransferResult(self._payload, 0)
         # While the senders write.
-        self._landed_proofs.prepare(self._refits)
+        self._landed_proofs.prepare(self._number)
         with clock.stage("transfer"), clock.waiting():
             self._await_bells(self._mailbox, landed(self._refits), "transfer")
+        if self._mailbox.last_rung(void(self._refits)):
+            return TransferResult(self._payload, 0, void=True)
         if self.verify == "off":
-            return 0
+            return TransferResult(self._payload, 0)
         with clock.stage("verify"):
-            return self._verify(self._mailbox, clock)
+            return TransferResult(self._payload, self._verify(self._mailbox, clock))
 
-    def _write(self, clock: StageClock) -> None:
-        """Enqueue the whole refit of a sender."""
+    def _write(self, clock: StageClock) -> bool:
+        """Enqueue the whole refit of a sender; whether it is void."""
         stream = self._stream
         assert stream is not None, "bind comes before run"
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -142,20 +147,25 @@ class IpcTransport(OneSided):
                 self._copies.launch()
                 for encoder in self._encoders:
                     encoder.launch()
+            if self._look():
                 for bell in self._bells:
-                    ring(bell, landed(self._refits), stream)
+                    ring(bell, void(self._refits), stream)
+                return True
+            for bell in self._bells:
+                ring(bell, landed(self._refits), stream)
             if self.verify != "off":
                 # On the caller's stream, which is idle: on the other one it would wait for the copies, without a limit.
-                self._sent_proofs.prepare(self._refits)
+                self._sent_proofs.prepare(self._number)
                 # After the copies: the receivers compute theirs at the same time.
                 with torch.cuda.stream(stream), clock.stage("verify"):
-                    self._sent_proofs.compute(self._refits)
+                    self._sent_proofs.compute(self._number)
                     self._tell.launch()
                     for bell in self._bells:
                         ring(bell, proven(self._refits), stream)
         finally:
             # Whatever broke off in between: the peers' memory stays mapped until what was enqueued has ended.
             self._ended.record(stream)
+        return False
 
     def _require_reach(self, fragments: Sequence[Fragment]) -> None:
         for fragment in fragments:
@@ -166,6 +176,7 @@ class IpcTransport(OneSided):
                     "pinned memory",
                     stage="bind",
                     rank=self.rank,
+                    parameter=fragment.name,
                 )
 
     @contextmanager
@@ -176,5 +187,7 @@ class IpcTransport(OneSided):
             raise TransportUnavailable(str(error), stage="bind", rank=self.rank) from error
 
     def _release(self, *, failed: bool) -> None:
-        super()._release(failed=failed)
-        self._encoders = []
+        try:
+            super()._release(failed=failed)
+        finally:
+            self._encoders = []

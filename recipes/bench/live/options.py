@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ....workers.catalog import FsdpLayout
 from ....workers.megatron.model import MegatronLayout
-from ...option_checks import missing_engine
+from ...option_checks import missing_engine, missing_megatron
 from ..run_options import RunOptions
 
 # ``--backend`` → what it is called, and the peers that there are beside it.
@@ -101,6 +101,7 @@ class LiveOptions(RunOptions):
                 "give --engine-python or --engine-pythonpath of an installation that has it, and rlrefit"
             )
             found += missing_engine("--backend", self.backend, elsewhere)
+        found += missing_megatron("bench-live", "rlrefit bench, which starts neither a trainer nor an engine")
         needed = self.world_size + self.gen_ranks
         if self.device == "cuda" and needed > gpus:
             found.append(

@@ -13,7 +13,7 @@ from vllm_trainers import Trainers
 
 from rlrefit.recipes.algorithms.divergence import generation_kl
 
-CONFIGS = {"qwen3": dense_config(tied=True), "qwen3-moe": moe_config(expert_size=32)}
+CONFIGS = {"qwen3": dense_config(tied=True), "qwen3-moe": moe_config()}
 ENGINES: dict[str, type[Engine]] = {"qwen3": ScriptEngine, "qwen3-moe": ServerEngine}
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from rlrefit.integration.quantize import fp8_blockwise, layouts, mxfp8, nvfp4
 from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
+from tests.quantize.test_fp8_kernels import (
+    compare_cut_blocks_with_torch,
+    compare_kernel_with_torch,
+    hard_weights,
+)
+from tests.quantize.weights import same
 
-from .test_fp8_kernels import compare_cut_blocks_with_torch, compare_kernel_with_torch, hard_weights
-from .weights import same
+from .needs import needs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = needs()
 
 
 def test_every_format_has_the_bytes_that_it_has_on_the_cpu() -> None:

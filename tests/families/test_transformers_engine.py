@@ -1,0 +1,126 @@
+"""Every family in the transformers engine: what a refit leaves in it is what transformers itself loads."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.ahead import FoundAhead
+from tests.spawn import run_ranks
+
+from .checkpoints import config_of, write_checkpoint
+from .expected import TRANSFORMERS, is_prediction
+
+FAMILIES = (*TRANSFORMERS.misc, *TRANSFORMERS.refused)
+# One that transformers shares evenly: it pads none.
+_EVEN = {"vocab_size": 64}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one rank saw of one family.
+
+    Attributes:
+        refused: what the engine raised; empty if it takes the model.
+        misc: weights that it takes through its loader.
+        unused: weights that it takes not at all.
+        differing: parameters and buffers that are not as transformers loads them.
+    """
+
+    refused: str
+    misc: list[str]
+    unused: list[str]
+    differing: list[str]
+
+
+Results = dict[tuple[str, int], list[Result]]
+
+
+def refit_all(folder: Path) -> Results:
+    """By family and tensor parallelism, for each rank."""
+    pairs = {family: _write_pair(family, folder / family) for family in FAMILIES}
+    ranks = run_ranks(_refit, 2, pairs, timeout_s=300)
+    alone = {(family, 1): [found[0]] for family, found in ranks[0].items()}
+    return alone | {(family, 2): [rank[family][1] for rank in ranks] for family in pairs}
+
+
+AHEAD = (refit_all,)
+pytestmark = pytest.mark.timeout(600)  # the first test to ask waits for all
+
+
+def _write_pair(family: str, folder: Path) -> tuple[str, str]:
+    """Two checkpoints with other values in every tensor."""
+    first = write_checkpoint(family, folder / "a", short=True, changes=_EVEN)
+    second = str(shutil.copytree(first, folder / "b"))
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        name: torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        for name, tensor in load_file(f"{second}/model.safetensors").items()
+    }
+    save_file(tensors, f"{second}/model.safetensors", {"format": "pt"})
+    return first, second
+
+
+def _refit(rank: int, pairs: dict[str, tuple[str, str]]) -> dict[str, tuple[Result, Result]]:
+    return {family: (_one(*pair, 1), _one(*pair, 2)) for family, pair in pairs.items()}
+
+
+def _one(path_a: str, path_b: str, size: int) -> Result:
+    from rlrefit.integration.errors import RefitError
+    from rlrefit.integration.manifest import TensorSpec
+    from rlrefit.workers.transformers_engine.engine import TransformersEngine
+
+    tensors = load_file(f"{path_b}/model.safetensors")
+    specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    live, loaded = (TransformersEngine(path, torch.bfloat16, size) for path in (path_a, path_b))
+    destination = live._make_refit_destination()
+    try:
+        fragments, misc = destination.fragments(specs)
+    except RefitError as error:
+        return Result(str(error), [], [], [])
+    with torch.no_grad():
+        for parameter in live.model.parameters():
+            parameter.fill_(torch.nan)
+        for fragment in fragments:
+            fragment.view.copy_(tensors[fragment.name][tuple(slice(*side) for side in fragment.box)])
+    destination.load_weights((name, tensors[name]) for name in misc)
+    found, expected = live.model.state_dict(), loaded.model.state_dict()
+    taken = {fragment.name for fragment in fragments} | misc.keys()
+    return Result(
+        "",
+        sorted(misc),
+        sorted(tensors.keys() - taken),
+        [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)],
+    )
+
+
+@pytest.fixture(scope="module")
+def results(found_ahead: FoundAhead) -> Results:
+    return found_ahead.by(refit_all)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("family", TRANSFORMERS.misc)
+def test_a_poisoned_engine_is_after_a_refit_what_transformers_loads(
+    family: str, size: int, results: Results
+) -> None:
+    for rank in results[family, size]:
+        if size > 1 and family in TRANSFORMERS.limits:
+            assert rank.refused
+            continue
+        assert rank.refused == ""
+        assert rank.differing == []
+        assert rank.misc == []
+        layers = config_of(family, short=True)["num_hidden_layers"]
+        assert all(is_prediction(name, layers) for name in rank.unused)
+        assert bool(rank.unused) == (family == "deepseek_v3")
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS.refused)
+def test_models_that_the_engine_has_no_place_for_are_refused(family: str, results: Results) -> None:
+    assert all(rank.refused for size in (1, 2) for rank in results[family, size])

@@ -1,0 +1,178 @@
+"""Bytes that change on their way: in what a rank has packed, in what has arrived there, or in what has landed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+from unittest import mock
+
+import torch
+
+from rlrefit.integration.misc import PackedBroadcast
+from rlrefit.integration.plan import CHECKSUM_BYTES
+from rlrefit.integration.process_groups import Group
+from rlrefit.integration.transport.cargo import Cargo, Item
+from rlrefit.integration.transport.replay import Replay
+
+from .weights import MISC
+
+
+@dataclass(frozen=True)
+class Flipped:
+    """What was changed.
+
+    Attributes:
+        how: for a person.
+        due: whether it lies in what is checked in that refit.
+        ends: refit ranks that have to do with it; nothing that landed can tell them apart.
+        weights: one of them was damaged.
+    """
+
+    how: str
+    due: bool
+    ends: tuple[int, ...]
+    weights: tuple[str, ...]
+
+
+class Flips:
+    """Changes bytes once on this rank, after it has been armed.
+
+    The library's own classes are patched, in the victim's process alone.
+    """
+
+    def __init__(self, rank: int, *, is_source: bool, rng: Random, told: Callable[[Flipped], None]):
+        """
+        Args:
+            rank: refit rank of this process.
+            is_source: whether it is a trainer, which packs and sends.
+            rng: chooses where and how.
+            told: called once the bytes are changed.
+        """
+        self._rank, self._is_source, self._rng, self._told = rank, is_source, rng, told
+        self._armed = False
+        # Of the misc path's buckets, the one that is hit; of the messages, (round, place in it), once it is chosen.
+        self._bucket = -1
+        self._message: tuple[int, int] | None = None
+        # A bucket that was hit before the library said whether it is checked, and what it said last.
+        self._undecided = ""
+        self._due = False
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Flips:
+        flips = self
+        made, pack, unpack = Replay.__init__, Replay.pack, Replay.unpack
+        broadcast, checked = Group.broadcast, PackedBroadcast._checked
+
+        def remembering(replay: Any, cargo: Cargo, *args: Any) -> None:
+            replay.cargo_of_test = cargo
+            made(replay, cargo, *args)
+
+        def packing(replay: Any, index: int, refit: int) -> None:
+            pack(replay, index, refit)
+            if flips._armed and flips._is_source:
+                flips._hit_round(replay, index, refit, replay.cargo_of_test.sends, "_sends", "packed")
+
+        def unpacking(replay: Any, index: int, refit: int) -> None:
+            if flips._armed and not flips._is_source:
+                flips._hit_round(replay, index, refit, replay.cargo_of_test.receives, "_receives", "arrived")
+            unpack(replay, index, refit)
+
+        def broadcasting(group: Any, buffer: torch.Tensor, root: int, stage: str) -> None:
+            if flips._armed and stage == "misc" and group.rank == root:
+                flips._hit_misc(buffer)
+            broadcast(group, buffer, root, stage)
+            if flips._armed and stage == "misc" and group.rank != root:
+                flips._hit_misc(buffer)
+
+        def checking(packed: Any, index: int) -> bool:
+            found = checked(packed, index)
+            flips._checked(found)
+            return found
+
+        for owner, name, patched in (
+            (Replay, "__init__", remembering),
+            (Replay, "pack", packing),
+            (Replay, "unpack", unpacking),
+            (Group, "broadcast", broadcasting),
+            (PackedBroadcast, "_checked", checking),
+        ):
+            self._patches.enter_context(mock.patch.object(owner, name, patched))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
+
+    def arm(self) -> None:
+        """From now on, change something once: mostly in the bulk path, and in the misc path where this rank is in it."""
+        self._armed = True
+        if (self._rank == 0 or not self._is_source) and self._rng.random() < 0.3:
+            self._bucket = self._rng.randrange(len(MISC))
+
+    def _hit_round(
+        self, replay: Any, index: int, refit: int, rounds: list[list[Item]], parcels: str, when: str
+    ) -> None:
+        if self._bucket >= 0:
+            return
+        if self._message is None:
+            # Relays leave from the bucket in which they arrived, whose change is another case.
+            choices = [
+                (i, k)
+                for i, items in enumerate(rounds)
+                for k, item in enumerate(items)
+                if item.relays is None
+            ]
+            self._message = self._rng.choice(choices)
+        if index != self._message[0]:
+            return
+        item = rounds[index][self._message[1]]
+        buffer = getattr(replay.exchanges[index], parcels)[self._message[1]].buffer
+        segment = self._rng.choice(item.message.segments)
+        part = buffer[segment.offset : segment.offset + segment.nbytes]
+        how = self._change(part)
+        turn, of = replay.cargo_of_test.turns[item]
+        due = replay._verify == "full" or refit % of == turn
+        message = item.message
+        self._tell(
+            Flipped(
+                f"{how} of {segment.name} {when}, message {turn} of {of} from {message.source} to {message.destination}",
+                due,
+                tuple(sorted({message.source, message.destination, message.origin})),
+                tuple(sorted({s.name for s in message.segments})),
+            )
+        )
+
+    def _hit_misc(self, buffer: torch.Tensor) -> None:
+        if self._bucket < 0 or self._undecided:
+            return
+        if self._bucket > 0:
+            self._bucket -= 1
+            return
+        self._undecided = f"{self._change(buffer[:-CHECKSUM_BYTES])} of a misc bucket on rank {self._rank}"
+        if self._rank == 0:  # who sends it has decided before
+            self._checked(self._due)
+
+    def _checked(self, due: bool) -> None:
+        self._due = due
+        if self._armed and self._undecided:
+            ends = tuple(sorted({0, self._rank}))
+            self._tell(Flipped(self._undecided, due, ends, tuple(spec.name for spec in MISC)))
+
+    def _tell(self, flipped: Flipped) -> None:
+        self._armed = False
+        self._told(flipped)
+
+    def _change(self, part: torch.Tensor) -> str:
+        """Change bytes of uint8 ``[n]``."""
+        n = part.numel()
+        if self._rng.random() < 0.5:
+            a, b = self._rng.randrange(n), self._rng.randrange(n)
+            if part[a] != part[b]:
+                first, second = int(part[a]), int(part[b])
+                part[a], part[b] = second, first
+                return f"bytes {a} and {b} swapped"
+        at, bit = self._rng.randrange(n), self._rng.randrange(8)
+        part[at] = int(part[at]) ^ (1 << bit)
+        return f"bit {bit} of byte {at} flipped"

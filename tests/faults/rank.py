@@ -1,0 +1,438 @@
+"""A process that is any rank of any trial, one after another, and the victim if it is told so."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+import torch
+
+from rlrefit.integration.channel import Channel
+from rlrefit.integration.engines.nccl_xfer import NcclXferEngine
+from rlrefit.integration.errors import EngineDirty, RefitError
+from rlrefit.integration.rendezvous import Rendezvous, RendezvousServer, open_rendezvous
+from rlrefit.integration.session import RefitSession, ServingState
+
+from .flips import Flipped, Flips
+from .moments import Moments, Place
+from .network import Network
+from .trials import CHANGES, FLIPS, NETWORK, Kind, Trial
+from .weights import Engine, SmallBuckets, Trainer, changed, moved
+
+_ERRORS: dict[str, type[BaseException]] = {
+    "ValueError": ValueError,
+    "RuntimeError": RuntimeError,
+    "OutOfMemoryError": torch.OutOfMemoryError,
+    "MemoryError": MemoryError,
+    "SystemExit": SystemExit,
+    "CancelledError": asyncio.CancelledError,
+}
+INJECTED = "injected by the trial"
+_SLOW_S = 0.4
+# As many as a rank passes from an interrupt to the end of its session.
+_POINTS_OF_CLEARING_UP = 200
+
+
+@dataclass(frozen=True)
+class Order:
+    """An epoch that a rank is to take part in.
+
+    Attributes:
+        rendezvous: of the epoch.
+        world: trainer and generation ranks.
+        rank: this one's.
+        versions: of the refits, in order.
+        timeout_s: of the configuration.
+        verify: of the configuration.
+        trial: the fault, for its victim.
+        at: number of the point that is hit, for faults that hit one.
+        slow_part: part of the session in which this rank is slow; -1 for none.
+        counts: whether to count points.
+        fresh: whether the rank begins with an endpoint of its own making, and not with what an earlier epoch left.
+    """
+
+    rendezvous: Rendezvous
+    world: tuple[int, int]
+    rank: int
+    versions: tuple[int, ...]
+    timeout_s: float
+    verify: str
+    trial: Trial | None = None
+    at: int = 0
+    slow_part: int = -1
+    counts: bool = False
+    fresh: bool = True
+
+
+@dataclass(frozen=True)
+class Struck:
+    """The fault has been injected.
+
+    Attributes:
+        at: seconds of the monotonic clock, which all processes of a host share.
+        how: for a person: what was done, and where in the library's code.
+        flipped: what bytes were changed.
+        weight: the weight that was changed.
+    """
+
+    at: float
+    how: str
+    flipped: Flipped | None = None
+    weight: str = ""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An error as plain data."""
+
+    kind: str
+    text: str
+    is_refit_error: bool
+    injected: bool
+    stage: str = ""
+    rank: int = -1
+    parameter: str = ""
+    blamed: int = -1
+
+
+@dataclass
+class Ended:
+    """What became of a rank in an epoch.
+
+    Attributes:
+        rank: refit rank.
+        error: that ended it.
+        at: when, by the monotonic clock.
+        committed: versions that committed here.
+        wrong: what was not right, by committed version.
+        clean: whether the engine serves; None for trainers.
+        version: that the engine claims.
+        left_wrong: what is not right in the end of the version that a clean engine claims.
+        sent: versions whose bytes this trainer began to send.
+        seen: points that were passed, if they were counted.
+    """
+
+    rank: int
+    error: Raised | None = None
+    at: float = 0.0
+    committed: list[int] = field(default_factory=list)
+    wrong: dict[int, list[str]] = field(default_factory=dict)
+    clean: bool | None = None
+    version: int = -1
+    left_wrong: list[str] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+    seen: dict[Place, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's session has come to the next part."""
+
+    part: int
+
+
+def work(pipe: Any, stacks: str) -> None:
+    """Take orders until the pipe ends."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)  # of faults that are meant
+    with Path(stacks).open("w") as file, Hand(pipe) as hand:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
+        while True:
+            try:
+                asked = pipe.recv()
+            except EOFError:
+                return
+            pipe.send(hand.host(*asked) if isinstance(asked, tuple) else hand.epoch(asked))
+
+
+class Hand:
+    """Everything of one process: its rendezvous, its endpoint, and what of the library is patched to tell where it is."""
+
+    def __init__(self, pipe: Any):
+        self._pipe = pipe
+        self._moments = Moments()
+        self._server: RendezvousServer | None = None
+        self._endpoint: Any = None
+        self._state = ServingState()
+        self._in_library = False
+        self._patches = ExitStack()
+        self._hooks: dict[str, Callable[[], None]] = {}
+        self._sent: list[int] = []
+
+    def __enter__(self) -> Hand:
+        signal.signal(signal.SIGINT, self._on_sigint)
+        for method, window in {
+            "prepare": "prepare",
+            "init_process_group": "connect",
+            "rebind": "rebind",
+            "send_weights": "transfer",
+            "receive_weights": "transfer",
+        }.items():
+            self._patch(NcclXferEngine, method, window)
+        for method in ("barrier", "vote"):
+            self._patch_meetings(method)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
+        if self._server is not None:
+            self._server.close()
+
+    def host(self, train_ranks: int, gen_ranks: int, epoch: int) -> Rendezvous:
+        """Open the rendezvous of an epoch here, in place of the last one."""
+        if self._server is not None:
+            self._server.close()
+        self._server = open_rendezvous("127.0.0.1", train_ranks, gen_ranks, epoch=epoch)
+        return self._server.rendezvous
+
+    def epoch(self, order: Order) -> Ended:
+        """Take part in an epoch, to its end or to an error."""
+        ended = Ended(order.rank)
+        train, gen = order.world
+        is_source = order.rank < train
+        if order.fresh:
+            self._hooks.clear()
+            self._state = ServingState()
+            make = (
+                Trainer(order.rank, train, self._hook)
+                if is_source
+                else Engine(order.rank - train, gen, self._hook)
+            )
+            self._endpoint = make
+        endpoint, state, moments = self._endpoint, self._state, self._moments
+        self._sent = []
+        config = SmallBuckets(transport="p2p", bucket_mb=1, timeout_s=order.timeout_s, verify=order.verify)
+        with ExitStack() as stack:
+            fault = _Fault(self, order, stack) if order.trial is not None else None
+            rendezvous = fault.rendezvous if fault is not None else order.rendezvous
+            moments.seen.clear()
+            if order.counts:
+                moments.watch()
+            session: RefitSession | None = None
+            try:
+                self._enter_part(0, "open", order, fault)
+                with self._interruptible():
+                    session = RefitSession.open(
+                        rendezvous, order.rank, self._make_endpoint, config, state=state
+                    )
+                for part, version in enumerate(order.versions, 1):
+                    if is_source:
+                        endpoint.set_version(version)
+                    self._enter_part(part, "refit", order, fault)
+                    with self._interruptible():
+                        session.refit(version, before=lambda: self._hook("before"))
+                    ended.committed.append(version)
+                    if not is_source and (wrong := endpoint.wrong(version)):
+                        ended.wrong[version] = wrong
+            except BaseException as error:
+                ended.error = _as_data(error)
+            finally:
+                self._hooks.clear()
+                if session is not None:
+                    try:
+                        session.close()
+                    except BaseException as error:
+                        ended.error = ended.error or _as_data(error)
+                moments.rest()
+            ended.at = time.monotonic()
+            del session
+        ended.seen = dict(moments.seen)
+        ended.sent = self._sent
+        if not is_source:
+            ended.version = state.version
+            try:
+                state.require_clean()
+                ended.clean = True
+                ended.left_wrong = endpoint.wrong(state.version)
+            except EngineDirty:
+                ended.clean = False
+        return ended
+
+    def tell(self, message: object) -> None:
+        """Tell the one that runs the trial."""
+        self._pipe.send(message)
+
+    def arm(self, method: str, act: Callable[[], None]) -> None:
+        """Call ``act`` when that method of the endpoint is called."""
+        self._hooks[method] = act
+
+    def disarm(self, method: str) -> None:
+        """Take that back."""
+        self._hooks.pop(method, None)
+
+    @property
+    def moments(self) -> Moments:
+        """Where the library is."""
+        return self._moments
+
+    @property
+    def endpoint(self) -> Any:
+        """Of this rank."""
+        return self._endpoint
+
+    def _enter_part(self, part: int, window: str, order: Order, fault: _Fault | None) -> None:
+        self._moments.begin(part, window)
+        self._hooks.pop("slow", None)
+        if order.slow_part == part:
+            self._hooks["slow"] = lambda: time.sleep(_SLOW_S)
+        if order.trial is not None and order.trial.kind is Kind.SIGNALLED:
+            self.tell(Part(part))
+        if fault is not None:
+            fault.enter(part)
+
+    def _make_endpoint(self) -> Any:
+        self._hook("make")
+        return self._endpoint
+
+    def _hook(self, method: str) -> None:
+        act = self._hooks.get(method)
+        if act is not None:
+            act()
+        slow = self._hooks.get("slow")
+        if slow is not None and method in ("make", "settle", "load_weights", "finish"):
+            del self._hooks["slow"]
+            slow()
+
+    def _patch(self, owner: type, method: str, window: str) -> None:
+        original = getattr(owner, method)
+        hand = self
+
+        def told(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            if method == "send_weights":
+                hand._sent.append(args[0])
+            if method == "receive_weights":
+                # Only now: until a refit writes, an engine holds what it had.
+                hand._endpoint.poison()
+            with hand._moments.within(window):
+                return original(engine, *args, **kwargs)
+
+        self._patches.enter_context(mock.patch.object(owner, method, told))
+
+    def _patch_meetings(self, method: str) -> None:
+        original = getattr(Channel, method)
+        hand = self
+
+        def told(channel: Channel, topic: str, *args: Any, **kwargs: Any) -> Any:
+            window = topic.split("/")[0]
+            if window not in ("begin", "follow", "commit", "ready", "settings"):
+                return original(channel, topic, *args, **kwargs)
+            with hand._moments.within(window):
+                return original(channel, topic, *args, **kwargs)
+
+        self._patches.enter_context(mock.patch.object(Channel, method, told))
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        self._in_library = True
+        try:
+            yield
+        finally:
+            self._in_library = False
+
+    def _on_sigint(self, *_: object) -> None:
+        if self._in_library:  # or it comes too late
+            self._in_library = False  # once
+            raise KeyboardInterrupt(INJECTED)
+
+
+class _Fault:
+    """What the victim does to itself."""
+
+    def __init__(self, hand: Hand, order: Order, stack: ExitStack):
+        assert order.trial is not None
+        self._hand, self._order, self._trial = hand, order, order.trial
+        self._rng = Random(self._trial.seed)
+        self.rendezvous = order.rendezvous
+        kind = self._trial.kind
+        if kind in NETWORK:
+            self._network = Network(order.rendezvous, order.timeout_s / 4)
+            stack.callback(self._network.close)
+            self.rendezvous = self._network.rendezvous
+        if kind in FLIPS:
+            is_source = order.rank < order.world[0]
+            flips = Flips(order.rank, is_source=is_source, rng=self._rng, told=self._flipped)
+            self._flips = stack.enter_context(flips)
+
+    def enter(self, part: int) -> None:
+        """A part of the session begins."""
+        trial, hand = self._trial, self._hand
+        hit, window = trial.place
+        if part != hit:
+            if part == hit + 1:
+                for method in (trial.method, "settle", "load_weights"):
+                    hand.disarm(method)
+            return
+        match trial.kind:
+            case Kind.KILLED | Kind.FROZEN | Kind.PAUSED | Kind.INTERRUPTED | Kind.TWICE:
+                hand.moments.watch((part, window), self._order.at, self._strike)
+            case kind if kind in NETWORK:
+                hand.moments.watch((part, window), self._order.at, self._spoil)
+            case Kind.RAISED:
+                if trial.method == "fragments" and part > 0:
+                    moved(hand.endpoint)  # which is what has the session ask for them
+                calls = 1 + int(trial.fraction * 3) if trial.method in ("export", "load_weights") else 1
+                self._left = calls
+                hand.arm(trial.method, self._raise)
+            case kind if kind in CHANGES:
+                weight, how = changed(hand.endpoint, CHANGES[kind], self._rng)
+                if isinstance(hand.endpoint, Engine):
+                    hand.endpoint.fence()
+                hand.tell(Struck(time.monotonic(), f"{weight}: {how}", weight=weight))
+            case kind if kind in FLIPS:
+                self._flips.arm()
+
+    def _strike(self, place: str) -> None:
+        self._struck_at, self._struck_in = time.monotonic(), place
+        self._hand.tell(Struck(self._struck_at, f"at {place}"))
+        kind = self._trial.kind
+        if kind is Kind.TWICE:
+            # Somewhere in what the library does about the first one.
+            self._hand.moments.watch(None, int(self._trial.way * _POINTS_OF_CLEARING_UP), self._strike_again)
+        if kind in (Kind.INTERRUPTED, Kind.TWICE):
+            raise KeyboardInterrupt(INJECTED)
+        os.kill(os.getpid(), signal.SIGKILL if kind is Kind.KILLED else signal.SIGSTOP)
+
+    def _strike_again(self, place: str) -> None:
+        self._hand.tell(Struck(self._struck_at, f"at {self._struck_in}, and at {place}"))
+        raise KeyboardInterrupt(INJECTED)
+
+    def _spoil(self, place: str) -> None:
+        self._hand.tell(Struck(time.monotonic(), f"at {place}"))
+        self._network.go_bad(self._trial.kind, self._trial.way * self._order.timeout_s)
+
+    def _raise(self) -> None:
+        self._left -= 1
+        if self._left:
+            return
+        self._hand.disarm(self._trial.method)
+        self._hand.tell(Struck(time.monotonic(), f"in {self._trial.method}"))
+        raise _ERRORS[self._trial.error](INJECTED)
+
+    def _flipped(self, flipped: Flipped) -> None:
+        due = "checked" if flipped.due else "not checked"
+        self._hand.tell(Struck(time.monotonic(), f"{flipped.how}, {due}", flipped))
+
+
+def _as_data(error: BaseException) -> Raised:
+    refit = error if isinstance(error, RefitError) else None
+    return Raised(
+        type(error).__name__,
+        str(error),
+        refit is not None,
+        refit is None and str(error) == INJECTED,
+        refit.stage if refit is not None else "",
+        refit.rank if refit is not None else -1,
+        refit.parameter if refit is not None else "",
+        refit.blamed if refit is not None else -1,
+    )

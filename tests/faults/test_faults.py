@@ -1,0 +1,154 @@
+"""A few dozen faults of every kind, one seed: nothing is corrupted, nobody hangs, errors name the cause, all heals."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.ahead import FoundAhead, keeping_time
+
+from .crew import Crew, Observed
+from .judge import ENOUGH, Verdict, holds, judge
+from .rank import Ended, Raised, Struck
+from .run import run_trials
+from .table import Result
+from .trials import HEALED, PATIENT_S, ROUND, VERSIONS, WORLDS, Kind, Trial, draw
+
+SEED = 5
+
+
+@keeping_time  # faults are noticed by limits of seconds
+def run_a_round(folder: Path) -> list[Result]:
+    return run_trials(SEED, len(ROUND), crews=4)
+
+
+def change_bytes_that_nobody_checks(folder: Path) -> Observed:
+    trial = Trial(0, "0/0", Kind.FLIPPED, (2, 1), 1, "off", PATIENT_S, (2, ""), 0.0)
+    with Crew() as crew:
+        return crew.run(trial, {})
+
+
+AHEAD = (run_a_round, change_bytes_that_nobody_checks)
+
+
+@pytest.fixture(scope="module")
+def results(found_ahead: FoundAhead) -> list[Result]:
+    return found_ahead.by(run_a_round)
+
+
+def told(results: list[Result], of: str) -> str:
+    """The trials in which something was not as it has to be, with the seed that repeats them."""
+    lines = [
+        f"seed {SEED}, {seen.trial.told}; {seen.struck.how if seen.struck else 'never struck'}\n    "
+        + "\n    ".join(verdict.faults)
+        for seen, verdict in results
+        if verdict.faults
+    ]
+    return f"{of}:\n" + "\n".join(lines)
+
+
+def test_every_kind_of_fault_comes_to_be(results: list[Result]) -> None:
+    assert {seen.trial.kind for seen, _ in results if seen.struck is not None} == {*Kind}
+
+
+def test_no_engine_serves_other_bytes_than_those_of_its_version(results: list[Result]) -> None:
+    assert not any(verdict.corrupt for _, verdict in results), told(results, "silent corruption")
+
+
+def test_no_engine_counts_as_clean_into_which_a_sender_may_have_written(results: list[Result]) -> None:
+    assert not any(verdict.unguarded for _, verdict in results), told(results, "unguarded engines")
+
+
+def test_every_rank_ends_within_the_limit(results: list[Result]) -> None:
+    assert not any(verdict.hangs for _, verdict in results), told(results, "hangs")
+
+
+def test_the_errors_of_the_other_ranks_are_refit_errors_that_name_the_cause(results: list[Result]) -> None:
+    errors = sum(verdict.errors for _, verdict in results)
+    assert sum(verdict.typed for _, verdict in results) == errors, told(results, "errors of other types")
+    named = sum(verdict.named for _, verdict in results)
+    assert named >= ENOUGH * errors, told(results, f"only {named} of {errors} errors name the cause")
+
+
+def test_the_next_epoch_brings_every_engine_to_one_version(results: list[Result]) -> None:
+    assert all(verdict.healed for _, verdict in results), told(results, "what did not heal")
+
+
+def test_a_seed_stands_for_the_same_trials_each_time() -> None:
+    counts = {
+        world: [{(0, "open"): 100, (1, "begin"): 50, (2, "begin"): 50}] * sum(world) for world in WORLDS
+    }
+    assert draw(7, 40, counts) == draw(7, 40, counts)
+    assert draw(7, 40, counts) != draw(8, 40, counts)
+    assert {trial.kind for trial in draw(7, len(ROUND), counts)} == {*Kind}
+
+
+TRIAL = Trial(0, "0/0", Kind.KILLED, (1, 2), 1, "full", PATIENT_S, (1, "begin"), 0.5)
+PEER_LOST = Raised("PeerLost", "refit rank 1 gave up", True, False, blamed=1)
+
+
+def observed() -> Observed:
+    """Rank 1 was killed, and all went as it has to."""
+    healed = {
+        0: Ended(0, committed=[HEALED]),
+        **{rank: Ended(rank, committed=[HEALED], clean=True, version=HEALED) for rank in (1, 2)},
+    }
+    return Observed(
+        TRIAL,
+        Struck(0.0, ""),
+        ended={0: Ended(0, PEER_LOST, sent=[2]), 2: Ended(2, PEER_LOST, clean=False, version=1)},
+        killed=True,
+        healed=healed,
+    )
+
+
+def test_the_judge_finds_nothing_where_all_went_as_it_has_to() -> None:
+    assert judge(observed()) == Verdict(errors=2, typed=2, named=2)
+    assert holds([judge(observed())])
+
+
+@pytest.mark.parametrize(
+    ("rank_2", "found"),
+    [
+        (Ended(2, PEER_LOST, clean=True, version=2, left_wrong=["up"]), {"corrupt": 1}),
+        (Ended(2, committed=[2], wrong={2: ["up"]}, clean=True, version=2), {"corrupt": 1, "errors": 1}),
+        (Ended(2, PEER_LOST, clean=True, version=1), {"unguarded": 1}),
+        (Ended(2, Raised("ValueError", "?", False, False), clean=False), {"typed": 1, "named": 1}),
+        (Ended(2, dataclasses.replace(PEER_LOST, blamed=0), clean=False), {"named": 1}),
+    ],
+)
+def test_the_judge_sees_what_must_not_be(rank_2: Ended, found: dict[str, int]) -> None:
+    seen = observed()
+    seen.ended[2] = rank_2
+    verdict = dataclasses.asdict(judge(seen))
+    expected = dataclasses.asdict(Verdict(errors=2, typed=2, named=2)) | {"faults": verdict["faults"]}
+    if "errors" in found:
+        expected |= {"typed": 1, "named": 1}
+    assert verdict == expected | found
+    assert not holds([judge(seen)])
+
+
+def test_the_judge_sees_bytes_that_change_where_nothing_is_checked(found_ahead: FoundAhead) -> None:
+    verdict = judge(found_ahead.by(change_bytes_that_nobody_checks))
+    assert verdict.corrupt == 1
+    assert verdict.healed
+
+
+def test_the_judge_sees_hangs_and_engines_that_do_not_heal() -> None:
+    seen = observed()
+    seen.hung[2] = "its stack"
+    del seen.ended[2]
+    seen.healed[2].left_wrong = ["up"]
+    verdict = judge(seen)
+    assert (verdict.hangs, verdict.healed, verdict.errors) == (1, False, 1)
+    assert not holds([verdict])
+
+
+def test_engines_that_serve_different_versions_are_silent_corruption() -> None:
+    seen = observed()
+    seen.ended = {
+        rank: Ended(rank, clean=True, version=version) for rank, version in ((1, VERSIONS[0]), (2, 2))
+    }
+    assert judge(seen).corrupt == 1

@@ -1,0 +1,193 @@
+"""What a seed stands for: a list of trials, each with one fault."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from random import Random
+
+from .moments import Place
+
+# Trainer and generation ranks.
+World = tuple[int, int]
+WORLDS: tuple[World, ...] = ((2, 2), (2, 1), (3, 2), (1, 2))
+# The versions of an epoch's refits, and the one that the next epoch heals to.
+VERSIONS = (1, 2, 3)
+HEALED = 11
+
+# A rank that dies or raises is noticed at once: its limit only has to be longer than a busy machine is slow.
+PATIENT_S = 8.0
+# A rank that is silent is noticed when the limit is over.
+SHORT_S = 3.0
+
+
+class Kind(StrEnum):
+    """Kinds of faults; the rows of the table."""
+
+    KILLED = "killed"
+    FROZEN = "frozen beyond the limit"
+    PAUSED = "frozen within the limit"
+    INTERRUPTED = "interrupted at a step"
+    TWICE = "interrupted twice"
+    SIGNALLED = "interrupted by SIGINT"
+    RAISED = "endpoint raised"
+    DTYPE = "dtype changed"
+    STRIDES = "strides changed"
+    SHAPE = "shape changed"
+    FLIPPED = "bytes changed, verify full"
+    FLIPPED_SAMPLED = "bytes changed, verify sampled"
+    LOST = "control messages lost"
+    DELAYED = "control messages late"
+    DRIPPED = "control messages a byte at a time"
+    CUT = "control connection cut"
+
+
+CHANGES = {Kind.DTYPE: "dtype", Kind.STRIDES: "strides", Kind.SHAPE: "shape"}
+FLIPS = frozenset({Kind.FLIPPED, Kind.FLIPPED_SAMPLED})
+NETWORK = frozenset({Kind.LOST, Kind.DELAYED, Kind.DRIPPED, Kind.CUT})
+INTERRUPTS = frozenset({Kind.INTERRUPTED, Kind.TWICE, Kind.SIGNALLED})
+# Faults that hit a point of the library's code on the victim.
+STEPPED = frozenset({Kind.KILLED, Kind.FROZEN, Kind.PAUSED, Kind.INTERRUPTED, Kind.TWICE}) | NETWORK
+# Faults that nobody notices before a limit is over.
+SILENT = frozenset({Kind.FROZEN, Kind.PAUSED, Kind.LOST, Kind.DELAYED, Kind.DRIPPED})
+
+# How often each kind comes in as many trials as there are entries.
+_SHARES = {
+    Kind.INTERRUPTED: 7,
+    Kind.KILLED: 4,
+    Kind.RAISED: 4,
+    Kind.TWICE: 2,
+    Kind.SIGNALLED: 2,
+    Kind.FROZEN: 2,
+    Kind.DTYPE: 2,
+    Kind.FLIPPED_SAMPLED: 2,
+}
+ROUND = tuple(kind for kind in Kind for _ in range(_SHARES.get(kind, 1)))
+
+# Windows that are hit more often than others.
+_WEIGHTS = {"transfer": 3, "connect": 2, "begin": 2, "commit": 2}
+_TRAINER_METHODS = ("make", "specs", "fragments", "settle", "export", "storage_key", "before")
+_ENGINE_METHODS = ("make", "fragments", "load_weights", "finish", "storage_key", "before")
+_AT_OPENING = frozenset({"make", "specs", "fragments"})
+_ERRORS = ("ValueError", "RuntimeError", "OutOfMemoryError", "MemoryError", "SystemExit", "CancelledError")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One fault in one epoch.
+
+    Attributes:
+        number: in the seed's list.
+        seed: of this trial alone, for what is chosen on the victim.
+        kind: of the fault.
+        world: trainer and generation ranks.
+        victim: refit rank.
+        verify: of the configuration.
+        timeout_s: of the configuration.
+        place: part of the session and window that the fault hits; a window of "" is any moment of the part.
+        fraction: of the points of the place, or of its time, that have passed by then.
+        method: of the endpoint that raises.
+        error: what it raises.
+        way: for how much of the limit a rank or a message is held up; how far the second interrupt is from the first.
+        slow: a rank that is slow in that part, so that the others wait; -1 for none.
+    """
+
+    number: int
+    seed: str
+    kind: Kind
+    world: World
+    victim: int
+    verify: str
+    timeout_s: float
+    place: Place
+    fraction: float
+    method: str = ""
+    error: str = ""
+    way: float = 0.0
+    slow: int = -1
+
+    @property
+    def size(self) -> int:
+        """Ranks of both sides."""
+        return sum(self.world)
+
+    @property
+    def is_source(self) -> bool:
+        """Whether the victim is a trainer."""
+        return self.victim < self.world[0]
+
+    @property
+    def told(self) -> str:
+        """For a person."""
+        what = f"{self.method} raises {self.error}" if self.method else ""
+        slow = f", rank {self.slow} slow" if self.slow >= 0 else ""
+        return (
+            f"trial {self.number}: {self.kind}{' (' + what + ')' if what else ''}, world {self.world[0]}+{self.world[1]}, "
+            f"rank {self.victim}, part {self.place[0]} {self.place[1]!r} at {self.fraction:.3f}{slow}, verify {self.verify}"
+        )
+
+
+# Points that a rank of a world passes in each place, as a refit without faults counted them.
+Counts = Mapping[World, Sequence[Mapping[Place, int]]]
+
+
+def draw(seed: int, count: int, counts: Counts) -> list[Trial]:
+    """The trials of a seed; every kind comes in each ``len(ROUND)`` of them."""
+    kinds: list[Kind] = []
+    while len(kinds) < count:
+        following = list(ROUND)
+        Random(f"{seed}/order/{len(kinds)}").shuffle(following)
+        kinds += following
+    return [_draw(seed, number, kind, counts) for number, kind in enumerate(kinds[:count])]
+
+
+def _draw(seed: int, number: int, kind: Kind, counts: Counts) -> Trial:
+    own = f"{seed}/{number}"
+    rng = Random(own)
+    world = rng.choice(WORLDS)
+    size = sum(world)
+    victim = rng.randrange(size)
+    verify = rng.choice(("sampled", "full"))
+    if kind in FLIPS:
+        verify = "full" if kind is Kind.FLIPPED else "sampled"
+    place: Place = (rng.randint(1, 2), "")
+    method = error = ""
+    way, slow = 0.0, -1
+    if kind in STEPPED:
+        part = rng.choice((0, 1, 2))
+        places = sorted(place for place in counts[world][victim] if place[0] == part)
+        place = rng.choices(places, [_WEIGHTS.get(window, 1) for _, window in places])[0]
+    elif kind is Kind.SIGNALLED:
+        place = (rng.choice((0, 1, 2)), "")
+        slow = rng.choice([-1, *(rank for rank in range(size) if rank != victim)])
+    elif kind is Kind.RAISED:
+        method = rng.choice(_TRAINER_METHODS if victim < world[0] else _ENGINE_METHODS)
+        error = rng.choice(_ERRORS)
+        if method in ("make", "specs"):
+            place = (0, "")
+        elif method in _AT_OPENING or method == "storage_key":
+            place = (rng.choice((0, 1, 2)), "")
+    elif kind in CHANGES:
+        place = (rng.choice((1, 2, 2, 3)), "")
+    if kind is Kind.PAUSED:
+        way = rng.uniform(0.1, 0.4)
+    elif kind is Kind.TWICE:
+        way = rng.random()
+    elif kind is Kind.DELAYED:
+        way = rng.choice((rng.uniform(0.1, 0.4), rng.uniform(1.5, 2.5)))
+    return Trial(
+        number,
+        own,
+        kind,
+        world,
+        victim,
+        verify,
+        SHORT_S if kind in SILENT else PATIENT_S,
+        place,
+        rng.random(),
+        method,
+        error,
+        way,
+        slow,
+    )

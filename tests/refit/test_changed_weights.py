@@ -1,0 +1,317 @@
+"""Weights that change within an epoch: followed bit for bit, or refused by name on all ranks with nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch
+from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.session import RefitSession
+from rlrefit.workers.fsdp.source import FSDPSource
+from rlrefit.workers.transformers_engine.destination import TransformersDestination
+from tests.fsdp.models import smallest
+from tests.spawn import run_ranks
+
+from .synthetic import Layout, SyntheticDestination, SyntheticSource, refit_changed, run_world
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+SPECS = [
+    TensorSpec("first", (6, 8), BF16),
+    TensorSpec("changed", (12, 8), BF16),
+    TensorSpec("router", (4, 8), BF16),
+]
+# Every way that carries weights on a CPU: (engine, transport).
+WAYS = [
+    ("nccl_xfer", "p2p"),
+    ("nccl_xfer", "golden"),
+    ("colocated_ipc", "auto"),
+    ("packed_broadcast", "auto"),
+]
+
+
+def restrided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory by other strides: columns that lie where rows lay."""
+    return tensor.as_strided(tensor.shape, (1, tensor.shape[0]))
+
+
+# What becomes something else than was agreed on, and what only lies otherwise.
+OTHERS: dict[str, Change] = {
+    "cast to another dtype": lambda t: t.to(FP16),
+    "cast to a wider dtype": lambda t: t.to(FP32),
+    "the same memory in another dtype": lambda t: t.view(FP16),
+    "reshaped": lambda t: t.reshape(t.shape[::-1]),
+    "cut": lambda t: t[:-1],
+}
+MOVES: dict[str, Change] = {
+    "elsewhere": torch.clone,
+    "the same memory by other strides": restrided,
+}
+
+
+def world() -> tuple[list[SyntheticSource], list[SyntheticDestination]]:
+    """Two trainer ranks with a half each, and an engine; the router takes the misc path."""
+    whole: Layout = {s.name: [tuple((0, n) for n in s.shape)] for s in SPECS}
+    halves: list[Layout] = [
+        {s.name: [((rank * s.shape[0] // 2, (rank + 1) * s.shape[0] // 2), (0, 8))] for s in SPECS}
+        for rank in range(2)
+    ]
+    sources = [SyntheticSource(SPECS, half, {"router": "MoE router"}) for half in halves]
+    return sources, [SyntheticDestination(SPECS, whole)]
+
+
+def changing(
+    rank: int, name: str, change: Change, *, trains: bool
+) -> Callable[[int, RefitSession, Any], Any]:
+    """A refit, a change of one rank's weight, and a refit: the error of the latter if it has one, and what it left."""
+
+    def body(own: int, session: RefitSession, endpoint: Any) -> Any:
+        assert refit_changed(session, endpoint, 1)[1] == []
+        held = endpoint._held if session.world.is_source else endpoint._wanted
+        if own == rank:
+            for key in [key for key in held if key[0] == name]:
+                held[key] = change(held[key])
+        if session.world.is_source and trains:
+            endpoint.set_version(2)
+        before = {key: tensor.clone() for key, tensor in held.items()}
+        error = refused(session, 2)
+        same = all(torch.equal(tensor, before[key]) for key, tensor in held.items())
+        wrong = [] if session.world.is_source or error else endpoint.wrong(2)
+        return error, session.state.dirty, session.state.version, same, wrong
+
+    return body
+
+
+def refused(session: RefitSession, version: int) -> RefitError | None:
+    try:
+        session.refit(version)
+    except RefitError as error:
+        return error
+    return None
+
+
+def config_of(way: tuple[str, str]) -> RefitConfig:
+    return RefitConfig(transport=way[1], bucket_mb=1, timeout_s=20.0, verify="full")
+
+
+@pytest.mark.parametrize("way", WAYS, ids="/".join)
+@pytest.mark.parametrize("rank", [1, 2], ids=["trainer", "engine"])
+@pytest.mark.parametrize("move", MOVES)
+def test_weights_that_only_lie_otherwise_are_followed_bit_for_bit(
+    move: str, rank: int, way: tuple[str, str]
+) -> None:
+    body = changing(rank, "changed", MOVES[move], trains=True)
+    results = run_world(*world(), body, config_of(way), way[0])
+    assert [(error, dirty, version, wrong) for error, dirty, version, _, wrong in results[2:]] == [
+        (None, False, 2, [])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rank", "way"),
+    [(2, way) for way in WAYS] + [(1, way) for way in WAYS if way[0] != "packed_broadcast"],
+    ids=lambda value: "/".join(value) if isinstance(value, tuple) else ("trainer", "engine")[value - 1],
+)
+@pytest.mark.parametrize("change", OTHERS)
+def test_a_weight_that_becomes_another_is_named_on_all_ranks_and_nothing_is_written(
+    change: str, rank: int, way: tuple[str, str]
+) -> None:
+    body = changing(rank, "changed", OTHERS[change], trains=False)
+    results = run_world(*world(), body, config_of(way), way[0])
+    for error, *_ in results:
+        assert isinstance(error, RefitMismatch)
+        assert (error.parameter, error.stage) == ("changed", "bind")
+    _, dirty, version, same, _ = results[2]
+    assert (dirty, version, same) == (False, 1, True)
+
+
+@pytest.mark.parametrize("way", WAYS, ids="/".join)
+def test_an_export_in_another_dtype_is_refused_by_name_and_the_engine_is_dirty(way: tuple[str, str]) -> None:
+    sources, destinations = world()
+
+    def body(own: int, session: RefitSession, endpoint: Any) -> Any:
+        assert refit_changed(session, endpoint, 1)[1] == []
+        if session.world.is_source:
+            export = endpoint.export
+            endpoint.export = lambda names: ((n, t.half() if n == "router" else t) for n, t in export(names))
+        return refused(session, 2), session.state.dirty
+
+    results = run_world(sources, destinations, body, config_of(way), way[0])
+    for error, _ in results[:2]:
+        assert isinstance(error, RefitMismatch | PeerLost)
+    # One of the trainer ranks sees it first, and the others may see it too or hear of that.
+    assert "router" in {error.parameter for error, _ in results[:2]}
+    assert isinstance(results[2][0], PeerLost)
+    assert results[2][1]
+
+
+def test_a_weight_that_moves_on_one_rank_and_changes_on_another_is_named_on_all() -> None:
+    def body(own: int, session: RefitSession, endpoint: Any) -> Any:
+        assert refit_changed(session, endpoint, 1)[1] == []
+        held = endpoint._held if session.world.is_source else endpoint._wanted
+        for key in list(held):
+            held[key] = held[key].to(FP16) if own == 2 and key[0] == "changed" else held[key].clone()
+        return refused(session, 2)
+
+    for error in run_world(*world(), body):
+        assert isinstance(error, RefitMismatch)
+        assert error.parameter == "changed"
+
+
+class Pair:
+    """A transformers model as an FSDP trainer of one rank, and another as an engine, in threads of this process."""
+
+    def __init__(self, dtype: torch.dtype | None = None):
+        self.trained, self.served = smallest().to(BF16), smallest().to(BF16)
+        for model in (self.trained, self.served):
+            model.register_buffer("shift", torch.zeros(3, dtype=BF16))
+        self.source = FSDPSource(self.trained, dtype)
+        self.destination = TransformersDestination(self.served, 0, 1)
+
+    def step(self) -> None:
+        """Change all weights of the trainer, and poison the engine's."""
+        with torch.no_grad():
+            for tensor in self.trained.state_dict().values():
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                local.copy_(torch.randn(local.shape))
+            for tensor in self.served.state_dict().values():
+                tensor.fill_(float("nan"))
+
+    def differing(self) -> list[str]:
+        """Weights of the engine that are not, bit for bit, what the trainer exports."""
+        exported = dict(self.source.export([spec.name for spec in self.source.specs()]))
+        served = self.served.state_dict()
+        return [name for name, tensor in exported.items() if not torch.equal(tensor, served[name])]
+
+    def refit_around(
+        self, change: Callable[[Pair], object], way: tuple[str, str]
+    ) -> tuple[list[RefitError | None], bool]:
+        """A refit, a change, and a refit: the errors of the latter on both ranks, and whether the engine is dirty."""
+        self.step()
+
+        def body(rank: int, session: RefitSession, _: Any) -> Any:
+            session.refit(1)
+            if rank == 1:
+                assert self.differing() == []
+                change(self)
+                self.step()
+            # The trainer goes on once the engine's thread has changed both models.
+            session._channel.barrier("changed")
+            return refused(session, 2), session.state.dirty
+
+        (trainer, _), (engine, dirty) = run_world(
+            [self.source], [self.destination], body, config_of(way), way[0]
+        )
+        return [trainer, engine], dirty
+
+
+def replaced(model: torch.nn.Module, path: str, dtype: torch.dtype) -> None:
+    """Put a new parameter object in the place of one, as quantizers and adapters do."""
+    owner, _, leaf = path.rpartition(".")
+    module = model.get_submodule(owner)
+    setattr(module, leaf, torch.nn.Parameter(getattr(module, leaf).detach().to(dtype, copy=True)))
+
+
+def transposed(model: torch.nn.Module, path: str) -> None:
+    parameter = model.get_parameter(path)
+    parameter.data = restrided(parameter.data)
+
+
+HEAD = "lm_head.weight"
+
+
+@pytest.mark.parametrize("way", WAYS, ids="/".join)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pair: pair.served.half(),
+        lambda pair: replaced(pair.served, HEAD, FP16),
+        lambda pair: pair.served.register_buffer("shift", pair.served.shift.half()),
+        lambda pair: setattr(pair.served.lm_head.weight, "data", pair.served.lm_head.weight.data.view(FP16)),
+    ],
+    ids=["all", "a new parameter", "a buffer", "the same memory"],
+)
+def test_an_engine_whose_weights_change_their_dtype_is_refused_by_name_and_stays_clean(
+    change: Callable[[Pair], object], way: tuple[str, str]
+) -> None:
+    errors, dirty = Pair().refit_around(change, way)
+    for error in errors:
+        assert isinstance(error, RefitMismatch)
+        assert error.parameter
+    assert not dirty
+
+
+@pytest.mark.parametrize("way", WAYS, ids="/".join)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pair: replaced(pair.served, HEAD, BF16),
+        lambda pair: pair.served.register_buffer("shift", pair.served.shift.clone()),
+        lambda pair: transposed(pair.served, HEAD),
+        lambda pair: replaced(pair.trained, HEAD, BF16),
+        lambda pair: transposed(pair.trained, HEAD),
+        # The shards are cast to what was agreed on as they are packed.
+        lambda pair: pair.trained.half(),
+        lambda pair: pair.trained.float(),
+    ],
+    ids=[
+        "the engine's new parameter",
+        "the engine's new buffer",
+        "the engine's strides",
+        "the trainer's new parameter",
+        "the trainer's strides",
+        "the trainer's dtype",
+        "the trainer's wider dtype",
+    ],
+)
+def test_models_that_hold_their_weights_otherwise_are_followed_bit_for_bit(
+    change: Callable[[Pair], object], way: tuple[str, str]
+) -> None:
+    pair = Pair()
+    errors, dirty = pair.refit_around(change, way)
+    assert (errors, dirty) == ([None, None], False)
+    assert pair.differing() == []
+
+
+def _under_fsdp2(_: int) -> dict[str, Any]:
+    """What becomes of the weights of a trainer whose parameters are DTensors, one world after another in this process."""
+    from torch.distributed.fsdp import fully_shard
+
+    def sharded() -> Pair:
+        pair = Pair()
+        fully_shard(pair.trained)
+        pair.source = FSDPSource(pair.trained)
+        return pair
+
+    def shard(pair: Pair) -> torch.Tensor:
+        parameter = pair.trained.get_parameter(HEAD)
+        assert isinstance(parameter.data, DTensor)
+        return parameter._local_tensor
+
+    found: dict[str, Any] = {}
+    for name, change in {
+        "elsewhere": lambda pair: setattr(shard(pair), "data", shard(pair).clone()),
+        "strides": lambda pair: setattr(shard(pair), "data", restrided(shard(pair).data)),
+        "dtype": lambda pair: setattr(shard(pair), "data", shard(pair).half()),
+        "same memory": lambda pair: setattr(shard(pair), "data", shard(pair).data.view(FP16)),
+    }.items():
+        pair = sharded()
+        errors, dirty = pair.refit_around(change, ("nccl_xfer", "p2p"))
+        found[name] = (
+            [str(error) for error in errors if error],
+            dirty,
+            [] if any(errors) else pair.differing(),
+        )
+    return found
+
+
+def test_shards_under_fsdp2_that_lie_otherwise_are_followed_bit_for_bit() -> None:
+    (found,) = run_ranks(_under_fsdp2, 1)
+    assert found == dict.fromkeys(("elsewhere", "strides", "dtype", "same memory"), ([], False, []))

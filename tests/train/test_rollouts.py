@@ -1,0 +1,109 @@
+"""What the actors make of what engines generate: what ends a completion, and what a rollout's draw hangs on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlrefit.recipes.config import load_config
+from rlrefit.recipes.loop import step_metrics
+from rlrefit.recipes.rollout import Sampling
+from rlrefit.recipes.rollout_vllm import VllmActor
+from rlrefit.recipes.tiny.checkpoints import make_checkpoint
+from rlrefit.workers.checkpoint_folder import ending_tokens
+from rlrefit.workers.transformers_engine.engine import TransformersEngine
+
+STOP = (7, 1)
+
+
+def test_the_tokens_that_end_a_completion_are_those_that_the_checkpoint_generates_with(
+    tmp_path: Path,
+) -> None:
+    def of(**files: Any) -> tuple[int, ...]:
+        for name in ("config", "generation_config"):
+            (tmp_path / f"{name}.json").unlink(missing_ok=True)
+            if name in files:
+                (tmp_path / f"{name}.json").write_text(json.dumps(files[name]))
+        return ending_tokens(tmp_path)
+
+    assert of(config={"eos_token_id": 3}, generation_config={"eos_token_id": [8, 3]}) == (8, 3)
+    assert of(config={"eos_token_id": [3, 4]}, generation_config={}) == (3, 4)
+    assert of(config={"eos_token_id": 3}) == (3,)
+    assert of(config={}) == ()
+
+
+def test_transformers_ends_a_completion_at_the_first_of_its_ending_tokens(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    engine = TransformersEngine(str(make_checkpoint("qwen3", tmp_path / "model")), torch.float32)
+    engine.refit_state.commit(0)
+    prompts = [[2 + i % 9] for i in range(64)]
+    sampling = {"max_new_tokens": 6, "temperature": 1.0, "seed": 1, "pad_token_id": 0}
+    free = engine.generate(prompts, stop_token_ids=[], **sampling)
+    assert {(len(c.token_ids), c.finished) for c in free} == {(6, False)}
+    ended = engine.generate(prompts, stop_token_ids=STOP, **sampling)
+    assert {c.token_ids[-1] for c in ended if c.finished} == set(STOP)
+    for completion in ended:
+        assert completion.finished == (completion.token_ids[-1] in STOP)
+        assert not set(completion.token_ids[:-1]) & set(STOP)
+        assert completion.finished or len(completion.token_ids) == 6
+        assert len(completion.logprobs) == len(completion.token_ids)
+
+
+class Driver:
+    """Answers as vLLM does; keeps the parameters."""
+
+    def serving_version(self) -> int:
+        return 3
+
+    def generate(self, prompts: list[Any], parameters: list[Any]) -> list[Any]:
+        self.parameters = parameters
+        said = ([4, 7], [4, 1], [4, 4])
+        return [
+            SimpleNamespace(
+                output=SimpleNamespace(
+                    outputs=[
+                        SimpleNamespace(
+                            token_ids=tokens, logprobs=[{t: SimpleNamespace(logprob=-1.0)} for t in tokens]
+                        )
+                    ]
+                )
+            )
+            for tokens in said
+        ]
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_vllm_is_asked_to_end_at_any_of_the_tokens_and_seeds_requests_where_the_recipe_says_so(
+    seeded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **given: SimpleNamespace(**given))
+    )
+    actor, driver = VllmActor(), Driver()
+    actor._driver, actor._stop, actor._seeded = driver, STOP, seeded
+    found = actor.generate([[1], [2], [3]], Sampling(2, 1.0, 5))
+    assert [c.finished for c in found] == [True, True, False]
+    assert [p.stop_token_ids for p in driver.parameters] == [list(STOP)] * 3
+    assert len({p.seed for p in driver.parameters}) == (3 if seeded else 1)
+    assert (None in {p.seed for p in driver.parameters}) is not seeded
+
+
+def test_requests_have_no_seeds_unless_asked_for() -> None:
+    assert not load_config("grpo_tiny_vllm").generation.vllm.seed_per_request
+
+
+def test_means_of_a_step_leave_out_the_optimizer_steps_that_were_skipped() -> None:
+    nan = float("nan")
+    good, better, bad = (
+        {"loss": 1.0, "skipped": 0.0},
+        {"loss": 3.0, "skipped": 0.0},
+        {"loss": nan, "skipped": 1.0},
+    )
+    assert step_metrics([good, bad, better]) == {"loss": 2.0, "skipped": 1}
+    assert step_metrics([bad, bad]) == {"loss": None, "skipped": 2}

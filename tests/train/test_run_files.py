@@ -1,0 +1,33 @@
+"""A run's account of what happened: whole lines, and no reason for the run to fail."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from rlrefit.recipes.run_files import append_json_lines, read_json_lines
+
+
+def test_a_full_disk_is_told_once_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    full = Path("/dev/full")  # takes no byte: no space left on device
+    with caplog.at_level(logging.ERROR):
+        for version in range(3):
+            append_json_lines(full, [{"version": version}])
+    assert len([record for record in caplog.records if str(full) in record.getMessage()]) == 1
+
+
+def test_rows_follow_each_other_whole_once_the_file_can_be_written_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "records"
+    file = folder / "refits.jsonl"
+    with caplog.at_level(logging.ERROR):
+        append_json_lines(file, [{"version": 1}])
+        folder.mkdir()
+        append_json_lines(file, [{"version": 2}, {"version": 3}])
+        folder.rename(tmp_path / "gone")
+        append_json_lines(file, [{"version": 4}])
+    assert read_json_lines(tmp_path / "gone" / file.name) == [{"version": 2}, {"version": 3}]
+    assert len(caplog.records) == 2, "each loss is told"

@@ -1,0 +1,158 @@
+"""Refits of vLLM with each library that its CPU build chooses from, by the CPU: as it is, or played where the machine has another one."""
+
+from __future__ import annotations
+
+import builtins
+import mmap
+import multiprocessing
+import os
+from importlib import import_module
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm_checkpoints import moe_config, write_checkpoint
+from vllm_cpu_ranks import RANKS, Found, refit_by_a_loader_of_its_own, refit_experts
+from vllm_ranks import Case, Layout
+
+from tests import vllm_cpu
+from tests.families.checkpoints import write_checkpoint as write_family
+from tests.spawn import run_alone, run_ranks
+from tests.vllm_processes import vllm_processes
+
+pytestmark = pytest.mark.timeout(600)
+LIBRARIES = {"avx2": "_C_AVX2", "avx512": "_C_AVX512", "avx512_bf16": "_C", "amx": "_C"}
+# Experts that no library packs, and some that all but the one for AVX2 do.
+CONFIGS = {"plain": moe_config(), "packable": moe_config(expert_size=32 * RANKS)}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return [
+        Case(
+            *(str(write_checkpoint(root / f"{name}-{seed}", config, seed)) for seed in (1, 2)),
+            Layout(tensor=RANKS),
+        )
+        for name, config in CONFIGS.items()
+    ]
+
+
+def _processes(cpu: str) -> BaseContext:
+    """Of the server, if its vLLM is on this CPU or can go over to play it."""
+    of_the_server = vllm_cpu.chosen()
+    if cpu == of_the_server or (of_the_server == vllm_cpu.PLAIN and not vllm_cpu.is_here(cpu)):
+        return vllm_processes()
+    return multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(scope="module", params=list(vllm_cpu.CPUS))
+def found(request: pytest.FixtureRequest, cases: list[Case]) -> tuple[str, dict[str, list[Found]]]:
+    """The CPU, and what each rank saw of each checkpoint."""
+    cpu = request.param
+    by_rank = run_ranks(refit_experts, RANKS, cpu, cases, timeout_s=500, made_by=lambda: _processes(cpu))
+    return cpu, dict(zip(CONFIGS, map(list, zip(*by_rank, strict=True)), strict=True))
+
+
+def test_ranks_form_groups_that_add_up_on_each_cpu(found):
+    cpu, by_case = found
+    for rank in (rank for ranks in by_case.values() for rank in ranks):
+        assert rank.total == sum(range(1, RANKS + 1))
+        assert rank.of_its_own == (cpu != "avx2")
+
+
+def test_a_refit_gives_what_vllm_loads_itself_on_each_cpu(found):
+    _, by_case = found
+    assert [rank.differing for ranks in by_case.values() for rank in ranks] == [[]] * RANKS * len(by_case)
+
+
+def test_experts_compute_with_the_new_weights_on_each_cpu(found):
+    _, by_case = found
+    for rank in (rank for ranks in by_case.values() for rank in ranks):
+        assert rank.error < 0.03
+
+
+def test_experts_of_the_tests_engines_go_in_place_on_each_cpu(found):
+    _, by_case = found
+    assert [rank.misc for rank in by_case["plain"]] == [{}] * RANKS
+
+
+def test_experts_that_a_library_packs_go_to_misc_and_alone(found):
+    cpu, by_case = found
+    for rank in by_case["packable"]:
+        experts = {name for name in rank.bulk | rank.misc.keys() if ".mlp.experts." in name}
+        assert len(experts) == 2 * 4 * 3
+        assert rank.misc.keys() == (set() if cpu == "avx2" else experts)
+        assert all("process_weights_after_loading" in reason for reason in rank.misc.values())
+
+
+@pytest.mark.parametrize("cpu", ["avx2", "avx512_bf16"])
+def test_packed_experts_that_the_models_own_loader_writes_are_an_error_and_keep_the_old_weights(
+    cpu, tmp_path
+):
+    """vLLM's reload, which packs them again, takes no notice of that loader."""
+    path = write_family(
+        "gpt_oss", tmp_path, short=True, changes={"vocab_size": 64, "intermediate_size": 32 * RANKS}
+    )
+    case = Case(path, path, Layout(tensor=RANKS))
+    for named, as_before in run_ranks(
+        refit_by_a_loader_of_its_own, RANKS, cpu, case, made_by=lambda: _processes(cpu)
+    ):
+        assert (".mlp.experts." in named, as_before) == (cpu != "avx2", cpu != "avx2")
+
+
+@pytest.mark.parametrize("cpu", list(vllm_cpu.CPUS))
+def test_vllm_chooses_the_library_by_what_it_is_shown(cpu, monkeypatch):
+    """Without loading it: the machine may have no such instructions."""
+    platform = import_module("vllm.platforms.cpu").CpuPlatform
+    monkeypatch.setattr(torch.cpu, "get_capabilities", torch.cpu.get_capabilities)
+    imported = []
+
+    def record(name: str, *args: Any, **kwargs: Any) -> Any:
+        if not name.startswith("vllm._C"):
+            return real(name, *args, **kwargs)
+        imported.append(name)
+        return None
+
+    real = builtins.__import__
+    vllm_cpu.show(cpu)
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "__import__", record)
+        platform.import_kernels()
+    assert imported == [f"vllm.{LIBRARIES[cpu]}"]
+
+
+def seen() -> tuple[list[bool], bool]:
+    features = (
+        torch.cpu._is_avx512_supported(),
+        torch.cpu._is_avx512_bf16_supported(),
+        torch.cpu._is_amx_tile_supported(),
+    )
+    return list(features), hasattr(torch.ops._C, "init_shm_manager")
+
+
+def map_memory(name: str) -> bool:
+    """As vLLM's library, for a group; its mapping lasts as long as the process."""
+    path = Path("/dev/shm", name)
+    with path.open("wb+") as file:
+        file.truncate(mmap.PAGESIZE)
+        _mapped.append(mmap.mmap(file.fileno(), mmap.PAGESIZE))
+    return path.exists()
+
+
+_mapped: list[mmap.mmap] = []
+
+
+def test_a_process_leaves_no_shared_memory_of_vllms_groups_behind():
+    name = f"rlrefit-test-{os.getpid()}-tp:0-[0-1]-cpushm_0"
+    assert run_alone(map_memory, name, environment={}, made_by=vllm_processes)
+    assert not Path("/dev/shm", name).exists()
+
+
+def test_processes_of_the_tests_see_one_cpu_on_every_machine():
+    cpu = vllm_cpu.chosen()
+    features, shared_memory = run_alone(seen, environment={}, made_by=vllm_processes)
+    assert features == [feature in vllm_cpu.CPUS[cpu] for feature in ("avx512_f", "avx512_bf16", "amx_tile")]
+    assert shared_memory == (cpu != vllm_cpu.PLAIN)

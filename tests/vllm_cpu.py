@@ -1,0 +1,73 @@
+"""The CPU that vLLM takes the machine for in the tests' processes, whatever it is.
+
+vLLM's build for x86 has three libraries of kernels, and asks torch for the CPU's features to choose one. They differ in more than
+speed: those for AVX-512 add up over shared memory in place of gloo, by waiting in loops, and lay the weights of experts whose sizes
+suit their kernels out in another way, so that refits take them by the engine's loader. Were each machine's tests to run on its own
+library, what passes on one could fail on the next. So they all take the machine for one with AVX2, which every CPU that vLLM runs on
+has. ``pytest --vllm-cpu`` takes another one, and ``vllm/test_vllm_cpus.py`` tries each. ``rlrefit bench-live`` starts vLLM anew, on
+the machine as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+# In the environment of the session and all that descends from it.
+VARIABLE = "TESTS_VLLM_CPU"  # vLLM warns of names of its own that it does not know
+PLAIN = "avx2"
+# What vLLM asks for, and finds on each CPU; the library is _C_AVX2, _C_AVX512 and, from BF16 on, _C.
+CPUS: dict[str, frozenset[str]] = {
+    PLAIN: frozenset(),
+    "avx512": frozenset({"avx512_f"}),
+    "avx512_bf16": frozenset({"avx512_f", "avx512_bf16"}),
+    "amx": frozenset({"avx512_f", "avx512_bf16", "amx_tile"}),
+}
+_own: Mapping[str, Any] = {}
+_played: str | None = None
+
+
+def chosen() -> str:
+    """The CPU of this session's tests."""
+    return os.environ.get(VARIABLE, PLAIN)
+
+
+def is_here(cpu: str) -> bool:
+    """Whether the machine has all that vLLM would find on this CPU."""
+    return all(_features().get(feature) for feature in CPUS[cpu])
+
+
+def show(cpu: str) -> None:
+    """Let who asks torch in this process see this CPU."""
+    import torch
+
+    seen = dict(_features()) | {feature: feature in CPUS[cpu] for feature in CPUS["amx"]}
+    torch.cpu.get_capabilities = lambda: seen
+
+
+def play(cpu: str) -> None:
+    """Have vLLM run in this process as it does on this CPU.
+
+    Call it before vLLM is imported or, for a CPU that is not here, as late as vLLM's library for AVX2 is loaded.
+    """
+    global _played
+    if cpu == _played:
+        return
+    _played = cpu
+    if not is_here(cpu):
+        show(PLAIN)
+        from tests.vllm_stand_ins import stand_in_for_kernels
+
+        stand_in_for_kernels(tiles=cpu == "amx")
+    show(cpu)
+
+
+def _features() -> Mapping[str, Any]:
+    """The machine's own."""
+    global _own
+    if not _own:
+        import torch
+
+        _own = torch.cpu.get_capabilities()
+    return _own
