@@ -105,7 +105,12 @@ class RewardPool:
         context = mp.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_judge, args=(theirs, *self._arguments), daemon=True)
-        process.start()
+        # A new process inherits the mask, so that an interrupt cannot end it before _judge ignores interrupts.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
         return _Worker(process, ours, None, time.monotonic() + _LOADING_S)
 
@@ -162,6 +167,7 @@ def _judge(pipe: Connection, spec: str, kwargs: Mapping[str, Any]) -> None:
     """What a process does, in its main thread, where a function may set alarms of its own."""
     # An interrupt is for the driver, which finishes its step.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         scorer = RewardScorer(load_reward(spec, kwargs))
     except RewardError as error:

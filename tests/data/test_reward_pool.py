@@ -51,6 +51,9 @@ def test_values_are_those_of_one_process_but_for_answers_that_take_too_long_and_
     make_pool: Callable[..., RewardPool],
 ) -> None:
     pool = make_pool(2)
+    # As they load, and as they serve.
+    for worker in pool._workers:
+        os.kill(worker.process.pid, signal.SIGINT)
     many = answers(*(str(n) for n in range(50)))
     alone = RewardScorer(load_reward(SPEC, KWARGS)).score_all(many)
     assert pool.score_all(many) == alone
