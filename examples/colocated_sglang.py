@@ -21,17 +21,17 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlrefit.integration.colocated import ColocatedCycle
-from rlrefit.integration.stage_memory import StageRecord
+from rlrefit.integration.colocated.cycle import ColocatedCycle
+from rlrefit.integration.colocated.memory import StageRecord
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from rlrefit.workers.checkpoint_folder import checkpoint_folder
-from rlrefit.workers.colocated.trainer import TorchRank
-from rlrefit.workers.fsdp.source import FSDPSource
-from rlrefit.workers.sglang.callers import EngineCaller
-from rlrefit.workers.sglang.driver import SglangRefit
-from rlrefit.workers.sglang.loader import LOADER
-from rlrefit.workers.sglang.sender import SglangSender
-from rlrefit.workers.trtllm.sender import own_device
+from rlrefit.workers.engines.sglang.callers import EngineCaller
+from rlrefit.workers.engines.sglang.driver import SglangRefit
+from rlrefit.workers.engines.sglang.loader import LOADER
+from rlrefit.workers.engines.sglang.sender import SglangSender
+from rlrefit.workers.engines.trtllm.sender import own_device
+from rlrefit.workers.trainers.colocated import TorchRank
+from rlrefit.workers.trainers.fsdp.source import FSDPSource
 
 TEXTS = [f"max({a},{b})={max(a, b)}" for a in range(4) for b in range(4)]
 PROMPTS = [text[: text.index("=") + 1] for text in TEXTS]

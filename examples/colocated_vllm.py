@@ -22,18 +22,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlrefit.integration.colocated import ColocatedCycle
+from rlrefit.integration.colocated.cycle import ColocatedCycle
+from rlrefit.integration.colocated.memory import StageRecord
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.records import RefitRecord
-from rlrefit.integration.rendezvous import open_rendezvous
+from rlrefit.integration.control import open_rendezvous
+from rlrefit.integration.records.record import RefitRecord
 from rlrefit.integration.session import RefitSession
-from rlrefit.integration.stage_memory import StageRecord
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from rlrefit.workers.checkpoint_folder import checkpoint_folder
-from rlrefit.workers.colocated.trainer import TorchRank
-from rlrefit.workers.colocated.vllm import VllmSleeper
-from rlrefit.workers.fsdp.source import FSDPSource
-from rlrefit.workers.vllm.driver import EXTENSION, VllmDriver
+from rlrefit.workers.engines.vllm.colocated import VllmSleeper
+from rlrefit.workers.engines.vllm.driver import EXTENSION, VllmDriver
+from rlrefit.workers.trainers.colocated import TorchRank
+from rlrefit.workers.trainers.fsdp.source import FSDPSource
 
 TEXTS = [f"max({a},{b})={max(a, b)}" for a in range(4) for b in range(4)]
 PROMPTS = [text[: text.index("=") + 1] for text in TEXTS]

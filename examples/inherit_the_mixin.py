@@ -38,7 +38,7 @@ def trainer(rank: int, model_path: str, meeting: Any, samples: Any, results: Any
     from ppo_worker import ActorConfig, PPOActorWorker
 
     from rlrefit.integration.config import RefitConfig
-    from rlrefit.workers.megatron.mixin import MegatronRefitMixin
+    from rlrefit.workers.trainers.megatron.mixin import MegatronRefitMixin
 
     class RefittingActor(MegatronRefitMixin, PPOActorWorker):
         refit_config = RefitConfig(**REFIT)
@@ -68,7 +68,7 @@ def engine(model_path: str, meeting: Any, samples: list[Any], results: Any) -> N
     import torch
 
     torch.set_num_threads(1)
-    from rlrefit.workers.transformers_engine.engine import TransformersEngine
+    from rlrefit.workers.engines.transformers.engine import TransformersEngine
 
     worker = TransformersEngine(model_path, torch.bfloat16)
     worker.init_per_pp_refit_comm_group(meeting.get(timeout=120), TRAIN_RANKS, REFIT)
@@ -108,7 +108,7 @@ def sample(worker: Any, seed: int) -> tuple[Any, Any, float]:
 
 def build(model_path: str) -> tuple[Any, Any, list[Any]]:
     """Any way to build works, as long as a Bridge and its model chunks come out; this one also runs without a GPU."""
-    from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
+    from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
 
     built = build_megatron(model_path, MegatronLayout(tensor_parallel=TRAIN_RANKS))
     return built.bridge, built.provider, built.model
@@ -129,7 +129,7 @@ def main() -> int:
 
 def run(model_path: str) -> int:
     """Start all ranks, print what each step did, and say whether the engine followed and the actor learned."""
-    from rlrefit.recipes.cluster import free_port
+    from rlrefit.recipes.run.cluster import free_port
 
     os.environ.update(MASTER_ADDR=HOST, MASTER_PORT=str(free_port()))
     spawn = multiprocessing.get_context("spawn")

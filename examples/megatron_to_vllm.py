@@ -27,8 +27,8 @@ from ppo_worker import ActorConfig, PPOActorWorker, Rollouts
 from rlrefit.integration.config import RefitConfig
 from rlrefit.recipes.algorithms.divergence import generation_kl
 from rlrefit.recipes.tiny.checkpoints import resolve_model_path
-from rlrefit.workers.megatron.mixin import MegatronRefitMixin
-from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
+from rlrefit.workers.trainers.megatron.mixin import MegatronRefitMixin
+from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
 
 HOST = "127.0.0.1"
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 32, 4, 12
@@ -61,7 +61,7 @@ def serve(connection: Connection, model_path: str, tensor_parallel: int, first_g
         os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
     from vllm import LLM
 
-    from rlrefit.workers.vllm.driver import EXTENSION, VllmDriver
+    from rlrefit.workers.engines.vllm.driver import EXTENSION, VllmDriver
 
     llm = LLM(
         model_path,

@@ -27,10 +27,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlrefit.integration.quantize import nvfp4
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
-from rlrefit.workers.fsdp.source import FSDPSource
-from rlrefit.workers.qat.checkpoint import write_checkpoint
-from rlrefit.workers.qat.config import QATConfig
-from rlrefit.workers.qat.fsdp import quantize_module
+from rlrefit.workers.trainers.fsdp.source import FSDPSource
+from rlrefit.workers.trainers.qat.checkpoint import write_checkpoint
+from rlrefit.workers.trainers.qat.config import QATConfig
+from rlrefit.workers.trainers.qat.fsdp import quantize_module
 
 STEPS = 12
 TEXTS = [f"max({a},{b})={max(a, b)}" for a in range(4) for b in range(4)]

@@ -26,16 +26,16 @@ from typing import cast
 
 import torch
 
-from .channel import Channel
 from .config import RefitConfig
+from .control import Rendezvous
+from .control.channel import Channel
+from .control.world import RefitWorld
 from .endings import end_all
-from .endpoints import WeightDestination, WeightSource
-from .engines import CheckpointEngine, SendResult, make_engine
+from .engine import CheckpointEngine, SendResult, make_engine
 from .errors import EngineDirty, RefitError, RefitMismatch, RefitTimeout
-from .manifest import Manifest
-from .records import RefitRecord, StageClock
-from .rendezvous import Rendezvous
-from .world import RefitWorld
+from .records.record import RefitRecord, StageClock
+from .weights.endpoints import WeightDestination, WeightSource
+from .weights.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 

@@ -77,12 +77,12 @@ def _train(overrides: Sequence[str]) -> int:
         errors.print(escape(_wants_a_recipe(overrides, len(recipes))), highlight=False, soft_wrap=True)
         return MISCONFIGURED
     # Imported here: they load torch, which takes seconds.
-    from .option_checks import missing_for_recipes
+    from .config.options import missing_for_recipes
 
     if missing := missing_for_recipes():
         errors.print(escape(missing), highlight=False, soft_wrap=True)
         return MISCONFIGURED
-    from .config import ConfigError, load_config
+    from .config.load import ConfigError, load_config
 
     try:
         others = [o for o in overrides if not o.startswith("recipe=")]
@@ -103,10 +103,10 @@ def _wants_a_recipe(overrides: Sequence[str], given: int) -> str:
 
 def _run(config: object, errors: Console) -> int:
     from ..integration.errors import RefitError
-    from .checkpoint import LayoutChanged
-    from .cluster import RunError
-    from .config import ConfigError
-    from .rewards import RewardError
+    from .config.load import ConfigError
+    from .rewards.scorer import RewardError
+    from .run.checkpoint import LayoutChanged
+    from .run.cluster import RunError
     from .train import Interrupted, train
 
     def say(error: BaseException, code: int) -> int:

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from ..integration.records import RefitSummary
+from ..integration.records.record import RefitSummary
 from .algorithms.advantages import group_advantages
 from .algorithms.divergence import generation_kl
-from .batching import minibatches, policy_batch
-from .checkpoint import CheckpointStore
-from .cluster import RunError
-from .config_schema import TrainConfig
+from .config.schema import TrainConfig
 from .data.prompts import PromptDataset, PromptSampler
-from .experience import Experience, ExperienceCollector
-from .policy_batch import PolicyBatch
+from .policy.batch import PolicyBatch
+from .policy.group import TrainerGroup
 from .refits import Refits
-from .run_files import MetricsFile
-from .trainer_group import TrainerGroup
+from .rollout.batching import minibatches, policy_batch
+from .rollout.experience import Experience, ExperienceCollector
+from .run.checkpoint import CheckpointStore
+from .run.cluster import RunError
+from .run.files import MetricsFile
 
 Metrics = dict[str, Any]
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..integration.records import RefitRecord, RefitSummary, summarize
-from .cluster import gather
-from .config_schema import TrainConfig
-from .policy_batch import PolicyBatch
-from .rollout import RolloutGroup
-from .run_files import append_json_lines
-from .trainer_group import TrainerGroup
+from ..integration.records.record import RefitRecord, RefitSummary, summarize
+from .config.schema import TrainConfig
+from .policy.batch import PolicyBatch
+from .policy.group import TrainerGroup
+from .rollout.base import RolloutGroup
+from .run.cluster import gather
+from .run.files import append_json_lines
 
 logger = logging.getLogger(__name__)
 

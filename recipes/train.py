@@ -15,33 +15,33 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from ..workers.checkpoint_folder import CheckpointUnreachable, checkpoint_folder, ending_tokens, is_hub_name
-from ..workers.megatron.hf_checkpoint import CheckpointMismatch, check_checkpoint
+from ..workers.trainers.megatron.hf_checkpoint import CheckpointMismatch, check_checkpoint
 from .algorithms.losses import PolicyLossConfig
-from .checkpoint import CheckpointStore
-from .cluster import ActorGroup, RunError, gpus_per_rank, ray_cluster
-from .colocated import ColocatedRefits
-from .config import ConfigError, model_violations, resolve_data_path
-from .config_colocated import needs_bfloat16
-from .config_schema import TrainConfig, TrainerConfig
-from .config_surroundings import generation_ranks, name_violations
+from .config.colocated import needs_bfloat16
+from .config.load import ConfigError, model_violations, resolve_data_path
+from .config.schema import TrainConfig, TrainerConfig
+from .config.surroundings import generation_ranks, name_violations
 from .data.dataset import DataError
 from .data.prompts import PromptSampler, held_out, load_prompts
-from .display import RunDisplay
-from .experience import ExperienceCollector
 from .loop import TrainingLoop
+from .policy.group import TrainerGroup
+from .policy.make import policy_config
 from .refits import Refits
-from .report import write_report
-from .reward_pool import RewardPool
-from .rewards import RewardError, RewardScorer, Scorer, load_reward
-from .rollout import RolloutGroup
-from .rollout_sglang import AsyncSglangRollouts, SglangRollouts
-from .rollout_transformers import TransformersRollouts
-from .rollout_vllm import VllmRollouts
-from .run_files import MetricsFile, keep_json_lines, write_whole
-from .sglang_arguments import with_trainer_environment
+from .rewards.pool import RewardPool
+from .rewards.scorer import RewardError, RewardScorer, Scorer, load_reward
+from .rollout.base import RolloutGroup
+from .rollout.experience import ExperienceCollector
+from .rollout.sglang import AsyncSglangRollouts, SglangRollouts
+from .rollout.sglang_arguments import with_trainer_environment
+from .rollout.transformers import TransformersRollouts
+from .rollout.vllm import VllmRollouts
+from .run.checkpoint import CheckpointStore
+from .run.cluster import ActorGroup, RunError, gpus_per_rank, ray_cluster
+from .run.colocated import ColocatedRefits
+from .run.display import RunDisplay
+from .run.files import MetricsFile, keep_json_lines, write_whole
+from .run.report import write_report
 from .tiny.checkpoints import resolve_model_path
-from .trainer_group import TrainerGroup
-from .trainer_policies import policy_config
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.endpoints import WeightDestination, WeightSource
+from rlrefit.integration.control import Rendezvous, open_rendezvous
 from rlrefit.integration.errors import PlanError, RefitMismatch
-from rlrefit.integration.rendezvous import Rendezvous, open_rendezvous
 from rlrefit.integration.session import RefitSession
+from rlrefit.integration.weights.endpoints import WeightDestination, WeightSource
 
 ENGINE_RANKS = 2
 CONFIG = RefitConfig(bucket_mb=1, timeout_s=120.0, verify="full", transport="p2p", trainer_quantize_fp8=True)

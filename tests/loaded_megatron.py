@@ -13,7 +13,7 @@ import logging
 import torch
 
 import tests.gloo  # noqa: F401
-from rlrefit.workers.megatron import cpu_standins
+from rlrefit.workers.trainers.megatron import cpu_standins
 
 FACTORIES, METHODS = (torch.zeros, torch.tensor), (torch.Tensor.type, torch.Tensor.cuda)
 ANNOUNCED: list[str] = []

@@ -8,7 +8,7 @@ from importlib import import_module
 import torch
 
 import tests.gloo  # noqa: F401
-from rlrefit.workers.vllm import orphans
+from rlrefit.workers.engines.vllm import orphans
 from tests import vllm_cpu
 from tests.vllm_processes import forked_engines
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlrefit.recipes.run_files import write_whole
+from rlrefit.recipes.run.files import write_whole
 
 
 def tell_meeting(folder: Path, rendezvous: dict[str, Any], epoch: int = 0) -> None:

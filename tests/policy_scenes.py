@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlrefit.recipes.policy_batch import PolicyBatch
-from rlrefit.workers.durable import Written
+from rlrefit.recipes.policy.batch import PolicyBatch
+from rlrefit.workers.trainers.durable import Written
 
 
 def spread(model: torch.nn.Module, factor: float) -> None:

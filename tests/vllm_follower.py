@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.workers.fsdp.mixin import FSDPRefitMixin
+from rlrefit.workers.trainers.fsdp.mixin import FSDPRefitMixin
 from tests.meeting import tell_meeting
 from tests.spawn import run_alone, run_together
 from tests.vllm_processes import vllm_processes

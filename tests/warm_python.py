@@ -47,11 +47,11 @@ OF_WORKERS = (
 RANKS = (
     *OF_WORKERS,
     "torch.distributed.checkpoint._fsspec_filesystem",
-    "rlrefit.recipes.trainer_group",
-    "rlrefit.recipes.rollout_transformers",
-    "rlrefit.workers.transformers_engine.engine",
+    "rlrefit.recipes.policy.group",
+    "rlrefit.recipes.rollout.transformers",
+    "rlrefit.workers.engines.transformers.engine",
 )
-ENGINE = (*OF_WORKERS, "rlrefit.recipes.rollout_vllm", "rlrefit.workers.vllm.driver")
+ENGINE = (*OF_WORKERS, "rlrefit.recipes.rollout.vllm", "rlrefit.workers.engines.vllm.driver")
 
 
 @contextmanager

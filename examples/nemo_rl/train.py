@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(nemo_rl.__file__).parents[1] / "examples"))
 
 import run_grpo as launcher  # NeMo-RL's
 
-from rlrefit.workers.nemo_rl.install import install
+from rlrefit.workers.frameworks.nemo_rl.install import install
 
 nemo_rls_setup = launcher.setup
 

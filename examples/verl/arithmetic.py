@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas
 
-from rlrefit.recipes.rewards import arithmetic
+from rlrefit.recipes.rewards.scorer import arithmetic
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from rlrefit.recipes.tiny.make_data import records
 from rlrefit.recipes.tiny.make_tokenizer import load_tokenizer

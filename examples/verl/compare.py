@@ -22,7 +22,7 @@ ENGINES = {
     "nccl_xfer_shards": [],
     "nccl_xfer": [
         _NO_EXTENSION,
-        f"{_ROLLOUT}.checkpoint_engine.custom_backend_module=rlrefit.integration.adapters.verl",
+        f"{_ROLLOUT}.checkpoint_engine.custom_backend_module=rlrefit.workers.frameworks.verl.full_tensors",
         f"+{_ROLLOUT}.checkpoint_engine.engine_kwargs.nccl_xfer.timeout_s=120.0",
     ],
     "nccl": [_NO_EXTENSION, f"{_ROLLOUT}.checkpoint_engine.custom_backend_module=null"],

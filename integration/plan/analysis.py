@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..holdings import Holdings
-from ..manifest import Manifest, TensorSpec
-from ..routing import decide_routes
+from ..weights.holdings import Holdings
+from ..weights.manifest import Manifest, TensorSpec
+from ..weights.routing import decide_routes
 from .assignment import Assignment, Ints, Receiver
 from .classes import TensorClass, classify
 from .collector import collector_paused

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ..holdings import Holdings
 from ..layout import Box, split, volume
-from ..manifest import Manifest
+from ..weights.holdings import Holdings
+from ..weights.manifest import Manifest
 from .model import ALIGNMENT, CHECKSUM_BYTES, EVERYONE, BroadcastPlan, Message, messages_digest
 from .own_part import Row, pack
 

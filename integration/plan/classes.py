@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..holdings import Holdings, Positions
 from ..layout import Box
-from ..manifest import TensorSpec
+from ..weights.holdings import Holdings, Positions
+from ..weights.manifest import TensorSpec
 
 _MASK = (1 << 64) - 1
 

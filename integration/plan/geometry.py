@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..errors import PlanError
 from ..layout import Box, coverage_gap, intersect, overlap, split, subtract, volume
-from ..manifest import TensorSpec
+from ..weights.manifest import TensorSpec
 from .classes import TensorClass
 
 

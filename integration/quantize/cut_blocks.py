@@ -1,7 +1,7 @@
 """Parts of weights that cut FP8 blocks: the scales that the parts would have, and codes by scales that are known.
 
 Who holds a part of a block does not know its scale. But the largest of the scales that its parts would have is the block's
-(:mod:`.fp8_blockwise`), and :mod:`.shared_scales` has all holders take that maximum before codes are made.
+(:mod:`.fp8_blockwise`), and :mod:`..engine.shared_scales` has all holders take that maximum before codes are made.
 """
 
 from __future__ import annotations

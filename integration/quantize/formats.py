@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 
 from ..layout import Box, Fragment, local_slice, subtract_all
-from ..manifest import TensorSpec, dtype_name
 from ..packing import Cast
 from ..packing.encoded import EncodedPair, Encoder
+from ..weights.manifest import TensorSpec, dtype_name
 from . import blocks, fp8_blockwise, mxfp8
 from .cut_blocks import CutBlocks, CutCodes
 from .fp8_table import Fp8Table, has_kernel

@@ -14,7 +14,7 @@ tensor here; and the exponent is taken from the bits (as in DeepGEMM's later ``c
 rounds ``2**-12 · (1 + 2**-23)`` and its like down to the integer. There vLLM 0.21's scale is half of this one.
 
 NaN and infinities stay loud, as in DeepGEMM: such a block has the scale NaN or infinity and dequantizes to
-NaN as a whole. In a refit :mod:`.scale_watch` turns them into an error before the engine may serve.
+NaN as a whole. In a refit :mod:`..weights.scale_watch` turns them into an error before the engine may serve.
 
 A block's bytes depend on the block only. So a shard that cuts no block gives the slice of the full tensor's
 bytes, and shards that do (:func:`.blocks.straddled`) give them after the elementwise maximum of their

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..manifest import TensorSpec
+from ..weights.manifest import TensorSpec
 from . import nvfp4
 
 # What engines join in one matrix, by the last part of the module's name. vLLM takes the largest weight_scale_2 and

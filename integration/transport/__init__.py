@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 
-from ..channel import Channel
+from ..comm.shared.opening import agree_on_wire, open_group, shared_gpu
+from ..comm.torch_group import Group
 from ..config import RefitConfig
+from ..control.channel import Channel
 from ..endings import end_all
 from ..plan import BroadcastPlan, Plan
-from ..process_groups import Group
-from ..shared_wire.opening import agree_on_wire, open_group, shared_gpu
 from .base import TransferResult, Transport
 from .golden import GoldenTransport
 from .ipc import IpcTransport, availability, facts

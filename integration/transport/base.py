@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from ..comm.torch_group import Group
 from ..endings import end_all
 from ..errors import VerificationError
 from ..layout import Fragment
 from ..plan import Message
-from ..process_groups import Group
-from ..records import StageClock
+from ..records.record import StageClock
 from .host_memory import DeviceMemory
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ..comm.torch_group import Group
 from ..layout import Fragment
 from ..packing import Checksums, Copy, make_checksums, make_copy
 from ..plan import CHECKSUM_BYTES, BroadcastPlan, Message
-from ..process_groups import Group
-from ..records import StageClock
+from ..records.record import StageClock
 from .base import GroupTransport, TransferResult, damaged
 from .host_memory import HostMemory
 from .views import LiveViews, in_memory

@@ -13,8 +13,8 @@ from hashlib import sha256
 import numpy as np
 import torch
 
-from ..exchanges import Exchange, Parcel
-from ..process_groups import Group
+from ..comm.exchanges import Exchange, Parcel
+from ..comm.torch_group import Group
 from .cargo import Cargo, Item
 from .views import flat_bytes
 

@@ -7,10 +7,10 @@ from itertools import chain
 
 import torch
 
+from ..comm.torch_group import Group
 from ..layout import Fragment
 from ..plan import Plan
-from ..process_groups import Group
-from ..records import StageClock
+from ..records.record import StageClock
 from .base import GroupTransport, TransferResult, damaged
 from .cargo import Cargo
 from .host_memory import DeviceMemory, HostMemory

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..exchanges import Exchange, Parcel
+from ..comm.exchanges import Exchange, Parcel
+from ..comm.torch_group import Group
 from ..packing import (
     Checksums,
     Copy,
@@ -21,7 +22,6 @@ from ..packing import (
 )
 from ..packing.host import PushedViews, pushed_to
 from ..plan import CHECKSUM_BYTES, Pace, Segment, aligned
-from ..process_groups import Group
 from .cargo import Cargo, Item
 from .ledger import Ledger
 from .staging import Staging, share_buckets

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from ..clock import StageClock
+from ..records.clock import StageClock
 
 
 class Span(Protocol):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ..layout import Box, Fragment, local_slice, volume
-from ..manifest import TensorSpec
+from ..weights.manifest import TensorSpec
 
 # Boxes that one rank holds, by weight.
 HeldBoxes = Mapping[str, Sequence[Box]]

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..comm.exchanges import Parcel
+from ..comm.torch_group import Group
 from ..errors import RefitMismatch
-from ..exchanges import Parcel
-from ..process_groups import Group
 from .reshard import Side
 
 # A rank's statement as zero-padded JSON. No multiple of 16 bytes, so that it never has a message's size.

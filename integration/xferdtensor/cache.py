@@ -11,13 +11,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ..borrowed_groups import BorrowedGroup
-from ..clock import StageClock
+from ..comm.borrowed import BorrowedGroup
+from ..comm.torch_group import Group
 from ..errors import VerificationError
 from ..layout import Fragment
 from ..packing import make_copy
 from ..plan import BroadcastPlan, Plan
-from ..process_groups import Group
+from ..records.clock import StageClock
 from ..transport import GoldenTransport, P2PTransport, TransferResult
 from .reshard import NAME, LocalPart, RankPart, Reshard, Side
 

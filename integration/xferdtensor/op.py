@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..comm.torch_group import Group
 from ..errors import RefitMismatch
 from ..layout import Mesh, boxes_of, layout_of, local_shape, mesh_of, placements_of
-from ..manifest import dtype_name
-from ..process_groups import Group
 from ..transport import TransferResult
+from ..weights.manifest import dtype_name
 from .agreement import Statement, agree_on_digest, compare, digest_of, gather, local_shapes
 from .cache import Request, Transfers
 from .reshard import Side, full_shape
@@ -72,7 +72,7 @@ def xferdtensor(
         dst_mesh: as ``src_mesh``. The meshes may share ranks; what such a rank has itself is copied in place.
         dst_placements: as ``src_placements``.
         process_group: of all ranks, NCCL for CUDA tensors and gloo for CPU ones; a torch ``ProcessGroup`` or a
-            :class:`~.process_groups.Group`.
+            :class:`~..comm.torch_group.Group`.
         stream: CUDA stream on which ``src`` is ready, and on which ``dst`` may be used after the call; None for
             the current one. The call returns when the exchange has ended.
         shape: of the full tensor, given on all ranks or on none.

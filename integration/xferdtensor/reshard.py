@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from ..errors import PlanError
-from ..holdings import HoldingGroup, Holdings
 from ..layout import Box, Mesh, Placement, boxes_of, intersect, local_slice, subtract
-from ..manifest import TensorSpec
 from ..plan import Analysis, BroadcastPlan, Message, Plan, analyse, plan_broadcast
+from ..weights.holdings import HoldingGroup, Holdings
+from ..weights.manifest import TensorSpec
 
 # The tensor's name in plans and errors: one plan serves all tensors of a layout, whatever they are called.
 NAME = "the tensor"

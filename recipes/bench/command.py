@@ -8,8 +8,8 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from ...workers.catalog import LayoutError
-from ..option_checks import PICTURES, empty_layouts, output_problems
+from ..config.options import PICTURES, empty_layouts, output_problems
+from ..plan.catalog import LayoutError
 from .launch import BenchFailed, run_ranks
 from .options import PEERS, BenchOptions
 from .render import draw_timeline, json_records, show, write_json

@@ -11,9 +11,9 @@ from itertools import batched
 import torch
 
 from ...integration.layout import Box, Fragment, local_slice
-from ...integration.manifest import TensorSpec
 from ...integration.quantize.blocks import scale_box
 from ...integration.quantize.formats import Format
+from ...integration.weights.manifest import TensorSpec
 from . import values
 
 # Elements quantized at once; bounds the temporary memory at some hundred MiB.

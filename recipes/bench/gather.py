@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...integration.layout import Box, volume
-from ...integration.manifest import TensorSpec
+from ...integration.weights.manifest import TensorSpec
 from .ranks import Ranks
 from .storage import Storage
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import TCPStore
 
 from ...integration.errors import RefitError
-from ...workers.catalog import CatalogError, LayoutError
+from ..plan.catalog import CatalogError, LayoutError
 
 _HOST = "127.0.0.1"
 # Who fails first tells why; the others only lost their peer. They are given this long to say more.

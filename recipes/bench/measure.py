@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from ...integration.engines import NcclXferEngine
+from ...integration.control import Rendezvous, RendezvousServer, open_rendezvous
+from ...integration.engine import NcclXferEngine
 from ...integration.plan import Plan
-from ...integration.records import STAGES, RefitRecord
-from ...integration.rendezvous import Rendezvous, RendezvousServer, open_rendezvous
+from ...integration.records.record import STAGES, RefitRecord
 from ...integration.session import RefitSession
 from .peers import PEERS, Peer
 from .ranks import Ranks

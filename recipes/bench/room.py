@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from ...integration.errors import RefitError
-from ...integration.manifest import TensorSpec
-from ...workers.catalog import Param
+from ...integration.weights.manifest import TensorSpec
+from ..plan.catalog import Param
 from .options import BenchOptions
 from .ranks import Ranks
 

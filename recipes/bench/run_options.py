@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ...integration.config import TRANSPORTS, RefitConfig
-from ...workers.catalog import FsdpLayout, GenLayout, TrainLayout, parse_gen, parse_train
-from ..option_checks import refit_problems
+from ..config.options import refit_problems
+from ..plan.catalog import FsdpLayout, GenLayout, TrainLayout, parse_gen, parse_train
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

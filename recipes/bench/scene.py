@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...integration.layout import Box, box_of
-from ...integration.manifest import TensorSpec, dtype_name
 from ...integration.quantize.formats import Fp8Blockwise
-from ...workers.catalog import (
+from ...integration.weights.manifest import TensorSpec, dtype_name
+from ..plan.catalog import (
     CatalogError,
     Model,
     Param,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...integration.transport.ipc.driver import call, driver, on_device
+from ...integration.gpu_memory.driver import call, driver, on_device
 
 # Of torch's allocator: chunks are multiples of this, tensors below LARGE share chunks of SHARED bytes.
 _GRANULE = 2 << 20

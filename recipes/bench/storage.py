@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ...integration.endpoints import storage_key
 from ...integration.layout import Fragment, box_of
-from ...integration.manifest import TensorSpec
 from ...integration.quantize.formats import Format
-from ...workers.catalog import Param
+from ...integration.weights.endpoints import storage_key
+from ...integration.weights.manifest import TensorSpec
+from ..plan.catalog import Param
 from . import encoded_values, values
 from .sleeping import SleepingMemory
 

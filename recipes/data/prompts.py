@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..config_schema import DataConfig
+from ..config.schema import DataConfig
 from .dataset import BadRecord, DataError, Record, read_records, require_records
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...integration.holdings import Holdings
 from ...integration.layout import Box
-from ...integration.manifest import ManifestEntry
-from ...workers.catalog import FsdpLayout
+from ...integration.weights.holdings import Holdings
+from ...integration.weights.manifest import ManifestEntry
+from .catalog import FsdpLayout
 from .study import Study
 
 

@@ -10,7 +10,11 @@ import torch
 
 from ...integration.config import RefitConfig
 from ...integration.quantize.formats import Fp8Blockwise
-from ...workers.catalog import (
+from ..config.colocated import too_large_for
+from ..config.errors import ConfigError
+from ..config.options import empty_layouts, missing_megatron, output_problems, refit_problems
+from .arguments import DTYPES
+from .catalog import (
     CatalogError,
     FsdpLayout,
     GenLayout,
@@ -22,10 +26,6 @@ from ...workers.catalog import (
     parse_train,
     violations,
 )
-from ..config_colocated import too_large_for
-from ..config_errors import ConfigError
-from ..option_checks import empty_layouts, missing_megatron, output_problems, refit_problems
-from .arguments import DTYPES
 from .hosts import Hosts, HostsError, read_hosts
 from .recipe import RecipePlan, layout_text, read_recipe
 

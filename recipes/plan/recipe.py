@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...integration.config import RefitConfig
-from ...workers.catalog import CatalogError, FsdpLayout, GenLayout, Model, TrainLayout, open_model
-from ..config_errors import ConfigError
-from ..config_schema import TrainConfig, TrainerConfig
+from ..config.errors import ConfigError
+from ..config.schema import TrainConfig, TrainerConfig
+from .catalog import CatalogError, FsdpLayout, GenLayout, Model, TrainLayout, open_model
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def read_recipe(recipe: str, overrides: Sequence[str] = ()) -> RecipePlan:
     """
     # Hydra is not there where only `rlrefit plan` is installed.
     try:
-        from ..config import load_config
+        from ..config.load import load_config
     except ImportError as error:
         raise ConfigError(
             recipe,
@@ -114,7 +114,7 @@ def _fsdp(config: TrainConfig) -> FsdpLayout:
 
 
 def _model(config: TrainConfig) -> Model:
-    from ..config_surroundings import catalog_model, local_hf_config
+    from ..config.surroundings import catalog_model, local_hf_config
 
     dtype = torch.bfloat16 if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
     found = catalog_model(config)

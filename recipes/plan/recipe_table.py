@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import bundled_recipes, load_config
+from ..config.load import bundled_recipes, load_config
 from ..tiny.checkpoints import PREFIX
 from .arguments import add_arguments
 from .options import read_options

@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ...integration.layout import Box
-from ...integration.manifest import dtype_name
 from ...integration.packing.encoded import CHECKED_AT_ONCE
+from ...integration.weights.manifest import dtype_name
 from .explain import Explanation
 from .study import Study
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from ...integration.errors import PlanError
-from ...integration.holdings import Holdings
-from ...integration.manifest import Route, TensorSpec
 from ...integration.plan import Analysis, analyse
-from ...workers.catalog import all_holdings, exported_specs
+from ...integration.weights.holdings import Holdings
+from ...integration.weights.manifest import Route, TensorSpec
+from .catalog import all_holdings, exported_specs
 from .options import PlanOptions, PlanProblems
 
 

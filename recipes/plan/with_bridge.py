@@ -7,11 +7,11 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ...integration.holdings import Holdings
 from ...integration.layout import Box, volume
-from ...integration.manifest import TensorSpec
-from ...workers.catalog import bundled_models, bundled_name
-from ...workers.megatron.offline import OfflineError, OfflineExport, enumerate_offline
+from ...integration.weights.holdings import Holdings
+from ...integration.weights.manifest import TensorSpec
+from .catalog import bundled_models, bundled_name
+from .offline import OfflineError, OfflineExport, enumerate_offline
 from .study import Study
 
 # Names in one sentence.

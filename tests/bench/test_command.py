@@ -17,7 +17,7 @@ from rlrefit.recipes.bench.options import BenchOptions
 from rlrefit.recipes.bench.ranks import Ranks
 from rlrefit.recipes.bench.scene import set_up
 from rlrefit.recipes.cli import main
-from rlrefit.workers.catalog import parse_gen, parse_train
+from rlrefit.recipes.plan.catalog import parse_gen, parse_train
 from tests.catalog.shrunken import BLOCK_CONFIGS
 from tests.servers import processes
 

@@ -25,7 +25,7 @@ from rlrefit.recipes.bench.live.run import LiveResult
 from rlrefit.recipes.bench.live.trainer import LiveTrainer
 from rlrefit.recipes.bench.measure import Timing
 from rlrefit.recipes.cli import main
-from rlrefit.workers.catalog import parse_gen, parse_train
+from rlrefit.recipes.plan.catalog import parse_gen, parse_train
 
 ROOT = Path(__file__).resolve().parents[2]
 MOE = {

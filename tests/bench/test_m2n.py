@@ -11,9 +11,9 @@ import torch
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.layout import Fragment, box_of
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.transport.m2n import M2nReshard, mesh_transfer
 from rlrefit.integration.transport.whole_tensors import whole_tensors
+from rlrefit.integration.weights.manifest import TensorSpec
 from tests.refit.synthetic import SyntheticDestination, SyntheticSource, run_world
 
 EXPERTS, ROWS, COLUMNS = 4, 6, 8

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rlrefit.integration.layout import Fragment, box_of, intersect
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.quantize.blocks import scale_box, scale_shape
 from rlrefit.integration.quantize.formats import Fp8Blockwise
+from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.recipes.bench import encoded_values, values
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlrefit.integration.layout import Fragment, box_of, intersect, volume
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.transport.m2n import MeshSide, mesh_transfer, unavailable
 from rlrefit.integration.transport.whole_tensors import RegionStorage, merged, whole_tensors
+from rlrefit.integration.weights.manifest import TensorSpec
 
 EXPERTS, ROWS, COLUMNS = 4, 6, 10
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rlrefit.integration.manifest import dtype_name
+from rlrefit.integration.weights.manifest import dtype_name
 
 
 def answers(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -24,7 +24,7 @@ def answers(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _one(config: dict[str, Any], replicate: int, fsdp: int, rank: int) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlrefit.workers.fsdp.source import FSDPSource
+    from rlrefit.workers.trainers.fsdp.source import FSDPSource
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=replicate * fsdp)
     mesh = init_device_mesh("cpu", (replicate, fsdp), mesh_dim_names=("replicate", "shard"))

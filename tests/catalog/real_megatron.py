@@ -15,8 +15,8 @@ SIZES = ("tp", "pp", "ep", "etp", "cp", "vpp")
 
 
 def answers(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    from rlrefit.workers.megatron.cpu_standins import ensure_megatron
-    from rlrefit.workers.megatron.offline_bridge import accept_any_attention, accept_mamba
+    from rlrefit.recipes.plan.offline_bridge import accept_any_attention, accept_mamba
+    from rlrefit.workers.trainers.megatron.cpu_standins import ensure_megatron
 
     auto_bridge = ensure_megatron()
     accept_any_attention()
@@ -53,7 +53,7 @@ def _one(auto_bridge: Any, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _provider(bridge: Any, layout: dict[str, Any]) -> Any:
-    from rlrefit.workers.megatron.model import MegatronLayout, set_for_cpu, set_layout, set_precision
+    from rlrefit.workers.trainers.megatron.model import MegatronLayout, set_for_cpu, set_layout, set_precision
 
     provider = bridge.to_megatron_provider(load_weights=False)
     tp, pp, ep, etp, cp, vpp = (layout.get(key, 1) for key in SIZES)
@@ -82,7 +82,7 @@ def _own_tasks(bridge: Any, config: Any, model: list[Any]) -> list[Any]:
 
 
 def _param(task: Any, vocabulary: int) -> dict[str, Any]:
-    from rlrefit.workers.megatron.rules import Refused, fragments_of_task
+    from rlrefit.workers.trainers.megatron.rules import Refused, fragments_of_task
 
     weight = task.param_weight
     result: dict[str, Any] = {
@@ -114,7 +114,7 @@ def _param(task: Any, vocabulary: int) -> dict[str, Any]:
 def _specs(bridge: Any, config: Any, model: list[Any]) -> list[Any]:
     from megatron.core import parallel_state
 
-    from rlrefit.workers.megatron import enumeration
+    from rlrefit.workers.trainers.megatron import enumeration
 
     enumeration.conversion_tasks = lambda bridge, model: [
         task for task in bridge._model_bridge.build_conversion_tasks(config, model) if task is not None

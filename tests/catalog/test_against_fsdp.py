@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rlrefit.integration.manifest import dtype_name
-from rlrefit.workers.catalog import FsdpLayout, Model, exported_specs, train_storage
+from rlrefit.integration.weights.manifest import dtype_name
+from rlrefit.recipes.plan.catalog import FsdpLayout, Model, exported_specs, train_storage
 
 from .real import ask
 from .shrunken import CONFIGS

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.manifest import TensorSpec
-from rlrefit.workers.catalog import Model, Param, TrainLayout, train_storage
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.recipes.plan.catalog import Model, Param, TrainLayout, train_storage
 
 from .real import ask
 from .shrunken import CONFIGS

@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlrefit.workers.catalog import Model, bundled_models, open_model
+from rlrefit.recipes.plan.catalog import Model, bundled_models, open_model
 
 from .shrunken import CONFIGS
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.manifest import dtype_name
 from rlrefit.integration.quantize.formats import Fp8Blockwise
-from rlrefit.workers.catalog import GenLayout, Model, Param, gen_storage
+from rlrefit.integration.weights.manifest import dtype_name
+from rlrefit.recipes.plan.catalog import GenLayout, Model, Param, gen_storage
 from tests.vllm_processes import vllm_processes
 
 from .real import ask

@@ -12,10 +12,10 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from rlrefit.integration.holdings import Holdings
 from rlrefit.integration.layout import Box
 from rlrefit.integration.plan import analyse
-from rlrefit.workers.catalog import (
+from rlrefit.integration.weights.holdings import Holdings
+from rlrefit.recipes.plan.catalog import (
     GenLayout,
     Model,
     Param,

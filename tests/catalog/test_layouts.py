@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlrefit.workers.catalog import (
+from rlrefit.recipes.plan.catalog import (
     FsdpLayout,
     GenLayout,
     LayoutError,

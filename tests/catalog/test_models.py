@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlrefit.workers.catalog import CatalogError, open_model
+from rlrefit.recipes.plan.catalog import CatalogError, open_model
 
 from .shrunken import CONFIGS
 

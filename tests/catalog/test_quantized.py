@@ -8,14 +8,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rlrefit.integration.endpoints import WeightSource
-from rlrefit.integration.holdings import Holdings
 from rlrefit.integration.layout import Fragment
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.plan import analyse
 from rlrefit.integration.quantize.formats import Fp8Blockwise
-from rlrefit.integration.quantize.source import QuantizingSource
-from rlrefit.workers.catalog import (
+from rlrefit.integration.weights.endpoints import WeightSource
+from rlrefit.integration.weights.holdings import Holdings
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.integration.weights.quantizing import QuantizingSource
+from rlrefit.recipes.plan.catalog import (
     CatalogError,
     FsdpLayout,
     GenLayout,

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.engines import colocated_ipc
+from rlrefit.integration.engine import colocated_ipc
 from rlrefit.integration.errors import PeerLost, RefitError, VerificationError
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.quantize.formats import Format
 from rlrefit.integration.session import RefitSession
-from rlrefit.workers.source_mixin import open_session
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.workers.trainers.source_mixin import open_session
 from tests.quantize import test_quantized_refit as quantized
 from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world
 from tests.refit.test_killed_peer import kill_a_rank

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.exchanges import Parcel
-from rlrefit.integration.shared_wire import device_link
-from rlrefit.integration.shared_wire.device_exchange import DeviceExchange
-from rlrefit.integration.shared_wire.device_link import LANE_WORD_BYTES, DeviceLink
+from rlrefit.integration.comm.exchanges import Parcel
+from rlrefit.integration.comm.shared import device_link
+from rlrefit.integration.comm.shared.device_exchange import DeviceExchange
+from rlrefit.integration.comm.shared.device_link import LANE_WORD_BYTES, DeviceLink
 
 BUCKET = 64
 RANKS = 3

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlrefit.integration.errors import RefitError
-from rlrefit.workers.colocated.host_copies import HostCopies
-from rlrefit.workers.colocated.trainer import TorchRank
+from rlrefit.workers.trainers.colocated import TorchRank
+from rlrefit.workers.trainers.host_copies import HostCopies
 from tests.spawn import run_ranks
 
 CPU = torch.device("cpu")
@@ -136,7 +136,7 @@ def train_in_turns(rank: int) -> dict[str, Any]:
     """A model under FSDP2 that leaves between its steps beside one that stays; and a refit while it is away."""
     from torch.distributed.fsdp import fully_shard
 
-    from rlrefit.workers.fsdp.source import FSDPSource
+    from rlrefit.workers.trainers.fsdp.source import FSDPSource
 
     def model() -> nn.Module:
         torch.manual_seed(3)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from rlrefit.integration.comm.exchanges import Parcel
+from rlrefit.integration.comm.shared.host_group import HostGroup
+from rlrefit.integration.comm.shared.segment import Segment
+from rlrefit.integration.comm.torch_group import Group
 from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
-from rlrefit.integration.exchanges import Parcel
-from rlrefit.integration.process_groups import Group
-from rlrefit.integration.shared_wire.host_group import HostGroup
-from rlrefit.integration.shared_wire.segment import Segment
-from rlrefit.workers.catalog import GenLayout, TrainLayout
+from rlrefit.recipes.plan.catalog import GenLayout, TrainLayout
 from tests.refit.mappings import wrong_refits
 from tests.refit.matrix import model, stored
 

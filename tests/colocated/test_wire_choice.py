@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from rlrefit.integration.comm.shared.opening import choose_wire
 from rlrefit.integration.errors import RefitError
-from rlrefit.integration.shared_wire.opening import choose_wire
 from rlrefit.integration.transport import choose
 
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
+from rlrefit.integration.comm.shared.host_group import HostGroup
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.rendezvous import Rendezvous, open_rendezvous
+from rlrefit.integration.control import Rendezvous, open_rendezvous
 from rlrefit.integration.session import RefitSession
-from rlrefit.integration.shared_wire.host_group import HostGroup
 from tests.refit.groups import GroupWorld
 from tests.refit.mappings import Worlds
 from tests.refit.synthetic import refit_changed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlrefit.recipes.config import ConfigError, load_config
+from rlrefit.recipes.config.load import ConfigError, load_config
 
 
 @pytest.fixture

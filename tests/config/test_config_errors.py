@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlrefit.recipes.config import ConfigError, load_config
+from rlrefit.recipes.config.load import ConfigError, load_config
 
 
 def test_six_mistakes_of_six_kinds_are_all_told_at_once(violations) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from rlrefit.recipes.cluster import bundles_by_host
-from rlrefit.recipes.config import bundled_recipes, load_config, model_violations
+from rlrefit.recipes.config.load import bundled_recipes, load_config, model_violations
+from rlrefit.recipes.plan.catalog import open_model
 from rlrefit.recipes.plan.recipe import layout_text, plan_of
-from rlrefit.recipes.trainer_policies import policy_config
-from rlrefit.recipes.vllm_arguments import engine_arguments, engine_bundles
-from rlrefit.workers.catalog import open_model
+from rlrefit.recipes.policy.make import policy_config
+from rlrefit.recipes.rollout.vllm_arguments import engine_arguments, engine_bundles
+from rlrefit.recipes.run.cluster import bundles_by_host
 from rlrefit.workers.checkpoint_folder import CheckpointUnreachable, checkpoint_folder, is_hub_name
-from rlrefit.workers.megatron.model import MegatronLayout, Recompute
-from rlrefit.workers.megatron.pipeline_layout import pipeline_layout_violations, pipeline_stages
+from rlrefit.workers.trainers.megatron.model import MegatronLayout, Recompute
+from rlrefit.workers.trainers.megatron.pipeline_layout import pipeline_layout_violations, pipeline_stages
 
 REAL = [name for name in bundled_recipes() if "tiny" not in name]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rlrefit.recipes.algorithms.losses import AGGREGATIONS
-from rlrefit.recipes.config import TrainConfig, model_violations
-from rlrefit.recipes.config_checks import CHOICES, LEAST, RANGES, config_violations, value_at
-from rlrefit.recipes.config_surroundings import gpu_violations
+from rlrefit.recipes.config.checks import CHOICES, LEAST, RANGES, config_violations, value_at
+from rlrefit.recipes.config.load import TrainConfig, model_violations
+from rlrefit.recipes.config.surroundings import gpu_violations
 
 
 def texts(config: TrainConfig) -> list[str]:

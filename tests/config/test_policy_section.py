@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.settings import REFIT_KEYS, check_nccl_xfer_refit_support, read_settings, wrong_type
-from rlrefit.recipes.config_schema import TrainConfig
+from rlrefit.recipes.config.schema import TrainConfig
 
 
 @pytest.mark.parametrize(

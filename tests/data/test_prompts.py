@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from rlrefit.recipes.config_schema import DataConfig
+from rlrefit.recipes.config.schema import DataConfig
 from rlrefit.recipes.data.dataset import DataError, Record, load_records
 from rlrefit.recipes.data.prompts import PromptDataset, PromptSampler, load_prompts
 from rlrefit.recipes.tiny.make_tokenizer import load_tokenizer

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlrefit.recipes.config import load_config
-from rlrefit.recipes.config_schema import DataConfig
+from rlrefit.recipes.config.load import load_config
+from rlrefit.recipes.config.schema import DataConfig
 from rlrefit.recipes.data.dataset import DataError, Record
 from rlrefit.recipes.data.prompts import PromptDataset, held_out, load_prompts
 from rlrefit.recipes.tiny.make_tokenizer import load_tokenizer

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlrefit.recipes.data.prompts import Prompt
-from rlrefit.recipes.reward_pool import RewardPool
-from rlrefit.recipes.rewards import Answer, RewardError, RewardScorer, Scores, load_reward
+from rlrefit.recipes.rewards.pool import RewardPool
+from rlrefit.recipes.rewards.scorer import Answer, RewardError, RewardScorer, Scores, load_reward
 
 PLUGIN = """
 import os, threading, time

@@ -3,11 +3,11 @@ import math
 import pytest
 
 from rlrefit.recipes.data.prompts import Prompt
-from rlrefit.recipes.rewards import RewardError, RewardResult, RewardScorer, arithmetic, load_reward
+from rlrefit.recipes.rewards.scorer import RewardError, RewardResult, RewardScorer, arithmetic, load_reward
 
 PROMPT = Prompt("max(3,8)=", (1, 2), "8", "train.jsonl line 7")
 PLUGIN = """
-from rlrefit.recipes.rewards import RewardResult
+from rlrefit.recipes.rewards.scorer import RewardResult
 
 def length(*, prompt, completion, answer, finished, scale=1.0):
     return RewardResult(scale * len(completion), {"length": len(completion)})

@@ -6,8 +6,8 @@ import importlib.util
 
 import pytest
 
-from rlrefit.recipes.rewards import RewardError, load_reward
-from rlrefit.recipes.rewards_math import boxed_math, last_boxed, reference_answer
+from rlrefit.recipes.rewards.answers import boxed_math, last_boxed, reference_answer
+from rlrefit.recipes.rewards.scorer import RewardError, load_reward
 
 
 def score(completion: str, answer: str) -> float:

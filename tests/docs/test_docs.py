@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlrefit.recipes.config import TrainConfig, load_config
+from rlrefit.recipes.config.load import TrainConfig, load_config
 from rlrefit.recipes.plan.arguments import add_arguments
 from rlrefit.recipes.plan.explain import explain
 from rlrefit.recipes.plan.options import read_options

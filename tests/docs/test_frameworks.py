@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rlrefit.integration.adapters import nemo_rl_contract, verl_contract
+from rlrefit.workers.frameworks.nemo_rl import contract as nemo_rl_contract
+from rlrefit.workers.frameworks.verl import full_tensors_contract as verl_contract
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -29,7 +30,7 @@ _NEMO_RL_FULL = (
 )
 # What each cell rests on: its words, and tests under tests/ that show them. A cell that denies has no entry.
 SHOWN: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
-    "rlrefit.workers.verl.engine": {
+    "rlrefit.workers.frameworks.verl.engine": {
         "trainers": (
             "FSDP2, Megatron-Bridge (Megatron's modules, outside verl's engine)",
             (
@@ -67,7 +68,7 @@ SHOWN: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
             ),
         ),
     },
-    "rlrefit.integration.adapters.verl": {
+    "rlrefit.workers.frameworks.verl.full_tensors": {
         "trainers": ("any, by verl's export (a double of it, and FSDP2)", (_UPDATES, _VERL_ON_GPU)),
         "engines": (
             "any, by verl's loading (a double of it, and vLLM; SGLang not tried)",
@@ -82,7 +83,7 @@ SHOWN: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         ),
         "ran on": ("CPUs, GPUs", (_UPDATES, _VERL_ON_GPU)),
     },
-    "rlrefit.workers.nemo_rl.install": {
+    "rlrefit.workers.frameworks.nemo_rl.install": {
         "trainers": (
             "Megatron, DTensor with transformers' models (such models in doubles of its workers)",
             (
@@ -103,7 +104,7 @@ SHOWN: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
             (f"{_TURNS}test_two_changed_refits_reach_live_parameters_bit_for_bit_in_nemo_rls_order",),
         ),
     },
-    "rlrefit.integration.adapters.nemo_rl": {
+    "rlrefit.workers.frameworks.nemo_rl.checkpoint_engine": {
         "trainers": ("any, by NeMo-RL's export (a double of it has run)", (_NEMO_RL_FULL,)),
         "engines": ("vLLM, by NeMo-RL's loading (a double of it has run)", (_NEMO_RL_FULL,)),
         "ran on": ("CPUs", (_NEMO_RL_FULL,)),

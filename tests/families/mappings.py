@@ -59,7 +59,7 @@ def unclassified() -> list[str]:
     """Mapping classes of the installed Bridge's own module that the rules have never heard of."""
     from megatron.bridge.models.conversion import param_mapping
 
-    from rlrefit.workers.megatron.rules import is_classified
+    from rlrefit.workers.trainers.megatron.rules import is_classified
 
     bases = {"MegatronParamMapping", "ChunkedMapping", "_LooseGatedMLPMapping"}
     return [
@@ -84,7 +84,7 @@ def _one(
     from megatron.bridge.models.conversion.model_bridge import WeightConversionTask
     from megatron.core.transformer import TransformerConfig
 
-    from rlrefit.workers.megatron.rules import fragments_of_task
+    from rlrefit.workers.trainers.megatron.rules import fragments_of_task
 
     config = TransformerConfig(num_layers=1, hidden_size=_HIDDEN, **_HEADS, **settings)
     mapping = getattr(param_mapping, kind)("decoder.layers.0.linear.weight", **names)

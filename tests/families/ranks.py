@@ -29,8 +29,8 @@ def walk(rank: int, cases: Sequence[Case], checkpoints: dict[tuple[str, bool], s
     Cases of the same groups that follow one another share them: making them takes as long as a case itself.
     A rank that raised leaves its peers in a collective, so the caller has to start again with the cases that are left.
     """
-    from rlrefit.workers.megatron.cpu_standins import ensure_megatron
-    from rlrefit.workers.megatron.offline_bridge import accept_any_attention, accept_mamba
+    from rlrefit.recipes.plan.offline_bridge import accept_any_attention, accept_mamba
+    from rlrefit.workers.trainers.megatron.cpu_standins import ensure_megatron
 
     # Bridge looks for it at every parameter, which takes a fifth of the time where it is not installed.
     sys.modules.setdefault("modelopt", None)  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def _accept_delta_nets() -> None:
 
 def _examine(case: Case, checkpoint: str) -> dict[str, Any]:
     from rlrefit.integration.errors import RefitError
-    from rlrefit.workers.megatron.source import MegatronSource
+    from rlrefit.workers.trainers.megatron.source import MegatronSource
 
     with VARIANTS.get(case.family, contextlib.nullcontext)():
         bridge, model = _build(case.layout, checkpoint)
@@ -106,7 +106,7 @@ def _build(layout: Layout, checkpoint: str) -> tuple[Any, list[Any]]:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from rlrefit.workers.megatron.model import MegatronLayout, set_for_cpu, set_layout, set_precision
+    from rlrefit.workers.trainers.megatron.model import MegatronLayout, set_for_cpu, set_layout, set_precision
 
     bridge = AutoBridge.from_hf_pretrained(checkpoint)
     provider = bridge.to_megatron_provider(load_weights=False)

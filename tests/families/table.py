@@ -9,10 +9,17 @@ import functools
 import tempfile
 from pathlib import Path
 
-from rlrefit.integration.manifest import Manifest
-from rlrefit.integration.routing import decide_routes
-from rlrefit.workers.catalog import GenLayout, Model, TrainLayout, all_holdings, bundled_models, open_model
-from rlrefit.workers.catalog.units import TURNED
+from rlrefit.integration.weights.manifest import Manifest
+from rlrefit.integration.weights.routing import decide_routes
+from rlrefit.recipes.plan.catalog import (
+    GenLayout,
+    Model,
+    TrainLayout,
+    all_holdings,
+    bundled_models,
+    open_model,
+)
+from rlrefit.recipes.plan.catalog.units import TURNED
 
 from .cases import CASES, Layout
 from .checkpoints import config_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlrefit.integration.layout import Fragment
-from rlrefit.workers.megatron.rules import Refused, experts, fragments_of_task, state_space
+from rlrefit.workers.trainers.megatron.rules import Refused, experts, fragments_of_task, state_space
 
 from . import mappings
 from .cases import BROKEN, CASES, CHANGED, CONVERSIONS, COPIED, FEW_GROUPS, Case

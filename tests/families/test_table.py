@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlrefit.workers.catalog import Model, bundled_models
-from rlrefit.workers.catalog.families import FAMILIES
+from rlrefit.recipes.plan.catalog import Model, bundled_models
+from rlrefit.recipes.plan.catalog.families import FAMILIES
 
 from .checkpoints import CONFIGS
 from .expected import MISC, TRANSFORMERS, VLLM, is_of

@@ -72,8 +72,8 @@ def _refit(rank: int, pairs: dict[str, tuple[str, str]]) -> dict[str, tuple[Resu
 
 def _one(path_a: str, path_b: str, size: int) -> Result:
     from rlrefit.integration.errors import RefitError
-    from rlrefit.integration.manifest import TensorSpec
-    from rlrefit.workers.transformers_engine.engine import TransformersEngine
+    from rlrefit.integration.weights.manifest import TensorSpec
+    from rlrefit.workers.engines.transformers.engine import TransformersEngine
 
     tensors = load_file(f"{path_b}/model.safetensors")
     specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]

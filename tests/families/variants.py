@@ -59,7 +59,7 @@ def experts_transposed() -> Iterator[None]:
 @contextlib.contextmanager
 def a_rule_broken_on_rank_0() -> Iterator[None]:
     """The QKV rule meets something that it never thought of, on one rank of one pipeline stage."""
-    from rlrefit.workers.megatron import rules
+    from rlrefit.workers.trainers.megatron import rules
 
     [key] = (key for key in rules._BY_CONFIG if key[1] == "QKVMapping")
     real = rules._BY_CONFIG[key]

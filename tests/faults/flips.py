@@ -11,9 +11,9 @@ from unittest import mock
 
 import torch
 
-from rlrefit.integration.misc import PackedBroadcast
+from rlrefit.integration.broadcast.packed import PackedBroadcast
+from rlrefit.integration.comm.torch_group import Group
 from rlrefit.integration.plan import CHECKSUM_BYTES
-from rlrefit.integration.process_groups import Group
 from rlrefit.integration.transport.cargo import Cargo, Item
 from rlrefit.integration.transport.replay import Replay
 

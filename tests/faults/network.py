@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
-from rlrefit.integration.rendezvous import Rendezvous
+from rlrefit.integration.control import Rendezvous
 
 from .trials import Kind
 

@@ -18,10 +18,10 @@ from unittest import mock
 
 import torch
 
-from rlrefit.integration.channel import Channel
-from rlrefit.integration.engines.nccl_xfer import NcclXferEngine
+from rlrefit.integration.control import Rendezvous, RendezvousServer, open_rendezvous
+from rlrefit.integration.control.channel import Channel
+from rlrefit.integration.engine.nccl_xfer import NcclXferEngine
 from rlrefit.integration.errors import EngineDirty, RefitError
-from rlrefit.integration.rendezvous import Rendezvous, RendezvousServer, open_rendezvous
 from rlrefit.integration.session import RefitSession, ServingState
 
 from .flips import Flipped, Flips

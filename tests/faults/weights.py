@@ -10,7 +10,7 @@ import torch
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.layout import Box, Fragment
-from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.weights.manifest import TensorSpec
 from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource, value_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

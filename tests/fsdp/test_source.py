@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.packing import Cast
-from rlrefit.workers.fsdp.checkpoint import trace_checkpoint
-from rlrefit.workers.fsdp.own_plan import OwnPlan
-from rlrefit.workers.fsdp.part import Part
-from rlrefit.workers.fsdp.source import FSDPSource
+from rlrefit.workers.trainers.fsdp.checkpoint import trace_checkpoint
+from rlrefit.workers.trainers.fsdp.own_plan import OwnPlan
+from rlrefit.workers.trainers.fsdp.part import Part
+from rlrefit.workers.trainers.fsdp.source import FSDPSource
 from tests.as_sent import as_sent
 from tests.catalog.shrunken import CONFIGS
 from tests.spawn import run_ranks

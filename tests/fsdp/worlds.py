@@ -62,7 +62,7 @@ def train(rank: int, cases: Sequence[Case]) -> list[list[dict[str, Any]]]:
 
 def _train(rank: int, case: Case, mesh: Any) -> list[dict[str, Any]]:
     from rlrefit.integration.config import RefitConfig
-    from rlrefit.workers.fsdp.mixin import FSDPRefitMixin
+    from rlrefit.workers.trainers.fsdp.mixin import FSDPRefitMixin
 
     from .models import save_whole
 
@@ -106,7 +106,7 @@ def serve(rank: int, cases: Sequence[Case]) -> list[list[dict[str, Any]]]:
 
 
 def _serve(rank: int, case: Case) -> list[dict[str, Any]]:
-    from rlrefit.workers.transformers_engine.engine import TransformersEngine
+    from rlrefit.workers.engines.transformers.engine import TransformersEngine
 
     worker = TransformersEngine(case.checkpoint, torch.bfloat16, case.gen_tp)
     reports = []

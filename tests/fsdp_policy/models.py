@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from rlrefit.recipes.algorithms.losses import PolicyLossConfig, loss_normalizer, metric_means, policy_loss
-from rlrefit.recipes.policy import AdamConfig
-from rlrefit.recipes.policy_batch import PolicyBatch
+from rlrefit.recipes.policy.base import AdamConfig
+from rlrefit.recipes.policy.batch import PolicyBatch
 from tests.policy_scenes import batch_of, spread
 
 _SHAPE: dict[str, Any] = {

@@ -53,8 +53,8 @@ class Report:
 
 
 def make_policy(case: Case) -> Any:
-    from rlrefit.recipes.policy_fsdp import FSDPPolicy, FSDPPolicyConfig
-    from rlrefit.workers.fsdp.model import FSDPLayout
+    from rlrefit.recipes.policy.fsdp import FSDPPolicy, FSDPPolicyConfig
+    from rlrefit.workers.trainers.fsdp.model import FSDPLayout
 
     return FSDPPolicy(
         FSDPPolicyConfig(
@@ -149,7 +149,7 @@ def _routers(case: Case) -> dict[str, Any]:
 
 def _unused(folder: Path) -> bool:
     """Whether a state comes back of which one module never had a gradient and another one is frozen."""
-    from rlrefit.recipes.policy_state_fsdp import load_sharded, save_sharded
+    from rlrefit.recipes.policy.state_fsdp import load_sharded, save_sharded
 
     def make() -> tuple[Any, torch.optim.Optimizer]:
         model = torch.nn.ModuleDict({name: torch.nn.Linear(8, 8) for name in ("used", "unused", "frozen")})
@@ -214,7 +214,7 @@ def _cut_off(rank: int, case: Case, folder: Path) -> dict[str, Any]:
 
 def _load_fails(case: Case, folder: Path) -> dict[str, Any]:
     """The error's text, and whether the policy stayed as it was."""
-    from rlrefit.recipes.policy import CheckpointError
+    from rlrefit.recipes.policy.base import CheckpointError
 
     policy = make_policy(case)
     policy.train_step(training_batch(policy.compute_logprobs(plain_batch())))

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from rlrefit.recipes.algorithms.losses import PolicyLossConfig
-from rlrefit.recipes.config import ConfigError, TrainConfig, bundled_recipes, load_config
-from rlrefit.recipes.config_checks import config_violations, value_at
-from rlrefit.recipes.config_surroundings import shape_violations
-from rlrefit.recipes.config_trainers import FSDP_ONLY, MEGATRON_ONLY
+from rlrefit.recipes.config.checks import config_violations, value_at
+from rlrefit.recipes.config.load import ConfigError, TrainConfig, bundled_recipes, load_config
+from rlrefit.recipes.config.surroundings import shape_violations
+from rlrefit.recipes.config.trainers import FSDP_ONLY, MEGATRON_ONLY
+from rlrefit.recipes.plan.catalog import FsdpLayout, TrainLayout
 from rlrefit.recipes.plan.recipe import plan_of
-from rlrefit.recipes.policy import AdamConfig
-from rlrefit.recipes.policy_fsdp import FSDPPolicyConfig
-from rlrefit.recipes.trainer_policies import policy_config
-from rlrefit.workers.catalog import FsdpLayout, TrainLayout
-from rlrefit.workers.fsdp.model import FSDPLayout
+from rlrefit.recipes.policy.base import AdamConfig
+from rlrefit.recipes.policy.fsdp import FSDPPolicyConfig
+from rlrefit.recipes.policy.make import policy_config
+from rlrefit.workers.trainers.fsdp.model import FSDPLayout
 
 
 def violations(*overrides: str, recipe: str = "grpo_tiny") -> tuple[str, ...]:

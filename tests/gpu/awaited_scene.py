@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import torch
 
+from rlrefit.integration.colocated.memory import StageRecord
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import RefitError
-from rlrefit.integration.records import RefitRecord
-from rlrefit.integration.rendezvous import open_rendezvous
-from rlrefit.integration.stage_memory import StageRecord
+from rlrefit.integration.records.record import RefitRecord
 
 from .awaited_trainer import Sampled, Trainer, write_checkpoint
 from .vllm_checkpoints import read_checkpoint
@@ -126,7 +126,7 @@ class Refits:
 
     async def _meet(self) -> None:
         from rlrefit.integration.session import RefitSession
-        from rlrefit.workers.fsdp.source import FSDPSource
+        from rlrefit.workers.trainers.fsdp.source import FSDPSource
 
         meeting, kind = self._server.rendezvous, "colocated_ipc"
 
@@ -137,7 +137,7 @@ class Refits:
 
     async def _both(self, ours: Callable[[], Any], theirs: Awaitable[Any]) -> list[Any]:
         """What the trainer's side gives, which blocks, and the engine's; the end of both is awaited in any case."""
-        from rlrefit.workers.vllm.engine_cores import all_answers
+        from rlrefit.workers.engines.vllm.engine_cores import all_answers
 
         return await all_answers([asyncio.to_thread(ours), theirs])
 
@@ -160,7 +160,7 @@ async def refused(call: Awaitable[Any]) -> tuple[str, str]:
 
 class Scene:
     def __init__(self, llm: Any, paths: list[str]) -> None:
-        from rlrefit.workers.vllm.driver import AsyncVllmDriver
+        from rlrefit.workers.engines.vllm.driver import AsyncVllmDriver
 
         self.found = Found()
         self._llm = llm
@@ -187,8 +187,8 @@ class Scene:
         return found
 
     async def _cycle(self, **settings: Any) -> Any:
-        from rlrefit.workers.colocated.awaited import AwaitedCycle
-        from rlrefit.workers.colocated.vllm import AwaitedVllmSleeper
+        from rlrefit.workers.engines.common.awaited import AwaitedCycle
+        from rlrefit.workers.engines.vllm.colocated import AwaitedVllmSleeper
 
         engine = AwaitedVllmSleeper([self._driver])
         return await AwaitedCycle.open(

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from rlrefit.integration.rendezvous import Rendezvous
-from rlrefit.workers.fsdp.mixin import FSDPRefitMixin
-from rlrefit.workers.fsdp.source import FSDPSource
-from rlrefit.workers.qat.checkpoint import write_checkpoint
-from rlrefit.workers.qat.config import QATConfig
-from rlrefit.workers.qat.fsdp import quantize_module
-from rlrefit.workers.qat.mixin import QATRefitMixin
+from rlrefit.integration.control import Rendezvous
+from rlrefit.workers.trainers.fsdp.mixin import FSDPRefitMixin
+from rlrefit.workers.trainers.fsdp.source import FSDPSource
+from rlrefit.workers.trainers.qat.checkpoint import write_checkpoint
+from rlrefit.workers.trainers.qat.config import QATConfig
+from rlrefit.workers.trainers.qat.fsdp import quantize_module
+from rlrefit.workers.trainers.qat.mixin import QATRefitMixin
 
 from . import vllm_checkpoints
 from .vllm_trainer import CONFIG

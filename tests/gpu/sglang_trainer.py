@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.rendezvous import Rendezvous
+from rlrefit.integration.control import Rendezvous
 
 from .vllm_trainer import CheckpointSource
 

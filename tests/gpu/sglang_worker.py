@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from rlrefit.workers.sglang.quantized import block_modules
-from rlrefit.workers.sglang.worker_refit import WorkerRefit, also_serve
+from rlrefit.workers.engines.sglang.quantized import block_modules
+from rlrefit.workers.engines.sglang.worker_refit import WorkerRefit, also_serve
 
 
 def load(model: Any, named_tensors: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlrefit.integration.clock import StageClock
+from rlrefit.integration.records.clock import StageClock
 
 from .needs import needs
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.distributed import FileStore
 
+from rlrefit.integration.comm.exchanges import Parcel
+from rlrefit.integration.comm.shared.device_group import DeviceGroup
+from rlrefit.integration.comm.shared.host_group import HostGroup
+from rlrefit.integration.comm.torch_group import Group
 from rlrefit.integration.errors import RefitError, RefitTimeout
-from rlrefit.integration.exchanges import Parcel
-from rlrefit.integration.process_groups import Group
-from rlrefit.integration.shared_wire.device_group import DeviceGroup
-from rlrefit.integration.shared_wire.host_group import HostGroup
 from tests.gpu.test_refit_over_nccl import refit_three_times
 from tests.refit.test_killed_peer import kill_a_rank
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rlrefit.recipes.run_files import read_json_lines
+from rlrefit.recipes.run.files import read_json_lines
 
 from .needs import needs
 

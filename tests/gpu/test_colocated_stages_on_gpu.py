@@ -70,7 +70,7 @@ class LateTrainer:
     def onload(self) -> None:
         import transformers
 
-        from rlrefit.workers.colocated.trainer import TorchRank
+        from rlrefit.workers.trainers.colocated import TorchRank
 
         if self.rank is not None:
             self.rank.onload()
@@ -120,7 +120,7 @@ class Refits:
 
     def __init__(self, trainer: LateTrainer, driver: Any) -> None:
         from rlrefit.integration.config import RefitConfig
-        from rlrefit.integration.rendezvous import open_rendezvous
+        from rlrefit.integration.control import open_rendezvous
 
         self._trainer, self._driver = trainer, driver
         self._config = RefitConfig(bucket_mb=256, timeout_s=120.0, verify="full")
@@ -129,9 +129,9 @@ class Refits:
         self._session: Any = None
 
     def __call__(self, version: int) -> list[Any]:
-        from rlrefit.integration.records import RefitRecord
+        from rlrefit.integration.records.record import RefitRecord
         from rlrefit.integration.session import RefitSession
-        from rlrefit.workers.fsdp.source import FSDPSource
+        from rlrefit.workers.trainers.fsdp.source import FSDPSource
 
         if self._session is None:
             meeting = self._server.rendezvous
@@ -165,11 +165,11 @@ def scene(folder: Path, total: int) -> Iterator[tuple[str, Any]]:
     """Turns in stages, and then one without; yields (what, found)."""
     from vllm import LLM
 
-    from rlrefit.integration.colocated import ColocatedCycle
-    from rlrefit.integration.stage_memory import StageRecord
-    from rlrefit.integration.stages import StageError
-    from rlrefit.workers.colocated.vllm import VllmSleeper
-    from rlrefit.workers.vllm.driver import EXTENSION, VllmDriver
+    from rlrefit.integration.colocated.cycle import ColocatedCycle
+    from rlrefit.integration.colocated.memory import StageRecord
+    from rlrefit.integration.colocated.stages import StageError
+    from rlrefit.workers.engines.vllm.colocated import VllmSleeper
+    from rlrefit.workers.engines.vllm.driver import EXTENSION, VllmDriver
 
     write_config(folder, total)
     llm = LLM(

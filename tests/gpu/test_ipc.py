@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from rlrefit.integration.errors import RefitError, TransportUnavailable
-from rlrefit.integration.shared_wire.device_memory import OwnBuckets
-from rlrefit.integration.transport.ipc.driver import call, driver
-from rlrefit.integration.transport.ipc.memory import ExportedMemory
+from rlrefit.integration.gpu_memory.buckets import OwnBuckets
+from rlrefit.integration.gpu_memory.driver import call, driver
+from rlrefit.integration.gpu_memory.memory import ExportedMemory
 from tests.ipc.worlds import Rank, Scenario, run
 
 from .needs import needs

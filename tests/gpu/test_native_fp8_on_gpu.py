@@ -31,10 +31,15 @@ def compared(folder: str, port: int) -> dict[str, Any]:
 
     from rlrefit.integration.quantize import fp8_blockwise
     from rlrefit.integration.quantize.formats import Fp8Blockwise
-    from rlrefit.integration.quantize.source import QuantizingSource
-    from rlrefit.workers.megatron.model import MegatronLayout, ensure_megatron, set_layout, set_precision
-    from rlrefit.workers.megatron.native_fp8 import is_native
-    from rlrefit.workers.megatron.source import MegatronSource
+    from rlrefit.integration.weights.quantizing import QuantizingSource
+    from rlrefit.workers.trainers.megatron.model import (
+        MegatronLayout,
+        ensure_megatron,
+        set_layout,
+        set_precision,
+    )
+    from rlrefit.workers.trainers.megatron.native_fp8 import is_native
+    from rlrefit.workers.trainers.megatron.source import MegatronSource
 
     os.environ.update(
         RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.rendezvous import Rendezvous, open_rendezvous
+from rlrefit.integration.control import Rendezvous, open_rendezvous
 
 from .needs import needs
 
@@ -87,8 +87,8 @@ def rank_main(rank: int, meeting: Rendezvous, case: Case, results: Any) -> None:
 
 def refits(rank: int, meeting: Rendezvous, case: Case) -> list[dict[str, Any]]:
     from rlrefit.integration.config import RefitConfig
-    from rlrefit.integration.manifest import TensorSpec
     from rlrefit.integration.session import RefitSession
+    from rlrefit.integration.weights.manifest import TensorSpec
     from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed
 
     torch.cuda.set_device(rank)

@@ -17,10 +17,10 @@ def refit_to_oneself(lanes: int, contiguous: bool) -> None:
     """Send the weights ``a.i`` into the weights ``b.i``, three changed times."""
     import torch.distributed as dist
 
-    from rlrefit.integration.clock import StageClock
+    from rlrefit.integration.comm.torch_group import Group
     from rlrefit.integration.layout import Fragment, box_of
     from rlrefit.integration.plan import CHECKSUM_BYTES, LARGE_SEGMENT, Message, Plan, Segment, aligned
-    from rlrefit.integration.process_groups import Group
+    from rlrefit.integration.records.clock import StageClock
     from rlrefit.integration.transport import P2PTransport
 
     device = torch.device("cuda", 0)

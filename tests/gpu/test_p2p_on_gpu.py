@@ -33,7 +33,7 @@ def refit(rank: int, size: int, port: int, case: str, lanes: int, results: Any) 
     import torch.distributed as dist
 
     from rlrefit.integration.errors import RefitError
-    from rlrefit.integration.manifest import TensorSpec
+    from rlrefit.integration.weights.manifest import TensorSpec
     from tests.p2p.worlds import Setting, contiguous, open_rank
     from tests.refit.synthetic import SyntheticDestination, SyntheticSource
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.rendezvous import Rendezvous, open_rendezvous
+from rlrefit.integration.control import Rendezvous, open_rendezvous
 from tests.refit.test_killed_peer import kill_a_rank
 
 from .needs import needs
@@ -20,8 +20,8 @@ HIDDEN, INTERMEDIATE, EXPERTS = 512, 768, 8
 
 def rank_main(rank: int, meeting: Rendezvous, engine: str, transport: str, results: Any) -> None:
     from rlrefit.integration.config import RefitConfig
-    from rlrefit.integration.manifest import TensorSpec
     from rlrefit.integration.session import RefitSession
+    from rlrefit.integration.weights.manifest import TensorSpec
     from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource, refit_changed
 
     # Where there are fewer GPUs, several ranks share one.

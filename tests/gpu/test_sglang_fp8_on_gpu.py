@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlrefit.workers.sglang.loader import LOADER
+from rlrefit.workers.engines.sglang.loader import LOADER
 from tests.sglang.real_engine import Scene
 
 from .needs import needs

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.colocated import ColocatedCycle
+from rlrefit.integration.colocated.cycle import ColocatedCycle
+from rlrefit.integration.colocated.memory import StageRecord
+from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import EngineDirty
-from rlrefit.integration.rendezvous import open_rendezvous
-from rlrefit.integration.stage_memory import StageRecord
-from rlrefit.workers.sglang.async_driver import AsyncSglangRefit
-from rlrefit.workers.sglang.sender import SglangSender
-from rlrefit.workers.trtllm.sender import own_device
+from rlrefit.workers.engines.sglang.async_driver import AsyncSglangRefit
+from rlrefit.workers.engines.sglang.sender import SglangSender
+from rlrefit.workers.engines.trtllm.sender import own_device
 from tests.sglang.real_engine import Scene
 from tests.spawn import free_port
 

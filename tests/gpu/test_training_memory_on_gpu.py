@@ -41,10 +41,10 @@ def run_cases(kind: str, root: str, port: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from rlrefit.recipes.algorithms.losses import PolicyLossConfig
-    from rlrefit.recipes.policy import AdamConfig, PolicyBatch
-    from rlrefit.recipes.policy_megatron import MegatronPolicy, MegatronPolicyConfig
+    from rlrefit.recipes.policy.base import AdamConfig, PolicyBatch
+    from rlrefit.recipes.policy.megatron import MegatronPolicy, MegatronPolicyConfig
     from rlrefit.recipes.tiny.checkpoints import make_checkpoint
-    from rlrefit.workers.megatron.model import Recompute
+    from rlrefit.workers.trainers.megatron.model import Recompute
 
     if not dist.is_initialized():
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -104,7 +104,7 @@ def digest(policy: Any) -> str:
 
 
 def masters_on_host(policy: Any) -> float:
-    from rlrefit.recipes.policy_state import _inner_optimizers, _masters
+    from rlrefit.recipes.policy.state import _inner_optimizers, _masters
 
     masters = [master for inner in _inner_optimizers(policy._optimizer) for master in _masters(inner)]
     return sum(m.numel() for m in masters if m.device.type == "cpu") / sum(m.numel() for m in masters)

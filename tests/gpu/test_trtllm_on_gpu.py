@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.manifest import TensorSpec
-from rlrefit.workers.trtllm.driver import TrtllmDriver
-from rlrefit.workers.trtllm.sender import TrtllmSender, own_device
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.workers.engines.trtllm.driver import TrtllmDriver
+from rlrefit.workers.engines.trtllm.sender import TrtllmSender, own_device
 from tests.trtllm.engine_double import DoubleLLM, expected
 from tests.trtllm.package_double import get_device_uuid, modules_of
 from tests.trtllm.serialization_double import GENERATIONS
@@ -40,7 +40,9 @@ def _engine(generation: str, specs: list[TensorSpec], pipe: Connection) -> None:
     import sys
 
     sys.modules.update(modules_of(generation))
-    from rlrefit.workers.trtllm.extension import TrtllmRefit  # with nothing approved beside its own imports
+    from rlrefit.workers.engines.trtllm.extension import (
+        TrtllmRefit,  # with nothing approved beside its own imports
+    )
 
     llm = DoubleLLM(TrtllmRefit, specs, device="cuda")
     torch.cuda.set_device(0)

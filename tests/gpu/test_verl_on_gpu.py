@@ -27,7 +27,7 @@ ENGINE = f"{ROLLOUT}.checkpoint_engine"
 AWAKE = (f"{ROLLOUT}.free_cache_engine=false", f"+{ROLLOUT}.enable_sleep_mode=false")
 FULL = (
     f"{ENGINE}.backend=nccl_xfer",
-    f"{ENGINE}.custom_backend_module=rlrefit.integration.adapters.verl",
+    f"{ENGINE}.custom_backend_module=rlrefit.workers.frameworks.verl.full_tensors",
     f"+{ENGINE}.engine_kwargs.nccl_xfer.timeout_s=120.0",
     f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=tests.verl_adapter.probe.FullProbe",
 )

@@ -7,7 +7,7 @@ import hashlib
 import torch
 
 from rlrefit.integration.quantize.fp8_blockwise import dequantize
-from rlrefit.workers.vllm.extension import VllmRefitExtension
+from rlrefit.workers.engines.vllm.extension import VllmRefitExtension
 
 
 class PoisonExtension(VllmRefitExtension):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.rendezvous import open_rendezvous
+from rlrefit.integration.control import open_rendezvous
 
 from .vllm_trainer import Trainer
 
@@ -57,7 +57,7 @@ class LiveEngine:
     def __init__(self, path: str, trainer: Trainer, config: RefitConfig, arguments: dict[str, Any]) -> None:
         from vllm import LLM
 
-        from rlrefit.workers.vllm.driver import VllmDriver
+        from rlrefit.workers.engines.vllm.driver import VllmDriver
 
         self.llm = LLM(
             path,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.rendezvous import Rendezvous
+from rlrefit.integration.control import Rendezvous
 
 from .vllm_checkpoints import read_checkpoint
 
@@ -30,7 +30,7 @@ class CheckpointSource:
             self._held[name].copy_(tensor)
 
     def specs(self) -> list[Any]:
-        from rlrefit.integration.manifest import TensorSpec
+        from rlrefit.integration.weights.manifest import TensorSpec
 
         return [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in self._held.items()]
 

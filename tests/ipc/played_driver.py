@@ -22,11 +22,12 @@ import pytest
 import torch
 from numpy.lib.stride_tricks import as_strided
 
+from rlrefit.integration.gpu_memory import mapping, memory
+from rlrefit.integration.gpu_memory.driver import DriverError, driver
 from rlrefit.integration.packing import Strided, copy_rows
 from rlrefit.integration.packing.segments import Ints, collapse
 from rlrefit.integration.transport.host_memory import HostMemory
-from rlrefit.integration.transport.ipc import mailbox, mapping, memory, one_sided, proofs, transport
-from rlrefit.integration.transport.ipc.driver import DriverError, driver
+from rlrefit.integration.transport.ipc import mailbox, one_sided, proofs, transport
 from rlrefit.integration.transport.ipc.mailbox import Mailbox
 from rlrefit.integration.transport.ipc.proofs import Bound, Proofs
 from rlrefit.integration.transport.views import LiveViews

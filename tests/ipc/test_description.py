@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.errors import RefitMismatch
-from rlrefit.integration.packing import Strided
-from rlrefit.integration.transport.ipc.description import (
+from rlrefit.integration.gpu_memory.description import (
     Allocation,
     Description,
     Inbox,
     Place,
     View,
 )
+from rlrefit.integration.packing import Strided
 
 ALLOCATIONS = (
     Allocation(1 << 40, 4096, "ab" * 64),

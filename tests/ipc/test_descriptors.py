@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rlrefit.integration.transport.ipc import descriptors as module
-from rlrefit.integration.transport.ipc.descriptors import TOKEN_BYTES, DescriptorServer, fetch
+from rlrefit.integration.gpu_memory import descriptors as module
+from rlrefit.integration.gpu_memory.descriptors import TOKEN_BYTES, DescriptorServer, fetch
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from rlrefit.integration.errors import TransportUnavailable
+from rlrefit.integration.gpu_memory import mapping, memory
+from rlrefit.integration.gpu_memory.description import Allocation, Description
+from rlrefit.integration.gpu_memory.descriptors import DescriptorServer
+from rlrefit.integration.gpu_memory.driver import DriverError, driver
+from rlrefit.integration.gpu_memory.mapping import ImportedMemory
+from rlrefit.integration.gpu_memory.memory import ExportedMemory, process_name
 from rlrefit.integration.transport.host_memory import DeviceMemory
-from rlrefit.integration.transport.ipc import mapping, memory
-from rlrefit.integration.transport.ipc.description import Allocation, Description
-from rlrefit.integration.transport.ipc.descriptors import DescriptorServer
-from rlrefit.integration.transport.ipc.driver import DriverError, driver
-from rlrefit.integration.transport.ipc.mapping import ImportedMemory
-from rlrefit.integration.transport.ipc.memory import ExportedMemory, process_name
 from tests.spawn import processes
 
 DEVICE = torch.device("cuda", 0)

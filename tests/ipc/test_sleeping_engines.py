@@ -22,11 +22,11 @@ import pytest
 import torch
 
 from rlrefit.integration.errors import TransportUnavailable
+from rlrefit.integration.gpu_memory.description import Description
 from rlrefit.integration.layout import Box, Fragment
 from rlrefit.integration.plan import Message, Plan, Segment
-from rlrefit.integration.records import StageClock
+from rlrefit.integration.records.record import StageClock
 from rlrefit.integration.transport.ipc import IpcTransport
-from rlrefit.integration.transport.ipc.description import Description
 from rlrefit.integration.transport.views import LiveViews
 from tests.ipc.played_driver import CHUNK, Bytes, PlayedDriver, played
 from tests.ipc.test_memory import open_descriptors

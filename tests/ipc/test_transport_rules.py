@@ -11,10 +11,10 @@ import torch
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import PlanError, RefitMismatch, TransportUnavailable
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.plan import Message, Plan, Segment
 from rlrefit.integration.transport import IpcTransport, choose
 from rlrefit.integration.transport.ipc import availability, facts
+from rlrefit.integration.weights.manifest import TensorSpec
 from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world
 
 GPU = {

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.clock import StageClock
 from rlrefit.integration.errors import RefitTimeout
+from rlrefit.integration.gpu_memory.description import Allocation, Description, Inbox, Place, View
 from rlrefit.integration.packing import Strided
 from rlrefit.integration.plan import Message, Plan, Segment
+from rlrefit.integration.records.clock import StageClock
 from rlrefit.integration.transport.ipc import lease, one_sided
 from rlrefit.integration.transport.ipc import transport as module
-from rlrefit.integration.transport.ipc.description import Allocation, Description, Inbox, Place, View
 from rlrefit.integration.transport.ipc.transport import IpcTransport
 
 PLAN = Plan(0, ((Message(0, 1, 0, (Segment("w", ((0, 4),), 0, 8),), 32, 0),),), ((),), "digest", {})

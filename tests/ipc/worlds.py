@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.distributed import FileStore
 
-from rlrefit.integration.clock import StageClock
 from rlrefit.integration.errors import RefitError
-from rlrefit.integration.holdings import Holdings
 from rlrefit.integration.layout import Fragment
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.plan import analyse
+from rlrefit.integration.records.clock import StageClock
 from rlrefit.integration.transport import IpcTransport
+from rlrefit.integration.weights.holdings import Holdings
+from rlrefit.integration.weights.manifest import TensorSpec
 from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource
 
 HIDDEN, INTERMEDIATE, EXPERTS = 256, 384, 4

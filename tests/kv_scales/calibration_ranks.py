@@ -55,10 +55,10 @@ def _by_megatron(path: str, layout: dict[str, Any]) -> list[dict[str, float]]:
     from megatron.core import parallel_state
 
     from rlrefit.integration.config import RefitConfig
-    from rlrefit.recipes.policy_batch import BatchSplit, PolicyBatch
-    from rlrefit.recipes.policy_forward import run_schedule
-    from rlrefit.workers.megatron.mixin import MegatronRefitMixin
-    from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
+    from rlrefit.recipes.policy.batch import BatchSplit, PolicyBatch
+    from rlrefit.recipes.policy.forward import run_schedule
+    from rlrefit.workers.trainers.megatron.mixin import MegatronRefitMixin
+    from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
 
     class Worker(MegatronRefitMixin):
         refit_config = RefitConfig(kv_scales=True)
@@ -102,7 +102,7 @@ def _by_fsdp(rank: int, path: str, attention: str) -> list[dict[str, float]]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     from rlrefit.integration.config import RefitConfig
-    from rlrefit.workers.fsdp.mixin import FSDPRefitMixin
+    from rlrefit.workers.trainers.fsdp.mixin import FSDPRefitMixin
 
     class Worker(FSDPRefitMixin):
         refit_config = RefitConfig(kv_scales=True)

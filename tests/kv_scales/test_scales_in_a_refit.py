@@ -11,10 +11,10 @@ import torch
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch
-from rlrefit.integration.manifest import TensorSpec
-from rlrefit.workers.destination_mixin import DestinationRefitMixin
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.workers.engines.common.destination_mixin import DestinationRefitMixin
 from rlrefit.workers.kv_scales import AttentionLayer, KvScaleDestination, KvScaleSource, Scales
-from rlrefit.workers.source_mixin import SourceRefitMixin
+from rlrefit.workers.trainers.source_mixin import SourceRefitMixin
 from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource, refit_changed, run_world
 
 LAYERS = [f"model.layers.{i}.self_attn" for i in range(3)]

@@ -17,10 +17,10 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 
 from rlrefit.integration.errors import RefitError
+from rlrefit.workers.engines.vllm.kv_scales import VllmScaledCache
+from rlrefit.workers.engines.vllm.worker_refit import WorkerRefit
 from rlrefit.workers.kv_scales import KvScaleDestination, Scales
 from rlrefit.workers.kv_scales.names import scale_names, scale_specs
-from rlrefit.workers.vllm.kv_scales import VllmScaledCache
-from rlrefit.workers.vllm.worker_refit import WorkerRefit
 from tests.refit.synthetic import SyntheticDestination
 
 LAYERS = [f"model.layers.{i}.self_attn" for i in range(2)]

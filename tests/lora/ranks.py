@@ -149,7 +149,7 @@ def train(rank: int, cases: Sequence[Case]) -> list[Report]:
 
 def _train(rank: int, case: Case, mesh: Any) -> Report:
     from rlrefit.integration.config import RefitConfig
-    from rlrefit.workers.fsdp.mixin import FSDPRefitMixin
+    from rlrefit.workers.trainers.fsdp.mixin import FSDPRefitMixin
 
     trained = shard(adapted(case), case.layout, mesh)
     optimizer = adam_of(trained)
@@ -211,7 +211,7 @@ def serve(rank: int, cases: Sequence[Case]) -> list[Report]:
 
 
 def _serve(rank: int, case: Case) -> Report:
-    from rlrefit.workers.transformers_engine.engine import TransformersEngine
+    from rlrefit.workers.engines.transformers.engine import TransformersEngine
 
     worker, report = TransformersEngine(case.checkpoint, torch.bfloat16, case.gen_tp), Report()
     place = case.layout.ranks + rank
@@ -232,7 +232,7 @@ def _serve(rank: int, case: Case) -> Report:
 
 
 def _merged_difference(case: Case, version: int, model: Any) -> list[str]:
-    from rlrefit.workers.transformers_engine.engine import TransformersEngine
+    from rlrefit.workers.engines.transformers.engine import TransformersEngine
 
     oracle = TransformersEngine(str(case.saved(version)), torch.bfloat16, case.gen_tp).model
     state = model.state_dict()

@@ -12,10 +12,10 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.session import RefitSession
-from rlrefit.workers.fsdp.adapter_source import AdapterSource
-from rlrefit.workers.fsdp.merging import Delta, merge
-from rlrefit.workers.fsdp.source import FSDPSource
-from rlrefit.workers.transformers_engine.adapter_destination import TransformersAdapterDestination
+from rlrefit.workers.engines.transformers.adapter_destination import TransformersAdapterDestination
+from rlrefit.workers.trainers.fsdp.adapter_source import AdapterSource
+from rlrefit.workers.trainers.fsdp.merging import Delta, merge
+from rlrefit.workers.trainers.fsdp.source import FSDPSource
 from tests.as_sent import as_sent
 from tests.fsdp.models import smallest
 from tests.refit.synthetic import run_world

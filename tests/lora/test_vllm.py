@@ -42,8 +42,8 @@ def serve(folder: Path) -> Served:
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
-    from rlrefit.workers.vllm.driver import VllmDriver
-    from rlrefit.workers.vllm.lora import ADAPTER_ID
+    from rlrefit.workers.engines.vllm.driver import VllmDriver
+    from rlrefit.workers.engines.vllm.lora import ADAPTER_ID
 
     llm = LLM(
         model=str(folder / "base"),
@@ -143,7 +143,7 @@ def test_tokens_tell_their_version_and_no_prefix_outlives_it(served: Served) -> 
 
 
 def test_no_request_asks_for_an_adapter_that_no_refit_has_brought() -> None:
-    from rlrefit.workers.vllm.lora import lora_request
+    from rlrefit.workers.engines.vllm.lora import lora_request
 
     with pytest.raises(EngineDirty, match="no refit has brought the trainer's adapter"):
         lora_request(-1)

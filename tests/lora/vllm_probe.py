@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlrefit.workers.vllm.extension import VllmRefitExtension
+from rlrefit.workers.engines.vllm.extension import VllmRefitExtension
 
 
 class AdapterProbe(VllmRefitExtension):

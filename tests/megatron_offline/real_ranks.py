@@ -10,8 +10,8 @@ def tell(rank: int, cases: list[tuple[str, dict[str, int]]]) -> list[dict[str, A
     import torch
     from megatron.core import parallel_state
 
-    from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
-    from rlrefit.workers.megatron.source import MegatronSource
+    from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
+    from rlrefit.workers.trainers.megatron.source import MegatronSource
 
     found = []
     for path, layout in cases:

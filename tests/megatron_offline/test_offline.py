@@ -13,12 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from rlrefit.integration.layout import volume
+from rlrefit.recipes.plan.catalog import GenLayout, Model, TrainLayout, open_model, train_holdings
 from rlrefit.recipes.plan.hosts import Hosts
+from rlrefit.recipes.plan.offline import OfflineError, OfflineExport, OfflineQuestion, ask_bridge
 from rlrefit.recipes.plan.options import PlanOptions
 from rlrefit.recipes.plan.study import Study, study
 from rlrefit.recipes.plan.with_bridge import differences, opened_path
-from rlrefit.workers.catalog import GenLayout, Model, TrainLayout, open_model, train_holdings
-from rlrefit.workers.megatron.offline import OfflineError, OfflineExport, OfflineQuestion, ask_bridge
 from tests.ahead import FoundAhead
 from tests.catalog.shrunken import CONFIGS
 from tests.megatron_offline import real_ranks

@@ -62,9 +62,9 @@ def make_policy(case: Case) -> Any:
     import torch
 
     from rlrefit.recipes.algorithms.losses import PolicyLossConfig
-    from rlrefit.recipes.policy import AdamConfig
-    from rlrefit.recipes.policy_megatron import MegatronPolicy, MegatronPolicyConfig
-    from rlrefit.workers.megatron.model import MegatronLayout, Recompute
+    from rlrefit.recipes.policy.base import AdamConfig
+    from rlrefit.recipes.policy.megatron import MegatronPolicy, MegatronPolicyConfig
+    from rlrefit.workers.trainers.megatron.model import MegatronLayout, Recompute
 
     return MegatronPolicy(
         MegatronPolicyConfig(
@@ -143,7 +143,7 @@ def train_all(rank: int, cases: dict[str, Case]) -> dict[str, Report]:
 def unmasked_batch() -> Any:
     import torch
 
-    from rlrefit.recipes.policy import PolicyBatch
+    from rlrefit.recipes.policy.base import PolicyBatch
 
     return PolicyBatch(token_ids(), torch.zeros(token_ids().shape))
 
@@ -187,7 +187,7 @@ def resume_all(rank: int, cases: dict[str, Case], root: str) -> dict[str, dict[s
 
 def load_fails(rank: int, case: Case, folder: str) -> tuple[str, bool]:
     """The text of the error, and whether the policy stayed as it was."""
-    from rlrefit.recipes.policy import CheckpointError
+    from rlrefit.recipes.policy.base import CheckpointError
 
     policy = make_policy(case)
     before = digest(policy)
@@ -216,8 +216,8 @@ def two_ranks(
 
 def build_fails(rank: int, paths: dict[str, str]) -> str:
     """The error where only rank 1's folder is damaged."""
-    from rlrefit.workers.megatron.hf_checkpoint import CheckpointMismatch
-    from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
+    from rlrefit.workers.trainers.megatron.hf_checkpoint import CheckpointMismatch
+    from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
 
     try:
         build_megatron(paths["bad" if rank == 1 else "good"], MegatronLayout(tensor_parallel=2))
@@ -228,7 +228,7 @@ def build_fails(rank: int, paths: dict[str, str]) -> str:
 
 def second_layout(rank: int, case: Case) -> str:
     """The error of a second model in another layout than the first."""
-    from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
+    from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
 
     build_megatron(case.model_path, MegatronLayout(tensor_parallel=2), wrap_with_ddp=False)
     try:
@@ -246,7 +246,7 @@ def one_rank(rank: int, trained: dict[str, Case]) -> dict[str, Any]:
 
     import torch
 
-    from rlrefit.workers.megatron import cpu_standins
+    from rlrefit.workers.trainers.megatron import cpu_standins
     from tests import loaded_megatron
 
     reports = train_all(rank, trained)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlrefit.recipes import checkpoint
-from rlrefit.recipes.checkpoint import MANIFEST, CheckpointStore, LayoutChanged
-from rlrefit.recipes.policy_state import read_rank_state, write_rank_state
-from rlrefit.workers.durable import Written
+from rlrefit.recipes.policy.state import read_rank_state, write_rank_state
+from rlrefit.recipes.run import checkpoint
+from rlrefit.recipes.run.checkpoint import MANIFEST, CheckpointStore, LayoutChanged
+from rlrefit.workers.trainers.durable import Written
 
 LAYOUT = {"tensor_parallel": 2, "pipeline_parallel": 1, "virtual_pipeline": None}
 

@@ -9,7 +9,11 @@ import torch
 from policy_checkpoints import write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from rlrefit.workers.megatron.hf_checkpoint import CheckpointMismatch, check_checkpoint, expected_tensors
+from rlrefit.workers.trainers.megatron.hf_checkpoint import (
+    CheckpointMismatch,
+    check_checkpoint,
+    expected_tensors,
+)
 
 
 @pytest.fixture(params=["qwen3", "qwen3_moe", "llama"])

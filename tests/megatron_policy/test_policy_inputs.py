@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlrefit.recipes.batching import Rollout, minibatches, policy_batch
-from rlrefit.recipes.policy import AdamConfig
-from rlrefit.recipes.policy_batch import BatchSplit, PolicyBatch
-from rlrefit.recipes.policy_megatron import MegatronPolicy, MegatronPolicyConfig
-from rlrefit.workers.completion import Completion
-from rlrefit.workers.megatron import cpu_standins
-from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
+from rlrefit.recipes.policy.base import AdamConfig
+from rlrefit.recipes.policy.batch import BatchSplit, PolicyBatch
+from rlrefit.recipes.policy.megatron import MegatronPolicy, MegatronPolicyConfig
+from rlrefit.recipes.rollout.batching import Rollout, minibatches, policy_batch
+from rlrefit.workers.engines.common.completion import Completion
+from rlrefit.workers.trainers.megatron import cpu_standins
+from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
 
 COUNTS = st.integers(1, 9)
 

@@ -15,8 +15,8 @@ def told_of_holes(rank: int, untied: str, tied: str) -> dict[str, tuple[list[str
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
-    from rlrefit.workers.megatron import enumeration
-    from rlrefit.workers.megatron.model import MegatronLayout, MegatronModel, build_megatron
+    from rlrefit.workers.trainers.megatron import enumeration
+    from rlrefit.workers.trainers.megatron.model import MegatronLayout, MegatronModel, build_megatron
 
     told: list[str] = []
 

@@ -13,9 +13,9 @@ import torch
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import PeerLost, RefitError
-from rlrefit.integration.manifest import TensorSpec
-from rlrefit.workers.megatron.places import Places
-from rlrefit.workers.source_mixin import SourceRefitMixin
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.workers.trainers.megatron.places import Places
+from rlrefit.workers.trainers.source_mixin import SourceRefitMixin
 from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world
 
 SPECS = [TensorSpec("w", (8, 4), torch.float32)]

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from rlrefit.integration.adapters.nemo_rl_contract import CHECKPOINT_ENGINE, SHARD_TO_SHARD
+from rlrefit.workers.frameworks.nemo_rl.contract import CHECKPOINT_ENGINE, SHARD_TO_SHARD
 from tests.nemo_rl_adapter import recorded
 
 
@@ -20,7 +20,7 @@ def as_recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         module = modules.setdefault(published.module, ModuleType(published.module))
         setattr(module, published.name, getattr(recorded, published.name))
         monkeypatch.setitem(sys.modules, published.module, module)
-    monkeypatch.delitem(sys.modules, "rlrefit.integration.adapters.nemo_rl", raising=False)
+    monkeypatch.delitem(sys.modules, "rlrefit.workers.frameworks.nemo_rl.checkpoint_engine", raising=False)
     yield
     # Made on the recorded class.
-    sys.modules.pop("rlrefit.integration.adapters.nemo_rl", None)
+    sys.modules.pop("rlrefit.workers.frameworks.nemo_rl.checkpoint_engine", None)

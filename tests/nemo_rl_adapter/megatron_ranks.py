@@ -15,8 +15,8 @@ TRAIN_RANKS = 2
 
 def policy(rank: int, models: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     """What of ``MegatronPolicyWorker`` a refit meets, at TP2; the answers to all calls."""
-    from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
-    from rlrefit.workers.nemo_rl import policy_worker
+    from rlrefit.workers.frameworks.nemo_rl import policy_worker
+    from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
 
     built = build_megatron(models[0], MegatronLayout(tensor_parallel=2))
     [model] = built.model

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from rlrefit.integration.errors import RefitError
-from rlrefit.workers.nemo_rl import policy_worker
-from rlrefit.workers.nemo_rl.engine_calls import EngineCalls
+from rlrefit.workers.frameworks.nemo_rl import policy_worker
+from rlrefit.workers.frameworks.nemo_rl.engine_calls import EngineCalls
 from tests.fsdp.ranks import Layout, build, gathered, mesh_of
 from tests.nemo_rl_adapter.recorded import VllmInternalWorkerExtension
 
@@ -99,7 +99,7 @@ class TransformersRank(EngineCalls):
     """One rank of an engine that is not vLLM's, behind the calls of :class:`~...RefitWorker`; it holds the whole model."""
 
     def __init__(self, checkpoint: str, rank: int = 0) -> None:
-        from rlrefit.workers.transformers_engine.engine import TransformersEngine
+        from rlrefit.workers.engines.transformers.engine import TransformersEngine
 
         self._rank = rank
         self.engine = TransformersEngine(checkpoint, torch.bfloat16)
@@ -152,7 +152,7 @@ class GenerationWorker:
     def _vllm(self, checkpoint: str) -> Any:
         from vllm import LLM
 
-        from rlrefit.workers.nemo_rl.settings import WORKER_CLS
+        from rlrefit.workers.frameworks.nemo_rl.settings import WORKER_CLS
 
         return LLM(
             checkpoint,

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from rlrefit.integration.adapters import nemo_rl_contract
-from rlrefit.integration.adapters.nemo_rl_contract import (
+from rlrefit.integration.errors import RefitError
+from rlrefit.workers.frameworks.nemo_rl import contract as nemo_rl_contract
+from rlrefit.workers.frameworks.nemo_rl.contract import (
     CHECKPOINT_ENGINE,
     SHARD_TO_SHARD,
     SYNCHRONIZER,
@@ -20,15 +21,14 @@ from rlrefit.integration.adapters.nemo_rl_contract import (
     require_supported,
     violations,
 )
-from rlrefit.integration.adapters.nemo_rl_engine import FullTensorEngine
-from rlrefit.integration.errors import RefitError
-from rlrefit.workers.nemo_rl.engine_calls import EngineCalls
-from rlrefit.workers.nemo_rl.settings import WORKER_CLS, NemoRlRefit
-from rlrefit.workers.nemo_rl.synchronizer import ShardSynchronizer
+from rlrefit.workers.frameworks.nemo_rl.engine_calls import EngineCalls
+from rlrefit.workers.frameworks.nemo_rl.full_tensors import FullTensorEngine
+from rlrefit.workers.frameworks.nemo_rl.settings import WORKER_CLS, NemoRlRefit
+from rlrefit.workers.frameworks.nemo_rl.synchronizer import ShardSynchronizer
 from tests.nemo_rl_adapter import recorded
 
 ALL = (CHECKPOINT_ENGINE, *SHARD_TO_SHARD)
-TRANSPORT = "rlrefit.integration.adapters.nemo_rl:NcclXferCheckpointEngine"
+TRANSPORT = "rlrefit.workers.frameworks.nemo_rl.checkpoint_engine:NcclXferCheckpointEngine"
 
 
 def configured(**changes: Any) -> dict[str, Any]:

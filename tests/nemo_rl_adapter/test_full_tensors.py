@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.adapters.nemo_rl_engine import FullTensorEngine
 from rlrefit.integration.errors import RefitError, RefitMismatch, RefitTimeout
+from rlrefit.workers.frameworks.nemo_rl.full_tensors import FullTensorEngine
 
 MIB = 1 << 20
 # Over several buckets of 1 MiB: one larger than two of them, odd sizes, scalars and types that torch can't add up.

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from rlrefit.integration.errors import RefitError
-from rlrefit.workers.nemo_rl import policy_worker
-from rlrefit.workers.nemo_rl.engine_calls import require_text_only
-from rlrefit.workers.vllm.answers import raise_refit_errors
+from rlrefit.workers.engines.vllm.answers import raise_refit_errors
+from rlrefit.workers.frameworks.nemo_rl import policy_worker
+from rlrefit.workers.frameworks.nemo_rl.engine_calls import require_text_only
 from tests.nemo_rl_adapter import megatron_ranks
 from tests.refit.models import make_model
 from tests.spawn import run_ranks, run_together
@@ -51,7 +51,7 @@ def test_what_nemo_rls_own_export_alone_knows_is_refused_all_at_once() -> None:
     text = refused(model=model, dtype=torch.bfloat16, draft_model=object(), cfg={"quant_cfg": "NVFP4"})
     for part in ("state_dict_adapter", "LoRA adapters are merged", "draft model", "quant_cfg"):
         assert part in text
-    assert "rlrefit.integration.adapters.nemo_rl:NcclXferCheckpointEngine" in text
+    assert "rlrefit.workers.frameworks.nemo_rl.checkpoint_engine:NcclXferCheckpointEngine" in text
 
 
 def test_virtual_pipeline_stages_of_which_a_worker_keeps_one_are_refused() -> None:

@@ -18,10 +18,10 @@ import pytest
 import ray
 
 from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
-from rlrefit.workers.nemo_rl.calls import Workers, within
-from rlrefit.workers.nemo_rl.install import install
-from rlrefit.workers.nemo_rl.settings import WORKER_CLS, NemoRlRefit
-from rlrefit.workers.nemo_rl.synchronizer import TIMER, ShardSynchronizer
+from rlrefit.workers.frameworks.nemo_rl.calls import Workers, within
+from rlrefit.workers.frameworks.nemo_rl.install import install
+from rlrefit.workers.frameworks.nemo_rl.settings import WORKER_CLS, NemoRlRefit
+from rlrefit.workers.frameworks.nemo_rl.synchronizer import TIMER, ShardSynchronizer
 from tests.nemo_rl_adapter.recorded import WeightSynchronizer
 from tests.nemo_rl_adapter.run_workers import (
     GenerationWorker,
@@ -40,8 +40,8 @@ TIMEOUT_S = 120.0
 LOADED = (
     "tests.nemo_rl_adapter.run_workers",
     "transformers.models.qwen3.modeling_qwen3",
-    "rlrefit.workers.transformers_engine.engine",
-    "rlrefit.workers.nemo_rl.settings",
+    "rlrefit.workers.engines.transformers.engine",
+    "rlrefit.workers.frameworks.nemo_rl.settings",
 )
 
 

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlrefit.integration.errors import RefitError
-from rlrefit.workers.offload import Residence
+from rlrefit.workers.trainers.offload import Residence
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

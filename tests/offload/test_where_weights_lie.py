@@ -11,7 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import PeerLost, RefitError
 from rlrefit.integration.layout import Fragment
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.packing import make_checksums, make_copy
 from rlrefit.integration.packing.factory import JoinedCopies, PairedViews
 from rlrefit.integration.packing.host import PushedViews, kernels_read
@@ -20,6 +19,7 @@ from rlrefit.integration.transport import replay
 from rlrefit.integration.transport.cargo import Cargo
 from rlrefit.integration.transport.host_memory import HostMemory
 from rlrefit.integration.transport.views import LiveViews
+from rlrefit.integration.weights.manifest import TensorSpec
 from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

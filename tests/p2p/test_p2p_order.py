@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlrefit.integration.clock import StageClock
-from rlrefit.integration.exchanges import Parcel
+from rlrefit.integration.comm.exchanges import Parcel
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.plan import GLOO_PACE, NCCL_PACE, Message, Plan, Segment
+from rlrefit.integration.records.clock import StageClock
 from rlrefit.integration.transport import P2PTransport, p2p
 
 TRAINER, SELF, GIVER, TAKER = range(4)

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlrefit.integration.comm.exchanges import Parcel
+from rlrefit.integration.comm.torch_group import Group
 from rlrefit.integration.errors import (
     PeerLost,
     PlanError,
@@ -22,12 +24,10 @@ from rlrefit.integration.errors import (
     RefitTimeout,
     VerificationError,
 )
-from rlrefit.integration.exchanges import Parcel
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.plan import GLOO_PACE, NCCL_PACE, Message, Pace, Plan, Segment
-from rlrefit.integration.process_groups import Group
 from rlrefit.integration.transport.cargo import Cargo
 from rlrefit.integration.transport.staging import share_buckets
+from rlrefit.integration.weights.manifest import TensorSpec
 from tests.p2p.worlds import Rank, Setting, contiguous, run_threads
 from tests.plan.worlds import Layouts, layouts
 from tests.refit.synthetic import SyntheticDestination, SyntheticSource

@@ -12,12 +12,12 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from rlrefit.integration.clock import StageClock
-from rlrefit.integration.holdings import Holdings, HoldingsReader, SpecTable
-from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.comm.torch_group import Group
 from rlrefit.integration.plan import NCCL_PACE, Pace, Plan, analyse
-from rlrefit.integration.process_groups import Group
+from rlrefit.integration.records.clock import StageClock
 from rlrefit.integration.transport import P2PTransport, TransferResult
+from rlrefit.integration.weights.holdings import Holdings, HoldingsReader, SpecTable
+from rlrefit.integration.weights.manifest import TensorSpec
 from tests.refit.synthetic import SyntheticDestination, SyntheticSource
 
 

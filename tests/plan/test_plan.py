@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.errors import PlanError
-from rlrefit.integration.holdings import HoldingGroup, Holdings, HoldingsReader, SpecTable
 from rlrefit.integration.layout import box_of, volume
 from rlrefit.integration.layout.fragments import local_slice
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.plan import Topology, analyse
 from rlrefit.integration.plan.balance import Demand, balance, least_possible
+from rlrefit.integration.weights.holdings import HoldingGroup, Holdings, HoldingsReader, SpecTable
+from rlrefit.integration.weights.manifest import TensorSpec
 
 from .worlds import Layouts, both_ends_agree, holdings_of, layouts, plans_of, run_plans
 

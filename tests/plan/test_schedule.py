@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlrefit.integration.plan import Topology, analyse
 from rlrefit.integration.plan.schedule import arrange, peers_at_a_time, slots
-from rlrefit.workers.catalog import all_holdings, open_model, parse_gen, parse_train
+from rlrefit.recipes.plan.catalog import all_holdings, open_model, parse_gen, parse_train
 
 
 @given(

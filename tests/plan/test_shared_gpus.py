@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.layout import box_of
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.plan import Topology, analyse
+from rlrefit.integration.weights.manifest import TensorSpec
 
 from .worlds import Layouts, both_ends_agree, layouts, plans_of, run_plans
 

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from rlrefit.integration.holdings import HoldingGroup, Holdings
 from rlrefit.integration.layout import Box, box_of
 from rlrefit.integration.layout.fragments import local_slice
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.plan import Analysis, Message, Plan
+from rlrefit.integration.weights.holdings import HoldingGroup, Holdings
+from rlrefit.integration.weights.manifest import TensorSpec
 
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
 

@@ -12,7 +12,7 @@ from rlrefit.recipes.bench import command
 from rlrefit.recipes.bench.launch import BenchFailed, run_ranks
 from rlrefit.recipes.bench.options import BenchOptions
 from rlrefit.recipes.cli import main
-from rlrefit.workers.catalog import parse_gen, parse_train
+from rlrefit.recipes.plan.catalog import parse_gen, parse_train
 from tests.catalog.shrunken import CONFIGS
 
 

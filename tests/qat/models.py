@@ -13,9 +13,9 @@ from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import 
 
 from rlrefit.integration.quantize import nvfp4
 from rlrefit.integration.quantize.nvfp4 import Arithmetic
-from rlrefit.workers.qat.config import QATConfig
-from rlrefit.workers.qat.fsdp import quantize_module
-from rlrefit.workers.qat.model import QAT
+from rlrefit.workers.trainers.qat.config import QATConfig
+from rlrefit.workers.trainers.qat.fsdp import quantize_module
+from rlrefit.workers.trainers.qat.model import QAT
 
 from .ranks import token_ids
 

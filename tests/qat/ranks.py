@@ -43,11 +43,11 @@ def _fsdp(rank: int, case: Case) -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AutoModelForCausalLM
 
-    from rlrefit.workers.fsdp.source import FSDPSource
-    from rlrefit.workers.qat.checkpoint import write_checkpoint
-    from rlrefit.workers.qat.config import QATConfig
-    from rlrefit.workers.qat.fsdp import quantize_module
-    from rlrefit.workers.qat.source import PackedSource
+    from rlrefit.workers.trainers.fsdp.source import FSDPSource
+    from rlrefit.workers.trainers.qat.checkpoint import write_checkpoint
+    from rlrefit.workers.trainers.qat.config import QATConfig
+    from rlrefit.workers.trainers.qat.fsdp import quantize_module
+    from rlrefit.workers.trainers.qat.source import PackedSource
 
     model = AutoModelForCausalLM.from_pretrained(case.checkpoint, dtype=torch.float32)
     qat = quantize_module(model, QATConfig(**case.config))
@@ -82,8 +82,8 @@ def _fsdp(rank: int, case: Case) -> dict[str, Any]:
 
 def _faults(rank: int, case: Case, source: Any, qat: Any) -> dict[str, Any]:
     """What all ranks say of what fails on one."""
-    from rlrefit.workers.qat.checkpoint import write_checkpoint
-    from rlrefit.workers.qat.source import PackedSource
+    from rlrefit.workers.trainers.qat.checkpoint import write_checkpoint
+    from rlrefit.workers.trainers.qat.source import PackedSource
 
     torch.distributed.barrier()
     folder = case.written.parent / "failed"
@@ -143,12 +143,12 @@ def _megatron(rank: int, case: Case) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
 
-    from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
-    from rlrefit.workers.megatron.source import MegatronSource
-    from rlrefit.workers.qat.checkpoint import write_checkpoint
-    from rlrefit.workers.qat.config import QATConfig
-    from rlrefit.workers.qat.megatron import quantize_chunks
-    from rlrefit.workers.qat.source import PackedSource
+    from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
+    from rlrefit.workers.trainers.megatron.source import MegatronSource
+    from rlrefit.workers.trainers.qat.checkpoint import write_checkpoint
+    from rlrefit.workers.trainers.qat.config import QATConfig
+    from rlrefit.workers.trainers.qat.megatron import quantize_chunks
+    from rlrefit.workers.trainers.qat.source import PackedSource
 
     assert case.megatron is not None
     built = build_megatron(

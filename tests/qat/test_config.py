@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlrefit.integration.quantize.nvfp4_checkpoint import fused_module, input_module, quantization_config
-from rlrefit.workers.qat.config import DEFAULT_EXCLUDED, Linear, QATConfig, select
+from rlrefit.workers.trainers.qat.config import DEFAULT_EXCLUDED, Linear, QATConfig, select
 
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj")
 LINEARS = [

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from rlrefit.integration.quantize import nvfp4
 from rlrefit.integration.quantize.nvfp4 import Arithmetic
-from rlrefit.workers.qat.functions import fake_weight, linear, straight_through
+from rlrefit.workers.trainers.qat.functions import fake_weight, linear, straight_through
 
 
 def tensors(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.endpoints import WeightSource
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.layout import box_of
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.quantize import nvfp4
 from rlrefit.integration.session import RefitSession
+from rlrefit.integration.weights.endpoints import WeightSource
+from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
-from rlrefit.workers.fsdp.mixin import FSDPRefitMixin
-from rlrefit.workers.fsdp.source import FSDPSource
-from rlrefit.workers.qat.checkpoint import write_checkpoint
-from rlrefit.workers.qat.mixin import QATRefitMixin
-from rlrefit.workers.qat.model import QAT
+from rlrefit.workers.trainers.fsdp.mixin import FSDPRefitMixin
+from rlrefit.workers.trainers.fsdp.source import FSDPSource
+from rlrefit.workers.trainers.qat.checkpoint import write_checkpoint
+from rlrefit.workers.trainers.qat.mixin import QATRefitMixin
+from rlrefit.workers.trainers.qat.model import QAT
 from tests.refit.synthetic import SyntheticDestination, run_world
 
 from .models import dequantized, read, train, trainer
@@ -194,7 +194,7 @@ def test_rlrefit_exports_from_a_folder_that_is_not_installed(
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("rlrefit.workers.qat.checkpoint.version", missing)
+    monkeypatch.setattr("rlrefit.workers.trainers.qat.checkpoint.version", missing)
     model, qat = trainer(checkpoints("qwen3"), activations=False)
     write_checkpoint(tmp_path / "new", checkpoints("qwen3"), FSDPSource(model, torch.bfloat16), qat)
     written = json.loads((tmp_path / "new" / "hf_quant_config.json").read_text())

@@ -25,7 +25,7 @@ def serve(path_a: str, path_b: str, with_experts: str) -> dict[str, Any]:
     from vllm_checkpoints import manifest_of, read_checkpoint
     from vllm_ranks import Case, Layout, _config, _differing
 
-    from rlrefit.workers.vllm.destination import VllmDestination
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
     from tests.catalog.real_vllm import _stand_in_for_groups
 
     _stand_in_for_groups(
@@ -184,7 +184,7 @@ def _products(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[
 def _ours(tensors: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
     """What the trainer's layer computes for this rank's part."""
     from rlrefit.integration.quantize import nvfp4
-    from rlrefit.workers.qat.functions import fake_input
+    from rlrefit.workers.trainers.qat.functions import fake_input
 
     path, _, last = name.rpartition(".")
     outs = []

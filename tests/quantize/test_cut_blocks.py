@@ -10,16 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlrefit.integration.engine.shared_scales import CutSlots, SharedScales
 from rlrefit.integration.errors import PlanError
-from rlrefit.integration.holdings import Holdings, SpecTable
 from rlrefit.integration.layout import Box, Fragment, box_of, local_slice
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.packing import Cast, EncodedView, make_encoders
 from rlrefit.integration.plan import analyse
 from rlrefit.integration.quantize.cut_blocks import CutCodes
 from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, encoded_fragments, wire_specs
-from rlrefit.integration.quantize.shared_scales import CutSlots, SharedScales
-from rlrefit.integration.quantize.source import QuantizingSource
+from rlrefit.integration.weights.holdings import Holdings, SpecTable
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.integration.weights.quantizing import QuantizingSource
 from tests.refit.synthetic import Layout, SyntheticSource, refit_changed, run_world, value_of
 
 from .test_quantized_refit import SPECS, by_columns, by_rows, config, wanted, whole

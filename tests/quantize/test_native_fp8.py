@@ -14,7 +14,7 @@ from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8
-from rlrefit.workers.megatron.native_fp8 import (
+from rlrefit.workers.trainers.megatron.native_fp8 import (
     NativeBlocks,
     as_codes,
     is_native,
@@ -22,8 +22,8 @@ from rlrefit.workers.megatron.native_fp8 import (
     native_storage_key,
     with_scales,
 )
-from rlrefit.workers.megatron.rules import Refused, fragments_of_task
-from rlrefit.workers.megatron.self_check import refusals
+from rlrefit.workers.trainers.megatron.rules import Refused, fragments_of_task
+from rlrefit.workers.trainers.megatron.self_check import refusals
 from tests.refit.synthetic import SyntheticSource, refit_changed, run_world, value_of
 
 from .test_quantized_refit import COLUMN, CUT, ROW, SPECS, by_columns, by_rows, sources, wanted

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.layout import box_of
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.quantize import fp8_blockwise
-from rlrefit.workers.fsdp.source import FSDPSource
-from rlrefit.workers.transformers_engine.fp8_destination import TransformersFp8Destination
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.workers.engines.transformers.fp8_destination import TransformersFp8Destination
+from rlrefit.workers.trainers.fsdp.source import FSDPSource
 from tests.refit.synthetic import SyntheticSource, run_world, value_of
 
 BF16 = torch.bfloat16

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.layout import Box, Fragment, box_of
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.packing import (
     Cast,
     EncodedView,
@@ -35,6 +34,7 @@ from rlrefit.integration.quantize.formats import (
 )
 from rlrefit.integration.quantize.windows import joined
 from rlrefit.integration.transport.ipc.order import pieces
+from rlrefit.integration.weights.manifest import TensorSpec
 
 from .weights import same
 

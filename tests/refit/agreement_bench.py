@@ -12,11 +12,9 @@ import sys
 import time
 from typing import Any
 
-from rlrefit.integration.channel import Channel
-from rlrefit.integration.holdings import Holdings, HoldingsReader, SpecTable
-from rlrefit.integration.plan import analyse
-from rlrefit.integration.rendezvous import Rendezvous, open_rendezvous
-from rlrefit.integration.rendezvous.wire import (
+from rlrefit.integration.control import Rendezvous, open_rendezvous
+from rlrefit.integration.control.channel import Channel
+from rlrefit.integration.control.wire import (
     Op,
     Status,
     pack_body,
@@ -25,9 +23,11 @@ from rlrefit.integration.rendezvous.wire import (
     pack_wait,
     unpack_body,
 )
+from rlrefit.integration.control.world import RefitWorld
+from rlrefit.integration.plan import analyse
 from rlrefit.integration.transport.cargo import Cargo
-from rlrefit.integration.world import RefitWorld
-from rlrefit.workers.catalog import all_holdings, exported_specs, open_model, parse_gen, parse_train
+from rlrefit.integration.weights.holdings import Holdings, HoldingsReader, SpecTable
+from rlrefit.recipes.plan.catalog import all_holdings, exported_specs, open_model, parse_gen, parse_train
 
 LIMIT_S = 120.0
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed import HashStore, ProcessGroupGloo, Store
 
-from rlrefit.integration.process_groups import Group
+from rlrefit.integration.comm.torch_group import Group
 
 
 @cache

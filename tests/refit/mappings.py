@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlrefit.integration.clock import StageClock
-from rlrefit.integration.holdings import Holdings, SpecTable
-from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.comm.torch_group import Group
 from rlrefit.integration.plan import Analysis, analyse, plan_broadcast
-from rlrefit.integration.process_groups import Group
+from rlrefit.integration.records.clock import StageClock
 from rlrefit.integration.transport import GoldenTransport, P2PTransport, Transport
-from rlrefit.workers.catalog import Param
+from rlrefit.integration.weights.holdings import Holdings, SpecTable
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.recipes.plan.catalog import Param
 
 from .groups import GroupWorld
 from .stored import StoredDestination, StoredRank, StoredSource, value_of

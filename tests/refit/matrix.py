@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Sequence
 from itertools import product
 
-from rlrefit.workers.catalog import GenLayout, Model, TrainLayout, gen_storage, train_storage, violations
+from rlrefit.recipes.plan.catalog import GenLayout, Model, TrainLayout, gen_storage, train_storage, violations
 
 from .mappings import Mapping, Worlds, wrong_refits
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rlrefit.integration.channel import Channel
-from rlrefit.integration.rendezvous import RendezvousServer
-from rlrefit.integration.world import RefitWorld
+from rlrefit.integration.control import RendezvousServer
+from rlrefit.integration.control.channel import Channel
+from rlrefit.integration.control.world import RefitWorld
 
 
 def join(server: RendezvousServer, rank: int, timeout_s: float = 5.0) -> Channel:

@@ -10,8 +10,8 @@ from math import prod
 import torch
 
 from rlrefit.integration.layout import Fragment, box_of, local_slice
-from rlrefit.integration.manifest import TensorSpec
-from rlrefit.workers.catalog import Param
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.recipes.plan.catalog import Param
 
 # Two of these in a row, or four, are a NaN of any float type.
 POISON = 0xFF

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.endpoints import storage_key
+from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.layout import Box, Fragment, box_of
 from rlrefit.integration.layout.fragments import local_slice
-from rlrefit.integration.manifest import TensorSpec
-from rlrefit.integration.rendezvous import open_rendezvous
 from rlrefit.integration.session import RefitSession, ServingState
+from rlrefit.integration.weights.endpoints import storage_key
+from rlrefit.integration.weights.manifest import TensorSpec
 
 Layout = dict[str, list[Box]]
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.channel import Channel
+from rlrefit.integration.comm.torch_group import Group
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.control import Rendezvous, open_rendezvous
+from rlrefit.integration.control.channel import Channel
+from rlrefit.integration.control.ledger import PATIENCE_S, Ledger
+from rlrefit.integration.control.wire import Op, Status, pack_int, unpack_body, unpack_int
+from rlrefit.integration.control.world import RefitWorld
 from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
-from rlrefit.integration.process_groups import Group
-from rlrefit.integration.rendezvous import Rendezvous, open_rendezvous
-from rlrefit.integration.rendezvous.ledger import PATIENCE_S, Ledger
-from rlrefit.integration.rendezvous.wire import Op, Status, pack_int, unpack_body, unpack_int
 from rlrefit.integration.session import RefitSession
-from rlrefit.integration.world import RefitWorld
 from tests.spawn import processes
 
 from .meeting import join, on_all_ranks

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.session import RefitSession
-from rlrefit.workers.fsdp.source import FSDPSource
-from rlrefit.workers.transformers_engine.destination import TransformersDestination
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.workers.engines.transformers.destination import TransformersDestination
+from rlrefit.workers.trainers.fsdp.source import FSDPSource
 from tests.fsdp.models import smallest
 from tests.spawn import run_ranks
 

@@ -14,9 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlrefit.integration.channel import Channel
-from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
-from rlrefit.integration.rendezvous import (
+from rlrefit.integration.control import (
     GroupStore,
     RendezvousServer,
     client,
@@ -24,8 +22,10 @@ from rlrefit.integration.rendezvous import (
     open_rendezvous,
     wire,
 )
-from rlrefit.integration.rendezvous import server as server_module
-from rlrefit.integration.rendezvous.wire import pack_json, pack_values
+from rlrefit.integration.control import server as server_module
+from rlrefit.integration.control.channel import Channel
+from rlrefit.integration.control.wire import pack_json, pack_values
+from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
 
 from .meeting import join, on_all_ranks
 

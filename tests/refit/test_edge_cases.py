@@ -9,9 +9,9 @@ import torch
 
 from rlrefit.integration.errors import PlanError
 from rlrefit.integration.layout import Box, box_of
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.plan import CHECKSUM_BYTES, LARGE_SEGMENT
-from rlrefit.workers.catalog import Param, Part
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.recipes.plan.catalog import Param, Part
 
 from .mappings import Mapping, Worlds, wrong_refits
 

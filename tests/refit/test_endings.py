@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from rlrefit.integration.comm.torch_group import Group
 from rlrefit.integration.endings import end_all
 from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitMismatch
-from rlrefit.integration.process_groups import Group
 from rlrefit.integration.session import RefitSession, ServingState
 
 from .synthetic import refit_changed, run_world

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.endpoints import storage_key
+from rlrefit.integration.weights.endpoints import storage_key
 
 
 class Loud(torch.nn.Parameter):

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.channel import Channel
+from rlrefit.integration.comm.torch_group import Group
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.engines import bulk, nccl_xfer
+from rlrefit.integration.control.channel import Channel
+from rlrefit.integration.engine import bulk, nccl_xfer
 from rlrefit.integration.errors import PeerLost, RefitError, TransportUnavailable
 from rlrefit.integration.plan import Plan
-from rlrefit.integration.process_groups import Group
 from rlrefit.integration.session import RefitSession
 from rlrefit.integration.transport import P2PTransport, Transport, make_transport
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlrefit.integration.rendezvous.ledger import Ledger
-from rlrefit.integration.rendezvous.wire import (
+from rlrefit.integration.control.ledger import Ledger
+from rlrefit.integration.control.wire import (
     HEADER_BYTES,
     HELLO_BYTES,
     MAX_MESSAGE,
@@ -31,7 +31,7 @@ from rlrefit.integration.rendezvous.wire import (
     unpack_json,
     unpack_values,
 )
-from rlrefit.integration.world import RefitWorld
+from rlrefit.integration.control.world import RefitWorld
 
 KEY = b"k" * 32
 PLAIN = st.recursive(

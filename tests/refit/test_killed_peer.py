@@ -39,10 +39,10 @@ def rank_main(
     import torch
 
     from rlrefit.integration.config import RefitConfig
+    from rlrefit.integration.control import open_rendezvous
     from rlrefit.integration.errors import RefitError
-    from rlrefit.integration.manifest import TensorSpec
-    from rlrefit.integration.rendezvous import open_rendezvous
     from rlrefit.integration.session import RefitSession
+    from rlrefit.integration.weights.manifest import TensorSpec
 
     from .synthetic import SyntheticDestination, SyntheticSource
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.session import RefitSession
-from rlrefit.workers.catalog import GenLayout, TrainLayout, violations
+from rlrefit.recipes.plan.catalog import GenLayout, TrainLayout, violations
 from tests.ahead import FoundAhead
 from tests.spawn import run_alone
 

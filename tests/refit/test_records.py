@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.records import Interval, RefitRecord, StageClock, summarize
+from rlrefit.integration.records.record import Interval, RefitRecord, StageClock, summarize
 
 
 def record(rank: int, role: str, seconds: float, **fields: object) -> RefitRecord:

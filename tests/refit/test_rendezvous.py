@@ -17,19 +17,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlrefit.integration.channel import Channel
-from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
-from rlrefit.integration.rendezvous import (
+from rlrefit.integration.control import (
     Rendezvous,
     RendezvousServer,
     listen,
     open_rendezvous,
 )
-from rlrefit.integration.rendezvous import (
+from rlrefit.integration.control import (
     server as server_module,
 )
-from rlrefit.integration.rendezvous.ledger import Ledger
-from rlrefit.integration.rendezvous.wire import (
+from rlrefit.integration.control.channel import Channel
+from rlrefit.integration.control.ledger import Ledger
+from rlrefit.integration.control.wire import (
     GREETING_BYTES,
     HEADER_BYTES,
     HELLO_BYTES,
@@ -43,7 +42,8 @@ from rlrefit.integration.rendezvous.wire import (
     pack_hello,
     pack_int,
 )
-from rlrefit.integration.world import RefitWorld
+from rlrefit.integration.control.world import RefitWorld
+from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
 from tests.spawn import processes
 
 from .meeting import join, on_all_ranks

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from rlrefit.integration.comm.torch_group import Group
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.control import Rendezvous, RendezvousServer, listen
 from rlrefit.integration.errors import PeerLost, VerificationError
 from rlrefit.integration.layout import Mesh, Replicate, Shard
-from rlrefit.integration.manifest import TensorSpec
-from rlrefit.integration.process_groups import Group
-from rlrefit.integration.rendezvous import Rendezvous, RendezvousServer, listen
 from rlrefit.integration.session import RefitSession
+from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.integration.xferdtensor import op, xferdtensor
 
 from . import synthetic

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration import session as session_module
-from rlrefit.integration.channel import Channel
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.engines import SendResult
-from rlrefit.integration.engines import base as engine_registry
-from rlrefit.integration.engines.nccl_xfer import NcclXferEngine
+from rlrefit.integration.control.channel import Channel
+from rlrefit.integration.engine import SendResult
+from rlrefit.integration.engine import base as engine_registry
+from rlrefit.integration.engine.nccl_xfer import NcclXferEngine
 from rlrefit.integration.errors import (
     EngineDirty,
     PeerLost,
@@ -29,9 +29,9 @@ from rlrefit.integration.errors import (
     RefitTimeout,
     VerificationError,
 )
-from rlrefit.integration.manifest import TensorSpec
-from rlrefit.integration.records import StageClock
+from rlrefit.integration.records.record import StageClock
 from rlrefit.integration.session import RefitSession, ServingState
+from rlrefit.integration.weights.manifest import TensorSpec
 
 from .synthetic import Layout, SyntheticDestination, SyntheticSource, refit_changed, run_world
 

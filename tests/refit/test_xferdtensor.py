@@ -13,10 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlrefit.integration.borrowed_groups import BorrowedGroup
+from rlrefit.integration.comm.borrowed import BorrowedGroup
+from rlrefit.integration.comm.torch_group import Group
 from rlrefit.integration.errors import PeerLost, PlanError, RefitMismatch, RefitTimeout
 from rlrefit.integration.layout import Mesh, Placement, Replicate, Shard, StridedShard
-from rlrefit.integration.process_groups import Group
 from rlrefit.integration.transport import P2PTransport, TransferResult
 from rlrefit.integration.xferdtensor import cache, op, xferdtensor
 from rlrefit.integration.xferdtensor.cache import Transfers

@@ -80,8 +80,8 @@ def trainer(rank: int, scenarios: Sequence[Scenario]) -> list[list[dict[str, Any
 
 def _train(rank: int, scenario: Scenario) -> list[dict[str, Any]]:
     from rlrefit.integration.config import RefitConfig
-    from rlrefit.workers.megatron.mixin import MegatronRefitMixin
-    from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
+    from rlrefit.workers.trainers.megatron.mixin import MegatronRefitMixin
+    from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
 
     built = build_megatron(scenario.models[0], MegatronLayout(**scenario.layout))
     live = [parameter.detach() for chunk in built.model for parameter in chunk.parameters()]
@@ -121,7 +121,7 @@ def engine(rank: int, scenarios: Sequence[Scenario]) -> list[list[dict[str, Any]
 def _serve(rank: int, scenario: Scenario) -> list[dict[str, Any]]:
     import torch
 
-    from rlrefit.workers.transformers_engine.engine import TransformersEngine
+    from rlrefit.workers.engines.transformers.engine import TransformersEngine
 
     worker = TransformersEngine(scenario.models[0], torch.bfloat16, scenario.gen_tp)
     # The oracle: what transformers' own loader makes of each checkpoint.

@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 
-from rlrefit.integration.endpoints import storage_key
+from rlrefit.integration.colocated.memory import MemoryWatch
 from rlrefit.integration.errors import PlanError
 from rlrefit.integration.layout import Fragment
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.quantize.formats import Format, to_json
-from rlrefit.integration.stage_memory import MemoryWatch
-from rlrefit.workers.destination_mixin import DestinationRefitMixin
-from rlrefit.workers.sglang.callers import SETTINGS
-from rlrefit.workers.sglang.loader import LOADER
-from rlrefit.workers.sglang.standing import STANDING, standing_of
-from rlrefit.workers.vllm.answers import answer
+from rlrefit.integration.weights.endpoints import storage_key
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.workers.engines.common.destination_mixin import DestinationRefitMixin
+from rlrefit.workers.engines.sglang.callers import SETTINGS
+from rlrefit.workers.engines.sglang.loader import LOADER
+from rlrefit.workers.engines.sglang.standing import STANDING, standing_of
+from rlrefit.workers.engines.vllm.answers import answer
 
 from .recorded import REQUESTS, VERSION
 

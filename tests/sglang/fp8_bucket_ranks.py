@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from rlrefit.integration.errors import RefitError
-from rlrefit.workers.sglang.driver import SglangRefit
-from rlrefit.workers.sglang.loader import LOADER
-from rlrefit.workers.sglang.sender import SglangSender
+from rlrefit.workers.engines.sglang.driver import SglangRefit
+from rlrefit.workers.engines.sglang.loader import LOADER
+from rlrefit.workers.engines.sglang.sender import SglangSender
 from tests.fp8_refits import ENGINE_RANKS, bytes_of, differing, poison
 from tests.gpu.vllm_trainer import CheckpointSource
 
@@ -269,7 +269,7 @@ class _Scene:
         return found
 
     def _do_poison(self) -> None:
-        from rlrefit.workers.sglang.worker_refit import WorkerRefit
+        from rlrefit.workers.engines.sglang.worker_refit import WorkerRefit
 
         staged = WorkerRefit.of(self._worker.runner).bucketed._staged
         poison([*_held(self._worker.runner.model).values(), *staged.values()])
@@ -280,7 +280,7 @@ class _Scene:
         self._other_numbers[occasion] = differing(_numbers(model), _numbers(self._loaded[index]))
 
     def _do_onto(self, path: str) -> None:
-        from rlrefit.workers.sglang.worker_refit import WorkerRefit
+        from rlrefit.workers.engines.sglang.worker_refit import WorkerRefit
 
         self._packed = sum(p.dtype is torch.int32 for p in self._worker.runner.model.parameters())
         self._taken = self._worker.taken

@@ -17,8 +17,8 @@ from unittest import mock
 
 import torch
 
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.quantize import fp8_blockwise
+from rlrefit.integration.weights.manifest import TensorSpec
 from tests.fp8_refits import (
     CONFIG,
     Sessions,
@@ -34,7 +34,7 @@ from tests.gpu.vllm_trainer import CheckpointSource
 
 if TYPE_CHECKING:
     from rlrefit.integration.quantize.formats import Format
-    from rlrefit.workers.sglang.destination import SglangDestination
+    from rlrefit.workers.engines.sglang.destination import SglangDestination
 
 CPU = torch.device("cpu")
 # Options of :class:`Fp8Case`, by what SGLang would compute with.
@@ -189,7 +189,7 @@ def _stand_in_for_deep_gemm() -> dict[str, ModuleType]:
 
 
 def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
-    from rlrefit.workers.sglang.destination import SglangDestination
+    from rlrefit.workers.engines.sglang.destination import SglangDestination
 
     live = _loaded(case.served[0])
     loaded = [_loaded(path).model for path in case.served]
@@ -241,7 +241,7 @@ def _refusals(destination: SglangDestination, case: Fp8Case, wire: list[TensorSp
     }
     found = {occasion: refusal(ask, specs) for occasion, (ask, specs) in asked.items()}
     mega = SimpleNamespace(is_megamoe=lambda: True)
-    with mock.patch("rlrefit.workers.sglang.fp8.get_moe_a2a_backend", return_value=mega):
+    with mock.patch("rlrefit.workers.engines.sglang.fp8.get_moe_a2a_backend", return_value=mega):
         found["MegaMoE"] = refusal(destination.fragments, [*wire[1:], wire[0]])
     return found
 

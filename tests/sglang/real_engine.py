@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from rlrefit.workers.sglang.callers import EngineCaller
-from rlrefit.workers.sglang.driver import SglangRefit
-from rlrefit.workers.sglang.loader import LOADER
+from rlrefit.workers.engines.sglang.callers import EngineCaller
+from rlrefit.workers.engines.sglang.driver import SglangRefit
+from rlrefit.workers.engines.sglang.loader import LOADER
 from tests.gpu.vllm_checkpoints import read_checkpoint
 
 PROMPTS = [[5, 17, 33, 90], [101, 7, 8, 9, 10, 11], [64], [3 + i % 1000 for i in range(60)]]

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlrefit.recipes.run_files import read_json_lines
+from rlrefit.recipes.run.files import read_json_lines
 
 STEPS = 2
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from rlrefit.integration.errors import PlanError
-from rlrefit.workers.loader_trace.trace import Manifest, trace_loader
-from rlrefit.workers.sglang.callers import EngineCaller
-from rlrefit.workers.sglang.completeness import check_complete
-from rlrefit.workers.sglang.driver import SglangRefit
-from rlrefit.workers.sglang.sender import SglangSender
-from rlrefit.workers.trtllm.buckets import unit_of
+from rlrefit.workers.engines.common.loader_trace.trace import Manifest, trace_loader
+from rlrefit.workers.engines.sglang.callers import EngineCaller
+from rlrefit.workers.engines.sglang.completeness import check_complete
+from rlrefit.workers.engines.sglang.driver import SglangRefit
+from rlrefit.workers.engines.sglang.sender import SglangSender
+from rlrefit.workers.engines.trtllm.buckets import unit_of
 
 from .engine_double import EngineDouble, Holder, modules
 

@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.colocated import ColocatedCycle
+from rlrefit.integration.colocated.cycle import ColocatedCycle
+from rlrefit.integration.colocated.stages import StageError, StageRefused
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import EngineDirty, RefitError, RefitTimeout
-from rlrefit.integration.rendezvous import open_rendezvous
 from rlrefit.integration.session import RefitSession, ServingState
-from rlrefit.integration.stages import StageError, StageRefused
-from rlrefit.workers.sglang.async_driver import AsyncSglangRefit
-from rlrefit.workers.sglang.callers import SETTINGS, Answer, EngineCaller, HttpCaller, Step
-from rlrefit.workers.sglang.driver import SglangRefit
-from rlrefit.workers.sglang.guard import WeightsGuard
-from rlrefit.workers.sglang.loader import LOADER, load, refusing, serving
-from rlrefit.workers.sglang.sender import SglangSender
+from rlrefit.workers.engines.sglang.async_driver import AsyncSglangRefit
+from rlrefit.workers.engines.sglang.callers import SETTINGS, Answer, EngineCaller, HttpCaller, Step
+from rlrefit.workers.engines.sglang.driver import SglangRefit
+from rlrefit.workers.engines.sglang.guard import WeightsGuard
+from rlrefit.workers.engines.sglang.loader import LOADER, load, refusing, serving
+from rlrefit.workers.engines.sglang.sender import SglangSender
 
 from .engine_double import EngineDouble, Holder, ManagerDouble, equal, weights
 from .recorded import PATHS, REQUESTS, VERSION
@@ -471,7 +471,7 @@ def test_a_server_that_dies_before_it_has_answered_is_a_refit_error(begins: byte
 
 
 def test_the_callers_know_the_recorded_requests() -> None:
-    from rlrefit.workers.sglang.callers import _REQUESTS
+    from rlrefit.workers.engines.sglang.callers import _REQUESTS
 
     assert {structure for structure, _ in _REQUESTS.values()} == set(REQUESTS)
     assert {*_REQUESTS, "flush_cache", "settings", "weight_version", "update_weight_version"} == set(PATHS)

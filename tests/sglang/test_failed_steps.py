@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
+from rlrefit.integration.colocated.stages import StageRefused
 from rlrefit.integration.errors import EngineDirty, RefitError
-from rlrefit.integration.stages import StageRefused
-from rlrefit.workers.sglang.callers import Answer, Caller, EngineCaller, Step
-from rlrefit.workers.sglang.driver import SglangRefit
-from rlrefit.workers.sglang.loader import LOADER
-from rlrefit.workers.sglang.sender import SglangSender
+from rlrefit.workers.engines.sglang.callers import Answer, Caller, EngineCaller, Step
+from rlrefit.workers.engines.sglang.driver import SglangRefit
+from rlrefit.workers.engines.sglang.loader import LOADER
+from rlrefit.workers.engines.sglang.sender import SglangSender
 
 from .engine_double import EngineDouble, Holder, equal, weights
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
-from rlrefit.workers.sglang.loader import LOADER
+from rlrefit.workers.engines.sglang.loader import LOADER
 from tests.gpu.vllm_checkpoints import write_checkpoint
 from tests.spawn import run_ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlrefit.integration.stage_memory import ProcessMemory, StageRecord
+from rlrefit.integration.colocated.memory import ProcessMemory, StageRecord
 from tests.gpu.test_sglang_on_gpu import _KV_BYTES, _require_memory
 
 _MOVES = (

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from rlrefit.workers.sglang.callers import EngineCaller
-from rlrefit.workers.sglang.driver import SglangRefit
-from rlrefit.workers.sglang.handles import serialized
-from rlrefit.workers.sglang.sender import SglangSender
+from rlrefit.workers.engines.sglang.callers import EngineCaller
+from rlrefit.workers.engines.sglang.driver import SglangRefit
+from rlrefit.workers.engines.sglang.handles import serialized
+from rlrefit.workers.engines.sglang.sender import SglangSender
 
 from .engine_double import EngineDouble, Holder, equal, weights
 

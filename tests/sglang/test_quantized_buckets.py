@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from rlrefit.integration.errors import EngineDirty, PlanError, RefitError, RefitMismatch
 from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8, to_json
-from rlrefit.workers.sglang.buckets import merged
-from rlrefit.workers.sglang.callers import EngineCaller
-from rlrefit.workers.sglang.driver import SglangRefit
-from rlrefit.workers.sglang.sender import SglangSender
+from rlrefit.workers.engines.sglang.buckets import merged
+from rlrefit.workers.engines.sglang.callers import EngineCaller
+from rlrefit.workers.engines.sglang.driver import SglangRefit
+from rlrefit.workers.engines.sglang.sender import SglangSender
 from tests.spawn import run_ranks
 
 from .engine_double import EngineDouble, Holder, ManagerDouble, modules, weights

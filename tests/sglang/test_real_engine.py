@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.colocated import ColocatedCycle
+from rlrefit.integration.colocated.cycle import ColocatedCycle
+from rlrefit.integration.colocated.stages import StageRefused
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import EngineDirty, PlanError, RefitError
-from rlrefit.integration.rendezvous import open_rendezvous
 from rlrefit.integration.session import RefitSession
-from rlrefit.integration.stages import StageRefused
-from rlrefit.workers.sglang.async_driver import AsyncSglangRefit
-from rlrefit.workers.sglang.callers import EngineCaller, HttpCaller
-from rlrefit.workers.sglang.driver import SglangRefit
-from rlrefit.workers.sglang.sender import SglangSender
+from rlrefit.workers.engines.sglang.async_driver import AsyncSglangRefit
+from rlrefit.workers.engines.sglang.callers import EngineCaller, HttpCaller
+from rlrefit.workers.engines.sglang.driver import SglangRefit
+from rlrefit.workers.engines.sglang.sender import SglangSender
 from tests.gpu.vllm_checkpoints import write_checkpoint
 from tests.gpu.vllm_trainer import CheckpointSource
 from tests.spawn import free_port
@@ -133,8 +133,8 @@ def test_sglang_is_as_it_was_recorded() -> None:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.server_args import ServerArgs
 
-    from rlrefit.workers.sglang.callers import SETTINGS
-    from rlrefit.workers.sglang.compat import differences, is_supported
+    from rlrefit.workers.engines.sglang.callers import SETTINGS
+    from rlrefit.workers.engines.sglang.compat import differences, is_supported
 
     assert sglang.__version__ == recorded.VERSION
     for structure, names in recorded.REQUESTS.items():

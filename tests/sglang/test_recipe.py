@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
+from rlrefit.integration.colocated.stages import KV_CACHE, TAGS, WEIGHTS
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import EngineDirty, RefitError, RefitMismatch
-from rlrefit.integration.rendezvous import open_rendezvous
 from rlrefit.integration.session import RefitSession
-from rlrefit.integration.stages import KV_CACHE, TAGS, WEIGHTS
-from rlrefit.recipes.config import ConfigError, load_config
-from rlrefit.recipes.config_colocated import ENABLED
-from rlrefit.recipes.config_surroundings import gpu_violations
+from rlrefit.recipes.config.colocated import ENABLED
+from rlrefit.recipes.config.load import ConfigError, load_config
+from rlrefit.recipes.config.surroundings import gpu_violations
 from rlrefit.recipes.plan.recipe import plan_of
-from rlrefit.recipes.rollout import Sampling
-from rlrefit.recipes.rollout_sglang import AsyncSglangActor, SglangActor
-from rlrefit.recipes.sglang_arguments import engine_arguments, with_trainer_environment
+from rlrefit.recipes.rollout.base import Sampling
+from rlrefit.recipes.rollout.sglang import AsyncSglangActor, SglangActor
+from rlrefit.recipes.rollout.sglang_arguments import engine_arguments, with_trainer_environment
 from rlrefit.recipes.tiny.checkpoints import KINDS
-from rlrefit.workers.sglang.loader import LOADER
-from rlrefit.workers.sglang.stores import STORES
+from rlrefit.workers.engines.sglang.loader import LOADER
+from rlrefit.workers.engines.sglang.stores import STORES
 from tests.train.command import numbers
 
 from .engine_double import EngineDouble, Holder, equal, modules, weights

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from rlrefit.integration.colocated.stages import Stage, StageRefused
 from rlrefit.integration.errors import EngineDirty, RefitError
-from rlrefit.integration.stages import Stage, StageRefused
-from rlrefit.workers.sglang.callers import Answer, Step
-from rlrefit.workers.sglang.driver import SglangRefit
-from rlrefit.workers.sglang.standing import STANDING, tell_standing
+from rlrefit.workers.engines.sglang.callers import Answer, Step
+from rlrefit.workers.engines.sglang.driver import SglangRefit
+from rlrefit.workers.engines.sglang.standing import STANDING, tell_standing
 
 from .engine_double import EngineDouble, equal, weights
 from .ways import Sending, blocking

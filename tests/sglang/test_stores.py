@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import RefitError
-from rlrefit.integration.rendezvous import open_rendezvous
 from rlrefit.integration.session import RefitSession
-from rlrefit.workers.sglang.driver import SglangRefit
+from rlrefit.workers.engines.sglang.driver import SglangRefit
 
 from .engine_double import EngineDouble, Holder, equal, weights
 

@@ -11,12 +11,12 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from rlrefit.integration.colocated import ColocatedCycle
-from rlrefit.workers.sglang.async_driver import AsyncSglangRefit
-from rlrefit.workers.sglang.callers import _REQUESTS, EngineCaller, HttpCaller
-from rlrefit.workers.sglang.driver import SglangRefit
-from rlrefit.workers.sglang.pausing import PauseMode
-from rlrefit.workers.sglang.sender import SglangSender
+from rlrefit.integration.colocated.cycle import ColocatedCycle
+from rlrefit.workers.engines.sglang.async_driver import AsyncSglangRefit
+from rlrefit.workers.engines.sglang.callers import _REQUESTS, EngineCaller, HttpCaller
+from rlrefit.workers.engines.sglang.driver import SglangRefit
+from rlrefit.workers.engines.sglang.pausing import PauseMode
+from rlrefit.workers.engines.sglang.sender import SglangSender
 
 from .engine_double import EngineDouble, Holder, ManagerDouble, equal, weights
 from .recorded import PATHS

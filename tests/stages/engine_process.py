@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from rlrefit.integration.colocated.memory import MemoryWatch, ProcessMemory, empty_cache
+from rlrefit.integration.colocated.stages import KV_CACHE, TAGS, WEIGHTS
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.control import Rendezvous
 from rlrefit.integration.errors import EngineDirty, RefitError
-from rlrefit.integration.manifest import TensorSpec
-from rlrefit.integration.rendezvous import Rendezvous
 from rlrefit.integration.session import RefitSession, ServingState
-from rlrefit.integration.stage_memory import MemoryWatch, ProcessMemory, empty_cache
-from rlrefit.integration.stages import KV_CACHE, TAGS, WEIGHTS
+from rlrefit.integration.weights.manifest import TensorSpec
 from tests.refit.synthetic import Layout, SyntheticDestination
 
 CPU = torch.device("cpu")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rlrefit.integration.records import RefitRecord
-from rlrefit.integration.stage_memory import ProcessMemory
-from rlrefit.integration.stages import KV_CACHE, TAGS, WEIGHTS
+from rlrefit.integration.colocated.memory import ProcessMemory
+from rlrefit.integration.colocated.stages import KV_CACHE, TAGS, WEIGHTS
+from rlrefit.integration.records.record import RefitRecord
 
 WEIGHTS_SIZE, KV_SIZE, OPTIMIZER_SIZE = 20, 60, 70
 

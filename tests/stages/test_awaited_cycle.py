@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from rlrefit.integration.colocated.memory import ProcessMemory, StageRecord
+from rlrefit.integration.colocated.stages import Stage, StageBusy, StageFailed
 from rlrefit.integration.errors import RefitError
-from rlrefit.integration.records import RefitRecord
-from rlrefit.integration.stage_memory import ProcessMemory, StageRecord
-from rlrefit.integration.stages import Stage, StageBusy, StageFailed
-from rlrefit.workers.colocated.awaited import AwaitedCycle
-from rlrefit.workers.colocated.loop_calls import LoopCalls
+from rlrefit.integration.records.record import RefitRecord
+from rlrefit.workers.engines.common.awaited import AwaitedCycle
+from rlrefit.workers.engines.common.loop_calls import LoopCalls
 
 from .pool import Device, PoolEngine, PoolTrainer, refit_on
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from rlrefit.integration.colocated.stages import StageRefused
 from rlrefit.integration.errors import RefitError
-from rlrefit.integration.stages import StageRefused
-from rlrefit.workers.colocated.vllm import AwaitedVllmSleeper
-from rlrefit.workers.vllm.driver import EXTENSION, AsyncVllmDriver
+from rlrefit.workers.engines.vllm.colocated import AwaitedVllmSleeper
+from rlrefit.workers.engines.vllm.driver import EXTENSION, AsyncVllmDriver
 
 DIRTY = {"refit_error": {"type": "EngineDirty", "text": "a level 2 sleep discarded the weights"}}
 

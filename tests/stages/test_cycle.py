@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rlrefit.integration.colocated import ColocatedCycle
+from rlrefit.integration.colocated.cycle import ColocatedCycle
+from rlrefit.integration.colocated.memory import ProcessMemory, StageRecord, write_records
+from rlrefit.integration.colocated.stages import Stage, StageError, StageFailed, StageRefused
 from rlrefit.integration.errors import EngineDirty, RefitError
-from rlrefit.integration.stage_memory import ProcessMemory, StageRecord, write_records
-from rlrefit.integration.stages import Stage, StageError, StageFailed, StageRefused
 
 from .pool import Device, OutOfMemory, PoolEngine, PoolTrainer, refit_on
 

@@ -23,7 +23,7 @@ def answers(rank: int, model_path: str) -> dict[str, str]:
     from policy_ranks import Case, leave_layout, make_policy
 
     from rlrefit.integration.errors import RefitError
-    from rlrefit.workers.colocated.trainer import MegatronRank
+    from rlrefit.workers.trainers.colocated import MegatronRank
 
     found = {}
     for name, (dtype, distributed) in CASES.items():

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rlrefit.integration.colocated import ColocatedCycle
-from rlrefit.integration.stage_memory import StageRecord
-from rlrefit.integration.stages import Stage, StageBusy, StageError, StageFailed, StageRefused
-from rlrefit.integration.under_way import UnderWay
+from rlrefit.integration.colocated.cycle import ColocatedCycle
+from rlrefit.integration.colocated.memory import StageRecord
+from rlrefit.integration.colocated.stages import Stage, StageBusy, StageError, StageFailed, StageRefused
+from rlrefit.integration.colocated.under_way import UnderWay
 
 from .pool import Device, PoolEngine, PoolTrainer, refit_on
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rlrefit.integration.stages import Move, Stage, StageError, StageState
+from rlrefit.integration.colocated.stages import Move, Stage, StageError, StageState
 
 
 @dataclass(frozen=True)

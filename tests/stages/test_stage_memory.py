@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from rlrefit.integration.stage_memory import MemoryWatch
+from rlrefit.integration.colocated.memory import MemoryWatch
 
 SIZE = 96 << 20
 

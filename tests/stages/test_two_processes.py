@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.colocated import ColocatedCycle
+from rlrefit.integration.colocated.cycle import ColocatedCycle
+from rlrefit.integration.colocated.memory import MemoryWatch, ProcessMemory, StageRecord
+from rlrefit.integration.colocated.stages import Stage, StageFailed
+from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import EngineDirty, PeerLost
-from rlrefit.integration.records import RefitRecord, summarize
-from rlrefit.integration.rendezvous import open_rendezvous
+from rlrefit.integration.records.record import RefitRecord, summarize
 from rlrefit.integration.session import RefitSession
-from rlrefit.integration.stage_memory import MemoryWatch, ProcessMemory, StageRecord
-from rlrefit.integration.stages import Stage, StageFailed
-from rlrefit.workers.colocated.called import CalledEngine
+from rlrefit.workers.engines.common.called import CalledEngine
 from tests.refit.synthetic import SyntheticSource
 from tests.spawn import processes
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from rlrefit.integration.colocated.stages import StageRefused
 from rlrefit.integration.errors import RefitError
-from rlrefit.integration.stages import StageRefused
-from rlrefit.workers.colocated.vllm import VllmSleeper
-from rlrefit.workers.vllm.driver import EXTENSION, VllmDriver
+from rlrefit.workers.engines.vllm.colocated import VllmSleeper
+from rlrefit.workers.engines.vllm.driver import EXTENSION, VllmDriver
 
 
 def driver(*, sleep_mode: bool, device: str, busy: bool = False) -> VllmDriver:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from rlrefit.recipes.cli import main
-from rlrefit.recipes.run_files import read_json_lines
+from rlrefit.recipes.run.files import read_json_lines
 from tests.warm_python import forks_of, warm_python
 
 # Small enough to be quick, large enough that every part of a step has something to do.

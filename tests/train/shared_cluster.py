@@ -13,8 +13,8 @@ from unittest import mock
 
 import ray
 
-from rlrefit.recipes.cluster import ray_cluster
-from rlrefit.recipes.config_schema import RayConfig
+from rlrefit.recipes.config.schema import RayConfig
+from rlrefit.recipes.run.cluster import ray_cluster
 from tests.spawn import processes, run_alone
 from tests.warm_python import warm_python
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import RefitError
-from rlrefit.integration.rendezvous import open_rendezvous
-from rlrefit.recipes.config import TrainConfig, load_config
+from rlrefit.recipes.config.load import TrainConfig, load_config
 
 from .command import run, run_here
 
@@ -164,7 +164,7 @@ def test_a_taken_port_is_named_with_the_key_to_change() -> None:
 
 def test_a_reward_that_raises_names_the_record_and_the_function(tmp_path: Path) -> None:
     from rlrefit.recipes.data.prompts import Prompt
-    from rlrefit.recipes.rewards import RewardError, RewardScorer
+    from rlrefit.recipes.rewards.scorer import RewardError, RewardScorer
 
     def broken(*, prompt: str, completion: str, answer: str, finished: bool) -> float:
         return json.loads(completion)["answer"]

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rlrefit.recipes.cluster import ActorGroup, RunError, gather, ray_cluster
-from rlrefit.recipes.colocated import ColocatedRefits
-from rlrefit.recipes.config import load_config
-from rlrefit.recipes.config_schema import RayConfig
-from rlrefit.recipes.rewards import RewardError
-from rlrefit.recipes.run_files import read_json_lines
+from rlrefit.recipes.config.load import load_config
+from rlrefit.recipes.config.schema import RayConfig
+from rlrefit.recipes.policy.group import TrainerActor
+from rlrefit.recipes.rewards.scorer import RewardError
+from rlrefit.recipes.run.cluster import ActorGroup, RunError, gather, ray_cluster
+from rlrefit.recipes.run.colocated import ColocatedRefits
+from rlrefit.recipes.run.files import read_json_lines
 from rlrefit.recipes.train import train
-from rlrefit.recipes.trainer_group import TrainerActor
 from tests.ahead import FoundAhead, keeping_time
 
 from .command import SHORT, metrics, numbers

@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from rlrefit.recipes.config import load_config
-from rlrefit.recipes.run_files import read_json_lines
+from rlrefit.recipes.config.load import load_config
+from rlrefit.recipes.run.files import read_json_lines
 from rlrefit.recipes.train import train
 from tests.ahead import FoundAhead, keeping_time
 

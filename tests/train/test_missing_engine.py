@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rlrefit.recipes import option_checks
 from rlrefit.recipes.cli import main
-from rlrefit.recipes.config import ConfigError, load_config
-from rlrefit.workers.megatron import cpu_standins
+from rlrefit.recipes.config import options as option_checks
+from rlrefit.recipes.config.load import ConfigError, load_config
+from rlrefit.workers.trainers.megatron import cpu_standins
 from tests.bench.test_live import write_moe
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlrefit.recipes.cluster import ActorGroup, GuestGroup, ray_cluster
-from rlrefit.recipes.config import load_config
+from rlrefit.recipes.config.load import load_config
+from rlrefit.recipes.run.cluster import ActorGroup, GuestGroup, ray_cluster
 from tests.ahead import FoundAhead, keeping_time
 
 from .shared_cluster import on_shared_cluster

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.recipes.config import load_config
+from rlrefit.recipes.config.load import load_config
 from rlrefit.recipes.loop import step_metrics
-from rlrefit.recipes.rollout import Sampling
-from rlrefit.recipes.rollout_vllm import VllmActor
+from rlrefit.recipes.rollout.base import Sampling
+from rlrefit.recipes.rollout.vllm import VllmActor
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from rlrefit.workers.checkpoint_folder import ending_tokens
-from rlrefit.workers.transformers_engine.engine import TransformersEngine
+from rlrefit.workers.engines.transformers.engine import TransformersEngine
 
 STOP = (7, 1)
 

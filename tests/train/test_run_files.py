@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlrefit.recipes.run_files import append_json_lines, read_json_lines
+from rlrefit.recipes.run.files import append_json_lines, read_json_lines
 
 
 def test_a_full_disk_is_told_once_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,17 +9,17 @@ import sys
 from pathlib import Path
 
 from rlrefit.recipes.algorithms.losses import PolicyLossConfig
-from rlrefit.recipes.config import load_config
+from rlrefit.recipes.config.load import load_config
+from rlrefit.recipes.policy.make import policy_config
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
-from rlrefit.recipes.trainer_policies import policy_config
 from tests.ahead import FoundAhead, keeping_time
 from tests.spawn import free_port
 
 RANKS = """
 import pickle, sys
 from pathlib import Path
-from rlrefit.recipes.rollout_transformers import TransformersActor
-from rlrefit.recipes.trainer_group import TrainerActor
+from rlrefit.recipes.rollout.transformers import TransformersActor
+from rlrefit.recipes.policy.group import TrainerActor
 
 policy, refit, path, port = pickle.loads(Path(sys.argv[1]).read_bytes())
 trainer, engine = TrainerActor(), TransformersActor()

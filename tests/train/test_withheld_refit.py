@@ -11,11 +11,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from rlrefit.recipes.config import load_config
-from rlrefit.recipes.policy_batch import PolicyBatch
+from rlrefit.recipes.config.load import load_config
+from rlrefit.recipes.policy.batch import PolicyBatch
+from rlrefit.recipes.policy.group import TrainerGroup
 from rlrefit.recipes.refits import Refits
 from rlrefit.recipes.train import train
-from rlrefit.recipes.trainer_group import TrainerGroup
 from tests.ahead import FoundAhead, keeping_time
 
 from .command import metrics

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.weights.manifest import TensorSpec
 
 _JOINED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 _JOINED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}

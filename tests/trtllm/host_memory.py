@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from rlrefit.workers.trtllm.payload import APPROVED
+from rlrefit.workers.engines.trtllm.payload import APPROVED
 
 # Imports of these handles, for an extension that approves them.
 APPROVED_HERE = {

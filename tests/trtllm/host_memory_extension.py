@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rlrefit.workers.trtllm.extension import TrtllmRefit
-from rlrefit.workers.trtllm.payload import Imports
+from rlrefit.workers.engines.trtllm.extension import TrtllmRefit
+from rlrefit.workers.engines.trtllm.payload import Imports
 
 from .host_memory import APPROVED_HERE
 

@@ -131,7 +131,7 @@ def modules_of(generation: str) -> dict[str, ModuleType]:
 
 
 # To be imported anew, since they hold what they found in the package.
-OURS = ("rlrefit.workers.trtllm.extension", "tests.trtllm.host_memory_extension")
+OURS = ("rlrefit.workers.engines.trtllm.extension", "tests.trtllm.host_memory_extension")
 
 
 def install(generation: str) -> Any:

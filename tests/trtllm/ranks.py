@@ -11,13 +11,13 @@ from torch.distributed.fsdp import fully_shard
 
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.quantize.formats import Fp8Blockwise
-from rlrefit.integration.quantize.source import QuantizingSource
-from rlrefit.workers.fsdp.source import FSDPSource
-from rlrefit.workers.qat.config import QATConfig
-from rlrefit.workers.qat.fsdp import quantize_module
-from rlrefit.workers.qat.source import PackedSource
-from rlrefit.workers.trtllm.driver import TrtllmDriver
-from rlrefit.workers.trtllm.sender import TrtllmSender
+from rlrefit.integration.weights.quantizing import QuantizingSource
+from rlrefit.workers.engines.trtllm.driver import TrtllmDriver
+from rlrefit.workers.engines.trtllm.sender import TrtllmSender
+from rlrefit.workers.trainers.fsdp.source import FSDPSource
+from rlrefit.workers.trainers.qat.config import QATConfig
+from rlrefit.workers.trainers.qat.fsdp import quantize_module
+from rlrefit.workers.trainers.qat.source import PackedSource
 
 from .engine_double import expected
 from .engine_process import RemoteLLM, answers_of

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from rlrefit.workers.trtllm.driver import TrtllmDriver
-from rlrefit.workers.trtllm.payload import encode
-from rlrefit.workers.trtllm.sender import TrtllmSender
+from rlrefit.workers.engines.trtllm.driver import TrtllmDriver
+from rlrefit.workers.engines.trtllm.payload import encode
+from rlrefit.workers.engines.trtllm.sender import TrtllmSender
 
 from .engine_double import DoubleLLM, answered, expected
 from .host_memory import host_handle

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.weights.manifest import TensorSpec
 
 
 class ListSource:

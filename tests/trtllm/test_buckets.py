@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rlrefit.integration.manifest import TensorSpec
-from rlrefit.workers.trtllm.buckets import Bucket, lay_out, unit_of
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.workers.engines.trtllm.buckets import Bucket, lay_out, unit_of
 
 from .sources import ListSource, some_weights
 

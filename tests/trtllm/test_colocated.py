@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.colocated import ColocatedCycle
+from rlrefit.integration.colocated.cycle import ColocatedCycle
+from rlrefit.integration.colocated.memory import MemoryWatch, ProcessMemory
+from rlrefit.integration.colocated.stages import Stage, StageError
 from rlrefit.integration.errors import EngineDirty, RefitError
-from rlrefit.integration.stage_memory import MemoryWatch, ProcessMemory
-from rlrefit.integration.stages import Stage, StageError
 
 from .scene import Scene
 from .sources import some_weights

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from rlrefit.integration.errors import EngineDirty, RefitError, RefitMismatch
-from rlrefit.workers.trtllm.payload import encode
-from rlrefit.workers.trtllm.worker_refit import WorkerRefit
+from rlrefit.workers.engines.trtllm.payload import encode
+from rlrefit.workers.engines.trtllm.worker_refit import WorkerRefit
 from tests.spawn import run_ranks
 
 from .engine_double import DoubleLLM, expected

@@ -15,8 +15,8 @@ from torch.multiprocessing import reductions
 
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.quantize.float8 import FLOAT8
-from rlrefit.workers.trtllm import compat
-from rlrefit.workers.trtllm.payload import cuda_handle, decode, encode
+from rlrefit.workers.engines.trtllm import compat
+from rlrefit.workers.engines.trtllm.payload import cuda_handle, decode, encode
 
 from .host_memory import APPROVED_HERE, cuda_shaped_handle, host_handle
 from .serialization_double import GENERATIONS

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rlrefit.integration.errors import EngineDirty, RefitError, RefitMismatch
-from rlrefit.workers.trtllm.payload import encode
-from rlrefit.workers.trtllm.sender import TrtllmSender
+from rlrefit.workers.engines.trtllm.payload import encode
+from rlrefit.workers.engines.trtllm.sender import TrtllmSender
 
 from .engine_double import DoubleLLM, expected
 from .host_memory import cuda_shaped_handle, host_handle

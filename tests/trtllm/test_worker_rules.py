@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from rlrefit.integration.colocated.stages import SleepingEngine, StageRefused
 from rlrefit.integration.errors import EngineDirty, RefitError, RefitMismatch, RefitTimeout
-from rlrefit.integration.manifest import TensorSpec
-from rlrefit.integration.stages import SleepingEngine, StageRefused
-from rlrefit.workers.trtllm import compat
-from rlrefit.workers.trtllm.driver import TrtllmDriver
-from rlrefit.workers.trtllm.sender import TrtllmSender
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.workers.engines.trtllm import compat
+from rlrefit.workers.engines.trtllm.driver import TrtllmDriver
+from rlrefit.workers.engines.trtllm.sender import TrtllmSender
 
 from .engine_double import DoubleLLM, answered
 from .host_memory import host_handle

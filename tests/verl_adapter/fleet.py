@@ -25,7 +25,7 @@ from verl.workers.config import HFModelConfig
 from verl.workers.rollout.replica import get_rollout_replica_class
 
 from rlrefit.integration.quantize.fp8_blockwise import quantize
-from rlrefit.workers.vllm.extension import _digest_of
+from rlrefit.workers.engines.vllm.extension import _digest_of
 from tests.verl_adapter.fsdp_actor import Actor, weight
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -200,7 +200,7 @@ def _config(folder: Path, checkpoint: Path, overrides: tuple[str, ...]) -> Any:
         f"{_ROLLOUT}.gpu_memory_utilization=0.3",
         f"+{_ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=tests.verl_adapter.probe.ShardProbe",
         f"{engine}.backend=nccl_xfer_shards",
-        f"{engine}.custom_backend_module=rlrefit.workers.verl.engine",
+        f"{engine}.custom_backend_module=rlrefit.workers.frameworks.verl.engine",
         f"{engine}.update_weights_bucket_megabytes=1",
         f"+{engine}.engine_kwargs.nccl_xfer_shards={{timeout_s:120.0,verify:full,records_dir:{folder}}}",
         *overrides,

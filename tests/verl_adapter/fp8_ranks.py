@@ -14,8 +14,8 @@ import torch
 from omegaconf import OmegaConf
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.workers.verl.options import EXTENSION
-from rlrefit.workers.verl.orders import Order
+from rlrefit.workers.frameworks.verl.options import EXTENSION
+from rlrefit.workers.frameworks.verl.orders import Order
 from tests.fp8_refits import bytes_of, differing, poison
 from tests.meeting import meeting_in, tell_meeting, wait_for
 from tests.vllm.vllm_fp8_kernels import choose_kernels
@@ -76,7 +76,7 @@ def actors(rank: int, cases: Sequence[Case]) -> list[list[dict[str, Any]]]:
 
 def _actor(rank: int, case: Case) -> list[dict[str, Any]]:
     """A model in FP32 under FSDP2, as verl's engine has it."""
-    from rlrefit.workers.verl.source import FSDPSide, source_of
+    from rlrefit.workers.frameworks.verl.source import FSDPSide, source_of
     from tests.fsdp.ranks import Layout, build, mesh_of
 
     layout = Layout(TRAIN_RANKS)
@@ -174,7 +174,7 @@ def _worker(config: Any) -> Any:
     """The worker's part of a vLLM worker; verl's extension patches vLLM as it is made, then the model is loaded."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from rlrefit.workers.verl.extension import VerlRefitExtension
+    from rlrefit.workers.frameworks.verl.extension import VerlRefitExtension
 
     class Worker(VerlRefitExtension):
         rank = 0

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.workers.verl.options import EXTENSION
+from rlrefit.workers.frameworks.verl.options import EXTENSION
 from tests.meeting import meeting_in, tell_meeting
 from tests.nemo_rl_adapter.megatron_ranks import CONFIG, TRAIN_RANKS
 
@@ -27,8 +27,8 @@ _ASKED = {
 
 def actor(rank: int, models: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     """At TP2, under Megatron's ``DistributedDataParallel`` as in verl's training: the routes, then each refit's record."""
-    from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
-    from rlrefit.workers.verl.source import MegatronSide, source_of
+    from rlrefit.workers.frameworks.verl.source import MegatronSide, source_of
+    from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
 
     built = build_megatron(models[0], MegatronLayout(tensor_parallel=TRAIN_RANKS))
     engine = SimpleNamespace(

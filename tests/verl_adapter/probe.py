@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from rlrefit.workers.verl.extension import VerlRefitExtension
-from rlrefit.workers.verl.orders import Order
-from rlrefit.workers.vllm.extension import _digest_of
+from rlrefit.workers.engines.vllm.extension import _digest_of
+from rlrefit.workers.frameworks.verl.extension import VerlRefitExtension
+from rlrefit.workers.frameworks.verl.orders import Order
 
 
 class Probe:

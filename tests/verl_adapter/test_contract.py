@@ -19,17 +19,21 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout.replica import RolloutMode
 
-from rlrefit.integration.adapters.verl import NcclXferCheckpointEngine
-from rlrefit.integration.adapters.verl_contract import UnsupportedVerl, require_supported, violations
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError, RefitMismatch
-from rlrefit.workers.verl.contract import rollout_violations
-from rlrefit.workers.verl.engine import ShardCheckpointEngine
-from rlrefit.workers.verl.manager import RefitCheckpointManager
-from rlrefit.workers.verl.options import EXTENSION
-from rlrefit.workers.verl.orders import Order
-from rlrefit.workers.verl.served import asked_violations, served_violations
-from rlrefit.workers.verl.source import source_of
+from rlrefit.workers.frameworks.verl.contract import rollout_violations
+from rlrefit.workers.frameworks.verl.engine import ShardCheckpointEngine
+from rlrefit.workers.frameworks.verl.full_tensors import NcclXferCheckpointEngine
+from rlrefit.workers.frameworks.verl.full_tensors_contract import (
+    UnsupportedVerl,
+    require_supported,
+    violations,
+)
+from rlrefit.workers.frameworks.verl.manager import RefitCheckpointManager
+from rlrefit.workers.frameworks.verl.options import EXTENSION
+from rlrefit.workers.frameworks.verl.orders import Order
+from rlrefit.workers.frameworks.verl.served import asked_violations, served_violations
+from rlrefit.workers.frameworks.verl.source import source_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = ("127.0.0.1", 1234, 1)

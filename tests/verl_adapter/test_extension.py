@@ -16,12 +16,12 @@ import torch
 from verl.plugin.platform import platform_manager
 
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import EngineDirty, RefitError
-from rlrefit.integration.manifest import TensorSpec
-from rlrefit.integration.records import RefitRecord
-from rlrefit.integration.rendezvous import open_rendezvous
+from rlrefit.integration.records.record import RefitRecord
 from rlrefit.integration.session import RefitSession, ServingState
-from rlrefit.workers.verl.orders import ORDER, Order
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.workers.frameworks.verl.orders import ORDER, Order
 from tests.refit.synthetic import SyntheticSource
 from tests.verl_adapter.cpu_platform import PlatformCPU
 from tests.verl_adapter.vllm_name import named_vllm
@@ -51,7 +51,7 @@ class Refit:
 def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     monkeypatch.syspath_prepend(named_vllm(tmp_path))
     monkeypatch.setattr(platform_manager, "_current_platform", PlatformCPU())
-    from rlrefit.workers.verl.extension import VerlRefitExtension
+    from rlrefit.workers.frameworks.verl.extension import VerlRefitExtension
 
     class Worker(VerlRefitExtension):
         _refit: Any = None
@@ -129,7 +129,7 @@ def test_verl_has_its_answer_before_the_refit_begins(worker: Any) -> None:
 def test_verls_own_hand_over_of_a_whole_model_may_be_served_and_half_of_one_may_not(
     worker: Any, base_sync_done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlrefit.workers.verl import extension
+    from rlrefit.workers.frameworks.verl import extension
 
     refit, breaks = worker._refit, True
 
@@ -154,7 +154,7 @@ def test_verls_own_hand_over_of_a_whole_model_may_be_served_and_half_of_one_may_
 def test_an_adapter_that_verl_hands_over_makes_no_base_model_whole(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlrefit.workers.verl import extension
+    from rlrefit.workers.frameworks.verl import extension
 
     monkeypatch.setattr(
         extension.vLLMColocateWorkerExtension, "update_weights_from_ipc", lambda self, **_: None

@@ -10,8 +10,8 @@ import pytest
 import ray
 import torch
 
-from rlrefit.integration.adapters.verl import NcclXferCheckpointEngine
-from rlrefit.workers.verl.engine import ShardCheckpointEngine
+from rlrefit.workers.frameworks.verl.engine import ShardCheckpointEngine
+from rlrefit.workers.frameworks.verl.full_tensors import NcclXferCheckpointEngine
 from tests.spawn import free_port
 
 

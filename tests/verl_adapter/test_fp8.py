@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 from verl.plugin.platform import platform_manager
 
-from rlrefit.integration.adapters import verl_contract
+from rlrefit.workers.frameworks.verl import full_tensors_contract as verl_contract
 from tests.ahead import FoundAhead, keeping_time
 from tests.gpu.vllm_checkpoints import write_checkpoint
 from tests.spawn import run_ranks, run_together
@@ -98,7 +98,7 @@ def test_of_verls_functions_only_those_that_were_read_and_call_vllms_own_are_loo
     from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
     from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 
-    from rlrefit.workers.vllm.fp8 import block_fp8
+    from rlrefit.workers.engines.vllm.fp8 import block_fp8
 
     def of_another(self: Any, layer: nn.Module) -> None:
         """As yet another library puts it in vLLM's place."""

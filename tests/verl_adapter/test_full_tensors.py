@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.adapters import wire
-from rlrefit.integration.adapters.full_tensor_epoch import FullTensorEpoch, FullTensorSettings
-from rlrefit.integration.adapters.pieces import (
+from rlrefit.integration.broadcast import wire
+from rlrefit.integration.broadcast.epoch import FullTensorEpoch, FullTensorSettings
+from rlrefit.integration.broadcast.pieces import (
     LAST,
     Head,
     Piece,
@@ -24,9 +24,9 @@ from rlrefit.integration.adapters.pieces import (
     write_description,
     write_head,
 )
+from rlrefit.integration.comm.torch_group import Group
+from rlrefit.integration.control import Rendezvous, RendezvousServer, listen
 from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch, RefitTimeout, VerificationError
-from rlrefit.integration.process_groups import Group
-from rlrefit.integration.rendezvous import Rendezvous, RendezvousServer, listen
 
 Weights = list[tuple[str, torch.Tensor]]
 TENSORS: Weights = [(f"layers.{i}.weight", torch.full((100, 3), float(i))) for i in range(9)]

@@ -13,9 +13,9 @@ from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout.replica import RolloutMode
 
 from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
-from rlrefit.workers.verl import manager as manager_module
-from rlrefit.workers.verl.engine import ShardCheckpointEngine
-from rlrefit.workers.verl.manager import RefitCheckpointManager
+from rlrefit.workers.frameworks.verl import manager as manager_module
+from rlrefit.workers.frameworks.verl.engine import ShardCheckpointEngine
+from rlrefit.workers.frameworks.verl.manager import RefitCheckpointManager
 
 NEVER = object()
 UPDATE = ["prepare", "wake_up weights", "init_process_group", "update_weights", "refit_as_ordered"]

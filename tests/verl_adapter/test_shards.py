@@ -25,7 +25,7 @@ LOADED = (
     "tests.verl_adapter.fsdp_actor",
     "tests.verl_adapter.probe",
     "verl.workers.rollout.vllm_rollout.vllm_async_server",
-    "rlrefit.workers.verl.engine",
+    "rlrefit.workers.frameworks.verl.engine",
 )
 
 
@@ -78,7 +78,7 @@ def _update(folder: Path, checkpoint: Path, env: dict[str, str], python: str) ->
     import ray
     from verl.workers.rollout.replica import RolloutMode
 
-    from rlrefit.workers.verl.manager import RefitCheckpointManager
+    from rlrefit.workers.frameworks.verl.manager import RefitCheckpointManager
     from tests.verl_adapter.fleet import CPU, expected, shard_fleet
 
     rollout = "actor_rollout_ref.rollout"

@@ -22,7 +22,7 @@ from tests.verl_adapter.workers import SPECS, Actor, Replica, RolloutWorker
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 30.0
-LOADED = ("tests.verl_adapter.workers", "rlrefit.integration.adapters.verl")
+LOADED = ("tests.verl_adapter.workers", "rlrefit.workers.frameworks.verl.full_tensors")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     config = CheckpointEngineConfig(
         backend="nccl_xfer",
         update_weights_bucket_megabytes=1,
-        custom_backend_module="rlrefit.integration.adapters.verl",
+        custom_backend_module="rlrefit.workers.frameworks.verl.full_tensors",
         engine_kwargs={
             "nccl_xfer": {"timeout_s": TIMEOUT_S, "verify": "full", "records_dir": str(records_dir)}
         },

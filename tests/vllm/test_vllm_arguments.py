@@ -9,9 +9,9 @@ from vllm.config.kernel import KernelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
 
-from rlrefit.recipes.config import load_config
-from rlrefit.recipes.vllm_arguments import engine_arguments
-from rlrefit.workers.vllm.layouts import _PLAIN_MOE_BACKENDS
+from rlrefit.recipes.config.load import load_config
+from rlrefit.recipes.rollout.vllm_arguments import engine_arguments
+from rlrefit.workers.engines.vllm.layouts import _PLAIN_MOE_BACKENDS
 
 
 def test_an_fp8_cache_and_a_backend_are_asked_for_by_vllms_own_names() -> None:

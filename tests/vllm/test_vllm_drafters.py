@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from rlrefit.integration.errors import PlanError, RefitError
-from rlrefit.workers.loader_trace.trace import trace_loader
-from rlrefit.workers.vllm import drafters
-from rlrefit.workers.vllm.destination import VllmDestination
+from rlrefit.workers.engines.common.loader_trace.trace import trace_loader
+from rlrefit.workers.engines.vllm import drafters
+from rlrefit.workers.engines.vllm.destination import VllmDestination
 
 POLICY, OTHER = "/models/policy", "/models/eagle"
 

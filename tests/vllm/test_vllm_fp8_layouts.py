@@ -25,14 +25,14 @@ from vllm.model_executor.layers.quantization.utils.flashinfer_utils import prepa
 from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
 
 from rlrefit.integration.errors import PlanError
-from rlrefit.integration.manifest import TensorSpec
 from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.quantize.formats import Fp8Blockwise
-from rlrefit.workers.loader_trace.quantized import formats_of, promised_modules
-from rlrefit.workers.loader_trace.trace import Landing, LoaderTrace, trace_loader
-from rlrefit.workers.vllm import fp8
-from rlrefit.workers.vllm.layouts import ModuleLayout, module_layout
-from rlrefit.workers.vllm.quantized import block_modules, tell_of_own_quantizers
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.workers.engines.common.loader_trace.quantized import formats_of, promised_modules
+from rlrefit.workers.engines.common.loader_trace.trace import Landing, LoaderTrace, trace_loader
+from rlrefit.workers.engines.vllm import fp8
+from rlrefit.workers.engines.vllm.layouts import ModuleLayout, module_layout
+from rlrefit.workers.engines.vllm.quantized import block_modules, tell_of_own_quantizers
 
 IN_PLACE = ModuleLayout(True, False, placed=True)
 
@@ -303,7 +303,7 @@ def test_an_engine_that_quantizes_by_itself_is_named_once_with_the_remedy(caplog
 
 
 def test_the_scales_of_an_experts_kernel_follow_the_parameters_without_moving():
-    from rlrefit.workers.vllm.derived import refresh_expert_scales
+    from rlrefit.workers.engines.vllm.derived import refresh_expert_scales
 
     layer = _experts(Fp8MoeBackend.TRITON)
     stale = torch.full((2, 2, 1), 7.0)

@@ -12,11 +12,11 @@ from vllm import LLM
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rlrefit.integration.errors import RefitError
-from rlrefit.workers.vllm import compat
-from rlrefit.workers.vllm.compat import Needed, require_driver, require_supported_vllm
-from rlrefit.workers.vllm.sleeping import SLEEP
+from rlrefit.workers.engines.vllm import compat
+from rlrefit.workers.engines.vllm.compat import Needed, require_driver, require_supported_vllm
+from rlrefit.workers.engines.vllm.sleeping import SLEEP
 
-FOLDER = Path(__file__).parents[2] / "workers" / "vllm"
+FOLDER = Path(__file__).parents[2] / "workers" / "engines" / "vllm"
 LISTED = (*compat.REFIT, *compat.WEIGHT_TRANSFER, *compat.SCRIPT, *compat.SERVER)
 
 

@@ -16,7 +16,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_checkpoints import dense_config
 
 from rlrefit.integration.errors import RefitError
-from rlrefit.workers.vllm.preemption import keep_tokens_of_preempted_requests, require_kept_tokens
+from rlrefit.workers.engines.vllm.preemption import keep_tokens_of_preempted_requests, require_kept_tokens
 
 BLOCKS = 100
 

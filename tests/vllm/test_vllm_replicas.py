@@ -14,11 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm_checkpoints import dense_config, write_checkpoint
 
+from rlrefit.integration.colocated.memory import StageRecord
+from rlrefit.integration.colocated.stages import TAGS, StageRefused
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import EngineDirty
-from rlrefit.integration.records import RefitRecord
-from rlrefit.integration.stage_memory import StageRecord
-from rlrefit.integration.stages import TAGS, StageRefused
+from rlrefit.integration.records.record import RefitRecord
 from tests.ahead import FoundAhead
 from tests.meeting import meeting_in
 from tests.stages.pool import TrainersElsewhere
@@ -63,9 +63,9 @@ async def _serve(folder: Path) -> Served:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rlrefit.workers.colocated.awaited import AwaitedCycle
-    from rlrefit.workers.colocated.vllm import AwaitedVllmSleeper
-    from rlrefit.workers.vllm.driver import AsyncVllmDriver
+    from rlrefit.workers.engines.common.awaited import AwaitedCycle
+    from rlrefit.workers.engines.vllm.colocated import AwaitedVllmSleeper
+    from rlrefit.workers.engines.vllm.driver import AsyncVllmDriver
 
     arguments = AsyncEngineArgs(
         model=str(folder / "0"),

@@ -17,13 +17,13 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 from vllm.platforms import current_platform
 
 from rlrefit.integration.errors import PlanError, RefitError, RefitMismatch
-from rlrefit.workers.loader_trace.modules import owners_of, spread_over_modules
-from rlrefit.workers.loader_trace.trace import LoaderTrace, trace_loader
-from rlrefit.workers.vllm import plugin, routing_cost, worker_process
-from rlrefit.workers.vllm.completeness import check_complete
-from rlrefit.workers.vllm.derived import refresh_absorbed_projections
-from rlrefit.workers.vllm.extension import VllmRefitExtension, raise_refit_errors
-from rlrefit.workers.vllm.layouts import ModuleLayout, module_layout
+from rlrefit.workers.engines.common.loader_trace.modules import owners_of, spread_over_modules
+from rlrefit.workers.engines.common.loader_trace.trace import LoaderTrace, trace_loader
+from rlrefit.workers.engines.vllm import plugin, routing_cost, worker_process
+from rlrefit.workers.engines.vllm.completeness import check_complete
+from rlrefit.workers.engines.vllm.derived import refresh_absorbed_projections
+from rlrefit.workers.engines.vllm.extension import VllmRefitExtension, raise_refit_errors
+from rlrefit.workers.engines.vllm.layouts import ModuleLayout, module_layout
 
 BF16 = torch.bfloat16
 SHAPES = {"q": (4, 6), "k": (2, 6), "o": (6, 4), "norm": (6,)}

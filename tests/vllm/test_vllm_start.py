@@ -18,15 +18,15 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from rlrefit.integration.errors import EngineDirty, PlanError, RefitError, RefitTimeout
 from rlrefit.integration.quantize.formats import Fp8Blockwise
 from rlrefit.integration.session import ServingState
-from rlrefit.workers.vllm import compat, plugin, preemption, updates, waking
-from rlrefit.workers.vllm.answers import answer, raise_refit_errors
-from rlrefit.workers.vllm.compat import REFIT, WEIGHT_TRANSFER, Needed, require_supported_vllm
-from rlrefit.workers.vllm.destination import Routes
-from rlrefit.workers.vllm.guard import WeightsGuard
-from rlrefit.workers.vllm.reload import ScopedReload
-from rlrefit.workers.vllm.token_versions import TokenVersions
-from rlrefit.workers.vllm.worker_process import Refitted, guard_loaded_models
-from rlrefit.workers.vllm.worker_refit import WorkerRefit
+from rlrefit.workers.engines.vllm import compat, plugin, preemption, updates, waking
+from rlrefit.workers.engines.vllm.answers import answer, raise_refit_errors
+from rlrefit.workers.engines.vllm.compat import REFIT, WEIGHT_TRANSFER, Needed, require_supported_vllm
+from rlrefit.workers.engines.vllm.destination import Routes
+from rlrefit.workers.engines.vllm.guard import WeightsGuard
+from rlrefit.workers.engines.vllm.reload import ScopedReload
+from rlrefit.workers.engines.vllm.token_versions import TokenVersions
+from rlrefit.workers.engines.vllm.worker_process import Refitted, guard_loaded_models
+from rlrefit.workers.engines.vllm.worker_refit import WorkerRefit
 
 
 def test_the_installed_vllm_has_all_that_refits_rely_on():

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.errors import RefitMismatch
-from rlrefit.workers.loader_trace.strided import view_box
-from rlrefit.workers.loader_trace.trace import LoaderTrace, trace_loader
+from rlrefit.workers.engines.common.loader_trace.strided import view_box
+from rlrefit.workers.engines.common.loader_trace.trace import LoaderTrace, trace_loader
 
 BF16 = torch.bfloat16
 

@@ -40,7 +40,7 @@ class Found:
 
 def refit_experts(rank: int, cpu: str, cases: Sequence[Case]) -> list[Found]:
     vllm_cpu.play(cpu)
-    from rlrefit.workers.vllm.worker_process import prepare_worker_process
+    from rlrefit.workers.engines.vllm.worker_process import prepare_worker_process
 
     prepare_worker_process()
     if cpu == "amx" and vllm_cpu.is_here(cpu):
@@ -56,7 +56,7 @@ def refit_by_a_loader_of_its_own(rank: int, cpu: str, case: Case) -> tuple[str, 
     """The parameter that an error names, if the refit of such experts fails, and whether they hold what they held before."""
     vllm_cpu.play(cpu)
     from rlrefit.integration.errors import RefitError
-    from rlrefit.workers.vllm.destination import VllmDestination
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
 
     with groups_of(rank, case):
         live, config = loaded(case)
@@ -78,7 +78,7 @@ def refit_by_a_loader_of_its_own(rank: int, cpu: str, case: Case) -> tuple[str, 
 def _one_case(rank: int, case: Case) -> Found:
     from vllm.distributed import get_tp_group
 
-    from rlrefit.workers.vllm.destination import VllmDestination
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
 
     group = get_tp_group()
     live, config = loaded(case)

@@ -123,7 +123,7 @@ def _know_architecture(path: str) -> None:
 
 
 def _one_family(case: Case) -> FamilyResult:
-    from rlrefit.workers.vllm.destination import VllmDestination
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
 
     live, config = loaded(case)
     names = [name for name, _ in live.named_parameters()]

@@ -20,8 +20,8 @@ from vllm_fp8_kernels import choose_kernels
 from vllm_fp8_trainer import Halves, Tensors
 from vllm_refit import refit
 
-from rlrefit.integration.manifest import TensorSpec
-from rlrefit.integration.quantize.source import quant_weights_by_name
+from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.integration.weights.quantizing import quant_weights_by_name
 from tests.fp8_refits import CONFIG, Sessions, bytes_of, differing, poison, refit_by_both_engines, refusal
 from tests.gpu.vllm_checkpoints import quantize_in_blocks
 
@@ -158,7 +158,7 @@ def _post_load_functions(case: Fp8Case) -> Iterator[None]:
 
 
 def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
-    from rlrefit.workers.vllm.destination import VllmDestination
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
 
     live, config = _loaded(case, 0)
     expected = [bytes_of(_held(_loaded(case, index)[0])) for index in (0, 1)]
@@ -214,7 +214,7 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
 def _told(rank: int, live: torch.nn.Module, config: Any, specs: Sequence[TensorSpec]) -> dict[str, Format]:
     """What the worker extension answers of the live model, as a trainer reads it."""
     from rlrefit.integration.quantize.formats import from_json
-    from rlrefit.workers.vllm.extension import VllmRefitExtension, raise_refit_errors
+    from rlrefit.workers.engines.vllm.extension import VllmRefitExtension, raise_refit_errors
 
     worker = VllmRefitExtension()
     worker.model_runner = SimpleNamespace(get_model=lambda: live, device=torch.device("cpu"))

@@ -8,7 +8,7 @@ import torch
 from vllm_checkpoints import manifest_of
 
 from rlrefit.integration.layout import Fragment
-from rlrefit.integration.manifest import TensorSpec
+from rlrefit.integration.weights.manifest import TensorSpec
 
 Tensors = dict[str, torch.Tensor]
 

@@ -6,7 +6,7 @@ import torch
 from vllm_checkpoints import read_checkpoint
 
 from rlrefit.integration.errors import PeerLost
-from rlrefit.workers.vllm.extension import VllmRefitExtension
+from rlrefit.workers.engines.vllm.extension import VllmRefitExtension
 
 
 class ProbeExtension(VllmRefitExtension):

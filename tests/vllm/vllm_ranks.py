@@ -15,7 +15,7 @@ from vllm_checkpoints import manifest_of, read_checkpoint
 from vllm_refit import refit
 
 if TYPE_CHECKING:
-    from rlrefit.workers.vllm.destination import VllmDestination
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _one_case(case: Case) -> RankResult:
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
     from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
 
-    from rlrefit.workers.vllm.destination import VllmDestination
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
 
     live, config = loaded(case)
     context = config.compilation_config.static_forward_context

@@ -9,7 +9,7 @@ import torch
 from rlrefit.integration.layout import Fragment
 
 if TYPE_CHECKING:
-    from rlrefit.workers.vllm.destination import VllmDestination
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
 
 
 def write_fragments(fragments: list[Fragment], tensors: dict[str, torch.Tensor]) -> None:

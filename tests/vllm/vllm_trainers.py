@@ -50,8 +50,8 @@ class Trainers:
 class _Trainer:
     def __init__(self, rank: int, models: dict[str, Sequence[str]]) -> None:
         from rlrefit.integration.config import RefitConfig
-        from rlrefit.workers.megatron.mixin import MegatronRefitMixin
-        from rlrefit.workers.megatron.model import MegatronLayout, build_megatron
+        from rlrefit.workers.trainers.megatron.mixin import MegatronRefitMixin
+        from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
 
         class Worker(MegatronRefitMixin):
             def __init__(self, path: str) -> None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ...integration.endpoints import StoresQuantized, WeightDestination, gives_memory_back
 from ...integration.errors import RefitMismatch
 from ...integration.layout import Fragment
-from ...integration.manifest import TensorSpec
+from ...integration.weights.endpoints import StoresQuantized, WeightDestination, gives_memory_back
+from ...integration.weights.manifest import TensorSpec
 from .names import AttentionLayer, Scales, is_scale, layer_of_scale, scale_names
 from .source import REASON
 
@@ -31,7 +31,7 @@ class ScaledCache(Protocol):
 
 
 class KvScaleDestination:
-    """Implements :class:`rlrefit.integration.endpoints.WeightDestination`: another one, and its KV cache's scales.
+    """Implements :class:`rlrefit.integration.weights.endpoints.WeightDestination`: another one, and its KV cache's scales.
 
     Scales are set at the end of each refit, the last known ones too: what reloads layers resets them.
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...integration.manifest import TensorSpec
+from ...integration.weights.manifest import TensorSpec
 
 # model.layers.3.self_attn
 AttentionLayer = str

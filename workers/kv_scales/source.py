@@ -7,18 +7,18 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 import torch
 
-from ...integration.endpoints import HoldsQuantized, WeightSource
 from ...integration.errors import RefitError
 from ...integration.layout import Fragment
-from ...integration.manifest import TensorSpec
 from ...integration.quantize.formats import Format
+from ...integration.weights.endpoints import HoldsQuantized, WeightSource
+from ...integration.weights.manifest import TensorSpec
 from .names import AttentionLayer, attention_layers, canonical, scale_specs
 
 REASON = "scale of the FP8 KV cache, set on the engine's attention layers"
 
 
 class KvScaleSource:
-    """Implements :class:`rlrefit.integration.endpoints.WeightSource`: another source, and a scalar for each scale.
+    """Implements :class:`rlrefit.integration.weights.endpoints.WeightSource`: another source, and a scalar for each scale.
 
     The scales stand behind the weights and take the misc path. They travel with every refit, since its layout is
     agreed on once: those that were given last, and NaN, which engines skip, where none was given yet. So an engine that
@@ -99,7 +99,7 @@ class KvScaleSource:
     def quantized_fragments(
         self, formats: Mapping[str, Format]
     ) -> tuple[list[Fragment], dict[str, str], frozenset[str]]:
-        """As :meth:`rlrefit.integration.endpoints.HoldsQuantized.quantized_fragments`; nothing if the trainer's keep none."""
+        """As :meth:`rlrefit.integration.weights.endpoints.HoldsQuantized.quantized_fragments`; nothing if the trainer's keep none."""
         weights: object = self._weights
         if isinstance(weights, HoldsQuantized):
             return weights.quantized_fragments(formats)

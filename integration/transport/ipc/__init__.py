@@ -1,6 +1,6 @@
 """One-sided refits inside a host: senders write straight into the receivers' live parameters."""
 
-from .availability import availability, facts
+from ...gpu_memory.availability import availability, facts
 from .transport import IpcTransport
 
 __all__ = ["IpcTransport", "availability", "facts"]

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from ...gpu_memory.description import Description, Inbox, View
+from ...gpu_memory.memory import ExportedMemory
 from ...packing import EncodedView, Strided
 from ...plan import Message, Segment
 from ..views import LiveViews
-from .description import Description, Inbox, View
 from .mailbox import CHECKSUM_BYTES
-from .memory import ExportedMemory
 from .proofs import Bound
 
 

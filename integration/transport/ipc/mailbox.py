@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from .driver import call
+from ...gpu_memory.driver import call
 
 # A bell is 64 bits wide so that checksums lie aligned behind it; its lower half holds the number it was rung with.
 BELL_BYTES = 8

@@ -12,20 +12,20 @@ import torch
 
 from ...endings import end_all
 from ...errors import PeerLost, PlanError, RefitMismatch, RefitTimeout, TransportUnavailable
+from ...gpu_memory.description import Description, Inbox
+from ...gpu_memory.driver import DriverError, missing
+from ...gpu_memory.mapping import ImportedMemory
+from ...gpu_memory.memory import ExportedMemory, device_uuid, process_name
 from ...layout import Fragment, volume
 from ...packing import CopyTable, Strided
 from ...plan import Plan
-from ...records import StageClock
+from ...records.record import StageClock
 from ..base import Transport, damaged
 from ..host_memory import DeviceMemory, HostMemory
 from ..views import LiveViews, Place
 from .bound import by_peer
-from .description import Description, Inbox
-from .driver import DriverError, missing
 from .lease import Lease
 from .mailbox import Mailbox, proven
-from .mapping import ImportedMemory
-from .memory import ExportedMemory, device_uuid, process_name
 from .proofs import Bound, Proofs
 
 logger = logging.getLogger(__name__)

@@ -9,14 +9,14 @@ from dataclasses import replace
 import torch
 
 from ...errors import TransportUnavailable
+from ...gpu_memory.description import Description, Inbox
+from ...gpu_memory.driver import on_device
 from ...layout import Fragment
 from ...packing import CopyTable, EncodedView, NotComputable, Strided, make_encoders
 from ...packing.host import kernels_read
-from ...records import StageClock
+from ...records.record import StageClock
 from ..base import TransferResult
 from .bound import bound, checksums_at, memory_of, views_in
-from .description import Description, Inbox
-from .driver import on_device
 from .lease import Lease
 from .mailbox import BELL_BYTES, landed, proven, ring, void
 from .one_sided import OneSided

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ....workers.catalog import Model
+from ...plan.catalog import Model
 
 
 def write_weightless(folder: Path, model: Model, dtype: torch.dtype) -> Path:

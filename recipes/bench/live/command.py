@@ -8,8 +8,8 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from ....workers.catalog import LayoutError
-from ...option_checks import empty_layouts, output_problems
+from ...config.options import empty_layouts, output_problems
+from ...plan.catalog import LayoutError
 from ..launch import BenchFailed, run_ranks
 from ..run_options import common_options
 from ..scene import model_problems

@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from ....integration.records import RefitSummary, summarize
+from ....integration.records.record import RefitSummary, summarize
 from ..measure import Timing
 from .engine import Checksums
 from .memory import Memory, largest

@@ -6,9 +6,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....workers.catalog import FsdpLayout
-from ....workers.megatron.model import MegatronLayout
-from ...option_checks import missing_engine, missing_megatron
+from ....workers.trainers.megatron.model import MegatronLayout
+from ...config.options import missing_engine, missing_megatron
+from ...plan.catalog import FsdpLayout
 from ..run_options import RunOptions
 
 # ``--backend`` → what it is called, and the peers that there are beside it.

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....integration.manifest import TensorSpec, dtype_name
-from ....integration.records import RefitRecord
+from ....integration.records.record import RefitRecord
+from ....integration.weights.manifest import TensorSpec, dtype_name
 from .engine_process import EngineProcess
 from .options import LiveOptions
 from .trainer import LiveTrainer, TrainerRanks

@@ -27,9 +27,9 @@ class SglangEngine(LiveEngine):
             os.environ.update(SGLANG_CPU_OMP_THREADS_BIND=cores, SGLANG_NCCL_SO_PATH=os.devnull)
         import sglang
 
-        from ....workers.sglang.callers import EngineCaller
-        from ....workers.sglang.driver import SglangRefit
-        from ....workers.sglang.loader import LOADER
+        from ....workers.engines.sglang.callers import EngineCaller
+        from ....workers.engines.sglang.driver import SglangRefit
+        from ....workers.engines.sglang.loader import LOADER
 
         self._engine = sglang.Engine(
             model_path=settings["model"],

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ....workers.sglang.worker_refit import WorkerRefit, also_serve
+from ....workers.engines.sglang.worker_refit import WorkerRefit, also_serve
 from .memory import memory, restart_peak
 from .worker_checks import checksums, poison, settle
 

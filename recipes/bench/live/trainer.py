@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ....integration.config import RefitConfig
-from ....workers.megatron.mixin import MegatronRefitMixin
-from ....workers.megatron.model import build_megatron
-from ....workers.megatron.source import MegatronSource
+from ....workers.trainers.megatron.mixin import MegatronRefitMixin
+from ....workers.trainers.megatron.model import build_megatron
+from ....workers.trainers.megatron.source import MegatronSource
 from ..run_options import DTYPES
 from .memory import Memory, memory, restart_peak
 from .options import LiveOptions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from ....workers.vllm.extension import VllmRefitExtension
-from ....workers.vllm.layouts import has_padding
+from ....workers.engines.vllm.extension import VllmRefitExtension
+from ....workers.engines.vllm.layouts import has_padding
 from .engine import Checksums
 from .memory import Memory, memory, restart_peak
 from .worker_checks import checksums, poison, settle

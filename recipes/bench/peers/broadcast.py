@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....integration.manifest import TensorSpec
+from ....integration.weights.manifest import TensorSpec
 from ..gather import Gather, GatherUnit, gather_units
 from ..scene import Scene
 from ..storage import BenchDestination

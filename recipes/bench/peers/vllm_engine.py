@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ....integration.manifest import dtype_name
+from ....integration.weights.manifest import dtype_name
 from ..gather import Gather, gather_units
 from ..scene import Scene
 from ..storage import BenchDestination

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from vllm_engines import GEN_RANKS, ScriptEngine
 
-from rlrefit.integration.colocated import ColocatedCycle
+from rlrefit.integration.colocated.cycle import ColocatedCycle
+from rlrefit.integration.colocated.memory import StageRecord
+from rlrefit.integration.colocated.stages import StageRefused
 from rlrefit.integration.errors import EngineDirty, RefitError
-from rlrefit.integration.records import RefitRecord
-from rlrefit.integration.stage_memory import StageRecord
-from rlrefit.integration.stages import StageRefused
+from rlrefit.integration.records.record import RefitRecord
 from tests.stages.pool import TrainersElsewhere
 
 from .scene import Scene

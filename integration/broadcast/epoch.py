@@ -1,0 +1,320 @@
+"""One membership of ranks between which full tensors travel, for trainers that export them and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ..comm.torch_group import Group, members
+from ..control import Rendezvous, RendezvousServer
+from ..control.channel import Channel
+from ..control.world import RefitWorld
+from ..endings import end_all
+from ..errors import PeerLost, RefitError, RefitMismatch
+from ..records.clock import StageClock
+from ..records.record import RefitRecord
+from ..weights.endpoints import rank_device
+from .full_tensors import BucketReceiver, BucketSender
+from .wire import Wire
+
+logger = logging.getLogger(__name__)
+
+Weights = Iterable[tuple[str, torch.Tensor]] | AsyncIterator[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class FullTensorSettings:
+    """What all ranks of an epoch have to be given alike, but for ``timeout_s``."""
+
+    bucket_bytes: int
+    verify: str
+    timeout_s: float
+
+
+class FullTensorEpoch:
+    """Channel, group and thread of one membership; made on all its ranks at the same time.
+
+    All that can wait for another rank happens in one thread of the epoch, so that the caller's event loop goes on.
+
+    Args:
+        rendezvous: where the ranks meet.
+        rank: in the refit world, trainers first.
+        settings: of the wire.
+        server: of the rendezvous, on trainer rank 0; closed with the epoch.
+        version: that this rank holds, where versions are counted and not given.
+
+    Attributes:
+        version: the largest that any rank holds. They may differ: one may have failed after all had got the last version.
+
+    Raises:
+        RefitMismatch: the ranks were set up with different values.
+        RefitTimeout, PeerLost: not all ranks came.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        rank: int,
+        settings: FullTensorSettings,
+        server: RendezvousServer | None = None,
+        version: int = -1,
+    ):
+        self.version = version
+        self.world = RefitWorld(rank, rendezvous.train_ranks, rendezvous.gen_ranks, rendezvous.epoch)
+        self.failed = ""
+        self.device = rank_device()
+        self._server = server
+        self._settings = settings
+        self._clock = StageClock(self.device)
+        self._refits = 0
+        self._channel: Channel | None = None
+        self._group: Group | None = None
+        self._wire: Wire | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rlrefit-wire")
+        self._last: Future[object] | None = None
+        try:
+            self.submit(self._connect, rendezvous).result()
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def submit[**P, T](self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a call in the epoch's thread."""
+        future = self._thread.submit(self._run, call, *args, **kwargs)
+        self._last = future  # type: ignore[assignment]
+        return future
+
+    def _run[**P, T](self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(*args, **kwargs)
+        except RefitError as error:
+            if self._channel is None:
+                raise
+            self._channel.give_up(error)
+            if self._group is not None:
+                self._group.close(failed=True)
+            cause = self._channel.cause_of(error)
+            if cause is error:
+                raise
+            raise cause from error
+
+    def healthy(self) -> bool:
+        """Whether another refit can run: nothing has failed here, and no other rank has gone or given up."""
+        if self.failed:
+            return False
+        if self._last is not None and not self._last.done():
+            self.fail(RefitError("another update began before this one had ended here", rank=self.world.rank))
+            return False
+        try:
+            self.submit(self._open_channel.check_abort, "handshake").result()
+        except RefitError as error:
+            logger.warning("the group of %d ranks is made anew: %s", self.world.size, error)
+            self.fail(error)
+            return False
+        return True
+
+    async def send(self, weights: Weights, version: int | None) -> RefitRecord:
+        """Trainer ranks: draw all weights, on rank 0 send them, and return once all ranks have got them.
+
+        Drawing is a collective of the trainer's ranks, so it goes on to its end if sending fails: no other trainer
+        rank is left waiting in it, and the trainer can go on without the engines.
+
+        Raises:
+            RefitError: and its kinds; the epoch is over then.
+        """
+        clock, failure = self._clock, None
+        clock.restart()
+        try:
+            try:
+                await self._begin(version)
+            except RefitError as error:
+                failure = error
+                self.fail(error)
+            sender = BucketSender(self._wire, self.submit, clock) if self._wire is not None else None
+            drawn = _drawn(weights)
+            while True:
+                with clock.stage("export"):
+                    weight = await anext(drawn, None)
+                if weight is None:
+                    break
+                if sender is not None and failure is None:
+                    try:
+                        await sender.put(*weight)
+                    except Exception as error:
+                        # Told at once: the drawing can take as long as a refit.
+                        failure = await self._failed_for(self._named(error))
+            if failure is not None:
+                raise failure
+            if sender is not None:
+                await sender.end()
+            await self._commit()
+        except BaseException as error:
+            cause = await self._failed_for(error)
+            if cause is not error:
+                raise cause from error
+            raise
+        moved, staging = (sender.nbytes, sender.staging_bytes) if sender is not None else (0, 0)
+        return self._record(version, moved, 0, staging)
+
+    async def receive(
+        self, version: int | None, done: Callable[[RefitRecord], None]
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Generation ranks: all weights as they arrive; ``done`` gets the record when all ranks have got them.
+
+        Raises:
+            RefitError: and its kinds; the epoch is over then, and what was loaded is no version at all.
+        """
+        clock = self._clock
+        clock.restart()
+        try:
+            await self._begin(version)
+            assert self._wire is not None, "generation ranks are in the group"
+            receiver = BucketReceiver(self._wire, self.submit, clock)
+            async for weight in receiver.tensors():
+                yield weight
+            await self._commit()
+        except BaseException as error:  # the loader's own end, too: the others would wait for this rank
+            cause = await self._failed_for(error)
+            if cause is not error:
+                raise cause from error
+            raise
+        done(self._record(version, receiver.nbytes, receiver.verified, receiver.staging_bytes))
+
+    def fail(self, error: BaseException) -> None:
+        """End the epoch on all ranks; safe to call twice. Does not wait."""
+        if self.failed:
+            return
+        self.failed = f"{type(error).__name__}: {error}"
+        self._end(self.failed)
+
+    def close(self) -> None:
+        """End the epoch on this rank; the others do the same. Does not wait."""
+        if not self.failed:
+            self.failed = "closed"
+            self._end("")
+
+    def _end(self, reason: str) -> None:
+        # In its thread, after what is under way there: that ends by itself, at the latest with its timeout.
+        self._thread.submit(self._disconnect, reason)
+        self._thread.shutdown(wait=False)
+
+    def _connect(self, rendezvous: Rendezvous) -> None:
+        settings, world = self._settings, self.world
+        start = time.monotonic()
+        self._channel = channel = Channel(rendezvous, world, settings.timeout_s)
+        with channel.within(start):
+            self._agree_and_open(channel)
+
+    def _agree_and_open(self, channel: Channel) -> None:
+        settings, world = self._settings, self.world
+        ours = [settings.bucket_bytes, settings.verify, self.device.type]
+        told = channel.vote("settings", [ours, self.version])
+        self.version = max(version for _, version in told)
+        for rank, (theirs, _) in enumerate(told):
+            if theirs != ours:
+                raise RefitMismatch(
+                    f"{world.describe(rank)} has bucket bytes, verify and device {theirs}, this rank {ours}. Nothing has "
+                    "moved; give all workers the same checkpoint_engine section, and run them on devices of one kind",
+                    stage="settings",
+                    rank=world.rank,
+                )
+        place = members([0, *world.destinations], world.rank)
+        if place is not None:
+            self._group = Group(
+                channel.store,
+                "full",
+                *place,
+                device=self.device,
+                timeout_s=settings.timeout_s,
+                watch=channel.check_abort,
+            )
+            self._wire = Wire(self._group, world.rank, settings.bucket_bytes, settings.verify, channel.turn)
+        channel.barrier("ready")
+
+    def _disconnect(self, reason: str) -> None:
+        steps: list[Callable[[], object]] = []
+        if self._channel is not None and reason:
+            steps.append(partial(self._channel.abort, reason))
+        steps += [partial(self._group.close, failed=bool(reason))] if self._group is not None else []
+        steps += [one.close for one in (self._channel, self._server) if one is not None]
+        try:
+            end_all(steps)
+        except Exception:  # nobody waits for this
+            logger.exception("the group of %d ranks did not end as it should", self.world.size)
+
+    @property
+    def _open_channel(self) -> Channel:
+        assert self._channel is not None, "set before the constructor returns"
+        return self._channel
+
+    async def _begin(self, version: int | None) -> None:
+        if self.failed:
+            raise RefitError(
+                f"the group of this update has ended ({self.failed}); the next update makes a new one",
+                stage="handshake",
+                rank=self.world.rank,
+            )
+        with self._clock.stage("handshake"), self._clock.waiting():
+            await self._barrier("begin", {"version": version})
+
+    async def _commit(self) -> None:
+        with self._clock.stage("commit"), self._clock.waiting():
+            await self._barrier("commit", None)
+        self._refits += 1
+
+    async def _barrier(self, name: str, agree: object) -> None:
+        topic = f"{name}/{self._refits}"
+        await asyncio.wrap_future(self.submit(self._open_channel.barrier, topic, agree=agree))
+
+    async def _failed_for[E: BaseException](self, error: E) -> E | RefitError:
+        """As :meth:`fail`; returns what to raise: where the wire broke, the reason that another rank gave before it hung up."""
+        cause: E | RefitError = error
+        if isinstance(error, PeerLost) and not self.failed:
+            try:
+                await asyncio.wrap_future(self.submit(self._open_channel.check_abort, error.stage))
+            except RefitError as told:
+                cause = told
+        self.fail(cause)
+        return cause
+
+    def _named(self, error: Exception) -> RefitError:
+        if isinstance(error, RefitError):
+            return error
+        named = PeerLost(f"sending failed: {error}", stage="misc", rank=self.world.rank)
+        named.__cause__ = error
+        return named
+
+    def _record(self, version: int | None, moved: int, verified: int, staging: int) -> RefitRecord:
+        clock, world = self._clock, self.world
+        return RefitRecord(
+            version=-1 if version is None else version,
+            epoch=world.epoch,
+            rank=world.rank,
+            role="trainer" if world.is_source else "generation",
+            engine="full_tensors",
+            transport="broadcast",
+            bytes_bulk=0,
+            bytes_misc=moved,
+            bytes_kept=0,
+            bytes_verified=verified,
+            seconds_total=clock.wall_seconds,
+            seconds=clock.seconds,
+            host_seconds=clock.host_seconds,
+            peak_extra_bytes=staging,
+        )
+
+
+async def _drawn(weights: Weights) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    if isinstance(weights, AsyncIterator):
+        async for weight in weights:
+            yield weight
+    else:
+        for weight in weights:
+            yield weight

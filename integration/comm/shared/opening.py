@@ -1,0 +1,169 @@
+"""Which wire joins the ranks of an epoch, and the groups over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations, permutations
+from typing import Any
+
+import torch
+
+from ...control.channel import Channel
+from ...errors import RefitError, RefitMismatch
+from ...gpu_memory.availability import availability, facts
+from ..torch_group import Group
+from .device_group import MOST_BUCKET_BYTES as MOST_ON_DEVICE
+from .device_group import MOST_SHARED_BYTES, DeviceGroup
+from .host_group import MOST_BUCKET_BYTES as MOST_ON_HOST
+from .host_group import HostGroup
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What carries the parcels of a group.
+
+    Attributes:
+        kind: ``network`` (NCCL or gloo), ``device`` (buckets in GPU memory that the ranks map into each other) or
+            ``host`` (buckets in host memory).
+        why: shared memory serves, or none has to.
+        how: where the buckets lie, and why there; empty for the network.
+        most: bytes of a bucket that its copies need at most.
+    """
+
+    kind: str
+    why: str
+    how: str = ""
+    most: int = 0
+
+    @property
+    def reason(self) -> str:
+        """Why this one."""
+        return f"{self.why}; {self.how}" if self.how else self.why
+
+
+def gpu_identity(told: object) -> str:
+    """The GPU that a rank told of, by its UUID; empty if it told of none."""
+    return _text(told, "device")
+
+
+def shared_gpu(told: Sequence[object]) -> str:
+    """A sentence about two ranks of one GPU; empty if there are none.
+
+    Args:
+        told: what all ranks told of their GPUs; nothing in it is trusted.
+    """
+    devices = [gpu_identity(one) for one in told]
+    for (a, first), (b, second) in combinations(enumerate(devices), 2):
+        if first and first == second:
+            return f"refit ranks {a} and {b} share a GPU, and NCCL takes no two ranks of one"
+    return ""
+
+
+def choose_wire(told: Sequence[object], asked: bool) -> Wire:
+    """The wire that joins all ranks.
+
+    Args:
+        told: what all ranks told of their GPUs (:func:`~...transport.ipc.facts`); nothing in it is trusted.
+        asked: whether shared memory is to serve even where it need not.
+
+    Raises:
+        RefitError: two ranks share a GPU, which needs memory that all can reach, and others are on another host.
+    """
+    sharing = shared_gpu(told)
+    if not sharing and not asked:
+        return Wire("network", "no two ranks share a GPU")
+    why = sharing or "the engine colocated_ipc was asked for"
+    hosts = {_text(one, "host") for one in told}
+    if len(hosts) > 1:
+        raise RefitError(
+            f"{why}, so they need memory that all ranks can reach, but the ranks are on {len(hosts)} hosts; nothing was "
+            "written. Make a refit world for each host, or give every rank a GPU of its own",
+            stage="process group",
+        )
+    obstacle = _shared_process(told) or _obstacle(told)
+    if obstacle:
+        how = f"buckets in host memory, since {obstacle}"
+        return Wire("host", why, how, MOST_ON_HOST)
+    how = "buckets in GPU memory, by CUDA IPC"
+    return Wire("device", why, how, MOST_SHARED_BYTES if sharing else MOST_ON_DEVICE)
+
+
+def _shared_process(told: Sequence[object]) -> str:
+    """Why buckets in GPU memory would hang: streams wait for counts there, and those of one process may share a hardware
+    queue, where a rank's count would stand behind its peer's wait for it. Empty if each rank is a process."""
+    processes = [_text(one, "process") for one in told]
+    for (a, first), (b, second) in combinations(enumerate(processes), 2):
+        if first and first == second:
+            return f"refit ranks {a} and {b} are in one process, whose streams may wait for each other in one hardware queue"
+    return ""
+
+
+def _obstacle(told: Sequence[object]) -> str:
+    """Why some rank can't map another one's GPU memory; empty if all can. Buckets are written both ways."""
+    for a, b in permutations(range(len(told)), 2):
+        able, reason = availability([told[a], told[b]], 1)
+        if not able:
+            return f"refit rank {a} can't map GPU memory of refit rank {b} (of these two, {reason})"
+    return ""
+
+
+def agree_on_wire(channel: Channel, name: str, device: torch.device) -> Wire:
+    """The wire of a group, the same on all ranks; all ranks of the epoch call it, in the group or not.
+
+    Args:
+        channel: of the epoch.
+        name: of the group, unique in the epoch.
+        device: of this rank's parameters.
+
+    Raises:
+        RefitError: as :func:`choose_wire`.
+        RefitMismatch: what a rank told can't be read.
+    """
+    answers = channel.vote(f"wire/{name}", {"gpu": facts(device), "asked": channel.shared_wire})
+    if not all(isinstance(answer, dict) for answer in answers):
+        raise RefitMismatch(
+            "a rank describes its GPU in a form that can't be read; nothing was written. Do all ranks run the same rlrefit?",
+            stage="process group",
+            rank=channel.world.rank,
+        )
+    told: list[Any] = [answer.get("gpu") for answer in answers]
+    return choose_wire(told, any(answer.get("asked") is True for answer in answers))
+
+
+def open_group(
+    channel: Channel,
+    wire: Wire,
+    name: str,
+    place: tuple[int, int],
+    device: torch.device,
+    lanes: int,
+    bucket_bytes: int,
+) -> Group:
+    """A group over a wire; all its ranks at the same time.
+
+    Args:
+        channel: of the epoch.
+        wire: on which all ranks agreed.
+        name: of the group, unique in the epoch.
+        place: rank in the group, and its size.
+        device: of what will travel.
+        lanes: exchanges that may be under way at the same time.
+        bucket_bytes: most that a rank's buckets take in shared memory, for each direction and lane and twice over.
+
+    Raises:
+        RefitError: it could not be made.
+    """
+    rank, size = place
+    common = (channel.store, name, rank, size, device, channel.timeout_s, channel.check_abort, lanes)
+    part = bucket_bytes // max(1, size - 1)
+    if wire.kind == "device":
+        return DeviceGroup(*common, min(part, wire.most))
+    if wire.kind == "host":
+        return HostGroup(*common, min(part, wire.most))
+    return Group(*common)
+
+
+def _text(one: object, key: str) -> str:
+    value = one.get(key) if isinstance(one, dict) else None
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,322 @@
+"""The control channel: plain data, votes and barriers between the ranks of a refit world.
+
+Nothing bulky travels here and nothing is pickled: messages are JSON. Every wait has a limit, and a rank
+that gives up or dies ends every other rank's wait at once, so one failure ends all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Never
+
+from ..errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
+from . import Connection, GroupStore, Rendezvous
+from .ledger import PATIENCE_S, PATIENCE_SHARE
+from .wire import (
+    Malformed,
+    Op,
+    Status,
+    pack_json,
+    pack_numbers,
+    pack_wait,
+    unpack_int,
+    unpack_json,
+    unpack_numbers,
+    unpack_values,
+)
+from .world import RefitWorld
+
+logger = logging.getLogger(__name__)
+
+# For the last words of a rank: who listens may be what it gave up on, and its own error must come out.
+_FAREWELL_S = 5.0
+
+
+class Channel:
+    """Votes and meetings among the ranks of one epoch; used from one thread.
+
+    Attributes:
+        shared_wire: whether the groups of this epoch go through memory that the ranks of its host share, even where
+            NCCL or gloo could join them.
+        held_back: topic of the last meeting of which the rendezvous has answered that it let no rank through; empty
+            before. A connection that breaks, or an interrupt, leaves open whether others went on.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, world: RefitWorld, timeout_s: float):
+        """Connect to the rendezvous.
+
+        Args:
+            rendezvous: where to connect.
+            world: membership seen from this rank.
+            timeout_s: seconds that any wait may take.
+
+        Raises:
+            RefitTimeout: nobody answers at the address.
+            RefitError: the token is missing or wrong, or another process has this rank.
+        """
+        self.world = world
+        self.timeout_s = timeout_s
+        self._until = float("inf")
+        self._rendezvous = rendezvous
+        self._connection = Connection(rendezvous, world.rank, timeout_s)
+        self._store: GroupStore | None = None
+        self.shared_wire = False
+        self.held_back = ""
+
+    @property
+    def turn(self) -> int:
+        """At which message the epoch's sampled checks begin; the same on all ranks (:attr:`Rendezvous.turn`)."""
+        return self._rendezvous.turn
+
+    @property
+    def store(self) -> GroupStore:
+        """The store from which process groups of this epoch are made; connected at its first use."""
+        if self._store is None:
+            self._store = GroupStore(self._rendezvous, self.world.rank, self.limit)
+        return self._store
+
+    @contextmanager
+    def within(self, start: float) -> Iterator[None]:
+        """Have all waits of a ``with`` block end within ``timeout_s`` after ``start``, which ``time.monotonic()`` gave."""
+        self._until = start + self.timeout_s
+        try:
+            yield
+        finally:
+            self._until = float("inf")
+
+    def limit(self) -> float:
+        """Seconds that a wait may take at the moment.
+
+        Raises:
+            RefitTimeout: the time of all waits together is up.
+        """
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise RefitTimeout(
+                f"this rank did not come to an end within {self.timeout_s:.1f} s, the limit for all of it. If peers or its "
+                "own work are only slow, raise policy.refit.timeout_s",
+                stage="open",
+                rank=self.world.rank,
+            )
+        return min(self.timeout_s, left)
+
+    def vote(self, topic: str, data: Any) -> list[Any]:
+        """Give ``data`` and get what all ranks gave, in the order of ranks; as :meth:`vote_parts`."""
+        return [row[0] for row in self.vote_parts(topic, [data])]
+
+    def vote_parts(self, topic: str, parts: Sequence[Any]) -> list[list[Any]]:
+        """Give any number of ``parts`` and get those of all ranks. A barrier: nobody passes early.
+
+        What several ranks give alike travels once, and is one and the same object in what is returned.
+
+        Args:
+            topic: the same on all ranks, and new for each vote.
+            parts: plain data.
+
+        Returns:
+            The parts of each rank, in the order of ranks.
+
+        Raises:
+            RefitError: they are larger than a message may be; on all ranks, if all together are.
+            RefitTimeout: ranks do not vote in time; names them, on all ranks that did.
+            PeerLost: another rank gave up.
+        """
+        return self.exchange(topic, parts, {})[0]
+
+    def exchange(
+        self, topic: str, parts: Sequence[Any], letters: Mapping[int, Any]
+    ) -> tuple[list[list[Any]], dict[int, Any]]:
+        """As :meth:`vote_parts`, with plain data beside it that only one rank gets.
+
+        Args:
+            topic: the same on all ranks, and new for each exchange.
+            parts: plain data for all.
+            letters: plain data by the rank that gets it.
+
+        Returns:
+            The parts of each rank, and the letters to this one by their senders.
+        """
+        values = [self._packed(topic, data) for data in (*letters.values(), *parts)]
+        _, answer = self._meet(topic, values, letters=list(letters), compare=False, flag=False)
+        rows = self._rows(answer[0], topic)
+        senders = unpack_numbers(answer[1])
+        return rows, {
+            sender: self._unpacked(letter, topic, sender)
+            for sender, letter in zip(senders, answer[2:], strict=True)
+        }
+
+    def barrier(self, topic: str, flag: bool = False, agree: Any = None) -> bool:
+        """Wait until all ranks are here.
+
+        Args:
+            topic: the same on all ranks, and new for each barrier.
+            flag: this rank's.
+            agree: plain data that has to be equal on all ranks.
+
+        Returns:
+            Whether any rank's flag is set.
+
+        Raises:
+            RefitMismatch: on every rank, if ``agree`` differs; lists what the ranks gave.
+            RefitTimeout: ranks do not come in time; names them, on all ranks that did.
+            PeerLost: another rank gave up.
+        """
+        status, answer = self._meet(topic, [self._packed(topic, agree)], compare=True, flag=flag)
+        if status is Status.DIFFER:
+            given = [row[0] for row in self._rows(answer[0], topic)]
+            listed = ", ".join(f"{self.world.describe(r)}: {v}" for r, v in enumerate(given))
+            raise RefitMismatch(
+                f"the ranks were called with different values: {listed}. Nothing has moved; call all ranks alike",
+                stage=topic,
+                rank=self.world.rank,
+            )
+        return answer[0] == b"\1"
+
+    def abort(self, reason: str, *, symptom: bool = False) -> None:
+        """Tell all ranks that this one gives up, so that none waits for it.
+
+        Args:
+            reason: what the others are told.
+            symptom: whether it only follows from another rank's end, which is then what all are told, if it is known soon.
+        """
+        fields = [reason.encode()]
+        if symptom:
+            fields.append(pack_wait(self._patience))
+        try:
+            self._connection.request(Op.ABORT, fields, stage="abort", limit_s=self._farewell)
+        except PeerLost as error:
+            # The ranks that could hear of it lose the same rendezvous; the caller's own error matters more.
+            logger.warning("could not tell the other ranks that this one gives up: %s", error)
+
+    def give_up(self, error: BaseException) -> None:
+        """As :meth:`abort`, for an error of this rank."""
+        self.abort(f"{type(error).__name__}: {error}", symptom=_is_symptom(error))
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """What to raise for an ``error`` with which this rank gave up: itself, or why the rank gave up that did so first.
+
+        A wire that breaks shows the neighbour alone. The rendezvous knows who ended, or soon will. To be called when this
+        rank has closed its wires, so that ranks that wait for it can say what they saw. On trainer rank 0 it takes until
+        all others know as well, or a moment has passed: the rendezvous may end with this process.
+        """
+        if not isinstance(error, RefitError):
+            return error
+        symptom = _is_symptom(error)
+        hosts = self.world.rank == 0 and error.blamed > 0
+        if symptom or hosts:
+            try:
+                self._ask(Op.CAUSE, [pack_wait(self._patience)], error.stage, self._patience)
+            except RefitError as cause:
+                if symptom and cause.blamed != self.world.rank:
+                    return cause
+        return error
+
+    def check_abort(self, stage: str) -> None:
+        """Raise PeerLost if a rank has given up or died, and RefitTimeout as :meth:`limit`."""
+        self._ask(Op.LOOK, [], stage)
+        self.limit()
+
+    @property
+    def _patience(self) -> float:
+        return min(PATIENCE_S, PATIENCE_SHARE * self.timeout_s)
+
+    @property
+    def _farewell(self) -> float:
+        return min(_FAREWELL_S, self.timeout_s)
+
+    def close(self) -> None:
+        """Leave the epoch; safe to call twice. The groups made from :attr:`store` are closed by now."""
+        if self._store is not None:
+            self._store.close()
+        try:
+            self._connection.request(Op.LEAVE, [], stage="close", limit_s=self._farewell)
+        except PeerLost as error:
+            logger.debug("nobody to say good-bye to: %s", error)
+        self._connection.close()
+
+    def _meet(
+        self, topic: str, values: Sequence[bytes], *, letters: Sequence[int] = (), compare: bool, flag: bool
+    ) -> tuple[Status, list[bytes]]:
+        wait = self.limit()
+        fields = [
+            topic.encode(),
+            pack_wait(wait),
+            b"\1" if compare else b"\0",
+            b"\1" if flag else b"\0",
+            pack_numbers(letters),
+            *values,
+        ]
+        status, answer = self._ask(Op.MEET, fields, topic, wait)
+        if status is Status.TIMEOUT:
+            self._late([unpack_int(rank) for rank in answer], topic, wait)
+        return status, answer
+
+    def _ask(
+        self, op: Op, fields: list[bytes], stage: str, wait_s: float = 0.0
+    ) -> tuple[Status, list[bytes]]:
+        status, answer = self._connection.request(op, fields, stage=stage, wait_s=wait_s)
+        if op is Op.MEET and status in (Status.DIFFER, Status.TIMEOUT, Status.ABORTED):
+            self.held_back = stage
+        if status is Status.ABORTED:
+            raise PeerLost(
+                answer[1].decode(errors="replace"),
+                stage=stage,
+                rank=self.world.rank,
+                blamed=unpack_int(answer[0]),
+            )
+        if status is Status.REFUSED:
+            raise RefitError(
+                f"the rendezvous refused: {b'; '.join(answer).decode(errors='replace')}",
+                stage=stage,
+                rank=self.world.rank,
+            )
+        return status, answer
+
+    def _late(self, ranks: list[int], stage: str, waited_s: float) -> Never:
+        raise RefitTimeout(
+            f"{', '.join(self.world.describe(rank) for rank in ranks)} did not answer within {waited_s:.1f} s: "
+            "dead, busy with an earlier request, or not called at all. Raise policy.refit.timeout_s if it is only slow.",
+            stage=stage,
+            rank=self.world.rank,
+            blamed=ranks[0],
+        )
+
+    def _packed(self, topic: str, data: Any) -> bytes:
+        try:
+            return pack_json(data)
+        except Malformed as error:
+            raise RefitError(
+                f"what this rank has to tell about {topic} can't be sent: {error}",
+                stage=topic,
+                rank=self.world.rank,
+            ) from error
+
+    def _rows(self, answer: bytes, topic: str) -> list[list[Any]]:
+        """What all ranks told; equal values are unpacked once."""
+        places, table = unpack_values(answer)
+        values: dict[int, Any] = {}
+        for sender, row in enumerate(places):
+            for place in row:
+                if place not in values:
+                    values[place] = self._unpacked(table[place], topic, sender)
+        return [[values[place] for place in row] for row in places]
+
+    def _unpacked(self, value: bytes, topic: str, sender: int) -> Any:
+        try:
+            return unpack_json(value)
+        except Malformed as error:
+            raise RefitMismatch(
+                f"what {self.world.describe(sender)} tells about {topic} is malformed: {error}. Do all ranks run the "
+                "same rlrefit?",
+                stage=topic,
+                rank=self.world.rank,
+                blamed=sender,
+            ) from error
+
+
+def _is_symptom(error: BaseException) -> bool:
+    """Whether an error only shows that some rank has ended, and not which."""
+    return isinstance(error, (PeerLost, RefitTimeout)) and error.blamed < 0

@@ -1,0 +1,340 @@
+"""What the rendezvous knows and whom it still owes an answer: plain logic, without sockets or clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .meeting import Answer, Arrival, Caller, Meeting
+from .wire import Body, Malformed, Op, Status, pack_body, pack_int, unpack_int, unpack_numbers
+from .world import RefitWorld
+
+_OK = pack_body(Status.OK)
+# Of what a rank saw of another one's end: how long the end itself may take to be told, in seconds, and as a share of
+# the limit of the wait that saw it.
+PATIENCE_S, PATIENCE_SHARE = 1.0, 0.25
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """A rank's caller that waits for keys; with ``reads`` it gets the first one's value."""
+
+    rank: int
+    keys: tuple[bytes, ...]
+    deadline: float
+    reads: bool
+
+
+@dataclass
+class _Doubt:
+    """The epoch ends, and nobody has told why yet.
+
+    Attributes:
+        since: when it was noticed.
+        until: until when the cause may come.
+        saw: what ranks saw of it, by rank, in the order in which they told.
+        late: the meeting that ran out, if that is how it was noticed, and its name.
+    """
+
+    since: float
+    until: float
+    saw: dict[int, str] = field(default_factory=dict)
+    late: tuple[str, Meeting] | None = None
+
+
+class Ledger:
+    """Values, meetings and the end of one epoch.
+
+    Each call takes what happened and returns the answers that are due. A caller has one request at a time.
+    Once it is known why the epoch ends, every wait is answered with that.
+
+    A rank's own failure, its death and its leaving are causes. A wire that breaks, or a wait that runs out, only
+    follows from one: it may be told before its cause, which is then waited for. If none comes, the ranks that have
+    said nothing are to blame.
+
+    Args:
+        world: of trainer rank 0; for the number of ranks and their names.
+    """
+
+    def __init__(self, world: RefitWorld):
+        self._world = world
+        self._values: dict[bytes, bytes] = {}
+        self._waits: dict[Caller, _Wait] = {}
+        self._meetings: dict[bytes, Meeting] = {}
+        self._asking: dict[Caller, int] = {}
+        # Trainer rank 0 that asks, and until when: its process may end once it knows, and the rendezvous with it.
+        self._host: tuple[Caller, float] | None = None
+        # Whom a guess has named: they may never ask.
+        self._silent: set[int] = set()
+        self._doubt: _Doubt | None = None
+        self._end: Body | None = None
+        # Whether a rank has told it, and nobody had to guess.
+        self._sure = False
+        # Ranks that have given up or know why the epoch ends: what becomes of them is no cause.
+        self._over: set[int] = set()
+        self._heard: dict[int, float] = {}
+        self._left: set[int] = set()
+        self.next_deadline = float("inf")
+
+    @property
+    def entries(self) -> int:
+        """Values, waits and meetings that are held; flat over any number of refits."""
+        return len(self._values) + len(self._waits) + len(self._meetings)
+
+    def request(self, caller: Caller, rank: int, code: int, fields: list[bytes], now: float) -> list[Answer]:
+        """A request of ``rank``.
+
+        Raises:
+            Malformed: no rank of this version would ask that.
+        """
+        return [*self._request(caller, rank, code, fields, now), *self._release_host(now)]
+
+    def _request(self, caller: Caller, rank: int, code: int, fields: list[bytes], now: float) -> list[Answer]:
+        self._heard[rank] = now
+        match code, fields:
+            case Op.MEET, [topic, milliseconds, compare, flag, addressed, *values]:
+                deadline = now + unpack_int(milliseconds) / 1e3
+                ranks = unpack_numbers(addressed)
+                if len(values) < len(ranks) or any(other >= self._world.size for other in ranks):
+                    raise Malformed("letters to ranks that are not there, or none for a rank")
+                letters = dict(zip(ranks, values, strict=False))
+                arrival = Arrival(caller, flag == b"\1", tuple(values[len(ranks) :]), letters)
+                return self._meet(rank, topic, now, deadline, compare == b"\1", arrival)
+            case Op.ABORT, [reason]:
+                text = f"{self._world.describe(rank)} gave up: {reason.decode(errors='replace')}"
+                return [(caller, _OK), *self._conclude(rank, text)]
+            case Op.ABORT, [reason, milliseconds]:
+                patience = unpack_int(milliseconds) / 1e3
+                return [(caller, _OK), *self._saw(rank, reason.decode(errors="replace"), now, patience)]
+            case Op.CAUSE, [milliseconds]:
+                if rank == 0 and (self._doubt is not None or self._end is not None):
+                    self._host = caller, now + unpack_int(milliseconds) / 1e3
+                    self.next_deadline = min(self.next_deadline, self._host[1])
+                    return []
+                if self._doubt is None:
+                    return [(caller, self._told(rank))]
+                self._asking[caller] = rank
+                return []
+            case Op.LOOK, []:
+                return [(caller, self._told(rank))]
+            case Op.LEAVE, []:
+                self._left.add(rank)
+                return [(caller, _OK), *self._give_up_meetings_without(rank)]
+            case Op.SET, [key, value]:
+                return [(caller, _OK), *self._set(key, value)]
+            case Op.GET, [key, milliseconds]:
+                return self._wait(
+                    caller, _Wait(rank, (key,), now + unpack_int(milliseconds) / 1e3, reads=True)
+                )
+            case Op.WAIT, [milliseconds, *keys]:
+                deadline = now + unpack_int(milliseconds) / 1e3
+                return self._wait(caller, _Wait(rank, tuple(keys), deadline, reads=False))
+            case Op.CHECK, keys:
+                there = all(key in self._values for key in keys)
+                return [(caller, pack_body(Status.OK, [b"\1" if there else b"\0"]))]
+            case Op.ADD, [key, amount]:
+                try:
+                    total = int(self._values.get(key, b"0")) + unpack_int(amount)
+                    answer = pack_body(Status.OK, [pack_int(total)])
+                except (ValueError, OverflowError):
+                    raise Malformed("it adds to what is no number of 64 bits") from None
+                return [(caller, answer), *self._set(key, b"%d" % total)]
+            case Op.DELETE, [key]:
+                there = self._values.pop(key, None) is not None
+                return [(caller, pack_body(Status.OK, [b"\1" if there else b"\0"]))]
+        raise Malformed(f"request {code} with {len(fields)} fields is unknown; another version of rlrefit?")
+
+    def lost(self, rank: int) -> list[Answer]:
+        """The connection of ``rank`` has ended; unless it said so before, it is dead."""
+        if rank in self._left:
+            return []
+        answers = self._conclude(
+            rank,
+            f"{self._world.describe(rank)} is lost: its connection to the rendezvous ended, since its process died or "
+            "its host went away",
+        )
+        self._over.add(rank)
+        return [*answers, *self._release_host(0.0)]
+
+    def forget(self, caller: Caller) -> None:
+        """A connection has ended: owe it nothing."""
+        self._waits.pop(caller, None)
+        self._asking.pop(caller, None)
+        if self._host is not None and self._host[0] == caller:
+            self._host = None
+        meetings = [*self._meetings.values()]
+        if self._doubt is not None and self._doubt.late is not None:
+            meetings.append(self._doubt.late[1])
+        for meeting in meetings:
+            for rank in [r for r, arrival in meeting.arrived.items() if arrival.caller == caller]:
+                del meeting.arrived[rank]
+
+    def expire(self, now: float) -> list[Answer]:
+        """End what has waited too long. A meeting that runs out ends the epoch, and names who is missing."""
+        answers: list[Answer] = []
+        for caller in [caller for caller, wait in self._waits.items() if wait.deadline <= now]:
+            del self._waits[caller]
+            answers.append((caller, pack_body(Status.TIMEOUT)))
+        if self._doubt is None:
+            late = next((topic for topic, m in self._meetings.items() if m.deadline <= now), None)
+            if late is not None:
+                meeting = self._meetings.pop(late)
+                patience = min(PATIENCE_S, PATIENCE_SHARE * meeting.seconds)
+                self._doubt = _Doubt(now, now + patience, late=(late.decode(errors="replace"), meeting))
+        elif self._doubt.until <= now:
+            answers += self._settle(self._doubt)
+        answers += self._release_host(now)
+        deadlines = [wait.deadline for wait in self._waits.values()]
+        if self._doubt is not None:
+            deadlines.append(self._doubt.until)
+        else:
+            deadlines += [meeting.deadline for meeting in self._meetings.values()]
+            if self._host is not None:
+                deadlines.append(self._host[1])
+        self.next_deadline = min(deadlines, default=float("inf"))
+        return answers
+
+    def _conclude(self, rank: int, text: str, *, sure: bool = True, late: Sequence[int] = ()) -> list[Answer]:
+        """The epoch ends: ``rank`` is to blame, or -1. Who came to a meeting is told who was ``late`` there."""
+        if (sure and rank in self._over) or (self._end is not None and (self._sure or not sure)):
+            return []
+        self._end = pack_body(Status.ABORTED, [pack_int(rank), text.encode()])
+        self._sure = sure
+        came: dict[int, Arrival] = {}
+        if self._doubt is not None and self._doubt.late is not None:
+            came = self._doubt.late[1].arrived
+        told = pack_body(Status.TIMEOUT, [pack_int(r) for r in late]) if late else self._end
+        answers = [(arrival.caller, told) for arrival in came.values()]
+        answers += [(caller, self._end) for caller in (*self._waits, *self._asking)]
+        answers += [(a.caller, self._end) for m in self._meetings.values() for a in m.arrived.values()]
+        self._over |= {*came, *self._waiting()}
+        if sure:
+            self._over.add(rank)
+        self._doubt = None
+        self._waits.clear()
+        self._asking.clear()
+        self._meetings.clear()
+        return answers
+
+    def _release_host(self, now: float) -> list[Answer]:
+        """Tell trainer rank 0 why the epoch ends once all others know, or its time is up."""
+        if self._host is None or self._end is None:
+            return []
+        caller, until = self._host
+        unaware = set(range(1, self._world.size)) - self._over - self._left - self._silent
+        if unaware and now < until:
+            return []
+        self._host = None
+        return [(caller, self._told(0))]
+
+    def _told(self, rank: int) -> Body:
+        """What a rank hears that asks why the epoch ends."""
+        if self._end is None:
+            return _OK
+        self._over.add(rank)
+        return self._end
+
+    def _saw(self, rank: int, what: str, now: float, patience: float) -> list[Answer]:
+        """``rank`` gave up for what only follows from another one's end."""
+        if self._end is None:
+            if self._doubt is None:
+                self._doubt = _Doubt(now, now + patience)
+            self._doubt.saw.setdefault(rank, what)
+            self.next_deadline = min(self.next_deadline, self._doubt.until)
+        self._over.add(rank)
+        return []
+
+    def _waiting(self) -> set[int]:
+        """Ranks that are owed an answer."""
+        waits = {wait.rank for wait in self._waits.values()}
+        asking = {*self._asking.values()} | ({0} if self._host is not None else set())
+        return waits.union(asking, *(meeting.arrived for meeting in self._meetings.values()))
+
+    def _settle(self, doubt: _Doubt) -> list[Answer]:
+        """No cause has come: those who have not been heard of are to blame, and else who noticed it first."""
+        patience = doubt.until - doubt.since
+        heard = {rank for rank, when in self._heard.items() if when > doubt.since - patience}
+        came = doubt.late[1].arrived if doubt.late is not None else {}
+        alive = heard.union(doubt.saw, came, self._waiting(), self._left)
+        silent = [rank for rank in range(self._world.size) if rank not in alive]
+        self._silent = {*silent}
+        first, what = next(iter(doubt.saw.items()), (-1, ""))
+        if doubt.late is not None:
+            topic, meeting = doubt.late
+            missing = [rank for rank in range(self._world.size) if rank not in came]
+            late = [rank for rank in missing if rank in silent] or missing
+            text = f"{self._names(late)} did not come to {topic} within {meeting.seconds:.1f} s"
+            return self._conclude(late[0], text, sure=False, late=late)
+        gone = sorted(self._left - self._over)
+        if gone:
+            return self._conclude(gone[0], f"{self._names(gone)} gave up: closed the session", sure=False)
+        seen = f"{self._world.describe(first)} was the first to notice: {what}"
+        if not silent:
+            return self._conclude(first, seen, sure=False)
+        text = f"{self._names(silent)} did not answer: frozen, busy for too long, or cut off. {seen}"
+        return self._conclude(silent[0] if len(silent) == 1 else -1, text, sure=False)
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(self._world.describe(rank) for rank in ranks)
+
+    def _meet(
+        self,
+        rank: int,
+        topic: bytes,
+        now: float,
+        deadline: float,
+        compare: bool,
+        arrival: Arrival,
+    ) -> list[Answer]:
+        caller = arrival.caller
+        if self._end is not None:
+            return [(caller, self._told(rank))]
+        meeting = self._meetings.get(topic)
+        if meeting is None:
+            meeting = self._meetings[topic] = Meeting(compare, deadline, deadline - now)
+        if meeting.compare != compare or rank in meeting.arrived:
+            why = b"this rank is there already, or another one meets there for another purpose"
+            return [(caller, pack_body(Status.REFUSED, [why]))]
+        if deadline < meeting.deadline:
+            meeting.deadline, meeting.seconds = deadline, deadline - now
+        self.next_deadline = min(self.next_deadline, meeting.deadline)
+        meeting.arrive(rank, arrival)
+        if meeting.too_large:
+            most, text = meeting.why_too_large(topic.decode(errors="replace"), self._world)
+            return self._conclude(most, text)
+        if len(meeting.arrived) < self._world.size:
+            return self._give_up_meetings_without(*self._left)
+        if self._doubt is not None:
+            return []  # a rank has given up: nobody may go on
+        del self._meetings[topic]
+        return meeting.answers(self._world.size)
+
+    def _give_up_meetings_without(self, *gone: int) -> list[Answer]:
+        """A rank that has left comes to no meeting any more."""
+        for meeting in self._meetings.values():
+            missing = [rank for rank in gone if rank not in meeting.arrived and rank not in self._over]
+            if missing and meeting.arrived:
+                who = self._world.describe(missing[0])
+                return self._conclude(missing[0], f"{who} gave up: it has closed its session")
+        return []
+
+    def _wait(self, caller: Caller, wait: _Wait) -> list[Answer]:
+        if all(key in self._values for key in wait.keys):
+            return [(caller, self._answer_to(wait))]
+        if self._end is not None:
+            return [(caller, self._told(wait.rank))]
+        self._waits[caller] = wait
+        self.next_deadline = min(self.next_deadline, wait.deadline)
+        return []
+
+    def _set(self, key: bytes, value: bytes) -> list[Answer]:
+        self._values[key] = value
+        served = [
+            caller
+            for caller, wait in self._waits.items()
+            if key in wait.keys and all(other in self._values for other in wait.keys)
+        ]
+        return [(caller, self._answer_to(self._waits.pop(caller))) for caller in served]
+
+    def _answer_to(self, wait: _Wait) -> Body:
+        return pack_body(Status.OK, [self._values[wait.keys[0]]]) if wait.reads else _OK

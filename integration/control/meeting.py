@@ -1,0 +1,95 @@
+"""A meeting of all ranks at the rendezvous: what each brings, and what each is told."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from .wire import MAX_ANSWER, MAX_FIELDS, Body, Status, pack_body, pack_numbers, pack_values
+from .world import RefitWorld
+
+# Whom an answer is for: whatever the server knows connections by.
+Caller = Hashable
+Answer = tuple[Caller, Body]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a rank brings to a meeting: values that all get, and letters that one rank gets each."""
+
+    caller: Caller
+    flag: bool
+    values: tuple[bytes, ...]
+    letters: dict[int, bytes]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that it brings."""
+        return sum(map(len, (*self.values, *self.letters.values())))
+
+
+@dataclass
+class Meeting:
+    """A barrier in progress: what each rank that has arrived brought, and what comes together for one rank at most."""
+
+    compare: bool
+    deadline: float
+    seconds: float
+    arrived: dict[int, Arrival] = field(default_factory=dict)
+    different: set[bytes] = field(default_factory=set)
+    nbytes: int = 0
+    letter_bytes: dict[int, int] = field(default_factory=dict)
+
+    def arrive(self, rank: int, arrival: Arrival) -> None:
+        """Take note of a rank."""
+        self.arrived[rank] = arrival
+        new = {*arrival.values} - self.different
+        self.different |= new
+        self.nbytes += sum(map(len, new))
+        for other, letter in arrival.letters.items():
+            self.letter_bytes[other] = self.letter_bytes.get(other, 0) + len(letter)
+
+    @property
+    def too_large(self) -> bool:
+        """Whether some rank could not be told all that it has to be."""
+        most = self.nbytes + max(self.letter_bytes.values(), default=0)
+        return most > MAX_ANSWER or len(self.different) > MAX_FIELDS
+
+    def why_too_large(self, topic: str, world: RefitWorld) -> tuple[int, str]:
+        """The rank that brings most, and a sentence for all."""
+        sizes = {rank: arrival.nbytes for rank, arrival in self.arrived.items()}
+        most = max(sizes, key=sizes.__getitem__)
+        return most, (
+            f"what the ranks tell of {topic} comes to {self.nbytes} bytes in {len(self.different)} values, and up to "
+            f"{max(self.letter_bytes.values(), default=0)} bytes for one rank alone, with {len(sizes)} of {world.size} ranks "
+            f"there. That is above the limit of {MAX_ANSWER} bytes or {MAX_FIELDS} values. Most is told by "
+            f"{world.describe(most)}: {sizes[most]} bytes"
+        )
+
+    def answers(self, size: int) -> list[Answer]:
+        """What each of ``size`` ranks is told, now that all are here."""
+        arrived = [self.arrived[rank] for rank in range(size)]
+        rows = [arrival.values for arrival in arrived]
+        if not self.compare:
+            told = self._told(pack_values(rows), size)
+        elif len(set(rows)) > 1:
+            told = [pack_body(Status.DIFFER, [pack_values(rows)])] * size
+        else:
+            told = [pack_body(Status.OK, [b"\1" if any(a.flag for a in arrived) else b"\0"])] * size
+        # Rank 0 last: it shares the interpreter with the server, and once it runs on it would hold up the rest.
+        return [(arrived[rank].caller, told[rank]) for rank in reversed(range(size))]
+
+    def _told(self, values: bytes, size: int) -> list[Body]:
+        """The values of all, and each rank's own letters."""
+        if not self.letter_bytes:
+            return [pack_body(Status.OK, [values, b""])] * size
+        senders: list[list[int]] = [[] for _ in range(size)]
+        letters: list[list[bytes]] = [[] for _ in range(size)]
+        for sender, arrival in sorted(self.arrived.items()):
+            for rank, letter in arrival.letters.items():
+                senders[rank].append(sender)
+                letters[rank].append(letter)
+        return [
+            pack_body(Status.OK, [values, pack_numbers(senders[rank]), *letters[rank]])
+            for rank in range(size)
+        ]

@@ -1,0 +1,378 @@
+"""The rendezvous itself: one thread on trainer rank 0 that serves the ledger to those who hold the token."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import logging
+import resource
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+
+from ..errors import RefitError
+from .address import Rendezvous
+from .ledger import Ledger
+from .meeting import Answer
+from .wire import (
+    HEADER_BYTES,
+    HELLO_BYTES,
+    MAGIC,
+    MAX_MESSAGE,
+    NONCE_BYTES,
+    Body,
+    Malformed,
+    Role,
+    Signer,
+    Status,
+    check_hello,
+    pack_body,
+    pack_int,
+    parse_header,
+    proof,
+    tune,
+    unpack_body,
+)
+from .world import RefitWorld
+
+logger = logging.getLogger(__name__)
+
+# Connections that have not proved the token yet: how many at a time beside the ranks' own (the oldest goes first), and
+# for how long.
+_MAX_STRANGERS = 256
+_OPENING_S = 10.0
+# Without descriptors or memory for another connection: for how long nobody is accepted. Who is there goes on.
+_ACCEPT_AGAIN_S = 0.2
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+# Refusals are logged one by one only as often as this, in seconds; those between are counted.
+_LOG_EVERY = 10.0
+# After close(): how long ranks that still read an answer are served; and when this process is about to exit.
+_LINGER_S, _EXIT_LINGER_S = 5.0, 1.0
+_LONGEST_PAUSE_S = 3600.0
+_READ = 1 << 18
+# Of what is sent at once.
+_MOST_PARTS = 64
+# Of this process beside those of the ranks; and what one rank may open: itself, its groups, NCCL's watchdogs.
+_FILES, _FILES_A_RANK = 1024, 4
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A connection; ``rank`` is -1 until it has proved the token."""
+
+    sock: socket.socket
+    address: str
+    nonce: bytes
+    deadline: float
+    rank: int = -1
+    role: Role = Role.MEMBER
+    incoming: bytearray = field(default_factory=bytearray)
+    outgoing: deque[memoryview] = field(default_factory=deque)
+    theirs: Signer | None = None
+    ours: Signer | None = None
+
+
+class RendezvousServer:
+    """Listens on one interface and serves one epoch; see :func:`open_rendezvous`.
+
+    Attributes:
+        rendezvous: what the ranks need to join.
+    """
+
+    def __init__(self, listener: socket.socket, rendezvous: Rendezvous):
+        self.rendezvous = rendezvous
+        self._key = rendezvous.key
+        _allow_files(_FILES + _FILES_A_RANK * rendezvous.size)
+        world = RefitWorld(0, rendezvous.train_ranks, rendezvous.gen_ranks, rendezvous.epoch)
+        self._ledger = Ledger(world)
+        self._listener = listener
+        self._strangers: dict[_Peer, None] = {}  # in the order in which they came
+        self._members: dict[int, _Peer] = {}
+        self._peers: set[_Peer] = set()
+        self._refused, self._next_log = 0, 0.0
+        self._accept_at: float | None = None
+        self._closing: float | None = None
+        self._linger_s = _LINGER_S
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="rlrefit-rendezvous", daemon=True)
+        self._thread.start()
+        atexit.register(self._exit)
+
+    @property
+    def entries(self) -> int:
+        """Values and waits that the store holds at the moment."""
+        return self._ledger.entries
+
+    def close(self) -> None:
+        """Admit nobody any more, and end once all ranks have left, or soon after. Does not wait for that."""
+        self._end_within(_LINGER_S)
+
+    def _exit(self) -> None:
+        # Else the thread would stand still with its connections open until the interpreter is torn down, which
+        # looks like a frozen host to the ranks.
+        self._end_within(_EXIT_LINGER_S)
+        self._thread.join(2 * _EXIT_LINGER_S)
+
+    def _end_within(self, seconds: float) -> None:
+        self._linger_s = seconds
+        with contextlib.suppress(OSError):  # it has ended by itself
+            self._wake.send(b"\0")
+
+    def _serve(self) -> None:
+        try:
+            while self._closing is None or (self._members and time.monotonic() < self._closing):
+                ready = self._selector.select(self._pause())
+                now = time.monotonic()
+                for key, events in ready:
+                    if key.fileobj is self._listener:
+                        self._accept(now)
+                    elif key.fileobj is self._woken:
+                        self._stop_listening(now)
+                    else:
+                        self._attend(key.data, events, now)
+                if self._accept_at is not None and now >= self._accept_at and self._closing is None:
+                    self._accept_at = None
+                    self._selector.register(self._listener, selectors.EVENT_READ)
+                if now >= self._ledger.next_deadline:
+                    self._answer(self._ledger.expire(now))
+                for late in [peer for peer in self._strangers if peer.deadline <= now]:
+                    self._refuse(late, f"it did not open within {_OPENING_S:.0f} s")
+        finally:
+            atexit.unregister(self._exit)
+            self._selector.close()
+            for sock in (self._listener, self._woken, self._wake, *(peer.sock for peer in self._peers)):
+                sock.close()
+
+    def _pause(self) -> float | None:
+        oldest = next(iter(self._strangers), None)
+        deadline = min(
+            self._ledger.next_deadline,
+            oldest.deadline if oldest is not None else float("inf"),
+            self._closing if self._closing is not None else float("inf"),
+            self._accept_at if self._accept_at is not None and self._closing is None else float("inf"),
+        )
+        if deadline == float("inf"):
+            return None
+        # Bounded, since a rank names its own deadline, and the selector takes no pause of months.
+        return min(max(0.0, deadline - time.monotonic()), _LONGEST_PAUSE_S)
+
+    def _stop_listening(self, now: float) -> None:
+        self._woken.recv(64)
+        if self._closing is not None:
+            self._closing = min(self._closing, now + self._linger_s)
+        else:
+            self._closing = now + self._linger_s
+            if self._accept_at is None:
+                self._selector.unregister(self._listener)
+            self._listener.close()
+            for stranger in list(self._strangers):
+                self._drop(stranger)
+
+    def _accept(self, now: float) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except OSError as error:
+            self._log_refusal(f"a connection was not accepted: {error}")
+            if error.errno in _EXHAUSTED:
+                # It stays ready to be accepted, so that select would return at once, again and again.
+                self._selector.unregister(self._listener)
+                self._accept_at = now + _ACCEPT_AGAIN_S
+            return
+        sock.setblocking(False)
+        tune(sock)
+        peer = _Peer(sock, f"{address[0]}:{address[1]}", secrets.token_bytes(NONCE_BYTES), now + _OPENING_S)
+        self._strangers[peer] = None
+        self._peers.add(peer)
+        self._selector.register(sock, selectors.EVENT_READ, peer)
+        self._send(peer, MAGIC + peer.nonce)
+        if len(self._strangers) > _MAX_STRANGERS + self.rendezvous.size - len(self._members):
+            self._refuse(next(iter(self._strangers)), "too many connections wait to open")
+
+    def _attend(self, peer: _Peer, events: int, now: float) -> None:
+        if peer not in self._peers:
+            return  # dropped meanwhile
+        if events & selectors.EVENT_WRITE:
+            self._flush(peer)
+        if events & selectors.EVENT_READ and peer in self._peers:
+            try:
+                data = peer.sock.recv(_READ)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._drop(peer)
+                return
+            peer.incoming += data
+            try:
+                self._take_in(peer, now)
+            except Malformed as error:
+                self._refuse(peer, str(error))
+
+    def _take_in(self, peer: _Peer, now: float) -> None:
+        if peer.rank < 0:
+            if len(peer.incoming) < HELLO_BYTES:
+                # Who is wrong in the first bytes needs not be waited for, but can't be told from who is slow.
+                return
+            self._admit(peer, bytes(peer.incoming[:HELLO_BYTES]))
+            del peer.incoming[:HELLO_BYTES]
+        while peer in self._peers and len(peer.incoming) >= HEADER_BYTES:
+            length, signature = parse_header(bytes(peer.incoming[:HEADER_BYTES]), MAX_MESSAGE)
+            end = HEADER_BYTES + length
+            if len(peer.incoming) < end:
+                return
+            body = Body(memoryview(peer.incoming)[HEADER_BYTES:end])
+            del peer.incoming[:end]
+            assert peer.theirs is not None, "members sign"
+            peer.theirs.check(signature, body)
+            code, fields = unpack_body(body)
+            self._answer(self._ledger.request(peer, peer.rank, code, fields, now))
+
+    def _admit(self, peer: _Peer, hello: bytes) -> None:
+        nonce, rank, role = check_hello(self._key, peer.nonce, hello)
+        del self._strangers[peer]
+        peer.theirs = Signer(self._key, b"to server", peer.nonce, nonce)
+        peer.ours = Signer(self._key, b"to client", peer.nonce, nonce)
+        self._send(peer, proof(self._key, b"server", peer.nonce, nonce, rank, role))
+        meeting = self.rendezvous
+        if rank >= meeting.size:
+            why = (
+                f"rank {rank} is not in the refit world of {meeting.size} ranks, which was opened for "
+                f"{meeting.train_ranks} trainer and {meeting.gen_ranks} generation ranks"
+            )
+        elif role is Role.MEMBER and rank in self._members:
+            why = f"rank {rank} has joined already, from {self._members[rank].address}; two processes were given one rank"
+        else:
+            peer.rank, peer.role = rank, role
+            if role is Role.MEMBER:
+                self._members[rank] = peer
+            numbers = [pack_int(n) for n in (meeting.train_ranks, meeting.gen_ranks, meeting.epoch)]
+            self._answer([(peer, pack_body(Status.OK, numbers))])
+            return
+        self._answer([(peer, pack_body(Status.REFUSED, [why.encode()]))])
+        self._refuse(peer, why)
+
+    def _answer(self, answers: list[Answer]) -> None:
+        for caller, body in answers:
+            assert isinstance(caller, _Peer), "callers are what requests were handed over with"
+            if caller in self._peers and caller.ours is not None:
+                self._send(caller, caller.ours.header(body), body)
+
+    def _send(self, peer: _Peer, *parts: bytes) -> None:
+        """Without copies: all ranks may get the same body, and it may be long."""
+        waits = bool(peer.outgoing)
+        peer.outgoing.extend(map(memoryview, parts))
+        if not waits and not self._drain(peer):
+            self._expect_room(peer, True)
+
+    def _flush(self, peer: _Peer) -> None:
+        if self._drain(peer):
+            self._expect_room(peer, False)
+
+    def _drain(self, peer: _Peer) -> bool:
+        """Send what the connection takes; whether that was all."""
+        try:
+            while peer.outgoing:
+                sent = peer.sock.sendmsg(list(islice(peer.outgoing, _MOST_PARTS)))
+                while peer.outgoing and sent >= len(peer.outgoing[0]):
+                    sent -= len(peer.outgoing.popleft())
+                if sent:
+                    peer.outgoing[0] = peer.outgoing[0][sent:]
+        except BlockingIOError:
+            return False
+        except OSError:
+            peer.outgoing.clear()  # its end is read next, and dealt with there
+        return True
+
+    def _expect_room(self, peer: _Peer, expect: bool) -> None:
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if expect else 0)
+        self._selector.modify(peer.sock, wanted, peer)
+
+    def _refuse(self, peer: _Peer, why: str) -> None:
+        who = f"refit rank {peer.rank}" if peer.rank >= 0 else "a stranger"
+        self._log_refusal(f"{who} at {peer.address} was refused: {why}")
+        self._drop(peer)
+
+    def _drop(self, peer: _Peer) -> None:
+        self._peers.discard(peer)
+        self._strangers.pop(peer, None)
+        self._selector.unregister(peer.sock)
+        peer.sock.close()
+        self._ledger.forget(peer)
+        if peer.rank >= 0 and peer.role is Role.MEMBER:
+            del self._members[peer.rank]
+            self._answer(self._ledger.lost(peer.rank))
+
+    def _log_refusal(self, what: str) -> None:
+        self._refused += 1
+        now = time.monotonic()
+        if now >= self._next_log:
+            self._next_log = now + _LOG_EVERY
+            logger.warning("rendezvous: %s (%d since the start)", what, self._refused)
+
+
+def open_rendezvous(
+    host: str, train_ranks: int, gen_ranks: int, *, epoch: int = 0, port: int = 0
+) -> RendezvousServer:
+    """Start the rendezvous of an epoch on this host, with a token of its own; trainer rank 0 does.
+
+    Args:
+        host: address of this host as the other ranks reach it; nothing listens on other interfaces.
+        train_ranks: number of trainer ranks.
+        gen_ranks: number of generation ranks over all replicas.
+        epoch: number of the membership.
+        port: TCP port; 0 takes any free one.
+
+    Raises:
+        RefitError: the port is taken, or the address is not this host's.
+    """
+    listener = listen(host, port)
+    token = secrets.token_hex(32)
+    taken = listener.getsockname()[1]
+    return RendezvousServer(listener, Rendezvous(host, taken, train_ranks, gen_ranks, epoch, token))
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A listening socket for a :class:`RendezvousServer` whose ranks are not counted yet; they may connect already.
+
+    Raises:
+        RefitError: the port is taken, or the address is not this host's.
+    """
+    listener: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise RefitError(
+            f"port {port} on {host} can't be opened for the refit's rendezvous: {error}. "
+            "Another process holds it, or the address is not this host's; set policy.refit.port to a free port, "
+            "or to 0 for any.",
+            stage="rendezvous",
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def _allow_files(wanted: int) -> None:
+    """Raise this process' soft limit of open files, as far as it may, where a large world would run into it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,99 @@
+"""Buckets in GPU memory that a peer maps, whatever allocator the process has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import RefitMismatch
+from .description import Description, Place
+from .driver import call, on_device
+from .mapping import ImportedMemory
+from .memory import ExportedMemory, device_uuid, process_name
+
+# Smaller ones the driver cuts out of a common block, which a peer would map as a whole.
+_BLOCK_BYTES = 2 << 20
+
+
+class OwnBuckets:
+    """Memory of this process that one peer fills.
+
+    Taken from the driver: torch's allocator may give memory of a pool whose chunks can't be exported.
+
+    Attributes:
+        address: of the first byte.
+        told: what the peer needs to map it, as plain data.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, timeout_s: float):
+        """
+        Args:
+            nbytes: at least.
+            device: a CUDA device.
+            timeout_s: told to the peer.
+
+        Raises:
+            DriverError: no memory is left.
+            TransportUnavailable: the device's memory can't be exported.
+        """
+        self._device = device
+        with on_device(device):
+            self._pointer: Any = call("cuMemAlloc", -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES)
+        self.address = int(self._pointer)
+        try:
+            exported = ExportedMemory([(self.address, nbytes)], device)
+        except BaseException:
+            self.close()
+            raise
+        self.told: dict[str, Any] = Description(
+            process_name(), device_uuid(device), timeout_s, exported.allocations
+        ).to_json()
+        self.told["offset"] = exported.place(self.address).offset
+
+    def close(self) -> None:
+        """Give it back; nothing on the device may use it any more. Safe to call twice."""
+        if self._pointer is not None:
+            with on_device(self._device):
+                call("cuMemFree", self._pointer)
+            self._pointer = None
+
+
+class PeerBuckets:
+    """A peer's :class:`OwnBuckets`, mapped into this process.
+
+    Attributes:
+        address: of the first byte.
+    """
+
+    def __init__(self, told: dict[str, Any], nbytes: int, peer: int, device: torch.device, timeout_s: float):
+        """
+        Args:
+            told: by the peer; nothing in it is trusted.
+            nbytes: that this rank will use.
+            peer: of the group.
+            device: from which they will be reached.
+            timeout_s: limit of waiting for the peer.
+
+        Raises:
+            RefitMismatch: the peer told something else.
+            TransportUnavailable: they can't be opened from here.
+        """
+        description = Description.from_json(told, peer)
+        self._mapped = ImportedMemory(description, device, timeout_s)
+        try:
+            offset = told.get("offset")
+            if len(description.allocations) != 1 or not isinstance(offset, int) or offset < 0:
+                raise ValueError("not one piece of memory")
+            self.address = description.region(Place(0, offset), nbytes, self._mapped.bases)
+        except ValueError as error:
+            self._mapped.close()
+            raise RefitMismatch(
+                f"group rank {peer} shares other memory than this rank needs ({error}); nothing was written. Do all ranks "
+                "run the same rlrefit?",
+                stage="process group",
+            ) from error
+
+    def close(self) -> None:
+        """Unmap them; nothing on the device may use them any more. Safe to call twice."""
+        self._mapped.close()

@@ -1,0 +1,168 @@
+"""Device memory of other processes of the host, mapped into this one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+
+import torch
+
+from ..endings import end_all
+from ..errors import TransportUnavailable
+from .description import HANDLE_HEX, Allocation, Description
+from .descriptors import fetch
+from .driver import DriverError, call, driver, on_device
+from .memory import descriptor_type, device_uuid, process_name
+
+
+class _Classic:
+    """An allocation that was opened by its handle."""
+
+    def __init__(self, allocation: Allocation):
+        handle = driver().CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), bytes.fromhex(allocation.handle), HANDLE_HEX // 2)
+        lazily = driver().CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        self._pointer = call("cuIpcOpenMemHandle", handle, lazily.value)
+        self.base = int(self._pointer)
+
+    def close(self) -> None:
+        call("cuIpcCloseMemHandle", self._pointer)
+
+
+class _Row:
+    """Addresses for the chunks of an allocation, and the chunks there, as long as they are mapped."""
+
+    def __init__(self, allocation: Allocation, device: int):
+        self._allocation = allocation
+        self._device = device
+        self._start = call("cuMemAddressReserve", allocation.size, 0, 0, 0)
+        self.base = int(self._start)
+        self._mapped: list[tuple[int, int]] = []
+
+    def map(self, descriptors: Iterator[int]) -> None:
+        at = self.base
+        for size in self._allocation.chunks:
+            self._map_chunk(at, size, next(descriptors))
+            at += size
+        access = driver().CUmemAccessDesc()
+        access.location.type = driver().CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self._device
+        access.flags = driver().CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        call("cuMemSetAccess", self._start, self._allocation.size, [access], 1)
+
+    def unmap(self) -> None:
+        while self._mapped:
+            call("cuMemUnmap", *self._mapped.pop())
+
+    def close(self) -> None:
+        self.unmap()
+        call("cuMemAddressFree", self._start, self._allocation.size)
+
+    def _map_chunk(self, address: int, size: int, descriptor: int) -> None:
+        try:
+            handle = call("cuMemImportFromShareableHandle", descriptor, descriptor_type())
+        finally:
+            os.close(descriptor)
+        try:
+            call("cuMemMap", address, size, 0, handle, 0)
+        finally:
+            # The mapping keeps the memory.
+            call("cuMemRelease", handle)
+        self._mapped.append((address, size))
+
+
+class ImportedMemory:
+    """A peer's allocations, mapped into this process.
+
+    Attributes:
+        bases: address of each of the description's allocations.
+        can_rest: whether all that is lent can be let go of and mapped again at the same addresses.
+    """
+
+    def __init__(self, description: Description, device: torch.device, timeout_s: float):
+        """Map them.
+
+        Args:
+            description: of the peer.
+            device: from which they will be reached.
+            timeout_s: limit of waiting for the peer's descriptors.
+
+        Raises:
+            TransportUnavailable: they can't be opened from here; says why.
+        """
+        self.bases: list[int] = []
+        self.can_rest = not any(a.lent and a.handle for a in description.allocations)
+        self._open: list[_Classic | _Row] = []
+        # What is lent, each with the number of its first chunk over all allocations, and how many it has.
+        self._lent: list[tuple[_Row, tuple[int, int]]] = []
+        self._device = device
+        self._timeout = timeout_s
+        if description.process == process_name():
+            # Rank threads of one process; their memory is here already.
+            if description.device != device_uuid(device):
+                raise TransportUnavailable(
+                    "one process drives both GPUs, and ipc joins processes", stage="connect"
+                )
+            self.bases = [a.base for a in description.allocations]
+            return
+        with self._opening():
+            rows: list[tuple[_Row, tuple[int, int]]] = []
+            first = 0
+            for allocation in description.allocations:
+                if allocation.handle:
+                    self._open.append(_Classic(allocation))
+                else:
+                    row = _Row(allocation, self._device.index)
+                    self._open.append(row)
+                    rows.append((row, (first, len(allocation.chunks))))
+                    self._lent += rows[-1:] if allocation.lent else []
+                    first += len(allocation.chunks)
+                self.bases.append(self._open[-1].base)
+            self._fill(rows, description)
+
+    def rest(self) -> None:
+        """Let go of what is lent, which nothing on the device may use until it is mapped anew. Its addresses stay taken."""
+        with on_device(self._device):
+            for row, _ in self._lent:
+                row.unmap()
+
+    def renew(self, description: Description) -> None:
+        """After :meth:`rest`: map what is lent at the same addresses.
+
+        Args:
+            description: equal to the first, but for where descriptors are fetched.
+
+        Raises:
+            TransportUnavailable: it can't be mapped; everything is closed then.
+        """
+        with self._opening():
+            self._fill(self._lent, description)
+
+    def close(self) -> None:
+        """Unmap everything; nothing on the device may use it any more. Safe to call twice."""
+        self._lent = []
+        opened, self._open = self._open, []
+        with on_device(self._device):
+            end_all(one.close for one in reversed(opened))
+
+    def _fill(self, rows: Sequence[tuple[_Row, tuple[int, int]]], description: Description) -> None:
+        spans = [span for _, span in rows]
+        # Descriptors come in batches; those of the last one that were not used must not stay open.
+        with closing(fetch(description.address, description.token, spans, self._timeout)) as descriptors:
+            for row, _ in rows:
+                row.map(descriptors)
+
+    @contextmanager
+    def _opening(self) -> Iterator[None]:
+        try:
+            with on_device(self._device):
+                yield
+        except (DriverError, OSError) as error:
+            end_all([self.close], error)
+            raise TransportUnavailable(
+                f"a peer's GPU memory can't be opened ({error}). The processes must share the host, its IPC and network "
+                "namespaces and the user, and their GPUs must reach each other",
+                stage="connect",
+            ) from error

@@ -1,0 +1,317 @@
+"""Device memory for other processes of the host: what an exporter offers.
+
+Memory of ``cudaMalloc`` has a classic IPC handle, which is plain data. Memory of virtual-memory pools (torch's
+expandable segments) is made of chunks; each is exported as a file descriptor, if its pool asked for that when it
+made the chunk, and the importer maps all of them in one row. Pools that did not
+(torch_memory_saver; vLLM's sleep mode where the driver offers it no handles) can't be exported at all, and the reason is raised as :class:`TransportUnavailable`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import secrets
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from ..endings import end_all
+from ..errors import TransportUnavailable
+from .description import HANDLE_HEX, Allocation, Place
+from .descriptors import DescriptorServer
+from .driver import DriverError, call, driver, on_device
+
+logger = logging.getLogger(__name__)
+
+_TOKEN = secrets.token_hex(16)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Memory that the driver allocated or mapped as a whole; without a handle it is a chunk.
+
+    ``identity`` tells it from other memory at the same address: the driver's number of the allocation, which is
+    never used again, or the chunk's handle, which is not used again while it is retained here. ``lent`` is what its owner
+    gives back between refits.
+    """
+
+    base: int
+    size: int
+    handle: str
+    identity: int
+    lent: bool
+
+
+class ExportedMemory:
+    """The allocations that hold some memory of this process.
+
+    Attributes:
+        allocations: in ascending order of their bases; chunks that follow each other are one.
+    """
+
+    def __init__(
+        self, ranges: Iterable[tuple[int, int]], device: torch.device, lent: Iterable[tuple[int, int]] = ()
+    ):
+        """Look them up.
+
+        Args:
+            ranges: (address, bytes) of memory on ``device``.
+            device: a CUDA device.
+            lent: more such memory, whose owner gives it back between refits.
+
+        Raises:
+            TransportUnavailable: some memory can't be exported; says why.
+        """
+        self._device = device
+        self._server: DescriptorServer | None = None
+        self._blocks: list[_Block] = []
+        self._rests = False
+        try:
+            with on_device(device):
+                # What is lent first: a block that holds both goes as a whole.
+                self._look_up(lent, lent=True)
+                kept = sorted(ranges)
+                self._look_up(kept, lent=False)
+            self._lend_whole(kept)
+        except BaseException:
+            self.close()
+            raise
+        self._describe()
+
+    def place(self, address: int) -> Place:
+        """Where an address of the ranges lies."""
+        index = bisect_right(self._bases, address) - 1
+        return Place(index, address - self._bases[index])
+
+    def serve(self, readers: int, timeout_s: float) -> tuple[str, str]:
+        """Hand out the chunks' descriptors to ``readers`` processes; returns the address and token, empty if there are none."""
+        if not self._chunks or not readers:
+            return "", ""
+        self._server = DescriptorServer(self._open_chunk, len(self._chunks), readers, timeout_s)
+        return self._server.address, self._server.token
+
+    def moved(self) -> bool:
+        """Whether other memory than at first lies at the same addresses, or none at all.
+
+        So it is after ``empty_cache`` between freeing and allocating again, and after a pool has unmapped its chunks
+        and mapped new ones: no address changes, and peers have the old memory mapped.
+        """
+        with on_device(self._device):
+            return self._rests or not all(_is_there(block) for block in self._blocks)
+
+    @property
+    def can_rest(self) -> bool:
+        """Whether all that is lent can be let go of and come back at the addresses at which peers have it: chunks can."""
+        return not any(block.lent and block.handle for block in self._blocks)
+
+    def rest(self) -> None:
+        """Stop serving, and let go of what is lent: its owner may give it back."""
+        self._stop()
+        self._rests = True
+        with on_device(self._device):
+            for block in self._blocks:
+                if block.lent:
+                    _let_go(block)
+
+    def renew(self) -> bool:
+        """After :meth:`rest`: whether chunks of the same sizes lie where those were that are lent, and all else is there
+        still. Otherwise look everything up anew."""
+        before, self._blocks = self._blocks, [block for block in self._blocks if not block.lent]
+        self._rests = False
+        with on_device(self._device):
+            if not all(_is_there(block) for block in self._blocks):
+                return False
+            for old in before:
+                if not old.lent:
+                    continue
+                with _shareable():
+                    found = _block(*_extent_at(old.base), lent=True, known=True)
+                self._blocks.append(found)
+                if (found.base, found.size, found.handle) != (old.base, old.size, old.handle):
+                    return False
+        self._describe()
+        return True
+
+    def close(self) -> None:
+        """Stop serving; safe to call twice. What peers have mapped stays mapped."""
+        blocks, self._blocks = self._blocks, []
+        kept = [block for block in blocks if not (self._rests and block.lent)]
+        with on_device(self._device):
+            end_all([self._stop, *(partial(_let_go, block) for block in kept)])
+
+    def _look_up(self, ranges: Iterable[tuple[int, int]], *, lent: bool) -> None:
+        known = {block.base: block.size for block in self._blocks}
+        covered = 0
+        for address, nbytes in sorted(ranges):
+            at = max(address, covered)
+            while at < address + nbytes:
+                with _shareable():
+                    base, size = _extent_at(at)
+                    if base not in known:
+                        self._blocks.append(_block(base, size, lent=lent, known=bool(known)))
+                        known[base] = size
+                covered = at = base + size
+
+    def _lend_whole(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """A range that is lent in part is lent: peers have it in one row."""
+        for address, nbytes in ranges:
+            held = [
+                i
+                for i, b in enumerate(self._blocks)
+                if b.base < address + nbytes and address < b.base + b.size
+            ]
+            if any(self._blocks[i].lent for i in held):
+                for i in held:
+                    self._blocks[i] = replace(self._blocks[i], lent=True)
+
+    def _describe(self) -> None:
+        self._blocks.sort(key=lambda block: block.base)
+        self._chunks = [block.base for block in self._blocks if not block.handle]
+        self.allocations = _joined(self._blocks)
+        self._bases = [a.base for a in self.allocations]
+
+    def _open_chunk(self, index: int) -> int:
+        with on_device(self._device):
+            return _chunk_descriptor(self._chunks[index])
+
+    def _stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def process_name() -> str:
+    """Tells this process from all others: memory handles are not opened where they were made."""
+    # Made anew at each use, since a forked process inherits all that was made at import.
+    return f"{_TOKEN}-{os.getpid()}"
+
+
+def device_uuid(device: torch.device) -> str:
+    """The device's UUID, which is the same in all processes."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+@contextmanager
+def _shareable() -> Iterator[None]:
+    try:
+        yield
+    except DriverError as error:
+        raise TransportUnavailable(
+            f"the parameters' GPU memory can't be shared with other processes ({error}): it comes from a pool that made "
+            "it without shareable handles, as torch_memory_saver does, and vLLM's sleep mode on some hosts",
+            stage="bind",
+        ) from error
+
+
+def _extent_at(address: int) -> tuple[int, int]:
+    """First address and bytes of the block that holds an address."""
+    base, size = call("cuMemGetAddressRange", address)
+    return int(base), int(size)
+
+
+def _block(base: int, size: int, *, lent: bool, known: bool) -> _Block:
+    """The block at ``base``; the caller releases the identity of a chunk.
+
+    Args:
+        base: its first address.
+        size: its bytes.
+        lent: whether its owner gives it back.
+        known: whether another block could be exported, so that this host lets processes share memory.
+
+    Raises:
+        DriverError: it can't be exported.
+    """
+    attributes = driver().CUpointer_attribute
+    if call("cuPointerGetAttribute", attributes.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, base):
+        handle = call("cuIpcGetMemHandle", base)
+        shareable = ctypes.string_at(handle.getPtr(), HANDLE_HEX // 2).hex()
+        return _Block(base, size, shareable, _buffer_id(base), lent)
+    identity = _retained(base)
+    try:
+        # An attempt costs a millisecond, and a model has hundreds of chunks.
+        if not (known and _has_descriptor(identity)):
+            os.close(_chunk_descriptor(base))
+    except BaseException:
+        call("cuMemRelease", identity)
+        raise
+    return _Block(base, size, "", identity, lent)
+
+
+def _has_descriptor(handle: int) -> bool:
+    """Whether a chunk was made to be exported as a descriptor and nothing else; for any other only an attempt tells."""
+    properties = call("cuMemGetAllocationPropertiesFromHandle", handle)
+    return bool(properties.requestedHandleTypes == descriptor_type())
+
+
+def _let_go(block: _Block) -> None:
+    if block.handle:
+        return
+    try:
+        call("cuMemRelease", block.identity)
+    except DriverError as error:
+        # The context is lost, and the chunk with it; what lost it has been raised where it happened.
+        logger.warning("a chunk of GPU memory was not released: %s", error)
+
+
+def _is_there(block: _Block) -> bool:
+    try:
+        if block.handle:
+            return _buffer_id(block.base) == block.identity
+        retained = _retained(block.base)
+    except DriverError as error:
+        # So it says of addresses without memory. Any other trouble shows again when memory is looked up anew.
+        logger.debug("no memory at %#x any more: %s", block.base, error)
+        return False
+    call("cuMemRelease", retained)
+    return retained == block.identity
+
+
+def _buffer_id(base: int) -> int:
+    return int(
+        call("cuPointerGetAttribute", driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, base)
+    )
+
+
+def _retained(base: int) -> int:
+    """The handle of the chunk that is mapped at ``base``: the one it was mapped with, to be released once more."""
+    return int(call("cuMemRetainAllocationHandle", base))
+
+
+def _chunk_descriptor(base: int) -> int:
+    """A new file descriptor of the chunk that is mapped at ``base``."""
+    handle = _retained(base)
+    try:
+        return int(call("cuMemExportToShareableHandle", handle, descriptor_type(), 0))
+    finally:
+        call("cuMemRelease", handle)
+
+
+def descriptor_type() -> object:
+    """How chunks travel to other processes: as file descriptors."""
+    return driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def _joined(blocks: Sequence[_Block]) -> tuple[Allocation, ...]:
+    """Allocations of blocks in ascending order; chunks that follow each other become one."""
+    found: list[Allocation] = []
+    for block in blocks:
+        last = found[-1] if found else None
+        # What is lent is other memory after each rest, and has no lasting identity.
+        identity = () if block.lent else (block.identity,)
+        if block.handle:
+            found.append(Allocation(block.base, block.size, block.handle, (), block.lent, identity))
+        elif last and last.chunks and last.lent == block.lent and last.base + last.size == block.base:
+            found[-1] = replace(
+                last,
+                size=last.size + block.size,
+                chunks=(*last.chunks, block.size),
+                identity=(*last.identity, *identity),
+            )
+        else:
+            found.append(Allocation(block.base, block.size, "", (block.size,), block.lent, identity))
+    return tuple(found)

@@ -1,0 +1,143 @@
+"""What a trainer and an engine must offer to take part in a refit."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+
+from ..layout import Fragment
+from .holdings import Holdings, SpecTable, check_shapes
+from .manifest import TensorSpec
+
+if TYPE_CHECKING:
+    from ..quantize.formats import Format
+
+
+class WeightSource(Protocol):
+    """A trainer rank."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+
+    def specs(self) -> list[TensorSpec]:
+        """All weights in the order of the export; equal on all trainer ranks."""
+
+    def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
+        """What this rank holds, and the weights that must not go shard to shard with the reason."""
+
+    def settle(self) -> None:
+        """Called before each refit: finish what still has to write the parameters (a delayed gather, say)."""
+
+    def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors of ``names``, in the order of :meth:`specs`; a collective of all trainer ranks."""
+
+    def storage_key(self) -> Hashable:
+        """A value that changes when a parameter's storage moves, or is seen in another shape, by other strides or in another
+        dtype; views made before are then stale. :func:`storage_key` of the tensors."""
+
+
+class WeightDestination(Protocol):
+    """A generation rank."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+
+    def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
+        """What this rank wants of ``specs``, and the weights it can take only through its loader, with reasons.
+
+        Raises:
+            RefitError: a parameter of the engine that no weight of ``specs`` fills.
+        """
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load full tensors through the engine's own loader; called once per refit if anything is misc."""
+
+    def finish(self, version: int) -> None:
+        """Post-load work once per refit: derived state, caches that depend on weights."""
+
+    def abandon(self) -> None:
+        """After a refit that failed: leave the loader ready for the next one. Written bytes stay written."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the parameters that this rank keeps after a refit (its shard of the model)."""
+
+    def storage_key(self) -> Hashable:
+        """As for a source."""
+
+
+@runtime_checkable
+class StoresQuantized(Protocol):
+    """What a generation rank offers beside :class:`WeightDestination` if it may store weights quantized."""
+
+    def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
+        """Names of ``specs`` that this rank stores in a format which a trainer can make, each with the format."""
+
+
+@runtime_checkable
+class GivesMemoryBack(Protocol):
+    """What a generation rank offers beside :class:`WeightDestination` if its weights may sleep between refits."""
+
+    @property
+    def gives_memory_back(self) -> bool:
+        """Whether the driver is to get the weights' memory back while they sleep: no peer may keep it mapped then."""
+
+
+def gives_memory_back(endpoint: object) -> bool:
+    """As the endpoint says; one that says nothing keeps its memory."""
+    return isinstance(endpoint, GivesMemoryBack) and endpoint.gives_memory_back
+
+
+@runtime_checkable
+class HoldsQuantized(Protocol):
+    """What a trainer rank offers beside :class:`WeightSource` if it may keep weights quantized itself."""
+
+    def quantized_fragments(
+        self, formats: Mapping[str, Format]
+    ) -> tuple[list[Fragment], dict[str, str], frozenset[str]]:
+        """Weights that this rank keeps quantized, of those that the engine stores so.
+
+        Args:
+            formats: Hugging Face name of a weight → the engine's format.
+
+        Returns:
+            Fragments of codes, under the weight's name, and of their scales; weights that can't be sent as they are
+            kept, with the reason; the names of both.
+        """
+
+
+def rank_device() -> torch.device:
+    """This process's GPU, or the CPU where there is none: where a trainer rank's parameters live."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def storage_key(tensors: Iterable[torch.Tensor]) -> Hashable:
+    """Where ``tensors``' data lie and how they are read there: the usual answer to ``storage_key()``.
+
+    The address alone does not tell: the same bytes may be seen in another shape, by other strides or in another dtype.
+
+    Asked in every refit before the ranks meet, so it costs all of them. Each tensor has to be read, since
+    ``p.data = …`` changes one parameter alone. Parameters of a subclass (vLLM's) would run its
+    ``__torch_function__`` for each of them, which takes 15 times as long and can't change the answers.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        # All of a tensor at once: its memory is in no cache, since a training step came before, and that takes longest.
+        return tuple([(t.data_ptr(), t.size(), t.stride(), t.dtype) for t in tensors])
+
+
+def holdings_of(
+    rank: int, fragments: Sequence[Fragment], refused: dict[str, str], table: SpecTable, who: str
+) -> Holdings:
+    """The plain data that describes a rank's fragments to its peers.
+
+    Raises:
+        RefitMismatch: a fragment of a weight that the trainer does not export, or of another shape.
+    """
+    check_shapes(fragments, table, rank, who)
+    return Holdings.from_fragments(rank, fragments, refused, table.positions)

@@ -1,0 +1,139 @@
+"""A trainer rank that quantizes what it sends, around one that holds unquantized weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
+
+import torch
+
+from ..layout import Box, Fragment
+from ..packing import Cast
+from ..quantize.formats import Format, encoded_fragments, scales_spec, wire_specs
+from .endpoints import HoldsQuantized, WeightSource
+from .manifest import TensorSpec, dtype_name
+
+
+class QuantizingSource:
+    """Implements :class:`.endpoints.WeightSource`: codes and scales stand where their weight stood.
+
+    What a rank holds is quantized as it is packed, block by block, with the bytes that the full tensor would
+    have. Where it holds less than a block, its scale is made by all holders (:mod:`..engine.shared_scales`) before; in a format
+    that can't be made so, the weight takes the misc path and is quantized in full.
+
+    Args:
+        source: of unquantized weights.
+        formats: Hugging Face name of a weight → the format in which the engine stores it.
+    """
+
+    def __init__(self, source: WeightSource, formats: Mapping[str, Format]):
+        self._source = source
+        self._formats = dict(formats)
+        self._dtypes = {spec.name: spec.dtype for spec in source.specs()}
+        self._specs: list[TensorSpec] = []
+        self._weight_of: dict[str, str] = {}
+        for spec in source.specs():
+            format = self._formats.get(spec.name)
+            travelling = [spec] if format is None else wire_specs(spec, format)
+            self._specs += travelling
+            self._weight_of.update(dict.fromkeys((s.name for s in travelling), spec.name))
+
+    @property
+    def device(self) -> torch.device:
+        return self._source.device
+
+    def specs(self) -> list[TensorSpec]:
+        return self._specs
+
+    def settle(self) -> None:
+        self._source.settle()
+
+    def storage_key(self) -> Hashable:
+        return self._source.storage_key()
+
+    def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
+        held, refused = self._source.fragments()
+        found: list[Fragment] = []
+        sent: dict[str, list[Box]] = defaultdict(list)
+        kept: frozenset[str] = frozenset()
+        source: object = self._source
+        if isinstance(source, HoldsQuantized):
+            found, misfits, kept = source.quantized_fragments(self._formats)
+            # The source itself refuses what is no plain memory.
+            refused = {name: reason for name, reason in refused.items() if name not in kept} | misfits
+        for fragment in held:
+            if fragment.name in kept:
+                continue
+            format = self._formats.get(fragment.name)
+            if format is None:
+                found.append(fragment)
+                continue
+            encoded = self._encoded(fragment, format, sent[fragment.name])
+            if isinstance(encoded, str):
+                refused.setdefault(fragment.name, encoded)
+                continue
+            found += encoded
+            _, *scales = encoded
+            sent[fragment.name] += [part.box for part in scales]
+        for name, format in self._formats.items():
+            if name in refused:
+                refused[name + format.scale_name_end] = refused[name]
+        return found, refused
+
+    def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        wanted = set(names)
+        weights = list(dict.fromkeys(self._weight_of[name] for name in names))
+        for name, weight in self._source.export(weights):
+            format = self._formats.get(name)
+            if format is None:
+                yield name, weight
+                continue
+            codes, scales = format.encode(weight)
+            for travelling, tensor in ((name, codes), (name + format.scale_name_end, scales)):
+                if travelling in wanted:
+                    yield travelling, tensor
+
+    def _encoded(self, fragment: Fragment, format: Format, sent: Sequence[Box]) -> list[Fragment] | str:
+        if fragment.dtype != self._dtypes[fragment.name]:
+            return (
+                f"a rank sends it as {dtype_name(fragment.dtype)}, the export is "
+                f"{dtype_name(self._dtypes[fragment.name])}"
+            )
+        if fragment.encoding is not None and not isinstance(fragment.encoding, Cast):
+            return "a rank computes it while packing, and what is computed is not quantized in the same pass"
+        return encoded_fragments(fragment, format, self.device, sent)
+
+
+async def quant_weights_by_name(
+    source: WeightSource, formats: Mapping[str, Format], names: Sequence[str] | None = None
+) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    """Full tensors for engines whose contract they are: codes and scales one after the other, the rest as it is.
+
+    A collective of all trainer ranks, one weight at a time; other tasks of the event loop run between two weights.
+    Parameters that the trainer itself keeps quantized come by its unquantized export, and are quantized anew.
+
+    Args:
+        source: of unquantized weights.
+        formats: Hugging Face name of a weight → the format in which the engine stores it. vLLM's workers tell theirs by
+            ``refit_formats`` of ``VllmRefitExtension``, as plain data for :func:`..quantize.formats.from_json`; in the process
+            ``quantized(specs)`` of a destination does.
+        names: of unquantized weights; all if left out.
+
+    Yields:
+        Name and tensor; ``float8_e4m3fn`` codes ``[n, k]`` under the weight's name, then its scales.
+
+    Raises:
+        ValueError: a weight can't be held in its format.
+    """
+    quantizing = QuantizingSource(source, formats)
+    chosen = [spec.name for spec in source.specs()] if names is None else list(names)
+    specs = {spec.name: spec for spec in source.specs()}
+    wanted: list[str] = []
+    for name in chosen:
+        wanted.append(name)
+        if name in formats:
+            wanted.append(scales_spec(specs[name], formats[name]).name)
+    for name, tensor in quantizing.export(wanted):
+        yield name, tensor
+        await asyncio.sleep(0)

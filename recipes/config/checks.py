@@ -1,0 +1,298 @@
+"""What the values of a recipe must satisfy, alone and together; pure arithmetic on a configuration.
+
+Each check yields sentences that begin with the key to change and end with the remedy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from ..algorithms.losses import AGGREGATIONS
+from ..algorithms.rates import LR_DECAYS
+from ..rewards.scorer import BUNDLED
+from .colocated import colocated_violations
+from .errors import Violation
+from .schema import TrainConfig
+from .sglang import sglang_violations
+from .trainers import data_parallel, trainer_violations, value_at
+
+CHOICES = {
+    "model.dtype": ("auto", "bfloat16", "float32"),
+    "algorithm.name": ("grpo", "dapo"),
+    "algorithm.aggregation": AGGREGATIONS,
+    "data.overlong_prompts": ("error", "drop"),
+    "trainer.backend": ("megatron", "fsdp"),
+    "trainer.optimizer.lr_decay": LR_DECAYS,
+    "generation.backend": ("transformers", "vllm", "sglang"),
+    "generation.vllm.distributed_executor_backend": ("mp", "ray"),
+    "generation.vllm.load_format": ("auto", "dummy"),
+    "generation.vllm.kv_cache_dtype": ("auto", "fp8"),
+    "generation.sglang.load_format": ("auto", "dummy"),
+    "generation.weight_dtype": ("auto", "fp8"),
+}
+
+# Least value of each whole number, and what a smaller one would mean.
+LEAST = {
+    "seed": (0, "is no seed for numpy and torch"),
+    "data.max_prompt_tokens": (1, "drops every prompt"),
+    "algorithm.steps": (1, "trains nothing"),
+    "algorithm.prompts_per_step": (1, "leaves a step without rollouts"),
+    "algorithm.group_size": (2, "leaves a rollout nothing to be compared with, so every advantage is 0"),
+    "algorithm.minibatches": (1, "leaves a step without an optimizer step"),
+    "algorithm.max_sampling_rounds": (1, "never generates"),
+    "algorithm.overlong_buffer": (0, "is no length (0 turns the penalty off)"),
+    "reward.processes": (0, "is no number of processes (0 judges in the run's own)"),
+    "trainer.ranks": (1, "leaves no trainer"),
+    "trainer.tensor_parallel": (1, "is no parallel size"),
+    "trainer.pipeline_parallel": (1, "is no parallel size"),
+    "trainer.expert_parallel": (1, "is no parallel size"),
+    "trainer.expert_tensor_parallel": (1, "is no parallel size"),
+    "trainer.context_parallel": (1, "is no parallel size"),
+    "trainer.fsdp.replicate": (1, "is no number of copies"),
+    "trainer.micro_batch_size": (1, "leaves a forward pass without sequences"),
+    "trainer.optimizer.warmup_steps": (0, "is no number of steps (0 turns the warm-up off)"),
+    "trainer.optimizer.max_skipped_steps": (0, "is no number of steps (0 ends the run at the first one)"),
+    "generation.tensor_parallel": (1, "is no parallel size"),
+    "generation.pipeline_parallel": (1, "is no parallel size"),
+    "generation.sglang.ep_size": (1, "is no parallel size"),
+    "generation.replicas": (1, "leaves no engine"),
+    "generation.max_new_tokens": (1, "generates nothing"),
+    "validation.every": (0, "is no interval (0 turns validation off)"),
+    "validation.samples": (1, "validates nothing; set validation.every=0 to turn it off"),
+    "checkpoint.every": (0, "is no interval (0 turns checkpoints off)"),
+    "checkpoint.keep": (1, "deletes every checkpoint; set checkpoint.every=0 to write none"),
+}
+
+# (key, whether the value is possible, what is wrong and what is possible); null is possible where it is a type.
+RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("algorithm.clip_low", lambda v: 0 < v < 1, "puts the lower bound 1 - clip_low outside (0, 1); give a number above 0 and below 1"),
+    ("algorithm.clip_high", lambda v: v > 0, "puts the upper bound 1 + clip_high at or below 1; give a number above 0"),
+    ("algorithm.kl_coef", lambda v: v >= 0, "would reward divergence from the first weights; give 0 or more"),
+    ("algorithm.tis_cap", lambda v: v > 0, "would zero every importance weight; give a number above 0, or null for none"),
+    ("algorithm.overlong_penalty", lambda v: v >= 0, "would reward overlong completions; give 0 or more"),
+    ("reward.timeout_s", lambda v: v > 0, "would make every completion worth 0; give seconds above 0"),
+    ("trainer.virtual_pipeline", lambda v: v >= 2, "is no number of chunks to interleave; give at least 2, or null for one"),
+    ("trainer.num_layers_in_first_pipeline_stage", lambda v: v >= 1, "leaves a pipeline stage without layers; give at least 1, or null"),
+    ("trainer.num_layers_in_last_pipeline_stage", lambda v: v >= 1, "leaves a pipeline stage without layers; give at least 1, or null"),
+    ("trainer.recompute.num_layers", lambda v: v >= 1, "is no number of layers; give at least 1, or null"),
+    ("trainer.optimizer.cpu_offload_fraction", lambda v: 0 <= v <= 1, "is no part of the optimizer's state; give 0 (none) to 1 (all)"),
+    ("trainer.optimizer.lr", lambda v: v > 0, "learns nothing; give a number above 0"),
+    ("trainer.optimizer.lr_decay_steps", lambda v: v >= 1, "is no number of steps; give at least 1, or null for those of the run"),
+    ("trainer.optimizer.min_lr", lambda v: v >= 0, "would climb the loss; give 0 or more"),
+    ("trainer.optimizer.weight_decay", lambda v: v >= 0, "would make weights grow; give 0 or more"),
+    ("trainer.optimizer.beta1", lambda v: 0 <= v < 1, "is no decay of a moving average; give 0 or more and below 1"),
+    ("trainer.optimizer.beta2", lambda v: 0 <= v < 1, "is no decay of a moving average; give 0 or more and below 1"),
+    ("trainer.optimizer.eps", lambda v: v > 0, "divides by zero where gradients vanish; give a number above 0"),
+    ("trainer.optimizer.grad_clip", lambda v: v >= 0, "is no norm; give a number above 0, or 0 for no clipping"),
+    ("generation.temperature", lambda v: v > 0, "makes the rollouts of a group equal, so nothing is learned; give a number above 0"),
+    ("generation.vllm.max_num_seqs", lambda v: v >= 1, "never decodes; give at least 1, or null"),
+    ("generation.vllm.gpu_memory_utilization", lambda v: 0 < v <= 1, "is no part of a GPU's memory; give a number above 0 and at most 1"),
+    ("generation.vllm.max_model_len", lambda v: v >= 1, "is no length; give at least 1, or null for what the recipe can produce"),
+    ("generation.sglang.context_length", lambda v: v >= 1, "is no length; give at least 1, or null for what the recipe can produce"),
+    ("generation.sglang.max_running_requests", lambda v: v >= 1, "never decodes; give at least 1, or null"),
+    ("generation.sglang.mem_fraction_static", lambda v: 0 < v < 1, "is no part of a GPU's memory that leaves some for batches; give a number above 0 and below 1, or null"),
+    ("ray.cpus_per_rank", lambda v: v > 0, "lets Ray place any number of ranks on one core; give a number above 0"),
+    ("ray.timeout_s", lambda v: v > 0, "would fail every wait; give seconds above 0"),
+)  # fmt: skip
+
+
+def config_violations(config: TrainConfig) -> list[Violation]:
+    """All that is wrong with the values, without a look at files, model or machine."""
+    singles = [*_singles(config)]
+    bad = {key for violation in singles for key in violation.keys}
+    # A layout of 0 or a negative batch is one mistake: combinations that build on it would only repeat it.
+    pairs = [v for check in _COMBINATIONS for v in check(config, bad) if not bad.intersection(v.keys)]
+    return singles + pairs
+
+
+def _singles(config: TrainConfig) -> Iterator[Violation]:
+    for key, choices in CHOICES.items():
+        value = value_at(config, key)
+        if value not in choices:
+            yield Violation((key,), f"{key}: {value!r} is not one of {', '.join(choices)}; choose one")
+    for key, (least, consequence) in LEAST.items():
+        value = value_at(config, key)
+        if value < least:
+            yield Violation((key,), f"{key}: {value} {consequence}; give at least {least}")
+    for key, possible, problem in RANGES:
+        value = value_at(config, key)
+        if value is not None and not possible(value):
+            yield Violation((key,), f"{key}: {value:g} {problem}")
+    if config.policy.refit.lora == "adapter":
+        yield Violation(
+            ("policy.refit.lora",),
+            "policy.refit.lora: no recipe trains an adapter, so that nothing would reach the engine; give merge, or train "
+            "LoRA in a trainer of your own that inherits FSDPRefitMixin",
+        )
+    if not config.name or "/" in config.name or config.name in (".", ".."):
+        yield Violation(
+            ("name",), f"name: {config.name!r} is no folder name under run_root; give one without '/'"
+        )
+    function = config.reward.function
+    if function not in BUNDLED and not _is_dotted_path(function):
+        remedy = f"give {', '.join(BUNDLED)}, package.module.function or package.module:function"
+        yield Violation(("reward.function",), f"reward.function: {function!r} names no function; {remedy}")
+
+
+def _is_dotted_path(text: str) -> bool:
+    parts = text.replace(":", ".", 1).split(".")
+    return len(parts) > 1 and all(part.isidentifier() for part in parts)
+
+
+def _batches(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    algorithm = config.algorithm
+    layout = ("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel")
+    keys = (
+        "algorithm.prompts_per_step",
+        "algorithm.group_size",
+        "algorithm.minibatches",
+        *(f"trainer.{name}" for name in layout),
+    )
+    if bad.intersection(keys) or not (ranks := data_parallel(config)):
+        return
+    prompts, group, minibatches = algorithm.prompts_per_step, algorithm.group_size, algorithm.minibatches
+    if prompts % minibatches == 0 and prompts // minibatches * group % ranks == 0:
+        return
+    # A minibatch has whole groups, and every data-parallel rank the same number of its rollouts.
+    unit = minibatches * (ranks // math.gcd(ranks, group))
+    yield Violation(
+        keys,
+        f"algorithm.prompts_per_step: {prompts} prompts in groups of {group} rollouts cannot be split evenly into "
+        f"{minibatches} minibatches of whole groups on {ranks} data-parallel ranks; give "
+        f"{-(-prompts // unit) * unit} prompts, or other algorithm.minibatches",
+    )
+
+
+def _schedule(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    optimizer, steps = config.trainer.optimizer, config.algorithm.steps
+    if optimizer.warmup_steps > steps:
+        yield Violation(
+            ("trainer.optimizer.warmup_steps", "algorithm.steps"),
+            f"trainer.optimizer.warmup_steps: {optimizer.warmup_steps} is more than the {steps} steps of the run, "
+            f"which would never reach lr; give at most {steps}",
+        )
+    if optimizer.lr_decay == "constant":
+        return
+    end = optimizer.lr_decay_steps or steps
+    if optimizer.warmup_steps >= end:
+        yield Violation(
+            ("trainer.optimizer.warmup_steps", "trainer.optimizer.lr_decay_steps", "algorithm.steps"),
+            f"trainer.optimizer.warmup_steps: {optimizer.warmup_steps} steps of warm-up leave none of the {end} after which the "
+            f"rate has decayed; give at most {end - 1}, or more lr_decay_steps",
+        )
+    if optimizer.min_lr > optimizer.lr:
+        yield Violation(
+            ("trainer.optimizer.min_lr", "trainer.optimizer.lr"),
+            f"trainer.optimizer.min_lr: {optimizer.min_lr:g} is above lr {optimizer.lr:g}, so that the rate would rise; give at most lr",
+        )
+
+
+def _dapo(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    algorithm, longest = config.algorithm, config.generation.max_new_tokens
+    uses = {"dynamic_sampling": algorithm.dynamic_sampling, "overlong_buffer": algorithm.overlong_buffer > 0}
+    for name, used in uses.items():
+        if used and algorithm.name == "grpo":
+            off = "false" if name == "dynamic_sampling" else "0"
+            yield Violation(
+                (f"algorithm.{name}", "algorithm.name"),
+                f"algorithm.{name}: belongs to DAPO and has no effect with algorithm.name=grpo; set "
+                f"algorithm.name=dapo or algorithm.{name}={off}",
+            )
+    if algorithm.overlong_buffer > longest:
+        yield Violation(
+            ("algorithm.overlong_buffer", "generation.max_new_tokens"),
+            f"algorithm.overlong_buffer: {algorithm.overlong_buffer} is longer than generation.max_new_tokens "
+            f"{longest}, so every completion would be punished for its length; give at most {longest}",
+        )
+    if algorithm.clip_high < algorithm.clip_low:
+        yield Violation(
+            ("algorithm.clip_high", "algorithm.clip_low"),
+            f"algorithm.clip_high: {algorithm.clip_high:g} is below clip_low {algorithm.clip_low:g}: the reverse of "
+            "clip-higher, it holds back likely tokens more than unlikely ones; give at least clip_low",
+        )
+
+
+def _generation(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    generation = config.generation
+    ranks = generation.tensor_parallel * generation.pipeline_parallel
+    if generation.backend != "vllm":
+        if generation.backend == "transformers" and generation.pipeline_parallel > 1:
+            yield Violation(
+                ("generation.pipeline_parallel", "generation.backend"),
+                f"generation.pipeline_parallel: {generation.pipeline_parallel}, but transformers generates without "
+                "pipeline stages; give 1, or generation.backend=vllm",
+            )
+        return
+    needed = config.data.max_prompt_tokens + generation.max_new_tokens
+    longest = generation.vllm.max_model_len
+    if longest is not None and longest < needed:
+        yield Violation(
+            ("generation.vllm.max_model_len", "data.max_prompt_tokens", "generation.max_new_tokens"),
+            f"generation.vllm.max_model_len: {longest} is less than data.max_prompt_tokens + "
+            f"generation.max_new_tokens = {needed}, so vLLM would refuse the longest prompts; give at least {needed}, "
+            "or null",
+        )
+    if generation.vllm.distributed_executor_backend == "ray" and ranks == 1:
+        yield Violation(
+            (
+                "generation.vllm.distributed_executor_backend",
+                "generation.tensor_parallel",
+                "generation.pipeline_parallel",
+            ),
+            "generation.vllm.distributed_executor_backend: ray spreads the ranks of an engine over hosts, and an engine "
+            "has one here; give mp",
+        )
+
+
+def _kv_scales(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    if not config.policy.refit.kv_scales:
+        return
+    key, backend = "policy.refit.kv_scales", config.generation.backend
+    if backend != "vllm":
+        yield Violation(
+            (key, "generation.backend"),
+            f"{key}: scales are for an FP8 KV cache, and {backend} caches keys and values in the dtype of the model; give "
+            "false, or generation.backend=vllm with generation.vllm.kv_cache_dtype=fp8",
+        )
+    elif config.generation.vllm.kv_cache_dtype != "fp8":
+        dtype = "generation.vllm.kv_cache_dtype"
+        yield Violation(
+            (key, dtype),
+            f"{key}: scales are for an FP8 KV cache, and {dtype} is {config.generation.vllm.kv_cache_dtype}; give "
+            f"{dtype}=fp8, or false here",
+        )
+
+
+def _fp8_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    key, stored = "policy.refit.trainer_quantize_fp8", "generation.weight_dtype"
+    quantizes, fp8 = config.policy.refit.trainer_quantize_fp8, config.generation.weight_dtype == "fp8"
+    if quantizes and not fp8 and stored not in bad:
+        yield Violation(
+            (key, stored),
+            f"{key}: the engine keeps its weights in the dtype of the model, so that nothing is to be quantized; give "
+            f"{stored}=fp8, or false here",
+        )
+    if fp8 and not quantizes and config.generation.backend != "vllm":
+        yield Violation(
+            (stored, "generation.backend", key),
+            f"{stored}: the {config.generation.backend} engine does not quantize weights itself; give {key}=true",
+        )
+    if quantizes and fp8 and config.model.dtype not in ("auto", "bfloat16", "float16"):
+        yield Violation(
+            (key, "model.dtype"),
+            f"{key}: codes are made of BF16 or FP16 weights, and model.dtype is {config.model.dtype}; give bfloat16",
+        )
+
+
+_COMBINATIONS = (
+    trainer_violations,
+    _batches,
+    _schedule,
+    _dapo,
+    _generation,
+    _kv_scales,
+    _fp8_weights,
+    sglang_violations,
+    colocated_violations,
+)

@@ -1,0 +1,332 @@
+"""What a recipe must satisfy in view of the model, the files and the GPUs that are there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...workers.checkpoint_folder import INDEX, has_weights
+from ...workers.trainers.megatron.pipeline_layout import pipeline_layout_violations
+from ..plan.catalog import LayoutError, Model, TrainLayout, bundled_models, bundled_name, open_model
+from ..tiny.checkpoints import KINDS, PREFIX
+from .colocated import colocated_gpu_violations
+from .errors import Violation
+from .options import missing_engine, missing_megatron
+from .schema import TrainConfig
+from .sglang import context_violations, sglang_gpu_violations
+
+PACKAGE_SCHEME = "package:"
+_DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+_PREDICTION_LAYERS = "num_nextn_predict_layers"
+# Hugging Face's names for the number of routed experts: Qwen and OLMoE; DeepSeek; Mixtral and gpt-oss.
+EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+# Key of each backend with which engines share experts out, what it is, and what it is else.
+_EXPERT_SHARING = {
+    "vllm": ("generation.vllm.enable_expert_parallel", "true", "false"),
+    "sglang": ("generation.sglang.ep_size", "above 1", "1"),
+}
+
+
+def resolve_data_path(path: str) -> str:
+    """The file behind ``package:NAME``, which ships with rlrefit's recipes; any other path as it is.
+
+    Raises:
+        ValueError: ``NAME`` leads out of the package.
+    """
+    if not path.startswith(PACKAGE_SCHEME):
+        return path
+    root = Path(__file__).resolve().parents[1]
+    file = (root / path.removeprefix(PACKAGE_SCHEME)).resolve()
+    if not file.is_relative_to(root):
+        raise ValueError(f"{path!r} leads out of rlrefit's recipes ({root}); give a plain path instead")
+    return str(file)
+
+
+def file_violations(config: TrainConfig) -> Iterator[Violation]:
+    """Data files and a model folder that are named as local ones but are not there.
+
+    A data set or model that is not written as a file (a hub name) is left to the hub.
+    """
+    for key, path in (("data.train", config.data.train), ("data.validation", config.data.validation)):
+        try:
+            file = Path(resolve_data_path(path)).expanduser()
+        except ValueError as error:
+            yield Violation((key,), f"{key}: {error}")
+            continue
+        local = path.startswith((PACKAGE_SCHEME, "/", ".", "~")) or file.suffix in _DATA_SUFFIXES
+        if local and not file.is_file():
+            yield Violation(
+                (key,), f"{key}: there is no file {file}; give an existing JSON-lines or Parquet file"
+            )
+    path = config.model.path
+    folder = Path(path).expanduser()
+    if path.startswith(PREFIX):
+        kind = path.removeprefix(PREFIX)
+        if kind not in KINDS:
+            names = ", ".join(PREFIX + name for name in KINDS)
+            yield Violation(("model.path",), f"model.path: {path!r} is no bundled model; give one of {names}")
+    elif (folder.is_dir() or path.startswith(("/", ".", "~"))) and not (folder / "config.json").is_file():
+        yield Violation(
+            ("model.path",),
+            f"model.path: there is no {folder / 'config.json'}; give a Hugging Face checkpoint folder",
+        )
+
+
+def weight_violations(config: TrainConfig) -> Iterator[Violation]:
+    """A model folder that has a configuration and no weights, of which no run can start."""
+    folder = Path(config.model.path).expanduser()
+    if (folder / "config.json").is_file() and not has_weights(folder):
+        yield Violation(
+            ("model.path",),
+            f"model.path: {folder} has neither {INDEX} nor any .safetensors file, so that there is nothing to train; give a "
+            f"folder that `hf download NAME --local-dir {folder}` filled",
+        )
+
+
+def name_violations(config: TrainConfig) -> Iterator[Violation]:
+    """A name under which an earlier run has saved checkpoints, which a run that starts over must not mix with its own."""
+    checkpoints = Path(config.run_root) / config.name / "checkpoints"
+    if not config.resume and any(checkpoints.glob("step_*")):
+        yield Violation(
+            ("name", "resume", "run_root"),
+            f"name: {checkpoints} holds checkpoints of an earlier run of this name; give resume=true to go on from them, "
+            "another name, or remove the folder",
+        )
+
+
+def package_violations(config: TrainConfig) -> Iterator[Violation]:
+    """A trainer or an engine that would start with this Python's packages and is not among them."""
+    generation, ray = config.generation, config.ray
+    trained_here = ray.address is None and "PYTHONPATH" not in ray.trainer_env
+    if config.trainer.backend == "megatron" and trained_here:
+        instead = "trainer=fsdp, or ray.trainer_env.PYTHONPATH, the folder where its packages are, with rlrefit and Ray"
+        for problem in missing_megatron("trainer.backend", instead):
+            yield Violation(("trainer.backend",), problem)
+    packaged = generation.backend in _EXPERT_SHARING  # transformers is the recipes' own
+    if not packaged or ray.address is not None or "PYTHONPATH" in ray.generation_env:
+        return
+    elsewhere = "give ray.generation_env.PYTHONPATH, the folder where its packages are, with rlrefit and Ray"
+    for problem in missing_engine("generation.backend", generation.backend, elsewhere):
+        yield Violation(("generation.backend",), problem)
+
+
+def local_hf_config(path: str) -> Mapping[str, Any] | None:
+    """The Hugging Face configuration of ``model.path`` where it can be had without a download, else None.
+
+    Raises:
+        ValueError: the folder's config.json is no JSON object.
+    """
+    if path.startswith(PREFIX):
+        return KINDS.get(path.removeprefix(PREFIX))
+    file = Path(path).expanduser() / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        loaded = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}); restore the file") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{file} holds no JSON object; restore the file")
+    return loaded
+
+
+def generation_ranks(config: TrainConfig) -> int:
+    """Ranks of all engines together."""
+    generation = config.generation
+    return generation.replicas * generation.tensor_parallel * generation.pipeline_parallel
+
+
+def catalog_model(config: TrainConfig) -> Model | None:
+    """The bundled model whose shapes the recipe's has: by ``model.catalog``, or by its hub name; else None.
+
+    Without layers for multi-token prediction, as the policy is built and exported.
+
+    Raises:
+        ValueError: ``model.catalog`` names none.
+    """
+    name = config.model.catalog or bundled_name(config.model.path)
+    if name is None:
+        return None
+    if name not in bundled_models():
+        raise ValueError(f"{name!r} is not bundled; give one of {', '.join(bundled_models())}, or null")
+    model = open_model(name)
+    return (
+        replace(model, config={**model.config, _PREDICTION_LAYERS: 0})
+        if _PREDICTION_LAYERS in model.config
+        else model
+    )
+
+
+def catalog_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[Violation]:
+    """Where the checkpoint is not of the shapes that the recipe was checked and planned with."""
+    model = catalog_model(config)
+    if model is None:
+        return []
+    text = hf_config.get("text_config") or hf_config
+    differences = [
+        f"{key} is {text[key]!r} and not {value!r}"
+        for key, value in model.config.items()
+        if not key.startswith("_") and key != _PREDICTION_LAYERS and key in text and text[key] != value
+    ]
+    if not differences:
+        return []
+    return [
+        Violation(
+            ("model.catalog", "model.path"),
+            f"model.catalog: the checkpoint's config.json is not that of {model.name}, with which the recipe was "
+            f"checked and planned: {'; '.join(differences)}. Give the model that it is of, or null",
+        )
+    ]
+
+
+def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[Violation]:
+    """What the model's shape rules out.
+
+    Megatron-core's rules: attention heads divide by TP, query groups are a multiple or a divisor of it, the
+    unpadded vocabulary and the MLP widths divide, layers divide by PP, experts by EP. vLLM has the same rules for
+    its TP, but pads the vocabulary; transformers, and FSDP with its TP, cannot replicate KV heads.
+
+    Args:
+        config: the recipe; parallel sizes of at least 1.
+        hf_config: keys of config.json; a multimodal one's ``text_config`` is read.
+    """
+    text = hf_config.get("text_config") or hf_config
+    found: list[Violation] = []
+
+    def divides(key: str, size: int, name: str, what: str) -> None:
+        total = text.get(name)
+        if total is not None and total % size:
+            problem = f"{size} does not divide the model's {what} ({name} {total})"
+            found.append(Violation((key, "model.path"), f"{key}: {problem}; give a divisor of {total}"))
+
+    trainer = config.trainer
+    experts = next((text[key] for key in EXPERT_KEYS if text.get(key)), None)
+    sizes = {
+        "trainer.tensor_parallel": trainer.tensor_parallel,
+        "generation.tensor_parallel": config.generation.tensor_parallel,
+    }
+    by_transformers = {
+        "trainer.tensor_parallel": trainer.backend == "fsdp",
+        "generation.tensor_parallel": config.generation.backend == "transformers",
+    }
+    for key, size in sizes.items():
+        divides(key, size, "num_attention_heads", "attention heads")
+        if experts is None:
+            divides(key, size, "intermediate_size", "MLP width")
+        query_groups = text.get("num_key_value_heads")
+        if by_transformers[key]:
+            divides(key, size, "num_key_value_heads", "KV heads, which transformers does not replicate")
+        elif query_groups and query_groups % size and size % query_groups:
+            found.append(
+                Violation(
+                    (key, "model.path"),
+                    f"{key}: {size} is neither a divisor nor a multiple of the model's query groups "
+                    f"(num_key_value_heads {query_groups}), so KV heads can be neither split nor replicated; give one",
+                )
+            )
+    divides("trainer.tensor_parallel", trainer.tensor_parallel, "vocab_size", "vocabulary")
+    found += _stage_violations(config, text.get("num_hidden_layers"))
+    if experts is not None:
+        name = next(key for key in EXPERT_KEYS if text.get(key))
+        divides("trainer.expert_parallel", trainer.expert_parallel, name, "experts")
+        expert_width = (
+            "trainer.tensor_parallel" if trainer.backend == "fsdp" else "trainer.expert_tensor_parallel"
+        )
+        size = getattr(trainer, expert_width.rpartition(".")[2])
+        divides(expert_width, size, "moe_intermediate_size", "expert width")
+    else:
+        for name, size in (
+            ("expert_parallel", trainer.expert_parallel),
+            ("expert_tensor_parallel", trainer.expert_tensor_parallel),
+        ):
+            if size > 1:
+                key = f"trainer.{name}"
+                problem = f"{size}, but the model ({text.get('model_type', 'unknown type')}) has no experts"
+                found.append(Violation((key, "model.path"), f"{key}: {problem}; give 1"))
+        if config.generation.shares_experts:
+            key, given, instead = _EXPERT_SHARING[config.generation.backend]
+            problem = f"{given}, but the model ({text.get('model_type', 'unknown type')}) has no experts"
+            found.append(Violation((key, "model.path"), f"{key}: {problem}; give {instead}"))
+    latent = text.get("kv_lora_rank")
+    if latent and config.policy.refit.kv_scales:
+        key = "policy.refit.kv_scales"
+        problem = (
+            f"the model's latent attention (kv_lora_rank {latent}) caches no keys and values, and there is no calibration for "
+            "what it caches"
+        )
+        found.append(Violation((key, "model.path"), f"{key}: {problem}; give false"))
+    longest = config.data.max_prompt_tokens + config.generation.max_new_tokens
+    positions = text.get("max_position_embeddings")
+    if positions is not None and longest > positions:
+        found.append(
+            Violation(
+                ("generation.max_new_tokens", "data.max_prompt_tokens", "model.path"),
+                f"generation.max_new_tokens: prompts and completions reach {longest} tokens, more than the model's "
+                f"{positions} positions (max_position_embeddings); shorten either by {longest - positions}",
+            )
+        )
+    elif positions is not None:
+        found += context_violations(config, positions)
+    return found
+
+
+def _stage_violations(config: TrainConfig, layers: int | None) -> Iterator[Violation]:
+    """Pipeline stages that the model's layers can't be cut into."""
+    if layers is None:
+        return
+    trainer, stages = config.trainer, config.generation.pipeline_parallel
+    if layers < stages:
+        text = f"{stages} is more than the model's layers (num_hidden_layers {layers}); give at most {layers}"
+        key = "generation.pipeline_parallel"
+        yield Violation((key, "model.path"), f"{key}: {text}")
+    first, last = trainer.num_layers_in_first_pipeline_stage, trainer.num_layers_in_last_pipeline_stage
+    key, chunks = "trainer.pipeline_parallel", trainer.virtual_pipeline or 1
+    if trainer.pipeline_model_parallel_layout is not None:
+        key = "trainer.pipeline_model_parallel_layout"
+        total = trainer.pipeline_parallel * chunks
+        for problem in pipeline_layout_violations(trainer.pipeline_model_parallel_layout, total, layers):
+            yield Violation((key, "model.path"), f"{key}: {problem} (num_hidden_layers)")
+        return
+    if first is None and last is None and layers % trainer.pipeline_parallel:
+        yield Violation(
+            (key, "model.path"),
+            f"{key}: {trainer.pipeline_parallel} does not divide the model's layers (num_hidden_layers {layers}); give a "
+            f"divisor of {layers}, or set trainer.num_layers_in_first_pipeline_stage and …_last_…",
+        )
+        return
+    try:
+        TrainLayout(pp=trainer.pipeline_parallel, vpp=chunks, first=first, last=last).stage_layers(layers)
+    except LayoutError as error:
+        ends = tuple(f"trainer.num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
+        keys = (key, *ends, "trainer.virtual_pipeline", "model.path")
+        yield Violation(keys, f"{key}: {str(error).removeprefix('train: ')} (num_hidden_layers {layers})")
+
+
+def gpu_violations(config: TrainConfig, gpus: int) -> Iterator[Violation]:
+    """Ranks that a Ray cluster on this machine could not place.
+
+    Args:
+        config: the recipe.
+        gpus: CUDA devices of this machine; without any, ranks run on CPUs and nothing is asked of their number.
+    """
+    yield from sglang_gpu_violations(config, gpus)
+    if config.generation.colocated.enabled:
+        yield from colocated_gpu_violations(config, gpus)
+        return
+    generation = generation_ranks(config)
+    needed = config.trainer.ranks + generation
+    if config.ray.address is None and 0 < gpus < needed:
+        yield Violation(
+            (
+                "trainer.ranks",
+                "generation.replicas",
+                "generation.tensor_parallel",
+                "generation.pipeline_parallel",
+                "ray.address",
+            ),
+            f"trainer.ranks: {config.trainer.ranks} trainer and {generation} generation ranks take a GPU each, "
+            f"{needed} in all, and this machine has {gpus}; use fewer ranks, or give ray.address of a larger cluster",
+        )

@@ -1,0 +1,68 @@
+"""What one rank stores: parameters, and which boxes of Hugging Face weights stand where in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from ....integration.layout import Box
+
+Index = tuple[int | slice, ...]
+
+
+class Weight(NamedTuple):
+    """A weight of the checkpoint: name, full shape, and its dtype where that is not the model's."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One box of a Hugging Face weight inside a parameter.
+
+    Attributes:
+        name: Hugging Face name.
+        full_shape: of the whole weight.
+        box: the part of it that the parameter holds.
+        index: ``parameter[index]`` has the box's shape and holds exactly it.
+    """
+
+    name: str
+    full_shape: tuple[int, ...]
+    box: Box
+    index: Index
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter as a trainer or an engine stores it.
+
+    Attributes:
+        name: in the storing side's name space.
+        shape: local shape, with all padding.
+        dtype: of the storage.
+        parts: what of it travels shard to shard; nothing else of the parameter is a weight's (padding),
+            or no rule places it.
+        refused: Hugging Face weights that the parameter holds a part of and no rule places.
+        reason: why; empty if ``refused`` is.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[Part, ...] = ()
+    refused: tuple[str, ...] = ()
+    reason: str = ""
+
+    def under(self, own: str, weights: str) -> Param:
+        """The same parameter of another layer: ``own`` is put before its name, ``weights`` before the weights'."""
+        return replace(
+            self,
+            name=own + self.name,
+            parts=tuple(replace(part, name=weights + part.name) for part in self.parts),
+            refused=tuple(weights + name for name in self.refused),
+        )

@@ -1,0 +1,107 @@
+"""The policies of a recipe, by trainer: each inherits the refit, which is all that it has to do for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...integration.config import RefitConfig
+from ...workers.trainers.fsdp.mixin import FSDPRefitMixin
+from ...workers.trainers.megatron.mixin import MegatronRefitMixin
+from ..config.schema import TrainConfig
+from .base import AdamConfig, Policy, PolicyConfig
+from .fsdp import FSDPPolicy, FSDPPolicyConfig
+from .megatron import MegatronPolicy, MegatronPolicyConfig
+
+
+class RefittingMegatronPolicy(MegatronRefitMixin, MegatronPolicy):
+    """A policy on Megatron-core whose weights travel."""
+
+    def __init__(self, config: MegatronPolicyConfig, refit_config: RefitConfig) -> None:
+        super().__init__(config)
+        self.refit_config = refit_config
+
+
+class RefittingFSDPPolicy(FSDPRefitMixin, FSDPPolicy):
+    """A policy under FSDP2 whose weights travel, in the dtype that it computes in."""
+
+    def __init__(self, config: FSDPPolicyConfig, refit_config: RefitConfig) -> None:
+        super().__init__(config)
+        self.refit_config = refit_config
+        self.refit_dtype = config.dtype
+
+
+def refitting_policy(config: PolicyConfig, refit_config: RefitConfig) -> Policy:
+    """Build the model and load the checkpoint's weights; every trainer rank calls it."""
+    if isinstance(config, FSDPPolicyConfig):
+        return RefittingFSDPPolicy(config, refit_config)
+    assert isinstance(config, MegatronPolicyConfig)
+    return RefittingMegatronPolicy(config, refit_config)
+
+
+def policy_config(config: TrainConfig, model_path: str, loss: Any) -> PolicyConfig:
+    """The policy's configuration from a recipe's."""
+    trainer, adam, minibatches = config.trainer, config.trainer.optimizer, config.algorithm.minibatches
+    common: dict[str, Any] = {
+        "model_path": model_path,
+        "loss": loss,
+        "optimizer": AdamConfig(
+            lr=adam.lr,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            clip_grad=adam.grad_clip,
+            # The policy counts optimizer steps.
+            warmup_steps=adam.warmup_steps * minibatches,
+            lr_decay=adam.lr_decay,
+            lr_decay_steps=(adam.lr_decay_steps or config.algorithm.steps) * minibatches,
+            min_lr=adam.min_lr,
+            cpu_offload_fraction=adam.cpu_offload_fraction,
+        ),
+        "micro_batch": trainer.micro_batch_size,
+        "temperature": config.generation.temperature,
+        "dtype": getattr(torch, config.model.dtype),
+        "seed": config.seed,
+        "max_skipped_steps": adam.max_skipped_steps,
+    }
+    return _fsdp(config, common) if trainer.backend == "fsdp" else _megatron(config, common)
+
+
+def _fsdp(config: TrainConfig, common: dict[str, Any]) -> FSDPPolicyConfig:
+    from ...workers.trainers.fsdp.model import FSDPLayout
+
+    trainer = config.trainer
+    return FSDPPolicyConfig(
+        layout=FSDPLayout(replicate=trainer.fsdp.replicate, tensor_parallel=trainer.tensor_parallel),
+        reshard_after_forward=trainer.fsdp.reshard_after_forward,
+        cpu_offload=trainer.fsdp.cpu_offload,
+        recompute=trainer.recompute.granularity == "full",
+        **common,
+    )
+
+
+def _megatron(config: TrainConfig, common: dict[str, Any]) -> MegatronPolicyConfig:
+    from ...workers.trainers.megatron.model import MegatronLayout, Recompute
+
+    trainer, recompute = config.trainer, config.trainer.recompute
+    return MegatronPolicyConfig(
+        layout=MegatronLayout(
+            tensor_parallel=trainer.tensor_parallel,
+            pipeline_parallel=trainer.pipeline_parallel,
+            virtual_pipeline=trainer.virtual_pipeline,
+            expert_parallel=trainer.expert_parallel,
+            expert_tensor_parallel=trainer.expert_tensor_parallel,
+            context_parallel=trainer.context_parallel,
+            num_layers_in_first_pipeline_stage=trainer.num_layers_in_first_pipeline_stage,
+            num_layers_in_last_pipeline_stage=trainer.num_layers_in_last_pipeline_stage,
+            pipeline_model_parallel_layout=trainer.pipeline_model_parallel_layout,
+        ),
+        distributed_optimizer=trainer.distributed_optimizer,
+        recompute=None
+        if recompute.granularity is None
+        else Recompute(
+            recompute.granularity, recompute.method, recompute.num_layers, tuple(recompute.modules)
+        ),
+        **common,
+    )

@@ -1,0 +1,252 @@
+"""The policy on Megatron-core, trained under its own schedules and optimizer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...integration.weights.endpoints import rank_device
+from ...workers.trainers.colocated import MegatronRank
+from ...workers.trainers.megatron.model import MegatronLayout, Recompute, build_megatron
+from .base import OnLogits, Policy, PolicyConfig
+from .batch import BatchSplit, PolicyBatch
+from .forward import run_schedule, token_entropy, token_logprobs
+from .state import Files, restore_training_state, training_state
+
+
+@dataclass(frozen=True)
+class MegatronPolicyConfig(PolicyConfig):
+    """What a policy on Megatron-core is besides.
+
+    Attributes:
+        layout: parallel sizes.
+        distributed_optimizer: shard masters and moments over data-parallel ranks.
+        recompute: activations that training computes again; None keeps them all.
+    """
+
+    layout: MegatronLayout = field(default_factory=MegatronLayout)
+    distributed_optimizer: bool = True
+    recompute: Recompute | None = None
+
+    def violations(self) -> list[str]:
+        found = []
+        if self.layout.context_parallel != 1:
+            found.append(
+                f"layout.context_parallel is {self.layout.context_parallel}; log-probabilities are computed on "
+                "whole rows, so give 1 and use tensor_parallel (with sequence parallelism) for long rows"
+            )
+        if self.dtype == torch.float16:
+            found.append(
+                "dtype is float16, whose gradients need a loss scale, and there is none; give bfloat16 or float32"
+            )
+        found += super().violations()
+        if self.optimizer.cpu_offload_fraction:
+            found += _offload_problems(self.distributed_optimizer)
+        return found
+
+
+class MegatronPolicy(Policy):
+    """A policy on Megatron-core.
+
+    Attributes:
+        model: this rank's model chunks, in Megatron's DDP.
+        bridge: Megatron-Bridge's ``AutoBridge`` for them.
+        reference: the frozen initial policy's chunks, or None if the loss has no ``kl_coef``.
+    """
+
+    config: MegatronPolicyConfig
+    model: list[Any]
+    reference: list[Any] | None
+
+    def __init__(self, config: MegatronPolicyConfig) -> None:
+        super().__init__(config)
+        built = self._build(trained=True)
+        self.model = built.model
+        self.bridge = built.bridge
+        self.reference = None
+        if config.loss.kl_coef > 0:
+            self.reference = self._build(trained=False).model
+            for chunk in self.reference:
+                chunk.requires_grad_(False).eval()
+        self._vocab_size: int = built.provider.vocab_size
+        self._optimizer, self._scheduler = self._build_optimizer(built.provider)
+
+    def colocated_rank(self) -> MegatronRank:
+        return MegatronRank(
+            self.model, self._optimizer, rank_device(), dist.get_rank(), frozen=self.reference or ()
+        )
+
+    def _accumulate(
+        self, local: PolicyBatch, split: BatchSplit, loss_of: OnLogits
+    ) -> list[dict[str, Tensor]]:
+        # Megatron averages over micro-batches and data-parallel ranks, where the loss's parts are to be summed.
+        parts = split.micro_batches * split.data_parallel
+
+        def scaled(logits: Tensor, part: PolicyBatch) -> tuple[Tensor, Any]:
+            loss, result = loss_of(logits, part)
+            return loss * parts, result
+
+        for chunk in self.model:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        return run_schedule(self.model, local, split, scaled, forward_only=False)
+
+    def _step_optimizer(self) -> tuple[float, float]:
+        # Before the step, which would be taken with whatever the gradient is.
+        self._optimizer.prepare_grads()
+        grad_norm = self._optimizer.get_grad_norm()
+        if math.isfinite(grad_norm):
+            self._optimizer.step()
+        lr = self._scheduler.get_lr(self._optimizer.param_groups[0])
+        self._scheduler.step(increment=1)
+        return float(grad_norm), float(lr)
+
+    def _save_state(self, folder: Path) -> tuple[dict[str, Any], Files]:
+        return training_state(self.model, self._optimizer, self._scheduler), {}
+
+    def _load_state(self, folder: Path, state: dict[str, Any]) -> None:
+        restore_training_state(state, self.model, self._optimizer, self._scheduler)
+
+    def _build(self, *, trained: bool) -> Any:
+        return build_megatron(
+            self.config.model_path,
+            self.config.layout,
+            dtype=self.config.dtype,
+            seed=self.config.seed,
+            wrap_with_ddp=trained,
+            distributed_optimizer=self.config.distributed_optimizer,
+            recompute=self.config.recompute if trained else None,
+        )
+
+    def _build_optimizer(self, model_config: Any) -> tuple[Any, Any]:
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        adam = self.config.optimizer
+        decays = adam.lr_decay != "constant"
+        min_lr = adam.min_lr if decays else adam.lr
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=adam.lr,
+                min_lr=min_lr,
+                weight_decay=adam.weight_decay,
+                adam_beta1=adam.betas[0],
+                adam_beta2=adam.betas[1],
+                adam_eps=adam.eps,
+                clip_grad=adam.clip_grad,
+                bf16=self.config.dtype == torch.bfloat16,
+                params_dtype=self.config.dtype,
+                use_distributed_optimizer=self.config.distributed_optimizer,
+                optimizer_cpu_offload=adam.cpu_offload_fraction > 0,
+                optimizer_offload_fraction=adam.cpu_offload_fraction,
+                # The hybrid optimizer keeps the masters, as the precision-aware one does.
+                use_precision_aware_optimizer=adam.cpu_offload_fraction > 0,
+            ),
+            self.model,
+        )
+        scheduler = OptimizerParamScheduler(
+            optimizer,
+            # Not from 0: the first step would be taken for nothing.
+            init_lr=adam.lr / (adam.warmup_steps + 1),
+            max_lr=adam.lr,
+            min_lr=min_lr,
+            lr_warmup_steps=adam.warmup_steps,
+            lr_decay_steps=adam.lr_decay_steps if decays else adam.warmup_steps + 1,
+            lr_decay_style=adam.lr_decay,
+            start_wd=adam.weight_decay,
+            end_wd=adam.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+        model_config.finalize_model_grads_func = finalize_model_grads
+        model_config.grad_scale_func = optimizer.scale_loss
+        return optimizer, scheduler
+
+    def _identity(self) -> dict[str, Any]:
+        return {**super()._identity(), "distributed_optimizer": self.config.distributed_optimizer}
+
+    def _split(self, batch: PolicyBatch) -> tuple[BatchSplit, PolicyBatch]:
+        from megatron.core import parallel_state
+
+        layout = self.config.layout
+        split = BatchSplit.of(
+            batch,
+            data_parallel=parallel_state.get_data_parallel_world_size(),
+            micro_batch=self.config.micro_batch,
+            token_multiple=layout.tensor_parallel,
+            micro_batch_multiple=layout.pipeline_parallel if layout.virtual_pipeline else 1,
+        )
+        return split, split.local(batch, parallel_state.get_data_parallel_rank()).to(rank_device())
+
+    def _token_logprobs(self, logits: Tensor, part: PolicyBatch) -> Tensor:
+        return token_logprobs(logits, part.input_ids, self.config.temperature, self._vocab_size)
+
+    def _token_entropy(self, logits: Tensor) -> Tensor:
+        from megatron.core import parallel_state
+
+        columns = logits.shape[-1]
+        valid = self._vocab_size - parallel_state.get_tensor_model_parallel_rank() * columns
+        group = parallel_state.get_tensor_model_parallel_group()
+        return token_entropy(logits, self.config.temperature, min(columns, valid), group)
+
+    def _logprobs(self, model: list[Any], batch: PolicyBatch) -> Tensor:
+        from megatron.core import parallel_state
+
+        split, local = self._split(batch)
+
+        def logprobs_of(logits: Tensor, part: PolicyBatch) -> tuple[Tensor, Tensor]:
+            return logits.new_zeros(()), self._token_logprobs(logits, part)
+
+        for chunk in model:
+            chunk.eval()
+        parts = run_schedule(model, local, split, logprobs_of, forward_only=True)
+        shape = (split.local_rows, split.widths[0])
+        own = split.joined(parts) if parts else torch.empty(shape, device=rank_device())
+        dist.broadcast(
+            own,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+        ranks = own.new_empty(split.data_parallel, *shape)
+        dist.all_gather(list(ranks), own.contiguous(), group=parallel_state.get_data_parallel_group())
+        return split.restored(ranks).cpu()
+
+    def _sum_over_batch(self, results: list[dict[str, Tensor]]) -> dict[str, float]:
+        from megatron.core import parallel_state
+
+        message: list[dict[str, float] | None] = [None]
+        if results:
+            names = sorted(results[0])
+            totals = torch.stack([torch.stack([result[name] for result in results]).sum() for name in names])
+            dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+            message = [dict(zip(names, totals.tolist(), strict=True))]
+        dist.broadcast_object_list(
+            message,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+            device=rank_device(),
+        )
+        assert message[0] is not None
+        return message[0]
+
+
+def _offload_problems(distributed_optimizer: bool) -> list[str]:
+    found = []
+    if not distributed_optimizer:
+        found.append(
+            "optimizer.cpu_offload_fraction needs distributed_optimizer, which Megatron builds it on"
+        )
+    if not torch.cuda.is_available():
+        found.append(
+            "optimizer.cpu_offload_fraction moves the optimizer off GPUs, and this process has none; give 0"
+        )
+    return found

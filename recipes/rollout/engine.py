@@ -1,0 +1,140 @@
+"""Rollouts by an inference engine with processes of its own: an actor for each replica, whose ranks are the engine's workers."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...integration.config import RefitConfig
+from ...workers.checkpoint_folder import checkpoint_folder
+from ...workers.engines.common.completion import Completion
+from ..config.schema import TrainConfig
+from ..config.surroundings import local_hf_config
+from ..run.cluster import ActorGroup, GuestGroup, RunError, gather
+from .base import Calls, RolloutGroup, Sampling
+from .colocated_calls import SleepCalls
+
+logger = logging.getLogger(__name__)
+
+_NAME = "generation engine"
+# Seconds for an engine's own processes to stop before they are killed.
+_CLOSE_S = 30.0
+
+
+class EngineActor(SleepCalls):
+    """One engine with all its workers, as :class:`EngineRollouts` calls it."""
+
+    @abstractmethod
+    def build(self, model_path: str, arguments: dict[str, Any], stop_token_ids: Sequence[int]) -> None:
+        """Start the engine with its own keyword arguments; any of the tokens ends a completion."""
+
+    @abstractmethod
+    def init_refit(
+        self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str
+    ) -> list[dict[str, Any]]:
+        """Have all workers meet the trainer; ``first_rank`` is the refit rank of the first of them."""
+
+    @abstractmethod
+    def refit(self, engine: str, version: int) -> list[dict[str, Any]]:
+        """Have all workers receive the weights; their records."""
+
+    @abstractmethod
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        """One completion for each prompt, in order."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the engine's own processes, which outlive a killed actor for a while."""
+
+
+class EngineRollouts(RolloutGroup):
+    """Replicas of an engine; ``beside`` are trainer ranks whose places they share."""
+
+    _actor: type[EngineActor]
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model_path: str,
+        stop_token_ids: Sequence[int],
+        gpus: int,
+        beside: ActorGroup | None = None,
+    ) -> None:
+        super().__init__(config)
+        self._ranks = config.generation.tensor_parallel * config.generation.pipeline_parallel
+        self._refit_config = config.policy.refit
+        self.gen_ranks = self._ranks * self._replicas
+        self._group = (
+            self._own_places(config, gpus)
+            if beside is None
+            else GuestGroup(
+                _NAME, self._actor, beside, self._ranks, gpus, config.ray, env=config.ray.generation_env
+            )
+        )
+        hf_config = local_hf_config(str(checkpoint_folder(model_path, weights=False)))
+        self._build_arguments: list[tuple[Any, ...]] = [
+            (model_path, self._arguments(config, hf_config, gpus, replica), stop_token_ids)
+            for replica in range(self._replicas)
+        ]
+
+    @abstractmethod
+    def _arguments(
+        self, config: TrainConfig, hf_config: Mapping[str, Any] | None, gpus: int, replica: int
+    ) -> dict[str, Any]:
+        """Keyword arguments of one replica.
+
+        Args:
+            config: with ``model.dtype`` settled.
+            hf_config: the checkpoint's config.json.
+            gpus: of each rank; 0 on a machine without.
+            replica: its number.
+        """
+
+    def _bundles(self, config: TrainConfig) -> int:
+        """Places that one engine is spread over."""
+        return 1
+
+    def _own_places(self, config: TrainConfig, gpus: int) -> ActorGroup:
+        return ActorGroup(
+            _NAME,
+            self._actor,
+            self._replicas,
+            gpus * self._ranks,
+            config.ray,
+            cpus=config.ray.cpus_per_rank * self._ranks,
+            bundles=self._bundles(config),
+            env=config.ray.generation_env,
+        )
+
+    def start(self) -> None:
+        self._building = self._group.submit_each("build", self._build_arguments)
+
+    def wait_until_built(self) -> None:
+        gather(self._building, self._timeout_s)
+
+    def submit_init_refit(self, rendezvous: dict[str, Any], first_rank: int, engine: str) -> Calls:
+        return self._group.submit_each(
+            "init_refit",
+            [
+                (rendezvous, first_rank + i * self._ranks, self._refit_config, engine)
+                for i in range(self._replicas)
+            ],
+        )
+
+    def submit_refit(self, engine: str, version: int) -> Calls:
+        return self._group.submit("refit", engine, version)
+
+    def shutdown(self) -> None:
+        try:
+            gather(self._group.submit("close"), _CLOSE_S)
+        except RunError as error:
+            # Of an engine that failed before: its own error is what the user has to see.
+            logger.warning("an engine did not stop in order: %s", error)
+        finally:
+            self._group.shutdown()
+
+    def _submit_generate(self, replica: int, prompts: list[list[int]], sampling: Sampling) -> Calls:
+        actor = self._group.actors[replica]
+        return [(f"{_NAME} rank {replica}", actor.generate.remote(prompts, sampling))]

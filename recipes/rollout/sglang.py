@@ -1,0 +1,119 @@
+"""Rollouts by SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...integration.colocated.stages import SleepingEngine
+from ...integration.config import RefitConfig
+from ...integration.errors import RefitError, RefitMismatch
+from ...workers.engines.common.completion import Completion
+from ..config.schema import TrainConfig
+from .base import Sampling
+from .engine import EngineActor, EngineRollouts
+from .seeds import request_seed
+from .sglang_arguments import engine_arguments
+from .sglang_calls import AwaitedCalls, BlockingCalls
+
+
+class SglangActor(EngineActor):
+    """One SGLang engine, called by its blocking methods."""
+
+    _engine: Any = None
+    _made_calls: type[BlockingCalls] | type[AwaitedCalls] = BlockingCalls
+
+    def build(self, model_path: str, arguments: dict[str, Any], stop_token_ids: Sequence[int]) -> None:
+        """As :meth:`EngineActor.build`; ``arguments`` are those of :func:`~.sglang_arguments.engine_arguments`."""
+        import sglang
+
+        self._stop = stop_token_ids
+        self._engine = sglang.Engine(model_path=model_path, **arguments)
+        self._calls = self._made_calls(self._engine)
+
+    def init_refit(
+        self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str
+    ) -> list[dict[str, Any]]:
+        return self._calls.do(self._calls.refit.init_refit, rendezvous, first_rank, config, engine)
+
+    def refit(self, engine: str, version: int) -> list[dict[str, Any]]:
+        return self._calls.do(self._calls.refit.refit, version)
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        version = self._calls.do(self._served)
+        parameters = [
+            {
+                "max_new_tokens": sampling.max_new_tokens,
+                "temperature": sampling.temperature,
+                # Read where SGLang was started with enable_deterministic_inference.
+                "sampling_seed": request_seed(sampling.seed, index) % (1 << 31),
+                "stop_token_ids": list(self._stop),
+            }
+            for index in range(len(prompts))
+        ]
+        outputs = self._calls.generate(prompts, parameters)
+        return [self._completion(output, sampling, version) for output in outputs]
+
+    @property
+    def sleeper(self) -> SleepingEngine:
+        return self._calls.sleeper
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+
+    def _served(self) -> int:
+        """The version that the workers serve; a paused engine would keep requests waiting for ever."""
+        self._calls.refit.require_servable()
+        return self._calls.refit.version
+
+    def _completion(self, output: dict[str, Any], sampling: Sampling, version: int) -> Completion:
+        told = output["meta_info"]
+        # Of one list, so that no token can have another one's probability.
+        sampled = [(int(token), float(logprob)) for logprob, token, *_ in told["output_token_logprobs"]]
+        tokens = [token for token, _ in sampled]
+        end = told["finish_reason"]
+        if end["type"] not in ("stop", "length") or (
+            end["type"] == "length" and len(tokens) < sampling.max_new_tokens
+        ):
+            raise RefitError(
+                f"SGLang ended a completion after {len(tokens)} of {sampling.max_new_tokens} tokens ({end}), so that it would "
+                "count as one that ran out of tokens. Nothing of this batch is used; give SGLang a longer context_length or a "
+                "larger max_total_tokens, and abort no requests",
+                stage="generate",
+            )
+        if version >= 0 and told["weight_version"] != str(version):
+            raise RefitMismatch(
+                f"SGLang says that a completion is of weights {told['weight_version']!r}, and its workers serve version {version}: "
+                "something else has changed the engine's weights. Nothing of this batch is used; let nothing but refits do so",
+                stage="generate",
+            )
+        return Completion(
+            tokens,
+            [logprob for _, logprob in sampled],
+            bool(tokens) and tokens[-1] in self._stop,
+            version,
+        )
+
+
+class AsyncSglangActor(SglangActor):
+    """The same engine, called by its coroutines."""
+
+    _made_calls = AwaitedCalls
+
+
+class SglangRollouts(EngineRollouts):
+    """Replicas of an SGLang engine."""
+
+    _actor = SglangActor
+
+    def _arguments(
+        self, config: TrainConfig, hf_config: Mapping[str, Any] | None, gpus: int, replica: int
+    ) -> dict[str, Any]:
+        return engine_arguments(config, hf_config, gpus, replica)
+
+
+class AsyncSglangRollouts(SglangRollouts):
+    """The same, called by coroutines."""
+
+    _actor = AsyncSglangActor

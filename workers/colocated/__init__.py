@@ -1,1 +1,0 @@
-"""Trainers and engines that take turns on the same GPUs, for the cycle of ``integration.colocated``."""

@@ -1,0 +1,105 @@
+"""What all engine workers share: the destination side of the refit, under the same names as the source side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....integration.config import RefitConfig
+from ....integration.control import Rendezvous
+from ....integration.errors import RefitError
+from ....integration.session import RefitSession, ServingState
+from ....integration.weights.endpoints import WeightDestination
+from ...kv_scales import KvScaleDestination, ScaledCache
+from ...trainers.source_mixin import describe_manifest, open_session
+
+
+class DestinationRefitMixin:
+    """Engine side of a refit; a rank of the engine inherits it and says how its weights are placed.
+
+    ``init_per_pp_refit_comm_group`` meets the trainer, then each step ``nccl_xfer_refit(version)``, or
+    ``update_weights_from_collective(version)`` on the conventional path.
+    """
+
+    _refit_session: RefitSession | None = None
+    _refit_state: ServingState | None = None
+
+    def _make_refit_destination(self) -> WeightDestination:
+        raise TypeError(
+            f"{type(self).__name__} does not say how its weights are placed; inherit an engine's worker"
+        )
+
+    def _make_adapter_destination(self) -> WeightDestination:
+        raise RefitError(
+            f"policy.refit.lora is adapter, but {type(self).__name__} serves no LoRA adapters, so the trainer's would reach "
+            "nothing. Nothing has moved; set it to merge on all ranks of both sides, or generate with vLLM and "
+            "enable_lora=True",
+            stage="settings",
+        )
+
+    def _make_scaled_cache(self) -> ScaledCache:
+        raise RefitError(
+            f"policy.refit.kv_scales is true, but the KV cache of {type(self).__name__} is not quantized, so there is nothing "
+            "to scale. Nothing has moved; set it to false on all ranks of both sides, or generate with vLLM and "
+            "kv_cache_dtype='fp8'",
+            stage="settings",
+        )
+
+    @property
+    def refit_state(self) -> ServingState:
+        """Version and dirtiness of this rank's weights."""
+        if self._refit_state is None:
+            self._refit_state = ServingState()
+        return self._refit_state
+
+    def init_per_pp_refit_comm_group(
+        self, rendezvous: dict[str, Any], rank: int, refit_config: dict[str, Any], engine: str = "nccl_xfer"
+    ) -> dict[str, Any]:
+        """Meet the trainer's ranks and agree on weights and plan.
+
+        Args:
+            rendezvous: what trainer rank 0 opened.
+            rank: this rank in the refit world, trainers first.
+            refit_config: fields of :class:`RefitConfig`; the same as on the trainer.
+            engine: name of the checkpoint engine, the same as on the trainer.
+
+        Raises:
+            RefitMismatch, PlanError, RefitTimeout, PeerLost: nothing has been written then.
+        """
+        self.close_refit()
+        config = RefitConfig(**refit_config)
+
+        def make_destination() -> WeightDestination:
+            destination = (
+                self._make_adapter_destination()
+                if config.lora == "adapter"
+                else self._make_refit_destination()
+            )
+            return (
+                KvScaleDestination(destination, self._make_scaled_cache())
+                if config.kv_scales
+                else destination
+            )
+
+        self._refit_session = RefitSession.open(
+            Rendezvous.from_json(rendezvous),
+            rank,
+            make_destination,
+            config,
+            engine=engine,
+            state=self.refit_state,
+        )
+        return describe_manifest(self._refit_session)
+
+    def nccl_xfer_refit(self, version: int) -> dict[str, Any]:
+        """Receive all weights once, shard to shard, and commit ``version``; returns this rank's record."""
+        return open_session(self._refit_session, "nccl_xfer").refit(version).to_json()
+
+    def update_weights_from_collective(self, version: int) -> dict[str, Any]:
+        """Receive all weights once over the conventional packed broadcast; returns this rank's record."""
+        return open_session(self._refit_session, "packed_broadcast").refit(version).to_json()
+
+    def close_refit(self) -> None:
+        """End the epoch on this rank."""
+        session, self._refit_session = self._refit_session, None
+        if session is not None:
+            session.close()

@@ -1,0 +1,95 @@
+"""Which weights of a manifest an engine holds quantized, and which of its modules get nothing else than was asked for.
+
+The answer is the engine's own: a name whose tensor its loader puts into a parameter of codes, with scales beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from .....integration.quantize.formats import Format, wire_specs
+from .....integration.weights.manifest import TensorSpec
+from .codes import FLOAT8
+from .trace import LoaderTrace
+
+logger = logging.getLogger(__name__)
+
+
+class HoldsCodes(Protocol):
+    """What an engine says of one module that holds weights quantized."""
+
+    @property
+    def format(self) -> Format:
+        """What a trainer has to make of its weights."""
+
+    @property
+    def scales(self) -> Mapping[str, str]:
+        """For each parameter of codes the one of its scales."""
+
+
+def formats_of(
+    specs: Sequence[TensorSpec], trace: LoaderTrace, blocks: Mapping[str, HoldsCodes]
+) -> dict[str, Format]:
+    """The format of each weight of ``specs`` that this rank holds quantized.
+
+    Weights that are in FP8 already are left out, and so is, with a line in the log, what no trainer can make of them.
+
+    Args:
+        specs: as the trainer exports them, not quantized.
+        trace: of these.
+        blocks: of the live model, by module.
+    """
+    formats = {f"{module}.{codes}": b.format for module, b in blocks.items() for codes in b.scales}
+    found: dict[str, Format] = {}
+    left: list[Exception] = []
+    for spec in specs:
+        touched = trace.touched[spec.name]
+        wanted = {formats[parameter] for parameter in touched if parameter in formats}
+        if not wanted or spec.dtype in FLOAT8:
+            continue
+        [format, *others] = wanted
+        try:
+            if others or touched - formats.keys():
+                raise ValueError(
+                    f"{spec.name} goes into {', '.join(sorted(touched))}, which differ in format"
+                )
+            wire_specs(spec, format)
+        except ValueError as error:
+            left.append(error)
+        else:
+            found[spec.name] = format
+    if left:
+        logger.warning(
+            "the trainer does not quantize %d weights for this engine; first: %s", len(left), left[0]
+        )
+    return found
+
+
+def on_the_wire(specs: Sequence[TensorSpec], formats: Mapping[str, Format]) -> list[TensorSpec]:
+    """What travels of ``specs``: codes and scales in the place of each weight of ``formats``."""
+    wire: list[TensorSpec] = []
+    for spec in specs:
+        format = formats.get(spec.name)
+        wire += [spec] if format is None else wire_specs(spec, format)
+    return wire
+
+
+def promised_modules(
+    trace: LoaderTrace, blocks: Mapping[str, HoldsCodes], promised: Mapping[str, Format]
+) -> frozenset[str]:
+    """Those modules of ``blocks`` all of whose codes come in the format that was asked for."""
+    names: dict[str, set[str]] = {}
+    for name, touched in trace.touched.items():
+        for parameter in touched:
+            names.setdefault(parameter, set()).add(name)
+    return frozenset(
+        module
+        for module, facts in blocks.items()
+        if all(
+            promised.get(name) == facts.format
+            for codes in facts.scales
+            for name in names.get(f"{module}.{codes}", ())
+        )
+    )

@@ -1,0 +1,279 @@
+"""Trace an engine's weight loader once: which parameter elements each checkpoint tensor lands in.
+
+Fused QKV, gate and up in one matrix, stacked experts, replicated KV heads, tensor, expert and pipeline
+parallelism all come out of the engine's own code, run on recording tensors, instead of tables of names.
+What a replayed copy of bytes cannot express is attributed to its tensor with a reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from .....integration.errors import PlanError, RefitMismatch
+from .....integration.layout import Box, Fragment, overlap, volume
+from .recording import Recorder, StridedRegion, UntraceableOperation, Write
+from .strided import view_box
+
+logger = logging.getLogger(__name__)
+
+Manifest = Sequence[tuple[str, tuple[int, ...], torch.dtype]]
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+
+
+@dataclass(frozen=True)
+class Landing:
+    """One box of a checkpoint tensor and the parameter elements that hold it.
+
+    Attributes:
+        name: Hugging Face checkpoint name.
+        full_shape: shape of the whole checkpoint tensor.
+        box: the part that lands here.
+        parameter: name of the engine's parameter.
+        offset: first element of the place, counted in elements from the parameter's first element.
+        stride: strides of the place, in elements, one for each dimension of the checkpoint tensor.
+    """
+
+    name: str
+    full_shape: tuple[int, ...]
+    box: Box
+    parameter: str
+    offset: int
+    stride: tuple[int, ...]
+
+    def in_the_other_half(self, parameter: torch.Tensor) -> Landing:
+        """The same place in the other half of the rows of ``parameter``, its last dimension but one.
+
+        Raises:
+            PlanError: the landing has a part in each half.
+        """
+        rows, step = parameter.shape[-2], parameter.stride(-2)
+        height = next(
+            (b - a for (a, b), s in zip(self.box, self.stride, strict=True) if s == step and b - a > 1), 1
+        )
+        row = self.offset // step % rows
+        if row // (rows // 2) != (row + height - 1) // (rows // 2):
+            raise PlanError(
+                f"its part {self.box} lies in both halves of {self.parameter}, which vLLM lets change places after "
+                "loading. Start vLLM with moe_backend='triton', which leaves experts as they are loaded",
+                stage="trace",
+                parameter=self.name,
+            )
+        shift = rows // 2 * step
+        return replace(self, offset=self.offset + (shift if row < rows // 2 else -shift))
+
+    def fragment(self, parameter: torch.Tensor) -> Fragment:
+        """The landing as a fragment of ``parameter``, which must have the traced one's shape and strides."""
+        shape = tuple(stop - start for start, stop in self.box)
+        view = parameter.detach().as_strided(shape, self.stride, parameter.storage_offset() + self.offset)
+        return Fragment(self.name, self.full_shape, self.box, view)
+
+
+@dataclass(frozen=True)
+class LoaderTrace:
+    """What a loader does with every tensor of a manifest.
+
+    Attributes:
+        landings: for each checkpoint tensor its places; empty where this rank does not load it (another
+            pipeline stage, a remote expert, a tied head) and where it is in ``misc_reasons``.
+        misc_reasons: tensors that cannot be replayed, with the reason.
+        touched: for each tensor the parameters that it was seen to reach, misc tensors included.
+        unknown: misc tensors that may reach parameters other than the ones in ``touched``.
+        lost: those of them that were seen to reach none, with the number of their elements.
+        unwritten: for each parameter the number of its elements that nothing was seen to be written to, whether it can
+            be replayed or not.
+    """
+
+    landings: dict[str, tuple[Landing, ...]]
+    misc_reasons: dict[str, str]
+    touched: dict[str, frozenset[str]]
+    unknown: frozenset[str]
+    lost: dict[str, int]
+    unwritten: dict[str, int]
+
+    def fragments_by_name(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, list[Fragment]]:
+        """The landings as fragments of ``parameters``, in the manifest's order."""
+        return {
+            name: [landing.fragment(parameters[landing.parameter]) for landing in landings]
+            for name, landings in self.landings.items()
+        }
+
+
+def trace_loader(
+    load_weights: LoadWeights, params: Mapping[str, torch.Tensor], hf_manifest: Manifest
+) -> LoaderTrace:
+    """Run ``load_weights`` on recording tensors and return where every tensor lands.
+
+    Args:
+        load_weights: the engine's loader; takes an iterable of (checkpoint name, tensor).
+        params: the parameters that it writes, by name. Meta tensors do; nothing is read or written
+            except that the loader's own constant fills are carried out.
+        hf_manifest: checkpoint name, full shape and dtype of every tensor.
+
+    The loader sees one tensor after the other. If it fails, the trace starts again with one call for
+    each tensor, so that the failure is attributed to the tensor that caused it.
+
+    Raises:
+        RefitMismatch: the loader rejects a tensor that it has not computed with, by its name or shape,
+            so it would reject the real one too.
+    """
+    recorder = Recorder(params)
+    try:
+        with torch.no_grad(), recorder:
+            load_weights((name, recorder.tensor(name, shape, dtype)) for name, shape, dtype in hf_manifest)
+    except Exception as error:
+        logger.debug("tracing tensor by tensor, because the loader stopped on the whole manifest: %s", error)
+        recorder = _trace_one_by_one(load_weights, params, hf_manifest)
+    return _conclude(recorder, params, hf_manifest)
+
+
+def _trace_one_by_one(
+    load_weights: LoadWeights, params: Mapping[str, torch.Tensor], manifest: Manifest
+) -> Recorder:
+    recorder = Recorder(params)
+    for name, shape, dtype in manifest:
+        try:
+            with torch.no_grad(), recorder:
+                load_weights(iter([(name, recorder.tensor(name, shape, dtype))]))
+        except (UntraceableOperation, RuntimeError, TypeError) as error:
+            # torch refuses what needs values or storage with these types; the destination is not known then.
+            recorder.refuse(name, f"the loader reads its values: {error}")
+            recorder.unknown.add(name)
+        except Exception as error:
+            if name not in recorder.reasons:
+                raise RefitMismatch(
+                    f"the engine's loader rejects a tensor of shape {tuple(shape)}, dtype {dtype}: "
+                    f"{type(error).__name__}: {error}. Nothing was written. The trainer's manifest and the "
+                    "engine's model differ: compare the checkpoint that the engine was started from.",
+                    stage="trace",
+                    parameter=name,
+                ) from error
+            recorder.unknown.add(name)
+    return recorder
+
+
+def _conclude(recorder: Recorder, params: Mapping[str, torch.Tensor], manifest: Manifest) -> LoaderTrace:
+    shapes = {name: tuple(shape) for name, shape, _ in manifest}
+    for write in recorder.writes:
+        if write.tensor is None and _target_box(write, params[write.parameter]) is None:
+            recorder.rewritten.setdefault(write.parameter, "a constant in a part that is no box")
+    for name, parameters in recorder.touched.items():
+        for parameter in sorted(parameters & recorder.rewritten.keys()):
+            recorder.refuse(name, f"the loader also changes {parameter} by {recorder.rewritten[parameter]}")
+    landings: dict[str, list[Landing]] = {name: [] for name in shapes}
+    boxes: dict[str, list[tuple[Box, str | None]]] = {}
+    for write in recorder.writes:
+        box = _target_box(write, params[write.parameter])
+        if write.tensor is None:
+            if box is not None:
+                boxes.setdefault(write.parameter, []).append((box, None))
+            continue
+        landing = _landing(write, shapes[write.tensor])
+        if landing is None or box is None:
+            recorder.refuse(
+                write.tensor, f"the part that lands in {write.parameter} is no box with whole dimensions"
+            )
+            continue
+        landings[write.tensor].append(landing)
+        boxes.setdefault(write.parameter, []).append((box, write.tensor))
+    for parameter, entries in boxes.items():
+        _refuse_clashes(recorder, parameter, entries)
+    return LoaderTrace(
+        landings={n: () if n in recorder.reasons else tuple(found) for n, found in landings.items()},
+        misc_reasons={name: recorder.reasons[name] for name in shapes if name in recorder.reasons},
+        touched={name: frozenset(recorder.touched.get(name, ())) for name in shapes},
+        unknown=frozenset(recorder.unknown),
+        lost={name: prod(shapes[name]) for name in recorder.unknown if not recorder.touched.get(name)},
+        unwritten={
+            name: p.numel() - _count_reached(p, recorder.reached.get(name, ())) for name, p in params.items()
+        },
+    )
+
+
+def _target_box(write: Write, parameter: torch.Tensor) -> Box | None:
+    return _box_of(write.target, parameter)
+
+
+def _box_of(region: StridedRegion, parameter: torch.Tensor) -> Box | None:
+    found = view_box(parameter.shape, parameter.stride(), region.offset, region.shape, region.stride)
+    return None if found is None else found.box
+
+
+def _landing(write: Write, full_shape: tuple[int, ...]) -> Landing | None:
+    """The write in the checkpoint tensor's dimension order, or None if its source is no box."""
+    source, target = write.source, write.target
+    assert source is not None
+    assert write.tensor is not None
+    found = view_box(full_shape, _contiguous_stride(full_shape), source.offset, source.shape, source.stride)
+    if found is None:
+        return None
+    # A dimension of extent 1 is never stepped over, so any stride describes it.
+    stride = tuple(1 if axis is None else target.stride[axis] for axis in found.axes)
+    return Landing(write.tensor, full_shape, found.box, write.parameter, target.offset, stride)
+
+
+def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for n in reversed(shape):
+        stride.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(stride))
+
+
+def _refuse_clashes(recorder: Recorder, parameter: str, entries: list[tuple[Box, str | None]]) -> None:
+    """Refuse tensors whose bytes in ``parameter`` another write also takes."""
+    copies = [(box, name) for box, name in entries if name is not None]
+    clash = overlap([box for box, _ in copies])
+    if clash is not None:
+        first, second = (copies[i][1] for i in clash)
+        for name in {name for _, name in copies}:
+            recorder.refuse(
+                name, f"{first} and {second} both write one part of {parameter}; the last one wins, not both"
+            )
+    for position, (box, name) in enumerate(entries):
+        if name is None:
+            for earlier, overwritten in entries[:position]:
+                if overwritten is not None and overlap([earlier, box]) is not None:
+                    recorder.refuse(
+                        overwritten, f"the loader overwrites a part of {parameter} with a constant"
+                    )
+
+
+def _count_reached(parameter: torch.Tensor, regions: Collection[StridedRegion]) -> int:
+    """Elements in ``regions``, each counted once; of regions that are no boxes the same one may be counted twice."""
+    found = [(region, _box_of(region, parameter)) for region in regions]
+    boxes = [box for _, box in found if box is not None]
+    if overlap(boxes) is not None:
+        apart: list[Box] = []
+        for box in sorted(boxes, key=volume, reverse=True):
+            apart += _outside(box, apart)
+        boxes = apart
+    scattered = sum(prod(region.shape) for region, box in found if box is None)
+    return min(parameter.numel(), sum(map(volume, boxes)) + scattered)
+
+
+def _outside(box: Box, taken: Sequence[Box]) -> list[Box]:
+    """The parts of ``box`` that no box of ``taken`` covers, as disjoint boxes."""
+    rest = [box]
+    for other in taken:
+        rest = [piece for part in rest for piece in _without(part, other)]
+    return rest
+
+
+def _without(box: Box, other: Box) -> list[Box]:
+    """``box`` minus ``other``, cut along one dimension after the other."""
+    pieces = []
+    if overlap([box, other]) is None:
+        return [box]
+    inner = list(box)
+    for d, ((start, stop), (o_start, o_stop)) in enumerate(zip(box, other, strict=True)):
+        if start < o_start:
+            pieces.append((*inner[:d], (start, o_start), *box[d + 1 :]))
+        if o_stop < stop:
+            pieces.append((*inner[:d], (o_stop, stop), *box[d + 1 :]))
+        inner[d] = (max(start, o_start), min(stop, o_stop))
+    return pieces

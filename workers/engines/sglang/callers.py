@@ -1,0 +1,265 @@
+"""The two ways to an SGLang engine: its tokenizer manager in this process, or the HTTP server. Both are called step by step.
+
+A :class:`Step` is one of SGLang's own control requests. What a refit does is written once, in :mod:`.driver`, in steps; how a
+step is done is written here, once for each way and with no order of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ....integration.errors import RefitError, RefitTimeout
+from .standing import Standing
+from .stores import STORES
+
+# Step → (request structure of sglang.srt.managers.io_struct, whether its method takes a web request, too). The name is
+# the tokenizer manager's method and the server's path.
+_REQUESTS: Mapping[str, tuple[str, bool]] = {
+    "update_weights_from_tensor": ("UpdateWeightsFromTensorReqInput", True),
+    "release_memory_occupation": ("ReleaseMemoryOccupationReqInput", True),
+    "resume_memory_occupation": ("ResumeMemoryOccupationReqInput", True),
+    "pause_generation": ("PauseGenerationReqInput", False),
+    "continue_generation": ("ContinueGenerationReqInput", False),
+}
+# What the driver asks of an engine's settings.
+SETTINGS = (
+    "tp_size",
+    "pp_size",
+    "dp_size",
+    "device",
+    "enable_eplb",
+    "enable_memory_saver",
+    "enable_weights_cpu_backup",
+    "custom_weight_loader",
+    "weight_cache_mode",
+    "disaggregation_mode",
+    "disable_radix_cache",
+    "enable_hierarchical_cache",
+    *STORES,
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One request to an engine.
+
+    Attributes:
+        name: of :data:`_REQUESTS`, or ``flush_cache``, ``settings``, ``standing``, ``weight_version``,
+            ``update_weight_version``.
+        fields: of the request.
+    """
+
+    name: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What SGLang said.
+
+    Attributes:
+        success: as SGLang says.
+        message: its text.
+        value: what was asked for, of ``settings`` (:data:`SETTINGS` and SGLang's own ``version``), ``standing`` (a
+            :class:`~.standing.Standing`) and ``weight_version``.
+    """
+
+    success: bool = True
+    message: str = ""
+    value: Any = None
+
+
+class Caller(Protocol):
+    """A way to one engine."""
+
+    def call(self, step: Step) -> Answer:
+        """Do a step, and return once SGLang has answered."""
+
+
+class EngineCaller:
+    """A way to an ``sglang.Engine`` of this process.
+
+    Args:
+        engine: the engine.
+        loop: the running event loop in which the engine's asynchronous methods are awaited. Its own, which its synchronous
+            methods run, if left out; SGLang ties an engine to the loop of its first request.
+        timeout_s: of each step.
+    """
+
+    def __init__(
+        self, engine: Any, loop: asyncio.AbstractEventLoop | None = None, timeout_s: float = 600.0
+    ) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._timeout_s = timeout_s
+
+    def call(self, step: Step) -> Answer:
+        """As :meth:`Caller.call`.
+
+        Raises:
+            RefitError: called from a coroutine of the engine's loop, which would wait for itself.
+            RefitTimeout: no answer.
+        """
+        inside = self._engine.loop.is_running() if self._loop is None else _running_loop() is self._loop
+        if inside:
+            raise RefitError(
+                f"a blocking call ({step.name}) was made in the event loop that has to answer it, and would wait for itself. "
+                "Nothing was asked; await AsyncSglangRefit's own calls there, or its run(call) with any other blocking one",
+                stage="settings",
+            )
+        work = asyncio.wait_for(self._done(step), self._timeout_s)
+        try:
+            if self._loop is None:
+                found: Answer = self._engine.loop.run_until_complete(work)
+                return found
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except TimeoutError as error:
+            raise _late(step, self._timeout_s) from error
+
+    async def _done(self, step: Step) -> Answer:
+        manager = self._engine.tokenizer_manager
+        if step.name == "settings":
+            import sglang
+
+            # Not server_args, which stay what they were as SGLang attaches a store.
+            settings = {name: manager.config_value(name) for name in SETTINGS}
+            return Answer(value=settings | {"version": sglang.__version__})
+        if step.name == "standing":
+            [state] = await manager.get_internal_state()
+            return Answer(value=Standing.told(state, manager.is_pause))
+        if step.name == "weight_version":
+            return Answer(value=manager.config_value("weight_version"))
+        if step.name == "update_weight_version":
+            manager.record_config_updates("rlrefit", weight_version=step.fields["new_version"])
+            return Answer()
+        if step.name == "flush_cache":
+            flushed = await manager.flush_cache(**step.fields)
+            return Answer(flushed.success, flushed.message)
+        from sglang.srt.managers import io_struct
+
+        structure, web = _REQUESTS[step.name]
+        request = getattr(io_struct, structure)(**step.fields)
+        # Nothing of the pauses waits for an answer, so that nothing else starts the loop that reads answers.
+        manager.auto_create_handle_loop()
+        result = await getattr(manager, step.name)(*((request, None) if web else (request,)))
+        return Answer(*result[:2]) if isinstance(result, tuple) else Answer()
+
+
+class HttpCaller:
+    """A way to an SGLang server.
+
+    Args:
+        url: of the server, ``http://host:port``.
+        api_key: its ``--admin-api-key`` or ``--api-key``, if it has one.
+        timeout_s: of each step.
+    """
+
+    def __init__(self, url: str, api_key: str = "", timeout_s: float = 600.0) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._timeout_s = timeout_s
+
+    def call(self, step: Step) -> Answer:
+        """As :meth:`Caller.call`.
+
+        Raises:
+            RefitError: the server can't be reached, or knows no such call.
+            RefitTimeout: no answer.
+        """
+        if step.name == "settings":
+            found = self._ask(step, "GET", "/server_info")
+            missing = [name for name in (*SETTINGS, "version") if name not in found]
+            if missing:
+                raise RefitError(
+                    f"the server at {self._url} does not tell its {', '.join(missing)}; it is no SGLang 0.5.17",
+                    stage="settings",
+                )
+            return Answer(value={name: found[name] for name in (*SETTINGS, "version")})
+        if step.name == "standing":
+            [state] = self._ask(step, "GET", "/server_info")["internal_states"]
+            # The server tells of no pause of its own.
+            return Answer(value=Standing.told(state, is_pause=False))
+        if step.name == "weight_version":
+            return Answer(value=self._ask(step, "GET", "/model_info")["weight_version"])
+        if step.name == "flush_cache":
+            seconds = step.fields.get("timeout_s") or 0.0
+            return self._answered(self._ask(step, "POST", f"/flush_cache?timeout={seconds}"))
+        fields = {name: _plain(value) for name, value in step.fields.items()}
+        if step.name == "update_weight_version":
+            # Its default would abort the requests that go on with the new weights.
+            fields["abort_all_requests"] = False
+        return self._answered(self._ask(step, "POST", f"/{step.name}", fields))
+
+    def _answered(self, found: dict[str, Any]) -> Answer:
+        return Answer(bool(found.get("success", True)), str(found.get("message", "")))
+
+    def _ask(
+        self, step: Step, method: str, path: str, fields: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        body = None if fields is None else json.dumps(fields).encode()
+        request = urllib.request.Request(self._url + path, body, self._headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+                return _read(response.read())
+        except urllib.error.HTTPError as error:
+            said = _read(error.read())
+            if error.code == 400:  # SGLang's way to say success: false
+                return {"message": error.reason, **said, "success": False}
+            raise RefitError(
+                f"the SGLang server at {self._url} answered {step.name} with {error.code}: {said.get('message', error.reason)}",
+                stage="settings",
+            ) from error
+        except TimeoutError as error:
+            raise _late(step, self._timeout_s) from error
+        except (
+            OSError,
+            http.client.HTTPException,
+        ) as error:  # the latter from one that ends before it has answered
+            reason = getattr(error, "reason", None) or f"{type(error).__name__}: {error}"
+            raise RefitError(
+                f"the SGLang server at {self._url} did not answer {step.name}: {reason}. It may have ended; weights that "
+                "were being written are served by nobody",
+                stage="settings",
+            ) from error
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop that runs in this thread."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """Bytes as text, which the server decodes."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return [_plain(found) for found in value] if isinstance(value, list) else value
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    """A JSON object, or text under ``message``."""
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return {"message": data.decode(errors="replace").strip()}
+    return found if isinstance(found, dict) else {"message": str(found)}
+
+
+def _late(step: Step, seconds: float) -> RefitTimeout:
+    return RefitTimeout(
+        f"SGLang did not answer {step.name} within {seconds:.0f} s: requests that do not end, or a worker that hangs or has "
+        "ended. Weights that were being written are served by nobody; look at the engine's log and start it anew",
+        stage="transfer",
+    )

@@ -1,0 +1,399 @@
+"""The driver's side: refit a running SGLang engine, in this process or behind its HTTP server, and put its memory to sleep.
+
+:class:`SglangRefit` is the only place where an order of steps is written, that of a pause in :mod:`.pausing`;
+:mod:`.async_driver` runs it for coroutines. What sleeps and whether the engine is paused is asked of the engine each time: other
+drivers, and other callers, change both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from ....integration.colocated.memory import ProcessMemory
+from ....integration.colocated.stages import KV_CACHE, TAGS, WEIGHTS, StageRefused
+from ....integration.config import RefitConfig
+from ....integration.errors import EngineDirty, RefitError, RefitMismatch
+from ....integration.quantize.formats import Format
+from ....integration.weights.manifest import TensorSpec
+from .buckets import Buckets
+from .callers import Caller
+from .engine_calls import EngineCalls
+from .pausing import DRAIN_S, PauseMode, Pauses
+from .standing import PARTS, Standing
+
+_METHODS = {
+    "nccl_xfer": "nccl_xfer_refit",
+    "colocated_ipc": "nccl_xfer_refit",
+    "packed_broadcast": "update_weights_from_collective",
+}
+DISCARDING = 2
+
+
+class SglangRefit:
+    """Drives an SGLang engine that was started with ``custom_weight_loader=[LOADER]``.
+
+    It is a :class:`~...integration.stages.SleepingEngine`, and what a :class:`~.sender.SglangSender` calls.
+
+    Args:
+        caller: the way to the engine.
+        timeout_s: for running requests to end, where they are waited for.
+
+    Attributes:
+        calls: of the engine and its workers; not for steps of a refit, whose order is here.
+        devices: UUIDs of the GPUs of the workers, in the order of their tensor ranks.
+        loads_in_parts: SGLang's loaders take weights in several buckets.
+
+    Raises:
+        RefitError: how the engine was started; everything that is wrong with it.
+    """
+
+    loads_in_parts = True
+
+    def __init__(self, caller: Caller, timeout_s: float = 300.0) -> None:
+        self.calls = EngineCalls(caller)
+        self._pauses = Pauses(self.calls, timeout_s)
+        self._engine = ""
+        self._buckets = Buckets(self.calls)
+        # What a refit left that failed: until one succeeds, nothing is to be generated.
+        self._unusable: BaseException | None = None
+        # The workers guard their weights from here on, and not from the first refit.
+        self.calls.update([])
+        self.devices: list[str] = [found["device"] for found in self.calls.ask("describe")]
+
+    @property
+    def version(self) -> int:
+        """Of the weights that all workers may serve, -1 before the first refit.
+
+        Raises:
+            EngineDirty: they are not whole on a worker.
+            RefitMismatch: workers hold different versions.
+        """
+        found = {answer["version"] for answer in self.calls.ask("serving_version")}
+        if len(found) > 1:
+            raise RefitMismatch(
+                f"workers of one engine hold versions {sorted(found)}; refit again before anything is generated",
+                stage="generate",
+            )
+        return int(found.pop())
+
+    def weight_version(self) -> str:
+        """What SGLang itself tells with each output (``meta_info["weight_version"]``): the version, as text."""
+        return str(self.calls.step("weight_version").value)
+
+    def require_servable(self) -> None:
+        """To be called before requests are given to the engine; a paused engine would keep them waiting.
+
+        Raises:
+            EngineDirty: a refit failed or has not ended, the engine is paused, its weights are not whole, or memory is asleep.
+        """
+        standing = self._require_whole()
+        if self._pauses.there(standing):
+            raise EngineDirty(
+                "the engine is paused, or has not said that it goes on, so that nothing would be generated. resume() it, refit "
+                "(again), which does so, or start the engine anew",
+                stage="generate",
+            )
+
+    # Shard to shard
+
+    def init_refit(
+        self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str = "nccl_xfer"
+    ) -> list[dict[str, Any]]:
+        """Have all workers meet the trainer; ``first_rank`` is the refit rank of the first of them.
+
+        Raises:
+            RefitError: of the kind that the worker raised. Nothing has been written.
+        """
+        if engine not in _METHODS:
+            raise RefitError(f"engine: {engine!r} is not one of {', '.join(_METHODS)}", stage="settings")
+        self._require_refittable()
+        answers = self.calls.ask("join", rendezvous, first_rank, asdict(config), engine)
+        self._engine = engine
+        return answers
+
+    def refit(self, version: int, mode: PauseMode = "wait") -> list[dict[str, Any]]:
+        """Have all workers receive the weights, and serve ``version`` from here on.
+
+        Args:
+            version: the same as on the trainer.
+            mode: what becomes of running requests.
+
+        Returns:
+            The workers' records.
+
+        Raises:
+            RefitError: of the kind that the worker raised. If weights were written in part the engine stays paused, and the
+                next refit that succeeds resumes it.
+        """
+        if not self._engine:
+            raise RefitError(
+                "no trainer has been met: call init_refit with the rendezvous that trainer rank 0 opened",
+                stage="handshake",
+            )
+        with self._refitting(mode, version):
+            records = self.calls.ask(_METHODS[self._engine], version)
+        with self._keeping_paused():
+            self._serve(version)
+        return records
+
+    def close_refit(self) -> None:
+        """End the epoch on all workers."""
+        self.calls.ask("close")
+        self._engine = ""
+
+    # In buckets, on the trainer's GPUs
+
+    def begin(
+        self,
+        version: int,
+        specs: Sequence[TensorSpec],
+        mode: PauseMode = "wait",
+        trainer_quantize_fp8: bool = False,
+    ) -> dict[str, Format]:
+        """Pause the engine, and have its workers see that they can take these weights, and no less.
+
+        Returns:
+            Those that have to come as codes and scales, in which format; none without ``trainer_quantize_fp8``.
+
+        Raises:
+            RefitError: of the worker's kind, or as :meth:`~.buckets.Buckets.begin`; nothing was written.
+        """
+        with self._refitting(mode):
+            return self._buckets.begin(version, specs, trainer_quantize_fp8)
+
+    def load(self, handles: dict[str, str]) -> None:
+        """Load a bucket on all workers: ``{device UUID: payload}``, whose memory may be freed afterwards.
+
+        Raises:
+            RefitError: SGLang says why. The engine stays paused until a refit succeeds.
+        """
+        payloads = [handles[device] for device in self.devices]
+        with self._keeping_paused():
+            self._buckets.load(payloads)
+
+    def finish(self) -> None:
+        """After the last bucket: derived state. Raises as :meth:`load`."""
+        with self._keeping_paused():
+            self._buckets.finish()
+
+    def commit(self, version: int) -> None:
+        """Serve ``version``. Raises as :meth:`load`."""
+        with self._keeping_paused():
+            self.calls.ask("commit", version)
+            self._serve(version)
+
+    # Memory by stage
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether SGLang can give its memory back; without its memory saver it passes over a release on a GPU in silence."""
+        return bool(self.calls.settings["enable_memory_saver"]) or self.calls.settings["device"] == "cpu"
+
+    def sleep(self, level: int = DISCARDING, mode: PauseMode | None = None) -> None:
+        """Release KV cache and weights. :class:`~...integration.stages.SleepingEngine`'s.
+
+        Requests that come meanwhile wait until all has woken.
+
+        Args:
+            level: 2 discards the weights, 1 keeps them in host memory.
+            mode: what becomes of running requests, as :meth:`pause`'s; left out, the engine does not sleep under them.
+
+        Raises:
+            StageRefused: requests are running, or wait after a ``retract``, whose release SGLang answers by ending its
+                scheduler; memory is asleep; SGLang was started without ``enable_memory_saver``; or level 1, for which it has to
+                be started with ``enable_weights_cpu_backup``. Nothing has changed.
+            RefitTimeout: as :meth:`pause`.
+        """
+        if not self.sleeps:
+            raise StageRefused(
+                "SGLang was started without its memory saver, so that it would free nothing as it sleeps, and the trainer would "
+                "run out of memory. Nothing has changed; start it with enable_memory_saver=True",
+                stage="sleep",
+            )
+        if level < DISCARDING and not self.calls.settings["enable_weights_cpu_backup"]:
+            raise StageRefused(
+                f"sleep level {level} was asked for, and SGLang keeps released weights in host memory only where it was started "
+                f"with enable_weights_cpu_backup=True. Nothing has changed; start it so, or take level {DISCARDING}",
+                stage="sleep",
+            )
+        if mode == "retract":
+            raise StageRefused(
+                "SGLang's scheduler ends where memory is released while retracted requests wait. Nothing has changed; take "
+                "mode='abort', which returns what they have, and send them again, or mode='wait'",
+                stage="sleep",
+            )
+        standing = self.calls.standing()
+        if standing.asleep:
+            raise StageRefused(
+                f"{', '.join(sorted(standing.asleep))} sleeps already. Nothing has changed", stage="sleep"
+            )
+        if mode is not None:
+            self._pauses.quiet(mode, standing)
+        elif not self._pauses.idle(standing):
+            raise StageRefused(
+                "the engine has unfinished requests, and SGLang's scheduler ends where memory is released under them. Nothing "
+                "has changed; let generate() return first, or sleep with mode='abort'",
+                stage="sleep",
+            )
+        if level >= DISCARDING:
+            self.calls.ask("discard", f"a level {level} sleep discarded the weights")
+        self.calls.step("release_memory_occupation", tags=[KV_CACHE])
+        self.calls.step("release_memory_occupation", tags=[WEIGHTS])
+
+    def wake(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
+        """Take memory again: ``weights`` before a refit, ``kv_cache`` once the trainer freed its own; requests run again once
+        nothing sleeps.
+
+        Whoever has released it: weights that SGLang did not keep are then served after a refit only.
+
+        Raises:
+            StageRefused: a tag is unknown, or its memory is there already, for which SGLang's scheduler would end. Nothing
+                has changed.
+        """
+        standing = self.calls.standing()
+        wrong = sorted(set(tags) - standing.asleep)
+        if wrong or not tags:
+            raise StageRefused(
+                f"{', '.join(wrong) or 'nothing'} can't wake: each of {', '.join(sorted(TAGS))} does so once after a sleep. "
+                "Nothing has changed",
+                stage="wake_up",
+            )
+        if WEIGHTS in tags and self.sleeps and not self.calls.settings["enable_weights_cpu_backup"]:
+            self.calls.ask("discard", "a sleep discarded the weights")
+        for tag in sorted(tags, reverse=True):  # the weights first
+            self.calls.step("resume_memory_occupation", tags=sorted(PARTS[tag] & standing.released))
+        # What a sleep has discarded, a refit brings first.
+        if not standing.asleep - set(tags) and self._unusable is None and self._served():
+            self._pauses.resume()
+
+    def asleep(self) -> frozenset[str]:
+        """Which of ``weights`` and ``kv_cache`` have no memory at the moment, whoever has released it."""
+        return self.calls.standing().asleep
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """Let no request run until :meth:`resume`, the end of the next refit or that of a sleep; new ones wait.
+
+        An engine that sleeps next is paused with ``abort``, so that rollouts return what they have, or ``wait``. A
+        :class:`~...integration.colocated.ColocatedCycle` asks the workers before it has the engine sleep, for which SGLang waits
+        for requests that run: pause it before :meth:`~...integration.colocated.ColocatedCycle.to_training`.
+
+        Args:
+            mode: what becomes of running requests.
+
+        Raises:
+            RefitTimeout: they don't end. Nothing has changed.
+            RefitError: the engine can't be paused so. Nothing has changed.
+        """
+        self._pauses.quiet(mode, self.calls.standing())
+
+    def resume(self) -> None:
+        """Let requests run again after a :meth:`pause`, or that of another caller.
+
+        Raises:
+            EngineDirty: a refit failed or has not ended, the weights are not whole, or memory is asleep.
+            RefitError: requests hold prefixes that may be of old weights. The engine stays paused.
+        """
+        self._drop_prefixes(self._require_whole())
+        self._pauses.resume()
+
+    def empty_cache(self) -> None:
+        """Have all workers give back what their allocators cache."""
+        self.calls.ask("empty_cache")
+
+    def memory(self, *, restart: bool = False) -> list[ProcessMemory]:
+        """Of each worker, with the peaks since the last restart; ``restart`` lets them count anew from here."""
+        return [ProcessMemory(**found) for found in self.calls.ask("memory", restart)]
+
+    # Steps
+
+    def _serve(self, version: int) -> None:
+        """Drop what was computed with the old weights, tell the version, and let requests run again."""
+        standing = self.calls.standing()
+        self._drop_prefixes(standing)
+        self.calls.step("update_weight_version", new_version=str(version))
+        self._unusable = None
+        if not standing.released:
+            self._pauses.resume()
+
+    def _drop_prefixes(self, standing: Standing) -> None:
+        if KV_CACHE in standing.released or self._pauses.retracted:
+            return
+        flushed = self.calls.flush(DRAIN_S)
+        if not flushed.success:
+            raise RefitError(
+                "SGLang keeps prefixes of the old weights, since requests are left "
+                f"({flushed.message or 'it gives no reason'}). The engine stays paused; refit again with mode='abort'",
+                stage="post_load",
+            )
+
+    @contextmanager
+    def _keeping_paused(self) -> Iterator[None]:
+        """After an error of any kind nothing is to be generated until a refit succeeds."""
+        try:
+            yield
+        except BaseException as error:
+            self._unusable = error
+            raise
+
+    @contextmanager
+    def _refitting(self, mode: PauseMode, version: int | None = None) -> Iterator[None]:
+        """As :meth:`_keeping_paused`, of an engine that can be refitted and is paused for it.
+
+        Where its weights are whole, and as they were, it goes on, unless it was paused before or sleeps.
+
+        Args:
+            mode: what becomes of running requests.
+            version: that the workers may serve once they have done their part; None if they don't yet.
+        """
+        standing = self._require_refittable()
+        paused = self._pauses.quiet(mode, standing)
+        before = self._unusable
+        try:
+            with self._keeping_paused():
+                yield
+        except RefitError:
+            served = self._served()
+            # Workers that serve the new version have done so unseen, with prefixes of the old weights in their caches.
+            if before is None and served and version not in served:
+                if not (paused or standing.released):
+                    self._pauses.resume()
+                self._unusable = None
+            raise
+
+    def _served(self) -> set[int]:
+        """Versions that all workers may serve; none where the weights are not whole."""
+        try:
+            return {answer["version"] for answer in self.calls.ask("serving_version")}
+        except RefitError:
+            return set()
+
+    def _require_refittable(self) -> Standing:
+        self.calls.require_no_store()
+        standing = self.calls.standing()
+        if WEIGHTS in standing.asleep:
+            raise RefitError(
+                "the engine's weights are asleep: nothing can be written into them. Nothing has moved. Wake them with "
+                "wake(['weights']), refit, then wake(['kv_cache'])",
+                stage="handshake",
+            )
+        return standing
+
+    def _require_whole(self) -> Standing:
+        """As :meth:`require_servable`, but for a pause."""
+        if self._unusable is not None:
+            raise EngineDirty(
+                "the last refit failed and left the engine paused, so that nothing would be generated: "
+                f"{type(self._unusable).__name__}: {self._unusable}. Refit again, which resumes it, or start the engine anew",
+                stage="generate",
+            )
+        standing = self.calls.standing()
+        if standing.asleep:
+            raise EngineDirty(
+                f"{' and '.join(sorted(standing.asleep))} of the engine are asleep; wake them before anything is generated",
+                stage="generate",
+            )
+        self.calls.ask("serving_version")
+        return standing

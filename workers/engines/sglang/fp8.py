@@ -1,0 +1,139 @@
+"""Modules of an SGLang model that hold weights in FP8 blocks: in which format, and what SGLang makes of them after loading.
+
+All of it is read in SGLang 0.5.17, and asked of the live module: its method, the kernel or runner that the method chose, and what
+its parameters have become. ``layers/quantization/fp8.py`` leaves blocks as they were loaded, with these exceptions:
+
+- DeepGEMM on Blackwell, where it can run the layer (``should_deepgemm_weight_requant_ue8m0``). Codes are quantized once more with
+  powers of two as scales (``requant_weight_ue8m0``), which changes no value where the scales are such powers already: a block whose
+  largest code is 224 gets codes twice as large and half the scale, all others keep their bytes. The scales are then packed:
+  one for each row, as E8M0, four to an ``int32``, column after column (``transform_scale_ue8m0``).
+- HPC-Ops' experts compute with copies of the scales whose rows are padded to a multiple of 4.
+- MegaMoE computes with copies that SGLang makes once: processed again, they stay those of the old weights.
+- AITER shuffles weights, Marlin and AMX pack: nothing here follows them.
+
+CUTLASS and FlashInfer's TRT-LLM compute with blocks as they were loaded (TRT-LLM shuffles other formats).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe import MoeRunnerBackend
+from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend
+from sglang.srt.layers.quantization import fp8_utils
+from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
+from torch import nn
+
+from ....integration.quantize.formats import Fp8Blockwise
+
+_PLAIN_KERNELS = (
+    fp8_utils.triton_w8a8_block_fp8_linear,
+    fp8_utils.cutlass_w8a8_block_fp8_linear_with_fallback,
+    fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback,
+    fp8_utils.flashinfer_gemm_w8a8_block_fp8_linear_with_fallback,
+    fp8_utils.flashinfer_deepgemm_w8a8_block_fp8_linear_with_fallback,
+)
+_PLAIN_RUNNERS = (
+    MoeRunnerBackend.TRITON,
+    MoeRunnerBackend.DEEP_GEMM,
+    MoeRunnerBackend.CUTLASS,
+    MoeRunnerBackend.FLASHINFER_TRTLLM,
+    MoeRunnerBackend.FLASHINFER_TRTLLM_ROUTED,
+)
+_MEGA_MOE = "MegaMoE computes with copies of experts that are made once, after loading"
+# The only block of which DeepGEMM packs scales, and the scales in one of its integers.
+_PACKED_BLOCK = 128
+_PACKED_SCALES = 4
+
+
+@dataclass(frozen=True)
+class BlockFp8:
+    """How one module holds its weights.
+
+    Attributes:
+        format: what a trainer has to make of them.
+        scales: for each parameter of codes the one of its scales.
+        packed: parameters of scales that DeepGEMM has packed.
+        copies: attributes with padded copies of scales that the kernel computes with, and whose scales they are.
+        effect: why codes and scales are not used as they were loaded, and nothing here follows; empty if they are or it does.
+        final: with an effect that SGLang does not bring about again for weights that are loaded later.
+    """
+
+    format: Fp8Blockwise
+    scales: Mapping[str, str]
+    packed: frozenset[str] = frozenset()
+    copies: Mapping[str, str] = field(default_factory=dict)
+    effect: str = ""
+    final: bool = False
+
+
+def block_fp8(module: nn.Module) -> BlockFp8 | None:
+    """The facts about a module of a live model; None where it holds no weights in FP8 blocks with FP32 scales.
+
+    Only SGLang's own methods for FP8 checkpoints: others name or make their scales in ways of their own.
+    """
+    method: Any = getattr(module, "quant_method", None)
+    if type(method) is Fp8LinearMethod:
+        scales = {"weight": "weight_scale_inv"}
+        if _in_blocks(module, method, scales) and not method.use_marlin:
+            return replace(_facts(module, method, scales), effect=_linear_effect(method))
+    elif type(method) is Fp8MoEMethod:
+        scales = {"w13_weight": "w13_weight_scale_inv", "w2_weight": "w2_weight_scale_inv"}
+        if _in_blocks(module, method, scales):
+            runner, once = _runner(method), get_moe_a2a_backend().is_megamoe()
+            return replace(
+                _facts(module, method, scales),
+                copies={f"hpc_ops_{codes}_scale": scale for codes, scale in scales.items()}
+                if runner is MoeRunnerBackend.HPC_OPS
+                else {},
+                effect=_MEGA_MOE if once else _experts_effect(runner),
+                final=once,
+            )
+    return None
+
+
+def _in_blocks(module: nn.Module, method: Any, scales: Mapping[str, str]) -> bool:
+    return (
+        method.block_quant
+        and not method.use_mxfp8
+        and all(getattr(module, codes).dtype is torch.float8_e4m3fn for codes in scales)
+    )
+
+
+def _facts(module: nn.Module, method: Any, scales: Mapping[str, str]) -> BlockFp8:
+    packed = frozenset(
+        scale for codes, scale in scales.items() if _is_packed(getattr(module, codes), getattr(module, scale))
+    )
+    rows, columns = method.weight_block_size
+    return BlockFp8(Fp8Blockwise((rows, columns), bool(packed)), scales, packed)
+
+
+def _is_packed(codes: torch.Tensor, scales: torch.Tensor) -> bool:
+    columns = -(-codes.shape[-1] // (_PACKED_BLOCK * _PACKED_SCALES))
+    return (
+        getattr(scales, "format_ue8m0", False)
+        and scales.dtype is torch.int32
+        and tuple(scales.shape) == (*codes.shape[:-1], columns)
+    )
+
+
+def _linear_effect(method: Any) -> str:
+    kernel = method.w8a8_block_fp8_linear
+    if kernel in _PLAIN_KERNELS:
+        return ""
+    return f"process_weights_after_loading for {kernel.__name__} may rewrite the layout"
+
+
+def _runner(method: Any) -> MoeRunnerBackend:
+    """What computes with experts; where SGLang made no runner, its setting says what the method calls itself."""
+    runner = getattr(method, "runner", None)
+    return get_moe_runner_backend() if runner is None else runner.runner_backend
+
+
+def _experts_effect(runner: MoeRunnerBackend) -> str:
+    if runner in _PLAIN_RUNNERS or runner is MoeRunnerBackend.HPC_OPS:
+        return ""
+    return f"process_weights_after_loading for the {runner.value} runner of experts may rewrite the layout"

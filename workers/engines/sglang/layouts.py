@@ -1,0 +1,86 @@
+"""Which modules of a live SGLang model may be written in place: a whitelist, with a reason for all others.
+
+What each kind of module does with loaded weights is named here as it was read in SGLang 0.5.17:
+``layers/quantization/unquant.py`` (AITER shuffles experts in place, FlashInfer's TRT-LLM experts are rearranged, AMX packs on
+CPUs). FP8 blocks are :mod:`.fp8`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.layers.quantization import unquant
+from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+)
+from sglang.srt.utils import use_intel_amx_backend
+from torch import nn
+
+from ..common.loader_trace.modules import changed_parameter
+from .fp8 import block_fp8
+
+# Their loaders subtract nothing and add nothing; Gemma's norms add 1 as they compute.
+_NORMS = "sglang.srt.layers.layernorm"
+_TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+
+
+@dataclass(frozen=True)
+class ModuleLayout:
+    """How one module of the live model takes new weights.
+
+    Attributes:
+        reason: why its parameters must not be written in place; empty if they may.
+        loadable: SGLang's own loader can write it: the parameters still have the shape in which they are loaded.
+        placed: it can't, but the refit can, in place: what comes over the misc path all the same is written where the trace saw it
+            land.
+        processed: after a load, SGLang's quantization method has to process it again.
+    """
+
+    reason: str = ""
+    loadable: bool = True
+    placed: bool = False
+    processed: bool = False
+
+
+def module_layout(name: str, live: nn.Module, twin: nn.Module) -> ModuleLayout:
+    """Classify the live module ``name`` by its type and by its parameters beside the untouched twin's."""
+    blocks = block_fp8(live)
+    changed = changed_parameter(live, twin, besides=blocks.packed if blocks else ())
+    if changed:
+        return ModuleLayout(f"layer {name}: {changed}", loadable=False)
+    method = getattr(live, "quant_method", None)
+    if use_intel_amx_backend(live):
+        return ModuleLayout(f"layer {name}: its weights are packed for AMX", loadable=False)
+    if blocks is not None:
+        if blocks.effect:
+            return ModuleLayout(
+                f"layer {name}: {blocks.effect}", loadable=not blocks.final, processed=not blocks.final
+            )
+        return ModuleLayout(loadable=not blocks.packed, placed=bool(blocks.packed))
+    if type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        return ModuleLayout()
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        effect = _experts_effect(method)
+        return ModuleLayout(f"layer {name}: {effect}", loadable=False) if effect else ModuleLayout()
+    if isinstance(method, QuantizeMethodBase):
+        return ModuleLayout(
+            f"layer {name}: process_weights_after_loading of {type(method).__name__} may rewrite the layout",
+            processed=True,
+        )
+    if type(live).__module__ == _NORMS or isinstance(live, _TORCH_NORMS):
+        return ModuleLayout()
+    return ModuleLayout(
+        f"layer {name}: {type(live).__name__} is not among the modules that are known to use their weights as loaded"
+    )
+
+
+def _experts_effect(method: UnquantizedFusedMoEMethod) -> str:
+    """What SGLang makes of loaded experts in place, in words; empty if it leaves them alone."""
+    if method.use_flashinfer_trtllm_moe:
+        return "FlashInfer's TRT-LLM experts are rearranged after loading; start SGLang with moe_runner_backend='triton'"
+    if unquant._use_aiter:
+        return "AITER shuffles experts after loading; start SGLang with moe_runner_backend='triton' and SGLANG_USE_AITER=0"
+    return ""

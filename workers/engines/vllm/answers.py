@@ -1,0 +1,57 @@
+"""How an error of a vLLM worker reaches the driver with its type, through RPCs that carry plain data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ....integration import errors
+from ....integration.errors import PeerLost, RefitError
+
+logger = logging.getLogger(__name__)
+
+# The key under which a worker answers with an error instead of raising it.
+REFIT_ERROR = "refit_error"
+_TYPES = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, RefitError)
+}
+
+
+def answer(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What ``call`` returns, or its error as plain data under :data:`REFIT_ERROR`."""
+    try:
+        return call()
+    # Of any kind: the loader may raise whatever vLLM raises, and the driver has to hear of it.
+    except Exception as error:
+        logger.exception("the refit failed on this worker")
+        described: dict[str, Any] = {"type": type(error).__name__, "text": str(error)}
+        if isinstance(error, RefitError):
+            described |= {"stage": error.stage, "rank": error.rank, "parameter": error.parameter}
+        return {REFIT_ERROR: described}
+
+
+def raise_refit_errors(
+    answers: Sequence[dict[str, Any]], worker: str = "vLLM worker"
+) -> list[dict[str, Any]]:
+    """The workers' answers, if none is an error; ``worker`` is what the error calls them.
+
+    Raises:
+        RefitError: a worker failed; of the worker's own kind. Where several failed, the first that did not
+            merely lose its peers, since that one has the cause.
+    """
+    failed = [(index, found[REFIT_ERROR]) for index, found in enumerate(answers) if REFIT_ERROR in found]
+    if not failed:
+        return list(answers)
+    causes = [entry for entry in failed if entry[1]["type"] != PeerLost.__name__]
+    index, described = (causes or failed)[0]
+    kind = _TYPES.get(described["type"])
+    text = described["text"] if kind else f"{described['type']}: {described['text']}"
+    error = (kind or RefitError)(f"{worker} {index}: {text}")
+    # Set here and not by the constructor, which would name the place a second time.
+    error.stage = described.get("stage", "")
+    error.rank = described.get("rank", -1)
+    error.parameter = described.get("parameter", "")
+    raise error

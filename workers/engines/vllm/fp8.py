@@ -1,0 +1,186 @@
+"""Modules of a vLLM model that hold weights in FP8 blocks: in which format, and what vLLM makes of them after loading.
+
+All of it is read in vLLM 0.21. Its own FP8 checkpoints' method (``quantization/fp8.py``) leaves block-quantized weights
+and scales as they were loaded; what happens then is up to the kernel that was chosen for the module:
+
+- Linear layers. The base class of the block kernels wraps both anew (``process_fp8_weight_block_strategy``; on ROCm it
+  also pads or changes the dtype, which shows). Triton and CUTLASS add nothing. DeepGEMM's
+  ``transform_sf_into_required_layout`` returns FP32 scales of 128×128 blocks as they are on Hopper and packs them into
+  int32 on Blackwell, which shows; before that, unless ``VLLM_USE_DEEP_GEMM_E8M0=0``, vLLM quantizes the quantized weights
+  once more, with powers of two as scales. Where the scales are such powers already, that changes no value: a block
+  whose largest code is 224 gets codes twice as large and half the scale, all others keep their bytes. FlashInfer's
+  dynamic kernel processes weights as DeepGEMM's.
+- Experts. Triton and CUTLASS take them as loaded, DeepGEMM as above. For FlashInfer's CUTLASS the halves of ``w13`` and of
+  its scales change places, and scales below 1e-10 are raised to that, below which no scale of
+  :mod:`...integration.quantize.fp8_blockwise` is. All others rearrange them (``convert_to_fp8_moe_kernel_format``).
+
+Others put functions of their own in the place of vLLM's ``process_weights_after_loading`` (NeMo-RL with ``precision: fp8``
+does, on the same classes). None of the above is known of those, so such modules take vLLM's reload, which calls them.
+verl's, for vLLM 0.20 and later, wraps vLLM's own and changes no byte and no layout (read in verl 0.9.1, for which alone it is
+looked through): it notes the shapes of before, and gives parameters that were made anew the loader's attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from inspect import getclosurevars
+from typing import Any
+
+import vllm
+from torch import nn
+from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear.scaled_mm.flashinfer import (
+    FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
+from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+from ....integration.quantize.formats import Fp8Blockwise
+from ...frameworks.verl import full_tensors_contract as verl_contract
+from ..common.loader_trace.codes import FLOAT8
+
+_PLAIN_KERNELS = (CutlassFp8BlockScaledMMKernel, TritonFp8BlockScaledMMKernel)
+_PLAIN_BACKENDS = (
+    Fp8MoeBackend.TRITON,
+    Fp8MoeBackend.BATCHED_TRITON,
+    Fp8MoeBackend.VLLM_CUTLASS,
+    Fp8MoeBackend.BATCHED_VLLM_CUTLASS,
+)
+_REQUANTIZED = (
+    "vLLM quantizes loaded FP8 weights once more for DeepGEMM, with powers of two as scales (with "
+    "policy.refit.trainer_quantize_fp8 the trainer makes such scales, and nothing has to be done)"
+)
+_CLAMPED = (
+    "vLLM raises the smallest scales for FlashInfer's CUTLASS experts (those that the trainer makes with "
+    "policy.refit.trainer_quantize_fp8 are none of them)"
+)
+# verl's function around vLLM's own, and the variable that holds that one.
+_VERLS_WRAPPER = (
+    "verl.utils.vllm.vllm_fp8_utils",
+    "_make_process_weights_after_loading_for_vllm20.<locals>._patched_process_weights_after_loading",
+)
+_WRAPPED = "original_fn"
+_DEEP_GEMM_BACKENDS = (Fp8MoeBackend.DEEPGEMM, Fp8MoeBackend.BATCHED_DEEPGEMM)
+
+
+@dataclass(frozen=True)
+class BlockFp8:
+    """How one module holds its weights.
+
+    Attributes:
+        format: what a trainer has to make of them.
+        scales: for each parameter of codes the one of its scales.
+        effect: why codes and scales are not used as they were loaded, whatever they are; empty if they are.
+        unless_promised: the same of codes and scales that are not promised in :attr:`format`.
+        swapped: parameters in which vLLM lets the two halves of the rows (of each expert) change places.
+    """
+
+    format: Fp8Blockwise
+    scales: Mapping[str, str]
+    effect: str = ""
+    unless_promised: str = ""
+    swapped: frozenset[str] = frozenset()
+
+    def post_load_effect(self, promised: bool) -> str:
+        """Why direct writes would differ from what vLLM makes of loaded bytes; empty if they would not.
+
+        Args:
+            promised: all codes and scales come in :attr:`format`, and not from another quantizer.
+        """
+        return self.effect or ("" if promised else self.unless_promised)
+
+
+def block_fp8(module: nn.Module) -> BlockFp8 | None:
+    """The facts about a module of a live model or of its twin; None where it holds no weights in FP8 blocks.
+
+    Only vLLM's own method for FP8 checkpoints: others name or make their scales in ways of their own.
+    """
+    method: Any = getattr(module, "quant_method", None)
+    if type(method) is Fp8LinearMethod:
+        return _linear(method) if method.block_quant else None
+    if type(method) is Fp8MoEMethod:
+        return _experts(method) if method.block_quant else None
+    return None
+
+
+def own_quantizer(module: nn.Module) -> str:
+    """The method by which a live module made FP8 of weights that it was given in another dtype, or that has another
+    format than blocks; empty if there is none."""
+    method = getattr(module, "quant_method", None)
+    if method is None or block_fp8(module) is not None:
+        return ""
+    held = any(parameter.dtype in FLOAT8 for parameter in module.parameters(recurse=False))
+    return type(method).__name__ if held else ""
+
+
+def _linear(method: Fp8LinearMethod) -> BlockFp8:
+    kernel: Any = method.fp8_linear
+    effect, ue8m0 = "", False
+    if type(kernel) is FlashInferFp8DeepGEMMDynamicBlockScaledKernel:
+        kernel = kernel.fallback
+    if type(kernel) is DeepGemmFp8BlockScaledMMKernel:
+        ue8m0 = kernel.use_deep_gemm_e8m0
+    elif type(kernel) not in _PLAIN_KERNELS:
+        effect = f"process_weights_after_loading of {type(kernel).__name__} may rewrite the layout"
+    unless_promised = _REQUANTIZED if ue8m0 else ""
+    effect = effect or _replaced(method) or _replaced(kernel)
+    return BlockFp8(_format(method, ue8m0), {"weight": "weight_scale_inv"}, effect, unless_promised)
+
+
+def _experts(method: Fp8MoEMethod) -> BlockFp8:
+    backend = method.fp8_backend
+    effect, unless_promised, ue8m0 = "", "", False
+    swapped: frozenset[str] = frozenset()
+    if backend in _DEEP_GEMM_BACKENDS:
+        ue8m0 = is_deep_gemm_e8m0_used()
+        unless_promised = _REQUANTIZED if ue8m0 else ""
+    elif backend is Fp8MoeBackend.FLASHINFER_CUTLASS:
+        unless_promised = _CLAMPED
+        if method.moe.is_act_and_mul:
+            swapped = frozenset({"w13_weight", "w13_weight_scale_inv"})
+    elif backend not in _PLAIN_BACKENDS:
+        effect = (
+            f"process_weights_after_loading of the {backend.value} experts backend rewrites the layout (start vLLM with "
+            "moe_backend='triton', which computes with the experts as they are loaded)"
+        )
+    effect = effect or _replaced(method)
+    scales = {"w13_weight": "w13_weight_scale_inv", "w2_weight": "w2_weight_scale_inv"}
+    return BlockFp8(_format(method, ue8m0), scales, effect, unless_promised, swapped)
+
+
+def _replaced(owner: object) -> str:
+    """Why the rules of this module do not hold for a method or a kernel: its post-load function is not vLLM's; else empty.
+
+    By where the function was compiled, which a wrapper that takes over another function's name can't change.
+    """
+    function: Any = owner.process_weights_after_loading  # type: ignore[attr-defined]
+    while _is_verls_wrapper(function):
+        function = getclosurevars(function).nonlocals[_WRAPPED]
+    home = _home(function)
+    if home.partition(".")[0] == vllm.__name__:
+        return ""
+    return (
+        f"process_weights_after_loading of {type(owner).__name__} was replaced by a function of {home} and may rewrite the "
+        "layout"
+    )
+
+
+def _is_verls_wrapper(function: Any) -> bool:
+    """Of the verl that was read; one of another verl counts as any library's."""
+    known = (_home(function), getattr(function, "__qualname__", "")) == _VERLS_WRAPPER
+    return known and verl_contract.installed_version() == verl_contract.TESTED
+
+
+def _home(function: Any) -> str:
+    """The module whose names a function uses."""
+    home: str = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+    return home
+
+
+def _format(method: Fp8LinearMethod | Fp8MoEMethod, ue8m0: bool) -> Fp8Blockwise:
+    rows, columns = method.weight_block_size
+    return Fp8Blockwise((rows, columns), ue8m0)

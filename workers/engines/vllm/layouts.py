@@ -1,0 +1,135 @@
+"""Which modules of a live vLLM model may be written in place: a whitelist, with a reason for all others.
+
+A fragment is right only where the live parameter still has the layout that the loader wrote, and where
+nothing else was derived from it when the weights were processed after loading. Both are facts about
+vLLM's own code, named here for each kind of module (read in vLLM 0.21).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from vllm import _custom_ops, envs
+from vllm.model_executor.layers.attention import Attention, MLAAttention, MMEncoderAttention
+from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms import CpuArchEnum, current_platform
+
+from ..common.loader_trace.modules import changed_parameter
+from .fp8 import block_fp8
+
+ATTENTION_MODULES = (Attention, MLAAttention, MMEncoderAttention)
+_NORM_PACKAGE = "vllm.model_executor.layers.layernorm"
+_TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+# Backends whose kernel format is the loader's: convert_to_unquantized_kernel_format returns both as they are.
+_PLAIN_MOE_BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+
+
+@dataclass(frozen=True)
+class ModuleLayout:
+    """How one module of the live model takes new weights.
+
+    Attributes:
+        direct: bytes may be written straight into its parameters.
+        reload: the engine's loader cannot write it in place, so new weights need vLLM's layerwise reload.
+        reason: why it is not ``direct``; empty if it is.
+        placed: it is ``direct``, but the engine's loader fails on it: its parameters lost what the loader goes by.
+            What comes over the misc path all the same is written where the trace saw it land.
+        swapped: its parameters in which the two halves of the rows lie the other way round than the loader put them.
+    """
+
+    direct: bool
+    reload: bool
+    reason: str = ""
+    placed: bool = False
+    swapped: frozenset[str] = frozenset()
+
+
+def module_layout(name: str, live: nn.Module, twin: nn.Module, promised: bool = False) -> ModuleLayout:
+    """Classify the live module ``name`` by its type and by its parameters beside the untouched twin's.
+
+    Args:
+        name: of the module.
+        live: the module.
+        twin: its untouched twin.
+        promised: if it holds FP8 blocks, all of them come in the very format that it was said to hold.
+    """
+    method = getattr(live, "quant_method", None)
+    visited = isinstance(method, QuantizeMethodBase) or isinstance(live, ATTENTION_MODULES)
+    changed = changed_parameter(live, twin)
+    if changed:
+        return ModuleLayout(False, True, f"layer {name}: {changed}")
+    blocks = block_fp8(live)
+    if blocks is not None:
+        effect = blocks.post_load_effect(promised)
+        if effect:
+            return ModuleLayout(False, True, f"layer {name}: {effect}")
+        return ModuleLayout(True, False, placed=True, swapped=blocks.swapped)
+    derived = _post_load_effect(live, method)
+    if derived:
+        return ModuleLayout(False, visited, f"layer {name}: {derived}")
+    return ModuleLayout(True, False)
+
+
+def has_padding(live: nn.Module) -> bool:
+    """Whether a fused-experts module has elements that no checkpoint tensor reaches (rounded-up sizes)."""
+    config = getattr(live, "moe_config", None)
+    return config is not None and (
+        config.hidden_dim != config.hidden_dim_unpadded
+        or config.intermediate_size_per_partition != config.intermediate_size_per_partition_unpadded
+    )
+
+
+def _post_load_effect(live: nn.Module, method: object) -> str:
+    """Why direct writes may miss what post-load processing made of the weights; empty if they cannot."""
+    kind = type(method)
+    if method is None and not isinstance(live, ATTENTION_MODULES):
+        if type(live).__module__ == _NORM_PACKAGE or isinstance(live, _TORCH_NORMS):
+            return ""
+        return f"{type(live).__name__} is not among the modules that are known to use their weights as loaded"
+    if kind in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        return _cpu_packing(live.weight) if current_platform.is_cpu() else ""
+    if kind is UnquantizedFusedMoEMethod:
+        return _experts_effect(method)
+    owner = type(live) if method is None else kind
+    return f"process_weights_after_loading of {owner.__name__} may rewrite the layout"
+
+
+def _cpu_packing(weight: torch.Tensor) -> str:
+    """Why the CPU platform computes with a packed copy of ``weight`` (dispatch_cpu_unquantized_gemm)."""
+    if weight.dim() != 2:
+        return ""
+    if current_platform.is_zen_cpu() and hasattr(torch.ops.zentorch, "zentorch_linear_unary"):
+        return "zentorch computes with a copy of the weight"
+    if envs.VLLM_CPU_SGL_KERNEL and check_cpu_sgl_kernel(*weight.shape, weight.dtype):
+        return "the SGL kernel computes with a packed copy of the weight"
+    if _custom_ops._supports_onednn and current_platform.get_cpu_architecture() != CpuArchEnum.POWERPC:
+        return (
+            "oneDNN may compute with a packed copy of the weight (rlrefit's worker extension was not in use as the model "
+            "was loaded)"
+        )
+    return ""
+
+
+def _experts_effect(method: UnquantizedFusedMoEMethod) -> str:
+    backend = method.unquantized_backend
+    if backend in _PLAIN_MOE_BACKENDS:
+        return ""
+    if backend is not UnquantizedMoeBackend.CPU:
+        return (
+            f"process_weights_after_loading of the {backend.value} experts backend rewrites the layout (start vLLM with "
+            "moe_backend='triton', which computes with the experts as they are loaded)"
+        )
+    kernel = method.cpu_fused_moe
+    if not isinstance(kernel, CPUFusedMOE):
+        return f"process_weights_after_loading packs the experts for {type(kernel).__name__}"
+    if kernel.forward_method != kernel.forward_torch:
+        return f"process_weights_after_loading packs the experts for the CPU's grouped GEMM ({kernel.isa})"
+    return ""

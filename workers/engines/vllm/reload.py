@@ -1,0 +1,233 @@
+"""vLLM's layerwise reload, restricted to the modules that need it and checked for completeness.
+
+Modules whose weights were processed after loading cannot be written in place. vLLM restores such a module
+to its checkpoint layout, buffers its new weights, processes them and copies the result into the tensors
+that kernels and CUDA graphs hold. Its own entry points do that to the whole model and accept a fused
+module of which only a part came, whose other part is then uninitialised memory; here the scope is a list
+of modules and a missing part is an error before anything is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from ....integration.errors import RefitError
+from ..common.loader_trace.trace import Landing
+
+
+class _ReloadScope(nn.Module):
+    """Stands for a model that consists of the given modules only, which are not registered as its children."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self._scope = tuple(modules)
+
+    def modules(self) -> Iterator[nn.Module]:
+        return iter(self._scope)
+
+
+class ScopedReload:
+    """Loads misc weights: in place where the module allows it, by layerwise reload where it does not.
+
+    Args:
+        model: the live model, whose ``load_weights`` takes full checkpoint tensors.
+        vllm_config: its configuration.
+        device: where restored modules are materialised.
+        modules: the modules that need the reload, by name.
+        required: for each of them the checkpoint tensors that must come in every refit.
+        placed: checkpoint tensors of other modules that the engine's loader cannot write, with the places that the trace
+            found for them.
+        absent: by module, how many elements of its parameters no tensor brings and nothing needs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        modules: Mapping[str, nn.Module],
+        required: Mapping[str, frozenset[str]],
+        placed: Mapping[str, Sequence[Landing]],
+        absent: Mapping[str, int],
+    ) -> None:
+        self._model = model
+        self._vllm_config = vllm_config
+        self._device = device
+        self._required = dict(required)
+        self._buffered = frozenset().union(*self._required.values())
+        self._scope = _ReloadScope(modules.values())
+        self._modules = dict(modules)
+        self._placed = dict(placed)
+        self._absent = {name: count for name, count in absent.items() if name in modules}
+        self._arrived: set[str] = set()
+        self._active = False
+        self._beside: dict[str, dict[str, torch.Tensor]] = {}
+        self._shuffled: list[nn.Module] = []
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load full checkpoint tensors; may be called several times in one refit.
+
+        Tensors may be reused by the caller after the call: what vLLM buffers is copied.
+
+        Raises:
+            RefitError: a tensor came twice, or the engine's loader failed on one.
+        """
+        current = ""
+
+        def arriving() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal current
+            for name, tensor in weights:
+                current = name
+                if name in self._arrived:
+                    raise RefitError("the tensor came twice in one refit", stage="misc", parameter=name)
+                self._arrived.add(name)
+                if name in self._placed:
+                    self._place(name, tensor)
+                else:
+                    yield name, tensor.clone() if name in self._buffered else tensor
+
+        try:
+            self._begin()
+            with self._context():
+                self._model.load_weights(arriving())
+        except Exception as error:
+            self.abandon()
+            if isinstance(error, RefitError):
+                raise
+            raise RefitError(
+                f"the engine's loader failed: {type(error).__name__}: {error}. Modules that were loaded "
+                "before it hold new weights: the engine must not generate before a refit commits.",
+                stage="misc",
+                parameter=current,
+            ) from error
+
+    def finish(self) -> None:
+        """Process what is still buffered and put the kernels' tensors back; once after all loads of a refit.
+
+        Raises:
+            RefitError: a module of the scope did not get all of its tensors, or the model's loader wrote them where the reload
+                does not look. Its old weights are back.
+        """
+        missing = {
+            module: sorted(names - self._arrived)
+            for module, names in self._required.items()
+            if names - self._arrived
+        }
+        if missing:
+            self.abandon()
+            module, names = next(iter(missing.items()))
+            raise RefitError(
+                f"{len(missing)} modules that need the engine's layerwise reload are incomplete; {module} did "
+                f"not get {', '.join(names[:8])}{' …' if len(names) > 8 else ''}. Finishing would leave "
+                "uninitialised memory in it. Send every tensor of these modules by the misc route.",
+                stage="post_load",
+                parameter=names[0],
+            )
+        unheard = self._unheard()
+        if unheard:
+            self.abandon()
+            raise RefitError(
+                f"{len(unheard)} modules took none of their tensors in the engine's layerwise reload; the first is {unheard[0]}. "
+                f"The loader of {type(self._model).__name__} writes into these parameters itself and not by their weight loaders, "
+                "which the reload follows, so they would keep the older weights. Start vLLM so that it computes with them as "
+                "they are loaded (experts on GPUs: moe_backend='triton').",
+                stage="post_load",
+                parameter=min(self._required[unheard[0]]),
+            )
+        if self._active:
+            try:
+                with self._context():
+                    finalize_layerwise_reload(self._scope, self._vllm_config.model_config)
+                    self._put_back_beside()
+                self._know_as_shuffled()
+            except Exception:
+                self.abandon()
+                raise
+        self._active = False
+        self._arrived.clear()
+
+    def abandon(self) -> None:
+        """Drop what is buffered and put the kernels' tensors back where they were; does nothing when idle."""
+        if self._active:
+            for module in self._modules.values():
+                info = get_layerwise_info(module)
+                info.loaded_weights.clear()
+                info.load_numel = 0
+            with self._context():
+                # Without loaded weights this only restores the kernels' tensors.
+                finalize_layerwise_reload(self._scope, self._vllm_config.model_config)
+                self._put_back_beside()
+            self._know_as_shuffled()
+        self._active = False
+        self._arrived.clear()
+
+    def _unheard(self) -> list[str]:
+        """Modules for which nothing has come to the reload, though their tensors have; vLLM would only log that."""
+        if not self._active:
+            return []
+        infos = {
+            name: get_layerwise_info(self._modules[name]) for name, names in self._required.items() if names
+        }
+        return [name for name, info in infos.items() if info.load_numel_total and not info.load_numel]
+
+    def _place(self, name: str, tensor: torch.Tensor) -> None:
+        for landing in self._placed[name]:
+            part = tensor[tuple(slice(start, stop) for start, stop in landing.box)]
+            landing.fragment(self._model.get_parameter(landing.parameter)).view.copy_(part)
+
+    def _begin(self) -> None:
+        if self._active or not self._modules:
+            return
+        self._beside = {name: _tensors_beside(module) for name, module in self._modules.items()}
+        # GPTQLinearMethod shuffles weights for its kernel once, and remembers that it has; those that come are as in a checkpoint.
+        self._shuffled = [
+            module
+            for module in self._modules.values()
+            # By name, since later vLLMs have no such state.
+            if getattr(getattr(module, "exllama_state", None), "name", "") == "READY"
+        ]
+        for module in self._shuffled:
+            module.exllama_state = type(module.exllama_state)["UNINITIALIZED"]
+        with self._context():
+            initialize_layerwise_reload(self._scope)
+        for name, count in self._absent.items():
+            # vLLM would wait for these, and keep what came of all such modules until the end.
+            get_layerwise_info(self._modules[name]).load_numel_total -= count
+        self._active = True
+
+    def _put_back_beside(self) -> None:
+        """What post-load processing makes anew beside parameters and buffers goes where CUDA graphs have it.
+
+        vLLM itself moves those two alone. Marlin's workspace is such a tensor: a graph would go on with freed memory.
+        """
+        for name, held in self._beside.items():
+            made = vars(self._modules[name])
+            for attribute, tensor in held.items():
+                new = made.get(attribute)
+                if isinstance(new, torch.Tensor) and new is not tensor:
+                    made[attribute] = tensor.copy_(new)
+        self._beside = {}
+
+    def _know_as_shuffled(self) -> None:
+        """The tensors that such modules have now: new ones, or after a reload that was abandoned maybe the old ones."""
+        for module in self._shuffled:
+            module.exllama_state = type(module.exllama_state)["READY"]
+        self._shuffled = []
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """What vLLM has around a load: its current configuration, the worker's device, no autograd."""
+        with set_current_vllm_config(self._vllm_config), self._device, torch.no_grad():
+            yield
+
+
+def _tensors_beside(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Plain attributes of a module that are tensors."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}

@@ -1,0 +1,229 @@
+"""rlrefit as an engine of vLLM's own weight transfer (``weight_transfer_config={"backend": "rlrefit"}``).
+
+vLLM 0.21 hands an engine whole tensors and lets it call ``model.load_weights`` between the start and the end of a
+layerwise reload of the whole model. A refit writes shards into live parameters, and knows itself which modules need
+the reload. So the worker's four calls go straight to the engine, as they do in vLLM's later releases:
+
+==================================== ==========================================================
+``init_weight_transfer_engine``      meets the trainer: rendezvous, weights, plan
+``start_weight_update``              makes sure that weights are awake
+``update_weights``                   one refit: all weights, committed once all ranks have them
+``finish_weight_update``             makes sure that there was one
+==================================== ==========================================================
+
+These calls reach workers only. What the scheduler holds of the old weights is dropped in the engine's core, where the
+calls are refused while requests run (:mod:`.updates`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.v1.worker.gpu_worker import Worker
+
+from ....integration.config import RefitConfig
+from ....integration.errors import RefitError
+from .answers import REFIT_ERROR, answer
+from .compat import REFIT, WEIGHT_TRANSFER, require_supported_vllm
+from .extension import VllmRefitExtension
+from .worker_refit import WorkerRefit
+
+_ENGINES = ("nccl_xfer", "colocated_ipc", "packed_broadcast")
+
+
+@dataclass
+class RefitInitInfo(WeightTransferInitInfo):
+    """What ``init_weight_transfer_engine`` takes.
+
+    Attributes:
+        rendezvous: what trainer rank 0 opened.
+        first_rank: refit rank of this deployment's first worker: the number of trainer ranks, where it is the first.
+        refit_config: fields of ``RefitConfig``, the same as on the trainer.
+        engine: ``nccl_xfer``, ``colocated_ipc`` on one host, or ``packed_broadcast`` for the conventional path.
+    """
+
+    rendezvous: dict[str, Any]
+    first_rank: int
+    refit_config: dict[str, Any] = field(default_factory=lambda: asdict(RefitConfig()))
+    engine: str = "nccl_xfer"
+
+    def __post_init__(self) -> None:
+        if self.engine not in _ENGINES:
+            raise ValueError(f"init_info.engine: {self.engine!r} is not one of {', '.join(_ENGINES)}")
+
+
+@dataclass
+class RefitUpdateInfo(WeightTransferUpdateInfo):
+    """What ``update_weights`` takes: the version of the weights that arrive, the same as on the trainer."""
+
+    version: int
+
+
+class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
+    """One worker's engine. The constructor takes what any vLLM gives: in 0.21 (config, parallel_config), in later
+    releases (config, vllm_config, device, model).
+
+    Raises:
+        RefitError: this vLLM lacks what refits rely on; all of it is listed.
+    """
+
+    init_info_cls = RefitInitInfo
+    update_info_cls = RefitUpdateInfo
+
+    def __init__(self, config: Any, *of_vllm: Any, **named_by_vllm: Any) -> None:
+        require_supported_vllm((*REFIT, *WEIGHT_TRANSFER))
+        self.config = config
+        self._refit: WorkerRefit | None = None
+        self._engine = ""
+        self._updating = False
+        self._committed = 0
+        _hand_over(Worker)
+
+    def open(self, worker: Any, init_info: dict[str, Any]) -> dict[str, Any]:
+        """Meet the trainer; returns the numbers of weights by route."""
+        info: RefitInitInfo = self.parse_init_info(init_info)
+        self._refit, self._engine, self._updating = WorkerRefit.of(worker), info.engine, False
+        return self._refit.join(info.rendezvous, info.first_rank, info.refit_config, info.engine)
+
+    def start(self, worker: Any, is_checkpoint_format: bool = True) -> dict[str, Any]:
+        """Open an update. ``is_checkpoint_format`` has no meaning here: each module takes its own way.
+
+        One that is open is opened again: another replica may have refused, or the engine's core could not drop what the
+        old weights made and wants weights anew.
+        """
+        refit = self._opened()
+        refit.guard.require_awake()
+        self._updating, self._committed = True, 0
+        return {}
+
+    def update(self, worker: Any, update_info: dict[str, Any]) -> dict[str, Any]:
+        """Receive all weights once and commit; returns this rank's record."""
+        refit = self._opened()
+        info: RefitUpdateInfo = self.parse_update_info(update_info)
+        if not self._updating:
+            raise RefitError("start_weight_update must be called before update_weights", stage="handshake")
+        shards = self._engine != "packed_broadcast"
+        receive = refit.nccl_xfer_refit if shards else refit.update_weights_from_collective
+        try:
+            record = receive(info.version)
+        except Exception:
+            # Over, so that a new epoch can start; the guard keeps what was written in part from being served.
+            self._updating = False
+            raise
+        self._committed += 1
+        return record
+
+    def finish(self, worker: Any) -> dict[str, Any]:
+        """Close the update; returns the version that is served."""
+        refit = self._opened()
+        if not self._updating:
+            raise RefitError(
+                "start_weight_update must be called before finish_weight_update", stage="handshake"
+            )
+        self._updating = False
+        if not self._committed:
+            raise RefitError(
+                "finish_weight_update was called without update_weights since start_weight_update; the engine serves "
+                f"version {refit.refit_state.version} as before. Call update_weights between the two",
+                stage="commit",
+            )
+        return {"version": refit.serving_version()}
+
+    def _opened(self) -> WorkerRefit:
+        if self._refit is None:
+            raise RefitError(
+                "no trainer has been met: call init_weight_transfer_engine with the rendezvous that trainer rank 0 "
+                "opened first",
+                stage="handshake",
+            )
+        return self._refit
+
+    def shutdown(self) -> None:
+        """End the epoch on this rank."""
+        if self._refit is not None:
+            self._refit.close_refit()
+
+    def init_transfer_engine(self, init_info: RefitInitInfo) -> NoReturn:
+        """Not used: :meth:`open` takes its place."""
+        self._refuse("init_transfer_engine")
+
+    def start_weight_update(self) -> NoReturn:
+        """Not used: :meth:`start` takes its place."""
+        self._refuse("start_weight_update")
+
+    def receive_weights(self, update_info: RefitUpdateInfo, load_weights: Any = None) -> NoReturn:
+        """Not used: :meth:`update` takes its place."""
+        self._refuse("receive_weights")
+
+    def finish_weight_update(self) -> NoReturn:
+        """Not used: :meth:`finish` takes its place."""
+        self._refuse("finish_weight_update")
+
+    def _refuse(self, method: str) -> NoReturn:
+        raise RefitError(
+            f"{method} was called past the worker, whose four weight-transfer calls rlrefit takes over; reach it through "
+            "LLM, AsyncLLM or vLLM's server",
+            stage="start",
+        )
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> NoReturn:
+        """Whole tensors are not the contract: the trainer's ranks inherit a refit mixin."""
+        raise NotImplementedError(
+            "rlrefit sends shards from the trainer's own parameters: inherit MegatronRefitMixin in the trainer's worker and "
+            "call nccl_xfer_refit(version) on all its ranks"
+        )
+
+
+def _hand_over(worker_class: type[Any]) -> None:
+    """Let the four weight-transfer calls of vLLM's worker go to its engine where that is ours; once per process.
+
+    The extension's methods come with it, as ``worker_extension_cls`` would bring them.
+    """
+    if not issubclass(worker_class, VllmRefitExtension):
+        worker_class.__bases__ = (*worker_class.__bases__, VllmRefitExtension)
+    for name, ours in (
+        ("init_weight_transfer_engine", RlrefitTransferEngine.open),
+        ("start_weight_update", RlrefitTransferEngine.start),
+        ("update_weights", RlrefitTransferEngine.update),
+        ("finish_weight_update", RlrefitTransferEngine.finish),
+    ):
+        original = getattr(worker_class, name)
+        if not hasattr(original, "_handed_over_by_rlrefit"):
+            setattr(worker_class, name, _handed_over(original, ours))
+
+
+def _handed_over(original: Callable[..., Any], ours: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = worker.weight_transfer_engine
+        if not isinstance(engine, RlrefitTransferEngine):
+            return original(worker, *args, **kwargs)
+        return _raise_on_the_last(worker, answer(lambda: ours(engine, worker, *args, **kwargs)))
+
+    method._handed_over_by_rlrefit = True  # type: ignore[attr-defined]
+    return method
+
+
+def _raise_on_the_last(worker: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """Raise an error on the engine's last worker, and answer with it on the others.
+
+    vLLM's multi-process executor reads the workers' answers in order and stops at the first error, which leaves the
+    answers behind it to be taken for those of the next call. A failed refit fails on all ranks, the last one included.
+
+    Raises:
+        RuntimeError: on the last worker; names the error's type.
+    """
+    if REFIT_ERROR in found and worker.rank == worker.vllm_config.parallel_config.world_size - 1:
+        described = found[REFIT_ERROR]
+        raise RuntimeError(f"{described['type']}: {described['text']}")
+    return found

@@ -1,0 +1,145 @@
+"""One vLLM worker's part in refits, whichever way the driver reaches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any
+
+from ....integration.colocated.memory import MemoryWatch, empty_cache
+from ....integration.errors import RefitError
+from ..common.destination_mixin import DestinationRefitMixin
+from .compat import require_supported_runner
+from .destination import VllmDestination
+from .guard import WeightsGuard
+from .kv_scales import VllmScaledCache
+from .lora import VllmAdapterDestination
+
+_ATTRIBUTE = "_rlrefit_worker_refit"
+
+
+class WorkerRefit(DestinationRefitMixin):
+    """The refit of one worker: its live model as destination, its guard, its session.
+
+    Args:
+        worker: vLLM's worker, with its model loaded.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._scaled_cache: VllmScaledCache | None = None
+        self.guard = WeightsGuard(worker, self.refit_state)
+
+    @staticmethod
+    def of(worker: Any) -> WorkerRefit:
+        """The one of ``worker``, made on first use.
+
+        Raises:
+            RefitError: its model runner is not the one that refits are made for.
+        """
+        found = getattr(worker, _ATTRIBUTE, None)
+        if found is None:
+            require_supported_runner(worker.model_runner)
+            found = WorkerRefit(worker)
+            setattr(worker, _ATTRIBUTE, found)
+        return found
+
+    @cached_property
+    def destination(self) -> VllmDestination:
+        """This worker's live model as the destination of refits; it keeps its trace over epochs."""
+        worker = self._worker
+        return VllmDestination(
+            worker.model_runner.get_model(),
+            worker.vllm_config,
+            worker.model_runner.device,  # the CPU worker leaves its own device unset
+            reset_caches=(worker.model_runner.reset_encoder_cache,),
+        )
+
+    def join(
+        self, rendezvous: dict[str, Any], first_rank: int, refit_config: dict[str, Any], engine: str
+    ) -> dict[str, Any]:
+        """Meet the trainer, as the rank that this worker is in the refit world.
+
+        Args:
+            rendezvous: what trainer rank 0 opened.
+            first_rank: refit rank of this deployment's first worker; its data-parallel replicas, and within each its
+                pipeline and tensor ranks, follow each other.
+            refit_config: fields of ``RefitConfig``.
+            engine: name of the checkpoint engine.
+        """
+        parallel = self._worker.vllm_config.parallel_config
+        rank = first_rank + parallel.data_parallel_index * parallel.world_size + self._worker.rank
+        return self.init_per_pp_refit_comm_group(rendezvous, rank, refit_config, engine)
+
+    def nccl_xfer_refit(self, version: int) -> dict[str, Any]:
+        """As the mixin's, once the weights are seen to be awake."""
+        return self._refit(version, super().nccl_xfer_refit)
+
+    def update_weights_from_collective(self, version: int) -> dict[str, Any]:
+        """As the mixin's, once the weights are seen to be awake."""
+        return self._refit(version, super().update_weights_from_collective)
+
+    def serving_version(self) -> int:
+        """Version of the weights that may be served.
+
+        Raises:
+            EngineDirty: none may.
+        """
+        self.guard.require_whole()
+        return self.refit_state.version
+
+    def kv_scales(self) -> dict[str, list[float]]:
+        """The scales of this worker's KV cache: ``[on the device, on the host]`` by name.
+
+        Raises:
+            RefitError: no refit has been prepared that brings any.
+        """
+        if self._scaled_cache is None:
+            raise RefitError(
+                "no trainer has been met with policy.refit.kv_scales=true, so this engine's scales are what its checkpoint "
+                "or vLLM made them",
+                stage="kv_scales",
+            )
+        return self._scaled_cache.live()
+
+    @cached_property
+    def _watch(self) -> MemoryWatch:
+        return MemoryWatch(self._worker.model_runner.device)
+
+    def memory(self, restart: bool) -> dict[str, Any]:
+        """Fields of a ``ProcessMemory``; with ``restart`` the peaks count anew from here."""
+        found = asdict(self._watch.read(f"engine rank {self._worker.rank}"))
+        if restart:
+            self._watch.restart()
+        return found
+
+    def empty_cache(self) -> dict[str, Any]:
+        """Have this process's allocator give back what it caches."""
+        empty_cache(self._worker.model_runner.device)
+        return {}
+
+    def _refit(self, version: int, receive: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            self.guard.require_awake()
+        except RefitError:
+            # The others wait for this rank, so it leaves their epoch; init_per_pp_refit_comm_group opens another.
+            self.close_refit()
+            raise
+        record = receive(version)
+        self.guard.refitted()
+        return record
+
+    def _make_refit_destination(self) -> VllmDestination:
+        self.guard.require_awake()
+        self.destination.new_epoch()
+        return self.destination
+
+    def _make_adapter_destination(self) -> VllmAdapterDestination:
+        self.guard.require_awake()
+        return VllmAdapterDestination(self._worker, self.guard.require_defined)
+
+    def _make_scaled_cache(self) -> VllmScaledCache:
+        worker = self._worker
+        self._scaled_cache = VllmScaledCache(worker.model_runner.get_model(), worker.vllm_config)
+        return self._scaled_cache

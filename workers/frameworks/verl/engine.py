@@ -1,0 +1,210 @@
+"""verl's checkpoint engine ``nccl_xfer_shards``: an actor's shards go straight into the live parameters of vLLM's workers.
+
+    actor_rollout_ref.rollout:
+      checkpoint_engine:
+        backend: nccl_xfer_shards
+        custom_backend_module: rlrefit.workers.frameworks.verl.engine
+      engine_kwargs:
+        vllm:
+          worker_extension_cls: rlrefit.workers.frameworks.verl.extension.VerlRefitExtension
+
+verl asks its rollout workers, processes beside vLLM's, to hand the weights over. Here they hand over an order, and vLLM's
+workers meet the actors themselves; verl's manager and its workers stay as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+import ray
+import torch
+from verl.checkpoint_engine import base as verl_base
+
+from ....integration.control import Rendezvous, RendezvousServer
+from ....integration.errors import RefitError
+from ....integration.records.files import require_records_dir, write_record
+from ....integration.records.record import RefitRecord
+from ...trainers.source_mixin import SourceRefitMixin
+from .epochs import EpochEngine, metrics_of
+from .full_tensors_contract import require_supported
+from .options import BACKEND, ShardOptions
+from .orders import ORDER, Order
+from .source import source_of
+
+require_supported(verl_base)
+
+logger = logging.getLogger(__name__)
+
+
+@verl_base.CheckpointEngineRegistry.register(BACKEND)
+class ShardCheckpointEngine(EpochEngine):
+    """The engine of one worker: an actor rank, or a rollout worker beside its vLLM worker.
+
+    Args:
+        bucket_size: bytes of a bucket.
+        is_master: whether this is actor rank 0.
+        options: of :class:`ShardOptions`.
+    """
+
+    protocol = "shards 1"
+
+    def __init__(self, bucket_size: int, is_master: bool = False, **options: Any):
+        self.options = ShardOptions.from_kwargs(bucket_size, options)
+        require_records_dir(
+            self.options.records_dir, f"checkpoint_engine.engine_kwargs.{BACKEND}.records_dir"
+        )
+        super().__init__(is_master, self.options.refit.port)
+        self.version: int | None = None
+        self._source: SourceRefitMixin | None = None
+        self._training: Any = None
+        self._meeting: Rendezvous | None = None
+        self._train_ranks = 0
+        self._server: RendezvousServer | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._arrived: RefitRecord | None = None
+        # Version that a rollout worker has ordered, and whether its last order was fulfilled on all ranks.
+        self._ordered: int | None = None
+        self._fulfilled = False
+
+    def prepare(self) -> dict[str, Any]:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # an engine on the same GPU takes its memory next
+        return super().prepare()
+
+    def _holds(self) -> bool:
+        self._arrived = self._ordered = None
+        if self._source is None:
+            return self._fulfilled  # vLLM's worker has the session; if that has ended, the actors know
+        return self._meeting is None and self._source.refit_healthy()
+
+    def _leave(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._server = None
+
+    def _join(self, rendezvous: Rendezvous, server: RendezvousServer | None) -> None:
+        # All meet in the update itself: vLLM's workers hear of it then, and leave the last epoch as they do.
+        self._server, self._meeting, self._fulfilled = server, rendezvous, False
+        self._train_ranks = rendezvous.train_ranks
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
+        """Actors: send this rank's shards, and wait until every vLLM worker has all of its own.
+
+        Args:
+            weights: verl's export, of which nothing is drawn.
+            global_steps: version of the weights; 0 without one.
+
+        Returns:
+            Metrics for the trainer's log; empty but on rank 0.
+
+        Raises:
+            RefitError: and its kinds; verl then leaves the engines paused.
+        """
+        await _discard(weights)
+        if self._source is None:
+            await self._meet_own_actor()
+        record = await self._in_thread(self._refit, 0 if global_steps is None else global_steps)
+        self._arrived = RefitRecord(**record)
+        return metrics_of(self._arrived) if self._arrived.rank == 0 else {}
+
+    async def receive_weights(  # verl's own are generators, too
+        self, global_steps: int | None = None
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Rollout workers: one order in place of all weights, which verl hands to the vLLM worker."""
+        self._fulfilled = False
+        self._ordered = 0 if global_steps is None else global_steps
+        meeting, self._meeting = self._meeting, None
+        order = Order(
+            None if meeting is None else meeting.to_json(),
+            self._rank,
+            self._train_ranks,
+            self._ordered,
+            asdict(self.options.refit),
+            self.options.records_dir,
+        )
+        yield ORDER, order.to_tensor()
+
+    def finalize(self) -> None:
+        """Commit: verl calls it once all actors have sent, and with that all vLLM workers have all."""
+        self._close_listener()
+        if self._ordered is not None:
+            self.version, self._ordered, self._fulfilled = self._ordered, None, True
+        if self._arrived is not None:
+            record, self._arrived = self._arrived, None
+            self.version = record.version
+            if self.options.records_dir is not None:
+                write_record(self.options.records_dir, record, self._train_ranks)
+
+    def release(self) -> None:
+        """Give back what an update took of the trainer's GPU, for an engine that shares it."""
+        if self._training is not None and self._training.is_param_offload_enabled:
+            self._training.to("cpu", model=True, optimizer=False, grad=False)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def introduce(self, worker: Any) -> None:
+        """Learn of the actor that this engine belongs to.
+
+        Raises:
+            RefitError: it can't refit shard to shard; lists all reasons.
+        """
+        self._source = source_of(worker, self.options.refit)
+        self._training = worker.actor.engine
+
+    async def _meet_own_actor(self) -> None:
+        try:
+            # To itself, and so beside this coroutine, in the one thread of the actor's event loop.
+            await ray.get_runtime_context().current_actor.__ray_call__.remote(_introduce)
+            if self._source is None:
+                raise RefitError(
+                    "this process has no ActorRolloutRefWorker of verl with a checkpoint engine, so there are no shards to "
+                    "send",
+                    stage="settings",
+                )
+        except BaseException:
+            if self._server is not None:
+                self._server.close()  # vLLM's workers have set out to meet the actors
+            raise
+
+    def _refit(self, version: int) -> dict[str, Any]:
+        source = self._source
+        assert source is not None, "looked up before"
+        if self._meeting is not None:
+            meeting, self._meeting = self._meeting, None
+            found = source.init_per_pp_refit_comm_group(meeting.to_json(), self._rank)
+            if self.is_master:
+                logger.info("shard to shard: %d weights bulk, %d misc", found["bulk"], found["misc"])
+        return source.nccl_xfer_refit(version)
+
+    async def _in_thread[T](self, call: Callable[..., T], *args: Any) -> T:
+        """Run what waits for other ranks beside the event loop, in one thread that has this one's device."""
+        if self._thread is None:
+            device = torch.cuda.current_device() if torch.cuda.is_available() else None
+            self._thread = ThreadPoolExecutor(
+                1,
+                thread_name_prefix="rlrefit",
+                initializer=lambda: None if device is None else torch.cuda.set_device(device),
+            )
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+
+
+def _introduce(actor: Any) -> None:
+    """Called by Ray with its own actor: verl's worker, or what verl fuses several workers in."""
+    fused = {**getattr(actor, "worker_dict", {}), **getattr(actor, "fused_worker_dict", {})}
+    for worker in (actor, *fused.values()):
+        engine = getattr(worker, "checkpoint_engine", None)
+        if isinstance(engine, ShardCheckpointEngine) and getattr(worker, "actor", None) is not None:
+            engine.introduce(worker)
+
+
+async def _discard(weights: Any) -> None:
+    if inspect.isgenerator(weights):
+        weights.close()
+    elif inspect.isasyncgen(weights):
+        await weights.aclose()

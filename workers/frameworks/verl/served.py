@@ -1,0 +1,111 @@
+"""What verl may have vLLM serve that refits shard to shard leave as it is, or can't make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Never
+
+from ....integration.config import RefitConfig
+from ....integration.control import Rendezvous
+from ....integration.errors import RefitError
+from ....integration.quantize.fp8_blockwise import BLOCK
+from ....integration.session import RefitSession
+from ...engines.vllm.drafters import STAYS, has_weights
+from .options import QUANTIZES
+from .orders import Order
+
+_HAVE_IT_QUANTIZED = (
+    f"shard to shard, the trainer quantizes for such an engine: set {QUANTIZES}=true, or take checkpoint_engine.backend=nccl_xfer, "
+    "which sends BF16 for verl to quantize"
+)
+_ONE_FORMAT = (
+    f"FP8 in blocks of 128x128 is the one format in which weights go shard to shard quantized: rollout.quantization=fp8 with "
+    f"{QUANTIZES}=true. Otherwise leave both out"
+)
+
+
+def asked_violations(rollout: Mapping[str, Any], config: RefitConfig) -> list[str]:
+    """By ``actor_rollout_ref.rollout``, on the actors; what a checkpoint's own configuration adds, vLLM's worker knows."""
+    found = []
+    vllm = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
+    name = rollout.get("quantization")
+    if name == "fp8":
+        if not config.trainer_quantize_fp8:
+            found.append(f"rollout.quantization is fp8; {_HAVE_IT_QUANTIZED}")
+    elif name is not None:
+        found.append(f"rollout.quantization is {name}; {_ONE_FORMAT}")
+    if (rollout.get("qat") or {}).get("enable"):
+        found.append(
+            "actor.fsdp_config.qat or actor.megatron.qat is enabled, by which verl has vLLM serve another format; "
+            f"{_ONE_FORMAT}"
+        )
+    if vllm.get("quantization") is not None:
+        found.append(
+            f"rollout.engine_kwargs.vllm.quantization is {vllm['quantization']}, by which vLLM quantizes in a way of its own; "
+            f"{_ONE_FORMAT}"
+        )
+    mtp = rollout.get("mtp") or {}
+    if mtp.get("enable") and mtp.get("enable_rollout"):
+        found.append(f"rollout.mtp.enable_rollout is true; {STAYS}; set model.mtp.enable_rollout=false")
+    speculative = vllm.get("speculative_config")
+    # vLLM takes JSON as a text too, which is not read here: it counts as a drafter.
+    asked = speculative if isinstance(speculative, Mapping) else {}
+    if speculative and has_weights(asked.get("method") or asked.get("model")):
+        found.append(f"rollout.engine_kwargs.vllm.speculative_config names a drafter; {STAYS}; leave it out")
+    return found
+
+
+def served_violations(vllm_config: Any, config: RefitConfig) -> list[str]:
+    """By what vLLM's worker made of all its settings and of its checkpoint."""
+    found = _quantized(vllm_config.quant_config, config.trainer_quantize_fp8)
+    speculative = vllm_config.speculative_config
+    if speculative is not None and has_weights(speculative.method):
+        found.append(
+            f"it decodes speculatively ({speculative.method}); {STAYS}; set model.mtp.enable_rollout=false, and no "
+            "engine_kwargs.vllm.speculative_config"
+        )
+    return found
+
+
+def _quantized(quant_config: Any, by_trainer: bool) -> list[str]:
+    """What hinders weights that are quantized, by vLLM's configuration of them; None where they aren't."""
+    if quant_config is None:
+        unquantized = f"{QUANTIZES} is true, and its weights are not quantized; {_ONE_FORMAT}"
+        return [unquantized] if by_trainer else []
+    name, block = quant_config.get_name(), getattr(quant_config, "weight_block_size", None)
+    how, remedy = "", _ONE_FORMAT
+    if name == "fp8" and (block is None or not quant_config.is_checkpoint_fp8_serialized):
+        how = " with a scale for each weight"
+    elif name == "fp8" and tuple(block) != BLOCK:
+        how = f" in blocks of {'x'.join(map(str, block))}"
+    elif name == "fp8" and by_trainer:
+        return []
+    elif name == "fp8":
+        remedy = _HAVE_IT_QUANTIZED
+    return [
+        f"its weights are quantized ({name}{how}, by rollout.quantization, engine_kwargs.vllm or the checkpoint's own "
+        f"quantization_config); {remedy}"
+    ]
+
+
+def refuse(order: Order, wrong: list[str]) -> Never:
+    """Join the epoch of an order only to tell all other ranks why this one can't take part.
+
+    Raises:
+        RefitError: with all reasons.
+    """
+
+    def no_destination() -> Never:
+        raise RefitError(
+            "this engine of verl's can't be refitted shard to shard:\n  "
+            + "\n  ".join(wrong)
+            + "\nNothing was sent. checkpoint_engine.backend=nccl_xfer with "
+            "custom_backend_module=rlrefit.workers.frameworks.verl.full_tensors hands full tensors to verl's own loading",
+            stage="settings",
+            rank=order.rank,
+        )
+
+    assert order.meeting is not None, "an epoch that is open was joined"
+    config = RefitConfig(**order.config)
+    RefitSession.open(Rendezvous.from_json(order.meeting), order.rank, no_destination, config)
+    raise AssertionError("no_destination raises")

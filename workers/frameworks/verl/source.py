@@ -1,0 +1,108 @@
+"""verl's training engines as weight sources: the mixins put around an engine that stays as verl made it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ....integration.config import RefitConfig
+from ....integration.errors import RefitError
+from ...trainers.fsdp.mixin import FSDPRefitMixin
+from ...trainers.megatron.mixin import MegatronRefitMixin
+from ...trainers.source_mixin import SourceRefitMixin
+from .contract import require_supported_actor
+from .options import EXTENSION
+from .served import asked_violations
+
+_STRATEGIES = ("fsdp2", "megatron")
+
+
+class FSDPSide(FSDPRefitMixin):
+    """Around verl's FSDP engine, whose ``module`` is under ``fully_shard``.
+
+    Args:
+        engine: verl's.
+        config: of the refit.
+        dtype: of the rollout's weights.
+    """
+
+    def __init__(self, engine: Any, config: RefitConfig, dtype: torch.dtype):
+        self.model = engine.module
+        self.refit_config = config
+        self.refit_dtype = dtype
+
+
+class MegatronSide(MegatronRefitMixin):
+    """Around verl's Megatron engine, which was built through Megatron-Bridge.
+
+    Args:
+        engine: verl's.
+        config: of the refit.
+    """
+
+    def __init__(self, engine: Any, config: RefitConfig):
+        self.model = engine.module
+        self.bridge = engine.bridge
+        self.refit_config = config
+
+
+def source_of(worker: Any, config: RefitConfig) -> SourceRefitMixin:
+    """The source side of an actor.
+
+    Args:
+        worker: verl's ``ActorRolloutRefWorker``, with its model loaded.
+        config: of the refit.
+
+    Raises:
+        UnsupportedVerl: it is not as this was written for.
+        RefitError: its engine or the rollout's settings don't allow shard to shard; lists all reasons.
+    """
+    require_supported_actor(worker)
+    engine, strategy, rollout = worker.actor.engine, worker.config.actor.strategy, worker.config.rollout
+    wrong = _violations(engine, strategy, rollout, worker.config.model, config)
+    if wrong:
+        raise RefitError(
+            "this run of verl can't refit shard to shard:\n  "
+            + "\n  ".join(wrong)
+            + "\nNothing was sent. checkpoint_engine.backend=nccl_xfer with "
+            "custom_backend_module=rlrefit.workers.frameworks.verl.full_tensors sends full tensors of any engine",
+            stage="settings",
+        )
+    if strategy == "megatron":
+        return MegatronSide(engine, config)
+    return FSDPSide(engine, config, _dtype(rollout.dtype))
+
+
+def _violations(engine: Any, strategy: str, rollout: Any, model: Any, config: RefitConfig) -> list[str]:
+    found = []
+    if strategy not in _STRATEGIES:
+        found.append(f"actor.strategy is {strategy}; its shards are known for {', '.join(_STRATEGIES)}")
+    if getattr(engine, "vanilla_bridge", False):
+        found.append("the Megatron engine was built with mbridge; set actor.megatron.vanilla_mbridge=false")
+    if getattr(engine, "_qat_enabled", False):
+        found.append("verl's quantization-aware training changes weights in its export, after the shards")
+    if rollout.name != "vllm":
+        found.append(f"rollout.name is {rollout.name}; vllm has parameters that can be written in place")
+    found += asked_violations(rollout, config)
+    lora = model.get("lora") or {}
+    if (model.get("lora_rank", 0) > 0 or lora.get("rank", 0) > 0) and not lora.get("merge", False):
+        found.append("verl serves the LoRA adapter beside the base model; set model.lora.merge=true")
+    extension = (rollout.get("engine_kwargs", {}).get("vllm") or {}).get("worker_extension_cls")
+    if not extension:
+        found.append(
+            "vLLM's workers have verl's own extension; set rollout.engine_kwargs.vllm.worker_extension_cls="
+            f"{EXTENSION}, or a class that inherits it"
+        )
+    return found
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = {"half": torch.float16, "float": torch.float32}.get(name) or getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise RefitError(
+            f"rollout.dtype is {name!r}, by which the trainer can't tell the dtype of the engine's weights. Nothing was "
+            "sent; name it: bfloat16, say",
+            stage="settings",
+        )
+    return dtype

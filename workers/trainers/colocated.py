@@ -1,0 +1,250 @@
+"""Trainer ranks that leave their GPU to an engine and come back: torch modules, FSDP2, and Megatron under its DDP.
+
+The weights stay in pinned host memory while the engine generates: a refit reads them from wherever they are, but for those
+under FSDP2, which it refuses to read then. On a CPU nothing moves, but gradients are freed in their turn.
+"""
+
+from __future__ import annotations
+
+import gc
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...integration.colocated.memory import MemoryWatch, ProcessMemory, empty_cache
+from ...integration.errors import RefitError
+from .host_copies import HostCopies, require_movable, reshard
+
+_HOST = torch.device("cpu")
+
+
+class ColocatedRank(ABC):
+    """What all kinds share; each is a :class:`~...integration.stages.ColocatedTrainer` of one rank.
+
+    Args:
+        device: GPU of this rank.
+        rank: of the trainer.
+        frozen: modules that no refit reads, a reference policy's, say; they leave with the optimizer.
+    """
+
+    def __init__(self, device: torch.device, rank: int, frozen: Sequence[nn.Module]) -> None:
+        self._device = device
+        self._rank = rank
+        self._frozen = list(frozen)
+        require_movable(self._frozen)
+        self._watch = MemoryWatch(device)
+        self._frozen_copies = HostCopies(device)
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Bring weights, gradients and optimizer to the GPU."""
+
+    @abstractmethod
+    def offload(self) -> None:
+        """Take gradients and the optimizer's state off the GPU."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Take the weights off the GPU."""
+
+    def empty_cache(self) -> None:
+        """Give back what the allocator caches."""
+        empty_cache(self._device)
+
+    def memory(self, restart: bool = False) -> list[ProcessMemory]:
+        """Of this rank."""
+        found = self._watch.read(f"trainer rank {self._rank}")
+        if restart:
+            self._watch.restart()
+        return [found]
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    def _settle(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+
+
+class TorchRank(ColocatedRank):
+    """Modules with parameters of their own, or under FSDP2.
+
+    Args:
+        modules: of this rank.
+        optimizer: of their parameters; of its state all moves that is on the GPU at an ``offload``.
+        device: GPU of this rank.
+        rank: of the trainer.
+        frozen: as of :class:`ColocatedRank`.
+        offloaded: modules under FSDP2 whose shards are in host memory at all times; what it gathers of them is not.
+
+    Raises:
+        RefitError: modules that can't be read while they are away, as of :func:`.host_copies.require_movable`.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        rank: int = 0,
+        frozen: Sequence[nn.Module] = (),
+        offloaded: Sequence[nn.Module] = (),
+    ) -> None:
+        super().__init__(device, rank, frozen)
+        require_movable(modules)
+        self._offloaded = list(offloaded)
+        self._modules = list(modules)
+        self._optimizer = optimizer
+        self._copies = HostCopies(device)
+        self._pinned: dict[tuple[int, str], torch.Tensor] = {}
+        self._moved: list[tuple[dict[str, Any], str]] = []
+
+    def onload(self) -> None:
+        self._copies.restore()
+        self._frozen_copies.restore()
+        while self._moved:
+            values, name = self._moved[-1]
+            values[name] = values[name].to(self._device, non_blocking=True)
+            self._moved.pop()
+        self._settle()
+
+    def offload(self) -> None:
+        gc.collect()  # what of the last step only cycles of references keep
+        self._optimizer.zero_grad(set_to_none=True)
+        # After a pass without a backward one, with reshard_after_forward=False all weights are still gathered.
+        reshard([*self._modules, *self._frozen, *self._offloaded])
+        for values in self._optimizer.state.values():
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor) and value.device.type == self._device.type != "cpu":
+                    values[name] = self._to_host(value, (id(values), name))
+                    self._moved.append((values, name))
+        if self._on_gpu:
+            self._frozen_copies.free(self._frozen)
+        self._settle()
+
+    def free(self) -> None:
+        if self._on_gpu:
+            self._copies.free(self._modules)
+
+    def _to_host(self, tensor: torch.Tensor, place: tuple[int, str]) -> torch.Tensor:
+        if type(tensor) is not torch.Tensor:
+            return tensor.to(_HOST)  # a DTensor of FSDP2's
+        kept = self._pinned.get(place)
+        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+            kept = torch.empty_like(tensor, device=_HOST, pin_memory=True)
+            self._pinned[place] = kept
+        return kept.copy_(tensor, non_blocking=True)
+
+
+class MegatronRank(ColocatedRank):
+    """Model chunks under Megatron-core's ``DistributedDataParallel``, by Megatron-core's own offloading.
+
+    Args:
+        model: chunks of this rank, as the refit's mixin has them in ``self.model``.
+        optimizer: Megatron-core's, with master weights of its own.
+        device: GPU of this rank.
+        rank: of the trainer.
+        frozen: as of :class:`ColocatedRank`; chunks under no DDP.
+
+    Raises:
+        RefitError: a chunk is under no DDP, whose buffers are what is freed; the optimizer steps the model's parameters
+            themselves, so that offloading its state would tear them out of their buffers; CUDA graphs, which would replay
+            on memory that was freed.
+    """
+
+    def __init__(
+        self,
+        model: Sequence[Any],
+        optimizer: Any,
+        device: torch.device,
+        rank: int = 0,
+        frozen: Sequence[nn.Module] = (),
+    ) -> None:
+        super().__init__(device, rank, frozen)
+        self._chunks = list(model)
+        self._optimizer = optimizer
+        self._require_movable()
+
+    def onload(self) -> None:
+        self._frozen_copies.restore()
+        self._buffers("reload_from_cpu", move_params=self._on_gpu, move_grads=True)
+        if self._on_gpu:
+            self._optimizer.restore_from_cpu()
+        self._settle()
+
+    def offload(self) -> None:
+        gc.collect()
+        self._settle()
+        self._buffers("offload_to_cpu", move_params=False, move_grads=True)
+        self._optimizer.offload_to_cpu()
+        if self._on_gpu:
+            self._frozen_copies.free(self._frozen)
+        self._settle()
+
+    def free(self) -> None:
+        self._settle()
+        self._buffers("offload_to_cpu", move_params=self._on_gpu, move_grads=True)
+        self._settle()
+
+    def _buffers(self, method: str, **what: bool) -> None:
+        for chunk in self._chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                getattr(buffer, method)(**what)
+
+    def _require_movable(self) -> None:
+        bare = [
+            i for i, chunk in enumerate(self._chunks) if not isinstance(getattr(chunk, "buffers", None), list)
+        ]
+        parts = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        # By storage: of parameters that are FP32 already, the optimizer's shards are views into Megatron's buffers.
+        stepped = {_storage(p) for part in parts for group in part.param_groups for p in group["params"]}
+        shared = [
+            name
+            for chunk in self._chunks
+            for name, parameter in chunk.named_parameters()
+            if _storage(parameter) in stepped
+        ]
+        problems = [
+            f"model chunk {i} runs under CUDA graphs ({graphs}), which keep the addresses of memory that is freed here; "
+            "train without them"
+            for i, chunk in enumerate(self._chunks)
+            if (graphs := _cuda_graphs(getattr(chunk, "config", None)))
+        ][:1]
+        if bare:
+            problems.append(f"model chunk {bare[0]} is not under Megatron's DistributedDataParallel")
+        elif any(
+            buffer.param_data is None
+            for c in self._chunks
+            for buffer in (*c.buffers, *c.expert_parallel_buffers)
+        ):
+            problems.append(
+                "Megatron's buffers hold gradients alone, so that freeing them leaves the parameters on the GPU; set "
+                "use_distributed_optimizer"
+            )
+        if shared:
+            problems.append(
+                f"the optimizer steps {shared[0]} itself ({len(shared)} parameters), without a master of its own; train in "
+                "BF16 or FP16"
+            )
+        if problems:
+            raise RefitError(
+                f"this trainer can't leave its GPU: {'; '.join(problems)}. Nothing has moved",
+                stage="settings",
+            )
+
+
+def _cuda_graphs(config: object) -> str:
+    """The setting of Megatron's ``TransformerConfig`` that captures graphs; empty if none does."""
+    # The other two are deprecated, and become the first as a configuration is made.
+    if (impl := getattr(config, "cuda_graph_impl", None) or "none") != "none":
+        return f"cuda_graph_impl={impl}"
+    names = ("enable_cuda_graph", "external_cuda_graph")
+    return next((f"{name}=True" for name in names if getattr(config, name, False)), "")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,169 @@
+"""The tensors of a model under FSDP2 as they are kept between steps: the shards that the optimizer writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from ....integration.errors import RefitError
+from ....integration.layout import Fragment, box_of, layout_of, local_fragments
+from .checkpoint import saved_names
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a module keeps a tensor; ``shard`` is FSDP's record of it, None for what FSDP does not manage."""
+
+    module: torch.nn.Module
+    key: str
+    shard: Any
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor that is the truth now.
+
+        While FSDP has a parameter gathered (``reshard_after_forward=False``, and always the root's after a forward
+        pass), the module shows a copy that the optimizer does not write; the shard stands in FSDP's record alone.
+        """
+        registered = self.module._parameters.get(self.key)
+        if registered is None:
+            buffer = self.module._buffers.get(self.key)
+            if buffer is None:
+                raise RefitError(
+                    f"{type(self.module).__name__} has no {self.key} any more, which it had when the refit was prepared; "
+                    "an engine would keep old values. Nothing was sent. Prepare the refit again, with a new source",
+                    stage="bind",
+                )
+            return buffer
+        gathered = self.shard is not None and self.shard.sharded_state.name != "SHARDED"
+        return self.shard.sharded_param if gathered else registered
+
+
+class KeptTensors:
+    """The tensors that a model is saved from, by their names in its state dict, as they are at the moment.
+
+    Args:
+        model: ``fully_shard`` was applied to it or its modules, or to what holds it.
+        within: what holds it, if anything does; a ``PeftModel``, say.
+        named: the name that an entry of the state dict goes by here; None leaves it out.
+
+    Attributes:
+        names: one for each tensor.
+
+    Raises:
+        RefitError: the state dict holds what is no parameter or buffer of a module.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        within: torch.nn.Module | None = None,
+        named: Callable[[str], str | None] = str,
+    ):
+        # Brings gathered parameters back to shards once, so that it and the modules show these.
+        state = {
+            name.replace("_orig_mod.", ""): tensor  # which torch.compile puts around a module
+            for name, tensor in model.state_dict(keep_vars=True).items()
+        }
+        places = dict(_places(within or model))
+        strangers = [name for name, tensor in state.items() if id(tensor) not in places]
+        if strangers:
+            raise RefitError(
+                f"{len(strangers)} entries of the model's state dict are neither parameters nor buffers of its modules "
+                f"({', '.join(strangers[:5])}{' …' if len(strangers) > 5 else ''}); they could not be followed from one "
+                "step to the next. Nothing was sent. Remove the hook or extra state that adds them",
+                stage="prepare",
+                parameter=strangers[0],
+            )
+        state = {new: tensor for name, tensor in state.items() if (new := named(name)) is not None}
+        self._places = {name: places[id(state[name])] for name in saved_names(model, state)}
+        self.names = tuple(self._places)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._places[name].tensor()
+
+    def local(self, name: str) -> torch.Tensor:
+        """What this rank keeps of a tensor, without gradients: its shard, or all of what is not sharded."""
+        tensor = self[name]
+        with torch.no_grad():
+            return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+    def held(self, name: str, local: torch.Tensor) -> list[Fragment] | str:
+        """What this rank holds of a tensor, as views of ``local``, or why that can't be told.
+
+        Args:
+            local: what :meth:`local` gives, or a copy of its shape.
+        """
+        tensor = self[name]
+        if type(local) is not torch.Tensor:
+            return f"{name} is kept as {type(local).__name__}, whose memory may not be its values"
+        if not isinstance(tensor, DTensor):
+            return [Fragment(name, tuple(local.shape), box_of(local.shape), local)]
+        try:
+            mesh, placements = layout_of(tensor)
+        except ValueError as reason:
+            return f"{name}: {reason}"
+        if mesh.coordinate(dist.get_rank()) is None:
+            return []
+        return local_fragments(name, tensor.shape, mesh, placements, dist.get_rank(), local)
+
+    def whole(self, name: str, device: torch.device) -> torch.Tensor:
+        """A full tensor on ``device``; a collective of the ranks that share it."""
+        tensor, local = self[name], self.local(name).to(device)
+        if not isinstance(tensor, DTensor):
+            return local
+        # Anew, since an offloaded shard is on the host, where the mesh's backend may not gather.
+        shards = DTensor.from_local(
+            local,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+        return shards.full_tensor()
+
+    def is_parameter(self, name: str) -> bool:
+        """Whether the optimizer may train it; else it is a buffer."""
+        return isinstance(self[name], torch.nn.Parameter)
+
+
+def require_known(model: torch.nn.Module) -> None:
+    """Check that a model's weights are its parameters' values and its names those of a checkpoint.
+
+    Raises:
+        RefitError: they are not; lists all reasons.
+    """
+    problems = []
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        problems.append(
+            "it is wrapped by FSDP1, whose flat parameters have no names or shapes of their own; use fully_shard"
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        problems.append(
+            "it is quantized, so its parameters are not its weights; load it without quantization"
+        )
+    if problems:
+        raise RefitError(
+            f"{type(model).__name__} can't be a source of a refit:\n  " + "\n  ".join(problems),
+            stage="prepare",
+        )
+
+
+def _places(model: torch.nn.Module) -> Iterator[tuple[int, _Place]]:
+    """Every parameter and buffer of the modules by its identity."""
+    shards = {
+        id(shard.sharded_param): shard
+        for module in model.modules()
+        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group)
+        for shard in group.fsdp_params
+    }
+    for module in model.modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield id(tensor), _Place(module, key, shards.get(id(tensor)))

@@ -1,0 +1,88 @@
+"""Rules of experts that stand in one Hugging Face tensor, dimension 0 being the expert."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .....integration.layout import Fragment
+from .pieces import Refused, Run, lay, one_name
+from .plain import column, row, whole
+
+GPT_OSS_ALTERNATES = (
+    "stacked experts whose gate and up columns alternate: no box of the tensor is one of them"
+)
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def stacked(task: Any, exported: Shapes) -> list[Fragment]:
+    """One weight of each expert, cut as its module is."""
+    if task.mapping.permute_dims is not None:
+        raise Refused("permuted experts: Bridge permutes after it has stacked the EP ranks' experts")
+    return [_turned(task, _in_stack(task, part), exported) for part in _parts(task)]
+
+
+def stacked_gated(task: Any, exported: Shapes) -> list[Fragment]:
+    """``[gate; up]`` of each expert, gate rows before up rows in the tensor, too."""
+    view, mapping = task.param_weight.data, task.mapping
+    if view.ndim != 2 or view.shape[0] % 2:
+        raise Refused(f"experts of shape {list(view.shape)} can't be halved into gate and up")
+    if mapping.permute_dims is not None:
+        raise Refused("permuted experts: Bridge ignores it for gate and up")
+    name, half = one_name(task), view.shape[0] // 2
+    inner = half * mapping.tp_size
+    runs = [Run(name, 2 * inner, first + mapping.tp_rank * half, half) for first in (0, inner)]
+    return [_turned(task, _in_stack(task, part), exported) for part in lay(view, runs)]
+
+
+def stacked_transposed(task: Any, exported: Shapes) -> list[Fragment]:
+    """GPT-OSS: the transpose of each expert's weight; a bias as it is."""
+    parts = [_in_stack(task, part) for part in _parts(task)]
+    return parts if one_name(task).endswith("_bias") else [_transposed(part) for part in parts]
+
+
+def _parts(task: Any) -> list[Fragment]:
+    kind = task.mapping._detect_parallelism_type(task.megatron_module)
+    return {"column": column, "row": row, "replicated": whole}[kind](task)
+
+
+def _in_stack(task: Any, part: Fragment) -> Fragment:
+    """``part`` of one expert as a part of the tensor of all experts."""
+    expert = expert_of(task.global_param_name)
+    count = task.mapping._get_config(task.megatron_module).num_moe_experts
+    return Fragment(part.name, (count, *part.full_shape), ((expert, expert + 1), *part.box), part.view[None])
+
+
+def _turned(task: Any, part: Fragment, exported: Shapes) -> Fragment:
+    """Transposed, if Bridge does so: it transposes where the checkpoint's shape asks for it."""
+    if not task.mapping.transpose_on_export:
+        return part
+    turned = _transposed(part)
+    if part.full_shape == turned.full_shape:
+        raise Refused("square stacked experts: their shape doesn't tell whether Bridge transposes them")
+    for candidate in (part, turned):
+        if candidate.full_shape == exported.get(part.name):
+            return candidate
+    raise Refused("stacked experts: the shape of Bridge's export doesn't tell whether it transposes them")
+
+
+def _transposed(part: Fragment) -> Fragment:
+    if len(part.full_shape) != 3:
+        raise Refused(f"stacked experts of shape {list(part.full_shape)}: Bridge transposes matrices alone")
+    count, rows, columns = part.full_shape
+    expert, down, across = part.box
+    return Fragment(part.name, (count, columns, rows), (expert, across, down), part.view.transpose(-1, -2))
+
+
+def expert_of(parameter: str) -> int:
+    """The number of the expert in a global parameter name, as Bridge reads it.
+
+    Raises:
+        Refused: there is none.
+    """
+    found = re.search(r"local_experts\.(\d+)", parameter) or re.search(r"(?:weight|bias)(\d+)", parameter)
+    if found is None:
+        raise Refused(f"stacked experts, but {parameter} names no expert")
+    return int(found.group(1))

@@ -1,0 +1,230 @@
+"""Megatron parameters that were offloaded to host memory, as a weight source reads them.
+
+Trainers offload in two ways. Some move each parameter (``param.data = param.data.to("cpu")``); its own storage then
+lies on the host, and nothing is needed here but the way to the GPU for Bridge's export. Others copy the buffers of
+Megatron's ``DistributedDataParallel`` to the host and free the storage under all parameters: Megatron-core's own
+``offload_to_cpu`` keeps the copy as ``buffer.param_data_cpu``, verl as ``buffer.param_data.cpu_data``. Such a
+parameter's place in the copy is read instead.
+
+Both leave the copy where it is when the parameters come back. A storage that is freed later in another way, without
+a copy, would so be served from an old one; torch's version counters tell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...integration.errors import RefitError
+from ...integration.weights.endpoints import storage_key
+
+_SHARDING = ("tensor_model_parallel", "partition_dim", "partition_stride")
+
+
+class Residence:
+    """Where the parameters of a model are now.
+
+    It looks when it is made and at each call, and so knows which host copies are older than parameters that it has seen.
+
+    Args:
+        model: Megatron model chunks.
+        device: on which Bridge's export works.
+    """
+
+    def __init__(self, model: list[Any], device: torch.device):
+        self._model = model
+        self._device = device
+        self._copies: WeakKeyDictionary[Any, _HostCopies] = WeakKeyDictionary()
+        self._look()
+
+    def key(self) -> Hashable:
+        """Where the host copies lie that stand in for freed buffers; None where there is none, or only an old one."""
+        self._look()
+        copies = (self._copies[buffer].current for buffer in self._freed_buffers())
+        return tuple(None if copy is None else storage_key([copy]) for copy in copies)
+
+    def tasks(self, tasks: list[Any]) -> list[Any]:
+        """Bridge's conversion tasks, with parameters that have memory.
+
+        Raises:
+            RefitError: a parameter's storage was freed and no host copy of it is known, or only one that was not written
+                since the parameter was last in use.
+        """
+        self._look()
+        buffers = {_storage(buffer.param_data): buffer for buffer in self._freed_buffers()}
+        return [
+            task
+            if task.param_weight is None or not _is_freed(task.param_weight)
+            else _with_weight(task, self._in_copy(task, buffers.get(_storage(task.param_weight))))
+            for task in tasks
+        ]
+
+    def on_device(self, tasks: list[Any]) -> list[Any]:
+        """As :meth:`tasks`, each parameter brought to the device when its task's turn comes, and let go after it."""
+        return _BroughtOneByOne(self.tasks(tasks), self._device)
+
+    def require_gathered(self, chunk: Any) -> None:
+        """Check that a delayed gather of parameters can still be done.
+
+        Raises:
+            RefitError: the chunk is offloaded, and its host copies may be older than the optimizer's last step.
+        """
+        away = any(parameter.device.type != self._device.type for parameter in chunk.parameters())
+        if away or any(buffer in self._freed_buffers() for buffer in _buffers(chunk)):
+            raise RefitError(
+                "the trainer's parameters were offloaded under overlap_param_gather, which leaves the last step's update "
+                "of other data-parallel ranks' shards to the next forward pass: the offloaded weights may be old. Nothing "
+                "was sent. Refit before offloading, or set overlap_param_gather to false",
+                stage="export",
+            )
+
+    def _look(self) -> None:
+        for chunk in self._model:
+            for buffer in _buffers(chunk):
+                if buffer.param_data is not None:
+                    self._copies.setdefault(buffer, _HostCopies()).look(buffer)
+
+    def _freed_buffers(self) -> list[Any]:
+        return [
+            buffer
+            for chunk in self._model
+            for buffer in _buffers(chunk)
+            if buffer.param_data is not None and _is_freed(buffer.param_data)
+        ]
+
+    def _in_copy(self, task: Any, buffer: Any) -> torch.Tensor:
+        weight = task.param_weight
+        copies = _HostCopies() if buffer is None else self._copies[buffer]
+        copy = copies.current
+        if copy is None or copy.numel() != buffer.param_data.numel() or copy.dtype != weight.dtype:
+            if copy is None and copies.outdated:
+                raise RefitError(
+                    f"{task.global_param_name} was offloaded with its storage freed, and the host copy of its Megatron "
+                    f"buffer ({' and '.join(copies.outdated)}) was not written since the parameters were last in use, says "
+                    "its version counter: the engine would get old weights. Nothing was sent. Copy the parameters to the "
+                    "host whenever their storage is freed (copy.copy_(param_data), not through .data, or a new tensor), or "
+                    "bring them back before the refit",
+                    stage="bind",
+                    parameter=task.global_param_name,
+                )
+            raise RefitError(
+                f"{task.global_param_name} was offloaded with its storage freed, and no single host copy of its Megatron "
+                "buffer is known (param_data_cpu of the buffer, or cpu_data of its param_data). Nothing was sent. Bring "
+                "the parameters back before the refit, or hand over the copy under one of these names",
+                stage="bind",
+                parameter=task.global_param_name,
+            )
+        offset = copy.storage_offset() + weight.storage_offset() - buffer.param_data.storage_offset()
+        return copy.as_strided(weight.shape, weight.stride(), offset)
+
+
+class _HostCopies:
+    """What is known of the host copies of one buffer's parameters.
+
+    Attributes:
+        current: the only copy that may hold what the freed parameters held; None if there is none, or several.
+        outdated: names of the copies that were not written since the parameters were last in use.
+    """
+
+    def __init__(self) -> None:
+        self.current: torch.Tensor | None = None
+        self.outdated: list[str] = []
+        # By storage the version, which every write raises, at which a copy was old or was read; and what was written then.
+        self._old: dict[StorageWeakRef, int | None] = {}
+        self._read: dict[StorageWeakRef, tuple[int | None, list[int | None]]] = {}
+
+    def look(self, buffer: Any) -> None:
+        """Look at the copies, and whether the buffer's storage is there."""
+        found = {
+            "param_data_cpu": getattr(buffer, "param_data_cpu", None),
+            "cpu_data": getattr(buffer.param_data, "cpu_data", None),
+        }
+        copies = [
+            (name, copy, StorageWeakRef(copy.untyped_storage()), _version(copy))
+            for name, copy in found.items()
+            if copy is not None
+        ]
+        left: list[torch.Tensor] = []
+        self.outdated = []
+        if _is_freed(buffer.param_data):
+            # A storage that came back and was freed again since the last look leaves a write: of the parameters, or of
+            # gradients, which Megatron sets to zero before each step.
+            writes = [_version(tensor) for tensor in _written_in_use(buffer)]
+            for name, copy, storage, version in copies:
+                at, then = self._read.get(storage, (version, writes))
+                if at == version and then != writes:
+                    self._old[storage] = version
+                if storage in self._old and self._old[storage] == version:
+                    self.outdated.append(name)
+                else:
+                    self._read[storage] = version, writes
+                    left.append(copy)
+        else:
+            # Whatever writes the parameters from here on, a copy at these versions does not have.
+            self._old |= {storage: version for storage, (version, _) in self._read.items()}
+            self._old |= {storage: version for _, _, storage, version in copies}
+            self._old = {storage: at for storage, at in self._old.items() if not storage.expired()}
+            self._read = {}
+        # With two, one of them is older, and nothing tells which.
+        self.current = left[0] if len(left) == 1 else None
+
+
+class _BroughtOneByOne(list[Any]):
+    """Tasks whose parameters are on the device while they are looked at."""
+
+    def __init__(self, tasks: list[Any], device: torch.device):
+        super().__init__(tasks)
+        self._device = device
+
+    def __iter__(self) -> Iterator[Any]:
+        for task in super().__iter__():
+            weight = task.param_weight
+            if weight is None or weight.device.type == self._device.type:
+                yield task
+            else:
+                yield _with_weight(task, weight.detach().to(self._device))
+
+
+def _buffers(chunk: Any) -> list[Any]:
+    """The gradient and parameter buffers of Megatron's DDP; none of a bare module, whose ``buffers`` is a method."""
+    lists = (getattr(chunk, "buffers", None), getattr(chunk, "expert_parallel_buffers", None))
+    return [buffer for found in lists if isinstance(found, list) for buffer in found]
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    # Parameters of Transformer Engine's own types keep their bytes elsewhere, and have no rule anyway.
+    plain = type(tensor) in (torch.nn.Parameter, torch.Tensor)
+    return plain and tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Identity of the storage, whatever its size."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    # Tensors that were made in inference mode don't count their writes.
+    return None if tensor.is_inference() else tensor._version
+
+
+def _written_in_use(buffer: Any) -> list[torch.Tensor]:
+    """Tensors of which one is written whenever the parameters are brought back or trained."""
+    gradients = getattr(buffer, "grad_data", None)
+    return [
+        buffer.param_data,
+        *([] if gradients is None else [gradients]),
+        *getattr(buffer, "params", ()),
+    ]
+
+
+def _with_weight(task: Any, data: torch.Tensor) -> Any:
+    weight = torch.nn.Parameter(data, requires_grad=False)
+    for attribute in _SHARDING:
+        if hasattr(task.param_weight, attribute):
+            setattr(weight, attribute, getattr(task.param_weight, attribute))
+    return dataclasses.replace(task, param_weight=weight)

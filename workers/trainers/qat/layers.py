@@ -1,0 +1,281 @@
+"""Layers that compute with quantized weights and inputs.
+
+Only ``forward`` of the one module is replaced. Classes, parameters and their names stay what they are, so optimizers,
+checkpoints, FSDP and Megatron-Bridge see the model that they know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from ....integration.errors import RefitError
+from .functions import fake_input, fake_weight, linear, straight_through
+from .scales import InputScales, WeightScales
+
+# Megatron-core's layers over Transformer Engine, and its own, by the names of their classes.
+PARALLEL = frozenset(
+    {
+        "ColumnParallelLinear",
+        "RowParallelLinear",
+        "TELinear",
+        "TEColumnParallelLinear",
+        "TERowParallelLinear",
+        "TEColumnParallelGroupedLinear",
+        "TERowParallelGroupedLinear",
+    }
+)
+NORMED = "TELayerNormColumnParallelLinear"
+# Its groups of experts.
+EXPERTS = frozenset({"TEGroupedMLP", "SequentialMLP"})
+
+
+@dataclass(eq=False)
+class Quantizer:
+    """The scales of one parameter and of what it is multiplied with.
+
+    Attributes:
+        weights: all scales of weights.
+        at: this one's, or one for each expert of a stack.
+        places: the same, as numbers.
+        inputs: all scales of inputs; None if they are not quantized.
+        input_at: this layer's.
+    """
+
+    weights: WeightScales
+    at: int | torch.Tensor
+    places: tuple[int, ...]
+    inputs: InputScales | None
+    input_at: int
+    _cached: torch.Tensor | None = field(default=None, init=False)
+    _cached_for: tuple[int, int, int] = field(default=(-1, 0, 0), init=False)
+
+    def calibrates(self, x: torch.Tensor) -> bool:
+        """Whether the layer is to compute as ever, as inputs are only looked at."""
+        if self.inputs is None or not self.inputs.calibrating:
+            return False
+        self.inputs.observe(self.input_at, x)
+        return True
+
+    def weight_scale(self, weight: torch.Tensor) -> torch.Tensor:
+        """``weight_scale_2`` for the weight as it is passed to the product, and where that is computed.
+
+        Scales are kept on the rank's GPU, and a model may be computed on the host beside it.
+
+        Raises:
+            RefitError: the weight was written since the last refresh.
+        """
+        self.weights.check_versions(self.places)
+        return self.weights.of(self.at, weight.dtype).to(weight.device)
+
+    def input_scale(self, x: torch.Tensor) -> torch.Tensor | None:
+        """``input_scale`` for these inputs, where they are."""
+        return None if self.inputs is None else self.inputs.of(self.input_at, x).to(x.device)
+
+    def kept(self, weight: torch.Tensor) -> torch.Tensor:
+        """The quantized value of a weight that stays in memory, computed once a step and wherever the weight moves.
+
+        Raises:
+            RefitError: the weight was written since the last refresh.
+        """
+        scale = self.weight_scale(weight)
+        generation, place, version = made_for = (self.weights.generation, weight.data_ptr(), weight._version)
+        if self._cached_for[0] == generation and self._cached_for[2] != version:
+            self.weights.now_stale("a weight was written after the last refresh()")
+            scale = self.weight_scale(weight)
+        if self._cached is None or self._cached_for[:2] != (generation, place):
+            self._cached = fake_weight(weight, scale)
+        self._cached_for = made_for
+        return self._cached
+
+    def release(self) -> None:
+        """Free the quantized value; the next use computes it again."""
+        self._cached = None
+
+
+def quantize_linear(module: nn.Linear, quantizer: Quantizer) -> None:
+    """For ``nn.Linear`` under FSDP or not; nothing is kept for the backward pass that it does not keep already."""
+    original = module.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if quantizer.calibrates(x):
+            return original(x)
+        out = _multiplied(x, module.weight, quantizer)
+        return out if module.bias is None else out + module.bias.to(out.dtype)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def quantize_experts(module: Any, gate_up: Quantizer, down: Quantizer) -> None:
+    """For transformers' stacks of experts (``gate_up_proj`` ``[experts, 2 · n, k]``, ``down_proj``), one after another.
+
+    With dynamic scales each expert's tokens make one for its second layer.
+    """
+
+    def forward(hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        calibrating = gate_up.calibrates(hidden)
+        first, second = module.gate_up_proj.unbind(0), module.down_proj.unbind(0)
+        up_scale = None if calibrating else gate_up.input_scale(hidden)
+        result = torch.zeros_like(hidden)
+        for expert in range(len(first)):
+            token, choice = torch.where(top_k_index == expert)
+            if not len(token):
+                continue
+            inner = module._apply_gate(
+                _of_expert(hidden[token], first, expert, gate_up, up_scale, calibrating)
+            )
+            down_scale = None if down.calibrates(inner) else down.input_scale(inner)
+            out = _of_expert(inner, second, expert, down, down_scale, calibrating)
+            result = result.index_add(0, token, (out * top_k_weights[token, choice, None]).to(result.dtype))
+        return result
+
+    module.forward = forward
+
+
+def quantize_parallel(module: nn.Module, quantizers: Mapping[str, Quantizer]) -> None:
+    """For Megatron's linear layers and grouped experts: their own code runs, with other weights and inputs.
+
+    The quantized values of ``quantizers``' parameters stay in memory between steps.
+    """
+    original = module.forward
+    first = next(iter(quantizers.values()))
+
+    def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if first.calibrates(x):
+            return original(x, *args, **kwargs)
+        values = {name: _kept(module, name, quantizer) for name, quantizer in quantizers.items()}
+        with _in_place_of_parameters(module, values):
+            return original(fake_input(x, first.input_scale(x)), *args, **kwargs)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def weigh_outputs(module: Any) -> None:
+    """Have a group of Megatron's experts multiply by the router's probabilities behind the second layer.
+
+    Megatron does it before, which is the same but for quantization: engines quantize what is not multiplied yet, and
+    a scale that is calibrated on products with probabilities would cut it off.
+    """
+    if module.config.moe_apply_probs_on_input:  # as engines do it for these models, too
+        return
+    original = module.forward
+
+    def forward(
+        hidden: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out, bias = original(hidden, tokens_per_expert, torch.ones_like(probs))
+        if bias is not None:
+            raise RefitError(
+                f"{type(module).__name__} returns biases beside its output, which would go without the router's "
+                "probabilities; this version of Megatron-core is not known. Leave experts out by exclude",
+                stage="quantize",
+            )
+        return (out * probs.unsqueeze(-1)).to(out.dtype), None
+
+    module.forward = forward
+
+
+def quantize_normed(module: Any, quantizer: Quantizer) -> None:
+    """For Transformer Engine's norm and linear layer in one, whose kernel never shows the inputs of the product.
+
+    Norm and product are computed one after another, by torch and Megatron-core's own parallel layer.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+
+    original = module.forward
+    config = module.config
+    group = parallel_state.get_tensor_model_parallel_group()
+    gathers = config.sequence_parallel and group.size() > 1
+    returns_bias = getattr(module, "te_return_bias", getattr(module, "skip_bias_add", False))
+
+    def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        normed = _normed(module, config, x)
+        if quantizer.calibrates(normed):
+            result: tuple[torch.Tensor, torch.Tensor | None] = original(x, *args, **kwargs)
+            return result
+        bias = module.bias if module.bias is not None and module.bias.numel() else None
+        out = linear_with_grad_accumulation_and_async_allreduce(
+            fake_input(normed, quantizer.input_scale(normed)),
+            _kept(module, "weight", quantizer),
+            None if returns_bias else bias,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=group.size() > 1 and not gathers,
+            sequence_parallel=gathers,
+            tp_group=group,
+        )
+        return out, bias if returns_bias else None
+
+    module.forward = forward
+
+
+def _multiplied(x: torch.Tensor, weight: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+    if isinstance(weight, DTensor):
+        raise RefitError(
+            "a quantized layer computes with a DTensor, so it is tensor parallel, or runs outside of the module that "
+            "fully_shard gathers it for; NVFP4 training knows FSDP alone. Use Megatron for tensor parallelism, or "
+            "leave the layer out by exclude",
+            stage="quantize",
+        )
+    x, weight = _as_autocast_has_it(x, weight)
+    return linear(x, weight, quantizer.weight_scale(weight), quantizer.input_scale(x))
+
+
+def _of_expert(
+    x: torch.Tensor,
+    stack: tuple[torch.Tensor, ...],
+    expert: int,
+    quantizer: Quantizer,
+    input_scale: torch.Tensor | None,
+    calibrating: bool,
+) -> torch.Tensor:
+    if calibrating:
+        return functional.linear(x, stack[expert])
+    x, weight = _as_autocast_has_it(x, stack[expert])
+    return linear(x, weight, quantizer.weight_scale(weight)[expert], input_scale)
+
+
+def _as_autocast_has_it(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A custom autograd function is no product that autocast knows."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, weight
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), weight.to(dtype)
+
+
+def _kept(module: nn.Module, name: str, quantizer: Quantizer) -> torch.Tensor:
+    weight = module._parameters[name]
+    assert weight is not None
+    return straight_through(weight, quantizer.kept(weight))
+
+
+@contextmanager
+def _in_place_of_parameters(module: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """The module shows ``values`` for its parameters, as ``torch.func.functional_call`` does."""
+    parameters: dict[str, Any] = module._parameters
+    kept = {name: parameters[name] for name in values}
+    parameters.update(values)
+    try:
+        yield
+    finally:
+        parameters.update(kept)
+
+
+def _normed(module: Any, config: Any, x: torch.Tensor) -> torch.Tensor:
+    """In FP32, as Transformer Engine computes it."""
+    weight = module.layer_norm_weight.float()
+    if config.layernorm_zero_centered_gamma:
+        weight = weight + 1
+    if config.normalization == "RMSNorm":
+        normed = functional.rms_norm(x.float(), (x.shape[-1],), weight, config.layernorm_epsilon)
+    else:
+        bias = module.layer_norm_bias.float()
+        normed = functional.layer_norm(x.float(), (x.shape[-1],), weight, bias, config.layernorm_epsilon)
+    return normed.to(x.dtype)

@@ -1,0 +1,44 @@
+"""``QATRefitMixin``: the refit of packed NVFP4 weights, for a trainer that trains with them.
+
+Inherit it before the mixin of your trainer; beside what that one needs, it needs ``self.qat``::
+
+    class MyWorker(QATRefitMixin, FSDPRefitMixin, MyPPOWorker):
+        refit_config = RefitConfig(bucket_mb=256, timeout_s=300)
+        refit_dtype = torch.bfloat16
+
+        def init_model(self):
+            super().init_model()
+            self.qat = quantize_module(self.model, QATConfig())
+
+The calls are those of :class:`SourceRefitMixin`. The engine has to be started from a checkpoint of the same layers in
+NVFP4, as :func:`.checkpoint.write_checkpoint` writes it.
+"""
+
+from __future__ import annotations
+
+from ....integration.errors import RefitError
+from ....integration.weights.endpoints import WeightSource
+from ..source_mixin import SourceRefitMixin
+from .model import QAT
+from .source import PackedSource
+
+
+class QATRefitMixin(SourceRefitMixin):
+    """Sends packed weights and their scales in the quantized weights' place.
+
+    Attributes:
+        qat: of the trainer's model.
+    """
+
+    qat: QAT
+
+    def _make_refit_source(self) -> WeightSource:
+        if self.qat.config.force_dynamic_quantization:
+            raise RefitError(
+                "self.qat trains with force_dynamic_quantization, so each call scales its inputs by their own maximum, and the "
+                "engines of these refits (vLLM, SGLang) have no such mode: they would take input_scale, and cut off inputs that "
+                "training did not. Nothing was sent. Train without it and calibrate, or generate with TensorRT-LLM "
+                "(docs/trtllm.md) and its force_dynamic_quantization",
+                stage="settings",
+            )
+        return PackedSource(super()._make_refit_source(), self.qat)

@@ -1,0 +1,390 @@
+"""Global scales: of weights, from their largest magnitudes over all shards and fused neighbours, and of layers' inputs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from ....integration.errors import RefitError
+from ....integration.quantize import nvfp4
+from ....integration.quantize.nvfp4_checkpoint import fused_module, input_module
+from ....integration.weights.endpoints import WeightSource, rank_device
+
+
+def maximum_over(
+    group: dist.ProcessGroup | None, size: int, work: Callable[[], torch.Tensor], what: str
+) -> torch.Tensor:
+    """The largest of all ranks of what ``work`` gives, ``[size]``; infinity where one of them is no number.
+
+    One collective, which a rank whose ``work`` raised takes part in too, so that none waits for it.
+
+    Raises:
+        RefitError: on all ranks, if ``work`` raised on any; names the rank. Without other ranks, what it raised.
+    """
+    failure: Exception | None = None
+    try:
+        values = work()
+    except Exception as error:  # whatever it is, the others must hear of it before it is raised
+        failure = error
+        values = torch.zeros(size, device=rank_device())
+    # What a maximum makes of a NaN is up to the backend.
+    values = torch.cat([values, values.new_tensor([failure is not None])]).nan_to_num(
+        nan=torch.inf, posinf=torch.inf
+    )
+    if dist.is_initialized():
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+    if not values[-1]:
+        return values[:-1]
+    if failure is not None and not dist.is_initialized():
+        raise failure
+    told: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(
+        told, "" if failure is None else f"{type(failure).__name__}: {failure}", group=group
+    )
+    rank, text = next((rank, text) for rank, text in enumerate(told) if text)
+    raise RefitError(
+        f"{what} failed on trainer rank {rank} of {len(told)}: {text}. Nothing was computed, written or sent on any rank; "
+        "the traceback is on that rank",
+        stage="quantize",
+    ) from failure
+
+
+_WRITTEN = "a weight was written after the last refresh()"
+_COMPUTING = "computing the global scales of the quantized weights"
+
+
+class WeightScales:
+    """The largest magnitudes of the matrices that the engine will have, exact, and computed once a step.
+
+    Args:
+        source: makes the rank's source; asked once, when the scales are first needed.
+        weights: names of the quantized weights, the same on all ranks.
+        group: of all trainer ranks.
+
+    Attributes:
+        generation: how often they have been refreshed.
+    """
+
+    def __init__(
+        self, source: Callable[[], WeightSource], weights: Collection[str], group: dist.ProcessGroup | None
+    ):
+        self._make_source = source
+        self._source: WeightSource | None = None
+        self._group = group
+        self._weights = frozenset(weights)
+        self.names = sorted(set(map(fused_module, weights)))
+        self._position = {name: i for i, name in enumerate(self.names)}
+        self._amax: torch.Tensor | None = None
+        self._held: dict[int, list[torch.Tensor]] = {}
+        self._storage: object = None
+        # Of what this rank holds, as it was at the last refresh.
+        self._largest = torch.empty(0)
+        self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        self._versions_of: dict[tuple[int, ...], list[tuple[torch.Tensor, int]]] = {}
+        self._stale = "they have not been computed yet"
+        self.generation = 0
+
+    def position(self, weight: str) -> int:
+        """Where the scale of a weight is."""
+        return self._position[fused_module(weight)]
+
+    def now_stale(self, why: str) -> None:
+        """Have the next use fail, unless they are refreshed before."""
+        self._stale = why
+
+    def forget(self) -> None:
+        """Keep no views of parameters, which would hold memory that they move out of; the next refresh makes them."""
+        self._held, self._storage, self._largest = {}, None, torch.empty(0)
+        self._versions, self._versions_of = {}, {}
+
+    def refresh(self) -> None:
+        """Compute them anew; one collective of all trainer ranks.
+
+        Raises:
+            RefitError: on all ranks, if a weight holds NaN or infinity, or this rank or another one can't tell.
+        """
+        self.now_stale("the last refresh() failed")
+        self._take(maximum_over(self._group, len(self.names), self._local, _COMPUTING))
+
+    def refresh_for_export(
+        self, inputs: InputScales | None, settle: Callable[[], None] | None = None
+    ) -> None:
+        """As :meth:`refresh`, in one collective with more that an export needs.
+
+        What fails beside the weights (a rank's source, inputs that were never seen) leaves the scales as they were.
+
+        Args:
+            inputs: scales to make those of all ranks.
+            settle: of the source that is exported from, which may raise on one rank alone.
+
+        Raises:
+            RefitError: on all ranks, as :meth:`refresh`, and where inputs have no scales.
+        """
+        count = len(self.names)
+
+        def work() -> torch.Tensor:
+            found = self._local()  # first, as making the source may be a collective
+            if settle is not None:
+                settle()
+            return found if inputs is None else torch.cat([found, inputs.noted()])
+
+        size = count if inputs is None else count + 2 * len(inputs.names)
+        before = self._held, self._storage, self._largest, self._versions, self._versions_of
+        try:
+            shared = maximum_over(self._group, size, work, _COMPUTING)
+        except BaseException:
+            # Else writes since the last refresh would count as seen by it.
+            self._held, self._storage, self._largest, self._versions, self._versions_of = before
+            raise
+        self._take(shared[:count])
+        if inputs is not None:
+            inputs.take(shared[count:])
+
+    def _take(self, amax: torch.Tensor) -> None:
+        """Let the weights' largest magnitudes over all ranks be the scales from now on."""
+        bad = [name for name, value in zip(self.names, amax.tolist(), strict=True) if value == torch.inf]
+        if bad:
+            self.now_stale(f"the last refresh found NaN or infinity in {bad[0]}")
+            raise RefitError(
+                f"{len(bad)} quantized weights hold NaN or infinity, the first in {bad[0]}; their blocks would be NaN, "
+                "and so would all that the engine generates. Look for a diverged step, or go back to good weights",
+                stage="quantize",
+                parameter=bad[0],
+            )
+        self._amax = amax
+        self._stale = ""
+        self.generation += 1
+
+    def check_contents(self) -> None:
+        """Have the next use fail if the largest magnitudes of what this rank holds are no longer those of the refresh.
+
+        torch counts no version where a DTensor is written by ``torch._foreach_…``, or a checkpoint is loaded into it by
+        ``torch.distributed.checkpoint.load``.
+        """
+        if not self._stale and self._held and not torch.equal(self._largest_held(), self._largest):
+            self.now_stale(_WRITTEN)
+
+    def check_versions(self, positions: tuple[int, ...]) -> None:
+        """Have the next use fail if a parameter behind these scales was written in place since the refresh."""
+        if self._stale:
+            return
+        if positions not in self._versions_of:
+            # Experts are parts of few parameters.
+            found = {
+                id(_base(t)): (t, version) for at in positions for t, version in self._versions.get(at, ())
+            }
+            self._versions_of[positions] = list(found.values())
+        if any(tensor._version != version for tensor, version in self._versions_of[positions]):
+            self.now_stale(_WRITTEN)
+
+    def of(self, positions: int | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Global scales of weights that are computed with in ``dtype``: ``weight_scale_2``, FP32.
+
+        Rounding to ``dtype`` keeps order, so the maximum of the rounded weight is the rounded maximum.
+
+        Raises:
+            RefitError: the weights may have changed since the last refresh.
+        """
+        if self._amax is None or self._stale:
+            raise RefitError(
+                f"the global scales of the quantized weights are not up to date: {self._stale}. Blocks would be cut "
+                "off, or differ from what is exported. Call refresh() on all trainer ranks after each optimizer step "
+                "and after loading weights, before the next forward pass",
+                stage="quantize",
+            )
+        return nvfp4.global_scale(self._amax[positions].to(dtype))
+
+    def _local(self) -> torch.Tensor:
+        """The largest magnitudes of what this rank holds."""
+        source = self._source = self._source or self._make_source()
+        source.settle()
+        if (storage := source.storage_key()) != self._storage:
+            self._held, self._storage = self._views(source), storage
+        self._versions = {at: [(view, view._version) for view in views] for at, views in self._held.items()}
+        self._versions_of = {}
+        amax = torch.zeros(len(self.names), device=source.device)
+        if self._held:
+            self._largest = self._largest_held()
+            positions = [at for at, views in self._held.items() for _ in views]
+            amax.scatter_reduce_(
+                0, torch.tensor(positions, device=amax.device), self._largest.to(amax.device), "amax"
+            )
+        return amax
+
+    def _largest_held(self) -> torch.Tensor:
+        """The largest magnitude of each view, by one kernel for many; infinity where it is no number."""
+        views = [view for views in self._held.values() for view in views]
+        with torch.no_grad():
+            largest = [t.to(rank_device(), torch.float32) for t in torch._foreach_norm(views, torch.inf)]
+            return torch.stack(largest).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+    def _views(self, source: WeightSource) -> dict[int, list[torch.Tensor]]:
+        held, refused = source.fragments()
+        unplaced = sorted(self._weights & refused.keys())
+        if unplaced:
+            raise RefitError(
+                f"the values of {len(unplaced)} quantized weights can't be told from this rank's parameters: "
+                f"{unplaced[0]}: {refused[unplaced[0]]}. Leave their layers out by exclude",
+                stage="quantize",
+                parameter=unplaced[0],
+            )
+        views: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for fragment in held:
+            if fragment.name in self._weights and fragment.view.numel():
+                views[self.position(fragment.name)].append(fragment.view)
+        return dict(views)
+
+
+class InputScales:
+    """The largest magnitudes of layers' inputs.
+
+    Args:
+        weights: names of the quantized weights, the same on all ranks.
+        device: of the model's computation.
+        group: of all trainer ranks.
+        dynamic: whether each call makes its own scale; the largest magnitudes are noted beside.
+    """
+
+    def __init__(
+        self, weights: Collection[str], device: torch.device, group: dist.ProcessGroup | None, dynamic: bool
+    ):
+        self.names = sorted(set(map(input_module, weights)))
+        self._position = {name: i for i, name in enumerate(self.names)}
+        self._amax = torch.zeros(len(self.names), device=device)
+        self._seen: torch.Tensor | None = None
+        self._group = group
+        self._dynamic = dynamic
+        self._calibrated = False
+
+    @property
+    def calibrating(self) -> bool:
+        """Whether inputs are looked at and left as they are."""
+        return self._seen is not None
+
+    def position(self, weight: str) -> int:
+        """Where the scale of the inputs of a weight is."""
+        return self._position[input_module(weight)]
+
+    def of(self, position: int, x: torch.Tensor) -> torch.Tensor:
+        """The global scale for ``x``, as it is passed to the layer.
+
+        Raises:
+            RefitError: it is static and was never calibrated.
+        """
+        if self._dynamic:
+            return nvfp4.global_scale(self.observe(position, x))
+        self._require_calibrated()
+        return nvfp4.global_scale(self._amax[position])
+
+    def observe(self, position: int, x: torch.Tensor) -> torch.Tensor:
+        """Note the largest magnitude of ``x``, and return it."""
+        with torch.no_grad():
+            noted = self._amax if self._seen is None else self._seen
+            seen = x.abs().amax().float().to(noted.device) if x.numel() else noted.new_zeros(())
+            noted[position] = torch.maximum(noted[position], seen)
+            return seen
+
+    @contextmanager
+    def calibration(self) -> Iterator[None]:
+        """Look at all inputs inside, and share what was seen at the end; a collective of all trainer ranks.
+
+        The scales of before stay if it fails.
+
+        Raises:
+            RefitError: on all ranks, if some layers had no inputs.
+        """
+        seen = self._seen = torch.zeros_like(self._amax)
+        try:
+            yield
+        finally:
+            self._seen = None
+        self._replace(maximum_over(self._group, len(self.names), lambda: seen, "calibration"))
+
+    def exported(self, weight: str) -> torch.Tensor:
+        """``input_scale`` of a weight: FP32 scalar.
+
+        Raises:
+            RefitError: its inputs were never seen.
+        """
+        self._require_calibrated()
+        return nvfp4.global_scale(self._amax[self.position(weight)])
+
+    def noted(self) -> torch.Tensor:
+        """What this rank brings to :meth:`take`, whose largest of all ranks that gets.
+
+        Raises:
+            RefitError: they are static and were never calibrated.
+        """
+        if not self._dynamic:
+            self._require_calibrated()
+        return torch.cat([self._amax, -self._amax])
+
+    def take(self, shared: torch.Tensor) -> None:
+        """Make what was noted that of all ranks, if scales are dynamic; static ones are so from calibration on.
+
+        Raises:
+            RefitError: on all ranks, if layers saw no inputs, or static scales differ between ranks.
+        """
+        largest, smallest = shared[: len(self.names)], -shared[len(self.names) :]
+        if self._dynamic:
+            self._replace(largest)
+        elif not torch.equal(largest, smallest):
+            at = int(torch.argmax((largest != smallest).int()))
+            raise RefitError(
+                f"trainer ranks have different scales for the inputs of {self.names[at]}, from {smallest[at]} to "
+                f"{largest[at]} as largest magnitude: they would train and send different things. Calibrate on all ranks, "
+                "or load the same saved scales on all",
+                stage="quantize",
+            )
+
+    def state_dict(self) -> dict[str, float]:
+        """The largest magnitudes by layer, as plain values."""
+        return dict(zip(self.names, self._amax.tolist(), strict=True))
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Inverse of :meth:`state_dict`.
+
+        Raises:
+            ValueError: other layers.
+        """
+        if state.keys() != set(self.names):
+            differ = sorted(state.keys() ^ set(self.names))
+            raise ValueError(
+                f"the saved scales of inputs are those of other layers; {len(differ)} differ, the first {differ[0]}. "
+                "Train with the exclude that they were saved with, or calibrate again"
+            )
+        values = [state[name] for name in self.names]
+        self._amax.copy_(torch.tensor(values))
+        self._calibrated = all(0 < value < torch.inf for value in values)
+
+    def _replace(self, amax: torch.Tensor) -> None:
+        values = amax.tolist()
+        unseen = [name for name, value in zip(self.names, values, strict=True) if not value]
+        wild = [name for name, value in zip(self.names, values, strict=True) if value == torch.inf]
+        if unseen or wild:
+            what = (
+                f"saw no inputs of {unseen[0]}" if unseen else f"saw NaN or infinity as inputs of {wild[0]}"
+            )
+            raise RefitError(
+                f"calibration {what} (and {len(unseen) + len(wild) - 1} more layers); no scale can be made for them. "
+                "Calibrate with more, or other, tokens; leave layers out that never run",
+                stage="quantize",
+            )
+        self._amax, self._calibrated = amax, True
+
+    def _require_calibrated(self) -> None:
+        if not self._calibrated:
+            raise RefitError(
+                "the global scales of the quantized layers' inputs are not known yet. Run some batches of training "
+                "data through the model inside calibrating(), on all trainer ranks, or load saved ones",
+                stage="quantize",
+            )
+
+
+def _base(tensor: torch.Tensor) -> torch.Tensor:
+    """What counts the versions of a view."""
+    return tensor if tensor._base is None else tensor._base

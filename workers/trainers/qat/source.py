@@ -1,0 +1,139 @@
+"""A trainer rank as a source of packed NVFP4 weights, shard to shard.
+
+The packed tensors of what this rank holds are kept in memory, 9/16 byte a weight, and made anew before each refit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ....integration.layout import Box, Fragment
+from ....integration.packing import Cast
+from ....integration.quantize import blocks, nvfp4
+from ....integration.quantize.nvfp4_checkpoint import packed_names
+from ....integration.weights.endpoints import WeightSource
+from ....integration.weights.manifest import TensorSpec
+from .model import QAT
+
+_BLOCK = (1, nvfp4.BLOCK)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A part of a quantized weight, and where its packed form is kept."""
+
+    name: str
+    view: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+class PackedSource:
+    """Implements :class:`rlrefit.integration.weights.endpoints.WeightSource` in place of the source of unquantized weights.
+
+    A shard that cuts no block of 16 columns gives the bytes of a slice of the whole packed weight. Other weights, and
+    those that ``source`` refuses, take the misc path, packed.
+
+    Args:
+        source: of the unquantized weights, in the engine's dtype.
+        qat: of the same model.
+
+    :meth:`settle` is a collective of all trainer ranks.
+    """
+
+    def __init__(self, source: WeightSource, qat: QAT):
+        self._source = source
+        self._qat = qat
+        self._parts: list[_Part] = []
+        self._scalars: dict[str, torch.Tensor] = {}
+        self._specs = [packed for spec in source.specs() for packed in qat.specs(spec)]
+        self._dtypes = {spec.name: spec.dtype for spec in source.specs() if spec.name in qat.weights}
+        self._origin = {packed.name: spec.name for spec in source.specs() for packed in qat.specs(spec)}
+
+    @property
+    def device(self) -> torch.device:
+        return self._source.device
+
+    def specs(self) -> list[TensorSpec]:
+        return self._specs
+
+    def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
+        held, refused = self._source.fragments()
+        for fragment in held:
+            if fragment.name in self._qat.weights and (reason := _misfit(fragment)):
+                refused[fragment.name] = reason
+        packed = [f for f in held if f.name not in self._qat.weights]
+        self._parts, self._scalars = [], {}
+        for fragment in held:
+            if fragment.name in self._qat.weights and fragment.name not in refused:
+                packed += self._pack(fragment)
+        return packed, {name: refused[origin] for name, origin in self._origin.items() if origin in refused}
+
+    def settle(self) -> None:
+        self._qat.prepare_export(self._source.settle)
+        with torch.no_grad():
+            for part in self._parts:
+                scale_2 = self._scale_2(part.name)
+                # Rounded first, where the trainer keeps it in another dtype than it is exported in.
+                weight = part.view.to(part.codes.device, self._dtypes[part.name])
+                codes, scales, _ = nvfp4.quantize(weight, scale_2)
+                part.codes.copy_(codes)
+                part.scales.copy_(scales)
+            for name, scalar in self._scalars.items():
+                scalar.copy_(self._scalar(name))
+
+    def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        wanted = set(names)
+        origins = dict.fromkeys(self._origin[name] for name in names)
+        for origin, weight in self._source.export(list(origins)):
+            for name, tensor in self._qat.packed(origin, weight):
+                if name in wanted:
+                    yield name, tensor
+
+    def storage_key(self) -> Hashable:
+        return self._source.storage_key()
+
+    def _pack(self, fragment: Fragment) -> Iterator[Fragment]:
+        rows, columns = fragment.view.shape
+        codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=self.device)
+        scales = torch.empty(rows, columns // nvfp4.BLOCK, dtype=torch.float8_e4m3fn, device=self.device)
+        self._parts.append(_Part(fragment.name, fragment.view, codes, scales))
+        n, k = fragment.full_shape
+        (down, (left, right)) = fragment.box
+        halves: Box = (down, (left // 2, right // 2))
+        names = packed_names(fragment.name)
+        yield Fragment(names.weight, (n, k // 2), halves, codes)
+        yield Fragment(
+            names.weight_scale, (n, k // nvfp4.BLOCK), blocks.scale_box(fragment.box, _BLOCK), scales
+        )
+        for name in (names.weight_scale_2, names.input_scale):
+            if name in self._origin and name not in self._scalars:
+                self._scalars[name] = torch.empty((), dtype=torch.float32, device=self.device)
+                yield Fragment(name, (), (), self._scalars[name])
+
+    def _scalar(self, name: str) -> torch.Tensor:
+        weight = self._origin[name]
+        if name == packed_names(weight).weight_scale_2:
+            return self._scale_2(weight)
+        found = self._qat.input_scale(weight)
+        assert found is not None
+        return found
+
+    def _scale_2(self, weight: str) -> torch.Tensor:
+        return self._qat.scale(weight, self._dtypes[weight])
+
+
+def _misfit(fragment: Fragment) -> str:
+    """Why a part can't be packed alone, or an empty string."""
+    if fragment.encoding is not None and not isinstance(fragment.encoding, Cast):
+        return "a rank computes it while packing, and what is computed is not quantized in the same pass"
+    if not blocks.straddled(fragment.box, fragment.full_shape, _BLOCK):
+        return ""
+    start, stop = fragment.box[1]
+    return (
+        f"a rank holds columns {start}:{stop}, which cuts blocks of {nvfp4.BLOCK} elements, so the whole weight is "
+        "packed"
+    )

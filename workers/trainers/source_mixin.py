@@ -1,0 +1,289 @@
+"""What all trainer mixins share: the methods that a training loop calls, by their contract's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch.distributed as dist
+
+from ...integration.config import RefitConfig
+from ...integration.control import Rendezvous, RendezvousServer, open_rendezvous
+from ...integration.endings import end_all
+from ...integration.errors import RefitError
+from ...integration.records.record import RefitRecord
+from ...integration.session import RefitSession
+from ...integration.weights.endpoints import WeightSource
+from ..kv_scales import AmaxRecorder, KvScaleSource, Record
+
+# Engines that are called by another one's methods.
+_KIND_OF = {"colocated_ipc": "nccl_xfer"}
+
+
+class SourceRefitMixin:
+    """Trainer side of a refit.
+
+    The order of calls, on every trainer rank:
+
+    1. ``prepare_nccl_xfer_refit_info()`` (or ``prepare_refit_info()`` for the conventional path)
+    2. ``open_refit_rendezvous(…)`` on trainer rank 0 alone; hand its result to all ranks of both sides
+    3. ``init_per_pp_refit_comm_group(rendezvous, rank)`` on all ranks of both sides at the same time
+    4. each step: ``nccl_xfer_refit(version)``, or ``broadcast_weights_for_collective(version)``
+    5. ``close_refit()``
+
+    With ``refit_config.kv_scales``, ``calibrate_kv_scales(forward)`` before a refit gives it the scales of the engine's
+    FP8 KV cache.
+    """
+
+    refit_config: RefitConfig
+    _refit_source: WeightSource | None = None
+    _refit_source_of: tuple[object, ...] = ()
+    _refit_session_of: tuple[object, ...] | None = None
+    _refit_session: RefitSession | None = None
+    _refit_server: RendezvousServer | None = None
+
+    def _make_refit_source(self) -> WeightSource:
+        raise TypeError(
+            f"{type(self).__name__} inherits SourceRefitMixin itself; inherit the mixin of your trainer, "
+            "e.g. MegatronRefitMixin"
+        )
+
+    def _watched_attention(self, record: Record) -> AbstractContextManager[None]:
+        raise TypeError(
+            f"{type(self).__name__} does not say how its attention is watched; inherit the mixin of your trainer, e.g. "
+            "MegatronRefitMixin"
+        )
+
+    def prepare_refit_info(self) -> dict[str, list[Any]]:
+        """Learn names, shapes and dtypes of all weights. A collective of all trainer ranks.
+
+        Returns:
+            Hugging Face name to ``[shape, dtype name]``, in the order of the export.
+        """
+        specs = (spec.to_json() for spec in self._prepared_source().specs())
+        return {name: [shape, dtype] for name, shape, dtype in specs}
+
+    def prepare_nccl_xfer_refit_info(self) -> dict[str, Any]:
+        """Learn names and shapes, and derive this rank's fragments. A collective of all trainer ranks.
+
+        Returns:
+            ``{"weights": number of weights, "fragments": number of local fragments,
+            "refused": {name: reason}}``; the route of each weight is settled with the engine when the
+            ranks meet, and stands in ``refit_manifest`` afterwards.
+        """
+        source = self._prepared_source()
+        fragments, refused = source.fragments()
+        return {"weights": len(source.specs()), "fragments": len(fragments), "refused": refused}
+
+    def open_refit_rendezvous(
+        self, host: str, train_ranks: int, gen_ranks: int, epoch: int = 0
+    ) -> dict[str, Any]:
+        """Start the meeting point of an epoch on this rank; trainer rank 0 only.
+
+        Args:
+            host: address of this host as the other ranks reach it.
+            train_ranks: number of trainer ranks.
+            gen_ranks: number of generation ranks over all replicas.
+            epoch: number of the membership.
+
+        Returns:
+            What the other ranks need, as plain data. It holds the secret that admits them: hand it over by a way
+            that others can't read, and keep it out of logs.
+
+        Raises:
+            RefitError: the configured port is taken, or ``host`` is not this host's address.
+        """
+        self._close_epoch()
+        self._refit_server = open_rendezvous(
+            host, train_ranks, gen_ranks, epoch=epoch, port=self.refit_config.port
+        )
+        return self._refit_server.rendezvous.to_json()
+
+    def init_per_pp_refit_comm_group(
+        self, rendezvous: dict[str, Any], rank: int, engine: str = "nccl_xfer"
+    ) -> dict[str, Any]:
+        """Meet the other ranks, agree on weights and plan, and make communicators.
+
+        One group serves all pipeline stages: the plan names a peer for every segment, so a stage
+        talks to the engine ranks that want its layers and to nobody else.
+
+        Args:
+            rendezvous: what ``open_refit_rendezvous`` returned on trainer rank 0.
+            rank: this rank in the refit world, trainers first.
+            engine: ``nccl_xfer``; ``colocated_ipc``, the same through memory of the one host that all ranks are on; or
+                ``packed_broadcast`` for the conventional path.
+
+        Returns:
+            ``{"bulk": …, "misc": …, "unused": …}`` numbers of weights, and ``"misc_reasons"``.
+
+        Raises:
+            RefitMismatch, PlanError, RefitTimeout, PeerLost: nothing has been written then.
+        """
+        self._close_session()
+        self._refit_session = RefitSession.open(
+            Rendezvous.from_json(rendezvous),
+            rank,
+            self._prepared_source,
+            self.refit_config,
+            engine=engine,
+        )
+        self._refit_session_of = self._refit_source_of
+        return describe_manifest(self._refit_session)
+
+    def calibrate_kv_scales(
+        self,
+        forward: Callable[[], object],
+        *,
+        margin: float = 1.05,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, float]:
+        """Run ``forward`` and return scales for what goes through the attention of each layer meanwhile.
+
+        A scale is the largest magnitude, over all ranks, times ``margin`` / 448, the largest value of float8_e4m3fn: the
+        rule of NeMo-RL's calibration, whose margin is 1.05 too; what exceeds it later is clipped by the engine. All
+        that is computed counts, the padding of a batch too. A collective of all trainer ranks, and one of ``group``.
+
+        Args:
+            forward: forward passes over calibration batches, with or without gradients: those that compute
+                log-probabilities, say. On every rank with its own part.
+            margin: at least 1.
+            group: all trainer ranks; None for the default group.
+
+        Returns:
+            ``model.layers.N.self_attn.k_scale``, ``v_scale`` and ``q_scale`` of each layer that ran, the same on all
+            ranks, for ``kv_scales`` of :meth:`nccl_xfer_refit`.
+
+        Raises:
+            RefitError: ``refit_config.kv_scales`` is false; the attention can't be watched; activations are not finite.
+        """
+        source = self._scaled_source()
+        recorder = AmaxRecorder(source.layers, source.device)
+        with self._watched_attention(recorder.record):
+            forward()
+        return recorder.scales(margin, group)
+
+    def nccl_xfer_refit(self, version: int, kv_scales: Mapping[str, float] | None = None) -> dict[str, Any]:
+        """Send all weights once, shard to shard, and commit ``version`` with the engine.
+
+        Args:
+            version: number of these weights.
+            kv_scales: scales of the engine's FP8 KV cache, by name; the same on all trainer ranks, of which rank 0's
+                travel. None leaves the previous ones.
+
+        Returns:
+            This rank's :class:`RefitRecord` as plain data.
+
+        Raises:
+            RefitError: and its kinds; the engine is dirty if it was being written. Unknown or missing scales, or
+                scales without ``refit_config.kv_scales``, are found before anything is.
+        """
+        return self._refit("nccl_xfer", version, kv_scales).to_json()
+
+    def broadcast_weights_for_collective(
+        self, version: int, kv_scales: Mapping[str, float] | None = None
+    ) -> dict[str, Any]:
+        """Send all weights once over the conventional packed broadcast; as :meth:`nccl_xfer_refit`."""
+        return self._refit("packed_broadcast", version, kv_scales).to_json()
+
+    def refit_healthy(self) -> bool:
+        """Whether an epoch is open and can go on: nothing has failed, and no other rank has gone."""
+        return self._refit_session is not None and self._refit_session.healthy()
+
+    def close_refit(self) -> None:
+        """End the epoch on this rank, free its communicators and buffers, and let go of the model.
+
+        To be called on every trainer rank: what was learned of the model is learned anew for the next epoch, by all.
+        """
+        self._close_epoch()
+        self._refit_source, self._refit_source_of = None, ()
+
+    def _close_epoch(self) -> None:
+        server, self._refit_server = self._refit_server, None
+        end_all([self._close_session, *([] if server is None else [server.close])])
+
+    def _close_session(self) -> None:
+        session, self._refit_session, self._refit_session_of = self._refit_session, None, None
+        if session is not None:
+            session.close()
+
+    def _prepared_source(self) -> WeightSource:
+        if self._refit_source is None or not self._is_still(self._refit_source_of):
+            self._refit_source = None
+            parts = self._refit_model_parts()
+            source = self._make_refit_source()
+            if not self._is_still(parts):
+                raise RefitError(
+                    f"self.model or self.bridge of {type(self).__name__} is another object at each access, so that nobody can "
+                    "tell whether the model was built anew. Nothing has moved; keep one, and hand out that",
+                    stage="settings",
+                )
+            self._refit_source_of = parts
+            self._refit_source = KvScaleSource(source) if self.refit_config.kv_scales else source
+        return self._refit_source
+
+    def _is_still(self, parts: tuple[object, ...]) -> bool:
+        """Whether the worker's model is made of these objects; one that was built anew (resumed, grown) isn't."""
+        now = self._refit_model_parts()
+        return len(parts) == len(now) and all(map(is_, parts, now))
+
+    def _refit_model_parts(self) -> tuple[object, ...]:
+        model = getattr(self, "model", None)
+        chunks = model if isinstance(model, list | tuple) else [model]
+        return (*chunks, getattr(self, "bridge", None))
+
+    def _scaled_source(self) -> KvScaleSource:
+        source = self._prepared_source()
+        if not isinstance(source, KvScaleSource):
+            raise RefitError(
+                "scales of the KV cache were asked for or given, but they do not travel: this trainer was prepared with "
+                "policy.refit.kv_scales=false. Nothing was written; set it to true on all ranks of both sides",
+                stage="kv_scales",
+            )
+        return source
+
+    def _refit(self, engine: str, version: int, kv_scales: Mapping[str, float] | None = None) -> RefitRecord:
+        session = open_session(self._refit_session, engine)
+        return session.refit(version, before=partial(self._before, session, kv_scales))
+
+    def _before(self, session: RefitSession, kv_scales: Mapping[str, float] | None) -> None:
+        if self._refit_session_of is not None and not self._is_still(self._refit_session_of):
+            raise RefitError(
+                f"self.model or self.bridge of {type(self).__name__} is not the one that the ranks met with, and the old "
+                "weights would be sent. Nothing was written. Open a new epoch (open_refit_rendezvous, "
+                "init_per_pp_refit_comm_group) after the model was built anew",
+                stage="export",
+                rank=session.world.rank,
+            )
+        if kv_scales is not None:
+            self._give(session, kv_scales)
+
+    def _give(self, session: RefitSession, kv_scales: Mapping[str, float]) -> None:
+        wanted = {spec.name for spec in session.manifest.specs("misc")}
+        self._scaled_source().give(kv_scales, wanted)
+
+
+def open_session(session: RefitSession | None, engine: str) -> RefitSession:
+    """The session, if it is open and carries ``engine``, or a kind of it.
+
+    Raises:
+        RuntimeError: it is not; says which call is missing.
+    """
+    if session is None or engine not in (session.engine.name, _KIND_OF.get(session.engine.name)):
+        found = "no session is open" if session is None else f"the session carries {session.engine.name}"
+        raise RuntimeError(
+            f"a refit over {engine} was asked for, but {found}; call "
+            f"init_per_pp_refit_comm_group(rendezvous, rank, engine={engine!r}) on all ranks of both sides first"
+        )
+    return session
+
+
+def describe_manifest(session: RefitSession) -> dict[str, Any]:
+    """Routes of a session as plain data."""
+    manifest = session.manifest
+    return {
+        **{route: len(manifest.specs(route)) for route in ("bulk", "misc", "unused")},
+        "misc_reasons": {e.spec.name: e.reason for e in manifest if e.route == "misc"},
+    }
