@@ -68,6 +68,8 @@ def test_any_layout_lands_bit_for_bit_with_and_without_relays_and_gaps_in_any_nu
     for endpoint, has_gaps in zip((*sources, *destinations), gaps, strict=False):
         if not has_gaps:
             contiguous(endpoint)
+    # Each of the buckets as large as with NCCL, so that every peer has room for one element.
+    bucket_bytes *= pace.buckets // NCCL_PACE.buckets
     setting = Setting(bucket_bytes, lanes, "full", fan_out, pace=pace)
     results = run_threads(specs, sources, destinations, refit_versions(1, 2), setting)
     raise_failures(results)
