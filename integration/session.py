@@ -26,6 +26,7 @@ from typing import cast
 
 import torch
 
+from .comm.waiting import wait_until
 from .config import RefitConfig
 from .control import Rendezvous
 from .control.channel import Channel
@@ -38,9 +39,6 @@ from .weights.endpoints import WeightDestination, WeightSource
 from .weights.manifest import Manifest
 
 logger = logging.getLogger(__name__)
-
-# Seconds between looks at the device's progress, and between looks at the other ranks meanwhile.
-_PAUSE, _WATCH_EVERY = 2e-5, 0.5
 
 
 class ServingState:
@@ -360,31 +358,23 @@ class RefitSession:
             raise
 
     def _await_device(self) -> None:
-        """Wait until what this refit gave the device is done: only then has this rank sent or written all.
-
-        Polled, since torch's own waits have no limit and would not see that another rank has given up.
-        """
+        """Wait until the device has done this refit's work: only then has this rank sent or written all."""
         device = self._endpoint.device
         if device.type != "cuda":
             return
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(device))
-        start = time.monotonic()
-        next_watch = start + _WATCH_EVERY
-        while not done.query():
-            now = time.monotonic()
-            if now - start > self._channel.timeout_s:
-                raise RefitTimeout(
-                    f"the device did not finish this refit's work within {self._channel.timeout_s:.0f} s of the host; "
-                    "a kernel of it, or one that was queued before it, hangs. Raise policy.refit.timeout_s if other "
-                    "work on the same stream takes that long",
-                    stage="transfer",
-                    rank=self.world.rank,
-                )
-            if now >= next_watch:
-                self._channel.check_abort("transfer")
-                next_watch = now + _WATCH_EVERY
-            time.sleep(_PAUSE)
+        limit = self._channel.timeout_s
+
+        def late() -> RefitTimeout:
+            return RefitTimeout(
+                f"the device did not finish this refit's work within {limit:.0f} s. One of its kernels, or one queued "
+                "before them, hangs. Raise policy.refit.timeout_s if other work on the same stream takes that long",
+                stage="transfer",
+                rank=self.world.rank,
+            )
+
+        wait_until(done.query, limit, "transfer", self._channel.check_abort, late)
 
     def _peak_extra_bytes(self, memory_before: int) -> int:
         """What is held between refits, and the larger of what this one is known and was seen to take beside it."""

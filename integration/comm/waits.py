@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Never, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ..errors import PeerLost, RefitError, RefitTimeout
+from .waiting import wait_until
 
 logger = logging.getLogger(__name__)
 
-# Seconds between looks at a GPU's progress, and between looks at the other ranks meanwhile.
-_PAUSE = 2e-5
-_WATCH_EVERY = 0.5
 # Seconds that giving up a communicator may itself take; it can be stuck in its set-up.
 _ABORT_WITHIN = 10.0
 
@@ -79,18 +76,14 @@ class GroupWaits:
             PeerLost: a connection broke, or another rank gave up.
             RefitTimeout: they did not happen in time. The communicators are given up then.
         """
-        start = time.monotonic()
-        next_watch = start + _WATCH_EVERY
-        for event in events:
-            # Polled, and not left to CUDA's wait: meanwhile another rank's abort can be seen.
-            while not event.query():
-                now = time.monotonic()
-                if now - start > self.timeout.total_seconds():
-                    self._run_out(stage)
-                if now >= next_watch:
-                    self._look_around(stage)
-                    next_watch = now + _WATCH_EVERY
-                time.sleep(_PAUSE)
+        pending = list(reversed(events))
+
+        def happened() -> bool:
+            while pending and pending[-1].query():
+                pending.pop()
+            return not pending
+
+        self._wait_until(happened, stage)
         self._raise_nccl_errors(stage)
 
     def abort(self) -> bool:
@@ -125,27 +118,24 @@ class GroupWaits:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        while True:
-            thread.join(max(0.0, min(_WATCH_EVERY, deadline - time.monotonic())))
-            if not thread.is_alive():
-                break
-            if time.monotonic() > deadline:
-                self._run_out(stage)
-            self._look_around(stage)
+        self._wait_until(lambda: not thread.is_alive(), stage, thread.join)
         self._raise_nccl_errors(stage)
         for failure in failures:
             raise failure
         return made[0]
 
-    def _run_out(self, stage: str) -> Never:
-        # Or the kernel would spin on, and the next synchronisation of the device never return.
-        self.abort()
-        raise RefitTimeout(
-            f"{self.wire} did not finish within {self.timeout.total_seconds():.0f} s; a peer is late, stuck or gone",
-            stage=stage,
-            rank=self.rank,
-        )
+    def _wait_until(
+        self, done: Callable[[], bool], stage: str, pause: Callable[[float], object] | None = None
+    ) -> None:
+        limit = self.timeout.total_seconds()
+
+        def late() -> RefitTimeout:
+            # Or the kernel would spin on, and the next synchronisation of the device never return.
+            self.abort()
+            what = f"{self.wire} did not finish within {limit:.0f} s; a peer is late, stuck or gone"
+            return RefitTimeout(what, stage=stage, rank=self.rank)
+
+        wait_until(done, limit, stage, self._look_around, late, pause)
 
     def _look_around(self, stage: str) -> None:
         self._raise_nccl_errors(stage)

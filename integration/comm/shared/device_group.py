@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -16,6 +15,7 @@ from ...errors import PeerLost, RefitError
 from ...gpu_memory.buckets import OwnBuckets, PeerBuckets
 from ...gpu_memory.driver import DriverError, call, on_device
 from ..exchanges import Exchange, Parcel
+from ..waiting import ends_within
 from .device_exchange import DeviceExchange
 from .device_link import LANE_WORD_BYTES, DeviceLink
 from .group import SharedGroup
@@ -30,7 +30,6 @@ MOST_BUCKET_BYTES = 32 << 20
 MOST_SHARED_BYTES = 128 << 20
 # Driver calls under way: a stream's queue holds some thousand, and a call blocks without a limit where it is full.
 _MOST_CALLS = 512
-_PAUSE = 2e-5
 # Seconds for which an aborted group waits for its own streams.
 _DRAIN_WITHIN = 10.0
 # What the GPU may use for ever.
@@ -137,15 +136,18 @@ class DeviceGroup(SharedGroup):
 
     def _drain(self, within_s: float, *, release: bool) -> bool:
         """Wait until all that was enqueued has ended; whether it has. ``release``: ends waits for peers."""
-        deadline = time.monotonic() + within_s
+
+        def ended() -> bool:
+            if all(event.query() for event, _ in self._under_way):
+                return True
+            # Again and again: counts of peers that have not given up yet can still come.
+            for link in chain(*self._links.values()) if release else ():
+                link.release()
+            return False
+
         try:
-            while not all(event.query() for event, _ in self._under_way):
-                # Again and again: counts of peers that have not given up yet can still come.
-                for link in chain(*self._links.values()) if release else ():
-                    link.release()
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(_PAUSE)
+            if not ends_within(ended, within_s):
+                return False
         except torch.AcceleratorError as error:
             logger.warning("rank %d lost its GPU: %s", self.rank, error)
             return False

@@ -5,20 +5,18 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...errors import PeerLost, RefitTimeout
 from ..exchanges import Exchange, Parcel
+from ..waiting import PAUSE_S, wait_until
 from .host_link import HostLink
 
 if TYPE_CHECKING:
     from .host_group import HostGroup
-
-# Seconds between looks at the other ranks during a wait, and between looks at a GPU's progress.
-_WATCH_EVERY = 0.5
-_PAUSE = 2e-5
 
 
 class HostExchange(Exchange):
@@ -34,28 +32,24 @@ class HostExchange(Exchange):
             return
         self._group.connect(self.peers)
         limit = self._group.timeout.total_seconds()
-        start = time.monotonic()
-        next_watch = start + _WATCH_EVERY
         flows = self._flows()
-        while flows:
-            moved = sum([flow.step() for flow in flows])
-            flows = [flow for flow in flows if flow.left]
-            if moved or not flows:
-                continue
+
+        def done() -> bool:
+            while sum([flow.step() for flow in flows]):
+                flows[:] = [flow for flow in flows if flow.left]
             self._require_peers(flows, stage)
-            now = time.monotonic()
-            if now - start > limit:
-                late = sorted({flow.link.peer for flow in flows})
-                raise RefitTimeout(
-                    f"the exchange with group ranks {late} did not end within {limit:.0f} s; they are late, stuck, or "
-                    "were not called. Raise policy.refit.timeout_s if they are only slow",
-                    stage=stage,
-                    rank=self._group.rank,
-                )
-            if now >= next_watch:
-                self._group.look_around(stage)
-                next_watch = now + _WATCH_EVERY
-            _pause(flows, min(next_watch, start + limit) - now)
+            return not flows
+
+        def late() -> RefitTimeout:
+            peers = sorted({flow.link.peer for flow in flows})
+            return RefitTimeout(
+                f"the exchange with group ranks {peers} did not end within {limit:.0f} s; they are late, stuck, or were not "
+                "called. Raise policy.refit.timeout_s if they are only slow",
+                stage=stage,
+                rank=self._group.rank,
+            )
+
+        wait_until(done, limit, stage, self._group.look_around, late, partial(_pause, flows))
 
     def _start(self) -> None:
         self.start("transfer")
@@ -146,7 +140,7 @@ class Flow:
 def _pause(flows: Sequence[Flow], limit_s: float) -> None:
     """Until a signal comes, but for ``limit_s`` at most; or for a moment, while a GPU copies."""
     if any(flow.copying for flow in flows):
-        time.sleep(_PAUSE)
+        time.sleep(PAUSE_S)
         return
     waiting = select.poll()
     for flow in flows:

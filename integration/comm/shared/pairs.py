@@ -6,7 +6,6 @@ import json
 import os
 import select
 import socket
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
@@ -18,12 +17,12 @@ from torch._C._distributed_c10d import Store
 from ...endings import end_all
 from ...errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
 from ...gpu_memory.descriptors import DescriptorServer, fetch
+from ..waiting import wait_until
 from .segment import Segment
 
 _STAGE = "process group"
 # What the higher rank says once it has mapped the memory.
 _HERE = b"h"
-_WATCH_EVERY = 0.5
 
 
 class Pair:
@@ -140,14 +139,18 @@ def open_pairs(
 
 
 def _await(pair: Pair, rank: int, timeout_s: float, watch: Callable[[str], None]) -> None:
-    deadline = time.monotonic() + timeout_s
     connection = pair.connections[0]
     waiting = select.poll()
     waiting.register(connection, select.POLLIN)
-    while not waiting.poll(1e3 * _WATCH_EVERY):
-        if time.monotonic() > deadline:
-            raise _never_came(pair.peer, rank, timeout_s)
-        watch(_STAGE)
+    wait_until(
+        lambda: bool(waiting.poll(0)),
+        timeout_s,
+        _STAGE,
+        watch,
+        lambda: _never_came(pair.peer, rank, timeout_s),
+        # In milliseconds, rounded up: 0 would not wait at all.
+        lambda limit_s: waiting.poll(max(1.0, 1e3 * limit_s)),
+    )
     if connection.recv(len(_HERE)) != _HERE:
         raise PeerLost(
             f"group rank {pair.peer} ended or gave up as it came to share memory", stage=_STAGE, rank=rank

@@ -1,0 +1,55 @@
+"""The one way in which a rank waits: it polls, within a limit, and looks at the other ranks meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+# Seconds between two looks at what is waited for, and between two looks at the other ranks.
+PAUSE_S = 2e-5
+_WATCH_EVERY = 0.5
+
+
+def wait_until(
+    done: Callable[[], bool],
+    timeout_s: float,
+    stage: str,
+    watch: Callable[[str], object],
+    late: Callable[[], Exception],
+    pause: Callable[[float], object] | None = None,
+) -> None:
+    """Wait until ``done()`` is true.
+
+    CUDA's, gloo's and Python's own waits have no limit, or do not see that another rank has given up.
+
+    Args:
+        done: polled; it may do a part of the work each time.
+        timeout_s: limit of the whole wait, in seconds from this call.
+        stage: given to ``watch``.
+        watch: called twice a second; raises if another rank has given up.
+        late: called once the limit has passed; its error is raised.
+        pause: waits between two polls, for the given number of seconds at most. Without it the thread sleeps for 20 µs.
+    """
+    start = time.monotonic()
+    next_watch = start + _WATCH_EVERY
+    while not done():
+        now = time.monotonic()
+        if now - start > timeout_s:
+            raise late()
+        if now >= next_watch:
+            watch(stage)
+            next_watch = now + _WATCH_EVERY
+        if pause is None:
+            time.sleep(PAUSE_S)
+        else:
+            pause(max(0.0, min(next_watch, start + timeout_s) - now))
+
+
+def ends_within(done: Callable[[], bool], limit_s: float) -> bool:
+    """Whether ``done()`` becomes true within ``limit_s`` seconds; for a rank that gives up and looks at no other."""
+    deadline = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(PAUSE_S)
+    return True
