@@ -24,10 +24,10 @@ from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import EngineDirty, RefitError, RefitTimeout
 from rlrefit.integration.session import RefitSession, ServingState
+from rlrefit.workers.engines.common.guard import WeightsGuard, call_before
 from rlrefit.workers.engines.sglang.async_driver import AsyncSglangRefit
 from rlrefit.workers.engines.sglang.callers import SETTINGS, Answer, EngineCaller, HttpCaller, Step
 from rlrefit.workers.engines.sglang.driver import SglangRefit
-from rlrefit.workers.engines.sglang.guard import WeightsGuard
 from rlrefit.workers.engines.sglang.loader import LOADER, load, refusing, serving
 from rlrefit.workers.engines.sglang.sender import SglangSender
 
@@ -570,13 +570,14 @@ def test_a_batch_over_weights_that_are_not_whole_is_stopped() -> None:
             return f"logits of {batch}"
 
     runner, state = Runner(), ServingState()
-    guard = WeightsGuard(runner, state)
+    guard = WeightsGuard(state)
+    call_before(runner, "forward", lambda *_, **__: guard.require_whole())
     assert runner.forward("a batch") == "logits of a batch"
     state.mark_dirty(3)
     with pytest.raises(EngineDirty, match="refit 3 began"):
         runner.forward("a batch")
     state.commit(3)
-    guard.discard("a level 2 sleep discarded the weights")
+    guard.discarded("a level 2 sleep discarded the weights")
     with pytest.raises(EngineDirty, match="level 2"):
         runner.forward("a batch")
     guard.refitted()

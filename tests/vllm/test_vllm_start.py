@@ -22,7 +22,7 @@ from rlrefit.workers.engines.vllm import compat, plugin, preemption, updates, wa
 from rlrefit.workers.engines.vllm.answers import answer, raise_refit_errors
 from rlrefit.workers.engines.vllm.compat import REFIT, WEIGHT_TRANSFER, Needed, require_supported_vllm
 from rlrefit.workers.engines.vllm.destination import Routes
-from rlrefit.workers.engines.vllm.guard import WeightsGuard
+from rlrefit.workers.engines.vllm.guard import guard_worker
 from rlrefit.workers.engines.vllm.reload import ScopedReload
 from rlrefit.workers.engines.vllm.token_versions import TokenVersions
 from rlrefit.workers.engines.vllm.worker_process import Refitted, guard_loaded_models
@@ -228,7 +228,7 @@ class _Worker(Refitted):
 def worker() -> Any:
     worker = _Worker()
     worker.state = ServingState()
-    worker.guard = WeightsGuard(worker, worker.state)
+    worker.guard = guard_worker(worker, worker.state)
     return worker
 
 

@@ -15,9 +15,9 @@ from ....integration.colocated.memory import MemoryWatch, empty_cache
 from ....integration.quantize.formats import to_json
 from ....integration.weights.manifest import TensorSpec
 from ..common.destination_mixin import DestinationRefitMixin
+from ..common.guard import WeightsGuard, call_before
 from ..vllm.answers import answer
 from .destination import SglangDestination
-from .guard import WeightsGuard
 
 _ATTRIBUTE = "_rlrefit_worker_refit"
 COMMANDS = frozenset(
@@ -91,8 +91,10 @@ class WorkerRefit(DestinationRefitMixin):
         self._runner = runner
         self._rank = int(runner.ps.tp_rank)
         dummy = str(runner.server_args.load_format).endswith("dummy")
-        undefined = "the engine was started with load_format=dummy" if dummy else ""
-        self.guard = WeightsGuard(runner, self.refit_state, undefined)
+        self.guard = WeightsGuard(self.refit_state, dummy)
+        # The driver keeps an engine paused that may not generate. A batch that comes all the same, because another caller
+        # resumed it, ends the scheduler, as every error there does: tokens of undefined weights would be worse.
+        call_before(runner, "forward", lambda *_, **__: self.guard.require_whole())
 
     @staticmethod
     def of(runner: Any) -> WorkerRefit:
@@ -209,7 +211,7 @@ class WorkerRefit(DestinationRefitMixin):
 
     def discard(self, why: str) -> dict[str, Any]:
         """The weights' memory is about to go, and nothing keeps them."""
-        self.guard.discard(why)
+        self.guard.discarded(why)
         return {}
 
     @cached_property

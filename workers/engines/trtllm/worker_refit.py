@@ -8,7 +8,7 @@ while another computed it would leave the other waiting in a collective.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from ....integration.colocated.memory import MemoryWatch
+from ....integration.colocated.stages import KV_CACHE
 from ....integration.errors import RefitError, RefitMismatch
 from ....integration.session import ServingState
 from ....integration.weights.endpoints import rank_device
 from ....integration.weights.manifest import TensorSpec, dtype_name
+from ..common.guard import WeightsGuard, call_after, call_before
 from . import compat
-from .guard import WeightsGuard
 from .payload import APPROVED, Entry, Imports, decode
 from .peers import Peers
 
@@ -100,7 +101,7 @@ class WorkerRefit:
         self.device = rank_device()
         self.memory = MemoryWatch(self.device)
         self.state = ServingState()
-        self.guard = WeightsGuard(worker, self.state)
+        self.guard = _guarded(worker, self.state)
 
     def begin(self, version: int, specs: Sequence[TensorSpec] | None) -> None:
         """Forbid steps until ``version`` has committed. A refit that was left unfinished is given up.
@@ -317,6 +318,27 @@ class WorkerRefit:
             if arriving is not None:
                 arriving.failed = f"{type(error).__name__}: {error}"
             raise
+
+
+def _guarded(worker: Any, state: ServingState) -> WeightsGuard:
+    """Guard a worker's weights from here on: its ``sleep`` and ``wakeup``, and its model engine's ``forward``, are wrapped."""
+    load_format = getattr(worker.llm_args, "load_format", "")
+    guard = WeightsGuard(state, dummy="dummy" in str(getattr(load_format, "name", load_format)).lower())
+
+    def slept(sleep_tags: Iterable[str]) -> None:
+        guard.slept(sleep_tags)
+        if guard.asleep - {KV_CACHE}:
+            # Unless TensorRT-LLM's configuration says so when it starts, a sleep does not keep weights.
+            guard.discarded("weights of the engine have slept, which does not keep them")
+
+    def woke(wakeup_tags: Iterable[str]) -> None:
+        guard.woke(wakeup_tags)
+
+    # TensorRT-LLM answers all running requests with the error's text; some versions' executors end with it.
+    call_before(worker.engine.model_engine, "forward", lambda *_, **__: guard.require_servable())
+    call_after(worker, "sleep", slept)
+    call_after(worker, "wakeup", woke)
+    return guard
 
 
 def _given(tensor: torch.Tensor, *_: object) -> torch.Tensor:

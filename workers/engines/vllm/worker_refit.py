@@ -12,7 +12,7 @@ from ....integration.errors import RefitError
 from ..common.destination_mixin import DestinationRefitMixin
 from .compat import require_supported_runner
 from .destination import VllmDestination
-from .guard import WeightsGuard
+from .guard import guard_worker
 from .kv_scales import VllmScaledCache
 from .lora import VllmAdapterDestination
 
@@ -29,7 +29,7 @@ class WorkerRefit(DestinationRefitMixin):
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._scaled_cache: VllmScaledCache | None = None
-        self.guard = WeightsGuard(worker, self.refit_state)
+        self.guard = guard_worker(worker, self.refit_state)
 
     @staticmethod
     def of(worker: Any) -> WorkerRefit:
