@@ -32,7 +32,7 @@ from .control import Rendezvous
 from .control.channel import Channel
 from .control.world import RefitWorld
 from .endings import end_all
-from .engine import CheckpointEngine, SendResult, make_engine
+from .engine.refit import Moved, RefitEngine
 from .errors import EngineDirty, RefitError, RefitMismatch, RefitTimeout
 from .records.record import RefitRecord, StageClock
 from .weights.endpoints import WeightDestination, WeightSource
@@ -93,7 +93,7 @@ class RefitSession:
         self,
         world: RefitWorld,
         channel: Channel,
-        engine: CheckpointEngine,
+        engine: RefitEngine,
         endpoint: WeightSource | WeightDestination,
         manifest: Manifest,
         state: ServingState,
@@ -129,7 +129,8 @@ class RefitSession:
             make_endpoint: makes a source on trainer ranks, a destination on generation ranks; called here, so
                 that the other ranks hear of it if it fails.
             config: the same on all ranks, but for ``timeout_s`` and ``port``.
-            engine: name of a registered checkpoint engine.
+            engine: ``nccl_xfer``; ``colocated_ipc``, the same through memory of the one host that all ranks are on; or
+                ``packed_broadcast``, where every weight takes the misc path.
             state: serving state of the engine, kept over epochs; generation ranks only.
 
         Raises:
@@ -142,20 +143,20 @@ class RefitSession:
         world = RefitWorld(rank, rendezvous.train_ranks, rendezvous.gen_ranks, rendezvous.epoch)
         start = time.monotonic()
         channel = Channel(rendezvous, world, config.timeout_s)
-        checkpoint_engine: CheckpointEngine | None = None
+        refit_engine: RefitEngine | None = None
         try:
             with channel.within(start):
-                checkpoint_engine = make_engine(engine, config, world, channel)
+                refit_engine = RefitEngine(engine, config, world, channel)
                 _agree_on_settings(channel, engine, config)
                 endpoint = make_endpoint()
-                manifest = checkpoint_engine.prepare(endpoint)
-                checkpoint_engine.init_process_group()
+                manifest = refit_engine.prepare(endpoint)
+                refit_engine.init_process_group()
                 session = RefitSession(
-                    world, channel, checkpoint_engine, endpoint, manifest, state or ServingState()
+                    world, channel, refit_engine, endpoint, manifest, state or ServingState()
                 )
                 channel.barrier("ready")
         except BaseException as error:  # an interrupt, too: the others would wait for their whole limit
-            opened = [] if checkpoint_engine is None else [partial(checkpoint_engine.finalize, failed=True)]
+            opened = [] if refit_engine is None else [partial(refit_engine.finalize, failed=True)]
             _give_up(error, channel, opened, [channel.close])
             raise
         if rank == 0:
@@ -165,8 +166,8 @@ class RefitSession:
                 world.train_ranks,
                 world.gen_ranks,
                 engine,
-                checkpoint_engine.transport_name,
-                f" ({checkpoint_engine.transport_reason})" if checkpoint_engine.transport_reason else "",
+                refit_engine.transport_name,
+                f" ({refit_engine.transport_reason})" if refit_engine.transport_reason else "",
                 len(manifest.specs("bulk")),
                 manifest.bytes_of("bulk") / 1e6,
                 len(manifest.specs("misc")),
@@ -300,7 +301,7 @@ class RefitSession:
             self.engine.rebind()
             self._meet_to_write(f"follow/{self._follows}", version)
 
-    def _move(self, version: int, *, may_be_void: bool) -> tuple[SendResult, bool]:
+    def _move(self, version: int, *, may_be_void: bool) -> tuple[Moved, bool]:
         """Move all weights, and meet; what this rank moved, and whether it counts for nothing on any rank.
 
         ``may_be_void``: what is no number may be what lies where a trainer's weights no longer are, and is moved once more.

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from ..comm.torch_group import Group
+from ..comm.shared.opening import Wire, open_group
+from ..comm.torch_group import Group, members
+from ..config import RefitConfig
+from ..control.channel import Channel
+from ..endings import end_all
 from ..errors import RefitMismatch, VerificationError
 from ..packing import Checksums, make_checksums
 from ..plan import CHECKSUM_BYTES, aligned
@@ -87,6 +92,35 @@ class PackedBroadcast:
         self._buckets = lay_out(specs, bucket_bytes)
         self.nbytes = sum(spec.nbytes for spec in specs)
         self.staging_bytes = max((b.nbytes + CHECKSUM_BYTES for b in self._buckets), default=0)
+
+    @staticmethod
+    def open(
+        channel: Channel, wire: Wire, specs: Sequence[TensorSpec], config: RefitConfig, device: torch.device
+    ) -> PackedBroadcast:
+        """The broadcast of ``specs`` from trainer rank 0, with a group of its own; all ranks of the epoch at the same time.
+
+        Raises:
+            RefitTimeout, PeerLost: some rank did not take part.
+        """
+        world = channel.world
+        place = members([0, *world.destinations], world.rank)
+        bucket_bytes = config.bucket_bytes if device.type == "cuda" else min(config.bucket_bytes, MOST_ON_CPU)
+        group = None
+        if specs and place is not None:
+            room = min(bucket_bytes, sum(spec.nbytes for spec in specs))
+            group = open_group(channel, wire, "misc", place, device, 1, room)
+            try:
+                group.prepare_broadcast(0)
+            except BaseException as error:
+                end_all([partial(group.close, failed=True)], error)
+                raise
+        return PackedBroadcast(group, specs, bucket_bytes, world.rank, config.verify, channel.turn)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Close the group; safe to call twice. ``failed``: peers may be gone."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close(failed=failed)
 
     def send(self, weights: Iterator[tuple[str, torch.Tensor]], clock: StageClock) -> None:
         """Draw the tensors from a trainer's export and broadcast them; a drain on ranks without a group.

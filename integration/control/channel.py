@@ -39,8 +39,6 @@ class Channel:
     """Votes and meetings among the ranks of one epoch; used from one thread.
 
     Attributes:
-        shared_wire: whether the groups of this epoch go through memory that the ranks of its host share, even where
-            NCCL or gloo could join them.
         held_back: topic of the last meeting of which the rendezvous has answered that it let no rank through; empty
             before. A connection that breaks, or an interrupt, leaves open whether others went on.
     """
@@ -63,7 +61,6 @@ class Channel:
         self._rendezvous = rendezvous
         self._connection = Connection(rendezvous, world.rank, timeout_s)
         self._store: GroupStore | None = None
-        self.shared_wire = False
         self.held_back = ""
 
     @property

@@ -1,27 +1,39 @@
-"""How the ranks of an epoch come to know the same weights, before anything moves."""
+"""What all ranks of an epoch compare before anything moves, and again whenever storage has moved.
+
+Segments, messages and the bytes in them are made of names, boxes, dtypes and formats. So the ranks agree on the trainer's
+weights, on the formats in which the engine wants them, and on the plan. What a rank said of its fragments then has to hold
+for the whole epoch: a weight that changed would be read as something else on the other end.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from functools import partial
-from typing import cast
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, cast
 
+import numpy as np
 import torch
 
-from ..broadcast.packed import MOST_ON_CPU, PackedBroadcast
-from ..comm.shared.opening import agree_on_wire, open_group
-from ..comm.torch_group import Group, members
 from ..config import RefitConfig
 from ..control.channel import Channel
-from ..endings import end_all
 from ..errors import RefitMismatch
-from ..weights.endpoints import WeightDestination, WeightSource
-from ..weights.manifest import TensorSpec, first_difference
-from .shared_scales import CutSlots, SharedScales
+from ..layout import Box, Fragment, Misfit, volume
+from ..quantize.formats import Format, from_json, to_json, wire_specs
+from ..weights.endpoints import StoresQuantized, WeightDestination, WeightSource
+from ..weights.holdings import Positions, decode_positions, encode_positions
+from ..weights.manifest import TensorSpec, dtype_name, first_difference
+from ..weights.quantizing import QuantizingSource
+from ..weights.routing import SAY_REFIT_DTYPE
 
 _MODULUS = 1 << 256
+_START_IN_BLOCKS = (
+    "Start the engine from a checkpoint or with a configuration of block-scaled FP8 weights, or set "
+    "policy.refit.trainer_quantize_fp8 to false"
+)
+# Name, full shape, box, and the dtype of what travels, which is not always that of the storage.
+_Row = tuple[str, tuple[int, ...], Box, torch.dtype]
 
 
 def agree_on_specs(channel: Channel, endpoint: WeightSource | WeightDestination) -> list[TensorSpec]:
@@ -109,44 +121,228 @@ def specs_digest(specs: Sequence[TensorSpec], config: RefitConfig) -> str:
     return hashlib.sha256(body.encode()).hexdigest()
 
 
-def make_shared_scales(channel: Channel, slots: CutSlots, device: torch.device) -> SharedScales | None:
-    """What makes the scales of blocks that trainer ranks cut; None where none are cut, and on generation ranks."""
+def agree_on_formats[E: WeightSource | WeightDestination](
+    channel: Channel, config: RefitConfig, endpoint: E, specs: Sequence[TensorSpec]
+) -> tuple[E, list[TensorSpec], dict[str, Format]]:
+    """Replace the weights that the engine stores quantized by what travels in their place.
+
+    Args:
+        channel: of the epoch.
+        config: says whether the trainer quantizes; the same on all ranks.
+        endpoint: of this rank.
+        specs: as the trainer exports them.
+
+    Returns:
+        The endpoint, on a trainer rank one that quantizes; what travels; the formats of the weights that do so as codes.
+
+    Raises:
+        RefitMismatch: on every rank. No engine rank stores anything quantized; two store one weight differently; a
+            weight can't be held in the format that its engine has.
+    """
+    if not config.trainer_quantize_fp8:
+        return endpoint, list(specs), {}
     world = channel.world
-    if not slots.count:
-        return None
-    # All ranks of the epoch find the wire.
-    wire = agree_on_wire(channel, "scales", device)
-    place = members(world.sources, world.rank)
-    if place is None:
-        return None
-    if world.train_ranks == 1:
-        return SharedScales(slots, device, None)
-    group = open_group(channel, wire, "scales", place, device, 1, slots.count * 4 * (world.train_ranks - 1))
-    scales = SharedScales(slots, device, group)
+    wanted: dict[str, Format] = {}
+    engine: object = endpoint
+    if not world.is_source and isinstance(engine, StoresQuantized):
+        wanted = engine.quantized(specs)
+    formats = _merge(channel, specs, channel.vote("formats", _pack(wanted, specs)))
+    wire = _wire(channel, specs, formats)
+    if world.is_source:
+        return cast(E, QuantizingSource(cast(WeightSource, endpoint), formats)), wire, formats
+    return endpoint, wire, formats
+
+
+def _pack(wanted: dict[str, Format], specs: Sequence[TensorSpec]) -> list[list[Any]]:
+    """``[format, positions]`` each, as plain data."""
+    positions = {spec.name: i for i, spec in enumerate(specs)}
+    found: dict[Format, list[int]] = defaultdict(list)
+    for name, format in wanted.items():
+        found[format].append(positions[name])
+    return [
+        [to_json(format), encode_positions(np.array(sorted(indices), dtype=np.int64))]
+        for format, indices in found.items()
+    ]
+
+
+def _merge(
+    channel: Channel, specs: Sequence[TensorSpec], answers: Sequence[list[list[Any]]]
+) -> dict[str, Format]:
+    """Each weight's format, in the order of ``specs``."""
+    known: list[Format] = []
+    chosen = np.full(len(specs), -1, dtype=np.int64)
+    first = np.zeros(len(specs), dtype=np.int64)
+    merged: set[str] = set()
+    for rank, answer in enumerate(answers):
+        for entry in answer:
+            # The ranks of one engine, and engines that are alike, say the same.
+            text = json.dumps(entry)
+            if text in merged:
+                continue
+            merged.add(text)
+            format, indices = _read(channel, rank, entry, len(specs))
+            if format not in known:
+                known.append(format)
+            number = known.index(format)
+            odd = indices[(chosen[indices] >= 0) & (chosen[indices] != number)]
+            if odd.size:
+                index = int(odd[0])
+                raise RefitMismatch(
+                    f"{channel.world.describe(int(first[index]))} stores it as {known[chosen[index]]} and "
+                    f"{channel.world.describe(rank)} as {format}, but it is quantized once for all; nothing was written. "
+                    "Start all engines alike",
+                    stage="handshake",
+                    rank=channel.world.rank,
+                    parameter=specs[index].name,
+                )
+            first[indices[chosen[indices] < 0]] = rank
+            chosen[indices] = number
+    if not known:
+        raise RefitMismatch(
+            f"policy.refit.trainer_quantize_fp8 is true, but no engine rank stores a weight in a format that the trainer "
+            f"makes; nothing was written. {_remedy(specs)}",
+            stage="handshake",
+            rank=channel.world.rank,
+        )
+    return {specs[index].name: known[chosen[index]] for index in np.flatnonzero(chosen >= 0).tolist()}
+
+
+def _read(channel: Channel, rank: int, entry: object, count: int) -> tuple[Format, Positions]:
     try:
-        scales.connect()
-    except BaseException as error:
-        end_all([partial(group.close, failed=True)], error)
-        raise
-    return scales
+        if not isinstance(entry, list) or len(entry) != 2:
+            raise TypeError("no pair of a format and positions")
+        return from_json(entry[0]), decode_positions(entry[1], count)
+    except (TypeError, ValueError) as error:
+        raise RefitMismatch(
+            f"{channel.world.describe(rank)} tells its weights' formats in words unknown here: {error}. Do all ranks run "
+            "the same rlrefit?",
+            stage="handshake",
+            rank=channel.world.rank,
+        ) from error
 
 
-def make_packed_broadcast(
-    channel: Channel, specs: Sequence[TensorSpec], config: RefitConfig, device: torch.device
-) -> tuple[PackedBroadcast, Group | None]:
-    """The broadcast of ``specs`` from trainer rank 0, and its group (None on ranks outside of it)."""
-    world = channel.world
-    place = members([0, *world.destinations], world.rank)
-    bucket_bytes = config.bucket_bytes if device.type == "cuda" else min(config.bucket_bytes, MOST_ON_CPU)
-    group = None
-    if specs:
-        wire = agree_on_wire(channel, "misc", device)
-        if place is not None:
-            room = min(bucket_bytes, sum(spec.nbytes for spec in specs))
-            group = open_group(channel, wire, "misc", place, device, 1, room)
-            try:
-                group.prepare_broadcast(0)
-            except BaseException as error:
-                end_all([partial(group.close, failed=True)], error)
-                raise
-    return PackedBroadcast(group, specs, bucket_bytes, world.rank, config.verify, channel.turn), group
+def require_stored_so(channel: Channel, fragments: Sequence[Fragment], formats: Mapping[str, Format]) -> None:
+    """Check that this engine rank stores as codes what travels as codes, because another engine does.
+
+    Raises:
+        RefitMismatch: it stores a weight otherwise, and would take codes for numbers.
+    """
+    for fragment in fragments:
+        if fragment.name in formats and fragment.dtype != torch.float8_e4m3fn:
+            raise RefitMismatch(
+                f"another engine stores it as {formats[fragment.name]} and {channel.world.describe(channel.world.rank)} as "
+                f"{dtype_name(fragment.dtype)}, but all get the same; nothing was written. Start all engines alike, or set "
+                "policy.refit.trainer_quantize_fp8 to false",
+                stage="handshake",
+                rank=channel.world.rank,
+                parameter=fragment.name,
+            )
+
+
+def _remedy(specs: Sequence[TensorSpec]) -> str:
+    """By what stands in the way: an engine of FP8 names no weight that comes in a dtype which nobody quantizes."""
+    matrices = [spec for spec in specs if len(spec.shape) == 2]
+    if matrices and all(spec.dtype == torch.float32 for spec in matrices):
+        return f"The trainer exports it in float32, of which no blocks are made. {SAY_REFIT_DTYPE}"
+    return _START_IN_BLOCKS
+
+
+def _wire(channel: Channel, specs: Sequence[TensorSpec], formats: dict[str, Format]) -> list[TensorSpec]:
+    travelling: list[TensorSpec] = []
+    for spec in specs:
+        try:
+            travelling += wire_specs(spec, formats[spec.name]) if spec.name in formats else [spec]
+        except ValueError as error:
+            raise RefitMismatch(
+                f"the engine stores it quantized, which the trainer can't make of it: {error}. {_remedy([spec])}",
+                stage="handshake",
+                rank=channel.world.rank,
+                parameter=spec.name,
+            ) from error
+    return travelling
+
+
+class AgreedFragments:
+    """This rank's fragments as they were when the ranks agreed.
+
+    Args:
+        fragments: of this rank.
+        left_out: names of weights that may change, since nothing was made of this rank's fragments of them.
+    """
+
+    def __init__(self, fragments: Sequence[Fragment], left_out: Collection[str]):
+        self._left_out = frozenset(left_out)
+        self._rows = _rows(fragments, self._left_out)
+        self._asked = 0
+
+    def again(
+        self, channel: Channel, ask: Callable[[], tuple[list[Fragment], dict[str, str]]]
+    ) -> list[Fragment]:
+        """This rank's fragments where they lie now. Called on all ranks at the same time.
+
+        Args:
+            channel: of the epoch.
+            ask: for the fragments, and the weights that must not go shard to shard, with reasons.
+
+        Raises:
+            RefitMismatch: on every rank, if a weight changed on any: names the first such rank and its first such weight.
+        """
+        fragments: list[Fragment] = []
+        try:
+            fragments, refused = ask()
+            changed = self._changed(fragments, refused)
+        except Misfit as error:
+            changed = error.name, str(error)
+        topic = f"unchanged/{self._asked}"
+        self._asked += 1
+        if channel.barrier(topic, flag=changed is not None):
+            rank, name, how = next(
+                (rank, *told) for rank, told in enumerate(channel.vote(f"{topic}/by", changed)) if told
+            )
+            raise RefitMismatch(
+                f"this weight changed on {channel.world.describe(rank)} since the ranks met: {how}. The plan was made for "
+                "what it was, and its bytes would be read as something else, so nothing was written. Undo the change, or let "
+                "all ranks meet in a new epoch",
+                stage="bind",
+                rank=channel.world.rank,
+                parameter=name,
+                blamed=rank,
+            )
+        return fragments
+
+    def _changed(self, fragments: Sequence[Fragment], refused: Mapping[str, str]) -> tuple[str, str] | None:
+        """The first weight that is not as it was, and how it differs."""
+        rows = _rows(fragments, self._left_out | refused.keys())
+        # Endpoints tell them in one order, so that this is all, nearly always.
+        if rows == self._rows:
+            return None
+        before, now = _by_name(self._rows), _by_name(rows)
+        for name in dict.fromkeys((*before, *now)):
+            if before[name] != now[name]:
+                found = refused.get(name) or _listed(now[name])
+                return name, f"it was {_listed(before[name])}, and is now {found}"
+        return None
+
+
+def _rows(fragments: Sequence[Fragment], left_out: Collection[str]) -> list[_Row]:
+    # Subclasses (vLLM's parameters) would run their own code for each dtype.
+    with torch._C.DisableTorchFunctionSubclass():
+        return [(f.name, f.full_shape, f.box, f.dtype) for f in fragments if f.name not in left_out]
+
+
+def _by_name(rows: Sequence[_Row]) -> dict[str, list[_Row]]:
+    """Each weight's rows by their boxes, whatever order they were told in; none without elements."""
+    found: dict[str, list[_Row]] = defaultdict(list)
+    for row in rows:
+        if volume(row[2]):
+            found[row[0]].append(row)
+    for parts in found.values():
+        parts.sort(key=lambda row: row[2])
+    return found
+
+
+def _listed(rows: Sequence[_Row]) -> str:
+    if not rows:
+        return "not held here"
+    parts = ", ".join(f"{dtype_name(dtype)}{list(shape)} {box}" for _, shape, box, dtype in rows[:3])
+    return parts if len(rows) <= 3 else f"{parts} and {len(rows) - 3} parts more"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..comm.shared.opening import Wire
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..control.world import RefitWorld
@@ -34,6 +35,7 @@ class BulkPath:
     def __init__(
         self,
         channel: Channel,
+        wire: Wire,
         config: RefitConfig,
         device: torch.device,
         plan: Plan | BroadcastPlan,
@@ -46,6 +48,7 @@ class BulkPath:
 
         Args:
             channel: of the epoch.
+            wire: of the transport's communicators.
             config: the same on all ranks.
             device: of the parameters.
             plan: this rank's.
@@ -61,7 +64,7 @@ class BulkPath:
         self.name, self.reason = chosen
         self._falls_back = config.transport == "auto" and self.name != FALLBACK
         self._make = partial(
-            make_transport, channel=channel, device=device, plan=plan, config=config, lends=lends
+            make_transport, channel=channel, wire=wire, device=device, plan=plan, config=config, lends=lends
         )
         self._transport = self._make(self.name)
         try:

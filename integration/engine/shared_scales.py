@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..comm.torch_group import Group
+from ..comm.shared.opening import Wire, open_group
+from ..comm.torch_group import Group, members
+from ..control.channel import Channel
+from ..endings import end_all
 from ..errors import PlanError
 from ..layout import Box, Fragment, box_of, coverage_gap, intersect, subtract_all, volume
 from ..packing.encoded import EncodedPair, EncodedView, Encoder, make_encoders
@@ -88,6 +92,30 @@ class SharedScales:
         self._group = group
         # Sizes of FP32 numbers have the order of their bits, NaN above all.
         self._row = torch.zeros(slots.count, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def open(channel: Channel, wire: Wire, slots: CutSlots, device: torch.device) -> SharedScales | None:
+        """With a group of all trainer ranks; None where no blocks are cut, and on generation ranks.
+
+        Raises:
+            PeerLost, RefitTimeout: a trainer rank does not take part.
+        """
+        world = channel.world
+        place = members(world.sources, world.rank)
+        if not slots.count or place is None:
+            return None
+        if world.train_ranks == 1:
+            return SharedScales(slots, device, None)
+        group = open_group(
+            channel, wire, "scales", place, device, 1, slots.count * 4 * (world.train_ranks - 1)
+        )
+        scales = SharedScales(slots, device, group)
+        try:
+            scales.connect()
+        except BaseException as error:
+            end_all([partial(group.close, failed=True)], error)
+            raise
+        return scales
 
     def connect(self) -> None:
         """Connect to the other trainer ranks; all of them at the same time.

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from ..comm.shared.opening import agree_on_wire, open_group, shared_gpu
+from ..comm.shared.opening import Wire, open_group, shared_gpu
 from ..comm.torch_group import Group
 from ..config import RefitConfig
 from ..control.channel import Channel
@@ -66,6 +66,7 @@ def choose(transport: str, told: Sequence[object], train_ranks: int) -> tuple[st
 def make_transport(
     transport: str,
     channel: Channel,
+    wire: Wire,
     device: torch.device,
     plan: Plan | BroadcastPlan,
     config: RefitConfig,
@@ -74,7 +75,7 @@ def make_transport(
 ) -> Transport:
     """A transport by name, for a plan of its kind, with communicators of its own; all ranks at the same time.
 
-    ``lends``: whether this rank gives the memory of its parameters back between refits.
+    ``wire``: of its communicators, if it has some. ``lends``: whether this rank gives the memory of its parameters back between refits.
 
     Raises:
         ValueError: no transport has that name.
@@ -83,7 +84,6 @@ def make_transport(
     world = channel.world
 
     def group(lanes: int) -> Group:
-        wire = agree_on_wire(channel, "bulk", device)
         return open_group(channel, wire, "bulk", (world.rank, world.size), device, lanes, config.bucket_bytes)
 
     if transport == "p2p" and isinstance(plan, Plan):

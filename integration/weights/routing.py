@@ -6,13 +6,24 @@ engine rank refuses it, and the dtypes on both sides are equal. Whatever nobody 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
+from ..quantize.formats import CUTS_BLOCKS, Format
 from .holdings import Holdings
 from .manifest import Manifest, ManifestEntry, Route, TensorSpec, dtype_name
+
+logger = logging.getLogger(__name__)
+
+_LARGE_SHARE = 0.05
+# Of weights that are exported in FP32 for an engine of another dtype.
+SAY_REFIT_DTYPE = (
+    "Tell the source the engine's dtype, to which shards are cast as they are packed: refit_dtype = torch.bfloat16 of "
+    "FSDPRefitMixin, FSDPSource(model, torch.bfloat16)"
+)
 
 
 def decide_routes(
@@ -43,13 +54,29 @@ def decide_routes(
     return Manifest(tuple(entries))
 
 
-def is_nccl_xfer_param(manifest: Manifest, name: str) -> bool:
-    """Whether ``name`` travels shard to shard under ``manifest``.
+def warn_of_misc(manifest: Manifest, formats: Mapping[str, Format]) -> None:
+    """Warn where more than a twentieth of the bytes are gathered and sent whole for the trainer's dtype or its layout.
 
-    Raises:
-        KeyError: the manifest does not know the name.
+    What the engine can't take in place, its own ranks tell.
+
+    Args:
+        manifest: as all ranks agreed on it.
+        formats: of the weights that travel as codes and scales.
     """
-    return manifest[name].route == "bulk"
+    misc = [entry for entry in manifest if entry.route == "misc"]
+    of_quantized = {name + end for name, format in formats.items() for end in ("", format.scale_name_end)}
+    cut = [entry for entry in misc if entry.spec.name in of_quantized and CUTS_BLOCKS in entry.reason]
+    wide = [
+        entry for entry in misc if entry.spec.dtype == torch.float32 and entry.spec.name not in of_quantized
+    ]
+    _warn(
+        manifest,
+        cut,
+        "a trainer rank's shard cuts their blocks of scales",
+        "Choose a layout whose shards are whole blocks, or compare with "
+        "trainer_quantize_fp8=false, which sends shards of BF16",
+    )
+    _warn(manifest, wide, "they are exported in float32, which the engine does not keep", SAY_REFIT_DTYPE)
 
 
 def _refusals(count: int, side: Sequence[Holdings], who: str) -> dict[int, str]:
@@ -81,3 +108,20 @@ def _coverage(
                     f"{who} stores {dtype_name(group.dtype)}, the export is {dtype_name(specs[position].dtype)}",
                 )
     return held, odd
+
+
+def _warn(manifest: Manifest, entries: list[ManifestEntry], why: str, remedy: str) -> None:
+    nbytes, total = sum(e.spec.nbytes for e in entries), sum(e.spec.nbytes for e in manifest)
+    if nbytes <= _LARGE_SHARE * total:
+        return
+    logger.warning(
+        "%.0f%% of the weights (%.1f MB of %.1f) do not go shard to shard: every refit gathers them and sends them whole to "
+        "each engine rank, since %s. First %s: %s. %s",
+        100 * nbytes / total,
+        nbytes / 1e6,
+        total / 1e6,
+        why,
+        entries[0].spec.name,
+        entries[0].reason,
+        remedy,
+    )

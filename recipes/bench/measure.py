@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from ...integration.control import Rendezvous, RendezvousServer, open_rendezvous
-from ...integration.engine import NcclXferEngine
 from ...integration.plan import Plan
 from ...integration.records.record import STAGES, RefitRecord
 from ...integration.session import RefitSession
@@ -169,7 +168,7 @@ def refits(scene: Scene, transport: str) -> RefitResult:
         }
         return RefitResult(
             transport=session.engine.transport_name,
-            reason=cast(NcclXferEngine, session.engine).transport_reason,
+            reason=session.engine.transport_reason,
             timing=Timing.of(ranks.maxima(seconds)),
             stages={stage: taken for stage, taken in stages.items() if taken},
             host_seconds=median(ranks.maxima(record.host_seconds for record in timed)),
@@ -189,7 +188,7 @@ def refits(scene: Scene, transport: str) -> RefitResult:
 
 def _pair_bytes(scene: Scene, session: RefitSession) -> Ints | None:
     """As of :class:`RefitResult`, from the messages of all ranks' own plans."""
-    ranks, plan = scene.ranks, cast(NcclXferEngine, session.engine).plan
+    ranks, plan = scene.ranks, session.engine.plan
     if not isinstance(plan, Plan):
         return None
     sent = np.zeros((ranks.size, ranks.size), dtype=np.int64)

@@ -20,7 +20,7 @@ import torch
 
 from rlrefit.integration.control import Rendezvous, RendezvousServer, open_rendezvous
 from rlrefit.integration.control.channel import Channel
-from rlrefit.integration.engine.nccl_xfer import NcclXferEngine
+from rlrefit.integration.engine.refit import RefitEngine
 from rlrefit.integration.errors import EngineDirty, RefitError
 from rlrefit.integration.session import RefitSession, ServingState
 
@@ -179,7 +179,7 @@ class Hand:
             "send_weights": "transfer",
             "receive_weights": "transfer",
         }.items():
-            self._patch(NcclXferEngine, method, window)
+            self._patch(RefitEngine, method, window)
         for method in ("barrier", "vote"):
             self._patch_meetings(method)
         return self

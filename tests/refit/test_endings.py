@@ -215,7 +215,7 @@ def test_after_a_failure_every_step_is_taken_and_the_cause_is_raised(monkeypatch
         monkeypatch.setattr(Group, "close", failing_close)
         error, _ = ended(session, 1)
         session.engine.finalize = finalize if rank == ENGINE else session.engine.finalize  # type: ignore[method-assign]
-        return error, session.engine._bulk, session.engine._misc_group  # type: ignore[attr-defined]
+        return error, session.engine._bulk, session.engine._misc  # type: ignore[attr-defined]
 
     results = run_world(sources, destinations, body)
     error, *left = results[ENGINE]

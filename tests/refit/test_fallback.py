@@ -10,7 +10,7 @@ import torch
 from rlrefit.integration.comm.torch_group import Group
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.control.channel import Channel
-from rlrefit.integration.engine import bulk, nccl_xfer
+from rlrefit.integration.engine import bulk, refit
 from rlrefit.integration.errors import PeerLost, RefitError, TransportUnavailable
 from rlrefit.integration.plan import Plan
 from rlrefit.integration.session import RefitSession
@@ -40,10 +40,17 @@ class OnceShareable(P2PTransport):
 
 
 def make(
-    transport: str, channel: Channel, device: torch.device, plan: Any, config: RefitConfig, *, lends: bool
+    transport: str,
+    channel: Channel,
+    wire: Any,
+    device: torch.device,
+    plan: Any,
+    config: RefitConfig,
+    *,
+    lends: bool,
 ) -> Transport:
     if transport != "ipc":
-        return make_transport(transport, channel, device, plan, config, lends=lends)
+        return make_transport(transport, channel, wire, device, plan, config, lends=lends)
     rank = channel.world.rank
     group = Group(channel.store, "one-sided", rank, RANKS, device, channel.timeout_s, channel.check_abort)
     return OnceShareable(group, rank, plan, config.verify)
@@ -73,7 +80,7 @@ def test_auto_goes_on_over_p2p_when_a_rank_can_not_be_reached_any_more(
     monkeypatch: pytest.MonkeyPatch, refuses: range, carried_by: list[str]
 ) -> None:
     monkeypatch.setattr(bulk, "make_transport", make)
-    monkeypatch.setattr(nccl_xfer, "choose", lambda *_: ("ipc", "the test says so"))
+    monkeypatch.setattr(refit, "choose", lambda *_: ("ipc", "the test says so"))
     monkeypatch.setattr(OnceShareable, "refuses", refuses)
     config = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full")
     results = run_world(*world(RANKS - 2), four_refits, config)
@@ -87,7 +94,7 @@ def test_a_transport_that_was_asked_for_by_name_ends_the_refit_on_all_ranks_with
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bulk, "make_transport", make)
-    monkeypatch.setattr(nccl_xfer, "choose", lambda *_: ("ipc", "asked for"))
+    monkeypatch.setattr(refit, "choose", lambda *_: ("ipc", "asked for"))
     monkeypatch.setattr(OnceShareable, "refuses", range(2, 9))
     config = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full", transport="ipc")
     results = run_world(*world(RANKS - 2), four_refits, config)

@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 from rlrefit.integration import session as session_module
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.control.channel import Channel
-from rlrefit.integration.engine import SendResult
-from rlrefit.integration.engine import base as engine_registry
-from rlrefit.integration.engine.nccl_xfer import NcclXferEngine
+from rlrefit.integration.engine.refit import Moved, RefitEngine
 from rlrefit.integration.errors import (
     EngineDirty,
     PeerLost,
@@ -479,7 +477,7 @@ def test_a_closed_session_refuses_and_closes_twice_without_harm() -> None:
     assert run_world(sources, destinations, body) == [True] * 3
 
 
-class LooksLate(NcclXferEngine):
+class LooksLate(RefitEngine):
     """Trainers look for their weights once they have sent them, as those do that write from memory which is surely there.
 
     Attributes:
@@ -491,7 +489,7 @@ class LooksLate(NcclXferEngine):
     def stale(self) -> bool:
         return not self.world.is_source and super().stale()
 
-    def send_weights(self, version: int, clock: StageClock) -> SendResult:
+    def send_weights(self, version: int, clock: StageClock) -> Moved:
         sent = super().send_weights(version, clock)
         self.found.append(self._have_moved())
         return dataclasses.replace(sent, void=self.found[-1])
@@ -500,7 +498,7 @@ class LooksLate(NcclXferEngine):
 def test_weights_that_a_trainer_finds_elsewhere_after_it_sent_them_are_moved_once_more_before_anything_commits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(engine_registry._REGISTRY, "looks_late", LooksLate)
+    monkeypatch.setattr(session_module, "RefitEngine", LooksLate)
     monkeypatch.setattr(LooksLate, "found", [])
 
     def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
@@ -511,14 +509,14 @@ def test_weights_that_a_trainer_finds_elsewhere_after_it_sent_them_are_moved_onc
             seen.append((refit_changed(session, endpoint, version)[1], session.state.version))
         return seen
 
-    ends = run_world(*world(2), body, engine="looks_late")
+    ends = run_world(*world(2), body)
     assert ends[2:] == [[([], 1), ([], 2), ([], 3)]] * (len(ends) - 2)
     # Two trainers, and one refit twice.
     assert sorted(LooksLate.found) == [False] * 7 + [True]
 
 
 def test_weights_that_move_in_every_refit_end_it_and_nothing_commits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(engine_registry._REGISTRY, "looks_late", LooksLate)
+    monkeypatch.setattr(session_module, "RefitEngine", LooksLate)
     monkeypatch.setattr(LooksLate, "_have_moved", lambda engine: True)
 
     def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
@@ -526,7 +524,7 @@ def test_weights_that_move_in_every_refit_end_it_and_nothing_commits(monkeypatch
             session.refit(1)
         return session.state.dirty, session.state.version
 
-    assert run_world(*world(2), body, engine="looks_late")[2:] == [(True, -1)] * 2
+    assert run_world(*world(2), body)[2:] == [(True, -1)] * 2
 
 
 @pytest.mark.parametrize("moved", [0, 2])
@@ -611,8 +609,8 @@ def test_peak_memory_adds_what_a_refit_takes_to_what_is_held(
     # The allocator's peak counts what is taken in the refit, and not what was held before.
     monkeypatch.setattr(session_module, "_memory_mark", lambda device: 5000)
     monkeypatch.setattr(session_module, "_memory_peak", lambda device: 5000 + seen)
-    monkeypatch.setattr(NcclXferEngine, "held_bytes", 1000)
-    monkeypatch.setattr(NcclXferEngine, "staging_bytes", 1300)
+    monkeypatch.setattr(RefitEngine, "held_bytes", 1000)
+    monkeypatch.setattr(RefitEngine, "staging_bytes", 1300)
     for [(record, _, _)] in run_world(sources, destinations, refit_versions(1)):
         assert record.peak_extra_bytes == expected
 

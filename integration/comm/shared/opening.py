@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
-from typing import Any
 
 import torch
 
 from ...control.channel import Channel
-from ...errors import RefitError, RefitMismatch
-from ...gpu_memory.availability import availability, facts
+from ...errors import RefitError
+from ...gpu_memory.availability import availability
 from ..torch_group import Group
 from .device_group import MOST_BUCKET_BYTES as MOST_ON_DEVICE
 from .device_group import MOST_SHARED_BYTES, DeviceGroup
@@ -106,29 +105,6 @@ def _obstacle(told: Sequence[object]) -> str:
         if not able:
             return f"refit rank {a} can't map GPU memory of refit rank {b} (of these two, {reason})"
     return ""
-
-
-def agree_on_wire(channel: Channel, name: str, device: torch.device) -> Wire:
-    """The wire of a group, the same on all ranks; all ranks of the epoch call it, in the group or not.
-
-    Args:
-        channel: of the epoch.
-        name: of the group, unique in the epoch.
-        device: of this rank's parameters.
-
-    Raises:
-        RefitError: as :func:`choose_wire`.
-        RefitMismatch: what a rank told can't be read.
-    """
-    answers = channel.vote(f"wire/{name}", {"gpu": facts(device), "asked": channel.shared_wire})
-    if not all(isinstance(answer, dict) for answer in answers):
-        raise RefitMismatch(
-            "a rank describes its GPU in a form that can't be read; nothing was written. Do all ranks run the same rlrefit?",
-            stage="process group",
-            rank=channel.world.rank,
-        )
-    told: list[Any] = [answer.get("gpu") for answer in answers]
-    return choose_wire(told, any(answer.get("asked") is True for answer in answers))
 
 
 def open_group(

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ....integration.engine.misc_share import SAY_REFIT_DTYPE
 from ....integration.errors import PlanError
 from ....integration.weights.manifest import dtype_name
+from ....integration.weights.routing import SAY_REFIT_DTYPE
 from ..common.loader_trace.codes import unscaled_casts
 from ..common.loader_trace.trace import LoaderTrace, Manifest
 from ..common.loader_trace.unreached import REMEDY, in_words, stale_parameters

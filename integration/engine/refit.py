@@ -1,0 +1,404 @@
+"""The refit engine: how weights get from a trainer's ranks into an engine's, once per refit.
+
+Bulk weights go shard to shard. All others go over the packed broadcast: gathered in full, into the engine's own
+``load_weights``. On the conventional path that is every weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from ..broadcast.packed import PackedBroadcast
+from ..comm.shared.opening import choose_wire, gpu_identity
+from ..config import RefitConfig
+from ..control.channel import Channel
+from ..control.world import RefitWorld, host_identity
+from ..endings import end_all
+from ..errors import RefitError, RefitMismatch
+from ..layout import Fragment
+from ..plan import GLOO_PACE, NCCL_PACE, BroadcastPlan, Plan, Topology, analyse, plan_broadcast
+from ..quantize.formats import Format
+from ..records.record import StageClock
+from ..transport import TransferResult, choose, facts
+from ..weights.endpoints import WeightDestination, WeightSource, gives_memory_back, holdings_of
+from ..weights.holdings import Holdings, HoldingsReader, SpecTable
+from ..weights.manifest import Manifest, ManifestEntry, TensorSpec
+from ..weights.routing import warn_of_misc
+from ..weights.scale_watch import ScaleWatch
+from .agreement import (
+    AgreedFragments,
+    agree_on_digest,
+    agree_on_formats,
+    agree_on_plan,
+    agree_on_specs,
+    require_stored_so,
+    specs_digest,
+)
+from .bulk import BulkPath
+from .shared_scales import CutSlots, SharedScales
+
+# Of an export that goes beside the bulk path: above the routers of the largest model that fits on one host.
+_MOST_URGENT_BYTES = 128 << 20
+
+
+class Way(NamedTuple):
+    """How an engine refits.
+
+    Attributes:
+        shared_memory: its groups go through memory that the ranks of one host share, even where NCCL or gloo could join
+            them. Without it they do so only where two ranks share a GPU.
+        all_misc: every weight takes the misc path.
+    """
+
+    shared_memory: bool = False
+    all_misc: bool = False
+
+
+# By the names that callers give and records hold.
+WAYS = {
+    "nccl_xfer": Way(),
+    "colocated_ipc": Way(shared_memory=True),
+    "packed_broadcast": Way(all_misc=True),
+}
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one rank moved in one refit, in bytes; ``void`` if all of it counts for nothing, and has to be moved again."""
+
+    bytes_bulk: int
+    bytes_misc: int
+    bytes_verified: int
+    void: bool = False
+
+
+class RefitEngine:
+    """Compiles both sides' fragments into a plan once per epoch and replays it every refit.
+
+    Lifecycle: ``prepare`` → ``init_process_group`` → (``send_weights`` | ``receive_weights``)* → ``finalize``. The first two
+    run once per epoch, on all ranks at the same time.
+
+    Args:
+        name: one of :data:`WAYS`.
+        config: the same on all ranks, but for ``timeout_s`` and ``port``.
+        world: membership seen from this rank.
+        channel: of the epoch.
+
+    Raises:
+        ValueError: there is no way of that name; lists those that there are.
+    """
+
+    def __init__(self, name: str, config: RefitConfig, world: RefitWorld, channel: Channel):
+        if name not in WAYS:
+            raise ValueError(f"there is no refit engine {name!r}; use {', '.join(WAYS)}")
+        self.name = name
+        self.way = WAYS[name]
+        self.config = config
+        self.world = world
+        self.channel = channel
+        self.plan: Plan | BroadcastPlan
+        self._chosen = ("broadcast", "") if self.way.all_misc else (config.transport, "")
+        self._bulk: BulkPath | None = None
+        self._misc: PackedBroadcast | None = None
+        self._shared_scales: SharedScales | None = None
+        self._urgent: torch.cuda.Stream | None = None
+
+    def prepare(self, endpoint: WeightSource | WeightDestination) -> Manifest:
+        """Learn what exists on all ranks and agree on it.
+
+        Raises:
+            RefitMismatch: ranks disagree; names the first weight that differs.
+            PlanError: bytes that nobody sends or two would write.
+            RefitError: the ranks are not on one host, and the way is through its memory.
+        """
+        places = self._places(endpoint.device)
+        specs = agree_on_specs(self.channel, endpoint)
+        self._endpoint, specs, formats = agree_on_formats(self.channel, self.config, endpoint, specs)
+        self._scales = ScaleWatch(formats, self.world.rank)
+        # The engine checks here that the weights fill it, before anything is written.
+        fragments, refused = self._fragments(specs)
+        if not self.world.is_source:
+            require_stored_so(self.channel, fragments, formats)
+        if self.way.all_misc:
+            agree_on_digest(self.channel, "specs_digest", specs_digest(specs, self.config))
+            reason = "policy.nccl_xfer_refit is false: the conventional path carries everything"
+            self.manifest = Manifest(tuple(ManifestEntry(spec, "misc", reason) for spec in specs))
+        else:
+            self._plan(places, specs, formats, fragments, refused)
+        self._wire = choose_wire([place["gpu"] for place in places], self.way.shared_memory)
+        self._initial = fragments
+        self._agreed = self._agreed_of(fragments, refused)
+        return self.manifest
+
+    def _plan(
+        self,
+        places: Sequence[dict[str, Any]],
+        specs: Sequence[TensorSpec],
+        formats: Mapping[str, Format],
+        fragments: Sequence[Fragment],
+        refused: dict[str, str],
+    ) -> None:
+        """Decide routes and transport, and compile this rank's plan, from what all ranks hold."""
+        table = SpecTable(specs)
+        who = self.world.describe(self.world.rank)
+        everyone = self._tell_holdings(holdings_of(self.world.rank, fragments, refused, table, who), table)
+        gpus = [place["gpu"] for place in places]
+        self._chosen = choose(self.config.transport, gpus, self.world.train_ranks)
+        sources = [everyone[rank] for rank in self.world.sources]
+        destinations = [everyone[rank] for rank in self.world.destinations]
+        self.analysis = analyse(
+            table.specs,
+            sources,
+            destinations,
+            bucket_bytes=self.config.bucket_bytes,
+            topology=Topology.of_hosts(
+                [place["host"] for place in places], [gpu_identity(gpu) for gpu in gpus]
+            ),
+            # One-sided, every sender reaches every receiver, and none passes anything on.
+            fan_out=False if self._chosen[0] == "ipc" else None,
+            pace=NCCL_PACE if self._endpoint.device.type == "cuda" else GLOO_PACE,
+        )
+        self.manifest = self.analysis.manifest
+        if self.world.rank == 0:
+            warn_of_misc(self.manifest, formats)
+        self._cut_slots = CutSlots.find(self.analysis.classes, table.specs, formats)
+        pairs: dict[tuple[int, int], str] = {}
+        digest = self.analysis.digest
+        if self._chosen[0] == "golden":
+            self.plan = plan_broadcast(self.manifest, sources, self.config.bucket_bytes)
+            digest += self.plan.digest
+        else:
+            self.plan = self.analysis.compile(self.world.rank)
+            pairs = self.plan.pair_digests
+        # With what is checked, since a checksum that one side writes has to be read by the other.
+        agree_on_plan(self.channel, digest + self.config.verify, pairs)
+
+    def init_process_group(self) -> None:
+        """Make communicators and buffers."""
+        device = self._endpoint.device
+        fragments, self._initial = self._initial, []
+        if not self.way.all_misc:
+            self._bulk = BulkPath(
+                self.channel,
+                self._wire,
+                self.config,
+                device,
+                self.plan,
+                self._chosen,
+                fragments,
+                lends=gives_memory_back(self._endpoint),
+            )
+            self._shared_scales = SharedScales.open(self.channel, self._wire, self._cut_slots, device)
+            if self._shared_scales is not None:
+                self._shared_scales.bind(fragments)
+        self._watch_scales(fragments)
+        self._storage = self._storage_now()
+        misc = self.manifest.specs("misc")
+        # Kept, since a refit must not walk through thousands of weights.
+        self._misc_names = [spec.name for spec in misc]
+        self._misc = PackedBroadcast.open(self.channel, self._wire, misc, self.config, device)
+
+    def stale(self) -> bool:
+        """Whether storage on this rank has moved since it was bound; asked at the beginning of each refit."""
+        if self.way.all_misc:
+            return self._have_moved()
+        self._open_bulk.settle()
+        if self._open_bulk.moved():
+            return True
+        # A trainer looks through all its parameters while their bytes are on their way, where that can do no harm.
+        # An engine has to know before anyone writes.
+        if self.world.is_source and self._open_bulk.will_look(self._have_moved):
+            return False
+        moved = self._have_moved()
+        if not moved:
+            self._open_bulk.found_again()
+        return moved
+
+    def _have_moved(self) -> bool:
+        # Parameters move when they are offloaded and brought back; old views would read freed memory.
+        return self._storage_now() != self._storage
+
+    def _storage_now(self) -> Hashable:
+        """What tells moved storage. An export is made anew in each refit, so that alone needs no look."""
+        return None if self.way.all_misc and self.world.is_source else self._endpoint.storage_key()
+
+    def rebind(self) -> None:
+        """Follow moved storages. A collective: called on all ranks if any is stale, before the engine is dirty.
+
+        Raises:
+            RefitMismatch: on every rank, if a weight changed on any beyond its place: its shape, its box or its dtype.
+        """
+        fragments = self._agreed.again(self.channel, lambda: self._fragments(self.manifest.specs()))
+        if self._bulk is not None:
+            self._bulk.bind(fragments)
+        if self._shared_scales is not None:
+            self._shared_scales.bind(fragments)
+        storage = self._storage_now()
+        if storage != self._storage:  # and not a peer's alone
+            self._watch_scales(fragments)
+        self._storage = storage
+
+    def send_weights(self, version: int, clock: StageClock) -> Moved:
+        """Trainer ranks: send all weights once."""
+        source, misc = cast(WeightSource, self._endpoint), self._open_misc
+
+        def send_misc() -> None:
+            if self._misc_names:
+                with self._beside_bulk():
+                    misc.send(source.export(self._misc_names), clock)
+
+        if self._shared_scales is not None:
+            with clock.stage("export"):
+                self._shared_scales.settle()
+        bulk = self._run(clock, send_misc)
+        sends_misc = misc.nbytes if self.world.rank == 0 else 0
+        return Moved(bulk.payload_bytes, sends_misc, bulk.verified_bytes, bulk.void)
+
+    def receive_weights(self, version: int, clock: StageClock) -> Moved:
+        """Generation ranks: receive all weights once, into live storage or the engine's loader."""
+        destination, misc = cast(WeightDestination, self._endpoint), self._open_misc
+
+        def load_misc() -> None:
+            if self._misc_names:
+                misc.load(lambda weights: destination.load_weights(self._scales.passing(weights)), clock)
+
+        bulk = self._run(clock, load_misc)
+        if self._scales.watches:
+            with clock.stage("verify"):
+                self._scales.look()
+        verified = bulk.verified_bytes + misc.verified_bytes
+        return Moved(bulk.payload_bytes, misc.nbytes, verified, bulk.void)
+
+    def _run(self, clock: StageClock, move_misc: Callable[[], None]) -> TransferResult:
+        if self.way.all_misc:
+            move_misc()
+            return TransferResult(0, 0)
+        return self._open_bulk.run(clock, move_misc)
+
+    def require_finite(self) -> None:
+        """Generation ranks, once the device has done a refit's work and before it commits: refuse weights that are no numbers.
+
+        Raises:
+            RefitError: names the first such weight.
+        """
+        self._scales.require_finite()
+
+    def _watch_scales(self, fragments: Sequence[Fragment]) -> None:
+        """Where they land in place; the others are seen as they are loaded."""
+        if not self.world.is_source:
+            bulk = {spec.name for spec in self.manifest.specs("bulk")}
+            placed = (fragment for fragment in fragments if fragment.name in bulk)
+            self._scales.bind(placed, self.manifest.specs("misc"), self._endpoint.device)
+
+    @contextmanager
+    def _beside_bulk(self) -> Iterator[None]:
+        """A stream on which kernels overtake the bulk path's, which would else hold up a small export to their end.
+
+        Not for a large export: what Bridge allocates for it would stay with that stream, and the trainer could not use
+        the memory again.
+        """
+        device = self._endpoint.device
+        if self.way.all_misc or device.type != "cuda" or self._open_misc.nbytes > _MOST_URGENT_BYTES:
+            yield
+            return
+        if self._urgent is None:
+            self._urgent = torch.cuda.Stream(device, priority=-1)
+        caller = torch.cuda.current_stream(device)
+        self._urgent.wait_stream(caller)
+        with torch.cuda.stream(self._urgent):
+            yield
+        caller.wait_stream(self._urgent)
+
+    def finalize(self, *, failed: bool = False) -> None:
+        """Close communicators and free buffers; safe to call twice. ``failed``: peers may be gone."""
+        opened = (self._bulk, self._shared_scales, self._misc)
+        self._bulk = self._shared_scales = self._misc = None
+        end_all(partial(one.close, failed=failed) for one in opened if one is not None)
+
+    @property
+    def transport_name(self) -> str:
+        """What carries the bulk of the bytes, for records: ``ipc``, ``p2p``, ``golden``, ``buckets`` or ``broadcast``."""
+        name = self._bulk.name if self._bulk is not None else self._chosen[0]
+        return "buckets" if name == "p2p" and self.way.shared_memory else name
+
+    @property
+    def transport_reason(self) -> str:
+        """Why it is that one, for the log; nothing where no other could be."""
+        reason = self._bulk.reason if self._bulk is not None else self._chosen[1]
+        if not self.way.shared_memory or self.transport_name == "ipc":
+            return reason
+        # The reason may already name two ranks of one GPU.
+        return f"{reason}; {self._wire.how if self._wire.why in reason else self._wire.reason}"
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of buffers on this rank at their largest."""
+        return self.held_bytes + self._open_misc.staging_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Those of :attr:`staging_bytes` that are held between refits; the others are taken anew in each."""
+        bulk = self._bulk.staging_bytes if self._bulk is not None else 0
+        return bulk + self._scales.nbytes
+
+    @property
+    def _open_bulk(self) -> BulkPath:
+        return self._opened(self._bulk)
+
+    @property
+    def _open_misc(self) -> PackedBroadcast:
+        return self._opened(self._misc)
+
+    def _opened[T](self, one: T | None) -> T:
+        if one is None:
+            raise RefitError(
+                "the engine's communicators are not open: call init_process_group after prepare",
+                stage="transfer",
+                rank=self.world.rank,
+            )
+        return one
+
+    def _agreed_of(self, fragments: Sequence[Fragment], refused: Mapping[str, str]) -> AgreedFragments:
+        if self.world.is_source:
+            # The others travel as the export gives them, which is checked as it is drawn.
+            return AgreedFragments(fragments, {e.spec.name for e in self.manifest if e.route != "bulk"})
+        # An engine's own loader writes where its fragments lie, too.
+        return AgreedFragments(fragments, refused)
+
+    def _places(self, device: torch.device) -> list[dict[str, Any]]:
+        """Every rank's host, and what it can do with its GPU."""
+        told = self.channel.vote("places", {"host": host_identity(), "gpu": facts(device)})
+        if not all(isinstance(place, dict) and {"host", "gpu"} <= place.keys() for place in told):
+            raise RefitMismatch(
+                "a rank describes its host and GPU in a form that can't be read; nothing was written. Do all ranks run the "
+                "same rlrefit?",
+                stage="handshake",
+                rank=self.world.rank,
+            )
+        away = [self.world.describe(r) for r, place in enumerate(told) if place["host"] != told[0]["host"]]
+        if self.way.shared_memory and away:
+            raise RefitError(
+                f"{self.name} joins the processes of one host, and {', '.join(away)} is not on trainer rank 0's; nothing "
+                "was written. Use the engine nccl_xfer, or a refit world for each host",
+                stage="handshake",
+                rank=self.world.rank,
+            )
+        return told
+
+    def _tell_holdings(self, ours: Holdings, table: SpecTable) -> list[Holdings]:
+        """What every rank holds. Groups are told one by one, since many ranks hold the same."""
+        told = self.channel.vote_parts("holdings", ours.to_parts())
+        read = HoldingsReader(table)
+        return [read.holdings(rank, row) for rank, row in enumerate(told)]
+
+    def _fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
+        if not self.world.is_source:
+            return cast(WeightDestination, self._endpoint).fragments(list(specs))
+        # On the conventional path a trainer's shards do not matter: it exports whole weights.
+        return ([], {}) if self.way.all_misc else cast(WeightSource, self._endpoint).fragments()
