@@ -23,6 +23,10 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 CLUSTER = (DOCS / "cluster.md").read_text()
+LINKED = (
+    *(DOCS / page for page in PAGES),
+    *(ROOT / page for page in ("README.md", "CONTRIBUTING.md", "BENCHMARKS.md")),
+)
 
 
 def plan_all(folder: Path) -> dict[str, Row]:
@@ -71,7 +75,6 @@ def test_every_key_that_a_page_names_is_in_the_schema(page: str) -> None:
     named = set(
         re.findall(rf"\b((?:{sections})(?:\.[a-z][a-z_0-9]*)+)\b(?![./(])", (DOCS / page).read_text())
     )
-    assert named
     for key in sorted(named):
         value: object = TrainConfig()
         for part in key.split("."):
@@ -84,7 +87,7 @@ def test_every_key_that_a_page_names_is_in_the_schema(page: str) -> None:
 def test_every_row_of_what_is_supported_names_folders_of_tests_and_dates_of_gpu_runs() -> None:
     (rows,) = re.findall(
         r"\| H200s of one host, last run \|.*?\n\| ---.*?\n(.*?)\n\n",
-        (ROOT / "README.md").read_text(),
+        (DOCS / "support.md").read_text(),
         re.DOTALL,
     )
     for row in rows.splitlines():
@@ -96,10 +99,19 @@ def test_every_row_of_what_is_supported_names_folders_of_tests_and_dates_of_gpu_
         assert not on_gpus or re.search(r"\d Nov\)$", on_gpus), what
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files(page: str) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", (DOCS / page).read_text()):
-        assert (DOCS / target).exists(), target
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", page.read_text()):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
 
 
 def test_shell_scripts_parse() -> None:
@@ -183,7 +195,12 @@ def test_every_error_that_the_page_quotes_is_one_of_the_code() -> None:
     )
     # Texts go over several lines of code, and values stand in them.
     code = re.sub(r'"\s*\n\s*f?"', "", code)
-    page = CLUSTER.partition("## A run or a refit fails")[2]
+    page = (
+        (DOCS / "troubleshooting.md")
+        .read_text()
+        .partition("## A run or a refit fails")[2]
+        .partition("\n## ")[0]
+    )
     quoted = [
         text
         for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)

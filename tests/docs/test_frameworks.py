@@ -1,4 +1,4 @@
-"""The README's table of frameworks beside what the adapters themselves say and what tests there are."""
+"""The table of frameworks in docs/support.md beside what the adapters themselves say and what tests there are."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlrefit.workers.frameworks.nemo_rl import contract as nemo_rl_contract
 from rlrefit.workers.frameworks.verl import full_tensors_contract as verl_contract
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-(TABLE,) = re.findall(r"<!-- frameworks -->\n(.*?)<!-- /frameworks -->", README, re.DOTALL)
+SUPPORT = (ROOT / "docs" / "support.md").read_text()
+(TABLE,) = re.findall(r"<!-- frameworks -->\n(.*?)<!-- /frameworks -->", SUPPORT, re.DOTALL)
 HEAD, _, *ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE.splitlines()]
 VERSIONS = {"verl": verl_contract.TESTED, "NeMo-RL": nemo_rl_contract.READ_AT[:9]}
 ANSWERS = ("yes", "no", "not tried")
@@ -138,7 +138,7 @@ def _module(row: list[str]) -> str:
 def test_a_row_names_the_version_that_is_checked_a_module_that_exists_and_a_page(row: list[str]) -> None:
     told = dict(zip(HEAD, row, strict=True))
     name, page = re.fullmatch(r"\[(.+)\]\((.+)\)", told["framework"]).groups()
-    text = (ROOT / page).read_text()
+    text = (ROOT / "docs" / page).read_text()
     assert VERSIONS[name] in told["version"]
     assert VERSIONS[name] in text
     assert importlib.util.find_spec(_module(row))

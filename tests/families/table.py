@@ -1,4 +1,4 @@
-"""What arrives shard to shard, by family and engine: the tables of the README and of docs/families.md.
+"""What arrives shard to shard, by family and engine: the tables of docs/support.md and docs/families.md.
 
 ``python -m tests.families.table`` walks through all cases and rewrites both.
 """
@@ -27,7 +27,7 @@ from .expected import MISC, SGLANG, TRANSFORMERS, VLLM, Engine, is_of, is_predic
 from .report import Report, examine
 
 ROOT = Path(__file__).parents[2]
-README, PAGE = ROOT / "README.md", ROOT / "docs" / "families.md"
+SUPPORT, PAGE = ROOT / "docs" / "support.md", ROOT / "docs" / "families.md"
 BEGIN, END = "<!-- families -->", "<!-- /families -->"
 
 # What stands beside a family's name.
@@ -55,8 +55,8 @@ _LACKING = {"kimi_k2": (TRANSFORMERS,)}
 _FAMILIES = tuple(dict.fromkeys(case.family for case in CASES))
 
 
-def readme(report: Report) -> str:
-    """The README's table."""
+def support(report: Report) -> str:
+    """The table of docs/support.md."""
     lines = [
         "| family | vLLM 0.21: tiny | true shapes | transformers: tiny | true shapes | SGLang 0.5.17: tiny |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -203,7 +203,7 @@ def main() -> None:
     """Walk, and rewrite both."""
     with tempfile.TemporaryDirectory() as folder:
         report = examine(CASES, Path(folder))
-    for path, text in ((README, readme(report)), (PAGE, page(report))):
+    for path, text in ((SUPPORT, support(report)), (PAGE, page(report))):
         before, _, rest = path.read_text().partition(BEGIN)
         path.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
 

@@ -10,7 +10,7 @@ from rlrefit.recipes.plan.catalog.families import FAMILIES
 from .checkpoints import CONFIGS
 from .expected import MISC, TRANSFORMERS, VLLM, is_of
 from .report import Report, examine_all
-from .table import PAGE, README, page, planned, readme, true_share, written
+from .table import PAGE, SUPPORT, page, planned, support, true_share, written
 
 AHEAD = (examine_all,)
 pytestmark = pytest.mark.timeout(900)
@@ -20,9 +20,9 @@ _REARRANGED = {"gpt-oss-20b": (0.0858, 0.0859), "gpt-oss-120b": (0.018, 0.0181)}
 _PLANNED = [family for family in VLLM.misc if CONFIGS[family]["model_type"] in FAMILIES]
 
 
-def test_the_readme_and_its_page_say_what_was_found(report: Report) -> None:
+def test_both_pages_say_what_was_found(report: Report) -> None:
     remedy = "run python -m tests.families.table"
-    assert written(README) == readme(report), remedy
+    assert written(SUPPORT) == support(report), remedy
     assert written(PAGE) == page(report), remedy
 
 

@@ -1,4 +1,4 @@
-"""``vllm serve``, refitted over HTTP by the calls that the README shows, with requests in flight."""
+"""``vllm serve``, refitted over HTTP by the calls that docs/vllm.md shows, with requests in flight."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ ENVIRONMENT = {
 }
 
 
-def _readme() -> str:
-    return (Path(__file__).parents[2] / "README.md").read_text()
+def _page() -> str:
+    return (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
 
 
 def _serve(arguments: list[str]) -> None:
@@ -56,7 +56,7 @@ def _serve(arguments: list[str]) -> None:
 
 @dataclass
 class Served:
-    """A server with weights A, its trainer, and the README's two functions for it."""
+    """A server with weights A, its trainer, and the two functions of docs/vllm.md for it."""
 
     url: str
     trainers: Trainers
@@ -128,7 +128,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     words = models.WordLevel({f"w{i}": i for i in range(120)}, unk_token="w0")
     for path in found:
         PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(path)
-    [block] = re.findall(r"```python\n(import requests\n.*?)```", _readme(), re.DOTALL)
+    [block] = re.findall(r"```python\n(import requests\n.*?)```", _page(), re.DOTALL)
     url = f"http://127.0.0.1:{free_port()}"
     shown: dict[str, Any] = {"url": url}
     exec(block, shown)
@@ -165,7 +165,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def test_the_readme_starts_the_server_with_the_routes_that_it_calls():
     # Without that variable vLLM answers all of them with 404.
-    assert "VLLM_SERVER_DEV_MODE=1 vllm serve" in _readme()
+    assert "VLLM_SERVER_DEV_MODE=1 vllm serve" in _page()
 
 
 def test_a_busy_server_that_was_not_paused_refuses_an_update_and_goes_on(served: Served):
@@ -183,7 +183,7 @@ def test_a_busy_server_that_was_not_paused_refuses_an_update_and_goes_on(served:
     assert whole.result() == undisturbed
 
 
-@pytest.mark.parametrize("clears", [True, False], ids=["as the README shows", "paused with its caches kept"])
+@pytest.mark.parametrize("clears", [True, False], ids=["as the page shows", "paused with its caches kept"])
 def test_a_request_in_flight_and_those_after_it_get_the_new_weights_alone(
     served: Served, clears: bool, monkeypatch: pytest.MonkeyPatch
 ):
