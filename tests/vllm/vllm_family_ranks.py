@@ -25,7 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
     "qwen3-tied": {},
-    "qwen3_moe": {},
+    "qwen3_moe": _EXPERTS,
     "mistral": {},
     "mixtral": {"intermediate_size": PLAIN_EXPERTS},
     "gemma2": {},
