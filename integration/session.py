@@ -33,8 +33,9 @@ from .control.channel import Channel
 from .control.world import RefitWorld
 from .endings import end_all
 from .engine.refit import Moved, RefitEngine
-from .errors import EngineDirty, RefitError, RefitMismatch, RefitTimeout
+from .errors import EngineDirty, RefitError, RefitTimeout
 from .records.record import RefitRecord, StageClock
+from .settings import require_equal_settings
 from .weights.endpoints import WeightDestination, WeightSource
 from .weights.manifest import Manifest
 
@@ -416,27 +417,18 @@ def _add_cause(causes: list[BaseException], channel: Channel) -> None:
 
 
 def _agree_on_settings(channel: Channel, engine: str, config: RefitConfig) -> None:
-    """Check that all ranks were set up alike: what differs would show as a hang or a puzzling digest later.
-
-    Raises:
-        RefitMismatch: on every rank; names the first setting that differs, and each rank's value.
-    """
+    """Check that all ranks were set up alike; as :func:`.settings.require_equal_settings`, on every rank."""
     ours = {"engine": engine, **asdict(config)}
     for own in ("timeout_s", "port"):
         del ours[own]
     world = channel.world
-    everyone = channel.vote("settings", ours)
-    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
-        values = [theirs.get(name) for theirs in everyone]
-        if any(value != values[0] for value in values):
-            listed = ", ".join(f"{world.describe(rank)}: {value!r}" for rank, value in enumerate(values))
-            raise RefitMismatch(
-                f"the ranks were set up with different values of {name}: {listed}. Nothing has moved; give all ranks "
-                "the same policy.refit values and engine, and the same rlrefit",
-                stage="settings",
-                rank=world.rank,
-                parameter=name,
-            )
+    require_equal_settings(
+        channel.vote("settings", ours),
+        world.describe,
+        remedy="Give all ranks the same policy.refit values and engine, and the same rlrefit",
+        stage="settings",
+        rank=world.rank,
+    )
 
 
 def _memory_mark(device: torch.device) -> int:

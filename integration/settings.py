@@ -3,13 +3,14 @@ of a key that is not there or of a value of the wrong type."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
 from .config import RefitConfig
+from .errors import RefitMismatch
 
 REFIT_KEYS = tuple(f.name for f in fields(RefitConfig))
 # Types that settings may have, in words.
@@ -81,6 +82,38 @@ def read_settings(
     return Settings(
         refit, {key: good[key] for key in own if key in good}, (*wrong, *refit.violations(prefix))
     )
+
+
+def require_equal_settings(
+    told: Sequence[Mapping[str, object]],
+    describe: Callable[[int], str],
+    *,
+    remedy: str,
+    stage: str,
+    rank: int = -1,
+) -> None:
+    """Compare what the ranks were set up with: what differs would show as a hang or a puzzling digest later.
+
+    Args:
+        told: each rank's values by name.
+        describe: names the rank that told the values at a place of ``told``.
+        remedy: what to do if they differ.
+        stage: of the error.
+        rank: that reports.
+
+    Raises:
+        RefitMismatch: names the first setting that differs as its ``parameter``, and each rank's value.
+    """
+    for name in dict.fromkeys(name for theirs in told for name in theirs):
+        values = [theirs.get(name) for theirs in told]
+        if any(value != values[0] for value in values):
+            listed = ", ".join(f"{describe(place)}: {value!r}" for place, value in enumerate(values))
+            raise RefitMismatch(
+                f"the ranks were called with different values of {name}: {listed}. Nothing was written. {remedy}",
+                stage=stage,
+                rank=rank,
+                parameter=name,
+            )
 
 
 def unknown_key(prefix: str, key: str, known: Collection[str], elsewhere: Sequence[str] = ()) -> str:

@@ -17,9 +17,10 @@ from ..control import Rendezvous, RendezvousServer
 from ..control.channel import Channel
 from ..control.world import RefitWorld
 from ..endings import end_all
-from ..errors import PeerLost, RefitError, RefitMismatch
+from ..errors import PeerLost, RefitError
 from ..records.clock import StageClock
 from ..records.record import RefitRecord
+from ..settings import require_equal_settings
 from ..weights.endpoints import rank_device
 from .full_tensors import BucketReceiver, BucketSender
 from .wire import Wire
@@ -214,17 +215,20 @@ class FullTensorEpoch:
 
     def _agree_and_open(self, channel: Channel) -> None:
         settings, world = self._settings, self.world
-        ours = [settings.bucket_bytes, settings.verify, self.device.type]
+        ours = {
+            "bucket bytes": settings.bucket_bytes,
+            "verify": settings.verify,
+            "kind of device": self.device.type,
+        }
         told = channel.vote("settings", [ours, self.version])
         self.version = max(version for _, version in told)
-        for rank, (theirs, _) in enumerate(told):
-            if theirs != ours:
-                raise RefitMismatch(
-                    f"{world.describe(rank)} has bucket bytes, verify and device {theirs}, this rank {ours}. Nothing has "
-                    "moved; give all workers the same checkpoint_engine section, and run them on devices of one kind",
-                    stage="settings",
-                    rank=world.rank,
-                )
+        require_equal_settings(
+            [theirs for theirs, _ in told],
+            world.describe,
+            remedy="Give all workers the same checkpoint_engine section, and run them on devices of one kind",
+            stage="settings",
+            rank=world.rank,
+        )
         place = members([0, *world.destinations], world.rank)
         if place is not None:
             self._group = Group(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -12,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..comm.exchanges import Parcel
 from ..comm.torch_group import Group
 from ..errors import RefitMismatch
 from ..layout import Mesh, boxes_of, layout_of, local_shape, mesh_of, placements_of
+from ..settings import require_equal_settings
 from ..transport import TransferResult
 from ..weights.manifest import dtype_name
-from .agreement import Statement, agree_on_digest, compare, digest_of, gather, local_shapes
 from .cache import Request, Transfers
 from .reshard import Side, full_shape
 
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _TRANSPORTS = ("p2p", "golden")
+# No multiple of 16 bytes, so that what ranks tell each other never has a message's size.
+_RECORD_BYTES = 2040
+_STAGE = "agreement"
 # Of the number from which a layout's sampled checks count: far more than any pair has messages.
 _TURN_BITS = 48
 
@@ -251,46 +257,125 @@ def _agree(
 ) -> Request:
     """Compare what all ranks were called with, and complete the request with the full shape."""
     group = transfers.group
-    mesh, placements = digest_of(request.source)
-    dst_mesh, dst_placements = digest_of(request.destination)
-    own = Statement(
-        {
-            "src_mesh": mesh,
-            "src_placements": placements,
-            "dst_mesh": dst_mesh,
-            "dst_placements": dst_placements,
-            "shape": "none" if request.shape is None else str(list(request.shape)),
-            "transport": request.transport,
-            "bucket_bytes": str(request.bucket_bytes),
-            "verify": request.verify,
-            "timeout_s": str(group.timeout.total_seconds()),
+    own = {
+        **{
+            f"{end.name}_mesh": _digest((end.side.mesh.shape, end.side.mesh.ranks))
+            for end in (source, destination)
         },
-        dtype_name(request.dtype),
-        (
-            tuple(source.local.shape) if source.local is not None else None,
-            tuple(destination.local.shape) if destination.local is not None else None,
-        ),
-        secrets.randbits(_TURN_BITS),
+        **{f"{end.name}_placements": _digest(end.side.placements) for end in (source, destination)},
+        "shape": request.shape,
+        "dtype": dtype_name(request.dtype),
+        "transport": request.transport,
+        "bucket_bytes": request.bucket_bytes,
+        "verify": request.verify,
+        "timeout_s": group.timeout.total_seconds(),
+        **{end.name: None if end.local is None else tuple(end.local.shape) for end in (source, destination)},
+        # Where the rank would have sampled checks begin; the first rank's counts.
+        "turn": secrets.randbits(_TURN_BITS),
+    }
+    told = [
+        _read(raw, rank, own.keys()) for rank, raw in zip(members, gather(group, members, own), strict=True)
+    ]
+    describe = [f"rank {rank}" for rank in members].__getitem__
+    alike = own.keys() - {"src", "dst", "turn"}
+    require_equal_settings(
+        [{name: theirs[name] for name in own if name in alike} for theirs in told],
+        describe,
+        remedy="Bytes would land in the wrong place or be read as other numbers: give all ranks of both meshes the same",
+        stage=_STAGE,
+        rank=group.rank,
     )
-    answers = gather(group, members, own.pack())
-    statements = {rank: Statement.unpack(raw, rank) for rank, raw in zip(members, answers, strict=True)}
-    compare(statements, group.rank)
-    held = local_shapes(statements, request.source, 0, group.rank)
-    wanted = local_shapes(statements, request.destination, 1, group.rank)
+    by_rank = dict(zip(members, told, strict=True))
+    end = source
     try:
-        shape = request.shape if request.shape is not None else full_shape(request.source, held)
-        for end, side, shapes in (("src", request.source, held), ("dst", request.destination, wanted)):
-            for rank, found in shapes.items():
-                expected = local_shape(shape, side.mesh, side.placements, rank)
+        shape = request.shape
+        if shape is None:
+            shape = full_shape(request.source, _local_shapes(source, by_rank))
+        for end in (source, destination):
+            for rank, found in _local_shapes(end, by_rank).items():
+                expected = local_shape(shape, end.side.mesh, end.side.placements, rank)
                 if found != expected:
-                    raise ValueError(_odd_shape(end, rank, found, expected, shape))
+                    raise ValueError(_odd_shape(end.name, rank, found, expected, shape))
     except ValueError as error:
-        raise RefitMismatch(f"{error}; nothing was written", stage="agreement", rank=group.rank) from error
+        raise RefitMismatch(
+            f"{error}; nothing was written", stage=_STAGE, rank=group.rank, parameter=end.name
+        ) from error
     complete = request.with_shape(shape)
     if not transfers.agreed(complete):
-        agree_on_digest(group, members, transfers.compile(complete).digest)
-        transfers.agree(complete, statements[members[0]].turn)
+        plan = {"plan": transfers.compile(complete).digest}
+        plans = [
+            _read(raw, rank, plan.keys())
+            for rank, raw in zip(members, gather(group, members, plan), strict=True)
+        ]
+        require_equal_settings(
+            plans, describe, remedy="Do all ranks run the same rlrefit?", stage=_STAGE, rank=group.rank
+        )
+        transfers.agree(complete, told[0]["turn"])
     return complete
+
+
+def gather(group: Group, members: Sequence[int], own: Mapping[str, object]) -> list[bytes]:
+    """Give every member what all members say, as zero-padded JSON, in the order of ``members``.
+
+    The first member collects and passes on, so that members need no connections but to it.
+
+    Raises:
+        ValueError: longer than a record; a tensor of some hundred dimensions.
+        PeerLost, RefitTimeout: a member did not take part.
+    """
+    raw = json.dumps(own, separators=(",", ":")).encode()
+    if len(raw) > _RECORD_BYTES:
+        raise ValueError(
+            f"the tensors' shapes can't be told to the other ranks in {_RECORD_BYTES} bytes: {raw[:200]!r} …"
+        )
+    record = torch.frombuffer(bytearray(raw.ljust(_RECORD_BYTES, b"\0")), dtype=torch.uint8).to(group.device)
+    everyone = torch.zeros(len(members), _RECORD_BYTES, dtype=torch.uint8, device=group.device)
+    root = members[0]
+    others = list(members[1:])
+    group.connect(others if group.rank == root else [root])
+    if group.rank == root:
+        everyone[0] = record
+        group.exchange([], [Parcel(r, everyone[i]) for i, r in enumerate(others, 1)], _STAGE)
+        flat = everyone.view(-1)
+        group.exchange([Parcel(r, flat) for r in others], [], _STAGE)
+    else:
+        group.exchange([Parcel(root, record)], [], _STAGE)
+        group.exchange([], [Parcel(root, everyone.view(-1))], _STAGE)
+    return [bytes(row.tolist()) for row in everyone.cpu()]
+
+
+def _read(raw: bytes, rank: int, names: Collection[str]) -> dict[str, Any]:
+    """What ``rank`` said, which has to be of these names; the types of what is computed with are checked."""
+    try:
+        told = json.loads(raw.rstrip(b"\0"))
+        if not isinstance(told, dict) or told.keys() != set(names):
+            raise TypeError("other names")
+        if "turn" in told and (type(told["turn"]) is not int or told["turn"] < 0):
+            raise TypeError("a turn that is no number")
+        for end in ("src", "dst"):
+            if told.get(end) is not None:
+                told[end] = tuple(int(n) for n in told[end])
+    except (ValueError, TypeError) as error:
+        raise RefitMismatch(
+            f"rank {rank} did not send its arguments but something else ({error}); nothing was written. All ranks of both "
+            "meshes must call xferdtensor in the same order, with the same rlrefit",
+            stage=_STAGE,
+            rank=rank,
+        ) from error
+    return told
+
+
+def _local_shapes(end: _End, told: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[int, ...]]:
+    """The shape of the local tensor of each rank of the end's mesh."""
+    shapes = {rank: told[rank][end.name] for rank in end.side.mesh.ranks}
+    for rank, shape in shapes.items():
+        if shape is None:
+            raise ValueError(f"rank {rank} is in {end.name}_mesh but gave no tensor")
+    return shapes
+
+
+def _digest(what: object) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
 def _check_local_shapes(rank: int, shape: tuple[int, ...], source: _End, destination: _End) -> None:
