@@ -14,12 +14,10 @@ from ..integration.records.record import RefitSummary
 from .algorithms.advantages import group_advantages
 from .algorithms.divergence import generation_kl
 from .config.schema import TrainConfig
-from .data.prompts import PromptDataset, PromptSampler
 from .policy.batch import PolicyBatch
 from .policy.group import TrainerGroup
 from .refits import Refits
-from .rollout.batching import minibatches, policy_batch
-from .rollout.experience import Experience, ExperienceCollector
+from .rollout.experience import Experience, ExperienceCollector, minibatches
 from .run.checkpoint import CheckpointStore
 from .run.cluster import RunError
 from .run.files import MetricsFile
@@ -55,10 +53,8 @@ class TrainingLoop:
         config: the recipe.
         trainers: trainer ranks.
         refits: moves the weights, and lets trainer and engines take turns where they share devices.
-        collector: generates and scores.
-        sampler: position in the training data, saved with checkpoints.
-        validation: held-out prompts.
-        checkpoints: where the run is saved; None if it never is.
+        collector: generates and scores; its position in the training data is saved with checkpoints.
+        checkpoints: where the run is saved.
         metrics: the run's metrics file.
         on_step: called with the line of each step.
     """
@@ -69,23 +65,17 @@ class TrainingLoop:
         trainers: TrainerGroup,
         refits: Refits,
         collector: ExperienceCollector,
-        sampler: PromptSampler,
-        validation: PromptDataset,
         checkpoints: CheckpointStore,
         metrics: MetricsFile,
         on_step: Callable[[Metrics], None],
-        pad_token_id: int,
     ) -> None:
         self._config = config
         self._trainers = trainers
         self._refits = refits
         self._collector = collector
-        self._sampler = sampler
-        self._validation = validation
         self._checkpoints = checkpoints
         self._metrics = metrics
         self._on_step = on_step
-        self._pad_token_id = pad_token_id
         self._saved = -1
 
     def run(self, first_step: int, stop: Callable[[], bool]) -> int:
@@ -118,10 +108,7 @@ class TrainingLoop:
         val_reward = None
         if self._validates(step):
             with watch.stage("validate"):
-                samples = self._config.validation.samples
-                val_reward = self._refits.generate(
-                    lambda: self._collector.validate(self._validation, samples)
-                )
+                val_reward = self._refits.generate(self._collector.validate)
         with watch.stage("generate"):
             experience = self._refits.generate(lambda: self._collector.collect(step))
         if refit is not None:
@@ -166,7 +153,7 @@ class TrainingLoop:
         return bool(every) and ((step - 1) % every == 0 or step == self._config.algorithm.steps)
 
     def _batch(self, experience: Experience) -> PolicyBatch:
-        batch = policy_batch(experience.rollouts, self._pad_token_id)
+        batch = self._collector.batch(experience)
         rewards = torch.tensor([r.reward for r in experience.rollouts])
         algorithm = self._config.algorithm
         advantages = group_advantages(rewards, algorithm.group_size, normalize_std=algorithm.normalize_std)
@@ -185,7 +172,7 @@ class TrainingLoop:
         return step_metrics([self._trainers.train_step(part) for part in parts])
 
     def _save(self, step: int) -> None:
-        with self._checkpoints.writing(step, {"sampler": self._sampler.state_dict()}) as unfinished:
+        with self._checkpoints.writing(step, {"sampler": self._collector.position}) as unfinished:
             unfinished.files.update(self._trainers.save(unfinished.folder))
         self._saved = step
 

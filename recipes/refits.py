@@ -24,7 +24,7 @@ class Refits:
     """Joins a trainer and its engines, and moves the weights.
 
     Args:
-        config: ``policy.nccl_xfer_refit`` chooses between shard to shard and the conventional path.
+        config: the recipe, whose ``refit_engine`` moves the weights.
         trainers: the trainer's ranks, built.
         engines: the engines, built.
         records: JSON-lines file for the record of every refit and rank.
@@ -32,9 +32,6 @@ class Refits:
     Attributes:
         routes: numbers of weights by route; empty until trainer and engines have met.
     """
-
-    # Of the shard-to-shard path.
-    _kind = "nccl_xfer"
 
     def __init__(
         self, config: TrainConfig, trainers: TrainerGroup, engines: RolloutGroup, records: Path
@@ -44,7 +41,7 @@ class Refits:
         self._records = records
         self._timeout_s = config.ray.timeout_s
         self._kv_scales: dict[str, float] | None = None
-        self._engine = self._kind if config.policy.nccl_xfer_refit else "packed_broadcast"
+        self._engine = config.refit_engine
         self._on_met: Callable[[dict[str, object]], None] = lambda routes: None
         self.routes: dict[str, object] = {}
 
@@ -106,8 +103,8 @@ class Refits:
     def _move(self, version: int) -> list[RefitRecord]:
         results = gather(
             [
-                *self._trainers.submit_refit(self._engine, version, self._kv_scales),
-                *self._engines.submit_refit(self._engine, version),
+                *self._trainers.submit_refit(version, self._kv_scales),
+                *self._engines.submit_refit(version),
             ],
             self._timeout_s,
         )

@@ -14,25 +14,21 @@ from typing import Any
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from ..workers.checkpoint_folder import CheckpointUnreachable, checkpoint_folder, ending_tokens, is_hub_name
-from ..workers.trainers.megatron.hf_checkpoint import CheckpointMismatch, check_checkpoint
 from .algorithms.losses import PolicyLossConfig
-from .config.colocated import needs_bfloat16
-from .config.load import ConfigError, model_violations, resolve_data_path
+from .config.engines import needs_bfloat16
+from .config.load import ConfigError
+from .config.machine import name_violations
 from .config.schema import TrainConfig, TrainerConfig
-from .config.surroundings import generation_ranks, name_violations
-from .data.dataset import DataError
-from .data.prompts import PromptSampler, held_out, load_prompts
 from .loop import TrainingLoop
 from .policy.group import TrainerGroup
 from .policy.make import policy_config
 from .refits import Refits
 from .rewards.pool import RewardPool
-from .rewards.scorer import RewardError, RewardScorer, Scorer, load_reward
+from .rewards.scorer import Scorer
+from .rollout.arguments import with_sglang_environment
 from .rollout.base import RolloutGroup
 from .rollout.experience import ExperienceCollector
 from .rollout.sglang import AsyncSglangRollouts, SglangRollouts
-from .rollout.sglang_arguments import with_trainer_environment
 from .rollout.transformers import TransformersRollouts
 from .rollout.vllm import VllmRollouts
 from .run.checkpoint import CheckpointStore
@@ -40,6 +36,7 @@ from .run.cluster import ActorGroup, RunError, gpus_per_rank, ray_cluster
 from .run.colocated import ColocatedRefits
 from .run.display import RunDisplay
 from .run.files import MetricsFile, keep_json_lines, write_whole
+from .run.inputs import RunInputs
 from .run.report import write_report
 from .tiny.checkpoints import resolve_model_path
 
@@ -72,7 +69,7 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
         raise ConfigError(config.name, used)
     folder = Path(config.run_root) / config.name
     model_path = resolve_model_path(config.model.path, Path(config.run_root) / "models")
-    inputs = _Inputs(config, model_path)
+    inputs = RunInputs(config, model_path)
     folder.mkdir(parents=True, exist_ok=True)
     store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, _layout(config))
     resumed = _resume(store, config.resume, console)
@@ -88,15 +85,15 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
     keep_json_lines(folder / "refits.jsonl", lambda row: row["version"] < first_step - 1)
     with ExitStack() as stack:
         console.print(_headline(config, model_path), soft_wrap=True)
-        ranks = config.trainer.ranks + generation_ranks(config)
+        ranks = config.trainer.ranks + config.generation.ranks
         stack.enter_context(ray_cluster(config.ray, ranks))
         gpus = gpus_per_rank()
         config = _with_dtype(config, gpus)
         if gpus and config.generation.backend == "sglang":
-            config = with_trainer_environment(config)
+            config = with_sglang_environment(config)
         trainers = TrainerGroup(config, policy_config(config, model_path, _loss(config)), gpus)
         stack.callback(trainers.shutdown)
-        scorer = inputs.scorer
+        scorer: Scorer = inputs.scorer
         if config.reward.processes:
             settings = config.reward
             scorer = RewardPool(settings.function, settings.kwargs, settings.processes, settings.timeout_s)
@@ -115,29 +112,9 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
         mover.begin(first_step, lambda routes: console.print(_routes(config, routes), soft_wrap=True))
         if resumed:
             trainers.load(resumed.folder)
-        collector = ExperienceCollector(
-            engines,
-            inputs.train,
-            inputs.sampler,
-            scorer,
-            inputs.tokenizer,
-            config.algorithm,
-            config.generation,
-            config.seed,
-        )
+        collector = ExperienceCollector(config, engines, inputs, scorer)
         display = stack.enter_context(RunDisplay(console, config.algorithm.steps, first_step))
-        loop = TrainingLoop(
-            config,
-            trainers,
-            mover,
-            collector,
-            inputs.sampler,
-            inputs.validation,
-            store,
-            metrics,
-            display.on_step,
-            inputs.tokenizer.pad_token_id,
-        )
+        loop = TrainingLoop(config, trainers, mover, collector, store, metrics, display.on_step)
         with _stop_on_interrupt(console) as stop:
             done = loop.run(first_step, stop)
     if metrics.rows:
@@ -153,55 +130,6 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
     return folder
 
 
-class _Inputs:
-    """What a run reads before it starts anything: tokenizer, prompts, reward."""
-
-    def __init__(self, config: TrainConfig, model_path: str) -> None:
-        from transformers import AutoConfig, AutoTokenizer
-
-        try:
-            # Of a hub checkpoint the weights are fetched, and checked, where the ranks are.
-            folder = checkpoint_folder(model_path, weights=False)
-        except CheckpointUnreachable as error:
-            raise ConfigError(config.name, [f"model.path: {error}"]) from error
-        try:
-            # Said, and not left out: transformers would ask at the terminal.
-            hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            ending = ending_tokens(folder)
-        except (ValueError, OSError) as error:
-            unreadable = (
-                f"model.path: transformers can't read the configuration or the tokenizer of {model_path}: {error} Code "
-                "that comes with a checkpoint (trust_remote_code) is not run; give a model that transformers has itself"
-            )
-            raise ConfigError(config.name, [unreadable]) from error
-        # The tokenizer's is what its chat template ends turns with, which the checkpoint's own need not have.
-        own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
-        self.stop_token_ids = tuple(dict.fromkeys([*own, *ending]))
-        data, wrong = config.data, model_violations(config, hf_config)
-
-        def read[Read](key: str, reading: Callable[..., Read], *arguments: Any) -> Read | None:
-            try:
-                return reading(*arguments)
-            except (CheckpointMismatch, DataError, RewardError) as error:
-                wrong.append(f"{key}: {error}")
-                return None
-
-        if not is_hub_name(model_path):
-            read("model.path", check_checkpoint, folder)
-        prompts = [
-            read(f"data.{part}", load_prompts, resolve_data_path(getattr(data, part)), self.tokenizer, keys)
-            for part, keys in (("train", data), ("validation", held_out(data)))
-        ]
-        reward = read("reward.function", load_reward, config.reward.function, config.reward.kwargs)
-        train, validation = prompts
-        if wrong or train is None or validation is None or reward is None:
-            raise ConfigError(config.name, wrong)
-        self.train, self.validation = train, validation
-        self.sampler = PromptSampler(config.seed, len(train))
-        self.scorer: Scorer = RewardScorer(reward)
-
-
 def _with_dtype(config: TrainConfig, gpus: int) -> TrainConfig:
     """The configuration with ``model.dtype: auto`` settled."""
     if config.model.dtype != "auto":
@@ -212,7 +140,7 @@ def _with_dtype(config: TrainConfig, gpus: int) -> TrainConfig:
 
 
 def _engines(
-    config: TrainConfig, model_path: str, inputs: _Inputs, gpus: int, beside: ActorGroup | None
+    config: TrainConfig, model_path: str, inputs: RunInputs, gpus: int, beside: ActorGroup | None
 ) -> RolloutGroup:
     stop, pad = inputs.stop_token_ids, inputs.tokenizer.pad_token_id
     if config.generation.backend == "vllm":

@@ -10,20 +10,17 @@ import torch
 from .checks import config_violations
 from .compose import bundled_recipes, compose_recipe
 from .errors import ConfigError, Violation
-from .schema import TrainConfig
-from .schema_check import check_tree
-from .surroundings import (
-    catalog_model,
-    catalog_violations,
+from .machine import (
     file_violations,
     gpu_violations,
-    local_hf_config,
     name_violations,
     package_violations,
     resolve_data_path,
-    shape_violations,
     weight_violations,
 )
+from .model import catalog_model, catalog_violations, local_hf_config, shape_violations
+from .schema import TrainConfig
+from .schema_check import check_tree
 
 __all__ = [
     "ConfigError",

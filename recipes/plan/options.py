@@ -10,7 +10,7 @@ import torch
 
 from ...integration.config import RefitConfig
 from ...integration.quantize.formats import Fp8Blockwise
-from ..config.colocated import too_large_for
+from ..config.engines import too_large_for
 from ..config.errors import ConfigError
 from ..config.options import empty_layouts, missing_megatron, output_problems, refit_problems
 from .arguments import DTYPES

@@ -114,7 +114,7 @@ def _fsdp(config: TrainConfig) -> FsdpLayout:
 
 
 def _model(config: TrainConfig) -> Model:
-    from ..config.surroundings import catalog_model, local_hf_config
+    from ..config.model import catalog_model, local_hf_config
 
     dtype = torch.bfloat16 if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
     found = catalog_model(config)

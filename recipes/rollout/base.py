@@ -1,4 +1,4 @@
-"""Rollout engines behind one small interface: generate completions, and take part in refits."""
+"""The interface of the rollout engines: generate completions, take part in refits, sleep and wake."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import ray
 
+from ...integration.colocated.memory import ProcessMemory
+from ...integration.colocated.stages import SleepingEngine
 from ...workers.engines.common.completion import Completion
 from ..config.schema import TrainConfig
 from ..run.cluster import ActorGroup, RunError, gather
@@ -26,37 +28,47 @@ class Sampling:
 
 
 class RolloutGroup(ABC):
-    """All replicas of a generation engine; colocated, each rank of one sits beside a trainer's.
+    """All replicas of a generation engine, with the actors that they run in.
+
+    Args:
+        config: the recipe.
+        ranks_per_actor: engine ranks of one actor.
 
     Attributes:
         gen_ranks: ranks of all replicas together, as the refit counts them.
     """
 
-    gen_ranks: int
     _group: ActorGroup
+    _building: Calls
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, ranks_per_actor: int) -> None:
         self._timeout_s = config.ray.timeout_s
         self._replicas = config.generation.replicas
+        self._refit_config = config.policy.refit
+        self._ranks_per_actor = ranks_per_actor
+        self.gen_ranks = config.generation.ranks
 
     @abstractmethod
     def start(self) -> None:
         """Begin to start the engines."""
 
-    @abstractmethod
     def wait_until_built(self) -> None:
-        """Wait for the engines, whose start began with :meth:`start`."""
+        """Wait for the engines that :meth:`start` began to start."""
+        gather(self._building, self._timeout_s)
 
-    @abstractmethod
     def submit_init_refit(self, rendezvous: dict[str, Any], first_rank: int, engine: str) -> Calls:
-        """Have all ranks meet the trainer; ``first_rank`` is the refit rank of the first of them."""
+        """Have all ranks meet the trainer over the named engine; ``first_rank`` is the refit rank of the first of them."""
+        ranks = range(first_rank, first_rank + self.gen_ranks, self._ranks_per_actor)
+        return self._group.submit_each(
+            "init_refit", [(rendezvous, rank, self._refit_config, engine) for rank in ranks]
+        )
 
-    @abstractmethod
-    def submit_refit(self, engine: str, version: int) -> Calls:
+    def submit_refit(self, version: int) -> Calls:
         """Have all ranks receive the weights; each call yields a list of records."""
+        return self._group.submit("refit", version)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on all processes of the engines; those of :class:`~.colocated_calls.SleepCalls` where they take turns."""
+        """Call a method on all processes of the engines; those of :class:`SleepCalls` in a colocated run."""
         return self._group.call(method, *arguments)
 
     def submit(self, method: str, *arguments: Any) -> Calls:
@@ -104,3 +116,27 @@ class RolloutGroup(ABC):
                     f"{name} sampled other tokens than {calls[0][0]} of the same tensor-parallel engine, so their "
                     "weights or random states differ; the completions can't be trusted"
                 )
+
+
+class SleepCalls(ABC):
+    """The methods of an engine's actor that :class:`~...workers.engines.common.called.CalledEngine` calls."""
+
+    @property
+    @abstractmethod
+    def sleeper(self) -> SleepingEngine:
+        """This process's engine, or its part of one."""
+
+    def sleep(self, level: int) -> None:
+        self.sleeper.sleep(level)
+
+    def wake(self, tags: list[str]) -> None:
+        self.sleeper.wake(tags)
+
+    def asleep(self) -> frozenset[str]:
+        return self.sleeper.asleep()
+
+    def empty_cache(self) -> None:
+        self.sleeper.empty_cache()
+
+    def memory(self, restart: bool) -> list[ProcessMemory]:
+        return list(self.sleeper.memory(restart=restart))

@@ -10,11 +10,10 @@ from typing import Any
 from ...integration.config import RefitConfig
 from ...workers.checkpoint_folder import checkpoint_folder
 from ...workers.engines.common.completion import Completion
+from ..config.model import local_hf_config
 from ..config.schema import TrainConfig
-from ..config.surroundings import local_hf_config
 from ..run.cluster import ActorGroup, GuestGroup, RunError, gather
-from .base import Calls, RolloutGroup, Sampling
-from .colocated_calls import SleepCalls
+from .base import Calls, RolloutGroup, Sampling, SleepCalls
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class EngineActor(SleepCalls):
         """Have all workers meet the trainer; ``first_rank`` is the refit rank of the first of them."""
 
     @abstractmethod
-    def refit(self, engine: str, version: int) -> list[dict[str, Any]]:
+    def refit(self, version: int) -> list[dict[str, Any]]:
         """Have all workers receive the weights; their records."""
 
     @abstractmethod
@@ -62,15 +61,18 @@ class EngineRollouts(RolloutGroup):
         gpus: int,
         beside: ActorGroup | None = None,
     ) -> None:
-        super().__init__(config)
-        self._ranks = config.generation.tensor_parallel * config.generation.pipeline_parallel
-        self._refit_config = config.policy.refit
-        self.gen_ranks = self._ranks * self._replicas
+        super().__init__(config, config.generation.tensor_parallel * config.generation.pipeline_parallel)
         self._group = (
             self._own_places(config, gpus)
             if beside is None
             else GuestGroup(
-                _NAME, self._actor, beside, self._ranks, gpus, config.ray, env=config.ray.generation_env
+                _NAME,
+                self._actor,
+                beside,
+                self._ranks_per_actor,
+                gpus,
+                config.ray,
+                env=config.ray.generation_env,
             )
         )
         hf_config = local_hf_config(str(checkpoint_folder(model_path, weights=False)))
@@ -101,30 +103,15 @@ class EngineRollouts(RolloutGroup):
             _NAME,
             self._actor,
             self._replicas,
-            gpus * self._ranks,
+            gpus * self._ranks_per_actor,
             config.ray,
-            cpus=config.ray.cpus_per_rank * self._ranks,
+            cpus=config.ray.cpus_per_rank * self._ranks_per_actor,
             bundles=self._bundles(config),
             env=config.ray.generation_env,
         )
 
     def start(self) -> None:
         self._building = self._group.submit_each("build", self._build_arguments)
-
-    def wait_until_built(self) -> None:
-        gather(self._building, self._timeout_s)
-
-    def submit_init_refit(self, rendezvous: dict[str, Any], first_rank: int, engine: str) -> Calls:
-        return self._group.submit_each(
-            "init_refit",
-            [
-                (rendezvous, first_rank + i * self._ranks, self._refit_config, engine)
-                for i in range(self._replicas)
-            ],
-        )
-
-    def submit_refit(self, engine: str, version: int) -> Calls:
-        return self._group.submit("refit", engine, version)
 
     def shutdown(self) -> None:
         try:

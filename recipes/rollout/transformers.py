@@ -10,11 +10,11 @@ import torch
 
 from ...integration.config import RefitConfig
 from ...workers.engines.common.completion import Completion
+from ...workers.trainers.source_mixin import REFIT_CALLS
 from ..config.schema import TrainConfig
-from ..run.cluster import ActorGroup, GuestGroup, gather
+from ..run.cluster import ActorGroup, GuestGroup
 from ..run.rank import RankActor, join_worlds
-from .base import Calls, RolloutGroup, Sampling
-from .colocated_calls import SleepCalls
+from .base import Calls, RolloutGroup, Sampling, SleepCalls
 
 if TYPE_CHECKING:
     from ...workers.engines.transformers.colocated import TransformersSleeper
@@ -41,12 +41,11 @@ class TransformersActor(RankActor, SleepCalls):
     def init_refit(
         self, rendezvous: dict[str, Any], rank: int, config: RefitConfig, engine: str
     ) -> dict[str, Any]:
+        self._receive = getattr(self._engine, REFIT_CALLS[engine].receive)
         return self._engine.init_per_pp_refit_comm_group(rendezvous, rank, asdict(config), engine)
 
-    def refit(self, engine: str, version: int) -> list[dict[str, Any]]:
-        if engine != "packed_broadcast":
-            return [self._engine.nccl_xfer_refit(version)]
-        return [self._engine.update_weights_from_collective(version)]
+    def refit(self, version: int) -> list[dict[str, Any]]:
+        return [self._receive(version)]
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         return self._engine.generate(prompts, **asdict(sampling), **self._special)
@@ -73,10 +72,8 @@ class TransformersRollouts(RolloutGroup):
         gpus: int,
         beside: ActorGroup | None = None,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, 1)
         self._tp = config.generation.tensor_parallel
-        self._refit_config = config.policy.refit
-        self.gen_ranks = self._tp * self._replicas
         name, env = "generation", config.ray.generation_env
         self._group = (
             ActorGroup(name, TransformersActor, self.gen_ranks, gpus, config.ray, env=env)
@@ -89,18 +86,6 @@ class TransformersRollouts(RolloutGroup):
     def start(self) -> None:
         join_worlds(self._group, self._tp, self._timeout_s, always=False)
         self._building = self._group.submit("build", *self._build_arguments)
-
-    def wait_until_built(self) -> None:
-        gather(self._building, self._timeout_s)
-
-    def submit_init_refit(self, rendezvous: dict[str, Any], first_rank: int, engine: str) -> Calls:
-        ranks = range(first_rank, first_rank + self.gen_ranks)
-        return self._group.submit_each(
-            "init_refit", [(rendezvous, r, self._refit_config, engine) for r in ranks]
-        )
-
-    def submit_refit(self, engine: str, version: int) -> Calls:
-        return self._group.submit("refit", engine, version)
 
     def shutdown(self) -> None:
         self._group.shutdown()

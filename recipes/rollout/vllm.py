@@ -12,10 +12,9 @@ from ...integration.config import RefitConfig
 from ...workers.engines.common.completion import Completion
 from ..config.schema import TrainConfig
 from ..run.cluster import ActorGroup
+from .arguments import engine_seed, request_seed, vllm_arguments, vllm_bundles
 from .base import Sampling
 from .engine import EngineActor, EngineRollouts
-from .seeds import engine_seed, request_seed
-from .vllm_arguments import engine_arguments, engine_bundles
 
 if TYPE_CHECKING:
     from ...workers.engines.vllm.colocated import VllmSleeper
@@ -37,7 +36,7 @@ class VllmActor(EngineActor):
         stop_token_ids: Sequence[int],
         seed_per_request: bool = False,
     ) -> None:
-        """As :meth:`EngineActor.build`; ``arguments`` are those of :func:`~.vllm_arguments.engine_arguments`."""
+        """As :meth:`EngineActor.build`; ``arguments`` are those of :func:`~.arguments.vllm_arguments`."""
         if not torch.cuda.is_available():
             os.environ.update(_CPU_ENVIRONMENT)
         from vllm import LLM
@@ -54,7 +53,7 @@ class VllmActor(EngineActor):
     ) -> list[dict[str, Any]]:
         return self._driver.init_refit(rendezvous, first_rank, config, engine)
 
-    def refit(self, engine: str, version: int) -> list[dict[str, Any]]:
+    def refit(self, version: int) -> list[dict[str, Any]]:
         return self._driver.refit(version)
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
@@ -114,11 +113,11 @@ class VllmRollouts(EngineRollouts):
     def _arguments(
         self, config: TrainConfig, hf_config: Mapping[str, Any] | None, gpus: int, replica: int
     ) -> dict[str, Any]:
-        arguments = engine_arguments(config, hf_config) | {"seed": engine_seed(config.seed, replica)}
+        arguments = vllm_arguments(config, hf_config) | {"seed": engine_seed(config.seed, replica)}
         if config.generation.colocated.enabled and gpus:
             # vLLM's CPU build has no such mode, and keeps its memory.
             arguments["enable_sleep_mode"] = True
         return arguments
 
     def _bundles(self, config: TrainConfig) -> int:
-        return engine_bundles(config)
+        return vllm_bundles(config)

@@ -94,8 +94,6 @@ class ColocatedRefits(Refits):
                 advice=_ADVICE,
             )
 
-    _kind = "colocated_ipc"
-
     def begin(self, first_step: int, on_met: Callable[[dict[str, object]], None]) -> None:
         self._on_met = on_met
         self._step = first_step

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rlrefit.recipes.config.colocated import ENABLED, needs_bfloat16
+from rlrefit.recipes.config.engines import ENABLED, needs_bfloat16
 from rlrefit.recipes.config.load import load_config
-from rlrefit.recipes.config.surroundings import gpu_violations
+from rlrefit.recipes.config.machine import gpu_violations
 from rlrefit.recipes.plan.arguments import add_arguments
 from rlrefit.recipes.plan.heat_map import write_heat_map
 from rlrefit.recipes.plan.options import PlanOptions, PlanProblems, read_options

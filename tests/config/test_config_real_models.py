@@ -8,7 +8,7 @@ from rlrefit.recipes.config.load import bundled_recipes, load_config, model_viol
 from rlrefit.recipes.plan.catalog import open_model
 from rlrefit.recipes.plan.recipe import layout_text, plan_of
 from rlrefit.recipes.policy.make import policy_config
-from rlrefit.recipes.rollout.vllm_arguments import engine_arguments, engine_bundles
+from rlrefit.recipes.rollout.arguments import vllm_arguments, vllm_bundles
 from rlrefit.recipes.run.cluster import bundles_by_host
 from rlrefit.workers.checkpoint_folder import CheckpointUnreachable, checkpoint_folder, is_hub_name
 from rlrefit.workers.trainers.megatron.model import MegatronLayout, Recompute
@@ -138,7 +138,7 @@ def test_every_key_reaches_megatron_and_vllm() -> None:
     )
     assert policy["recompute"] == Recompute("full", "uniform", 1)
     assert policy["optimizer"].cpu_offload_fraction == 0.5
-    arguments = engine_arguments(config)
+    arguments = vllm_arguments(config)
     wanted = {
         "tensor_parallel_size": 32,
         "pipeline_parallel_size": 1,
@@ -151,9 +151,9 @@ def test_every_key_reaches_megatron_and_vllm() -> None:
         "gpu_memory_utilization": 0.85,
     }
     assert {name: arguments[name] for name in wanted} == wanted
-    assert engine_bundles(config) == 32
-    assert "max_num_seqs" not in engine_arguments(load_config("grpo_qwen3_4b"))
-    assert engine_bundles(load_config("grpo_qwen3_4b")) == 1
+    assert vllm_bundles(config) == 32
+    assert "max_num_seqs" not in vllm_arguments(load_config("grpo_qwen3_4b"))
+    assert vllm_bundles(load_config("grpo_qwen3_4b")) == 1
 
 
 def policy_config_without_check(config) -> dict[str, object]:

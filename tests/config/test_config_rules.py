@@ -10,7 +10,7 @@ import pytest
 from rlrefit.recipes.algorithms.losses import AGGREGATIONS
 from rlrefit.recipes.config.checks import CHOICES, LEAST, RANGES, config_violations, value_at
 from rlrefit.recipes.config.load import TrainConfig, model_violations
-from rlrefit.recipes.config.surroundings import gpu_violations
+from rlrefit.recipes.config.machine import gpu_violations
 
 
 def texts(config: TrainConfig) -> list[str]:

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from rlrefit.recipes.algorithms.losses import PolicyLossConfig
-from rlrefit.recipes.config.checks import config_violations, value_at
+from rlrefit.recipes.config.checks import FSDP_ONLY, MEGATRON_ONLY, config_violations, value_at
 from rlrefit.recipes.config.load import ConfigError, TrainConfig, bundled_recipes, load_config
-from rlrefit.recipes.config.surroundings import shape_violations
-from rlrefit.recipes.config.trainers import FSDP_ONLY, MEGATRON_ONLY
+from rlrefit.recipes.config.model import shape_violations
 from rlrefit.recipes.plan.catalog import FsdpLayout, TrainLayout
 from rlrefit.recipes.plan.recipe import plan_of
 from rlrefit.recipes.policy.base import AdamConfig

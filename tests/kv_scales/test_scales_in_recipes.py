@@ -7,7 +7,7 @@ import pytest
 from rlrefit.integration.config import RefitConfig
 from rlrefit.recipes.config.checks import config_violations
 from rlrefit.recipes.config.load import TrainConfig
-from rlrefit.recipes.config.surroundings import shape_violations
+from rlrefit.recipes.config.model import shape_violations
 
 
 def recipe(backend: str = "vllm", cache: str = "fp8") -> TrainConfig:

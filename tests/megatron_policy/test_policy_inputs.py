@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlrefit.recipes.policy.base import AdamConfig
 from rlrefit.recipes.policy.batch import BatchSplit, PolicyBatch
 from rlrefit.recipes.policy.megatron import MegatronPolicy, MegatronPolicyConfig
-from rlrefit.recipes.rollout.batching import Rollout, minibatches, policy_batch
+from rlrefit.recipes.rollout.experience import Rollout, minibatches, policy_batch
 from rlrefit.workers.engines.common.completion import Completion
 from rlrefit.workers.trainers.megatron import cpu_standins
 from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron

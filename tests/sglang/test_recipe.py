@@ -17,13 +17,13 @@ from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import EngineDirty, RefitError, RefitMismatch
 from rlrefit.integration.session import RefitSession
-from rlrefit.recipes.config.colocated import ENABLED
+from rlrefit.recipes.config.engines import ENABLED
 from rlrefit.recipes.config.load import ConfigError, load_config
-from rlrefit.recipes.config.surroundings import gpu_violations
+from rlrefit.recipes.config.machine import gpu_violations
 from rlrefit.recipes.plan.recipe import plan_of
+from rlrefit.recipes.rollout.arguments import sglang_arguments, with_sglang_environment
 from rlrefit.recipes.rollout.base import Sampling
 from rlrefit.recipes.rollout.sglang import AsyncSglangActor, SglangActor
-from rlrefit.recipes.rollout.sglang_arguments import engine_arguments, with_trainer_environment
 from rlrefit.recipes.tiny.checkpoints import KINDS
 from rlrefit.workers.engines.sglang.loader import LOADER
 from rlrefit.workers.engines.sglang.stores import STORES
@@ -135,7 +135,7 @@ def test_fp8_blocks_of_the_trainer_start_sglang_as_from_a_checkpoint_of_them(col
     alone = ["trainer.ranks=1", "trainer.tensor_parallel=1"] if colocated == "true" else []
     config = load_config(RECIPE, [*FP8, f"{ENABLED}={colocated}", *alone])
     hf_config = {"num_hidden_layers": 2, "num_experts": 8}
-    arguments = engine_arguments(config, hf_config, 1, 0)
+    arguments = sglang_arguments(config, hf_config, 1, 0)
     assert arguments["load_format"] == "dummy"
     assert json.loads(arguments["json_model_override_args"]) == {
         "quantization_config": {
@@ -145,7 +145,7 @@ def test_fp8_blocks_of_the_trainer_start_sglang_as_from_a_checkpoint_of_them(col
             "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
         }
     }
-    itself = engine_arguments(config, hf_config | {"quantization_config": {"quant_method": "fp8"}}, 1, 0)
+    itself = sglang_arguments(config, hf_config | {"quantization_config": {"quant_method": "fp8"}}, 1, 0)
     assert "json_model_override_args" not in itself
     assert itself["load_format"] == "auto"
 
@@ -177,13 +177,13 @@ def test_experts_that_ranks_share_need_experts_and_are_planned_so() -> None:
 def test_the_engines_arguments_are_the_recipes() -> None:
     turns = [f"{ENABLED}=true", "trainer.ranks=1", "trainer.tensor_parallel=1"]
     config = load_config(RECIPE, [*turns, "generation.sglang.server_args.log_level=info"])
-    found = engine_arguments(config, KINDS["qwen3-moe"], 1, 0)
+    found = sglang_arguments(config, KINDS["qwen3-moe"], 1, 0)
     assert found["enable_memory_saver"]
     assert found["custom_weight_loader"] == [LOADER]
     assert found["context_length"] == 28
     assert (found["log_level"], found["moe_runner_backend"]) == ("info", "triton")
     assert "attention_backend" not in found
-    other = engine_arguments(config, KINDS["qwen3"], 0, 1)
+    other = sglang_arguments(config, KINDS["qwen3"], 0, 1)
     assert (other["device"], other["attention_backend"]) == ("cpu", "torch_native")
     assert other["random_seed"] != found["random_seed"]
     assert "enable_memory_saver" not in other
@@ -192,9 +192,9 @@ def test_the_engines_arguments_are_the_recipes() -> None:
 
 def test_the_trainers_nccl_allocates_as_sglangs_does() -> None:
     key = "NCCL_CUMEM_ENABLE"
-    assert with_trainer_environment(load_config(RECIPE)).ray.trainer_env == {key: "0"}
+    assert with_sglang_environment(load_config(RECIPE)).ray.trainer_env == {key: "0"}
     given = load_config(RECIPE, [f"ray.generation_env={{{key}: '1'}}", "ray.trainer_env={A: b}"])
-    assert with_trainer_environment(given).ray.trainer_env == {key: "1", "A": "b"}
+    assert with_sglang_environment(given).ray.trainer_env == {key: "1", "A": "b"}
 
 
 # The actor, over a double
@@ -259,7 +259,7 @@ class Run:
         self._source.take_on(index)
         manager.holder.poison()
         sending = self._pool.submit(self._session.refit, version)
-        [record] = self.actor.refit("nccl_xfer", version)
+        [record] = self.actor.refit(version)
         sending.result()
         assert record["version"] == version
         assert equal(manager.holder.held, weights(index))

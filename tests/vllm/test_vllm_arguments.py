@@ -10,15 +10,15 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
 
 from rlrefit.recipes.config.load import load_config
-from rlrefit.recipes.rollout.vllm_arguments import engine_arguments
+from rlrefit.recipes.rollout.arguments import vllm_arguments
 from rlrefit.workers.engines.vllm.layouts import _PLAIN_MOE_BACKENDS
 
 
 def test_an_fp8_cache_and_a_backend_are_asked_for_by_vllms_own_names() -> None:
     names = ("kv_cache_dtype", "attention_backend")
-    assert engine_arguments(load_config("grpo_qwen3_4b")).keys().isdisjoint(names)
+    assert vllm_arguments(load_config("grpo_qwen3_4b")).keys().isdisjoint(names)
     recipe = load_config("grpo_qwen3_4b_fp8_kv", ["generation.vllm.attention_backend=TRITON_ATTN"])
-    arguments = engine_arguments(recipe)
+    arguments = vllm_arguments(recipe)
     assert [arguments[name] for name in names] == ["fp8", "TRITON_ATTN"]
     assert recipe.policy.refit.kv_scales
     assert {"kv_cache_dtype", "attention_backend"} <= EngineArgs.__dataclass_fields__.keys()
@@ -26,7 +26,7 @@ def test_an_fp8_cache_and_a_backend_are_asked_for_by_vllms_own_names() -> None:
 
 def test_fp8_weights_come_from_the_trainer_or_from_vllm_itself() -> None:
     experts = {"num_experts": 8, "num_hidden_layers": 2}
-    arguments = engine_arguments(load_config("grpo_qwen3_30b_a3b_fp8"), experts)
+    arguments = vllm_arguments(load_config("grpo_qwen3_30b_a3b_fp8"), experts)
     assert arguments["load_format"] == "dummy"
     quantization = arguments["hf_overrides"]["quantization_config"]
     assert quantization["weight_block_size"] == [128, 128]
@@ -36,10 +36,10 @@ def test_fp8_weights_come_from_the_trainer_or_from_vllm_itself() -> None:
         "model.layers.1.mlp.gate",
     ]
     itself = load_config("grpo_qwen3_30b_a3b_fp8", ["policy.refit.trainer_quantize_fp8=false"])
-    arguments = engine_arguments(itself, experts)
+    arguments = vllm_arguments(itself, experts)
     assert (arguments["quantization"], "hf_overrides" in arguments) == ("fp8_per_block", False)
     # A checkpoint of FP8 blocks says all that by itself.
-    ready = engine_arguments(itself, {**experts, "quantization_config": {"quant_method": "fp8"}})
+    ready = vllm_arguments(itself, {**experts, "quantization_config": {"quant_method": "fp8"}})
     assert ready.keys().isdisjoint({"quantization", "hf_overrides"})
 
 
@@ -56,7 +56,7 @@ def test_fp8_weights_come_from_the_trainer_or_from_vllm_itself() -> None:
 def test_plain_experts_are_computed_by_a_backend_that_leaves_them_as_loaded(
     hf_config: dict[str, Any] | None, asked: bool
 ):
-    arguments = engine_arguments(load_config("grpo_qwen3_4b"), hf_config)
+    arguments = vllm_arguments(load_config("grpo_qwen3_4b"), hf_config)
     assert ("moe_backend" in arguments) == asked
     if asked:
         config = KernelConfig(moe_backend=arguments["moe_backend"])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -19,8 +19,21 @@ from ...integration.session import RefitSession
 from ...integration.weights.endpoints import WeightSource
 from ..kv_scales import AmaxRecorder, KvScaleSource, Record
 
-# Engines that are called by another one's methods.
-_KIND_OF = {"colocated_ipc": "nccl_xfer"}
+
+class RefitCalls(NamedTuple):
+    """The methods that carry out a refit: the trainer's, and the generation engine's."""
+
+    send: str
+    receive: str
+
+
+_SHARDS = RefitCalls("nccl_xfer_refit", "nccl_xfer_refit")
+# By checkpoint engine.
+REFIT_CALLS = {
+    "nccl_xfer": _SHARDS,
+    "colocated_ipc": _SHARDS,
+    "packed_broadcast": RefitCalls("broadcast_weights_for_collective", "update_weights_from_collective"),
+}
 
 
 class SourceRefitMixin:
@@ -266,12 +279,12 @@ class SourceRefitMixin:
 
 
 def open_session(session: RefitSession | None, engine: str) -> RefitSession:
-    """The session, if it is open and carries ``engine``, or a kind of it.
+    """The session, if it is open and carries ``engine``, or one with the same calls.
 
     Raises:
         RuntimeError: it is not; says which call is missing.
     """
-    if session is None or engine not in (session.engine.name, _KIND_OF.get(session.engine.name)):
+    if session is None or REFIT_CALLS.get(session.engine.name) != REFIT_CALLS[engine]:
         found = "no session is open" if session is None else f"the session carries {session.engine.name}"
         raise RuntimeError(
             f"a refit over {engine} was asked for, but {found}; call "

@@ -18,17 +18,13 @@ from ....integration.config import RefitConfig
 from ....integration.errors import EngineDirty, RefitError, RefitMismatch
 from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
+from ...trainers.source_mixin import REFIT_CALLS
 from .buckets import Buckets
 from .callers import Caller
 from .engine_calls import EngineCalls
 from .pausing import DRAIN_S, PauseMode, Pauses
 from .standing import PARTS, Standing
 
-_METHODS = {
-    "nccl_xfer": "nccl_xfer_refit",
-    "colocated_ipc": "nccl_xfer_refit",
-    "packed_broadcast": "update_weights_from_collective",
-}
 DISCARDING = 2
 
 
@@ -107,8 +103,8 @@ class SglangRefit:
         Raises:
             RefitError: of the kind that the worker raised. Nothing has been written.
         """
-        if engine not in _METHODS:
-            raise RefitError(f"engine: {engine!r} is not one of {', '.join(_METHODS)}", stage="settings")
+        if engine not in REFIT_CALLS:
+            raise RefitError(f"engine: {engine!r} is not one of {', '.join(REFIT_CALLS)}", stage="settings")
         self._require_refittable()
         answers = self.calls.ask("join", rendezvous, first_rank, asdict(config), engine)
         self._engine = engine
@@ -134,7 +130,7 @@ class SglangRefit:
                 stage="handshake",
             )
         with self._refitting(mode, version):
-            records = self.calls.ask(_METHODS[self._engine], version)
+            records = self.calls.ask(REFIT_CALLS[self._engine].receive, version)
         with self._keeping_paused():
             self._serve(version)
         return records

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from ....integration.errors import EngineDirty, RefitError
+from ...trainers.source_mixin import REFIT_CALLS
 from .connectors import require_droppable_caches
 from .token_versions import TokenVersions
 from .waking import may_be_refitted
@@ -13,11 +14,6 @@ from .waking import may_be_refitted
 EXTENSION = "rlrefit.workers.engines.vllm.extension.VllmRefitExtension"
 # keep: requests go on with the new weights; wait: they end with the old ones first; abort: they end as they are.
 PauseMode = Literal["keep", "wait", "abort"]
-_METHODS = {
-    "nccl_xfer": "nccl_xfer_refit",
-    "colocated_ipc": "nccl_xfer_refit",
-    "packed_broadcast": "update_weights_from_collective",
-}
 # What vLLM's answer means where it does not raise.
 KEPT = "a part of its cache was not reset"
 _REMEDY = (
@@ -74,12 +70,12 @@ class DriverState:
                 "no trainer has been met: call init_refit with the rendezvous that trainer rank 0 opened",
                 stage="handshake",
             )
-        return _METHODS[self._engine]
+        return REFIT_CALLS[self._engine].receive
 
     @staticmethod
     def _checked(engine: str) -> str:
-        if engine not in _METHODS:
-            raise RefitError(f"engine: {engine!r} is not one of {', '.join(_METHODS)}", stage="settings")
+        if engine not in REFIT_CALLS:
+            raise RefitError(f"engine: {engine!r} is not one of {', '.join(REFIT_CALLS)}", stage="settings")
         return engine
 
 

@@ -1,4 +1,4 @@
-"""What a recipe must satisfy in view of the model, the files and the GPUs that are there."""
+"""What the model's shape requires of a recipe."""
 
 from __future__ import annotations
 
@@ -8,109 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...workers.checkpoint_folder import INDEX, has_weights
 from ...workers.trainers.megatron.pipeline_layout import pipeline_layout_violations
 from ..plan.catalog import LayoutError, Model, TrainLayout, bundled_models, bundled_name, open_model
 from ..tiny.checkpoints import KINDS, PREFIX
-from .colocated import colocated_gpu_violations
+from .engines import context_violations
 from .errors import Violation
-from .options import missing_engine, missing_megatron
 from .schema import TrainConfig
-from .sglang import context_violations, sglang_gpu_violations
 
-PACKAGE_SCHEME = "package:"
-_DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 # Hugging Face's names for the number of routed experts: Qwen and OLMoE; DeepSeek; Mixtral and gpt-oss.
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
-# Key of each backend with which engines share experts out, what it is, and what it is else.
+# By backend: the key that distributes whole experts over an engine's ranks, its value then, and its value otherwise.
 _EXPERT_SHARING = {
     "vllm": ("generation.vllm.enable_expert_parallel", "true", "false"),
     "sglang": ("generation.sglang.ep_size", "above 1", "1"),
 }
-
-
-def resolve_data_path(path: str) -> str:
-    """The file behind ``package:NAME``, which ships with rlrefit's recipes; any other path as it is.
-
-    Raises:
-        ValueError: ``NAME`` leads out of the package.
-    """
-    if not path.startswith(PACKAGE_SCHEME):
-        return path
-    root = Path(__file__).resolve().parents[1]
-    file = (root / path.removeprefix(PACKAGE_SCHEME)).resolve()
-    if not file.is_relative_to(root):
-        raise ValueError(f"{path!r} leads out of rlrefit's recipes ({root}); give a plain path instead")
-    return str(file)
-
-
-def file_violations(config: TrainConfig) -> Iterator[Violation]:
-    """Data files and a model folder that are named as local ones but are not there.
-
-    A data set or model that is not written as a file (a hub name) is left to the hub.
-    """
-    for key, path in (("data.train", config.data.train), ("data.validation", config.data.validation)):
-        try:
-            file = Path(resolve_data_path(path)).expanduser()
-        except ValueError as error:
-            yield Violation((key,), f"{key}: {error}")
-            continue
-        local = path.startswith((PACKAGE_SCHEME, "/", ".", "~")) or file.suffix in _DATA_SUFFIXES
-        if local and not file.is_file():
-            yield Violation(
-                (key,), f"{key}: there is no file {file}; give an existing JSON-lines or Parquet file"
-            )
-    path = config.model.path
-    folder = Path(path).expanduser()
-    if path.startswith(PREFIX):
-        kind = path.removeprefix(PREFIX)
-        if kind not in KINDS:
-            names = ", ".join(PREFIX + name for name in KINDS)
-            yield Violation(("model.path",), f"model.path: {path!r} is no bundled model; give one of {names}")
-    elif (folder.is_dir() or path.startswith(("/", ".", "~"))) and not (folder / "config.json").is_file():
-        yield Violation(
-            ("model.path",),
-            f"model.path: there is no {folder / 'config.json'}; give a Hugging Face checkpoint folder",
-        )
-
-
-def weight_violations(config: TrainConfig) -> Iterator[Violation]:
-    """A model folder that has a configuration and no weights, of which no run can start."""
-    folder = Path(config.model.path).expanduser()
-    if (folder / "config.json").is_file() and not has_weights(folder):
-        yield Violation(
-            ("model.path",),
-            f"model.path: {folder} has neither {INDEX} nor any .safetensors file, so that there is nothing to train; give a "
-            f"folder that `hf download NAME --local-dir {folder}` filled",
-        )
-
-
-def name_violations(config: TrainConfig) -> Iterator[Violation]:
-    """A name under which an earlier run has saved checkpoints, which a run that starts over must not mix with its own."""
-    checkpoints = Path(config.run_root) / config.name / "checkpoints"
-    if not config.resume and any(checkpoints.glob("step_*")):
-        yield Violation(
-            ("name", "resume", "run_root"),
-            f"name: {checkpoints} holds checkpoints of an earlier run of this name; give resume=true to go on from them, "
-            "another name, or remove the folder",
-        )
-
-
-def package_violations(config: TrainConfig) -> Iterator[Violation]:
-    """A trainer or an engine that would start with this Python's packages and is not among them."""
-    generation, ray = config.generation, config.ray
-    trained_here = ray.address is None and "PYTHONPATH" not in ray.trainer_env
-    if config.trainer.backend == "megatron" and trained_here:
-        instead = "trainer=fsdp, or ray.trainer_env.PYTHONPATH, the folder where its packages are, with rlrefit and Ray"
-        for problem in missing_megatron("trainer.backend", instead):
-            yield Violation(("trainer.backend",), problem)
-    packaged = generation.backend in _EXPERT_SHARING  # transformers is the recipes' own
-    if not packaged or ray.address is not None or "PYTHONPATH" in ray.generation_env:
-        return
-    elsewhere = "give ray.generation_env.PYTHONPATH, the folder where its packages are, with rlrefit and Ray"
-    for problem in missing_engine("generation.backend", generation.backend, elsewhere):
-        yield Violation(("generation.backend",), problem)
 
 
 def local_hf_config(path: str) -> Mapping[str, Any] | None:
@@ -131,12 +43,6 @@ def local_hf_config(path: str) -> Mapping[str, Any] | None:
     if not isinstance(loaded, dict):
         raise ValueError(f"{file} holds no JSON object; restore the file")
     return loaded
-
-
-def generation_ranks(config: TrainConfig) -> int:
-    """Ranks of all engines together."""
-    generation = config.generation
-    return generation.replicas * generation.tensor_parallel * generation.pipeline_parallel
 
 
 def catalog_model(config: TrainConfig) -> Model | None:
@@ -303,30 +209,3 @@ def _stage_violations(config: TrainConfig, layers: int | None) -> Iterator[Viola
         ends = tuple(f"trainer.num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
         keys = (key, *ends, "trainer.virtual_pipeline", "model.path")
         yield Violation(keys, f"{key}: {str(error).removeprefix('train: ')} (num_hidden_layers {layers})")
-
-
-def gpu_violations(config: TrainConfig, gpus: int) -> Iterator[Violation]:
-    """Ranks that a Ray cluster on this machine could not place.
-
-    Args:
-        config: the recipe.
-        gpus: CUDA devices of this machine; without any, ranks run on CPUs and nothing is asked of their number.
-    """
-    yield from sglang_gpu_violations(config, gpus)
-    if config.generation.colocated.enabled:
-        yield from colocated_gpu_violations(config, gpus)
-        return
-    generation = generation_ranks(config)
-    needed = config.trainer.ranks + generation
-    if config.ray.address is None and 0 < gpus < needed:
-        yield Violation(
-            (
-                "trainer.ranks",
-                "generation.replicas",
-                "generation.tensor_parallel",
-                "generation.pipeline_parallel",
-                "ray.address",
-            ),
-            f"trainer.ranks: {config.trainer.ranks} trainer and {generation} generation ranks take a GPU each, "
-            f"{needed} in all, and this machine has {gpus}; use fewer ranks, or give ray.address of a larger cluster",
-        )

@@ -1,0 +1,177 @@
+"""The arguments of a recipe's vLLM and SGLang engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...integration.quantize.fp8_blockwise import BLOCK
+from ...workers.engines.sglang.loader import LOADER
+from ..config.engines import needed_context
+from ..config.model import EXPERT_KEYS
+from ..config.schema import TrainConfig
+
+
+def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Keyword arguments of ``vllm.LLM`` for one engine of the recipe; ``model.dtype`` must be settled.
+
+    ``hf_config`` is the checkpoint's config.json; without it, the model is taken for one without experts.
+    """
+    generation, vllm = config.generation, config.generation.vllm
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "dtype": config.model.dtype,
+        "tensor_parallel_size": generation.tensor_parallel,
+        "pipeline_parallel_size": generation.pipeline_parallel,
+        "enable_expert_parallel": vllm.enable_expert_parallel,
+        "distributed_executor_backend": vllm.distributed_executor_backend,
+        "max_model_len": vllm.max_model_len or config.data.max_prompt_tokens + generation.max_new_tokens,
+        "enforce_eager": vllm.enforce_eager,
+        "gpu_memory_utilization": vllm.gpu_memory_utilization,
+        "load_format": vllm.load_format,
+        # The log-probabilities of what was sampled, temperature applied, as the trainer computes them.
+        "logprobs_mode": "processed_logprobs",
+    }
+    if vllm.kv_cache_dtype != "auto":
+        arguments["kv_cache_dtype"] = vllm.kv_cache_dtype
+    if vllm.attention_backend is not None:
+        arguments["attention_backend"] = vllm.attention_backend
+    if vllm.max_num_seqs is not None:
+        arguments["max_num_seqs"] = vllm.max_num_seqs
+    if hf_config is not None and _has_plain_experts(hf_config) and generation.weight_dtype != "fp8":
+        # Left to itself, vLLM takes FlashInfer's kernels where they can be imported, which rearrange the experts as
+        # they are loaded: then none of them can be written in place.
+        arguments["moe_backend"] = "triton"
+    if generation.weight_dtype == "fp8" and not quantization_of(hf_config or {}):
+        arguments |= _fp8_weights(config, hf_config or {})
+    return arguments
+
+
+def _fp8_weights(config: TrainConfig, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an engine that holds the weights of an unquantized checkpoint in FP8 blocks."""
+    if not config.policy.refit.trainer_quantize_fp8:
+        return {"quantization": "fp8_per_block"}
+    # As if the checkpoint were one of FP8 blocks: its tensors can't be read so, and the first refit brings all.
+    return {"hf_overrides": {"quantization_config": block_fp8(hf_config)}, "load_format": "dummy"}
+
+
+def _has_plain_experts(hf_config: Mapping[str, Any]) -> bool:
+    return has_experts(hf_config) and not quantization_of(hf_config)
+
+
+def vllm_bundles(config: TrainConfig) -> int:
+    """Places that one engine is spread over: one on one host for its own processes, or one for each Ray actor."""
+    generation = config.generation
+    if generation.vllm.distributed_executor_backend == "mp":
+        return 1
+    return generation.tensor_parallel * generation.pipeline_parallel
+
+
+_CUMEM = "NCCL_CUMEM_ENABLE"
+
+
+def sglang_arguments(
+    config: TrainConfig, hf_config: Mapping[str, Any] | None, gpus: int, replica: int
+) -> dict[str, Any]:
+    """Keyword arguments of ``sglang.Engine`` for one engine of the recipe; ``model.dtype`` must be settled.
+
+    Args:
+        config: the recipe.
+        hf_config: the checkpoint's config.json; without it, the model is taken for one without experts.
+        gpus: of each rank; 0 on a machine without.
+        replica: its number among the recipe's engines.
+    """
+    generation, sglang = config.generation, config.generation.sglang
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "dtype": config.model.dtype,
+        "tp_size": generation.tensor_parallel,
+        "ep_size": sglang.ep_size,
+        "context_length": sglang.context_length or needed_context(config),
+        "load_format": sglang.load_format,
+        "disable_cuda_graph": sglang.disable_cuda_graph,
+        "enable_deterministic_inference": sglang.enable_deterministic_inference,
+        "custom_weight_loader": [LOADER],
+        "random_seed": engine_seed(config.seed, replica),
+        # Nothing constrains the rollouts.
+        "grammar_backend": "none",
+        "log_level": "warning",
+    }
+    for name in ("max_running_requests", "mem_fraction_static", "attention_backend"):
+        if (value := getattr(sglang, name)) is not None:
+            arguments[name] = value
+    if hf_config is not None and has_experts(hf_config):
+        # Others rearrange the experts as they are loaded: then none of them can be written in place.
+        arguments["moe_runner_backend"] = "triton"
+    if generation.weight_dtype == "fp8" and not quantization_of(hf_config or {}):
+        # As if the checkpoint were one of FP8 blocks: its tensors can't be read so, and the first refit brings all.
+        overrides = {"quantization_config": block_fp8(hf_config or {})}
+        arguments |= {"json_model_override_args": json.dumps(overrides), "load_format": "dummy"}
+    if gpus:
+        # Without it a release frees nothing and says nothing.
+        arguments["enable_memory_saver"] = generation.colocated.enabled
+    else:
+        arguments |= {"device": "cpu", "sampling_backend": "pytorch"}
+        arguments.setdefault("attention_backend", "torch_native")
+    return arguments | sglang.server_args
+
+
+def with_sglang_environment(config: TrainConfig) -> TrainConfig:
+    """The recipe with trainer processes whose NCCL allocates as SGLang's does.
+
+    SGLang turns ``NCCL_CUMEM_ENABLE`` off in its processes where nobody has set it, and ranks of one communicator that differ in it
+    can't reach each other's memory.
+    """
+    ray = config.ray
+    setting = {_CUMEM: ray.generation_env.get(_CUMEM, "0")}
+    return replace(config, ray=replace(ray, trainer_env=setting | ray.trainer_env))
+
+
+def block_fp8(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """``quantization_config`` of the same model in E4M3 blocks: the decoder layers' matrices, but for the routers.
+
+    Args:
+        hf_config: config.json of a checkpoint that is not quantized.
+    """
+    text = hf_config.get("text_config", hf_config)
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(text.get("num_hidden_layers", 0))]
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(BLOCK),
+        "modules_to_not_convert": ["lm_head", *(routers if has_experts(hf_config) else [])],
+    }
+
+
+def has_experts(hf_config: Mapping[str, Any]) -> bool:
+    """Whether a model of this config.json is a mixture of experts."""
+    text = hf_config.get("text_config", hf_config)
+    return any(text.get(key) for key in EXPERT_KEYS)
+
+
+def quantization_of(hf_config: Mapping[str, Any]) -> Any:
+    """What config.json says of a checkpoint that is quantized; falsy of others."""
+    text = hf_config.get("text_config", hf_config)
+    return hf_config.get("quantization_config") or text.get("quantization_config")
+
+
+def engine_seed(seed: int, replica: int) -> int:
+    """A seed of its own for each replica, or equal prompts would get equal completions.
+
+    Args:
+        seed: the recipe's.
+        replica: the engine's number.
+    """
+    return (seed * 1_000_003 + replica) % (1 << 31)
+
+
+def request_seed(seed: int, index: int) -> int:
+    """A seed of its own for each request: the result does not depend on what an engine batches it with.
+
+    Args:
+        seed: of the call to the engine.
+        index: of the request among those of the call.
+    """
+    return seed * 1_000_003 + index

@@ -1,0 +1,79 @@
+"""What a run reads before it starts anything: tokenizer, prompts, reward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...workers.checkpoint_folder import CheckpointUnreachable, checkpoint_folder, ending_tokens, is_hub_name
+from ...workers.trainers.megatron.hf_checkpoint import CheckpointMismatch, check_checkpoint
+from ..config.load import ConfigError, model_violations, resolve_data_path
+from ..config.schema import TrainConfig
+from ..data.dataset import DataError
+from ..data.prompts import PromptSampler, held_out, load_prompts
+from ..rewards.scorer import RewardError, RewardScorer, Scorer, load_reward
+
+
+class RunInputs:
+    """Tokenizer, prompts and reward function of a run.
+
+    Args:
+        config: checked by ``load_config``.
+        model_path: checkpoint folder or hub name.
+
+    Attributes:
+        tokenizer: of the checkpoint.
+        stop_token_ids: each of them ends a completion.
+        train: the training prompts.
+        validation: the held-out prompts.
+        sampler: position in the training prompts.
+        scorer: the reward function, in this process.
+
+    Raises:
+        ConfigError: everything that can't be read or does not fit the model.
+    """
+
+    def __init__(self, config: TrainConfig, model_path: str) -> None:
+        from transformers import AutoConfig, AutoTokenizer
+
+        try:
+            # Of a hub checkpoint the weights are fetched, and checked, where the ranks are.
+            folder = checkpoint_folder(model_path, weights=False)
+        except CheckpointUnreachable as error:
+            raise ConfigError(config.name, [f"model.path: {error}"]) from error
+        try:
+            # Said, and not left out: transformers would ask at the terminal.
+            hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            ending = ending_tokens(folder)
+        except (ValueError, OSError) as error:
+            unreadable = (
+                f"model.path: transformers can't read the configuration or the tokenizer of {model_path}: {error} Code "
+                "that comes with a checkpoint (trust_remote_code) is not run; give a model that transformers has itself"
+            )
+            raise ConfigError(config.name, [unreadable]) from error
+        # The tokenizer's is what its chat template ends turns with, which the checkpoint's own need not have.
+        own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
+        self.stop_token_ids = tuple(dict.fromkeys([*own, *ending]))
+        data, wrong = config.data, model_violations(config, hf_config)
+
+        def read[Read](key: str, reading: Callable[..., Read], *arguments: Any) -> Read | None:
+            try:
+                return reading(*arguments)
+            except (CheckpointMismatch, DataError, RewardError) as error:
+                wrong.append(f"{key}: {error}")
+                return None
+
+        if not is_hub_name(model_path):
+            read("model.path", check_checkpoint, folder)
+        prompts = [
+            read(f"data.{part}", load_prompts, resolve_data_path(getattr(data, part)), self.tokenizer, keys)
+            for part, keys in (("train", data), ("validation", held_out(data)))
+        ]
+        reward = read("reward.function", load_reward, config.reward.function, config.reward.kwargs)
+        train, validation = prompts
+        if wrong or train is None or validation is None or reward is None:
+            raise ConfigError(config.name, wrong)
+        self.train, self.validation = train, validation
+        self.sampler = PromptSampler(config.seed, len(train))
+        self.scorer: Scorer = RewardScorer(reward)
