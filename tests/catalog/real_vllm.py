@@ -77,7 +77,7 @@ def _one(case: dict[str, Any], alive: list[torch.nn.Module]) -> dict[str, Any]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from rlrefit.workers.engines.common.loader_trace.meta import IntegerTablesStayReal
+    from rlrefit.workers.engines.common.loader_trace.modules import IntegerTablesStayReal
     from rlrefit.workers.engines.common.loader_trace.trace import trace_loader
 
     _stand_in_for_groups(case)

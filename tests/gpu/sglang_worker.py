@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rlrefit.workers.engines.sglang.quantized import block_modules
+from rlrefit.workers.engines.sglang.fp8 import block_modules
 from rlrefit.workers.engines.sglang.worker_refit import WorkerRefit, also_serve
 
 

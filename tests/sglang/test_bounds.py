@@ -10,8 +10,8 @@ from torch import nn
 
 from rlrefit.integration.errors import PlanError
 from rlrefit.workers.engines.common.loader_trace.trace import Manifest, trace_loader
+from rlrefit.workers.engines.common.loader_trace.unreached import require_reached
 from rlrefit.workers.engines.sglang.callers import EngineCaller
-from rlrefit.workers.engines.sglang.completeness import check_complete
 from rlrefit.workers.engines.sglang.driver import SglangRefit
 from rlrefit.workers.engines.sglang.sender import SglangSender
 from rlrefit.workers.engines.trtllm.buckets import unit_of
@@ -67,9 +67,9 @@ def test_a_tensor_that_can_not_be_followed_excuses_itself_alone(unfollowed: str,
     assert trace.unknown == ({unfollowed} if unfollowed else set())
     if left_out:
         with pytest.raises(PlanError, match=left_out):
-            check_complete(trace, list(parameters))
+            require_reached(trace, list(parameters))
     else:
-        check_complete(trace, list(parameters))
+        require_reached(trace, list(parameters))
 
 
 def test_a_bucket_holds_no_more_than_it_may_with_its_flattened_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,10 +31,9 @@ from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.workers.engines.common.loader_trace.quantized import formats_of, promised_modules
 from rlrefit.workers.engines.common.loader_trace.trace import Landing, LoaderTrace, trace_loader
 from rlrefit.workers.engines.vllm import fp8
-from rlrefit.workers.engines.vllm.layouts import ModuleLayout, module_layout
-from rlrefit.workers.engines.vllm.quantized import block_modules, tell_of_own_quantizers
+from rlrefit.workers.engines.vllm.layouts import VllmLayout, module_layout
 
-IN_PLACE = ModuleLayout(True, False, placed=True)
+IN_PLACE = VllmLayout(placed=True)
 
 
 class _Module(nn.Module):
@@ -72,7 +71,7 @@ def _experts(backend: Fp8MoeBackend) -> _Module:
     )
 
 
-def _layout(module: _Module, promised: bool = False) -> ModuleLayout:
+def _layout(module: _Module, promised: bool = False) -> VllmLayout:
     return module_layout("layer", module, module, promised)
 
 
@@ -257,7 +256,7 @@ def test_each_weight_gets_the_format_of_the_module_that_it_goes_into():
         "k": {"qkv.weight"},
         "other_rank": set(),
     }
-    found = formats_of(specs, _trace(touched), block_modules(_model()))
+    found = formats_of(specs, _trace(touched), fp8.block_modules(_model()))
     assert found == {"q": Fp8Blockwise(ue8m0=True), "up": Fp8Blockwise()}
 
 
@@ -275,12 +274,12 @@ def test_each_weight_gets_the_format_of_the_module_that_it_goes_into():
     ],
 )
 def test_what_no_trainer_can_make_is_left_out_and_said(spec, touched, why, caplog):
-    assert formats_of([spec], _trace({"w": touched}), block_modules(_model())) == {}
+    assert formats_of([spec], _trace({"w": touched}), fp8.block_modules(_model())) == {}
     assert why in caplog.text
 
 
 def test_a_module_is_promised_where_all_its_codes_come_in_the_format_that_was_asked_for():
-    blocks = block_modules(_model())
+    blocks = fp8.block_modules(_model())
     trace = _trace({"q": {"qkv.weight"}, "k": {"qkv.weight"}, "s": {"qkv.weight_scale_inv"}})
     asked = {"q": Fp8Blockwise(ue8m0=True), "k": Fp8Blockwise(ue8m0=True)}
     assert "qkv" in promised_modules(trace, blocks, asked)
@@ -294,16 +293,16 @@ def test_an_engine_that_quantizes_by_itself_is_named_once_with_the_remedy(caplog
     for name in ("a", "b"):
         setattr(model, name, _linear(TritonFp8BlockScaledMMKernel, method=Fp8OnlineLinearMethod))
     model.ours = _linear(TritonFp8BlockScaledMMKernel)
-    tell_of_own_quantizers(model)
+    fp8.tell_of_own_quantizers(model)
     [record] = caplog.records
     assert "2 modules" in record.getMessage()
     assert "Fp8OnlineLinearMethod" in record.getMessage()
     assert "weight_block_size" in record.getMessage()
-    assert block_modules(model).keys() == {"ours"}
+    assert fp8.block_modules(model).keys() == {"ours"}
 
 
 def test_the_scales_of_an_experts_kernel_follow_the_parameters_without_moving():
-    from rlrefit.workers.engines.vllm.derived import refresh_expert_scales
+    from rlrefit.workers.engines.vllm.reload import refresh_expert_scales
 
     layer = _experts(Fp8MoeBackend.TRITON)
     stale = torch.full((2, 2, 1), 7.0)

@@ -13,9 +13,9 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from rlrefit.integration.errors import RefitError
+from rlrefit.workers.engines.vllm.completeness import unused_parameters
 from rlrefit.workers.engines.vllm.layouts import module_layout
 from rlrefit.workers.engines.vllm.reload import ScopedReload
-from rlrefit.workers.engines.vllm.unused import unused_parameters
 
 ROWS, COLUMNS, GROUP, BITS = 64, 32, 16, 4
 NAMES = {"proj.qweight", "proj.g_idx", "proj.qzeros", "proj.scales"}

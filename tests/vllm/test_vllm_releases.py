@@ -68,6 +68,6 @@ def test_gptq_methods_of_later_releases_need_all_of_their_parameters(
     made.quant_config = SimpleNamespace(desc_act=False)
     model = nn.ModuleDict({"layer": nn.Module()})
     model["layer"].__dict__["quant_method"] = made
-    assert _anew("unused", monkeypatch).unused_parameters(model) == (
+    assert _anew("completeness", monkeypatch).unused_parameters(model) == (
         {"layer.g_idx"} if release == compat.SUPPORTED else frozenset()
     )

@@ -17,17 +17,18 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 from vllm.platforms import current_platform
 
 from rlrefit.integration.errors import PlanError, RefitError, RefitMismatch
+from rlrefit.workers.engines.common import traced_destination
 from rlrefit.workers.engines.common.loader_trace.modules import owners_of, spread_over_modules
 from rlrefit.workers.engines.common.loader_trace.trace import LoaderTrace, trace_loader
-from rlrefit.workers.engines.vllm import plugin, routing_cost, worker_process
+from rlrefit.workers.engines.vllm import plugin, worker_process
 from rlrefit.workers.engines.vllm.completeness import check_complete
-from rlrefit.workers.engines.vllm.derived import refresh_absorbed_projections
 from rlrefit.workers.engines.vllm.extension import VllmRefitExtension, raise_refit_errors
-from rlrefit.workers.engines.vllm.layouts import ModuleLayout, module_layout
+from rlrefit.workers.engines.vllm.layouts import VllmLayout, module_layout
+from rlrefit.workers.engines.vllm.reload import refresh_absorbed_projections
 
 BF16 = torch.bfloat16
 SHAPES = {"q": (4, 6), "k": (2, 6), "o": (6, 4), "norm": (6,)}
-DIRECT, PACKED = ModuleLayout(True, False), ModuleLayout(False, True, "layer attn.qkv: packed")
+DIRECT, PACKED = VllmLayout(), VllmLayout("layer attn.qkv: packed", reload=True)
 
 
 class _Linear(nn.Module):
@@ -59,13 +60,13 @@ def _traced(model: _Model, *names: str) -> LoaderTrace:
     return trace_loader(model.load_weights, dict(model.named_parameters()), manifest)
 
 
-def _layouts(**changed: ModuleLayout) -> dict[str, ModuleLayout]:
+def _layouts(**changed: VllmLayout) -> dict[str, VllmLayout]:
     return {"attn.qkv": DIRECT, "attn.o": DIRECT, "norm": DIRECT} | {
         name.replace("_", "."): layout for name, layout in changed.items()
     }
 
 
-def _blocked(layouts: dict[str, ModuleLayout]) -> dict[str, str]:
+def _blocked(layouts: dict[str, VllmLayout]) -> dict[str, str]:
     return {name: layout.reason for name, layout in layouts.items() if not layout.direct}
 
 
@@ -89,7 +90,7 @@ def test_tied_parameters_belong_to_every_module_that_holds_them():
     model.head.weight = model.attn["qkv"].weight
     owners = owners_of(model)
     assert owners["attn.qkv.weight"] == {"attn.qkv", "head"}
-    packed_head = _layouts() | {"head": ModuleLayout(False, True, "layer head: packed")}
+    packed_head = _layouts() | {"head": VllmLayout("layer head: packed", reload=True)}
     assert set(spread_over_modules(_traced(model), owners, _blocked(packed_head))) == {"q", "k"}
 
 
@@ -210,11 +211,11 @@ def test_a_buffer_of_the_state_has_to_come_where_it_holds_random_numbers():
 def test_a_large_misc_share_is_told_with_its_bytes_its_main_reason_and_the_remedy(caplog):
     manifest = [(f"experts.{i}", (100, 10), BF16) for i in range(8)] + [("gate", (10, 10), BF16)]
     experts = "the FlashInfer CUTLASS experts backend rewrites (start vLLM with moe_backend='triton')"
-    with caplog.at_level(logging.WARNING, logger=routing_cost.logger.name):
-        routing_cost.warn_of_misc(manifest, {"gate": "layer gate: other"})
+    with caplog.at_level(logging.WARNING, logger=traced_destination.logger.name):
+        traced_destination.warn_of_misc(manifest, {"gate": "layer gate: other"})
         assert not caplog.records
         reasons = {name: f"layer model.{name}: {experts}" for name, _, _ in manifest[:8]}
-        routing_cost.warn_of_misc(manifest, reasons | {"gate": "layer gate: other"})
+        traced_destination.warn_of_misc(manifest, reasons | {"gate": "layer gate: other"})
     [record] = caplog.records
     assert "100% of the weights" in record.getMessage()
     assert record.getMessage().endswith(experts)

@@ -21,7 +21,7 @@ from rlrefit.integration.session import ServingState
 from rlrefit.workers.engines.vllm import compat, plugin, preemption, updates, waking
 from rlrefit.workers.engines.vllm.answers import answer, raise_refit_errors
 from rlrefit.workers.engines.vllm.compat import REFIT, WEIGHT_TRANSFER, Needed, require_supported_vllm
-from rlrefit.workers.engines.vllm.destination import Routes
+from rlrefit.workers.engines.vllm.destination import VllmRoutes
 from rlrefit.workers.engines.vllm.guard import guard_worker
 from rlrefit.workers.engines.vllm.reload import ScopedReload
 from rlrefit.workers.engines.vllm.token_versions import TokenVersions
@@ -333,7 +333,7 @@ def test_a_trace_is_outdated_by_another_manifest_parameters_of_another_layout_an
     layout = {"weight": ((4, 2), (2, 1), torch.float32)}
     misc = ScopedReload(nn.Module(), None, torch.device("cpu"), {}, {}, {}, {})
     promised = {"w": Fp8Blockwise()}
-    routes = Routes(manifest, layout, promised, {}, {}, misc)
+    routes = VllmRoutes(manifest, layout, promised, {}, {}, misc)
     assert not routes.outdated(manifest, live, {"w": Fp8Blockwise()})
     assert routes.outdated((("w", (4, 2), torch.float32),), live, promised)
     assert routes.outdated(manifest, {"weight": torch.zeros(2, 4).t()}, promised)

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.errors import RefitMismatch
-from rlrefit.workers.engines.common.loader_trace.strided import view_box
-from rlrefit.workers.engines.common.loader_trace.trace import LoaderTrace, trace_loader
+from rlrefit.workers.engines.common.loader_trace.trace import LoaderTrace, trace_loader, view_box
 
 BF16 = torch.bfloat16
 
@@ -35,9 +34,9 @@ def _trace(
 
 
 def _replay(trace: LoaderTrace, params: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
-    for name, fragments in trace.fragments_by_name(params).items():
-        for fragment in fragments:
-            fragment.view.copy_(values[name][tuple(slice(a, b) for a, b in fragment.box)])
+    for name, landings in trace.landings.items():
+        for landing in landings:
+            landing.write(values[name], params[landing.parameter])
 
 
 def _values(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:

@@ -22,9 +22,8 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from rlrefit.integration.errors import PlanError
 from rlrefit.workers.engines.common.loader_trace.modules import owners_of
 from rlrefit.workers.engines.common.loader_trace.trace import LoaderTrace, trace_loader
-from rlrefit.workers.engines.vllm.completeness import check_complete
+from rlrefit.workers.engines.vllm.completeness import absent_elements, check_complete, unused_parameters
 from rlrefit.workers.engines.vllm.reload import ScopedReload
-from rlrefit.workers.engines.vllm.unused import absent_elements, unused_parameters
 
 SORTED = {"w13_g_idx_sort_indices", "w2_g_idx_sort_indices"}
 GROUPS = {"w13_weight_g_idx", "w2_weight_g_idx"}

@@ -19,7 +19,7 @@ from sglang.srt.layers.quantization.unquant import (
 from sglang.srt.utils import use_intel_amx_backend
 from torch import nn
 
-from ..common.loader_trace.modules import changed_parameter
+from ..common.loader_trace.modules import ModuleLayout, changed_parameter
 from .fp8 import block_fp8
 
 # Their loaders subtract nothing and add nothing; Gemma's norms add 1 as they compute.
@@ -28,51 +28,46 @@ _TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 @dataclass(frozen=True)
-class ModuleLayout:
-    """How one module of the live model takes new weights.
+class SglangLayout(ModuleLayout):
+    """Of a module of SGLang's.
 
     Attributes:
-        reason: why its parameters must not be written in place; empty if they may.
         loadable: SGLang's own loader can write it: the parameters still have the shape in which they are loaded.
-        placed: it can't, but the refit can, in place: what comes over the misc path all the same is written where the trace saw it
-            land.
         processed: after a load, SGLang's quantization method has to process it again.
     """
 
-    reason: str = ""
     loadable: bool = True
-    placed: bool = False
     processed: bool = False
 
 
-def module_layout(name: str, live: nn.Module, twin: nn.Module) -> ModuleLayout:
+def module_layout(name: str, live: nn.Module, twin: nn.Module) -> SglangLayout:
     """Classify the live module ``name`` by its type and by its parameters beside the untouched twin's."""
     blocks = block_fp8(live)
     changed = changed_parameter(live, twin, besides=blocks.packed if blocks else ())
     if changed:
-        return ModuleLayout(f"layer {name}: {changed}", loadable=False)
+        return SglangLayout(f"layer {name}: {changed}", loadable=False)
     method = getattr(live, "quant_method", None)
     if use_intel_amx_backend(live):
-        return ModuleLayout(f"layer {name}: its weights are packed for AMX", loadable=False)
+        return SglangLayout(f"layer {name}: its weights are packed for AMX", loadable=False)
     if blocks is not None:
         if blocks.effect:
-            return ModuleLayout(
+            return SglangLayout(
                 f"layer {name}: {blocks.effect}", loadable=not blocks.final, processed=not blocks.final
             )
-        return ModuleLayout(loadable=not blocks.packed, placed=bool(blocks.packed))
+        return SglangLayout(loadable=not blocks.packed, placed=bool(blocks.packed))
     if type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
-        return ModuleLayout()
+        return SglangLayout()
     if isinstance(method, UnquantizedFusedMoEMethod):
         effect = _experts_effect(method)
-        return ModuleLayout(f"layer {name}: {effect}", loadable=False) if effect else ModuleLayout()
+        return SglangLayout(f"layer {name}: {effect}", loadable=False) if effect else SglangLayout()
     if isinstance(method, QuantizeMethodBase):
-        return ModuleLayout(
+        return SglangLayout(
             f"layer {name}: process_weights_after_loading of {type(method).__name__} may rewrite the layout",
             processed=True,
         )
     if type(live).__module__ == _NORMS or isinstance(live, _TORCH_NORMS):
-        return ModuleLayout()
-    return ModuleLayout(
+        return SglangLayout()
+    return SglangLayout(
         f"layer {name}: {type(live).__name__} is not among the modules that are known to use their weights as loaded"
     )
 

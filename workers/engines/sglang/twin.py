@@ -17,7 +17,7 @@ from sglang.srt.model_loader.utils import set_default_torch_dtype
 from torch import nn
 
 from ....integration.errors import PlanError
-from ..common.loader_trace.meta import IntegerTablesStayReal
+from ..common.loader_trace.modules import IntegerTablesStayReal
 
 
 @contextmanager

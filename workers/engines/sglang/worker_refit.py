@@ -181,7 +181,7 @@ class WorkerRefit(DestinationRefitMixin):
         """
         if not as_asked:
             self.bucketed.new_epoch()
-        routes = self.bucketed.routes(_read(specs))
+        routes = self.bucketed.agree(_read(specs))
         self.refit_state.mark_dirty(version)
         return {"placing": bool(routes.placed)}
 

@@ -1,22 +1,45 @@
-"""Does a manifest reach all of an engine's weights? What it leaves would keep an older version, or random numbers."""
+"""Does a manifest reach all of an engine's weights? What it leaves would keep an older version, or random numbers.
+
+Some parameters of packed layers (NVFP4, INT4, INT8) need not come, because nothing computes with them. Their layers are reloaded,
+which starts from undefined memory: what no tensor brings is computed with all the same, if it is used. Which ones are unused was
+read in vLLM 0.21, for each method by its exact type.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
 
 from torch import nn
 
-from ....integration.errors import PlanError
 from ..common.loader_trace.trace import LoaderTrace
-from ..common.loader_trace.unreached import REMEDY, in_words, stale_parameters
+from ..common.loader_trace.unreached import require_reached
 from .layouts import ATTENTION_MODULES, has_padding
+
+# By name: an engine without such layers imports none of these, and later vLLMs lack some.
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
+_CT_MOE = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
+_NVFP4_EXPERTS = f"{_QUANTIZATION}.modelopt.ModelOptNvFp4FusedMoE"
+_NVFP4_W4A16_LINEAR = f"{_QUANTIZATION}.modelopt.ModelOptNvFp4W4A16LinearMethod"
+_WNA16_EXPERTS = f"{_CT_MOE}_wna16.CompressedTensorsWNA16MoEMethod"
+_WNA16_MARLIN_EXPERTS = f"{_CT_MOE}_wna16_marlin.CompressedTensorsWNA16MarlinMoEMethod"
+_GPTQ_EXPERTS = f"{_QUANTIZATION}.gptq_marlin.GPTQMarlinMoEMethod"
+_GPTQ_LINEAR = (
+    f"{_QUANTIZATION}.gptq.GPTQLinearMethod",
+    f"{_QUANTIZATION}.gptq_marlin.GPTQMarlinLinearMethod",
+)
+_INPUT_SCALES = ("w13_input_scale", "w2_input_scale")
+# Post-load processing sorts the groups of an activation order itself, so that no checkpoint has these.
+_SORTED = ("w13_g_idx_sort_indices", "w2_g_idx_sort_indices")
+_CT_GROUPS = ("w13_weight_g_idx", "w2_weight_g_idx")
+_GPTQ_GROUPS = ("w13_g_idx", "w2_g_idx")
 
 
 def check_complete(
     trace: LoaderTrace,
     owners: Mapping[str, frozenset[str]],
     model: nn.Module,
-    parameters: set[str],
+    parameters: Set[str],
     *,
     unused: frozenset[str] = frozenset(),
     dummy: bool = False,
@@ -38,32 +61,19 @@ def check_complete(
         PlanError: names the first parameter.
     """
     filled = _filled_buffers(model) & owners.keys() if dummy else set()
-    candidates = parameters | filled
-    stale = stale_parameters(
-        trace,
-        (
-            parameter
-            for parameter in candidates - unused
-            if not any(_may_lack(model.get_submodule(module)) for module in owners[parameter])
-        ),
-    )
-    if not stale:
-        return
     held = "random numbers, since the engine was started with load_format=dummy" if dummy else "old weights"
-    buffers = [name for name in stale if name in filled]
     # Constants that a module registers as persistent buffers: a checkpoint may have them, a trainer need not.
-    fixed = (
-        f". If {buffers[0]} is a buffer that training doesn't change (XIELU's beta and eps), which the trainer doesn't "
+    fixed = {
+        name: f". If {name} is a buffer that training doesn't change (XIELU's beta and eps), which the trainer doesn't "
         "export, start the engine with load_format=auto, which keeps what the checkpoint or the module gave it"
-        if buffers
-        else ""
+        for name in sorted(filled)
+    }
+    has_to_come = (
+        name
+        for name in (parameters | filled) - unused
+        if not any(_may_lack(model.get_submodule(module)) for module in owners[name])
     )
-    raise PlanError(
-        f"{in_words(trace, stale)}; they would keep {held} or become undefined, and the engine would serve a mixture. "
-        f"{REMEDY}{fixed}.",
-        stage="trace",
-        parameter=next(iter(stale)),
-    )
+    require_reached(trace, has_to_come, held, fixed)
 
 
 def _may_lack(live: nn.Module) -> bool:
@@ -81,3 +91,47 @@ def _filled_buffers(model: nn.Module) -> set[str]:
         for name, buffer in module.named_buffers(recurse=False)
         if buffer.is_floating_point()
     } & set(saved)
+
+
+def unused_parameters(model: nn.Module) -> frozenset[str]:
+    """Names of those that nothing computes with, as they are before vLLM processes them."""
+    return frozenset(parameter for _, unused in _layers(model) for parameter in unused)
+
+
+def absent_elements(model: nn.Module, trace: LoaderTrace) -> dict[str, int]:
+    """By layer, how many elements are not used and no tensor of the traced manifest brings."""
+    if trace.unknown:
+        return {}
+    touched = frozenset().union(*trace.touched.values())
+    counted = {
+        name: sum(trace.unwritten.get(parameter, 0) for parameter in unused if parameter not in touched)
+        for name, unused in _layers(model)
+    }
+    return {name: count for name, count in counted.items() if count}
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """Name of each layer that has parameters which nothing computes with, and these."""
+    for name, module in model.named_modules():
+        unused = _unused(getattr(module, "quant_method", None))
+        if unused:
+            yield name, [f"{name}.{parameter}" for parameter in unused]
+
+
+def _unused(method: Any) -> tuple[str, ...]:
+    kind = f"{type(method).__module__}.{type(method).__qualname__}"
+    # One method has experts of W4A4 and W4A16; all its backends but Marlin quantize inputs.
+    if kind == _NVFP4_EXPERTS:
+        return _INPUT_SCALES if method.nvfp4_backend.name == "MARLIN" else ()
+    if kind == _NVFP4_W4A16_LINEAR:
+        return ("input_scale",)
+    # Registered whether or not the checkpoint has an activation order; without one, kernels get empty tensors or none.
+    if kind == _WNA16_EXPERTS:
+        return _CT_GROUPS + _SORTED
+    if kind == _WNA16_MARLIN_EXPERTS:
+        return _SORTED if method.actorder == "group" else _CT_GROUPS + _SORTED
+    if kind == _GPTQ_EXPERTS:
+        return _SORTED if method.quant_config.desc_act else _GPTQ_GROUPS + _SORTED
+    if kind in _GPTQ_LINEAR:
+        return () if method.quant_config.desc_act else ("g_idx",)
+    return ()

@@ -22,6 +22,7 @@ looked through): it notes the shapes of before, and gives parameters that were m
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import getclosurevars
@@ -41,7 +42,9 @@ from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from ....integration.quantize.formats import Fp8Blockwise
 from ...frameworks.verl import full_tensors_contract as verl_contract
-from ..common.loader_trace.codes import FLOAT8
+from ..common.loader_trace.quantized import FLOAT8
+
+logger = logging.getLogger(__name__)
 
 _PLAIN_KERNELS = (CutlassFp8BlockScaledMMKernel, TritonFp8BlockScaledMMKernel)
 _PLAIN_BACKENDS = (
@@ -107,7 +110,31 @@ def block_fp8(module: nn.Module) -> BlockFp8 | None:
     return None
 
 
-def own_quantizer(module: nn.Module) -> str:
+def block_modules(model: nn.Module) -> dict[str, BlockFp8]:
+    """The modules of ``model`` that hold weights in FP8 blocks, by name."""
+    return {name: facts for name, module in model.named_modules() if (facts := block_fp8(module))}
+
+
+def tell_of_own_quantizers(model: nn.Module) -> None:
+    """Log, once for each method, that modules hold FP8 which the trainer does not make."""
+    modules: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        method = _own_quantizer(module)
+        if method:
+            modules.setdefault(method, []).append(name)
+    for method, names in modules.items():
+        logger.warning(
+            "policy.refit.trainer_quantize_fp8 does not serve %d modules of this engine, %s first: %s makes or takes "
+            "another FP8 than blocks with the names of a block-FP8 checkpoint, so they get the trainer's own dtype. Start "
+            "vLLM with load_format='dummy' and hf_overrides={'quantization_config': {'quant_method': 'fp8', "
+            "'activation_scheme': 'dynamic', 'weight_block_size': [128, 128]}} for the trainer to quantize",
+            len(names),
+            names[0],
+            method,
+        )
+
+
+def _own_quantizer(module: nn.Module) -> str:
     """The method by which a live module made FP8 of weights that it was given in another dtype, or that has another
     format than blocks; empty if there is none."""
     method = getattr(module, "quant_method", None)

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import CpuArchEnum, current_platform
 
-from ..common.loader_trace.modules import changed_parameter
+from ..common.loader_trace.modules import ModuleLayout, changed_parameter
 from .fp8 import block_fp8
 
 ATTENTION_MODULES = (Attention, MLAAttention, MMEncoderAttention)
@@ -33,26 +33,17 @@ _PLAIN_MOE_BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCH
 
 
 @dataclass(frozen=True)
-class ModuleLayout:
-    """How one module of the live model takes new weights.
+class VllmLayout(ModuleLayout):
+    """Of a module of vLLM's.
 
     Attributes:
-        direct: bytes may be written straight into its parameters.
-        reload: the engine's loader cannot write it in place, so new weights need vLLM's layerwise reload.
-        reason: why it is not ``direct``; empty if it is.
-        placed: it is ``direct``, but the engine's loader fails on it: its parameters lost what the loader goes by.
-            What comes over the misc path all the same is written where the trace saw it land.
-        swapped: its parameters in which the two halves of the rows lie the other way round than the loader put them.
+        reload: vLLM's loader cannot write it in place, so new weights need vLLM's layerwise reload.
     """
 
-    direct: bool
-    reload: bool
-    reason: str = ""
-    placed: bool = False
-    swapped: frozenset[str] = frozenset()
+    reload: bool = False
 
 
-def module_layout(name: str, live: nn.Module, twin: nn.Module, promised: bool = False) -> ModuleLayout:
+def module_layout(name: str, live: nn.Module, twin: nn.Module, promised: bool = False) -> VllmLayout:
     """Classify the live module ``name`` by its type and by its parameters beside the untouched twin's.
 
     Args:
@@ -65,17 +56,17 @@ def module_layout(name: str, live: nn.Module, twin: nn.Module, promised: bool = 
     visited = isinstance(method, QuantizeMethodBase) or isinstance(live, ATTENTION_MODULES)
     changed = changed_parameter(live, twin)
     if changed:
-        return ModuleLayout(False, True, f"layer {name}: {changed}")
+        return VllmLayout(f"layer {name}: {changed}", reload=True)
     blocks = block_fp8(live)
     if blocks is not None:
         effect = blocks.post_load_effect(promised)
         if effect:
-            return ModuleLayout(False, True, f"layer {name}: {effect}")
-        return ModuleLayout(True, False, placed=True, swapped=blocks.swapped)
+            return VllmLayout(f"layer {name}: {effect}", reload=True)
+        return VllmLayout(placed=True, swapped=blocks.swapped)
     derived = _post_load_effect(live, method)
     if derived:
-        return ModuleLayout(False, visited, f"layer {name}: {derived}")
-    return ModuleLayout(True, False)
+        return VllmLayout(f"layer {name}: {derived}", reload=visited)
+    return VllmLayout()
 
 
 def has_padding(live: nn.Module) -> bool:

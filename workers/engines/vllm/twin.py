@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from ..common.loader_trace.meta import IntegerTablesStayReal
+from ..common.loader_trace.modules import IntegerTablesStayReal
 
 
 @contextmanager

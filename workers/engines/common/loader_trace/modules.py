@@ -1,13 +1,38 @@
-"""Which modules hold a parameter, and why all weights of a module take one path."""
+"""The modules of an engine's model: which hold a parameter, how they take new weights, and why all of one take one path."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from .trace import LoaderTrace
+
+
+@dataclass(frozen=True)
+class ModuleLayout:
+    """How one module of a live model takes new weights. Each engine's own layout adds what its loader does.
+
+    Attributes:
+        reason: why bytes must not be written straight into its parameters; empty if they may be.
+        placed: bytes may be, but the engine's loader can't write it: its parameters are no longer as they are loaded. What
+            comes over the misc path all the same is written where the trace saw it land.
+        swapped: its parameters in which the engine swapped the two halves of the rows after loading.
+    """
+
+    reason: str = ""
+    placed: bool = False
+    swapped: frozenset[str] = frozenset()
+
+    @property
+    def direct(self) -> bool:
+        """Whether bytes may be written straight into its parameters."""
+        return not self.reason
 
 
 def owners_of(twin: nn.Module) -> dict[str, frozenset[str]]:
@@ -87,3 +112,23 @@ def changed_parameter(live: nn.Module, twin: nn.Module, besides: Collection[str]
         if hasattr(fresh, "weight_loader") and not hasattr(current, "weight_loader"):
             return f"process_weights_after_loading replaced {name}, which lost its weight loader"
     return ""
+
+
+class IntegerTablesStayReal(TorchFunctionMode):
+    """Integer factories without a device build on the CPU, under an outer ``torch.device("meta")``.
+
+    Constructors and loaders read such tables (the expert map of an expert-parallel layer, by ``.item()``),
+    so they need values. Weights are floating point and stay on meta.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        dtype = kwargs.get("dtype")
+        if (
+            func in _device_constructors()
+            and kwargs.get("device") is None
+            and dtype is not None
+            and not dtype.is_floating_point
+        ):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)

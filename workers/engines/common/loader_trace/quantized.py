@@ -9,12 +9,17 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import torch
+
+from .....integration.errors import PlanError
 from .....integration.quantize.formats import Format, wire_specs
-from .....integration.weights.manifest import TensorSpec
-from .codes import FLOAT8
-from .trace import LoaderTrace
+from .....integration.weights.manifest import TensorSpec, dtype_name
+from .....integration.weights.routing import SAY_REFIT_DTYPE
+from .trace import LoaderTrace, Manifest
 
 logger = logging.getLogger(__name__)
+
+FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2})
 
 
 class HoldsCodes(Protocol):
@@ -92,4 +97,50 @@ def promised_modules(
             for codes in facts.scales
             for name in names.get(f"{module}.{codes}", ())
         )
+    )
+
+
+def require_codes(
+    trace: LoaderTrace,
+    manifest: Manifest,
+    parameters: Mapping[str, torch.Tensor],
+    setting: str = "policy.refit.trainer_quantize_fp8=true",
+) -> None:
+    """Refuse numbers that the loader would cast to FP8 or to integers without a scale.
+
+    Args:
+        trace: of ``manifest``.
+        manifest: checkpoint name, full shape and dtype of every tensor.
+        parameters: of the engine as they are before loading, by name.
+        setting: by which the trainer makes FP8 blocks.
+
+    Raises:
+        PlanError: names the first weight.
+    """
+    cast = [
+        (name, parameter, dtype)
+        for name, _, dtype in manifest
+        if dtype.is_floating_point and dtype.itemsize > 1
+        for parameter in sorted(trace.touched[name] & parameters.keys())
+        if parameters[parameter].dtype in FLOAT8 or not parameters[parameter].dtype.is_floating_point
+    ]
+    if not cast:
+        return
+    name, parameter, dtype = cast[0]
+    held = parameters[parameter].dtype
+    if held is torch.uint8:
+        remedy = (
+            "Start the engine from a checkpoint that the trainer's own quantization made (docs/nvfp4.md for NVFP4): it has to "
+            "leave the same layers out"
+        )
+    elif dtype is torch.float32:
+        remedy = f"No blocks are made of float32. {SAY_REFIT_DTYPE}"
+    else:
+        remedy = f"Set {setting}, which makes FP8 blocks"
+    raise PlanError(
+        f"the trainer sends {dtype_name(dtype)} and the engine holds {parameter} as {dtype_name(held)} with a scale; its loader "
+        f"would cast the numbers and keep the old scales ({len(cast)} such weights). Nothing was written. {remedy}, or start "
+        "the engine without quantization",
+        stage="trace",
+        parameter=name,
     )

@@ -17,7 +17,6 @@ import torch
 from .....integration.errors import PlanError, RefitMismatch
 from .....integration.layout import Box, Fragment, overlap, volume
 from .recording import Recorder, StridedRegion, UntraceableOperation, Write
-from .strided import view_box
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +57,8 @@ class Landing:
         row = self.offset // step % rows
         if row // (rows // 2) != (row + height - 1) // (rows // 2):
             raise PlanError(
-                f"its part {self.box} lies in both halves of {self.parameter}, which vLLM lets change places after "
-                "loading. Start vLLM with moe_backend='triton', which leaves experts as they are loaded",
+                f"its part {self.box} lies in both halves of {self.parameter}, which the engine swaps after loading. "
+                "Start the engine with moe_backend='triton', which leaves experts as they are loaded",
                 stage="trace",
                 parameter=self.name,
             )
@@ -71,6 +70,11 @@ class Landing:
         shape = tuple(stop - start for start, stop in self.box)
         view = parameter.detach().as_strided(shape, self.stride, parameter.storage_offset() + self.offset)
         return Fragment(self.name, self.full_shape, self.box, view)
+
+    def write(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
+        """Copy this landing's part of the whole checkpoint ``tensor`` into its place in ``parameter``."""
+        part = tensor[tuple(slice(start, stop) for start, stop in self.box)]
+        self.fragment(parameter).view.copy_(part)
 
 
 @dataclass(frozen=True)
@@ -94,13 +98,6 @@ class LoaderTrace:
     unknown: frozenset[str]
     lost: dict[str, int]
     unwritten: dict[str, int]
-
-    def fragments_by_name(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, list[Fragment]]:
-        """The landings as fragments of ``parameters``, in the manifest's order."""
-        return {
-            name: [landing.fragment(parameters[landing.parameter]) for landing in landings]
-            for name, landings in self.landings.items()
-        }
 
 
 def trace_loader(
@@ -277,3 +274,57 @@ def _without(box: Box, other: Box) -> list[Box]:
             pieces.append((*inner[:d], (o_stop, stop), *box[d + 1 :]))
         inner[d] = (max(start, o_start), min(stop, o_stop))
     return pieces
+
+
+@dataclass(frozen=True)
+class ViewBox:
+    """A view of a base tensor that holds exactly one box of it.
+
+    Attributes:
+        box: the part of the base tensor, in the base's coordinates.
+        axes: for each dimension of the base, the dimension of the view that runs along it, or None
+            where the box has extent 1 there and the view has no dimension of its own for it.
+    """
+
+    box: Box
+    axes: tuple[int | None, ...]
+
+
+def view_box(
+    base_shape: Sequence[int],
+    base_stride: Sequence[int],
+    offset: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> ViewBox | None:
+    """The box of a base tensor that a view (``offset`` elements in, ``shape``, ``stride``) holds.
+
+    None if the view is no rectangular part of the base with its dimensions in some order: a step
+    other than 1, merged or split dimensions, a broadcast, or a base whose own elements overlap.
+    Exact because the base's strides are nested (each covers all smaller ones), so an offset and a
+    stride can be read in one way only.
+    """
+    axes_by_stride = sorted((d for d, n in enumerate(base_shape) if n > 1), key=lambda d: -base_stride[d])
+    reach = 1
+    for d in reversed(axes_by_stride):
+        if base_stride[d] < reach:
+            return None
+        reach = base_stride[d] * base_shape[d]
+    start = [0] * len(base_shape)
+    for d in axes_by_stride:
+        start[d], offset = divmod(offset, base_stride[d])
+        if start[d] >= base_shape[d]:
+            return None
+    if offset:
+        return None
+    axes: list[int | None] = [None] * len(base_shape)
+    extent = [1] * len(base_shape)
+    for v, n in enumerate(shape):
+        if n == 1:
+            continue
+        d = next((d for d in axes_by_stride if base_stride[d] == stride[v]), None)
+        if n < 1 or d is None or axes[d] is not None or start[d] + n > base_shape[d]:
+            return None
+        axes[d], extent[d] = v, n
+    box = tuple((s, s + n) for s, n in zip(start, extent, strict=True))
+    return ViewBox(box, tuple(axes))

@@ -1,10 +1,11 @@
-"""Which parameters a traced manifest leaves with the weights of an earlier version."""
+"""Which parameters a traced manifest does not fill. They would keep the weights of an earlier version."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
+from .....integration.errors import PlanError
 from .trace import LoaderTrace
 
 _NAMED: Final = 4  # parameters that an error names beside the first
@@ -36,8 +37,37 @@ def stale_parameters(trace: LoaderTrace, parameters: Iterable[str]) -> dict[str,
     return dict(sorted(stale.items()))
 
 
-def in_words(trace: LoaderTrace, stale: Mapping[str, int]) -> str:
-    """What does not come, what comes for the first parameter, and what could not be followed; for an error."""
+def require_reached(
+    trace: LoaderTrace,
+    parameters: Iterable[str],
+    held: str = "old weights",
+    more: Mapping[str, str] | None = None,
+) -> None:
+    """Refuse a manifest that leaves a part of a parameter with the weights of an earlier version.
+
+    Args:
+        trace: of the whole manifest.
+        parameters: names of all that the manifest has to fill.
+        held: what an unfilled part holds, in words.
+        more: a remedy for some of ``parameters``; that of the first unfilled one is told.
+
+    Raises:
+        PlanError: names the first parameter.
+    """
+    stale = stale_parameters(trace, parameters)
+    if not stale:
+        return
+    also = next((remedy for name, remedy in (more or {}).items() if name in stale), "")
+    raise PlanError(
+        f"{_in_words(trace, stale)}; they would keep {held} or become undefined, and the engine would serve a mixture. "
+        f"{_REMEDY}{also}.",
+        stage="trace",
+        parameter=next(iter(stale)),
+    )
+
+
+def _in_words(trace: LoaderTrace, stale: Mapping[str, int]) -> str:
+    """What does not come, what comes for the first parameter, and what could not be followed."""
     first, *others = stale
     come = sorted(name for name, touched in trace.touched.items() if first in touched)
     only = f" (of what it holds only {_listed(come)} comes)" if come else ""
@@ -50,7 +80,7 @@ def in_words(trace: LoaderTrace, stale: Mapping[str, int]) -> str:
     return f"no tensor of the manifest reaches {stale[first]} elements of {first}{only}{rest}{lost}"
 
 
-REMEDY: Final = (
+_REMEDY: Final = (
     "Give the trainer's whole manifest, in checkpoint names that the engine's loader knows; a Megatron trainer's log names "
     "the parameters for which Megatron-Bridge has no mapping, which never come"
 )

@@ -1,0 +1,374 @@
+"""A live vLLM or SGLang model as the destination of a refit: what both engines share.
+
+The engine's loader is traced once on a twin of the model without storage (:mod:`.loader_trace`). The trace tells, for each
+checkpoint tensor, which part of which live parameter it fills. Tensors whose bytes can't be written in place take the misc
+path: full tensors through the engine's own loader. What an engine does on that path and after it is its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from math import prod
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ....integration.errors import PlanError, RefitError
+from ....integration.layout import Fragment
+from ....integration.quantize.formats import Format
+from ....integration.weights.endpoints import storage_key
+from ....integration.weights.manifest import TensorSpec
+from .loader_trace.modules import ModuleLayout, owners_of, spread_over_modules
+from .loader_trace.quantized import HoldsCodes, formats_of, on_the_wire, promised_modules, require_codes
+from .loader_trace.trace import Landing, LoaderTrace, Manifest, trace_loader
+
+logger = logging.getLogger(__name__)
+
+# Routers, norms and biases stay below this share of the bytes; experts, or all linear layers of a quantized engine, don't.
+_LARGE_SHARE = 0.05
+_Strided = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The way that each tensor of one manifest takes, for live parameters of one layout.
+
+    Attributes:
+        manifest: the traced one.
+        layout: shape, strides and dtype of the live parameters at that time.
+        promised: the formats that the trainer was asked to quantize weights into.
+        landings: of the tensors that are written in place.
+        reasons: of the tensors that take the misc path.
+    """
+
+    manifest: Manifest
+    layout: _Strided
+    promised: dict[str, Format]
+    landings: dict[str, tuple[Landing, ...]]
+    reasons: dict[str, str]
+
+    def outdated(
+        self, manifest: Manifest, parameters: Mapping[str, torch.Tensor], promised: dict[str, Format]
+    ) -> bool:
+        """Whether the trace has to be made anew."""
+        return self.manifest != manifest or self.layout != _strided(parameters) or self.promised != promised
+
+
+@dataclass(frozen=True)
+class Traced[Layout: ModuleLayout, Blocks: HoldsCodes]:
+    """One manifest traced through the engine's loader.
+
+    Attributes:
+        manifest: checkpoint name, full shape and dtype of every tensor.
+        trace: where each of them lands in the live parameters.
+        owners: for each parameter or buffer the modules that hold it.
+        layouts: by module.
+        blocks: modules of the live model that hold weights quantized.
+        promised: those of them that get nothing but what the trainer was asked for.
+        before: the twin's parameters as they were before its loader ran, which may replace some.
+        after: names of its parameters after that.
+    """
+
+    manifest: Manifest
+    trace: LoaderTrace
+    owners: dict[str, frozenset[str]]
+    layouts: dict[str, Layout]
+    blocks: dict[str, Blocks]
+    promised: frozenset[str]
+    before: dict[str, torch.Tensor]
+    after: frozenset[str]
+
+    def placed(self, landings: Mapping[str, tuple[Landing, ...]]) -> dict[str, tuple[Landing, ...]]:
+        """Those of ``landings`` that the engine's loader can't write."""
+        return {
+            name: found
+            for name, found in landings.items()
+            if any(self.layouts[module].placed for at in found for module in self.owners[at.parameter])
+        }
+
+
+class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes](ABC):
+    """What one worker wants of each checkpoint tensor.
+
+    Args:
+        device: where the live parameters are.
+
+    Attributes:
+        version: the version given to the last :meth:`finish`, or -1 before the first.
+    """
+
+    # By which the trainer is told to make FP8 blocks.
+    _quantize_setting: ClassVar[str] = "policy.refit.trainer_quantize_fp8=true"
+
+    def __init__(self, device: torch.device) -> None:
+        self.version = -1
+        self._device = device
+        self._routes: Found | None = None
+        self._promised: dict[str, Format] = {}
+        # The last question of quantized(), with the modules that it depends on, and the answer.
+        self._asked: tuple[Manifest, dict[str, Blocks]] | None = None
+        self._answer: dict[str, Format] = {}
+        self._follow_parameters()
+
+    @property
+    @abstractmethod
+    def _model(self) -> nn.Module:
+        """The live model."""
+
+    @abstractmethod
+    def _twin(self) -> AbstractContextManager[nn.Module]:
+        """A second model for this rank without storage, as it is before its weights are loaded."""
+
+    @abstractmethod
+    def _blocks(self) -> dict[str, Blocks]:
+        """The modules of the live model that hold weights in FP8 blocks, by name."""
+
+    @abstractmethod
+    def _layout(self, name: str, live: nn.Module, twin: nn.Module, promised: bool) -> Layout:
+        """How the live module ``name`` takes new weights; ``promised`` as of :class:`Traced`."""
+
+    @abstractmethod
+    def _check(self, traced: Traced[Layout, Blocks]) -> None:
+        """Refuse what this engine can't take.
+
+        Raises:
+            PlanError: names the first parameter.
+        """
+
+    @abstractmethod
+    def _routed(self, traced: Traced[Layout, Blocks], shared: Routes) -> Found:
+        """``shared`` with what this engine keeps beside it."""
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The misc path: full checkpoint tensors through the engine's own loader."""
+
+    @abstractmethod
+    def _post_load(self, routes: Found) -> None:
+        """Bring up to date what the engine derives from weights."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """After a refit that failed: undo what is half loaded. Bytes that were written stay."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the live parameters are."""
+        return self._device
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the live parameters of this rank."""
+        return sum(p.numel() * p.element_size() for p in self._parameters.values())
+
+    def storage_key(self) -> Hashable:
+        """Changes when a live parameter's storage moves, or when another tensor takes a parameter's place."""
+        # Asked of the modules and not of tensors that were seen once: those may have been replaced since.
+        return storage_key([held[name] for held, name in self._places])
+
+    def new_epoch(self) -> None:
+        """Forget what another trainer was asked for with :meth:`quantized`."""
+        self._promised = {}
+
+    def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
+        """The weights of ``specs`` that this rank's parameters hold in FP8 blocks, with their format.
+
+        What is named here has to come in this format, codes under the weight's name and scales beside them, or the epoch
+        has to end: modules whose kernels want special scales are written in place on the strength of it.
+
+        Raises:
+            RefitMismatch, PlanError: as :meth:`fragments`, asked for codes and scales.
+        """
+        self._follow_parameters()
+        blocks = self._blocks()
+        if not blocks:
+            return {}
+        asked = _plain(specs), blocks
+        if self._asked != asked:
+            with self._twin() as twin:
+                trace = _trace(twin, asked[0])
+            self._promised = formats_of(specs, trace, blocks)
+            self.agree(on_the_wire(specs, self._promised))
+            self._asked, self._answer = asked, dict(self._promised)
+        self._promised = dict(self._answer)
+        return dict(self._answer)
+
+    def fragments(self, specs: Manifest) -> tuple[list[Fragment], dict[str, str]]:
+        """Trace the engine's loader and return what this rank wants.
+
+        The trace is kept: asked again for the same manifest, while the live parameters have the layout that they had,
+        only the views are made anew.
+
+        Args:
+            specs: checkpoint name, full shape and dtype of every tensor of a refit, of all routes.
+
+        Returns:
+            Fragments whose views alias the live parameters, in the manifest's order, and for every tensor
+            that has to come whole through :meth:`load_weights` the reason. A tensor that this rank does
+            not load (another pipeline stage, a remote expert, a tied head) is in neither.
+
+        Raises:
+            RefitMismatch: the engine's loader rejects a tensor.
+            PlanError: a part of a parameter would keep its old weights; the live model lacks a module of its own
+                architecture; or a module can't be given new weights.
+        """
+        routes = self.agree(specs)
+        found = [
+            landing.fragment(self._target(landing))
+            for landings in routes.landings.values()
+            for landing in landings
+        ]
+        return found, dict(routes.reasons)
+
+    def agree(self, specs: Manifest) -> Found:
+        """Have refits go by the routes of ``specs`` from here on, and return them.
+
+        Raises:
+            RefitMismatch, PlanError: as :meth:`fragments`.
+        """
+        self._follow_parameters()
+        self._routes = self.routes(specs)
+        return self._routes
+
+    def routes(self, specs: Manifest) -> Found:
+        """The way that each tensor of ``specs`` would take; a refit that goes by another manifest is not affected."""
+        manifest = _plain(specs)
+        if self._routes is None or self._routes.outdated(manifest, self._parameters, self._promised):
+            return self._traced(manifest)
+        return self._routes
+
+    def finish(self, version: int) -> None:
+        """Post-load work, once per refit after all bytes have landed and all misc tensors were loaded.
+
+        Raises:
+            RefitError: :meth:`fragments` was not called before, or a module did not get all that it needs.
+        """
+        self._post_load(self._agreed())
+        self.version = version
+
+    def _agreed(self) -> Found:
+        if self._routes is None:
+            raise RefitError(
+                "fragments(specs) has to be called once before weights are loaded: it finds out where they go",
+                stage="misc",
+            )
+        return self._routes
+
+    def _target(self, landing: Landing) -> torch.Tensor:
+        """The tensor that has the layout of the landing's parameter as it is loaded."""
+        return self._parameters[landing.parameter]
+
+    def _follow_parameters(self) -> None:
+        self._parameters = dict(self._model.named_parameters())
+        self._places = [
+            (module._parameters, name)
+            for module in self._model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+    def _traced(self, manifest: Manifest) -> Found:
+        blocks = self._blocks()
+        with self._twin() as twin:
+            before = dict(twin.named_parameters())
+            trace = _trace(twin, manifest)
+            require_codes(trace, manifest, before, self._quantize_setting)
+            owners = owners_of(twin)
+            promised = promised_modules(trace, blocks, self._promised)
+            layouts = self._layouts(twin, {m for modules in owners.values() for m in modules}, promised)
+            after = frozenset(name for name, _ in twin.named_parameters())
+        trace = _after_swaps(trace, before, layouts)
+        traced = Traced(manifest, trace, owners, layouts, blocks, promised, before, after)
+        self._check(traced)
+        blocked = {name: layout.reason for name, layout in layouts.items() if layout.reason}
+        reasons = spread_over_modules(trace, owners, blocked)
+        landings = {name: found for name, found in trace.landings.items() if name not in reasons and found}
+        logger.info(
+            "refit destination: %d fragments of %d tensors are written in place, %d tensors take the misc path",
+            sum(map(len, landings.values())),
+            len(landings),
+            len(reasons),
+        )
+        warn_of_misc(manifest, reasons)
+        shared = Routes(manifest, _strided(self._parameters), dict(self._promised), landings, reasons)
+        return self._routed(traced, shared)
+
+    def _layouts(self, twin: nn.Module, modules: set[str], promised: frozenset[str]) -> dict[str, Layout]:
+        live = dict(self._model.named_modules())
+        absent = sorted(modules - live.keys())
+        if absent:
+            raise PlanError(
+                f"the live model has no module {absent[0]} ({len(absent)} are absent), though its architecture "
+                "defines it: something wrapped or replaced it after loading (LoRA does). Refit needs the "
+                "model as the engine loads it; start the engine without the feature that changes modules.",
+                stage="trace",
+                parameter=absent[0],
+            )
+        return {
+            name: self._layout(name, live[name], twin.get_submodule(name), name in promised)
+            for name in sorted(modules)
+        }
+
+
+def warn_of_misc(manifest: Manifest, reasons: Mapping[str, str]) -> None:
+    """Log a warning where more than a twentieth of the bytes of ``manifest`` take the misc path, with the main reason.
+
+    Args:
+        manifest: checkpoint name, full shape and dtype of every tensor.
+        reasons: of the tensors that take that path.
+    """
+    sizes = {name: prod(shape) * dtype.itemsize for name, shape, dtype in manifest}
+    total = sum(sizes.values())
+    by_reason: Counter[str] = Counter()
+    for name, reason in reasons.items():
+        layer, colon, why = reason.partition(": ")
+        # Without the layer, so that equal causes count together.
+        by_reason[why if colon and layer.startswith("layer ") else reason] += sizes[name]
+    misc = by_reason.total()
+    if misc <= _LARGE_SHARE * total:
+        return
+    [(reason, size)] = by_reason.most_common(1)
+    logger.warning(
+        "refit destination: %.0f%% of the weights (%.1f MB of %.1f) cannot be written in place by this engine: every "
+        "refit sends them whole to each of its ranks and loads them through the engine, which is slower. %.1f MB of them "
+        "because %s",
+        100 * misc / total,
+        misc / 1e6,
+        total / 1e6,
+        size / 1e6,
+        reason,
+    )
+
+
+def _plain(specs: Manifest) -> Manifest:
+    return tuple((name, tuple(shape), dtype) for name, shape, dtype in specs)
+
+
+def _trace(twin: nn.Module, manifest: Manifest) -> LoaderTrace:
+    loadable = dict(twin.named_parameters()) | dict(twin.named_buffers())
+    return trace_loader(twin.load_weights, loadable, manifest)
+
+
+def _strided(parameters: Mapping[str, torch.Tensor]) -> _Strided:
+    """What decides where a landing lies in the parameters."""
+    return {name: (p.shape, p.stride(), p.dtype) for name, p in parameters.items()}
+
+
+def _after_swaps(
+    trace: LoaderTrace, parameters: Mapping[str, torch.Tensor], layouts: Mapping[str, ModuleLayout]
+) -> LoaderTrace:
+    """The landings where the engine moved them after loading."""
+    swapped = {f"{module}.{parameter}" for module, layout in layouts.items() for parameter in layout.swapped}
+    landings = {
+        name: tuple(
+            at.in_the_other_half(parameters[at.parameter]) if at.parameter in swapped else at for at in found
+        )
+        for name, found in trace.landings.items()
+    }
+    return replace(trace, landings=landings)
