@@ -8,7 +8,7 @@ from importlib import import_module
 import torch
 
 import tests.gloo  # noqa: F401
-from rlrefit.workers.engines.vllm import orphans
+from rlrefit.workers.engines.vllm import patches
 from tests import vllm_cpu
 from tests.vllm_processes import forked_engines
 
@@ -33,6 +33,6 @@ _of_all_forks = forked_engines()
 _of_all_forks.__enter__()  # engines' cores start the workers
 # The server is the system's parent of them all, which that watch takes for the end of theirs; the tests' processes
 # have a watch of their own.
-orphans._started.set()
+patches._watching.set()
 # As in tests.loaded_megatron.
 gc.freeze()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rlrefit.integration.errors import RefitError
-from rlrefit.workers.engines.vllm.answers import raise_refit_errors
+from rlrefit.workers.engines.common.answers import raise_refit_errors
 from rlrefit.workers.frameworks.nemo_rl import policy_worker
 from rlrefit.workers.frameworks.nemo_rl.engine_calls import require_text_only
 from tests.nemo_rl_adapter import megatron_ranks

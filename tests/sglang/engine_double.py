@@ -26,11 +26,11 @@ from rlrefit.integration.layout import Fragment
 from rlrefit.integration.quantize.formats import Format, to_json
 from rlrefit.integration.weights.endpoints import storage_key
 from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.workers.engines.common.answers import answer
 from rlrefit.workers.engines.common.destination_mixin import DestinationRefitMixin
 from rlrefit.workers.engines.sglang.callers import SETTINGS
 from rlrefit.workers.engines.sglang.loader import LOADER
 from rlrefit.workers.engines.sglang.standing import STANDING, standing_of
-from rlrefit.workers.engines.vllm.answers import answer
 
 from .recorded import REQUESTS, VERSION
 

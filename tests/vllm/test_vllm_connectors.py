@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from rlrefit.integration.errors import RefitError
 from rlrefit.workers.engines.vllm.connectors import require_droppable_caches
-from rlrefit.workers.engines.vllm.updates import _require_rest
+from rlrefit.workers.engines.vllm.patches import _require_rest
 
 
 class DroppingConnector(KVConnectorBase_V1):

@@ -112,7 +112,7 @@ def test_scales_that_blackwells_deepgemm_packed_take_the_reload():
 @pytest.mark.parametrize("backend", list(Fp8MoeBackend))
 @pytest.mark.parametrize("e8m0", [False, True])
 def test_experts_in_blocks_are_written_in_place_for_the_backends_that_keep_them(backend, e8m0, monkeypatch):
-    monkeypatch.setattr(fp8, "is_deep_gemm_e8m0_used", lambda: e8m0)
+    monkeypatch.setattr("vllm.utils.deep_gemm.is_deep_gemm_e8m0_used", lambda: e8m0)
     module = _experts(backend)
     plain = backend.value in ("TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS")
     deep_gemm = backend.value in ("DEEPGEMM", "BATCHED_DEEPGEMM")

@@ -13,11 +13,20 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rlrefit.integration.errors import RefitError
 from rlrefit.workers.engines.vllm import compat
-from rlrefit.workers.engines.vllm.compat import Needed, require_driver, require_supported_vllm
-from rlrefit.workers.engines.vllm.sleeping import SLEEP
+from rlrefit.workers.engines.vllm.compat import require_driver, require_supported_vllm
 
 FOLDER = Path(__file__).parents[2] / "workers" / "engines" / "vllm"
-LISTED = (*compat.REFIT, *compat.WEIGHT_TRANSFER, *compat.SCRIPT, *compat.SERVER)
+FEATURES = (
+    compat.CPU,
+    compat.FP8,
+    compat.SPECULATIVE,
+    compat.KV_SCALES,
+    compat.ADAPTERS,
+    compat.WEIGHT_TRANSFER,
+)
+LISTED = tuple(
+    needed for of in (compat.WORKER, compat.CORE, *FEATURES, compat.SCRIPT, compat.SERVER) for needed in of
+)
 
 
 def _imports() -> Iterator[tuple[str, str, str]]:
@@ -42,8 +51,8 @@ def test_every_import_from_vllm_is_listed():
     assert unlisted == []
 
 
-def test_the_installed_vllm_has_all_that_drivers_use():
-    require_supported_vllm((*compat.SCRIPT, *compat.SERVER, *SLEEP))
+def test_the_installed_vllm_has_all_that_any_feature_uses():
+    require_supported_vllm(LISTED)
 
 
 @pytest.mark.parametrize(
@@ -55,13 +64,24 @@ def test_a_driver_is_refused_by_a_vllm_whose_call_takes_other_parameters(
     monkeypatch.setattr(owner, name, lambda engine: None)
     engine = object.__new__(owner)
     with pytest.raises(RefitError, match=rf"{owner.__name__}\.{name}: has no \w+ and no "):
-        require_driver(engine, getattr(compat, needed))
-    require_driver(object(), getattr(compat, needed))  # nothing of vLLM's
+        require_driver(engine, getattr(compat, needed), ())
+    require_driver(object(), getattr(compat, needed), ("gone",))  # nothing of vLLM's
 
 
-def test_a_class_whose_constructor_sets_something_else_is_told_by_name():
-    module = "vllm.v1.engine.output_processor"
-    lacking = Needed(module, "OutputProcessor", sets=("request_states", "states_of_requests", "output_queue"))
+@pytest.mark.parametrize(("owner", "holds"), [(LLM, compat.SCRIPT_HOLDS), (AsyncLLM, compat.SERVER_HOLDS)])
+def test_a_driver_is_refused_by_an_engine_without_one_of_the_attributes_that_it_reads(
+    owner: type[Any], holds: tuple[str, ...]
+):
     with pytest.raises(RefitError) as caught:
-        require_supported_vllm((lacking,))
-    assert f"{module}.OutputProcessor: has no output_queue and no states_of_requests\n" in str(caught.value)
+        require_driver(object.__new__(owner), (), holds)
+    assert str(caught.value).count(": does not exist\n") == len(holds)
+
+
+def test_of_two_attributes_that_an_engine_may_have_either_does():
+    class _Llm(LLM):
+        def __init__(self, **held: Any) -> None:
+            vars(self).update(held)
+
+    require_driver(_Llm(engine_core=1), (), ("outputs_queue|engine_core",))
+    with pytest.raises(RefitError, match=r"outputs_queue and _Llm\.engine_core: does not exist"):
+        require_driver(_Llm(), (), ("outputs_queue|engine_core",))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 SCRIPT = """
 import multiprocessing, os, sys, time
-from rlrefit.workers.engines.vllm.orphans import end_with_parents
+from rlrefit.workers.engines.vllm.patches import end_with_parents
 
 def worker():
     end_with_parents(every_s=0.05)

@@ -16,7 +16,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_checkpoints import dense_config
 
 from rlrefit.integration.errors import RefitError
-from rlrefit.workers.engines.vllm.preemption import keep_tokens_of_preempted_requests, require_kept_tokens
+from rlrefit.workers.engines.vllm.patches import keep_tokens_of_preempted_requests, require_kept_tokens
 
 BLOCKS = 100
 
@@ -115,7 +115,7 @@ def test_without_the_plug_in_an_asynchronous_scheduler_is_refused(
     run.preempt()
     run.steps(5)
     run.drain()
-    assert run.tokens == [1, 2, 3, 4, 6, 7, 8, 9], "vLLM has mended it: preemption.py can go"
+    assert run.tokens == [1, 2, 3, 4, 6, 7, 8, 9], "vLLM has mended it: this patch can go"
     with pytest.raises(RefitError, match="VLLM_PLUGINS"):
         require_kept_tokens(config)
     monkeypatch.setattr(config.scheduler_config, "async_scheduling", False)

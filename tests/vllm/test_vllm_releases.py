@@ -71,3 +71,21 @@ def test_gptq_methods_of_later_releases_need_all_of_their_parameters(
     assert _anew("completeness", monkeypatch).unused_parameters(model) == (
         {"layer.g_idx"} if release == compat.SUPPORTED else frozenset()
     )
+
+
+def test_a_dense_engine_in_bf16_is_asked_for_nothing_of_quantized_weights_experts_or_adapters(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for name in (
+        f"{_QUANTIZATION}.modelopt",
+        f"{_QUANTIZATION}.fp8",
+        "vllm.model_executor.layers.fused_moe.oracle.fp8",
+        "vllm.model_executor.layers.fused_moe.oracle.nvfp4",
+        "vllm.model_executor.kernels.linear.scaled_mm.deep_gemm",
+        "vllm.utils.deep_gemm",
+        "vllm.lora.lora_model",
+    ):
+        monkeypatch.setitem(sys.modules, name, None)
+    compat.require_supported_vllm()
+    for name in ("fp8", "layouts", "completeness", "reload", "twin", "destination", "worker_refit"):
+        _anew(name, monkeypatch)

@@ -20,7 +20,7 @@ from rlrefit.integration.errors import PlanError, RefitError, RefitMismatch
 from rlrefit.workers.engines.common import traced_destination
 from rlrefit.workers.engines.common.loader_trace.modules import owners_of, spread_over_modules
 from rlrefit.workers.engines.common.loader_trace.trace import LoaderTrace, trace_loader
-from rlrefit.workers.engines.vllm import plugin, worker_process
+from rlrefit.workers.engines.vllm import patches, plugin
 from rlrefit.workers.engines.vllm.completeness import check_complete
 from rlrefit.workers.engines.vllm.extension import VllmRefitExtension, raise_refit_errors
 from rlrefit.workers.engines.vllm.layouts import VllmLayout, module_layout
@@ -330,9 +330,9 @@ def test_linear_weights_on_the_cpu_stay_plain_for_our_workers_only_and_the_log_s
     plugin.register()
     assert _custom_ops._supports_onednn is True
     assert before == cpu_fused_moe._CPU_MOE_ACT_FN
-    with caplog.at_level(logging.INFO, logger=worker_process.logger.name):
-        worker_process.prepare_worker_process()
-        worker_process.prepare_worker_process()
+    with caplog.at_level(logging.INFO, logger=patches.logger.name):
+        patches.prepare_worker_process()
+        patches.prepare_worker_process()
     assert _custom_ops._supports_onednn is False
     assert len(caplog.records) == 1
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -13,24 +11,32 @@ from torch import nn
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rlrefit.integration.errors import EngineDirty, PlanError, RefitError, RefitTimeout
 from rlrefit.integration.quantize.formats import Fp8Blockwise
 from rlrefit.integration.session import ServingState
-from rlrefit.workers.engines.vllm import compat, plugin, preemption, updates, waking
-from rlrefit.workers.engines.vllm.answers import answer, raise_refit_errors
-from rlrefit.workers.engines.vllm.compat import REFIT, WEIGHT_TRANSFER, Needed, require_supported_vllm
+from rlrefit.workers.engines.common.answers import answer, raise_refit_errors
+from rlrefit.workers.engines.vllm import compat, plugin
+from rlrefit.workers.engines.vllm.compat import (
+    CORE,
+    WEIGHT_TRANSFER,
+    WORKER,
+    Needed,
+    require_core,
+    require_supported_vllm,
+)
 from rlrefit.workers.engines.vllm.destination import VllmRoutes
 from rlrefit.workers.engines.vllm.guard import guard_worker
+from rlrefit.workers.engines.vllm.patches import Refitted, guard_loaded_models
 from rlrefit.workers.engines.vllm.reload import ScopedReload
 from rlrefit.workers.engines.vllm.token_versions import TokenVersions
-from rlrefit.workers.engines.vllm.worker_process import Refitted, guard_loaded_models
 from rlrefit.workers.engines.vllm.worker_refit import WorkerRefit
 
 
 def test_the_installed_vllm_has_all_that_refits_rely_on():
-    require_supported_vllm((*REFIT, *WEIGHT_TRANSFER))
+    require_supported_vllm((*WORKER, *CORE, *WEIGHT_TRANSFER))
 
 
 def test_all_that_a_vllm_lacks_is_told_at_once_with_its_version():
@@ -43,43 +49,32 @@ def test_all_that_a_vllm_lacks_is_told_at_once_with_its_version():
         Needed(reload, "initialize_layerwise_reload", ("model", "device", "phase")),
         Needed(f"{reload}.types", "LayerReloadingInfo", ("load_numel", "loaded_bytes")),
         Needed(reload, "finalize_layerwise_reload", ("takes_any_keyword",)),
-        Needed("vllm.v1.engine.core", "EngineCore", sets=("scheduler", "gone")),
-        Needed("vllm.v1.engine.core", "DPEngineCoreProc._init_data_parallel", sets=("dp_group", "moved")),
     )
     with pytest.raises(RefitError, match=f"vLLM {vllm.__version__} differs from vLLM 0.21") as caught:
         require_supported_vllm(lacking)
     text = str(caught.value)
-    assert "in 6 things" in text
+    assert "in 4 things" in text
     assert f"{reload}.gone.anything: the module can't be imported" in text
     assert "initialize_layerwise_reload.phase: phase does not exist" in text
     assert "initialize_layerwise_reload: has no device and no phase" in text
     assert "LayerReloadingInfo: has no loaded_bytes" in text
-    assert "EngineCore: has no gone\n" in text
-    assert "_init_data_parallel: has no moved\n" in text
     assert "vllm>=0.21,<0.22" in text
 
 
-@pytest.mark.parametrize("module", [waking, updates, preemption])
-def test_what_the_plug_in_touches_of_an_engines_core_is_all_held_against_the_installed_vllm(module: Any):
-    listed = {
-        name
-        for needed in (*REFIT, *WEIGHT_TRANSFER)
-        for name in (*needed.name.split("."), *needed.takes, *needed.sets)
-    }
-    # What vLLM hands out, by the names that these modules have for it.
-    of_vllm = {"core", "scheduler", "request", "vllm_config", "config", "transfer", "model_executor"}
-    of_vllm |= {"model_config", "parallel_config", "scheduler_config", "EngineCore", "DPEngineCoreProc"}
-    of_vllm |= {"ParallelConfig", "AsyncScheduler", "scheduler_class"}
-    touched = {
-        node.attr
-        for node in ast.walk(ast.parse(inspect.getsource(module)))
-        if isinstance(node, ast.Attribute)
-        and (node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", ""))
-        in of_vllm
-    }
-    # A vLLM without this flag is left alone.
-    assert touched - {"discard_latest_async_tokens"} <= listed
-    assert touched & listed
+def test_an_engines_core_that_lacks_what_the_plug_in_touches_is_refused_by_name_and_asked_once():
+    class _Core(EngineCore):
+        def __init__(self) -> None:
+            self.model_executor = SimpleNamespace()
+
+    core = _Core()
+    with pytest.raises(RefitError) as caught:
+        require_core(core)
+    assert "_Core.model_executor.is_sleeping: does not exist\n" in str(caught.value)
+    assert "_Core.scheduler.running: does not exist\n" in str(caught.value)
+    core.model_executor.is_sleeping, core.scheduler = False, SimpleNamespace(running=[])
+    require_core(core)
+    del core.scheduler
+    require_core(core)
 
 
 @pytest.mark.parametrize(("version", "warnings"), [("0.21.0+cpu", 0), ("0.25.1", 1), ("0.210.0", 1)])
@@ -87,7 +82,7 @@ def test_a_vllm_that_no_test_has_run_is_taken_with_a_warning(
     version: str, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(compat, "_version", lambda: version)
-    require_supported_vllm(REFIT[:2])
+    require_supported_vllm(WORKER[:2])
     texts = [record.getMessage() for record in caplog.records]
     assert [
         text.startswith(f"rlrefit is tested with vLLM 0.21, and this is {version}") for text in texts
@@ -167,7 +162,7 @@ def test_a_vllm_that_lacks_a_name_starts_without_the_plug_in_and_the_log_says_so
     from vllm.v1.engine.core import EngineCore
 
     monkeypatch.delattr(EngineCore, "resume_scheduler")
-    monkeypatch.setattr(plugin, "_accept_backend", lambda config: {}["backend"])
+    monkeypatch.setattr(plugin, "accept_backend", lambda config: {}["backend"])
     plugin.register()
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
@@ -182,7 +177,7 @@ def test_a_later_vllm_whose_backend_is_a_plain_string_is_left_alone():
     class Later:
         backend: str = "nccl"
 
-    plugin._accept_backend(Later)
+    plugin.accept_backend(Later)
     assert Later(backend="anything").backend == "anything"
 
 

@@ -40,7 +40,7 @@ class Found:
 
 def refit_experts(rank: int, cpu: str, cases: Sequence[Case]) -> list[Found]:
     vllm_cpu.play(cpu)
-    from rlrefit.workers.engines.vllm.worker_process import prepare_worker_process
+    from rlrefit.workers.engines.vllm.patches import prepare_worker_process
 
     prepare_worker_process()
     if cpu == "amx" and vllm_cpu.is_here(cpu):

@@ -102,6 +102,6 @@ class VllmEngine(LiveEngine):
         self._llm.llm_engine.engine_core.shutdown()
 
     def _answers(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        from ....workers.engines.vllm.answers import raise_refit_errors
+        from ....workers.engines.common.answers import raise_refit_errors
 
         return raise_refit_errors(self._llm.collective_rpc(method, args=arguments))

@@ -8,7 +8,7 @@ import pickle
 from typing import Any
 
 from ....integration.errors import RefitError
-from ..vllm.answers import raise_refit_errors
+from ..common.answers import raise_refit_errors
 from .callers import Answer, Caller, Step
 from .compat import VERSION, is_supported
 from .loader import LOADER

@@ -14,9 +14,9 @@ from torch import nn
 from ....integration.colocated.memory import MemoryWatch, empty_cache
 from ....integration.quantize.formats import to_json
 from ....integration.weights.manifest import TensorSpec
+from ..common.answers import answer
 from ..common.destination_mixin import DestinationRefitMixin
 from ..common.guard import WeightsGuard, call_before
-from ..vllm.answers import answer
 from .destination import SglangDestination
 
 _ATTRIBUTE = "_rlrefit_worker_refit"

@@ -13,7 +13,7 @@ from ....integration.colocated.memory import ProcessMemory
 from ....integration.colocated.stages import KV_CACHE, TAGS, WEIGHTS, StageRefused
 from ....integration.errors import RefitError, RefitMismatch, RefitTimeout
 from ....integration.weights.manifest import TensorSpec
-from ..vllm.answers import raise_refit_errors
+from ..common.answers import raise_refit_errors
 
 EXTENSION = "rlrefit.workers.engines.trtllm.extension.TrtllmRefit"
 # Slept weights come back by a refit.

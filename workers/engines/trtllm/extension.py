@@ -15,7 +15,7 @@ from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension
 
 from ....integration.colocated.memory import empty_cache
 from ....integration.weights.manifest import TensorSpec
-from ..vllm.answers import answer
+from ..common.answers import answer
 from . import compat
 from .payload import APPROVED, Imports
 from .worker_refit import WorkerRefit

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..common.loader_trace.trace import LoaderTrace
 from ..common.loader_trace.unreached import require_reached
+from .compat import kind_of
 from .layouts import ATTENTION_MODULES, has_padding
 
 # By name: an engine without such layers imports none of these, and later vLLMs lack some.
@@ -119,7 +120,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
 
 
 def _unused(method: Any) -> tuple[str, ...]:
-    kind = f"{type(method).__module__}.{type(method).__qualname__}"
+    kind = kind_of(method)
     # One method has experts of W4A4 and W4A16; all its backends but Marlin quantize inputs.
     if kind == _NVFP4_EXPERTS:
         return _INPUT_SCALES if method.nvfp4_backend.name == "MARLIN" else ()

@@ -14,9 +14,10 @@ from ....integration.errors import RefitError
 from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
 from ..common.traced_destination import Routes, Traced, TracedDestination
+from .compat import FP8, SPECULATIVE, require_supported_vllm
 from .completeness import absent_elements, check_complete, unused_parameters
 from .drafters import check_drafter, check_follows
-from .fp8 import BlockFp8, block_modules, tell_of_own_quantizers
+from .fp8 import BlockFp8, block_modules, tell_of_own_quantizers, uses_fp8
 from .layouts import VllmLayout, module_layout
 from .reload import ScopedReload, refresh_derived_state
 from .twin import meta_twin
@@ -154,4 +155,8 @@ def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
             "with a refit in parts; use FP8 or no quantization in the engine",
             stage="trace",
         )
+    if uses_fp8(model):
+        require_supported_vllm(FP8)
+    if vllm_config.speculative_config is not None:
+        require_supported_vllm(SPECULATIVE)
     check_drafter(vllm_config)

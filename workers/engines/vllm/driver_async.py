@@ -9,9 +9,9 @@ from typing import Any
 
 from ....integration.config import RefitConfig
 from ....integration.errors import EngineDirty, RefitError
+from ..common.answers import raise_refit_errors
 from .admission import Admission
-from .answers import raise_refit_errors
-from .compat import SERVER, require_driver
+from .compat import SERVER, SERVER_HOLDS, require_driver
 from .driver_state import (
     KEPT,
     DriverState,
@@ -23,10 +23,9 @@ from .driver_state import (
     stale_prefixes,
 )
 from .engine_cores import EngineCores
-from .preemption import require_kept_tokens
-from .sleeping import SLEEP, AsyncSleepCalls
+from .patches import DROPPED, require_kept_tokens
+from .sleeping import AsyncSleepCalls
 from .token_versions import Generated
-from .waking import DROPPED
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class AsyncVllmDriver(AsyncSleepCalls, DriverState):
     """
 
     def __init__(self, engine: Any) -> None:
-        require_driver(engine, (*SERVER, *SLEEP))
+        require_driver(engine, SERVER, SERVER_HOLDS)
         super().__init__(engine.vllm_config)
         self._llm = engine
         self._cores = EngineCores(engine)

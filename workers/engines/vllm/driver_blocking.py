@@ -9,8 +9,8 @@ from typing import Any
 
 from ....integration.config import RefitConfig
 from ....integration.errors import RefitError
-from .answers import raise_refit_errors
-from .compat import SCRIPT, require_driver
+from ..common.answers import raise_refit_errors
+from .compat import SCRIPT, SCRIPT_HOLDS, require_driver
 from .driver_state import (
     KEPT,
     DriverState,
@@ -21,10 +21,9 @@ from .driver_state import (
     others_workers,
     stale_prefixes,
 )
-from .preemption import require_kept_tokens
+from .patches import DROPPED, require_kept_tokens
 from .sleeping import SleepCalls
 from .token_versions import Generated
-from .waking import DROPPED
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class VllmDriver(SleepCalls, DriverState):
     """
 
     def __init__(self, llm: Any) -> None:
-        require_driver(llm, SCRIPT)
+        require_driver(llm, SCRIPT, SCRIPT_HOLDS)
         super().__init__(llm.llm_engine.vllm_config)
         self._llm = llm
         self._paused = False

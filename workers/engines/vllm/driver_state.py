@@ -8,8 +8,8 @@ from typing import Any, Literal
 from ....integration.errors import EngineDirty, RefitError
 from ...trainers.source_mixin import REFIT_CALLS
 from .connectors import require_droppable_caches
+from .patches import may_be_refitted
 from .token_versions import TokenVersions
-from .waking import may_be_refitted
 
 EXTENSION = "rlrefit.workers.engines.vllm.extension.VllmRefitExtension"
 # keep: requests go on with the new weights; wait: they end with the old ones first; abort: they end as they are.

@@ -16,9 +16,9 @@ from ....integration.errors import RefitError
 from ....integration.quantize.formats import to_json
 from ....integration.session import ServingState
 from ....integration.weights.manifest import TensorSpec, dtype_of
-from .answers import REFIT_ERROR, answer, raise_refit_errors
+from ..common.answers import REFIT_ERROR, answer, raise_refit_errors
 from .compat import require_supported_vllm
-from .worker_process import Refitted, prepare_worker_process
+from .patches import Refitted, prepare_worker_process
 
 if TYPE_CHECKING:
     from .destination import VllmDestination
@@ -73,7 +73,7 @@ class VllmRefitExtension(Refitted):
     def refit_caches_dropped(self, version: int) -> dict[str, Any]:
         """Told by a driver that has dropped what older weights made; an error if ``version`` is not the one in place.
 
-        The engine's core reads the answer too: it may resume, where it kept such things before (:mod:`.updates`).
+        The engine's core reads the answer too: it may resume, where it kept such things before (:func:`~.patches.watch_weight_updates`).
         """
 
         def check() -> dict[str, Any]:

@@ -30,29 +30,27 @@ from typing import Any
 
 import vllm
 from torch import nn
-from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFp8BlockScaledMMKernel
-from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
-from vllm.model_executor.kernels.linear.scaled_mm.flashinfer import (
-    FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
-)
-from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
-from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
-from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
-from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from ....integration.quantize.formats import Fp8Blockwise
 from ...frameworks.verl import full_tensors_contract as verl_contract
 from ..common.loader_trace.quantized import FLOAT8
+from .compat import kind_of
 
 logger = logging.getLogger(__name__)
 
-_PLAIN_KERNELS = (CutlassFp8BlockScaledMMKernel, TritonFp8BlockScaledMMKernel)
-_PLAIN_BACKENDS = (
-    Fp8MoeBackend.TRITON,
-    Fp8MoeBackend.BATCHED_TRITON,
-    Fp8MoeBackend.VLLM_CUTLASS,
-    Fp8MoeBackend.BATCHED_VLLM_CUTLASS,
+# By name: an engine without FP8 imports none of these, and what a later vLLM has under another name takes the misc path.
+_LINEAR = "vllm.model_executor.layers.quantization.fp8.Fp8LinearMethod"
+_EXPERTS = "vllm.model_executor.layers.quantization.fp8.Fp8MoEMethod"
+_KERNELS = "vllm.model_executor.kernels.linear.scaled_mm"
+_PLAIN_KERNELS = (
+    f"{_KERNELS}.cutlass.CutlassFp8BlockScaledMMKernel",
+    f"{_KERNELS}.triton.TritonFp8BlockScaledMMKernel",
 )
+_DEEP_GEMM_KERNEL = f"{_KERNELS}.deep_gemm.DeepGemmFp8BlockScaledMMKernel"
+_FLASHINFER_KERNEL = f"{_KERNELS}.flashinfer.FlashInferFp8DeepGEMMDynamicBlockScaledKernel"
+# Of vLLM's Fp8MoeBackend.
+_PLAIN_BACKENDS = ("TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS")
+_DEEP_GEMM_BACKENDS = ("DEEPGEMM", "BATCHED_DEEPGEMM")
 _REQUANTIZED = (
     "vLLM quantizes loaded FP8 weights once more for DeepGEMM, with powers of two as scales (with "
     "policy.refit.trainer_quantize_fp8 the trainer makes such scales, and nothing has to be done)"
@@ -67,7 +65,6 @@ _VERLS_WRAPPER = (
     "_make_process_weights_after_loading_for_vllm20.<locals>._patched_process_weights_after_loading",
 )
 _WRAPPED = "original_fn"
-_DEEP_GEMM_BACKENDS = (Fp8MoeBackend.DEEPGEMM, Fp8MoeBackend.BATCHED_DEEPGEMM)
 
 
 @dataclass(frozen=True)
@@ -103,11 +100,14 @@ def block_fp8(module: nn.Module) -> BlockFp8 | None:
     Only vLLM's own method for FP8 checkpoints: others name or make their scales in ways of their own.
     """
     method: Any = getattr(module, "quant_method", None)
-    if type(method) is Fp8LinearMethod:
-        return _linear(method) if method.block_quant else None
-    if type(method) is Fp8MoEMethod:
-        return _experts(method) if method.block_quant else None
-    return None
+    make = {_LINEAR: _linear, _EXPERTS: _experts}.get(kind_of(method))
+    return make(method) if make is not None and method.block_quant else None
+
+
+def uses_fp8(model: nn.Module) -> bool:
+    """Whether vLLM's own method for FP8 checkpoints made a module of ``model``."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    return any(kind_of(method) in (_LINEAR, _EXPERTS) for method in methods)
 
 
 def block_modules(model: nn.Module) -> dict[str, BlockFp8]:
@@ -144,34 +144,36 @@ def _own_quantizer(module: nn.Module) -> str:
     return type(method).__name__ if held else ""
 
 
-def _linear(method: Fp8LinearMethod) -> BlockFp8:
+def _linear(method: Any) -> BlockFp8:
     kernel: Any = method.fp8_linear
     effect, ue8m0 = "", False
-    if type(kernel) is FlashInferFp8DeepGEMMDynamicBlockScaledKernel:
+    if kind_of(kernel) == _FLASHINFER_KERNEL:
         kernel = kernel.fallback
-    if type(kernel) is DeepGemmFp8BlockScaledMMKernel:
+    if kind_of(kernel) == _DEEP_GEMM_KERNEL:
         ue8m0 = kernel.use_deep_gemm_e8m0
-    elif type(kernel) not in _PLAIN_KERNELS:
+    elif kind_of(kernel) not in _PLAIN_KERNELS:
         effect = f"process_weights_after_loading of {type(kernel).__name__} may rewrite the layout"
     unless_promised = _REQUANTIZED if ue8m0 else ""
     effect = effect or _replaced(method) or _replaced(kernel)
     return BlockFp8(_format(method, ue8m0), {"weight": "weight_scale_inv"}, effect, unless_promised)
 
 
-def _experts(method: Fp8MoEMethod) -> BlockFp8:
-    backend = method.fp8_backend
+def _experts(method: Any) -> BlockFp8:
+    backend = method.fp8_backend.name
     effect, unless_promised, ue8m0 = "", "", False
     swapped: frozenset[str] = frozenset()
     if backend in _DEEP_GEMM_BACKENDS:
+        from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
         ue8m0 = is_deep_gemm_e8m0_used()
         unless_promised = _REQUANTIZED if ue8m0 else ""
-    elif backend is Fp8MoeBackend.FLASHINFER_CUTLASS:
+    elif backend == "FLASHINFER_CUTLASS":
         unless_promised = _CLAMPED
         if method.moe.is_act_and_mul:
             swapped = frozenset({"w13_weight", "w13_weight_scale_inv"})
     elif backend not in _PLAIN_BACKENDS:
         effect = (
-            f"process_weights_after_loading of the {backend.value} experts backend rewrites the layout (start vLLM with "
+            f"process_weights_after_loading of the {method.fp8_backend.value} experts backend rewrites the layout (start vLLM with "
             "moe_backend='triton', which computes with the experts as they are loaded)"
         )
     effect = effect or _replaced(method)
@@ -208,6 +210,6 @@ def _home(function: Any) -> str:
     return home
 
 
-def _format(method: Fp8LinearMethod | Fp8MoEMethod, ue8m0: bool) -> Fp8Blockwise:
+def _format(method: Any, ue8m0: bool) -> Fp8Blockwise:
     rows, columns = method.weight_block_size
     return Fp8Blockwise((rows, columns), ue8m0)

@@ -8,28 +8,30 @@ vLLM's own code, named here for each kind of module (read in vLLM 0.21).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from vllm import _custom_ops, envs
 from vllm.model_executor.layers.attention import Attention, MLAAttention, MMEncoderAttention
-from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
-from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.platforms import CpuArchEnum, current_platform
+from vllm.platforms import current_platform
 
 from ..common.loader_trace.modules import ModuleLayout, changed_parameter
+from .compat import kind_of
 from .fp8 import block_fp8
 
 ATTENTION_MODULES = (Attention, MLAAttention, MMEncoderAttention)
 _NORM_PACKAGE = "vllm.model_executor.layers.layernorm"
 _TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-# Backends whose kernel format is the loader's: convert_to_unquantized_kernel_format returns both as they are.
-_PLAIN_MOE_BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+# By name: a dense engine imports none of these, and what a later vLLM has under another name takes the misc path.
+_FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+_UNQUANTIZED_EXPERTS = f"{_FUSED_MOE}.unquantized_fused_moe_method.UnquantizedFusedMoEMethod"
+_CPU_EXPERTS = f"{_FUSED_MOE}.cpu_fused_moe.CPUFusedMOE"
+# Of vLLM's UnquantizedMoeBackend, those whose kernel format is the loader's: convert_to_unquantized_kernel_format returns both as
+# they are.
+_PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON")
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def has_padding(live: nn.Module) -> bool:
     )
 
 
-def _post_load_effect(live: nn.Module, method: object) -> str:
+def _post_load_effect(live: nn.Module, method: Any) -> str:
     """Why direct writes may miss what post-load processing made of the weights; empty if they cannot."""
     kind = type(method)
     if method is None and not isinstance(live, ATTENTION_MODULES):
@@ -87,7 +89,7 @@ def _post_load_effect(live: nn.Module, method: object) -> str:
         return f"{type(live).__name__} is not among the modules that are known to use their weights as loaded"
     if kind in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         return _cpu_packing(live.weight) if current_platform.is_cpu() else ""
-    if kind is UnquantizedFusedMoEMethod:
+    if kind_of(method) == _UNQUANTIZED_EXPERTS:
         return _experts_effect(method)
     owner = type(live) if method is None else kind
     return f"process_weights_after_loading of {owner.__name__} may rewrite the layout"
@@ -95,6 +97,10 @@ def _post_load_effect(live: nn.Module, method: object) -> str:
 
 def _cpu_packing(weight: torch.Tensor) -> str:
     """Why the CPU platform computes with a packed copy of ``weight`` (dispatch_cpu_unquantized_gemm)."""
+    from vllm import _custom_ops, envs
+    from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
+    from vllm.platforms import CpuArchEnum
+
     if weight.dim() != 2:
         return ""
     if current_platform.is_zen_cpu() and hasattr(torch.ops.zentorch, "zentorch_linear_unary"):
@@ -109,17 +115,17 @@ def _cpu_packing(weight: torch.Tensor) -> str:
     return ""
 
 
-def _experts_effect(method: UnquantizedFusedMoEMethod) -> str:
+def _experts_effect(method: Any) -> str:
     backend = method.unquantized_backend
-    if backend in _PLAIN_MOE_BACKENDS:
+    if backend.name in _PLAIN_MOE_BACKENDS:
         return ""
-    if backend is not UnquantizedMoeBackend.CPU:
+    if backend.name != "CPU":
         return (
             f"process_weights_after_loading of the {backend.value} experts backend rewrites the layout (start vLLM with "
             "moe_backend='triton', which computes with the experts as they are loaded)"
         )
     kernel = method.cpu_fused_moe
-    if not isinstance(kernel, CPUFusedMOE):
+    if kind_of(kernel) != _CPU_EXPERTS:
         return f"process_weights_after_loading packs the experts for {type(kernel).__name__}"
     if kernel.forward_method != kernel.forward_torch:
         return f"process_weights_after_loading packs the experts for the CPU's grouped GEMM ({kernel.isa})"

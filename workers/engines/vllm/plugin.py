@@ -6,14 +6,17 @@ process; the environment variable ``VLLM_PLUGINS``, where it is set, has to name
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from .compat import SUPPORTED
-from .preemption import keep_tokens_of_preempted_requests
-from .updates import watch_weight_updates
-from .waking import BACKEND, stay_paused_while_asleep
+from .patches import (
+    BACKEND,
+    accept_backend,
+    keep_tokens_of_preempted_requests,
+    stay_paused_while_asleep,
+    watch_weight_updates,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +24,8 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Prepare this process; safe to call again.
 
-    ``rlrefit`` becomes a backend of vLLM's weight transfer, requests that run through a refit keep all their tokens
-    (:mod:`.preemption`), an engine with rlrefit's workers stays paused until all of it is awake (:mod:`.waking`), and vLLM's
-    own calls leave nothing that old weights made (:mod:`.updates`).
+    ``rlrefit`` becomes a backend of vLLM's weight transfer, and those of :mod:`.patches` that concern the engine's core are
+    applied.
 
     vLLM runs this in every process of every engine of the environment, and an exception of a plug-in ends the process. So
     where another vLLM lacks a name, the log says so and its users go on; who asks for rlrefit gets its own error then.
@@ -76,21 +78,4 @@ def _register_backend() -> None:
         WeightTransferEngineFactory.register_engine(
             BACKEND, f"{__package__}.transfer_engine", "RlrefitTransferEngine"
         )
-    _accept_backend(WeightTransferConfig)
-
-
-def _accept_backend(config: type[Any]) -> None:
-    """Let ``config.backend`` take our name too.
-
-    In vLLM 0.21 it is a ``Literal`` of vLLM's own engines, which the factory's registry may go beyond. The field gets a
-    wider ``Literal`` and pydantic builds the class's validation anew, so other names are refused as before. A release
-    in which it is a plain string is left alone.
-    """
-    [backend] = [found for found in dataclasses.fields(config) if found.name == "backend"]
-    if get_origin(backend.type) is not Literal or BACKEND in get_args(backend.type):
-        return
-    from pydantic.dataclasses import rebuild_dataclass
-
-    backend.type = Literal[(*get_args(backend.type), BACKEND)]
-    config.__annotations__["backend"] = backend.type
-    rebuild_dataclass(config, force=True)
+    accept_backend(WeightTransferConfig)

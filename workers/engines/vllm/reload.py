@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import MLAAttention
-from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -24,6 +23,8 @@ from ....integration.errors import RefitError
 from ..common.loader_trace.trace import Landing
 
 # The absorbed projections of multi-head latent attention, made from kv_b_proj (MLAAttention of vLLM 0.21).
+# By name, since an engine without FP8 imports none of it; subclasses too.
+_FP8_EXPERTS = "vllm.model_executor.layers.quantization.fp8.Fp8MoEMethod"
 _MLA_DERIVED = ("W_UV", "W_UK_T", "W_K", "W_K_scale", "W_V", "W_V_scale")
 
 
@@ -246,8 +247,12 @@ def refresh_derived_state(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         if isinstance(module, MLAAttention):
             refresh_absorbed_projections(module, dtype)
-        elif isinstance(getattr(module, "quant_method", None), Fp8MoEMethod):
+        elif _is_fp8_experts(getattr(module, "quant_method", None)):
             refresh_expert_scales(module)
+
+
+def _is_fp8_experts(method: object) -> bool:
+    return any(f"{kind.__module__}.{kind.__qualname__}" == _FP8_EXPERTS for kind in type(method).__mro__)
 
 
 def refresh_expert_scales(layer: nn.Module) -> None:

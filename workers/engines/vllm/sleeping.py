@@ -10,14 +10,7 @@ from typing import Any
 from ....integration.colocated.stages import StageRefused
 from ....integration.errors import RefitError
 from .admission import Admission
-from .compat import Needed
 from .engine_cores import EngineCores
-
-# Beside compat.SERVER, of AsyncLLM.
-SLEEP = (
-    Needed("vllm.v1.engine.async_llm", "AsyncLLM.sleep", ("level",)),
-    Needed("vllm.v1.engine.async_llm", "AsyncLLM.wake_up", ("tags",)),
-)
 
 
 class SleepCalls(ABC):

@@ -12,13 +12,12 @@ the reload. So the worker's four calls go straight to the engine, as they do in 
 ==================================== ==========================================================
 
 These calls reach workers only. What the scheduler holds of the old weights is dropped in the engine's core, where the
-calls are refused while requests run (:mod:`.updates`).
+calls are refused while requests run (:func:`~.patches.watch_weight_updates`).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
@@ -32,9 +31,9 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from ....integration.config import RefitConfig
 from ....integration.errors import RefitError
-from .answers import REFIT_ERROR, answer
-from .compat import REFIT, WEIGHT_TRANSFER, require_supported_vllm
+from .compat import CORE, WEIGHT_TRANSFER, WORKER, require_supported_vllm
 from .extension import VllmRefitExtension
+from .patches import hand_over_weight_transfer
 from .worker_refit import WorkerRefit
 
 _ENGINES = ("nccl_xfer", "colocated_ipc", "packed_broadcast")
@@ -80,13 +79,19 @@ class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]
     update_info_cls = RefitUpdateInfo
 
     def __init__(self, config: Any, *of_vllm: Any, **named_by_vllm: Any) -> None:
-        require_supported_vllm((*REFIT, *WEIGHT_TRANSFER))
+        require_supported_vllm((*WORKER, *CORE, *WEIGHT_TRANSFER))
         self.config = config
         self._refit: WorkerRefit | None = None
         self._engine = ""
         self._updating = False
         self._committed = 0
-        _hand_over(Worker)
+        calls = {
+            "init_weight_transfer_engine": RlrefitTransferEngine.open,
+            "start_weight_update": RlrefitTransferEngine.start,
+            "update_weights": RlrefitTransferEngine.update,
+            "finish_weight_update": RlrefitTransferEngine.finish,
+        }
+        hand_over_weight_transfer(Worker, VllmRefitExtension, RlrefitTransferEngine, calls)
 
     def open(self, worker: Any, init_info: dict[str, Any]) -> dict[str, Any]:
         """Meet the trainer; returns the numbers of weights by route."""
@@ -182,48 +187,3 @@ class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]
             "rlrefit sends shards from the trainer's own parameters: inherit MegatronRefitMixin in the trainer's worker and "
             "call nccl_xfer_refit(version) on all its ranks"
         )
-
-
-def _hand_over(worker_class: type[Any]) -> None:
-    """Let the four weight-transfer calls of vLLM's worker go to its engine where that is ours; once per process.
-
-    The extension's methods come with it, as ``worker_extension_cls`` would bring them.
-    """
-    if not issubclass(worker_class, VllmRefitExtension):
-        worker_class.__bases__ = (*worker_class.__bases__, VllmRefitExtension)
-    for name, ours in (
-        ("init_weight_transfer_engine", RlrefitTransferEngine.open),
-        ("start_weight_update", RlrefitTransferEngine.start),
-        ("update_weights", RlrefitTransferEngine.update),
-        ("finish_weight_update", RlrefitTransferEngine.finish),
-    ):
-        original = getattr(worker_class, name)
-        if not hasattr(original, "_handed_over_by_rlrefit"):
-            setattr(worker_class, name, _handed_over(original, ours))
-
-
-def _handed_over(original: Callable[..., Any], ours: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        engine = worker.weight_transfer_engine
-        if not isinstance(engine, RlrefitTransferEngine):
-            return original(worker, *args, **kwargs)
-        return _raise_on_the_last(worker, answer(lambda: ours(engine, worker, *args, **kwargs)))
-
-    method._handed_over_by_rlrefit = True  # type: ignore[attr-defined]
-    return method
-
-
-def _raise_on_the_last(worker: Any, found: dict[str, Any]) -> dict[str, Any]:
-    """Raise an error on the engine's last worker, and answer with it on the others.
-
-    vLLM's multi-process executor reads the workers' answers in order and stops at the first error, which leaves the
-    answers behind it to be taken for those of the next call. A failed refit fails on all ranks, the last one included.
-
-    Raises:
-        RuntimeError: on the last worker; names the error's type.
-    """
-    if REFIT_ERROR in found and worker.rank == worker.vllm_config.parallel_config.world_size - 1:
-        described = found[REFIT_ERROR]
-        raise RuntimeError(f"{described['type']}: {described['text']}")
-    return found

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ....integration.colocated.memory import MemoryWatch, empty_cache
 from ....integration.errors import RefitError
 from ..common.destination_mixin import DestinationRefitMixin
-from .compat import require_supported_runner
+from .compat import ADAPTERS, KV_SCALES, require_supported_runner, require_supported_vllm
 from .destination import VllmDestination
 from .guard import guard_worker
-from .kv_scales import VllmScaledCache
-from .lora import VllmAdapterDestination
+
+if TYPE_CHECKING:
+    from .kv_scales import VllmScaledCache
+    from .lora import VllmAdapterDestination
 
 _ATTRIBUTE = "_rlrefit_worker_refit"
 
@@ -136,10 +138,16 @@ class WorkerRefit(DestinationRefitMixin):
         return self.destination
 
     def _make_adapter_destination(self) -> VllmAdapterDestination:
+        require_supported_vllm(ADAPTERS)
+        from .lora import VllmAdapterDestination
+
         self.guard.require_awake()
         return VllmAdapterDestination(self._worker, self.guard.require_defined)
 
     def _make_scaled_cache(self) -> VllmScaledCache:
+        require_supported_vllm(KV_SCALES)
+        from .kv_scales import VllmScaledCache
+
         worker = self._worker
         self._scaled_cache = VllmScaledCache(worker.model_runner.get_model(), worker.vllm_config)
         return self._scaled_cache

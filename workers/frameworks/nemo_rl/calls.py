@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from ....integration.errors import PeerLost, RefitError, RefitTimeout
-from ...engines.vllm.answers import REFIT_ERROR, raise_refit_errors
+from ...engines.common.answers import REFIT_ERROR, raise_refit_errors
 
 Answer = dict[str, Any]
 # Who stands behind each object: ranks of the refit world.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ....integration.errors import RefitError
+from ...engines.common.answers import answer
 from ...engines.common.destination_mixin import DestinationRefitMixin
-from ...engines.vllm.answers import answer
 from .settings import FULL_TENSORS
 
 # As NeMo-RL's generation workers pass them on to each worker of their engine.

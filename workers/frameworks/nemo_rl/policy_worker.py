@@ -1,7 +1,7 @@
 """What runs inside NeMo-RL's policy workers: our mixins put around the model that a worker has.
 
 The functions take the worker first, and Ray's ``__ray_call__`` runs them in its process: NeMo-RL's classes stay as they
-are. Each answers with plain data, or with its error as such (:func:`~...engines.vllm.answers.answer`).
+are. Each answers with plain data, or with its error as such (:func:`~...engines.common.answers.answer`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ray
 
 from ....integration.config import RefitConfig
 from ....integration.errors import RefitError
-from ...engines.vllm.answers import answer
+from ...engines.common.answers import answer
 from ...trainers.source_mixin import SourceRefitMixin
 from .settings import FULL_TENSORS
 

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 
 from ...engines.common.destination_mixin import DestinationRefitMixin
 from ...engines.vllm.compat import require_supported_vllm
-from ...engines.vllm.worker_process import Refitted, prepare_worker_process
+from ...engines.vllm.patches import Refitted, prepare_worker_process
 from .engine_calls import EngineCalls, require_text_only
 
 if current_platform.is_cpu():

@@ -1,4 +1,4 @@
-"""How an error of a vLLM worker reaches the driver with its type, through RPCs that carry plain data."""
+"""How an error of an engine's worker reaches the driver with its type, through calls that carry plain data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def answer(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What ``call`` returns, or its error as plain data under :data:`REFIT_ERROR`."""
     try:
         return call()
-    # Of any kind: the loader may raise whatever vLLM raises, and the driver has to hear of it.
+    # Of any kind: the loader may raise whatever the engine raises, and the driver has to hear of it.
     except Exception as error:
         logger.exception("the refit failed on this worker")
         described: dict[str, Any] = {"type": type(error).__name__, "text": str(error)}
