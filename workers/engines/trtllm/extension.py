@@ -27,7 +27,7 @@ class TrtllmRefit(WorkerExtension):
     """Mixed into TensorRT-LLM's worker, beside what its own extension offers.
 
     ``update_weights`` keeps TensorRT-LLM's contract and raises. The other methods answer with plain data, errors
-    too, which :func:`..vllm.answers.raise_refit_errors` raises on the driver's side.
+    too, which :func:`..common.answers.raise_refit_errors` raises on the driver's side.
     """
 
     # Of TensorRT-LLM's worker.
