@@ -1,12 +1,15 @@
-"""Process groups of the refit's own: made from its store, apart from the trainer's default group."""
+"""Process groups over torch's communicators: NCCL on GPUs, gloo on CPUs. Made here, or borrowed from another group."""
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -14,28 +17,54 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..endings import end_all
 from ..errors import PeerLost, RefitError
-from .broadcasts import GroupBroadcasts
-from .exchanges import Exchange, GlooExchange, NcclExchange, Parcel
-from .waits import in_thread
+from .group import Event, Exchange, Group, PeerBuffer, classifying
 
 logger = logging.getLogger(__name__)
 
 # Seconds that closing a communicator may take at most: NCCL waits for the peers there.
 _CLOSE_WITHIN = 30.0
+# Seconds that giving up a communicator may itself take; it can be stuck in its set-up.
+_ABORT_WITHIN = 10.0
+# Seconds that a wait on gloo has at least: it may have ended already when the time is up.
+_LEAST_WAIT = 0.01
 
 
-class Group(GroupBroadcasts):
-    """Point-to-point messages and broadcasts among ``size`` ranks, NCCL on GPUs and gloo on CPUs.
+class TorchGroup(Group):
+    """A group with one torch communicator for each lane.
 
-    Ranks are counted inside the group. The group belongs to the refit alone: nothing of
-    ``torch.distributed``'s default group is read or changed.
-
-    On GPUs, an exchange is only enqueued by :meth:`Exchange.start`; :meth:`wait_for` then waits on the
-    host, within the timeout and with a look at the other ranks. On CPUs :meth:`Exchange.finish` waits.
+    It belongs to the refit alone: nothing of ``torch.distributed``'s default group is read or changed. See :meth:`open` for a
+    group of its own, and :meth:`borrow` for one over communicators that somebody else made and closes.
     """
+
+    _carrier = "NCCL"
 
     def __init__(
         self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
+        watch: Callable[[str], None],
+        lanes: int,
+        backends: Sequence[Any] = (),
+        *,
+        borrowed: bool = False,
+    ):
+        """
+        Args:
+            rank, size, device, timeout_s, watch, lanes: as :class:`Group`.
+            backends: the communicators that are open already.
+            borrowed: whether :meth:`close` leaves them open.
+        """
+        super().__init__(rank, size, device, timeout_s, watch, lanes)
+        self._backends = list(backends)  # torch's stubs leave out the methods of the backend classes
+        self._borrowed = borrowed
+        self._connected: set[int] = set()
+        self._broadcast_connected = False
+
+    @classmethod
+    def open(
+        cls,
         store: Store,
         name: str,
         rank: int,
@@ -44,38 +73,139 @@ class Group(GroupBroadcasts):
         timeout_s: float,
         watch: Callable[[str], None],
         lanes: int = 1,
-    ):
-        """Make the group; all its ranks do so at the same time.
+    ) -> Self:
+        """Make a group with communicators of its own; all its ranks do so at the same time.
 
         Args:
             store: of the epoch.
             name: of the group, unique in the epoch.
-            rank: in the group.
-            size: of the group.
+            rank, size, timeout_s, watch, lanes: as :class:`Group`.
             device: a CUDA device for NCCL, else gloo.
-            timeout_s: limit of any exchange, in seconds.
-            watch: called with the stage now and then while an exchange on a GPU is under way; it raises
-                if another rank has given up.
-            lanes: communicators, whose exchanges may be under way at the same time.
 
         Raises:
             RefitTimeout: some rank did not come in time.
             PeerLost: the ranks can't reach each other, or one has given up.
         """
-        self._configure(rank, size, device, timeout_s, watch, lanes)
+        group = cls(rank, size, device, timeout_s, watch, lanes)
         try:
-            self._open_lanes(store, name)
+            group._open_lanes(store, name)
         except BaseException as error:
             # The lanes that are open already: peers would wait for them.
-            end_all([partial(self.close, failed=True)], error)
+            end_all([partial(group.close, failed=True)], error)
             raise
+        return group
+
+    @classmethod
+    def borrow(cls, lender: dist.ProcessGroup | Group, device: torch.device, timeout_s: float) -> Self:
+        """Use the communicators of a torch ``ProcessGroup`` or of another group; ranks are counted as it does.
+
+        After a timeout or an abort the lender can't use them any more either.
+
+        Args:
+            lender: one with NCCL for a CUDA ``device``, with gloo for the CPU.
+            device: of the tensors that will travel.
+            timeout_s: limit of any exchange, in seconds.
+
+        Raises:
+            RefitError: the lender has no backend for the device, or is closed.
+        """
+        rank, size = (
+            (lender.rank, lender.size) if isinstance(lender, Group) else (lender.rank(), lender.size())
+        )
+        backends = _backends_of(lender, device)
+        if not backends:
+            raise RefitError(
+                f"the process group can't move tensors on {device}: it is closed, or has no backend for them. Move the "
+                "tensors, or give a group made for their device (NCCL for cuda, gloo for cpu)",
+                stage="process group",
+                rank=rank,
+            )
+        watch = lender._watch if isinstance(lender, Group) else _watch_nothing
+        return cls(rank, size, device, timeout_s, watch, len(backends), backends, borrowed=True)
+
+    def prepare(
+        self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], lane: int = 0
+    ) -> Exchange:
+        kind = NcclExchange if self.device.type == "cuda" else GlooExchange
+        return kind(self, lane, sends, receives)
+
+    def connect(self, peers: Iterable[int]) -> None:
+        """As :meth:`Group.connect`. NCCL connects in the first exchange of a pair, and would block there without a limit."""
+        peers = sorted({*peers} - self._connected)
+        self._connected.update(peers)
+        if self.device.type != "cuda":
+            return
+        for lane in range(self.lanes):
+            out = {peer: torch.empty(16, dtype=torch.uint8, device=self.device) for peer in peers}
+            sends = [PeerBuffer(peer, torch.zeros_like(buffer)) for peer, buffer in out.items()]
+            exchange = self.prepare(sends, [PeerBuffer(peer, buffer) for peer, buffer in out.items()], lane)
+
+            self._guarded(partial(self._run_at_once, partial(exchange.start, "connect")))
+
+    def prepare_broadcast(self, root: int) -> None:
+        """As :meth:`Group.prepare_broadcast`. NCCL connects in the first broadcast, and would block there without a limit."""
+        if self.device.type == "cuda" and not self._broadcast_connected:
+            for lane in range(self.lanes):
+                self._guarded(partial(self._run_at_once, partial(self._first_broadcast, lane)))
+        self._broadcast_connected = True
+
+    def broadcast(self, buffer: torch.Tensor, root: int, stage: str) -> None:
+        with classifying(stage, self.rank, f"from group rank {root}"):
+            self._start_broadcast(buffer, root, 0)
+        self._wait_for_stream(stage)
+
+    def prepare_maximum(self, row: torch.Tensor) -> None:
+        """As :meth:`Group.prepare_maximum`.
+
+        NCCL connects separately for each of its algorithms, and chooses one by size: so this is a maximum of that size.
+        """
+        if self.device.type == "cuda":
+            self._guarded(partial(self._run_at_once, partial(self._start_maximum, torch.zeros_like(row))))
+
+    def maximum(self, row: torch.Tensor, stage: str) -> None:
+        with classifying(stage, self.rank, "of maxima"):
+            self._start_maximum(row)
+        self._wait_for_stream(stage)
+
+    def wait_for(self, events: Sequence[Event], stage: str) -> None:
+        super().wait_for(events, stage)
+        self._raise_nccl_errors(stage)
+
+    def check_peers(self, stage: str) -> None:
+        self._raise_nccl_errors(stage)
+        super().check_peers(stage)
+
+    def abort(self) -> bool:
+        if self.device.type != "cuda":
+            return True
+        wrong = _in_thread([backend.abort for backend in self._backends], _ABORT_WITHIN)
+        if wrong:
+            logger.warning("rank %d could not give up its communicators: %s", self.rank, wrong)
+        return not wrong
+
+    def close(self, *, failed: bool = False) -> None:
+        try:
+            if not self._borrowed:
+                self._close_backends(failed)
+        finally:
+            self._backends = []
+
+    def backend(self, lane: int) -> Any:
+        """The communicator of a lane.
+
+        Raises:
+            RefitError: the group is closed.
+        """
+        if lane >= len(self._backends):
+            raise RefitError("the process group is closed", stage="process group", rank=self.rank)
+        return self._backends[lane]
 
     def _open_lanes(self, store: Store, name: str) -> None:
         try:
             for lane in range(self.lanes):
-                # Gloo connects to each rank in turn here, deaf to those that give up meanwhile.
+                # Gloo connects to each rank in turn here, and does not notice ranks that give up meanwhile.
                 make = partial(self._make, PrefixStore(f"{name}/{lane}", store))
-                self._backends.append(self._guarded(make, "connect"))
+                self._backends.append(self._guarded(make))
             # NCCL connects all ranks at the first use, and a rank without messages would never come to it.
             self.prepare_broadcast(0)
         except RefitError:
@@ -88,66 +218,23 @@ class Group(GroupBroadcasts):
                 rank=self.rank,
             ) from error
 
-    def prepare(self, sends: Sequence[Parcel], receives: Sequence[Parcel], lane: int = 0) -> Exchange:
-        """Parcels that will be exchanged at once, any number of times.
-
-        Both sides' parcels must match pairwise, in the same order for each pair. On a GPU, large ones of
-        one call travel together, so a call should hold all that is ready.
-        """
-        kind = NcclExchange if self.device.type == "cuda" else GlooExchange
-        return kind(self, lane, sends, receives)
-
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], stage: str) -> None:
-        """Send and receive all parcels at once and wait for them; as :meth:`prepare`.
-
-        Raises:
-            PeerLost: a peer's connection broke.
-            RefitTimeout: the exchange did not end in time.
-        """
-        exchange = self.prepare(sends, receives)
-        exchange.start(stage)
-        exchange.finish(stage)
-        self._wait_for_stream(stage)
-
-    def connect(self, peers: Iterable[int]) -> None:
-        """Set up the connections to and from ``peers`` ahead of use; they must do so for this rank as well.
-
-        Those that are set up already take no part.
-
-        NCCL does it in the first exchange of a pair, and there it would block without a limit of time.
-
-        Raises:
-            RefitTimeout, PeerLost: some peer did not take part.
-        """
-        peers = sorted({*peers} - self._connected)
-        self._connected.update(peers)
+    def _make(self, store: Store) -> Any:
+        timeout = timedelta(seconds=self.timeout_s)
         if self.device.type != "cuda":
-            return
-        for lane in range(self.lanes):
-            out = {peer: torch.empty(16, dtype=torch.uint8, device=self.device) for peer in peers}
-            sends = [Parcel(peer, torch.zeros_like(buffer)) for peer, buffer in out.items()]
-            exchange = self.prepare(sends, [Parcel(peer, buffer) for peer, buffer in out.items()], lane)
-
-            self._guarded(partial(self._greet, exchange), "connect")
-
-    def close(self, *, failed: bool = False) -> None:
-        """Close the connections.
-
-        Args:
-            failed: a peer may be gone or stuck: give up what is under way instead of finishing it. Peers
-                that still wait then get an error instead of a hang.
-        """
-        try:
-            self._close_backends(failed)
-        finally:
-            self._backends = []
+            return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        # torch's own watchdog ends the whole process; the waits here shall come first.
+        options._timeout = 2 * timeout + timedelta(seconds=30)
+        # The wire is what limits a refit: its kernel must not queue behind the packing of the next bucket.
+        options.is_high_priority_stream = True
+        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
     def _close_backends(self, failed: bool) -> None:
         if failed:
             self.abort()
         elif self.device.type == "cuda":
-            limit = min(self.timeout.total_seconds(), _CLOSE_WITHIN)
-            wrong = in_thread([backend.shutdown for backend in self._backends], limit)
+            limit = min(self.timeout_s, _CLOSE_WITHIN)
+            wrong = _in_thread([backend.shutdown for backend in self._backends], limit)
             if wrong:
                 logger.warning(
                     "rank %d gives up its communicators instead of closing them: %s. Did a peer end early?",
@@ -156,28 +243,174 @@ class Group(GroupBroadcasts):
                 )
                 self.abort()
 
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of this rank's device or host memory that the group stages in."""
-        return 0
+    def _start_broadcast(self, buffer: torch.Tensor, root: int, lane: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.timeout = timedelta(seconds=self.timeout_s)
+        self._backends[lane].broadcast([buffer], options).wait()
 
-    def _make(self, store: Store) -> Any:
-        if self.device.type != "cuda":
-            return dist.ProcessGroupGloo(store, self.rank, self.size, self.timeout)
-        options = dist.ProcessGroupNCCL.Options()
-        # torch's own watchdog ends the whole process; the waits here shall come first.
-        options._timeout = 2 * self.timeout + timedelta(seconds=30)
-        # The wire is what limits a refit: its kernel must not queue behind the packing of the next bucket.
-        options.is_high_priority_stream = True
-        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+    def _start_maximum(self, row: torch.Tensor) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        options.timeout = timedelta(seconds=self.timeout_s)
+        self.backend(0).allreduce([row], options).wait()
 
-    def _greet(self, exchange: Exchange) -> None:
+    def _first_broadcast(self, lane: int) -> None:
+        self._start_broadcast(torch.zeros(1, device=self.device), 0, lane)
+
+    def _run_at_once(self, start: Callable[[], None]) -> None:
+        """Enqueue something and wait for it; may block without a limit."""
         with torch.cuda.device(self.device):
-            exchange.start("connect")
+            start()
             torch.cuda.current_stream(self.device).synchronize()
 
+    def _guarded[T](self, call: Callable[[], T]) -> T:
+        """Run a call that can block without a limit in a thread, and wait for it as for an exchange."""
+        made: list[T] = []
+        failures: list[BaseException] = []
 
-def members(ranks: Iterable[int], rank: int) -> tuple[int, int] | None:
-    """(Index in the group, size) of ``rank`` in a group of ``ranks``, or None if it is no member."""
-    ordered = sorted(ranks)
-    return (ordered.index(rank), len(ordered)) if rank in ordered else None
+        def run() -> None:
+            try:
+                made.append(call())
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        self._wait_until(lambda: not thread.is_alive(), "connect", thread.join)
+        self._raise_nccl_errors("connect")
+        for failure in failures:
+            raise failure
+        return made[0]
+
+    def _raise_nccl_errors(self, stage: str) -> None:
+        """Raise what torch's watchdog has found wrong with a communicator."""
+        if self.device.type != "cuda":
+            return
+        for backend in self._backends:
+            state = backend.get_error()
+            if state != torch._C._distributed_c10d.ErrorType.SUCCESS:
+                self.abort()
+                raise PeerLost(
+                    f"NCCL reports {state.name.lower().replace('_', ' ')} on the refit's communicator; a peer's process "
+                    "ended or its network broke. NCCL_DEBUG=WARN says more",
+                    stage=stage,
+                    rank=self.rank,
+                )
+
+
+class _TorchExchange(Exchange):
+    """An exchange whose backend's errors become refit errors."""
+
+    def __init__(
+        self, group: TorchGroup, lane: int, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]
+    ):
+        super().__init__(lane, sends, receives)
+        self._group = group
+
+    def start(self, stage: str) -> None:
+        if self.peers:
+            with classifying(stage, self._group.rank, f"with refit ranks {self.peers}"):
+                self._start()
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Begin it, or enqueue it."""
+
+
+class GlooExchange(_TorchExchange):
+    """A thread of gloo's carries it out, from its start on.
+
+    Looks its backend up at each use: whoever keeps the exchange, as a traceback does, must not keep gloo's
+    connections open, for only their end tells the peers that this rank has given up. What is running keeps them too,
+    so an exchange that fails is dropped.
+    """
+
+    def __init__(
+        self, group: TorchGroup, lane: int, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]
+    ):
+        super().__init__(group, lane, sends, receives)
+        self._works: list[Any] = []
+
+    def finish(self, stage: str) -> None:
+        if self.peers:
+            with classifying(stage, self._group.rank, f"with refit ranks {self.peers}"):
+                self._finish()
+
+    def drop(self) -> None:
+        self._works.clear()
+
+    def _start(self) -> None:
+        try:
+            for one in self._receives:
+                self._works.append(self._group.backend(self._lane).recv([one.buffer], one.peer, 0))
+            for one in self._sends:
+                self._works.append(self._group.backend(self._lane).send([one.buffer], one.peer, 0))
+        except BaseException:
+            self.drop()
+            raise
+
+    def _finish(self) -> None:
+        deadline = time.monotonic() + self._group.timeout_s
+        try:
+            for index in range(len(self._works)):
+                # A timeout of 0 would mean none at all.
+                self._works[index].wait(timedelta(seconds=max(deadline - time.monotonic(), _LEAST_WAIT)))
+        finally:
+            self.drop()
+
+
+class NcclExchange(_TorchExchange):
+    """One NCCL group: separate calls could wait on each other in different orders.
+
+    Not torch's all-to-all of lists, which would be fewer calls: it exchanges empty messages with all ranks, and
+    so hangs where a rank has nothing to exchange and does not take part.
+    """
+
+    def __init__(
+        self, group: TorchGroup, lane: int, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]
+    ):
+        super().__init__(group, lane, sends, receives)
+        backend = self._backend = group.backend(lane)
+        self._calls = [(backend.send, [one.buffer], one.peer) for one in sends]
+        self._calls += [(backend.recv, [one.buffer], one.peer) for one in receives]
+
+    def _start(self) -> None:
+        self._backend._start_coalescing()
+        for call, buffers, peer in self._calls:
+            call(buffers, peer, 0)
+        self._backend._end_coalescing().wait()
+
+
+def _watch_nothing(stage: str) -> None:
+    """For a group whose ranks have no other channel on which to say that they give up."""
+
+
+def _backends_of(lender: dist.ProcessGroup | Group, device: torch.device) -> list[Any]:
+    """The lender's backends that serve tensors on ``device``; none if it has none."""
+    if isinstance(lender, TorchGroup):
+        same = lender.device.type == device.type and lender.device.index in (None, device.index)
+        return list(lender._backends) if same else []
+    if isinstance(lender, Group) or device.type not in {known.type for known in lender._device_types}:
+        return []
+    backend = lender._get_backend(torch.device(device.type))
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    wanted = "ProcessGroupNCCL" if device.type == "cuda" else "ProcessGroupGloo"
+    return [backend] if isinstance(backend, getattr(dist, wanted, ())) else []
+
+
+def _in_thread(calls: Sequence[Callable[[], object]], limit_s: float) -> str:
+    """Make calls that can block without a limit, in a thread of their own; returns what went wrong, or nothing."""
+    wrong: list[str] = []
+
+    def run() -> None:
+        for call in calls:
+            try:
+                call()
+            except Exception as error:
+                wrong.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return f"not done after {limit_s:.0f} s" if thread.is_alive() else "; ".join(wrong)

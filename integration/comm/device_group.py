@@ -1,4 +1,10 @@
-"""A process group over buckets in GPU memory: ranks of one host, several of a GPU if need be."""
+"""A process group over buckets in GPU memory: ranks of one host, several of a GPU if need be.
+
+A rank fills the peer's buckets and counts them; the peer's stream waits for the count, empties the bucket and
+counts that. The counters are 64-bit words in host memory that both GPUs reach, each written by one rank alone. In
+host memory, and not on the GPU, so that the host can end a wait without the GPU's help: with one hardware queue
+(``CUDA_DEVICE_MAX_CONNECTIONS=1``) a write on another stream would queue behind the wait that it is to end.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +12,17 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 
 import torch
 
-from ...endings import end_all
-from ...errors import PeerLost, RefitError
-from ...gpu_memory.buckets import OwnBuckets, PeerBuckets
-from ...gpu_memory.driver import DriverError, call, on_device
-from ..exchanges import Exchange, Parcel
-from ..waiting import ends_within
-from .device_exchange import DeviceExchange
-from .device_link import LANE_WORD_BYTES, DeviceLink
-from .group import SharedGroup
-from .host_link import BUCKETS
-from .pairs import Pair, hear, open_pairs, tell
+from ..endings import end_all
+from ..errors import PeerLost, RefitError
+from ..gpu_memory.buckets import OwnBuckets, PeerBuckets
+from ..gpu_memory.driver import DriverError, call, on_device
+from .group import Exchange, PeerBuffer, classified
+from .shared_memory import BUCKETS, Pair, SharedGroup, hear, open_pairs, tell
+from .waiting import ends_within
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +36,27 @@ _MOST_CALLS = 512
 _DRAIN_WITHIN = 10.0
 # What the GPU may use for ever.
 _KEPT: list[object] = []
+# Calls of the driver for one bucket.
+_CALLS = 3
+# A word has a cache line of its own.
+_LINE_BYTES = 64
+# Of each lane: the counts of filled and of emptied buckets, for each direction.
+LANE_WORD_BYTES = 4 * _LINE_BYTES
+# CU_STREAM_WAIT_VALUE_GEQ, and CU_STREAM_WRITE_VALUE_DEFAULT: all earlier writes become visible first.
+_AT_LEAST = 0
+_AFTER_ALL = 0
+# Beyond any count; what is at least this far behind counts as reached.
+_RELEASED = 1 << 62
+
 
 
 class DeviceGroup(SharedGroup):
-    """Ranks that copy parcels into each other's buckets on their GPUs, and from there to where they belong.
+    """Ranks that copy buffers into each other's buckets on their GPUs, and from there to where they belong.
 
     An exchange is only enqueued, as over NCCL. The buckets come from the driver, so that any allocator may be in use.
     """
 
-    wire = "an exchange through CUDA IPC"
+    _carrier = "an exchange through CUDA IPC"
     most_bucket_bytes = MOST_BUCKET_BYTES
 
     def _begin(self) -> None:
@@ -56,7 +70,7 @@ class DeviceGroup(SharedGroup):
         self._last: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         self._given_up = False
 
-    def prepare(self, sends: Sequence[Parcel], receives: Sequence[Parcel], lane: int = 0) -> Exchange:
+    def prepare(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], lane: int = 0) -> Exchange:
         return DeviceExchange(self, lane, sends, receives, self._bucket_bytes)
 
     def connect(self, peers: Iterable[int]) -> None:
@@ -65,7 +79,7 @@ class DeviceGroup(SharedGroup):
         new = sorted({*peers} - self._links.keys() - {self.rank})
         if not new:
             return
-        limit = self.timeout.total_seconds()
+        limit = self.timeout_s
         nbytes = self.lanes * BUCKETS * self._bucket_bytes
         own: dict[int, OwnBuckets] = {}
         for peer in new:
@@ -109,7 +123,7 @@ class DeviceGroup(SharedGroup):
 
     def close(self, *, failed: bool = False) -> None:
         """Give the memory back; safe to call twice. As of :class:`Group`."""
-        if not failed and not self._drain(self.timeout.total_seconds(), release=False):
+        if not failed and not self._drain(self.timeout_s, release=False):
             logger.warning("rank %d gives up an exchange as it closes its group", self.rank)
         if not self.abort():
             # Unmapping under what the GPU still does would break this process's context, and the trainer with it.
@@ -154,10 +168,10 @@ class DeviceGroup(SharedGroup):
         self._under_way.clear()
         return True
 
-    def _look_around(self, stage: str) -> None:
+    def check_peers(self, stage: str) -> None:
         gone = [peer for peer, pair in self._pairs.items() if any(map(_ended, pair.connections))]
         # Its own reason comes first, if it could tell one.
-        super()._look_around(stage)
+        super().check_peers(stage)
         if gone:
             self.abort()
             raise PeerLost(
@@ -181,9 +195,9 @@ class DeviceGroup(SharedGroup):
         return made
 
     def _make_links(self, pair: Pair, outgoing: int, incoming: int) -> list[DeviceLink]:
-        memory = pair.segment.memory
+        memory = pair.shared.memory
         with on_device(self.device):
-            if not pair.segment.pin():
+            if not pair.shared.pin():
                 raise RefitError(
                     f"{memory.nbytes} bytes of host memory can't be pinned for the GPU's counters; nothing was written. "
                     "Raise the limit of locked memory (ulimit -l)",
@@ -205,6 +219,123 @@ class DeviceGroup(SharedGroup):
                 )
             )
         return found
+
+
+class DeviceExchange(Exchange):
+    """An exchange that is only enqueued. In each step a rank enqueues the next bucket to each peer, then the one from each peer.
+
+    So no ranks wait for each other in a circle, however many streams share a hardware queue: a step waits for the peers' sends
+    of the same step, which come before their arrivals, and for emptied buckets of earlier steps.
+    """
+
+    def __init__(
+        self,
+        group: DeviceGroup,
+        lane: int,
+        sends: Sequence[PeerBuffer],
+        receives: Sequence[PeerBuffer],
+        bucket_bytes: int,
+    ):
+        super().__init__(lane, sends, receives)
+        self._group = group
+        self._steps = list(
+            zip_longest(_steps(sends, bucket_bytes), _steps(receives, bucket_bytes), fillvalue=())
+        )
+        self._calls = _CALLS * sum(len(out) + len(into) for out, into in self._steps)
+
+    def start(self, stage: str) -> None:
+        if not self.peers:
+            return
+        self._group.connect(self.peers)
+        self._group.make_room(self._calls, stage)
+        with on_device(self._group.device):
+            stream = torch.cuda.current_stream()
+            self._group.follow(self._lane, stream)
+            try:
+                self.enqueue(stream.cuda_stream)
+            except DriverError as error:
+                raise classified(error, stage, self._group.rank, f"with group ranks {self.peers}") from error
+            finally:
+                # Even if it broke off: what was enqueued is waited for before any memory is given back.
+                ended = torch.cuda.Event()
+                ended.record(stream)
+                self._group.began(self._lane, stream, ended, self._calls)
+
+    def enqueue(self, stream: int) -> None:
+        """Give a CUDA stream all that is to be done."""
+        for out, into in self._steps:
+            for peer, part in out:
+                self._group.link(peer, self._lane).send(part, stream)
+            for peer, part in into:
+                self._group.link(peer, self._lane).receive(part, stream)
+
+
+class DeviceLink:
+    """This rank's end of one lane to a peer: buckets in GPU memory, and counters that both ranks' streams write and wait for."""
+
+    def __init__(
+        self,
+        words: torch.Tensor,
+        words_on_device: int,
+        lower: bool,
+        outgoing: int,
+        incoming: int,
+        bucket_bytes: int,
+    ):
+        """
+        Args:
+            words: uint8 ``[LANE_WORD_BYTES]`` in host memory that both ranks have mapped and pinned.
+            words_on_device: their address for this rank's GPU.
+            lower: whether this rank is the lower one of the two.
+            outgoing: address of the peer's buckets, which this rank fills.
+            incoming: address of this rank's.
+            bucket_bytes: of each bucket.
+        """
+        ours, theirs = (0, 2) if lower else (2, 0)
+        self._counts = words.view(torch.int64)
+        # Of what this rank sends: it counts the filled, and waits for the emptied; the other way round for the rest.
+        self._filled_out, self._emptied_out = (words_on_device + _LINE_BYTES * (ours + i) for i in range(2))
+        self._filled_in, self._emptied_in = (words_on_device + _LINE_BYTES * (theirs + i) for i in range(2))
+        self._awaited = [_LINE_BYTES // 8 * (ours + 1), _LINE_BYTES // 8 * theirs]
+        self._outgoing, self._incoming = outgoing, incoming
+        self._bucket_bytes = bucket_bytes
+        self._sent = self._received = 0
+
+    def send(self, part: torch.Tensor, stream: int) -> None:
+        """Enqueue one bucket for the peer: ``part`` is contiguous and no larger than a bucket."""
+        if self._sent >= BUCKETS:
+            call("cuStreamWaitValue64", stream, self._emptied_out, self._sent - BUCKETS + 1, _AT_LEAST)
+        place = self._outgoing + self._sent % BUCKETS * self._bucket_bytes
+        call("cuMemcpyAsync", place, part.data_ptr(), part.nbytes, stream)
+        self._sent += 1
+        call("cuStreamWriteValue64", stream, self._filled_out, self._sent, _AFTER_ALL)
+
+    def receive(self, part: torch.Tensor, stream: int) -> None:
+        """Enqueue the arrival of one bucket."""
+        call("cuStreamWaitValue64", stream, self._filled_in, self._received + 1, _AT_LEAST)
+        place = self._incoming + self._received % BUCKETS * self._bucket_bytes
+        call("cuMemcpyAsync", part.data_ptr(), place, part.nbytes, stream)
+        self._received += 1
+        call("cuStreamWriteValue64", stream, self._emptied_in, self._received, _AFTER_ALL)
+
+    def release(self) -> None:
+        """End all waits of this rank's streams; what they go on with is worthless. A peer's late count undoes it."""
+        for word in self._awaited:
+            self._counts[word] = _RELEASED
+
+
+def _steps(buffers: Sequence[PeerBuffer], bucket_bytes: int) -> list[list[tuple[int, torch.Tensor]]]:
+    """For each step, (peer, part) of every peer that still has a part."""
+    by_peer: dict[int, list[torch.Tensor]] = {}
+    for one in buffers:
+        if one.buffer.numel():
+            flat = one.buffer.view(-1).view(torch.uint8)
+            by_peer.setdefault(one.peer, []).extend(flat.split(bucket_bytes))
+    longest = max(map(len, by_peer.values()), default=0)
+    return [
+        [(peer, parts[step]) for peer, parts in sorted(by_peer.items()) if step < len(parts)]
+        for step in range(longest)
+    ]
 
 
 def _ended(connection: socket.socket) -> bool:

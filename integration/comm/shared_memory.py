@@ -1,28 +1,102 @@
-"""How two ranks of a host come to share memory and a connection: the lower one makes them, the higher one fetches."""
+"""Memory that two ranks of a host share, how they come to share it, and what groups over it have in common."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
 import select
 import socket
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import Store
 
-from ...endings import end_all
-from ...errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
-from ...gpu_memory.descriptors import DescriptorServer, fetch
-from ..waiting import wait_until
-from .segment import Segment
+from ..endings import end_all
+from ..errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
+from ..gpu_memory.descriptors import DescriptorServer, fetch
+from .group import Group, PeerBuffer
+from .waiting import wait_until
 
+logger = logging.getLogger(__name__)
+
+# Buckets of a direction: one is filled while the other is emptied.
+BUCKETS = 2
+_ALIGNED = 4096
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+# cudaHostRegisterPortable and cudaHostRegisterMapped.
+_PORTABLE_AND_MAPPED = 3
 _STAGE = "process group"
 # What the higher rank says once it has mapped the memory.
 _HERE = b"h"
+
+
+class SharedMemory:
+    """A mapping of host memory that two processes map. Pages take room once they are written.
+
+    The memory is anonymous (``memfd``) and ends with its last mapping. A file in /dev/shm would stay behind after a kill, and
+    containers often keep /dev/shm at 64 MiB.
+
+    Attributes:
+        memory: uint8 ``[nbytes]``, zeros at first.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int):
+        """Map it.
+
+        Args:
+            descriptor: of the memory; stays the caller's.
+            nbytes: of the memory.
+
+        Raises:
+            ValueError: the memory has another size, or its maker could take it away again.
+        """
+        found = os.fstat(descriptor).st_size
+        if found != nbytes:
+            raise ValueError(f"shared memory of {found} bytes instead of {nbytes}")
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise ValueError("shared memory whose size can still change")
+        # Through its path, since mmap of the standard library keeps a descriptor as long as the mapping lives.
+        self.memory = torch.from_file(
+            f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8
+        )
+        self._pinned = False
+
+    @staticmethod
+    def make(nbytes: int) -> tuple[SharedMemory, int]:
+        """New memory, mapped, and a descriptor of it that the caller hands on or closes."""
+        descriptor = os.memfd_create("rlrefit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            # Or a peer could cut it off, and the next access would end this process.
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            return SharedMemory(descriptor, nbytes), descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def pin(self) -> bool:
+        """Let GPUs reach it; whether they can."""
+        status = torch.cuda.cudart().cudaHostRegister(
+            self.memory.data_ptr(), self.memory.nbytes, _PORTABLE_AND_MAPPED
+        )
+        self._pinned = int(status) == 0
+        return self._pinned
+
+    def close(self) -> None:
+        """Take it back from the GPUs; the mapping ends with the last tensor of it. Safe to call twice."""
+        if self._pinned:
+            self._pinned = False
+            status = torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+            if int(status) != 0:
+                logger.warning("shared memory stays registered with the GPU: CUDA error %d", int(status))
+        self.memory = torch.empty(0, dtype=torch.uint8)
 
 
 class Pair:
@@ -32,13 +106,13 @@ class Pair:
 
     Attributes:
         peer: the other rank of the group.
-        segment: the memory.
+        shared: the memory.
         connections: one for each lane, non-blocking.
     """
 
-    def __init__(self, peer: int, segment: Segment, connections: Sequence[socket.socket]):
+    def __init__(self, peer: int, shared: SharedMemory, connections: Sequence[socket.socket]):
         self.peer = peer
-        self.segment = segment
+        self.shared = shared
         self.connections = list(connections)
         self._server: DescriptorServer | None = None
         self._theirs: list[int] = []
@@ -46,9 +120,9 @@ class Pair:
     @staticmethod
     def make(peer: int, nbytes: int, lanes: int, timeout_s: float) -> tuple[Pair, dict[str, str]]:
         """What a peer will fetch, and what to tell it."""
-        segment, descriptor = Segment.make(nbytes)
+        shared, descriptor = SharedMemory.make(nbytes)
         both = [socket.socketpair() for _ in range(lanes)]
-        pair = Pair(peer, segment, [ours for ours, _ in both])
+        pair = Pair(peer, shared, [ours for ours, _ in both])
         for ours, _ in both:
             ours.setblocking(False)
         pair._theirs = [descriptor, *(theirs.detach() for _, theirs in both)]
@@ -69,7 +143,7 @@ class Pair:
                 fetch(str(told["address"]), str(told["token"]), [(0, 1 + lanes)], timeout_s)
             ) as following:
                 found.extend(following)
-            pair = Pair(peer, Segment(found[0], nbytes), [])
+            pair = Pair(peer, SharedMemory(found[0], nbytes), [])
             while len(found) > 1:
                 pair.connections.append(socket.socket(fileno=found.pop(1)))
                 pair.connections[-1].setblocking(False)
@@ -84,7 +158,7 @@ class Pair:
         self._server, self._theirs, self.connections = None, [], []
         steps: list[Callable[[], object]] = [] if server is None else [server.close]
         steps += [partial(os.close, descriptor) for descriptor in theirs if descriptor >= 0]
-        end_all([*steps, *(connection.close for connection in connections), self.segment.close])
+        end_all([*steps, *(connection.close for connection in connections), self.shared.close])
 
     def _hand_over(self, index: int) -> int:
         descriptor, self._theirs[index] = self._theirs[index], -1
@@ -211,3 +285,67 @@ def _fetched(peer: int, told: dict[str, Any], rank: int, nbytes: int, lanes: int
             stage=_STAGE,
             rank=rank,
         ) from error
+
+
+class SharedGroup(Group):
+    """A group in which a broadcast is an exchange between its root and each of the others, and a maximum one of all.
+
+    Attributes:
+        most_bucket_bytes: of a bucket, unless told otherwise.
+    """
+
+    most_bucket_bytes: int
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
+        watch: Callable[[str], None],
+        lanes: int = 1,
+        bucket_bytes: int | None = None,
+    ):
+        """Waits for no peer yet.
+
+        Args:
+            store: of the epoch.
+            name: of the group, unique in the epoch.
+            rank, size, timeout_s, watch, lanes: as :class:`Group`.
+            device: of the tensors that travel; a CUDA device where buckets are in GPU memory.
+            bucket_bytes: the same on all ranks; each pair has two for each direction and lane.
+        """
+        super().__init__(rank, size, device, timeout_s, watch, lanes)
+        self._store, self._name = store, name
+        nbytes = self.most_bucket_bytes if bucket_bytes is None else bucket_bytes
+        self._bucket_bytes = -(-nbytes // _ALIGNED) * _ALIGNED
+        self._pairs: dict[int, Pair] = {}
+        self._begin()
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Note that nobody is connected yet."""
+
+    def prepare_broadcast(self, root: int) -> None:
+        self.connect(self._others(root) if self.rank == root else [root])
+
+    def broadcast(self, buffer: torch.Tensor, root: int, stage: str) -> None:
+        here = self.rank == root
+        sends = [PeerBuffer(rank, buffer) for rank in self._others(root)] if here else []
+        self.exchange(sends, [] if here else [PeerBuffer(root, buffer)], stage)
+
+    def prepare_maximum(self, row: torch.Tensor) -> None:
+        self.connect(self._others(self.rank))
+
+    def maximum(self, row: torch.Tensor, stage: str) -> None:
+        theirs = {rank: torch.empty_like(row) for rank in self._others(self.rank)}
+        self.exchange(
+            [PeerBuffer(rank, row) for rank in theirs], [PeerBuffer(rank, one) for rank, one in theirs.items()], stage
+        )
+        for one in theirs.values():
+            torch.maximum(row, one, out=row)
+
+    def _others(self, root: int) -> list[int]:
+        return [rank for rank in range(self.size) if rank != root]
