@@ -12,7 +12,8 @@ from functools import partial
 
 import torch
 
-from ..comm.torch_group import Group, members
+from ..comm.group import Group, members
+from ..comm.torch_group import TorchGroup
 from ..control import Rendezvous, RendezvousServer
 from ..control.channel import Channel
 from ..control.world import RefitWorld
@@ -231,7 +232,7 @@ class FullTensorEpoch:
         )
         place = members([0, *world.destinations], world.rank)
         if place is not None:
-            self._group = Group(
+            self._group = TorchGroup.open(
                 channel.store,
                 "full",
                 *place,

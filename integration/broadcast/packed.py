@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 
-from ..comm.shared.opening import Wire, open_group
-from ..comm.torch_group import Group, members
+from ..comm.group import Group, members
+from ..comm.opening import GroupChoice, open_group
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..endings import end_all
@@ -95,7 +95,11 @@ class PackedBroadcast:
 
     @staticmethod
     def open(
-        channel: Channel, wire: Wire, specs: Sequence[TensorSpec], config: RefitConfig, device: torch.device
+        channel: Channel,
+        wire: GroupChoice,
+        specs: Sequence[TensorSpec],
+        config: RefitConfig,
+        device: torch.device,
     ) -> PackedBroadcast:
         """The broadcast of ``specs`` from trainer rank 0, with a group of its own; all ranks of the epoch at the same time.
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..comm.torch_group import Group
+from ..comm.group import Group
 from ..errors import VerificationError
 from ..packing import make_checksums
 from ..plan import aligned

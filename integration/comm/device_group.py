@@ -49,7 +49,6 @@ _AFTER_ALL = 0
 _RELEASED = 1 << 62
 
 
-
 class DeviceGroup(SharedGroup):
     """Ranks that copy buffers into each other's buckets on their GPUs, and from there to where they belong.
 

@@ -104,9 +104,7 @@ class Group(ABC):
         self._watch = watch
 
     @abstractmethod
-    def prepare(
-        self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], lane: int = 0
-    ) -> Exchange:
+    def prepare(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], lane: int = 0) -> Exchange:
         """Buffers that will be exchanged at once, any number of times.
 
         The buffers of both sides must match pairwise, in the same order for each pair. On a GPU, the buffers of one call
@@ -213,7 +211,9 @@ class Group(ABC):
         def late() -> RefitTimeout:
             # Or the kernel would spin on, and the next synchronisation of the device would never return.
             self.abort()
-            what = f"{self._carrier} did not finish within {self.timeout_s:.0f} s; a peer is late, stuck or gone"
+            what = (
+                f"{self._carrier} did not finish within {self.timeout_s:.0f} s; a peer is late, stuck or gone"
+            )
             return RefitTimeout(what, stage=stage, rank=self.rank)
 
         wait_until(done, self.timeout_s, stage, self.check_peers, late, pause)

@@ -1,4 +1,4 @@
-"""Which wire joins the ranks of an epoch, and the groups over it."""
+"""Which kind of group joins the ranks of an epoch, and why; and how one is opened."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from itertools import combinations, permutations
 
 import torch
 
-from ...control.channel import Channel
-from ...errors import RefitError
-from ...gpu_memory.availability import availability
-from ..torch_group import Group
+from ..control.channel import Channel
+from ..errors import RefitError
+from ..gpu_memory.availability import availability
 from .device_group import MOST_BUCKET_BYTES as MOST_ON_DEVICE
 from .device_group import MOST_SHARED_BYTES, DeviceGroup
+from .group import Group
 from .host_group import MOST_BUCKET_BYTES as MOST_ON_HOST
 from .host_group import HostGroup
+from .torch_group import TorchGroup
 
 
 @dataclass(frozen=True)
-class Wire:
-    """What carries the parcels of a group.
+class GroupChoice:
+    """What carries the bytes of a group.
 
     Attributes:
         kind: ``network`` (NCCL or gloo), ``device`` (buckets in GPU memory that the ranks map into each other) or
             ``host`` (buckets in host memory).
-        why: shared memory serves, or none has to.
+        why: why it is shared memory, or why it need not be.
         how: where the buckets lie, and why there; empty for the network.
-        most: bytes of a bucket that its copies need at most.
+        most_bucket_bytes: a larger bucket would be no faster.
     """
 
     kind: str
     why: str
     how: str = ""
-    most: int = 0
+    most_bucket_bytes: int = 0
 
     @property
     def reason(self) -> str:
@@ -59,19 +60,19 @@ def shared_gpu(told: Sequence[object]) -> str:
     return ""
 
 
-def choose_wire(told: Sequence[object], asked: bool) -> Wire:
-    """The wire that joins all ranks.
+def choose_group(told: Sequence[object], asked: bool) -> GroupChoice:
+    """What joins all ranks.
 
     Args:
-        told: what all ranks told of their GPUs (:func:`~...transport.ipc.facts`); nothing in it is trusted.
-        asked: whether shared memory is to serve even where it need not.
+        told: what all ranks told of their GPUs (:func:`~..gpu_memory.availability.facts`); nothing in it is trusted.
+        asked: whether to use shared memory even where the network would do.
 
     Raises:
         RefitError: two ranks share a GPU, which needs memory that all can reach, and others are on another host.
     """
     sharing = shared_gpu(told)
     if not sharing and not asked:
-        return Wire("network", "no two ranks share a GPU")
+        return GroupChoice("network", "no two ranks share a GPU")
     why = sharing or "the engine colocated_ipc was asked for"
     hosts = {_text(one, "host") for one in told}
     if len(hosts) > 1:
@@ -83,9 +84,9 @@ def choose_wire(told: Sequence[object], asked: bool) -> Wire:
     obstacle = _shared_process(told) or _obstacle(told)
     if obstacle:
         how = f"buckets in host memory, since {obstacle}"
-        return Wire("host", why, how, MOST_ON_HOST)
+        return GroupChoice("host", why, how, MOST_ON_HOST)
     how = "buckets in GPU memory, by CUDA IPC"
-    return Wire("device", why, how, MOST_SHARED_BYTES if sharing else MOST_ON_DEVICE)
+    return GroupChoice("device", why, how, MOST_SHARED_BYTES if sharing else MOST_ON_DEVICE)
 
 
 def _shared_process(told: Sequence[object]) -> str:
@@ -109,22 +110,22 @@ def _obstacle(told: Sequence[object]) -> str:
 
 def open_group(
     channel: Channel,
-    wire: Wire,
+    choice: GroupChoice,
     name: str,
     place: tuple[int, int],
     device: torch.device,
     lanes: int,
     bucket_bytes: int,
 ) -> Group:
-    """A group over a wire; all its ranks at the same time.
+    """Open a group of the chosen kind; all its ranks at the same time.
 
     Args:
         channel: of the epoch.
-        wire: on which all ranks agreed.
+        choice: the same on all ranks.
         name: of the group, unique in the epoch.
         place: rank in the group, and its size.
-        device: of what will travel.
-        lanes: exchanges that may be under way at the same time.
+        device: of the tensors that will travel.
+        lanes: exchanges that can run at the same time.
         bucket_bytes: most that a rank's buckets take in shared memory, for each direction and lane and twice over.
 
     Raises:
@@ -133,11 +134,11 @@ def open_group(
     rank, size = place
     common = (channel.store, name, rank, size, device, channel.timeout_s, channel.check_abort, lanes)
     part = bucket_bytes // max(1, size - 1)
-    if wire.kind == "device":
-        return DeviceGroup(*common, min(part, wire.most))
-    if wire.kind == "host":
-        return HostGroup(*common, min(part, wire.most))
-    return Group(*common)
+    if choice.kind == "device":
+        return DeviceGroup(*common, min(part, choice.most_bucket_bytes))
+    if choice.kind == "host":
+        return HostGroup(*common, min(part, choice.most_bucket_bytes))
+    return TorchGroup.open(*common)
 
 
 def _text(one: object, key: str) -> str:

@@ -342,7 +342,9 @@ class SharedGroup(Group):
     def maximum(self, row: torch.Tensor, stage: str) -> None:
         theirs = {rank: torch.empty_like(row) for rank in self._others(self.rank)}
         self.exchange(
-            [PeerBuffer(rank, row) for rank in theirs], [PeerBuffer(rank, one) for rank, one in theirs.items()], stage
+            [PeerBuffer(rank, row) for rank in theirs],
+            [PeerBuffer(rank, one) for rank, one in theirs.items()],
+            stage,
         )
         for one in theirs.values():
             torch.maximum(row, one, out=row)

@@ -123,9 +123,7 @@ class TorchGroup(Group):
         watch = lender._watch if isinstance(lender, Group) else _watch_nothing
         return cls(rank, size, device, timeout_s, watch, len(backends), backends, borrowed=True)
 
-    def prepare(
-        self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], lane: int = 0
-    ) -> Exchange:
+    def prepare(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], lane: int = 0) -> Exchange:
         kind = NcclExchange if self.device.type == "cuda" else GlooExchange
         return kind(self, lane, sends, receives)
 

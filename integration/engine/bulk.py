@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..comm.shared.opening import Wire
+from ..comm.opening import GroupChoice
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..control.world import RefitWorld
@@ -35,7 +35,7 @@ class BulkPath:
     def __init__(
         self,
         channel: Channel,
-        wire: Wire,
+        wire: GroupChoice,
         config: RefitConfig,
         device: torch.device,
         plan: Plan | BroadcastPlan,

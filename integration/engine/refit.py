@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ..broadcast.packed import PackedBroadcast
-from ..comm.shared.opening import choose_wire, gpu_identity
+from ..comm.opening import choose_group, gpu_identity
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..control.world import RefitWorld, host_identity
@@ -131,7 +131,7 @@ class RefitEngine:
             self.manifest = Manifest(tuple(ManifestEntry(spec, "misc", reason) for spec in specs))
         else:
             self._plan(places, specs, formats, fragments, refused)
-        self._wire = choose_wire([place["gpu"] for place in places], self.way.shared_memory)
+        self._wire = choose_group([place["gpu"] for place in places], self.way.shared_memory)
         self._initial = fragments
         self._agreed = self._agreed_of(fragments, refused)
         return self.manifest

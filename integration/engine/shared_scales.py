@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..comm.shared.opening import Wire, open_group
-from ..comm.torch_group import Group, members
+from ..comm.group import Group, members
+from ..comm.opening import GroupChoice, open_group
 from ..control.channel import Channel
 from ..endings import end_all
 from ..errors import PlanError
@@ -94,7 +94,9 @@ class SharedScales:
         self._row = torch.zeros(slots.count, dtype=torch.int32, device=device)
 
     @staticmethod
-    def open(channel: Channel, wire: Wire, slots: CutSlots, device: torch.device) -> SharedScales | None:
+    def open(
+        channel: Channel, wire: GroupChoice, slots: CutSlots, device: torch.device
+    ) -> SharedScales | None:
         """With a group of all trainer ranks; None where no blocks are cut, and on generation ranks.
 
         Raises:

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from ..comm.shared.opening import Wire, open_group, shared_gpu
-from ..comm.torch_group import Group
+from ..comm.group import Group
+from ..comm.opening import GroupChoice, open_group, shared_gpu
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..endings import end_all
@@ -66,7 +66,7 @@ def choose(transport: str, told: Sequence[object], train_ranks: int) -> tuple[st
 def make_transport(
     transport: str,
     channel: Channel,
-    wire: Wire,
+    wire: GroupChoice,
     device: torch.device,
     plan: Plan | BroadcastPlan,
     config: RefitConfig,

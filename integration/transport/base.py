@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ..comm.torch_group import Group
+from ..comm.group import Group
 from ..endings import end_all
 from ..errors import VerificationError
 from ..layout import Fragment

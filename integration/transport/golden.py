@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..comm.torch_group import Group
+from ..comm.group import Group
 from ..layout import Fragment
 from ..packing import Checksums, Copy, make_checksums, make_copy
 from ..plan import CHECKSUM_BYTES, BroadcastPlan, Message

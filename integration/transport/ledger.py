@@ -13,8 +13,7 @@ from hashlib import sha256
 import numpy as np
 import torch
 
-from ..comm.exchanges import Exchange, Parcel
-from ..comm.torch_group import Group
+from ..comm.group import Exchange, Group, PeerBuffer
 from .cargo import Cargo, Item
 from .views import flat_bytes
 
@@ -121,10 +120,10 @@ def _signed(value: int) -> int:
 
 def _parcels(
     pairs: Mapping[int, Sequence[Item]], sums: torch.Tensor, rows: Mapping[Item, int]
-) -> list[Parcel]:
+) -> list[PeerBuffer]:
     parcels = []
     for peer in sorted(pairs):
         found = [rows[item] for item in pairs[peer] if item.message.is_bare]
         if found:
-            parcels.append(Parcel(peer, flat_bytes(sums[found[0] : found[-1] + 1])))
+            parcels.append(PeerBuffer(peer, flat_bytes(sums[found[0] : found[-1] + 1])))
     return parcels

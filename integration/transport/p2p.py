@@ -7,7 +7,7 @@ from itertools import chain
 
 import torch
 
-from ..comm.torch_group import Group
+from ..comm.group import Group
 from ..layout import Fragment
 from ..plan import Plan
 from ..records.record import StageClock

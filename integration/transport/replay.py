@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..comm.exchanges import Exchange, Parcel
-from ..comm.torch_group import Group
+from ..comm.group import Exchange, Group, PeerBuffer
 from ..packing import (
     Checksums,
     Copy,
@@ -115,8 +114,8 @@ class Replay:
         ]
         self.exchanges: list[Exchange] = [
             group.prepare(
-                [Parcel(i.message.destination, self._buffer(i.relays or i)) for i in sends],
-                [Parcel(i.message.source, self._buffer(i)) for i in receives],
+                [PeerBuffer(i.message.destination, self._buffer(i.relays or i)) for i in sends],
+                [PeerBuffer(i.message.source, self._buffer(i)) for i in receives],
                 lane,
             )
             for sends, receives, lane in zip(cargo.sends, cargo.receives, lanes, strict=True)

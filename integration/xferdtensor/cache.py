@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ..comm.borrowed import BorrowedGroup
-from ..comm.torch_group import Group
+from ..comm.group import Group
+from ..comm.torch_group import TorchGroup
 from ..errors import VerificationError
 from ..layout import Fragment
 from ..packing import make_copy
@@ -81,7 +81,7 @@ class Transfers:
     in the same order, so that what one of them has dropped, and asks its peers about anew, they have dropped too.
     """
 
-    def __init__(self, group: BorrowedGroup):
+    def __init__(self, group: TorchGroup):
         self.group = group
         self._compiled: dict[frozenset[int], OrderedDict[Request, Compiled]] = {}
 
@@ -96,7 +96,7 @@ class Transfers:
             known = _by_lender.setdefault(lender, {})
             found = known.get((device, timeout_s))
             if found is None:
-                found = known[device, timeout_s] = Transfers(BorrowedGroup(lender, device, timeout_s))
+                found = known[device, timeout_s] = Transfers(TorchGroup.borrow(lender, device, timeout_s))
             return found
 
     def agreed(self, request: Request) -> bool:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..comm.exchanges import Parcel
-from ..comm.torch_group import Group
+from ..comm.group import Group, PeerBuffer
 from ..errors import RefitMismatch
 from ..layout import Mesh, boxes_of, layout_of, local_shape, mesh_of, placements_of
 from ..settings import require_equal_settings
@@ -78,7 +77,7 @@ def xferdtensor(
         dst_mesh: as ``src_mesh``. The meshes may share ranks; what such a rank has itself is copied in place.
         dst_placements: as ``src_placements``.
         process_group: of all ranks, NCCL for CUDA tensors and gloo for CPU ones; a torch ``ProcessGroup`` or a
-            :class:`~..comm.torch_group.Group`.
+            :class:`~..comm.group.Group`.
         stream: CUDA stream on which ``src`` is ready, and on which ``dst`` may be used after the call; None for
             the current one. The call returns when the exchange has ended.
         shape: of the full tensor, given on all ranks or on none.
@@ -268,7 +267,7 @@ def _agree(
         "transport": request.transport,
         "bucket_bytes": request.bucket_bytes,
         "verify": request.verify,
-        "timeout_s": group.timeout.total_seconds(),
+        "timeout_s": group.timeout_s,
         **{end.name: None if end.local is None else tuple(end.local.shape) for end in (source, destination)},
         # Where the rank would have sampled checks begin; the first rank's counts.
         "turn": secrets.randbits(_TURN_BITS),
@@ -335,12 +334,12 @@ def gather(group: Group, members: Sequence[int], own: Mapping[str, object]) -> l
     group.connect(others if group.rank == root else [root])
     if group.rank == root:
         everyone[0] = record
-        group.exchange([], [Parcel(r, everyone[i]) for i, r in enumerate(others, 1)], _STAGE)
+        group.exchange([], [PeerBuffer(r, everyone[i]) for i, r in enumerate(others, 1)], _STAGE)
         flat = everyone.view(-1)
-        group.exchange([Parcel(r, flat) for r in others], [], _STAGE)
+        group.exchange([PeerBuffer(r, flat) for r in others], [], _STAGE)
     else:
-        group.exchange([Parcel(root, record)], [], _STAGE)
-        group.exchange([], [Parcel(root, everyone.view(-1))], _STAGE)
+        group.exchange([PeerBuffer(root, record)], [], _STAGE)
+        group.exchange([], [PeerBuffer(root, everyone.view(-1))], _STAGE)
     return [bytes(row.tolist()) for row in everyone.cpu()]
 
 

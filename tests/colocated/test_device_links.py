@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.comm.exchanges import Parcel
-from rlrefit.integration.comm.shared import device_link
-from rlrefit.integration.comm.shared.device_exchange import DeviceExchange
-from rlrefit.integration.comm.shared.device_link import LANE_WORD_BYTES, DeviceLink
+from rlrefit.integration.comm import device_group
+from rlrefit.integration.comm.device_group import LANE_WORD_BYTES, DeviceExchange, DeviceLink
+from rlrefit.integration.comm.group import PeerBuffer
 
 BUCKET = 64
 RANKS = 3
@@ -94,7 +93,7 @@ def queues(monkeypatch: pytest.MonkeyPatch) -> list[Queues]:
     def call(function: str, *args: Any) -> None:
         made[-1].call(function, *args)
 
-    monkeypatch.setattr(device_link, "call", call)
+    monkeypatch.setattr(device_group, "call", call)
     return made
 
 
@@ -120,9 +119,11 @@ def test_all_bytes_arrive_however_the_queues_come_on_and_how_few_they_are(
         into = {pair: [torch.full((n,), 0xFF, dtype=torch.uint8) for n in ns] for pair, ns in sizes.items()}
         checked += [ends for pair in sizes for ends in zip(out[pair], into[pair], strict=True)]
         for rank in range(RANKS):
-            sends = [Parcel(b, buffer) for (a, b), buffers in out.items() if a == rank for buffer in buffers]
+            sends = [
+                PeerBuffer(b, buffer) for (a, b), buffers in out.items() if a == rank for buffer in buffers
+            ]
             receives = [
-                Parcel(a, buffer) for (a, b), buffers in into.items() if b == rank for buffer in buffers
+                PeerBuffer(a, buffer) for (a, b), buffers in into.items() if b == rank for buffer in buffers
             ]
             lane = number % lanes
             exchange = DeviceExchange(wired.groups[rank], lane, sends, receives, BUCKET)
@@ -141,7 +142,7 @@ def test_a_rank_that_gives_up_ends_the_waits_of_its_own_streams(queues: list[Que
     wired = Wired(1)
     queues.append(Queues(1, 0))
     out, into = (torch.zeros(5 * BUCKET, dtype=torch.uint8) for _ in range(2))
-    exchange = DeviceExchange(wired.groups[0], 0, [Parcel(1, out)], [Parcel(2, into)], BUCKET)
+    exchange = DeviceExchange(wired.groups[0], 0, [PeerBuffer(1, out)], [PeerBuffer(2, into)], BUCKET)
     exchange.enqueue(0)
     assert not queues[0].finish(0.2)
     for peer in (1, 2):

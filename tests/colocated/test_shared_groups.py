@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from rlrefit.integration.comm.exchanges import Parcel
-from rlrefit.integration.comm.shared.host_group import HostGroup
-from rlrefit.integration.comm.shared.segment import Segment
-from rlrefit.integration.comm.torch_group import Group
+from rlrefit.integration.comm.group import Group, PeerBuffer
+from rlrefit.integration.comm.host_group import HostGroup
+from rlrefit.integration.comm.shared_memory import SharedMemory
 from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
 from rlrefit.recipes.plan.catalog import GenLayout, TrainLayout
 from tests.refit.mappings import wrong_refits
@@ -46,8 +45,8 @@ def test_parcels_of_any_size_arrive_whole_from_all_to_all(worlds: SharedWorlds, 
         out = {peer: torch.empty(nbytes, dtype=torch.uint8) for peer in others}
         into = {peer: torch.empty(nbytes, dtype=torch.uint8) for peer in others}
         prepared = group.prepare(
-            [Parcel(p, out[p]) for p in others],
-            [Parcel(p, into[p]) for p in others],
+            [PeerBuffer(p, out[p]) for p in others],
+            [PeerBuffer(p, into[p]) for p in others],
             nbytes % 2,
         )
         wrong = []
@@ -107,11 +106,11 @@ def test_a_peer_that_closes_ends_the_exchange_at_once_and_nothing_stays_open() -
             group.close(failed=True)
             return
         with pytest.raises(PeerLost, match=r"group ranks \[1\] closed their end") as raised:
-            group.exchange([Parcel(1, buffer)], [], "transfer")
+            group.exchange([PeerBuffer(1, buffer)], [], "transfer")
         assert (raised.value.rank, raised.value.stage) == (0, "transfer")
         group.close(failed=True)
         with pytest.raises(RefitError, match="closed"):
-            group.exchange([Parcel(1, buffer)], [], "transfer")
+            group.exchange([PeerBuffer(1, buffer)], [], "transfer")
 
     start = time.monotonic()
     with SharedWorld(2) as world:
@@ -125,11 +124,11 @@ def test_what_was_sent_whole_arrives_though_the_sender_has_left() -> None:
         buffer = torch.full((100,), 7 if rank == 0 else 0, dtype=torch.uint8)
         group.connect([1 - rank])
         if rank == 0:
-            group.exchange([Parcel(1, buffer)], [], "transfer")
+            group.exchange([PeerBuffer(1, buffer)], [], "transfer")
             group.close()
         else:
             time.sleep(0.1)
-            group.exchange([], [Parcel(0, buffer)], "transfer")
+            group.exchange([], [PeerBuffer(0, buffer)], "transfer")
         return bool((buffer == 7).all())
 
     with SharedWorld(2) as world:
@@ -142,7 +141,7 @@ def test_a_late_peer_is_named_when_the_time_is_up() -> None:
         if rank == 1:
             return ""
         try:
-            group.exchange([], [Parcel(1, torch.zeros(8, dtype=torch.uint8))], "misc")
+            group.exchange([], [PeerBuffer(1, torch.zeros(8, dtype=torch.uint8))], "misc")
         except RefitTimeout as error:
             return str(error)
         return "no error"
@@ -158,7 +157,7 @@ def test_a_rank_that_never_comes_is_a_timeout_and_leaves_nothing() -> None:
     for rank in (0, 1):
         group = lone_group(HashStore(), rank, 0.2)
         with pytest.raises(RefitTimeout):
-            group.exchange([], [Parcel(1 - rank, torch.zeros(8, dtype=torch.uint8))], "transfer")
+            group.exchange([], [PeerBuffer(1 - rank, torch.zeros(8, dtype=torch.uint8))], "transfer")
         group.close(failed=True)
     assert nothing_left(before)
 
@@ -174,7 +173,7 @@ def test_a_wait_looks_at_the_other_ranks_and_raises_what_it_finds() -> None:
         groups[rank].connect([1 - rank])
         if rank == 0:
             with pytest.raises(PeerLost, match="trainer rank 3"):
-                groups[0].exchange([], [Parcel(1, torch.zeros(8, dtype=torch.uint8))], "transfer")
+                groups[0].exchange([], [PeerBuffer(1, torch.zeros(8, dtype=torch.uint8))], "transfer")
 
     with SharedWorld(2) as world:
         assert world.run(exchange) == [None, None]
@@ -183,17 +182,17 @@ def test_a_wait_looks_at_the_other_ranks_and_raises_what_it_finds() -> None:
 
 
 def test_shared_memory_whose_size_its_maker_could_change_is_refused() -> None:
-    segment, descriptor = Segment.make(8192)
+    shared, descriptor = SharedMemory.make(8192)
     unsealed = os.memfd_create("unsealed")
     try:
         with pytest.raises(ValueError, match="8192 bytes instead of 4096"):
-            Segment(descriptor, 4096)
+            SharedMemory(descriptor, 4096)
         with pytest.raises(OSError, match="not permitted"):
             os.ftruncate(descriptor, 0)
         os.ftruncate(unsealed, 4096)
         with pytest.raises(ValueError, match="can still change"):
-            Segment(unsealed, 4096)
+            SharedMemory(unsealed, 4096)
     finally:
         os.close(descriptor)
         os.close(unsealed)
-        segment.close()
+        shared.close()

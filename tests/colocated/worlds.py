@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from rlrefit.integration.comm.shared.host_group import HostGroup
+from rlrefit.integration.comm.host_group import HostGroup
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.control import Rendezvous, open_rendezvous
 from rlrefit.integration.session import RefitSession

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from rlrefit.integration.broadcast.packed import PackedBroadcast
-from rlrefit.integration.comm.torch_group import Group
+from rlrefit.integration.comm.torch_group import TorchGroup
 from rlrefit.integration.plan import CHECKSUM_BYTES
 from rlrefit.integration.transport.cargo import Cargo, Item
 from rlrefit.integration.transport.replay import Replay
@@ -64,7 +64,7 @@ class Flips:
     def __enter__(self) -> Flips:
         flips = self
         made, pack, unpack = Replay.__init__, Replay.pack, Replay.unpack
-        broadcast, checked = Group.broadcast, PackedBroadcast._checked
+        broadcast, checked = TorchGroup.broadcast, PackedBroadcast._checked
 
         def remembering(replay: Any, cargo: Cargo, *args: Any) -> None:
             replay.cargo_of_test = cargo
@@ -96,7 +96,7 @@ class Flips:
             (Replay, "__init__", remembering),
             (Replay, "pack", packing),
             (Replay, "unpack", unpacking),
-            (Group, "broadcast", broadcasting),
+            (TorchGroup, "broadcast", broadcasting),
             (PackedBroadcast, "_checked", checking),
         ):
             self._patches.enter_context(mock.patch.object(owner, name, patched))

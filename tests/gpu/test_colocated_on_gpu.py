@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.distributed import FileStore
 
-from rlrefit.integration.comm.exchanges import Parcel
-from rlrefit.integration.comm.shared.device_group import DeviceGroup
-from rlrefit.integration.comm.shared.host_group import HostGroup
-from rlrefit.integration.comm.torch_group import Group
+from rlrefit.integration.comm.device_group import DeviceGroup
+from rlrefit.integration.comm.group import Group, PeerBuffer
+from rlrefit.integration.comm.host_group import HostGroup
+from rlrefit.integration.comm.shared_memory import SharedGroup
 from rlrefit.integration.errors import RefitError, RefitTimeout
 from tests.gpu.test_refit_over_nccl import refit_three_times
 from tests.refit.test_killed_peer import kill_a_rank
@@ -64,7 +64,9 @@ def test_the_death_of_a_rank_ends_the_refit_on_all_others_within_the_timeout(kil
 Body = Callable[[int, Group], Any]
 
 
-def rank_main(kind: type[Group], body: Body, timeout_s: float, meeting: str, rank: int, results: Any) -> None:
+def rank_main(
+    kind: type[SharedGroup], body: Body, timeout_s: float, meeting: str, rank: int, results: Any
+) -> None:
     device = torch.device("cuda", 0)
     group = kind(FileStore(meeting, 2), "pair", rank, 2, device, timeout_s, lambda stage: None, 2, BUCKET)
     found: Any = None
@@ -80,7 +82,7 @@ def rank_main(kind: type[Group], body: Body, timeout_s: float, meeting: str, ran
     results.put((rank, found))
 
 
-def on_two_ranks(kind: type[Group], body: Body, tmp_path: Path, timeout_s: float = 20.0) -> list[Any]:
+def on_two_ranks(kind: type[SharedGroup], body: Body, tmp_path: Path, timeout_s: float = 20.0) -> list[Any]:
     """What ``body(rank, group)`` returns on two ranks of GPU 0, or the class of the refit's error that it raises.
 
     Each is a process with a stream of its own: streams of one process may share a hardware queue, where a wait for the
@@ -112,7 +114,9 @@ def random_bytes(rank: int, turn: int) -> torch.Tensor:
 
 def exchange_large_parcels(rank: int, group: Group) -> list[bool]:
     out, into = random_bytes(rank, 0), torch.zeros(5 * BUCKET + 17, dtype=torch.uint8, device="cuda")
-    prepared = [group.prepare([Parcel(1 - rank, out)], [Parcel(1 - rank, into)], lane) for lane in (0, 1)]
+    prepared = [
+        group.prepare([PeerBuffer(1 - rank, out)], [PeerBuffer(1 - rank, into)], lane) for lane in (0, 1)
+    ]
     found = []
     for turn in range(6):
         out.copy_(random_bytes(rank, turn))
@@ -138,7 +142,7 @@ def wait_for_a_silent_peer(rank: int, group: Group) -> tuple[str, float, float]:
     start, raised = time.monotonic(), ""
     if rank == 0:
         try:
-            group.exchange([], [Parcel(1, torch.zeros(64, dtype=torch.uint8, device="cuda"))], "transfer")
+            group.exchange([], [PeerBuffer(1, torch.zeros(64, dtype=torch.uint8, device="cuda"))], "transfer")
         except RefitTimeout as error:
             raised = type(error).__name__
             group.close(failed=True)
@@ -155,7 +159,7 @@ def test_a_wait_for_a_peer_that_sends_nothing_ends_in_time_and_leaves_the_gpu_us
     assert first[2] == second[2] == 4
 
 
-def exchange_in_a_hundred_groups(rank: int, group: Group) -> tuple[list[bool], int]:
+def exchange_in_a_hundred_groups(rank: int, group: SharedGroup) -> tuple[list[bool], int]:
     """Whether each arrived, and the bytes of the GPU's memory that are gone since the first."""
     out = torch.full((3 * BUCKET,), rank, dtype=torch.uint8, device="cuda")
     into = torch.zeros_like(out)
@@ -165,11 +169,11 @@ def exchange_in_a_hundred_groups(rank: int, group: Group) -> tuple[list[bool], i
             group._store, f"pair{turn}", rank, 2, group.device, 20.0, lambda stage: None, 2, BUCKET
         )
         into.zero_()
-        own.exchange([Parcel(1 - rank, out)], [Parcel(1 - rank, into)], "transfer")
+        own.exchange([PeerBuffer(1 - rank, out)], [PeerBuffer(1 - rank, into)], "transfer")
         found.append(bool((into == 1 - rank).all()))
         # Both have closed when both have met again.
         own.close()
-        group.exchange([Parcel(1 - rank, out)], [Parcel(1 - rank, into)], "transfer")
+        group.exchange([PeerBuffer(1 - rank, out)], [PeerBuffer(1 - rank, into)], "transfer")
         torch.cuda.synchronize()
         if turn == 0:
             free, _ = torch.cuda.mem_get_info()

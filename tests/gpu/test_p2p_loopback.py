@@ -17,7 +17,7 @@ def refit_to_oneself(lanes: int, contiguous: bool) -> None:
     """Send the weights ``a.i`` into the weights ``b.i``, three changed times."""
     import torch.distributed as dist
 
-    from rlrefit.integration.comm.torch_group import Group
+    from rlrefit.integration.comm.torch_group import TorchGroup
     from rlrefit.integration.layout import Fragment, box_of
     from rlrefit.integration.plan import CHECKSUM_BYTES, LARGE_SEGMENT, Message, Plan, Segment, aligned
     from rlrefit.integration.records.clock import StageClock
@@ -47,7 +47,7 @@ def refit_to_oneself(lanes: int, contiguous: bool) -> None:
         return tuple(rounds)
 
     plan = Plan(0, messages("a"), messages("b"), "", {})
-    group = Group(dist.HashStore(), "loop", 0, 1, device, 20.0, lambda stage: None, lanes)
+    group = TorchGroup.open(dist.HashStore(), "loop", 0, 1, device, 20.0, lambda stage: None, lanes)
     transport = P2PTransport(group, 0, plan, "full")
     transport.bind(fragments)
     transport.connect([transport.describe()])

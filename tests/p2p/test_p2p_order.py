@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlrefit.integration.comm.exchanges import Parcel
+from rlrefit.integration.comm.group import PeerBuffer
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.plan import GLOO_PACE, NCCL_PACE, Message, Plan, Segment
 from rlrefit.integration.records.clock import StageClock
@@ -98,7 +98,7 @@ class FakeGroup:
     def wait_for(self, spans: Sequence[FakeSpan], stage: str) -> None:
         assert all(span.refit == self._work.refit for span in spans)
 
-    def prepare(self, sends: Sequence[Parcel], receives: Sequence[Parcel], lane: int = 0) -> Any:
+    def prepare(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], lane: int = 0) -> Any:
         touched, written = (
             {p.buffer.untyped_storage().data_ptr() for p in parcels} for parcels in (sends, receives)
         )

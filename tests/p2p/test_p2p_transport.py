@@ -14,8 +14,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlrefit.integration.comm.exchanges import Parcel
-from rlrefit.integration.comm.torch_group import Group
+from rlrefit.integration.comm.group import Group, PeerBuffer
+from rlrefit.integration.comm.torch_group import TorchGroup
 from rlrefit.integration.errors import (
     PeerLost,
     PlanError,
@@ -375,14 +375,14 @@ def test_the_limit_of_an_exchange_is_that_of_all_its_messages_together() -> None
     store = dist.HashStore()
 
     def run(rank: int) -> Any:
-        group = Group(store, "late", rank, 2, torch.device("cpu"), 1.0, lambda stage: None)
+        group = TorchGroup.open(store, "late", rank, 2, torch.device("cpu"), 1.0, lambda stage: None)
         if rank == 0:
             ended.wait(20)
             return group.close()
         buffers = [torch.zeros(16, dtype=torch.uint8) for _ in range(4)]
         start = time.monotonic()
         with pytest.raises(RefitTimeout):
-            group.exchange([], [Parcel(0, buffer) for buffer in buffers], "transfer")
+            group.exchange([], [PeerBuffer(0, buffer) for buffer in buffers], "transfer")
         ended.set()
         group.close(failed=True)
         return time.monotonic() - start
@@ -406,10 +406,10 @@ def test_a_group_that_can_not_open_all_its_lanes_closes_those_that_it_has(
         made.append(object())
         return made[0]
 
-    monkeypatch.setattr(Group, "_make", make)
-    monkeypatch.setattr(Group, "close", lambda group, *, failed: closed.append(failed))
+    monkeypatch.setattr(TorchGroup, "_make", make)
+    monkeypatch.setattr(TorchGroup, "close", lambda group, *, failed: closed.append(failed))
     with pytest.raises(RefitError if error is RuntimeError else error):
-        Group(dist.HashStore(), "few", 0, 1, torch.device("cpu"), 1.0, lambda stage: None, 2)
+        TorchGroup.open(dist.HashStore(), "few", 0, 1, torch.device("cpu"), 1.0, lambda stage: None, 2)
     assert closed == [True]
 
 
@@ -432,9 +432,8 @@ class FakeBackend:
 def test_a_group_whose_peers_do_not_close_it_as_well_gives_it_up_in_time(
     stuck: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    group = Group.__new__(Group)
-    group._configure(0, 2, torch.device("cuda", 0), 0.2, lambda stage: None, 2)
-    backends = group._backends = [FakeBackend(stuck), FakeBackend(stuck)]
+    backends = [FakeBackend(stuck), FakeBackend(stuck)]
+    group = TorchGroup(0, 2, torch.device("cuda", 0), 0.2, lambda stage: None, 2, backends)
     start = time.monotonic()
     group.close()
     assert time.monotonic() - start < 5

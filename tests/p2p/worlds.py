@@ -12,7 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from rlrefit.integration.comm.torch_group import Group
+from rlrefit.integration.comm.group import Group
+from rlrefit.integration.comm.torch_group import TorchGroup
 from rlrefit.integration.plan import NCCL_PACE, Pace, Plan, analyse
 from rlrefit.integration.records.clock import StageClock
 from rlrefit.integration.transport import P2PTransport, TransferResult
@@ -104,7 +105,9 @@ def open_rank(
     )
     plan = analysis.compile(rank)
     device = endpoint.device
-    group = Group(store, "bulk", rank, size, device, setting.timeout_s, lambda stage: None, setting.lanes)
+    group = TorchGroup.open(
+        store, "bulk", rank, size, device, setting.timeout_s, lambda stage: None, setting.lanes
+    )
     transport = P2PTransport(group, rank, plan, setting.verify)
     opened = Rank(rank, endpoint, plan, group, transport, exchange)
     opened.bind()

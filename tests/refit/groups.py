@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 from torch.distributed import HashStore, ProcessGroupGloo, Store
 
-from rlrefit.integration.comm.torch_group import Group
+from rlrefit.integration.comm.group import Group
+from rlrefit.integration.comm.torch_group import TorchGroup
 
 
 @cache
@@ -19,12 +21,12 @@ def _loop() -> Any:
     return ProcessGroupGloo.create_default_device()
 
 
-class _Rank(Group):
+class _Rank(TorchGroup):
     """Shares one loop of gloo with all others of this process: each of its own would wake a hundred times a second."""
 
     def _make(self, store: Store) -> Any:
         options = ProcessGroupGloo._Options()
-        options._devices, options._timeout = [_loop()], self.timeout
+        options._devices, options._timeout = [_loop()], timedelta(seconds=self.timeout_s)
         return ProcessGroupGloo(store, self.rank, self.size, options)
 
 
@@ -40,7 +42,7 @@ class GroupWorld:
         self._pool = ThreadPoolExecutor(self.size)
 
         def connect(rank: int) -> Group:
-            return _Rank(
+            return _Rank.open(
                 store, "world", rank, self.size, torch.device("cpu"), self._timeout_s, lambda stage: None
             )
 
@@ -61,6 +63,6 @@ class GroupWorld:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        list(self._pool.map(Group.close, self.groups))
+        list(self._pool.map(lambda group: group.close(), self.groups))
         self._pool.shutdown()
         self.groups = []

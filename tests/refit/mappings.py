@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlrefit.integration.comm.torch_group import Group
+from rlrefit.integration.comm.group import Group
 from rlrefit.integration.plan import Analysis, analyse, plan_broadcast
 from rlrefit.integration.records.clock import StageClock
 from rlrefit.integration.transport import GoldenTransport, P2PTransport, Transport

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.comm.torch_group import Group
+from rlrefit.integration.comm.torch_group import TorchGroup
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.control import Rendezvous, open_rendezvous
 from rlrefit.integration.control.channel import Channel
@@ -218,7 +218,7 @@ def test_a_group_in_the_making_hears_of_a_rank_that_gives_up() -> None:
             return None
         start = time.monotonic()
         with pytest.raises(PeerLost) as caught:
-            Group(channel.store, "g", rank, 3, torch.device("cpu"), 20.0, channel.check_abort)
+            TorchGroup.open(channel.store, "g", rank, 3, torch.device("cpu"), 20.0, channel.check_abort)
         return channel.cause_of(caught.value).blamed, time.monotonic() - start  # type: ignore[attr-defined]
 
     results = on_all_ranks(server, body, timeout_s=20.0)[:2]
@@ -237,7 +237,7 @@ def _freeze_while_it_connects(meeting: dict[str, Any]) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)  # its address is known, and the kernel takes connections for it
 
     store.set = told  # type: ignore[method-assign,assignment]
-    Group(store, "g", 2, 3, torch.device("cpu"), 3.0, channel.check_abort)
+    TorchGroup.open(store, "g", 2, 3, torch.device("cpu"), 3.0, channel.check_abort)
 
 
 def test_a_rank_that_freezes_while_gloo_connects_is_named_within_the_limit() -> None:
@@ -248,7 +248,7 @@ def test_a_rank_that_freezes_while_gloo_connects_is_named_within_the_limit() -> 
 
     def open_together(rank: int, channel: Channel) -> None:
         # One of two ranks may believe that it is connected.
-        Group(channel.store, "g", rank, 3, torch.device("cpu"), limit, channel.check_abort)
+        TorchGroup.open(channel.store, "g", rank, 3, torch.device("cpu"), limit, channel.check_abort)
         channel.barrier("ready")
 
     def run(rank: int) -> Any:

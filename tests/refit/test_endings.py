@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlrefit.integration.comm.torch_group import Group
+from rlrefit.integration.comm.group import Group
+from rlrefit.integration.comm.torch_group import TorchGroup
 from rlrefit.integration.endings import end_all
 from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitMismatch
 from rlrefit.integration.session import RefitSession, ServingState
@@ -193,7 +194,7 @@ def breaking(steps: list[str], name: str, call: Callable[..., Any]) -> Callable[
 def test_after_a_failure_every_step_is_taken_and_the_cause_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     sources, destinations = world(1)
-    close = Group.close
+    close = TorchGroup.close
     closed: list[Group] = []
 
     def failing_close(group: Group, *, failed: bool = False) -> None:
@@ -212,7 +213,7 @@ def test_after_a_failure_every_step_is_taken_and_the_cause_is_raised(monkeypatch
             finalize = session.engine.finalize
             session.engine.finalize = breaking(steps, "finalize", finalize)  # type: ignore[method-assign]
         session._channel.barrier("prepared")
-        monkeypatch.setattr(Group, "close", failing_close)
+        monkeypatch.setattr(TorchGroup, "close", failing_close)
         error, _ = ended(session, 1)
         session.engine.finalize = finalize if rank == ENGINE else session.engine.finalize  # type: ignore[method-assign]
         return error, session.engine._bulk, session.engine._misc  # type: ignore[attr-defined]
@@ -231,13 +232,13 @@ def test_after_a_failure_every_step_is_taken_and_the_cause_is_raised(monkeypatch
 
 def test_a_session_that_can_not_open_closes_all_and_raises_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     sources, destinations = world(1)
-    close = Group.close
+    close = TorchGroup.close
 
     def failing_close(group: Group, *, failed: bool = False) -> None:
         close(group, failed=failed)
         raise Broken("group")
 
-    monkeypatch.setattr(Group, "close", failing_close)
+    monkeypatch.setattr(TorchGroup, "close", failing_close)
     monkeypatch.setattr(type(destinations[0]), "kept_bytes", property(lambda self: 1 / 0), raising=True)
     results = run_world(sources, destinations, lambda *_: None)
     assert isinstance(results[ENGINE], ZeroDivisionError)

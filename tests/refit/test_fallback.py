@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.comm.torch_group import Group
+from rlrefit.integration.comm.group import Group
+from rlrefit.integration.comm.torch_group import TorchGroup
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.control.channel import Channel
 from rlrefit.integration.engine import bulk, refit
@@ -52,7 +53,9 @@ def make(
     if transport != "ipc":
         return make_transport(transport, channel, wire, device, plan, config, lends=lends)
     rank = channel.world.rank
-    group = Group(channel.store, "one-sided", rank, RANKS, device, channel.timeout_s, channel.check_abort)
+    group = TorchGroup.open(
+        channel.store, "one-sided", rank, RANKS, device, channel.timeout_s, channel.check_abort
+    )
     return OnceShareable(group, rank, plan, config.verify)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.comm.torch_group import Group
+from rlrefit.integration.comm.group import Group
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.control import Rendezvous, RendezvousServer, listen
 from rlrefit.integration.errors import PeerLost, VerificationError

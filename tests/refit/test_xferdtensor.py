@@ -13,8 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlrefit.integration.comm.borrowed import BorrowedGroup
-from rlrefit.integration.comm.torch_group import Group
+from rlrefit.integration.comm.group import Group
+from rlrefit.integration.comm.torch_group import TorchGroup
 from rlrefit.integration.errors import PeerLost, PlanError, RefitMismatch, RefitTimeout
 from rlrefit.integration.layout import Mesh, Placement, Replicate, Shard, StridedShard
 from rlrefit.integration.transport import P2PTransport, TransferResult
@@ -288,8 +288,8 @@ def test_buckets_are_kept_until_a_transfer_that_broke_has_been_given_up(
             done.append(("abort", ended))
             return ended
 
-        monkeypatch.setattr(Group, "abort", abort)
-        transfers = Transfers(BorrowedGroup(world.groups[0], torch.device("cpu"), 5.0))
+        monkeypatch.setattr(TorchGroup, "abort", abort)
+        transfers = Transfers(TorchGroup.borrow(world.groups[0], torch.device("cpu"), 5.0))
         side = Side(Mesh((1,), (0,)), (Replicate(),)), Side(Mesh((1,), (1,)), (Replicate(),))
         request = cache.Request(*side, (2, 3), torch.float32, "p2p", 1 << 20, "full")
         with pytest.raises(KeyboardInterrupt):
@@ -334,22 +334,22 @@ def test_ranks_connect_within_the_limit_before_anything_goes_from_one_to_another
     """NCCL would connect in the first use of a pair, or in the first broadcast, and wait there without a limit."""
     connected: dict[int, set[int]] = {rank: set() for rank in range(RANKS)}
     greeted: set[int] = set()
-    connect, greet = BorrowedGroup.connect, BorrowedGroup.prepare_broadcast
-    exchange, broadcast = BorrowedGroup.exchange, BorrowedGroup.broadcast
+    connect, greet = TorchGroup.connect, TorchGroup.prepare_broadcast
+    exchange, broadcast = TorchGroup.exchange, TorchGroup.broadcast
 
-    def connects(group: BorrowedGroup, peers: Any) -> None:
+    def connects(group: TorchGroup, peers: Any) -> None:
         connected[group.rank] |= {*peers}
         connect(group, peers)
 
-    def greets(group: BorrowedGroup, root: int) -> None:
+    def greets(group: TorchGroup, root: int) -> None:
         greeted.add(group.rank)
         greet(group, root)
 
-    def exchanges(group: BorrowedGroup, sends: Any, receives: Any, stage: str) -> None:
+    def exchanges(group: TorchGroup, sends: Any, receives: Any, stage: str) -> None:
         assert {parcel.peer for parcel in (*sends, *receives)} <= connected[group.rank]
         exchange(group, sends, receives, stage)
 
-    def broadcasts(group: BorrowedGroup, buffer: torch.Tensor, root: int, stage: str) -> None:
+    def broadcasts(group: TorchGroup, buffer: torch.Tensor, root: int, stage: str) -> None:
         assert group.rank in greeted
         broadcast(group, buffer, root, stage)
 
@@ -359,7 +359,7 @@ def test_ranks_connect_within_the_limit_before_anything_goes_from_one_to_another
         ("exchange", exchanges),
         ("broadcast", broadcasts),
     ):
-        monkeypatch.setattr(BorrowedGroup, name, call)
+        monkeypatch.setattr(TorchGroup, name, call)
     results = transfer(world, (6, 5), torch.float32, HALVES, OTHERS, (1,), transport=transport, told=False)
     assert all(isinstance(result, TransferResult) for result in results), results
 

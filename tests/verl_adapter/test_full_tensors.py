@@ -24,7 +24,8 @@ from rlrefit.integration.broadcast.pieces import (
     write_description,
     write_head,
 )
-from rlrefit.integration.comm.torch_group import Group
+from rlrefit.integration.comm.group import Group
+from rlrefit.integration.comm.torch_group import TorchGroup
 from rlrefit.integration.control import Rendezvous, RendezvousServer, listen
 from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch, RefitTimeout, VerificationError
 
@@ -94,14 +95,14 @@ def test_exports_of_next_to_nothing_arrive(weights: Weights) -> None:
 
 
 def test_bytes_that_change_on_the_wire_are_not_handed_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    true_broadcast = Group.broadcast
+    true_broadcast = TorchGroup.broadcast
 
     def broadcast(self: Group, buffer: torch.Tensor, root: int, stage: str) -> None:
         true_broadcast(self, buffer, root, stage)
         if self.rank == 1 and buffer.numel() > 1000:
             buffer[700] ^= 1
 
-    monkeypatch.setattr(Group, "broadcast", broadcast)
+    monkeypatch.setattr(TorchGroup, "broadcast", broadcast)
     sent, found = run_epoch(sending(TENSORS), receiving())
     assert isinstance(found, VerificationError)
     assert found.parameter == "layers.0.weight"
@@ -143,7 +144,7 @@ def test_damaged_names_places_and_heads_are_found_whatever_is_verified_and_all_r
     monkeypatch: pytest.MonkeyPatch, damage: str, verify: str
 ) -> None:
     change, at = DAMAGES[damage]
-    true_broadcast, seen = Group.broadcast, [0]
+    true_broadcast, seen = TorchGroup.broadcast, [0]
 
     def broadcast(self: Group, buffer: torch.Tensor, root: int, stage: str) -> None:
         true_broadcast(self, buffer, root, stage)
@@ -152,7 +153,7 @@ def test_damaged_names_places_and_heads_are_found_whatever_is_verified_and_all_r
                 change(buffer)
             seen[0] += 1
 
-    monkeypatch.setattr(Group, "broadcast", broadcast)
+    monkeypatch.setattr(TorchGroup, "broadcast", broadcast)
     start = time.monotonic()
     sent, found, other = run_epoch(sending(TENSORS), receiving(), receiving(), verify=verify, timeout_s=60.0)
     assert time.monotonic() - start < 20

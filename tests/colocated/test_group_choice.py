@@ -1,4 +1,4 @@
-"""Which wire joins the ranks of an epoch, from what they tell of their GPUs."""
+"""Which kind of group joins the ranks of an epoch, from what they tell of their GPUs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlrefit.integration.comm.shared.opening import choose_wire
+from rlrefit.integration.comm.opening import choose_group
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.transport import choose
 
@@ -27,21 +27,21 @@ CPU = {"host": "h", "lacks": "its parameters are not on a GPU"}
 
 @pytest.mark.parametrize("told", [[gpu("A"), gpu("B")], [CPU, CPU], [gpu("A"), gpu("B", "other")]])
 def test_ranks_with_a_gpu_each_or_none_go_over_the_network(told: list[Any]) -> None:
-    assert choose_wire(told, asked=False).kind == "network"
+    assert choose_group(told, asked=False).kind == "network"
 
 
 def test_two_ranks_of_a_gpu_go_through_its_memory() -> None:
-    wire = choose_wire([gpu("A"), gpu("B"), gpu("B")], asked=False)
-    assert wire.kind == "device"
-    assert wire.reason.startswith("refit ranks 1 and 2 share a GPU, and NCCL takes no two ranks of one")
+    choice = choose_group([gpu("A"), gpu("B"), gpu("B")], asked=False)
+    assert choice.kind == "device"
+    assert choice.reason.startswith("refit ranks 1 and 2 share a GPU, and NCCL takes no two ranks of one")
     # Each bucket costs a change of turns between processes of one GPU.
-    assert wire.most > choose_wire([gpu("A"), gpu("B")], asked=True).most
+    assert choice.most_bucket_bytes > choose_group([gpu("A"), gpu("B")], asked=True).most_bucket_bytes
 
 
 def test_ranks_of_one_process_never_wait_for_each_other_on_the_gpu() -> None:
     told = [gpu("A") | {"process": name} for name in ("trainer", "engine", "engine")]
-    assert choose_wire(told, asked=False).kind == "host"
-    assert choose_wire(told[:2], asked=False).kind == "device"
+    assert choose_group(told, asked=False).kind == "host"
+    assert choose_group(told[:2], asked=False).kind == "device"
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def test_ranks_of_one_process_never_wait_for_each_other_on_the_gpu() -> None:
     ],
 )
 def test_without_cuda_ipc_the_buckets_lie_in_host_memory(told: list[Any], why: str) -> None:
-    wire = choose_wire(told, asked=True)
-    assert wire.kind == "host"
-    assert why in wire.reason
+    choice = choose_group(told, asked=True)
+    assert choice.kind == "host"
+    assert why in choice.reason
 
 
 def test_two_ranks_of_a_gpu_beside_another_host_are_an_error_with_the_remedy() -> None:
     with pytest.raises(RefitError, match=r"share a GPU.*on 2 hosts.*a refit world for each host"):
-        choose_wire([gpu("A"), gpu("A"), gpu("B", "other")], asked=False)
+        choose_group([gpu("A"), gpu("A"), gpu("B", "other")], asked=False)
 
 
 def test_the_reason_of_the_transport_tells_of_the_shared_gpu() -> None:
