@@ -11,7 +11,7 @@ ARGS ?=
 PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint typecheck format clean
+.PHONY: help setup demo test test-gpu docs lint typecheck format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,10 @@ test: setup ## run the tests (ARGS="…" goes to pytest)
 test-gpu: ## run the GPU tests that this host and the packages of PYTHON allow; it ends with what was left out
 	$(PYTHON) -m pytest tests/gpu $(ARGS)
 
+docs: ## build these pages as a site in site/ (20 MB to download the first time)
+	@requirements/setup.sh --docs .venv-docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
 lint: setup typecheck ## ruff, the format, and the types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,5 +48,5 @@ format: setup ## rewrite the code in the house format
 	$(BIN)/ruff format .
 
 clean: ## remove caches and build outputs; .venv and runs/ stay
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,15 +1,24 @@
 #!/usr/bin/env bash
-# Makes the virtual environment in which rlrefit's demo and tests run:
+# Makes the virtual environment in which rlrefit's demo and tests run, or the one that builds the site:
 #
-#     requirements/setup.sh [VENV]        (VENV: where it goes, default .venv of this checkout)
+#     requirements/setup.sh [VENV]          (VENV: where it goes, default .venv of this checkout)
+#     requirements/setup.sh --docs [VENV]   (default .venv-docs; without rlrefit)
 #
 # Every step is safe to repeat. A finished environment carries a stamp and costs well under a second; a
 # changed lock file installs only what differs; an interrupted set-up is found and completed by the next run.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=${1:-$root/.venv}
-lock=$root/requirements/lock.txt
+lock=requirements/lock.txt
+size="3.3 GB to download, 6.6 GB on disk"
+folder=.venv
+if [[ ${1:-} == --docs ]]; then
+  lock=requirements/docs.lock.txt
+  size="20 MB to download, 160 MB on disk"
+  folder=.venv-docs
+  shift
+fi
+venv=${1:-$root/$folder}
 series=3.12
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -61,7 +70,7 @@ find_python() {
 stamp_of() {
   local version=$1
   printf 'python %s\nlock %s\npackage %s %s\n' "$version" \
-    "$(sha256sum <"$lock" | cut -d' ' -f1)" \
+    "$(sha256sum <"$root/$lock" | cut -d' ' -f1)" \
     "$(sha256sum <"$root/pyproject.toml" | cut -d' ' -f1)" "$root"
 }
 
@@ -98,20 +107,22 @@ if [[ -f $making ]] || ! is_usable "$python" || ! "$python" -m pip --version >/d
 fi
 
 wanted=$venv/.rlrefit-setup.wanted
-"$python" "$root/requirements/pending.py" "$lock" >"$wanted"
+"$python" "$root/requirements/pending.py" "$root/$lock" >"$wanted"
 count=$(wc -l <"$wanted")
 if ((count == 0)); then
-  say "all packages of requirements/lock.txt are there and whole; nothing to download"
+  say "all packages of $lock are there and whole; nothing to download"
 else
-  say "installing $count of $(grep -c == "$lock") packages of requirements/lock.txt" \
-    "(all of them: 3.3 GB to download, 6.6 GB on disk; what pip has cached is not downloaded again)"
+  say "installing $count of $(grep -c == "$root/$lock") packages of $lock" \
+    "(all of them: $size; what pip has cached is not downloaded again)"
   # The lock is complete and pip could not resolve it (requirements/unresolvable.in says why).
   PYTHONUNBUFFERED=1 "$python" -m pip install --no-deps --disable-pip-version-check --progress-bar off \
     -r "$wanted" | awk -f "$root/requirements/downloads.awk"
 fi
 
-say "installing rlrefit itself, editable, from $root; nothing to download"
-"$python" -m pip install --quiet --no-deps --no-build-isolation --disable-pip-version-check -e "$root"
+if [[ $folder == .venv ]]; then
+  say "installing rlrefit itself, editable, from $root; nothing to download"
+  "$python" -m pip install --quiet --no-deps --no-build-isolation --disable-pip-version-check -e "$root"
+fi
 
 stamp_of "$(version_of "$python")" >"$stamp"
 say "$venv is ready"

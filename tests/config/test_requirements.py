@@ -116,6 +116,11 @@ def test_the_lock_holds_every_direct_requirement_within_its_bounds() -> None:
             assert requirement.specifier.contains(version, prereleases=True), f"{requirement} has {version}"
 
 
+def test_the_sites_lock_holds_its_requirements() -> None:
+    locked = pending.locked_versions(ROOT / "requirements" / "docs.lock.txt")
+    assert {pending.normalized(requirement.name) for requirement in requirements("docs.in")} <= locked.keys()
+
+
 def project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
