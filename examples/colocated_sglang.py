@@ -25,11 +25,11 @@ from rlrefit.integration.colocated.cycle import ColocatedCycle
 from rlrefit.integration.colocated.memory import StageRecord
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from rlrefit.workers.checkpoint_folder import checkpoint_folder
+from rlrefit.workers.engines.common.bucket_sender import own_device
 from rlrefit.workers.engines.sglang.callers import EngineCaller
 from rlrefit.workers.engines.sglang.driver import SglangRefit
 from rlrefit.workers.engines.sglang.loader import LOADER
 from rlrefit.workers.engines.sglang.sender import SglangSender
-from rlrefit.workers.engines.trtllm.sender import own_device
 from rlrefit.workers.trainers.colocated import TorchRank
 from rlrefit.workers.trainers.fsdp.source import FSDPSource
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.workers.engines.common.bucket_sender import own_device
 from rlrefit.workers.engines.trtllm.driver import TrtllmDriver
-from rlrefit.workers.engines.trtllm.sender import TrtllmSender, own_device
+from rlrefit.workers.engines.trtllm.sender import TrtllmSender
 from tests.trtllm.engine_double import DoubleLLM, expected
 from tests.trtllm.package_double import get_device_uuid, modules_of
 from tests.trtllm.serialization_double import GENERATIONS

@@ -14,7 +14,7 @@ from rlrefit.workers.engines.common.loader_trace.unreached import require_reache
 from rlrefit.workers.engines.sglang.callers import EngineCaller
 from rlrefit.workers.engines.sglang.driver import SglangRefit
 from rlrefit.workers.engines.sglang.sender import SglangSender
-from rlrefit.workers.engines.trtllm.buckets import unit_of
+from rlrefit.workers.engines.trtllm.sender import unit_of
 
 from .engine_double import EngineDouble, Holder, modules
 

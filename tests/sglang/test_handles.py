@@ -17,8 +17,7 @@ from torch.multiprocessing import reductions
 
 from rlrefit.workers.engines.sglang.callers import EngineCaller
 from rlrefit.workers.engines.sglang.driver import SglangRefit
-from rlrefit.workers.engines.sglang.handles import serialized
-from rlrefit.workers.engines.sglang.sender import SglangSender
+from rlrefit.workers.engines.sglang.sender import SglangSender, serialized
 
 from .engine_double import EngineDouble, Holder, equal, weights
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from rlrefit.integration.weights.manifest import TensorSpec
-from rlrefit.workers.engines.trtllm.buckets import Bucket, lay_out, unit_of
+from rlrefit.workers.engines.common.bucket_sender import Bucket, lay_out
+from rlrefit.workers.engines.trtllm.sender import unit_of
 
 from .sources import ListSource, some_weights
 
@@ -32,7 +33,7 @@ def test_buckets_hold_all_weights_and_split_no_unit_whatever_the_order_of_the_ex
     for order in (specs, sorted(specs), specs[::2] + specs[1::2]):
         nbytes = {spec.name: spec.nbytes for spec in order}
         for bucket_bytes in (1, 600, 4096, 1 << 20):
-            buckets = lay_out(order, bucket_bytes)
+            buckets = lay_out(order, bucket_bytes, unit_of)
             assert sorted(name for bucket in buckets for name in bucket.names) == sorted(nbytes)
             units = [{unit_of(name) for name in bucket.names} for bucket in buckets]
             assert sum(map(len, units)) == len(set().union(*units)), "each unit in one bucket"
@@ -44,9 +45,9 @@ def test_buckets_hold_all_weights_and_split_no_unit_whatever_the_order_of_the_ex
 def test_a_bucket_goes_before_the_next_weights_are_drawn() -> None:
     large = TensorSpec("model.embed_tokens.weight", (1000,), torch.float32)
     small = [TensorSpec(f"model.layers.{i}.input_layernorm.weight", (10,), torch.float32) for i in range(2)]
-    assert lay_out([small[0], large, small[1]], 100) == [
+    assert lay_out([small[0], large, small[1]], 100, unit_of) == [
         Bucket((small[0].name,), 1),
         Bucket((large.name,), 2),
         Bucket((small[1].name,), 3),
     ]
-    assert lay_out([], 100) == []
+    assert lay_out([], 100, unit_of) == []

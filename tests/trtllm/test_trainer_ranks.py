@@ -51,5 +51,5 @@ def test_all_ranks_raise_what_one_of_them_or_a_worker_met(reports: Any, generati
     assert "TensorRT-LLM worker 0: RuntimeError: CUDA out of memory" in of_engine
     assert "trainer rank 1: OSError: Too many open files" in of_trainer
     heard = reports[1][generation]["failures"]
-    assert heard == [f"the leader: {text}" for text in (of_engine, of_trainer)]
+    assert heard == [f"trainer rank 0: {text}" for text in (of_engine, of_trainer)]
     assert serves == "serves 4"

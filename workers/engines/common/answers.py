@@ -1,4 +1,4 @@
-"""How an error of an engine's worker reaches the driver with its type, through calls that carry plain data."""
+"""Errors of other processes, which reach the caller with their type through calls that carry plain data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ....integration.errors import PeerLost, RefitError
 
 logger = logging.getLogger(__name__)
 
-# The key under which a worker answers with an error instead of raising it.
+# The key of an error in an answer.
 REFIT_ERROR = "refit_error"
 _TYPES = {
     name: kind
@@ -24,23 +24,32 @@ def answer(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What ``call`` returns, or its error as plain data under :data:`REFIT_ERROR`."""
     try:
         return call()
-    # Of any kind: the loader may raise whatever the engine raises, and the driver has to hear of it.
+    # Any exception: the loader may raise whatever the engine raises, and the caller has to learn of it.
     except Exception as error:
-        logger.exception("the refit failed on this worker")
-        described: dict[str, Any] = {"type": type(error).__name__, "text": str(error)}
-        if isinstance(error, RefitError):
-            described |= {"stage": error.stage, "rank": error.rank, "parameter": error.parameter}
-        return {REFIT_ERROR: described}
+        logger.exception("the refit failed in this process")
+        return failure(error)
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """An error as plain data under :data:`REFIT_ERROR`."""
+    described: dict[str, Any] = {"type": type(error).__name__, "text": str(error)}
+    if isinstance(error, RefitError):
+        described |= {"stage": error.stage, "rank": error.rank, "parameter": error.parameter}
+    return {REFIT_ERROR: described}
 
 
 def raise_refit_errors(
     answers: Sequence[dict[str, Any]], worker: str = "vLLM worker"
 ) -> list[dict[str, Any]]:
-    """The workers' answers, if none is an error; ``worker`` is what the error calls them.
+    """The answers, if none is an error.
+
+    Args:
+        answers: of all workers, in the order of their ranks.
+        worker: what an error calls one of them.
 
     Raises:
-        RefitError: a worker failed; of the worker's own kind. Where several failed, the first that did not
-            merely lose its peers, since that one has the cause.
+        RefitError: a worker failed; of the type that it raised. If several failed, the first that did not merely lose
+            its peers, because that one has the cause.
     """
     failed = [(index, found[REFIT_ERROR]) for index, found in enumerate(answers) if REFIT_ERROR in found]
     if not failed:
