@@ -26,13 +26,13 @@ from rlrefit.integration.errors import EngineDirty, RefitError, RefitTimeout
 from rlrefit.integration.session import RefitSession, ServingState
 from rlrefit.workers.engines.common.guard import WeightsGuard, call_before
 from rlrefit.workers.engines.sglang.async_driver import AsyncSglangRefit
-from rlrefit.workers.engines.sglang.callers import SETTINGS, Answer, EngineCaller, HttpCaller, Step
+from rlrefit.workers.engines.sglang.callers import Answer, EngineCaller, HttpCaller, Step
 from rlrefit.workers.engines.sglang.driver import SglangRefit
 from rlrefit.workers.engines.sglang.loader import LOADER, load, refusing, serving
 from rlrefit.workers.engines.sglang.sender import SglangSender
 
 from .engine_double import EngineDouble, Holder, ManagerDouble, equal, weights
-from .recorded import PATHS, REQUESTS, VERSION
+from .recorded import VERSION
 from .ways import WAYS, Trainer, Work, blocking, over_http
 
 CONFIG = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full")
@@ -468,14 +468,6 @@ def test_a_server_that_dies_before_it_has_answered_is_a_refit_error(begins: byte
         for step in (Step("pause_generation", {"mode": "abort"}), Step("weight_version")):
             with pytest.raises(RefitError, match=f"did not answer {step.name}.*may have ended"):
                 way.call(step)
-
-
-def test_the_callers_know_the_recorded_requests() -> None:
-    from rlrefit.workers.engines.sglang.callers import _REQUESTS
-
-    assert {structure for structure, _ in _REQUESTS.values()} == set(REQUESTS)
-    assert {*_REQUESTS, "flush_cache", "settings", "weight_version", "update_weight_version"} == set(PATHS)
-    assert len(set(SETTINGS)) == len(SETTINGS)
 
 
 def test_the_loader_serves_commands_and_leaves_other_formats_to_sglang() -> None:

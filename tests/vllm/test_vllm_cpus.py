@@ -6,8 +6,9 @@ import builtins
 import mmap
 import multiprocessing
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +19,86 @@ from vllm_cpu_ranks import RANKS, Found, refit_by_a_loader_of_its_own, refit_exp
 from vllm_ranks import Case, Layout
 
 from tests import vllm_cpu
+from tests.ahead import FoundAhead
 from tests.families.checkpoints import write_checkpoint as write_family
 from tests.spawn import run_alone, run_ranks
 from tests.vllm_processes import vllm_processes
 
-pytestmark = pytest.mark.timeout(600)
 LIBRARIES = {"avx2": "_C_AVX2", "avx512": "_C_AVX512", "avx512_bf16": "_C", "amx": "_C"}
 # Experts that no library packs, and some that all but the one for AVX2 do.
 CONFIGS = {"plain": moe_config(), "packable": moe_config(expert_size=32 * RANKS)}
+# Where experts are written by the model's own loader: one CPU that packs them and one that does not.
+OWN_LOADER = ("avx2", "avx512_bf16")
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
-    root = tmp_path_factory.mktemp("checkpoints")
-    return [
+@dataclass(frozen=True)
+class OfCpu:
+    """What the ranks saw on one CPU.
+
+    Attributes:
+        refits: of each checkpoint, by rank.
+        by_own_loader: on the CPUs of OWN_LOADER, by rank.
+    """
+
+    refits: dict[str, list[Found]]
+    by_own_loader: list[tuple[str, bool]]
+
+
+def refit_on_each_cpu(folder: Path) -> dict[str, OfCpu]:
+    cases = [
         Case(
-            *(str(write_checkpoint(root / f"{name}-{seed}", config, seed)) for seed in (1, 2)),
+            *(str(write_checkpoint(folder / f"{name}-{seed}", config, seed)) for seed in (1, 2)),
             Layout(tensor=RANKS),
         )
         for name, config in CONFIGS.items()
     ]
+    changes = {"vocab_size": 64, "intermediate_size": 32 * RANKS}
+    path = write_family("gpt_oss", folder / "gpt_oss", short=True, changes=changes)
+    own_loader = Case(path, path, Layout(tensor=RANKS))
+    # CPUs that the machine is share a server of processes if they share a library.
+    servers: dict[str, list[str]] = {}
+    for cpu in vllm_cpu.CPUS:
+        servers.setdefault(LIBRARIES[cpu] if vllm_cpu.is_here(cpu) else cpu, []).append(cpu)
+    found: dict[str, OfCpu] = {}
+    of_the_session = vllm_cpu.chosen()
+    for cpus in servers.values():
+        if cpus == [of_the_session] or (
+            of_the_session == vllm_cpu.PLAIN and not vllm_cpu.is_here(cpus[0])  # its ranks play the CPU
+        ):
+            found |= refit_on(cpus, cases, own_loader)
+        else:
+            found |= run_alone(
+                refit_on,
+                cpus,
+                cases,
+                own_loader,
+                environment={vllm_cpu.VARIABLE: cpus[0]},
+                made_by=lambda: multiprocessing.get_context("spawn"),  # it starts a server of its own
+            )
+    return found
 
 
-def _processes(cpu: str) -> BaseContext:
-    """Of the server, if its vLLM is on this CPU or can go over to play it."""
-    of_the_server = vllm_cpu.chosen()
-    if cpu == of_the_server or (of_the_server == vllm_cpu.PLAIN and not vllm_cpu.is_here(cpu)):
-        return vllm_processes()
-    return multiprocessing.get_context("spawn")
+def refit_on(cpus: Sequence[str], cases: Sequence[Case], own_loader: Case) -> dict[str, OfCpu]:
+    """By CPU; of one server of processes."""
+    found = {}
+    for cpu in cpus:
+        by_rank = run_ranks(refit_experts, RANKS, cpu, cases, made_by=vllm_processes)
+        found[cpu] = OfCpu(
+            dict(zip(CONFIGS, map(list, zip(*by_rank, strict=True)), strict=True)),
+            run_ranks(refit_by_a_loader_of_its_own, RANKS, cpu, own_loader, made_by=vllm_processes)
+            if cpu in OWN_LOADER
+            else [],
+        )
+    return found
 
 
-@pytest.fixture(scope="module", params=list(vllm_cpu.CPUS))
-def found(request: pytest.FixtureRequest, cases: list[Case]) -> tuple[str, dict[str, list[Found]]]:
+AHEAD = (refit_on_each_cpu,)
+
+
+@pytest.fixture(params=list(vllm_cpu.CPUS))
+def found(request: pytest.FixtureRequest, found_ahead: FoundAhead) -> tuple[str, dict[str, list[Found]]]:
     """The CPU, and what each rank saw of each checkpoint."""
-    cpu = request.param
-    by_rank = run_ranks(refit_experts, RANKS, cpu, cases, timeout_s=500, made_by=lambda: _processes(cpu))
-    return cpu, dict(zip(CONFIGS, map(list, zip(*by_rank, strict=True)), strict=True))
+    return request.param, found_ahead.by(refit_on_each_cpu)[request.param].refits
 
 
 def test_ranks_form_groups_that_add_up_on_each_cpu(found):
@@ -88,18 +133,12 @@ def test_experts_that_a_library_packs_go_to_misc_and_alone(found):
         assert all("process_weights_after_loading" in reason for reason in rank.misc.values())
 
 
-@pytest.mark.parametrize("cpu", ["avx2", "avx512_bf16"])
+@pytest.mark.parametrize("cpu", OWN_LOADER)
 def test_packed_experts_that_the_models_own_loader_writes_are_an_error_and_keep_the_old_weights(
-    cpu, tmp_path
-):
+    cpu: str, found_ahead: FoundAhead
+) -> None:
     """vLLM's reload, which packs them again, takes no notice of that loader."""
-    path = write_family(
-        "gpt_oss", tmp_path, short=True, changes={"vocab_size": 64, "intermediate_size": 32 * RANKS}
-    )
-    case = Case(path, path, Layout(tensor=RANKS))
-    for named, as_before in run_ranks(
-        refit_by_a_loader_of_its_own, RANKS, cpu, case, made_by=lambda: _processes(cpu)
-    ):
+    for named, as_before in found_ahead.by(refit_on_each_cpu)[cpu].by_own_loader:
         assert (".mlp.experts." in named, as_before) == (cpu != "avx2", cpu != "avx2")
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -366,16 +365,3 @@ def test_each_token_has_the_version_that_was_served_when_it_came():
     versions.end("long")
     versions.begin("long", 7)
     assert versions.of(_output("long", 1)).versions == ((7,),)
-
-
-def test_deepgemms_requantization_changes_the_bytes_that_a_checkpoint_holds():
-    """Why FP8 layers take the reload: bytes of the checkpoint, written in place, would not be what the kernel reads."""
-    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
-    scale = weight.view(2, 128, 2, 128).abs().amax(dim=(1, 3)) / 448.0
-    quantized = (weight.view(2, 128, 2, 128) / scale[:, None, :, None]).view(256, 256).to(torch.float8_e4m3fn)
-    kernel_weight, kernel_scale = quantized.clone(), scale.clone()
-    with torch.compiler.set_stance("force_eager"):  # compiling takes seconds
-        requant_weight_ue8m0_inplace(kernel_weight, kernel_scale)
-    assert torch.equal(kernel_scale, torch.exp2(torch.log2(kernel_scale).round()))
-    assert not torch.equal(kernel_scale, scale)
-    assert not torch.equal(kernel_weight.view(torch.uint8), quantized.view(torch.uint8))
