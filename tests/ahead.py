@@ -1,7 +1,7 @@
 """Long work of many processes, begun before the tests that ask for it: it takes the time that other tests leave idle.
 
 A module names such work in ``AHEAD``, and gets what it returned from the fixture ``found_ahead``. A process of its own
-does it, so that nothing of it meets the tests of the moment: neither random states nor environment nor files.
+does it, so that it shares neither random state nor environment nor files with the tests.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ import pickle
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from multiprocessing import parent_process
-from multiprocessing.connection import Connection, wait
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
-Found = TypeVar("Found")
-Work = Callable[[Path], Found]
+Work = Callable[[Path], Any]
 
-# The tests of the moment come first, but not so far that this would stand still on a busy machine.
+# The other tests come first, but not so far that this would stand still on a busy machine.
 _NICENESS = 5
 
 
@@ -38,130 +37,94 @@ class WorkFailed(AssertionError):
 
 
 class FoundAhead:
-    """What works found, each in a folder of its own.
+    """What works returned, each of which got a folder of its own.
 
-    A process does them one after another, in the order of the modules. Once a test has to wait for one, so that nothing
-    else happens in the session, a second process takes those that have not been begun, the last ones first.
+    One process does them in the order of the modules. Once a test has to wait, a second process takes those that have
+    not begun, the last ones first.
     """
 
     def __init__(self, modules: Iterable[ModuleType], root: Path):
-        self._works = list(dict.fromkeys(work for module in modules for work in getattr(module, "AHEAD", ())))
+        self._answers: dict[Work, Future[bytes]] = {
+            work: Future() for module in modules for work in getattr(module, "AHEAD", ())
+        }
+        self._left = deque(self._answers)
         self._root = root
-        self._found: dict[str, tuple[bool, Any]] = {}
-        self._starting: list[Future[_Doer]] = []
-        self._ended: list[_Doer] = []
-        if self._works:
-            self._start(self._works)
+        self._lanes = ThreadPoolExecutor(2)
+        self._theirs, self._ours = Pipe(duplex=False)  # it closes with the session
+        self._helped = False
+        if self._left:
+            self._lanes.submit(self._do_all, self._left.popleft)
 
-    def by(self, work: Work[Found]) -> Found:
+    def by(self, work: Work) -> Any:
         """What a work returned; waits for it.
 
         Raises:
-            WorkFailed: it raised, or its process died.
+            WorkFailed: it raised.
+            BrokenProcessPool: its process died.
         """
-        while _name(work) not in self._found:
-            assert work in self._works, f"no module that was collected has {_name(work)} in AHEAD"
-            if len(self._starting) == 1 and not all(_folder_of(w, self._root).exists() for w in self._works):
-                self._start(self._works[::-1])
-            self._receive()
-        succeeded, value = self._found[_name(work)]
-        if not succeeded:
-            raise WorkFailed(value)
-        found: Found = value
-        return found
+        assert work in self._answers, f"no module that was collected has {_name(work)} in AHEAD"
+        if not (self._answers[work].done() or self._helped):
+            self._helped = True
+            self._lanes.submit(self._do_all, self._left.pop)
+        return pickle.loads(self._answers[work].result())
 
     def close(self) -> None:
         """End what nobody asked for any more, with all processes that it started."""
-        for doer in self._doers():
-            process = doer.process
-            if process.is_alive():
-                leads_group = os.getpgid(process.pid) == process.pid
-                (os.killpg if leads_group else os.kill)(process.pid, signal.SIGKILL)
-            process.join()
+        self._left.clear()
+        self._ours.close()
+        self._lanes.shutdown()
+        self._theirs.close()
 
-    def _start(self, works: Sequence[Work[Any]]) -> None:
-        # Not here: its server has to load first.
-        pool = ThreadPoolExecutor(1)
-        self._starting.append(pool.submit(_start, works, self._root))
-        pool.shutdown(wait=False)
-
-    def _doers(self) -> list[_Doer]:
-        return [starting.result() for starting in self._starting]
-
-    def _receive(self) -> None:
-        """Wait for the next answer, or a process's end."""
-        doers = {doer.pipe: doer for doer in self._doers() if doer not in self._ended}
-        if not doers:
-            codes = ", ".join(str(code) for doer in self._ended if (code := doer.process.exitcode))
-            raise WorkFailed(f"its process died with exit code {codes}")
-        for pipe in wait(list(doers)):
-            assert isinstance(pipe, Connection)
+    def _do_all(self, take: Callable[[], Work]) -> None:
+        pool = self._process()
+        while self._left:
             try:
-                name = pipe.recv()
-            except EOFError:
-                doers[pipe].process.join()
-                self._ended.append(doers[pipe])
-                continue
-            self._found[name] = pickle.loads(_answer_of(name, self._root).read_bytes())
+                work = take()
+            except IndexError:
+                break  # the other process has begun the last one
+            try:
+                answer = pool.submit(_answer_of, work, self._root / _name(work)).result()
+                self._answers[work].set_result(answer)
+            except BaseException as error:
+                self._answers[work].set_exception(error)
+                if isinstance(error, BrokenProcessPool):
+                    pool = self._process()
+        pool.shutdown()
+
+    def _process(self) -> ProcessPoolExecutor:
+        from tests.servers import processes  # which only sessions with tests that want them shall start
+
+        return ProcessPoolExecutor(1, processes(), _begin, (self._theirs,))
 
 
-@dataclass(frozen=True)
-class _Doer:
-    """A process that does works, and tells their names as they are done."""
-
-    pipe: Connection
-    process: Any
-
-
-def _start(works: Sequence[Work[Any]], root: Path) -> _Doer:
-    from tests.servers import processes  # which only sessions with tests that want them shall start
-
-    ours, theirs = processes().Pipe(duplex=False)
-    # Not a daemon: it has children.
-    process = processes().Process(target=_do_all, args=(works, root, theirs))
-    process.start()
-    theirs.close()
-    return _Doer(ours, process)
-
-
-def _folder_of(work: Work[Any], root: Path) -> Path:
-    return root / _name(work)
-
-
-def _answer_of(name: str, root: Path) -> Path:
-    return root / f"{name}.pickle"
-
-
-def _name(work: Work[Any]) -> str:
+def _name(work: Work) -> str:
     return f"{work.__module__}.{work.__qualname__}"
 
 
-def _do_all(works: Sequence[Work[Any]], root: Path, pipe: Connection) -> None:
+_in_time: ThreadPoolExecutor
+
+
+def _begin(session: Connection) -> None:
+    """In the process that does works."""
+    global _in_time
     os.setsid()
-    in_time = ThreadPoolExecutor(1)
-    in_time.submit(
-        os.getpid
-    ).result()  # a thread, and what it starts, is as nice as this one was when it began
+    _in_time = ThreadPoolExecutor(1)
+    # A thread, and what it starts, is as nice as this one was when it began.
+    _in_time.submit(os.getpid).result()
     os.nice(_NICENESS)
-    threading.Thread(target=_end_with_the_session, daemon=True).start()
-    for work in works:
-        folder = _folder_of(work, root)
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            continue  # the other process has begun it
-        try:
-            keeps_time = getattr(work, "keeps_time", False)
-            answer = True, in_time.submit(work, folder).result() if keeps_time else work(folder)
-        except BaseException:
-            answer = False, traceback.format_exc()
-        # In a file: a pipe would be full until a test asks, and the works that follow would wait for that.
-        _answer_of(_name(work), root).write_bytes(pickle.dumps(answer))
-        pipe.send(_name(work))
+    threading.Thread(target=_end_with, args=(session,), daemon=True).start()
 
 
-def _end_with_the_session() -> None:
-    session = parent_process()
-    assert session is not None
-    wait([session.sentinel])
+def _end_with(session: Connection) -> None:
+    wait([session])
     os.killpg(0, signal.SIGKILL)
+
+
+def _answer_of(work: Work, folder: Path) -> bytes:
+    folder.mkdir()
+    try:
+        found = _in_time.submit(work, folder).result() if hasattr(work, "keeps_time") else work(folder)
+        # Not by the pool: torch makes that pass tensors through a socket of the sender, which may be gone.
+        return pickle.dumps(found)
+    except BaseException:
+        raise WorkFailed(traceback.format_exc()) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import ModuleType
 
@@ -54,7 +55,7 @@ def die(folder: Path) -> None:
     os._exit(3)
 
 
-def module_with(*works: Work[object]) -> ModuleType:
+def module_with(*works: Work) -> ModuleType:
     module = ModuleType("module")
     module.AHEAD = works  # type: ignore[attr-defined]
     return module
@@ -81,7 +82,7 @@ def test_what_is_not_begun_when_a_test_waits_is_begun_beside(tmp_path: Path) -> 
 
 def test_a_work_whose_process_died_fails_and_the_others_are_done_in_another(tmp_path: Path) -> None:
     found = FoundAhead([module_with(die, tell_folder)], tmp_path)
-    with pytest.raises(WorkFailed, match="died with exit code 3"):
+    with pytest.raises(BrokenProcessPool):
         found.by(die)
     assert found.by(tell_folder).is_dir()
     found.close()
@@ -109,5 +110,5 @@ def test_work_that_nobody_asked_for_ends_with_the_session_and_its_processes_with
     child = psutil.Process(int(files[0].read_text()))
     found.close()
     child.wait(10)
-    with pytest.raises(WorkFailed, match="died with exit code -9"):
+    with pytest.raises(BrokenProcessPool):
         found.by(start_and_wait)

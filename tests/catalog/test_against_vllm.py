@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from rlrefit.integration.quantize.formats import Fp8Blockwise
 from rlrefit.integration.weights.manifest import dtype_name
 from rlrefit.recipes.plan.catalog import GenLayout, Model, Param, gen_storage
+from tests.ahead import FoundAhead
 from tests.vllm_processes import vllm_processes
 
 from .real import ask
@@ -83,10 +85,18 @@ def _unconverted(config: Mapping[str, Any]) -> list[str]:
     return ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(config["num_hidden_layers"]))]
 
 
-@pytest.fixture(scope="module")
-def real() -> list[dict[str, Any]]:
+def ask_vllm(folder: Path) -> list[dict[str, Any]]:
     cases = [_case(model, *case[1:]) for model, case in zip(_MODELS, _ALL, strict=True)]
     return ask("real_vllm", cases, {}, made_by=vllm_processes)
+
+
+AHEAD = (ask_vllm,)  # vLLM loads meanwhile
+
+
+@pytest.fixture(scope="module")
+def real(found_ahead: FoundAhead) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = found_ahead.by(ask_vllm)
+    return found
 
 
 @pytest.mark.parametrize(
