@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib.util
 import re
 import subprocess
 from collections import Counter
@@ -17,6 +19,8 @@ from rlrefit.recipes.plan.explain import explain
 from rlrefit.recipes.plan.options import read_options
 from rlrefit.recipes.plan.recipe_table import Row, plan_recipe, real_recipes, replaced, table
 from rlrefit.recipes.plan.study import study
+from rlrefit.workers.frameworks.nemo_rl import contract as nemo_rl_contract
+from rlrefit.workers.frameworks.verl import full_tensors_contract as verl_contract
 from tests.ahead import FoundAhead
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +116,46 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         file = page.parent / target if target else page
         assert file.exists(), target
         assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
+
+
+def bound(module: str) -> set[str]:
+    """Names at a module's top level, without importing what it imports."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None, module
+    found: set[str] = set()
+    if spec.origin is None:
+        return found  # a folder without code of its own
+    for node in ast.parse(Path(spec.origin).read_text()).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        targets = getattr(node, "targets", None) or [node]
+        found |= {getattr(target, "name", getattr(target, "id", "")) for target in targets}
+    return found
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
+def test_modules_names_and_commands_of_a_page_exist(page: Path) -> None:
+    text = page.read_text()
+    for module, names in re.findall(r"^from (rlrefit[\w.]*) import ([\w, ]+)$", text, re.MULTILINE):
+        for name in names.split(", "):
+            assert name in bound(module) or importlib.util.find_spec(f"{module}.{name}"), f"{module}.{name}"
+    for path in re.findall(r"\brlrefit\.(?:integration|workers|recipes)\b(?:\.\w+)*", text):
+        module, _, name = path.rpartition(".")
+        assert importlib.util.find_spec(module), path
+        assert name in bound(module) or importlib.util.find_spec(path), path
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
+    commands = set(re.findall(r'add_parser\(\s*"([a-z-]+)"', (ROOT / "recipes" / "cli.py").read_text()))
+    assert set(re.findall(r"`rlrefit ([a-z-]+)", text)) <= commands
+
+
+@pytest.mark.parametrize(
+    ("page", "version"),
+    [("verl.md", verl_contract.TESTED), ("nemo_rl.md", nemo_rl_contract.READ_AT[:9])],
+)
+def test_pages_name_the_version_of_a_framework_that_its_adapter_checks(page: str, version: str) -> None:
+    assert version in (DOCS / page).read_text()
+    assert version in (DOCS / "support.md").read_text()
 
 
 def test_shell_scripts_parse() -> None:
