@@ -11,7 +11,7 @@ ARGS ?=
 PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu docs lint typecheck format clean
+.PHONY: help setup demo test test-all test-gpu docs lint typecheck format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ demo: setup ## train the tiny model with GRPO on the CPU (RECIPE=…, TRAINER=fs
 
 test: setup ## run the tests (ARGS="…" goes to pytest)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-all: setup ## run the tests, and those that make test leaves out (ARGS="…" goes to pytest)
+	$(BIN)/python -m pytest -m "" $(ARGS)
 
 # Not of .venv, whose vLLM is the CPU's: a GPU host has its own torch, Transformer Engine, vLLM and SGLang.
 test-gpu: ## run the GPU tests that this host and the packages of PYTHON allow; it ends with what was left out

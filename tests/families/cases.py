@@ -101,6 +101,27 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "qwen3_5_moe-transposed": (_EP4, _ETP, _EP_PP, _EP_CP_DDP),
 }
 CASES = tuple(Case(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts)
+# Each family, each of its mixtures in one layout that cuts experts, and each size and kind of a layout at least once.
+_COVERING: dict[str, tuple[Layout, ...]] = {
+    "qwen2": (_UNEVEN,),
+    "qwen3": (_CUSTOM, _PP_DDP),
+    "qwen3-tied": (_TP2_PP2,),
+    "llama": (_CP_PP, _TP4),
+    "mistral": (_VPP,),
+    "gemma2": (_DDP,),
+    "gemma3": (_TP4,),
+    "qwen3_moe": (_EP_UNEVEN_ETP, _EP_CP_DDP, _EP_TP_VPP),
+    "deepseek_v3": (_ETP, _MTP_ALONE),
+    "gpt_oss": (_EP4,),
+    "nemotron_h": (_ETP, _EP_PP),
+    "qwen3_next": (_ETP,),
+    "qwen3_5_moe": (_ETP,),
+    "qwen3_5_moe-stacked": (_EP4,),
+    "qwen3_5_moe-transposed": (_ETP,),
+}
+# What each change runs; ``make test-all`` runs the rest too.
+COVERING = tuple(Case(family, layout) for family, layouts in _COVERING.items() for layout in layouts)
+REST = tuple(case for case in CASES if case not in COVERING)
 # A checkpoint that has its tied embedding under both names.
 COPIED = Case("qwen3-tied-twice", _TP2_PP2)
 # More ranks than key heads.
