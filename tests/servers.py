@@ -12,8 +12,6 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing import forkserver, popen_forkserver, reduction
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 _PRELOADED = [
+    "tests.without_gpus",
     "pytest",  # the module that each process takes for the main one
     "tests.servers",
     "torch.distributed.tensor",
@@ -31,45 +30,16 @@ _PRELOADED = [
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "tests.loaded_megatron",
 ]
-_PRELOADED_WITH_VLLM = ["pytest", "tests.servers", "tests.loaded_vllm"]
-
-
-# Of all servers: the environment that they start in is the session's, and threads of it ask for them.
-_starting = threading.Lock()
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """Has these values for a while, and leaves all others to whoever sets them meanwhile."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+_PRELOADED_WITH_VLLM = ["tests.without_gpus", "pytest", "tests.servers", "tests.loaded_vllm"]
 
 
 class _Server(forkserver.ForkServer):
     """One that the session starts, and its descendants find running."""
 
     def ensure_running(self) -> None:
-        with _starting:
-            if self._is_running():
-                return
-            # Neither CUDA nor OpenMP's threads would outlive a fork, and processes of many threads wait for one another.
-            with _environment(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"):
-                super().ensure_running()
-
-    def _is_running(self) -> bool:
-        if self._forkserver_pid is None:
-            return self._forkserver_alive_fd is not None  # inherited
-        # Not reaped: multiprocessing will want to see its end, before it starts another one.
-        ended = os.waitid(os.P_PID, self._forkserver_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        return ended is None
+        inherited = self._forkserver_pid is None and self._forkserver_alive_fd is not None
+        if not inherited:
+            super().ensure_running()
 
     def connect_to_new_process(self, fds: list[int]) -> tuple[int, int]:
         asked = _SERVERS[getattr(_chosen, "name", MEGATRON)]
