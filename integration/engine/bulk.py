@@ -42,7 +42,7 @@ class BulkPath:
         chosen: tuple[str, str],
         fragments: Sequence[Fragment],
         *,
-        lends: bool = False,
+        sleeps: bool = False,
     ):
         """Open the chosen transport.
 
@@ -54,7 +54,7 @@ class BulkPath:
             plan: this rank's.
             chosen: name of the transport, and why.
             fragments: this rank's.
-            lends: whether this rank gives their memory back between refits.
+            sleeps: whether this rank frees their memory between refits, as engines with a sleep mode do.
 
         Raises:
             TransportUnavailable: on every rank, if any can't; under ``auto`` only if the fallback can't either.
@@ -64,13 +64,13 @@ class BulkPath:
         self.name, self.reason = chosen
         self._falls_back = config.transport == "auto" and self.name != FALLBACK
         self._make = partial(
-            make_transport, channel=channel, wire=wire, device=device, plan=plan, config=config, lends=lends
+            make_transport, channel=channel, wire=wire, device=device, plan=plan, config=config, sleeps=sleeps
         )
         self._transport = self._make(self.name)
         try:
             self.bind(fragments)
             # The first refit may be far: an engine sleeps and a trainer trains before it.
-            self._transport.rest()
+            self._transport.release()
         except BaseException as error:
             failed = not isinstance(error, TransportUnavailable)
             end_all([partial(self._transport.close, failed=failed)], error)
@@ -132,17 +132,17 @@ class BulkPath:
         """As :meth:`~..transport.Transport.moved`."""
         return self._transport.moved()
 
-    def will_look(self, have_moved: Callable[[], bool]) -> bool:
-        """As :meth:`~..transport.Transport.will_look`."""
-        return self._transport.will_look(have_moved)
+    def check_during_run(self, have_moved: Callable[[], bool]) -> bool:
+        """As :meth:`~..transport.Transport.check_during_run`."""
+        return self._transport.check_during_run(have_moved)
 
-    def found_again(self) -> None:
-        """As :meth:`~..transport.Transport.found_again`."""
-        self._transport.found_again()
+    def confirm_unmoved(self) -> None:
+        """As :meth:`~..transport.Transport.confirm_unmoved`."""
+        self._transport.confirm_unmoved()
 
-    def settle(self) -> None:
-        """Before any rank runs a refit; as :meth:`~..transport.Transport.settle`."""
-        self._transport.settle()
+    def synchronize(self) -> None:
+        """Before any rank runs a refit; as :meth:`~..transport.Transport.synchronize`."""
+        self._transport.synchronize()
 
     def run(self, clock: StageClock, aside: Callable[[], None]) -> TransferResult:
         """Move all bulk bytes of one refit; as :meth:`~..transport.Transport.run`."""

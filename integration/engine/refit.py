@@ -192,7 +192,7 @@ class RefitEngine:
                 self.plan,
                 self._chosen,
                 fragments,
-                lends=gives_memory_back(self._endpoint),
+                sleeps=gives_memory_back(self._endpoint),
             )
             self._shared_scales = SharedScales.open(self.channel, self._wire, self._cut_slots, device)
             if self._shared_scales is not None:
@@ -208,16 +208,16 @@ class RefitEngine:
         """Whether storage on this rank has moved since it was bound; asked at the beginning of each refit."""
         if self.way.all_misc:
             return self._have_moved()
-        self._open_bulk.settle()
+        self._open_bulk.synchronize()
         if self._open_bulk.moved():
             return True
         # A trainer looks through all its parameters while their bytes are on their way, where that can do no harm.
         # An engine has to know before anyone writes.
-        if self.world.is_source and self._open_bulk.will_look(self._have_moved):
+        if self.world.is_source and self._open_bulk.check_during_run(self._have_moved):
             return False
         moved = self._have_moved()
         if not moved:
-            self._open_bulk.found_again()
+            self._open_bulk.confirm_unmoved()
         return moved
 
     def _have_moved(self) -> bool:

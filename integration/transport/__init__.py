@@ -12,10 +12,11 @@ from ..comm.opening import GroupChoice, open_group, shared_gpu
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..endings import end_all
+from ..gpu_memory.availability import availability, facts
 from ..plan import BroadcastPlan, Plan
 from .base import TransferResult, Transport
 from .golden import GoldenTransport
-from .ipc import IpcTransport, availability, facts
+from .ipc import IpcTransport
 from .p2p import P2PTransport
 
 __all__ = [
@@ -71,11 +72,12 @@ def make_transport(
     plan: Plan | BroadcastPlan,
     config: RefitConfig,
     *,
-    lends: bool = False,
+    sleeps: bool = False,
 ) -> Transport:
     """A transport by name, for a plan of its kind, with communicators of its own; all ranks at the same time.
 
-    ``wire``: of its communicators, if it has some. ``lends``: whether this rank gives the memory of its parameters back between refits.
+    ``wire``: what its communicators are made of, if it has some. ``sleeps``: whether this rank frees the memory
+    of its parameters between refits, as engines with a sleep mode do.
 
     Raises:
         ValueError: no transport has that name.
@@ -105,7 +107,7 @@ def make_transport(
             channel.check_abort,
             world.describe,
             turn=channel.turn,
-            lends=lends,
+            sleeps=sleeps,
         )
     if transport == "golden" and isinstance(plan, BroadcastPlan):
         return GoldenTransport(

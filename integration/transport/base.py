@@ -13,7 +13,7 @@ from ..errors import VerificationError
 from ..layout import Fragment
 from ..plan import Message
 from ..records.record import StageClock
-from .host_memory import DeviceMemory
+from .storage import DeviceMemory
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Transport(ABC):
         self.verify = verify
         self._turn = turn
         self._refits = 0
-        # Of what is bound, where a sender may look late; and what the next refit calls once it has begun to send.
+        # Of what is bound, where a sender may check late whether it has moved; and the check that the next refit calls once
+        # it has begun to send.
         self._memory: DeviceMemory | None = None
         self._have_moved: Callable[[], bool] | None = None
 
@@ -67,32 +68,32 @@ class Transport(ABC):
         """Whether other memory has come to lie at the addresses that were bound, which needs a new ``bind``."""
         return False
 
-    def will_look(self, have_moved: Callable[[], bool]) -> bool:
-        """Offer a sender's look for weights that lie elsewhere than they were bound, which takes milliseconds.
+    def check_during_run(self, have_moved: Callable[[], bool]) -> bool:
+        """Offer a sender's check for weights that have moved, which takes milliseconds, to the next :meth:`run`.
 
         Args:
-            have_moved: whether some do.
+            have_moved: whether some lie elsewhere than they were bound.
 
         Returns:
-            Whether the next :meth:`run` calls it, once bytes are on their way: if it can surely read all memory that was
-            bound, whatever lies there now. What it sends is void then, if weights have moved.
+            Whether the next :meth:`run` calls it while bytes are on their way. It does if it can surely read all memory that
+            was bound, whatever lies there now. If weights have moved, what it sends is void.
         """
         if self._memory is None or not self._memory.still_mapped():
             return False
         self._have_moved = have_moved
         return True
 
-    def found_again(self) -> None:
-        """A look has told that the weights are where they were bound, which :meth:`will_look` could not do."""
+    def confirm_unmoved(self) -> None:
+        """The caller has checked that the weights are where they were bound, which :meth:`check_during_run` could not."""
         if self._memory is not None:
-            self._memory.found_again()
+            self._memory.confirm_unmoved()
 
-    def _look(self) -> bool:
-        """Call what :meth:`will_look` took on, if there is some; whether weights have moved."""
+    def _check_moved(self) -> bool:
+        """Call what :meth:`check_during_run` accepted, if anything; whether weights have moved."""
         have_moved, self._have_moved = self._have_moved, None
         return have_moved is not None and have_moved()
 
-    def settle(self) -> None:  # noqa: B027 - most write on streams that follow the caller's
+    def synchronize(self) -> None:  # noqa: B027 - most write on streams that follow the caller's
         """Before any rank runs a refit: wait for this rank's earlier work on its storage.
 
         The caller lets no rank :meth:`run` before all are through here.
@@ -101,26 +102,26 @@ class Transport(ABC):
             RefitTimeout: it does not end.
         """
 
-    def rest(self) -> None:  # noqa: B027 - most keep nothing of their peers' memory
-        """No refit is under way on any rank: let go of what its owner may want back, until :meth:`moved` asks to bind anew."""
+    def release(self) -> None:  # noqa: B027 - most keep nothing of their peers' memory
+        """Between refits: unmap memory that its owner may free, as sleeping engines do; :meth:`moved` then asks to bind again."""
 
     @abstractmethod
     def close(self, *, failed: bool = False) -> None:
         """Close communicators and let go of memory; safe to call twice. ``failed``: peers may be gone."""
 
     @abstractmethod
-    def run(self, clock: StageClock, aside: Callable[[], None] | None = None) -> TransferResult:
+    def run(self, clock: StageClock, meanwhile: Callable[[], None] | None = None) -> TransferResult:
         """Move all bulk bytes of one refit.
 
         Args:
             clock: of the refit.
-            aside: what else this rank exchanges in the refit, called once on the caller's stream, at the same
+            meanwhile: what else this rank exchanges in the refit, called once on the caller's stream, at the same
                 place in every rank's order of exchanges; while bulk bytes are on their way, where that can be.
 
         Raises:
             PeerLost, RefitTimeout: from the wire.
             VerificationError: landed bytes differ from the sent ones.
-            Exception: what ``aside`` raises.
+            Exception: what ``meanwhile`` raises.
         """
 
     @property

@@ -13,8 +13,7 @@ from ..packing import Checksums, Copy, make_checksums, make_copy
 from ..plan import CHECKSUM_BYTES, BroadcastPlan, Message
 from ..records.record import StageClock
 from .base import GroupTransport, TransferResult, damaged
-from .host_memory import HostMemory
-from .views import LiveViews, in_memory
+from .storage import HostMemory, LiveViews, in_memory
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class GoldenTransport(GroupTransport):
     def bind(self, fragments: Sequence[Fragment]) -> None:
         views = LiveViews(fragments, self.group.device)
         if not self._is_source:
-            views.require_home()
+            views.require_on_device()
         self._host = HostMemory((fragment.view for fragment in fragments), self.group.device)
         # A trainer that does not own a box only takes part in its broadcast and writes nothing.
         self._bound = [
@@ -61,7 +60,7 @@ class GoldenTransport(GroupTransport):
     def moved(self) -> bool:
         return self._host is not None and self._host.moved()
 
-    def run(self, clock: StageClock, aside: Callable[[], None] | None = None) -> TransferResult:
+    def run(self, clock: StageClock, meanwhile: Callable[[], None] | None = None) -> TransferResult:
         payload = verified = 0
         for ordinal, (message, bound) in enumerate(zip(self._plan.messages, self._bound, strict=True)):
             checked = self._checked(ordinal, self._plan.rounds)
@@ -87,8 +86,8 @@ class GoldenTransport(GroupTransport):
                             raise damaged(message, self.rank)
                     verified += message.payload_bytes
             payload += bound.gather.nbytes if bound is not None else 0
-        if aside is not None:
-            aside()
+        if meanwhile is not None:
+            meanwhile()
         self._refits += 1
         return TransferResult(payload, verified)
 

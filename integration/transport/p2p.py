@@ -12,17 +12,16 @@ from ..layout import Fragment
 from ..plan import Plan
 from ..records.record import StageClock
 from .base import GroupTransport, TransferResult, damaged
-from .cargo import Cargo
-from .host_memory import DeviceMemory, HostMemory
-from .replay import Replay
-from .streams import Span, make_line, make_span
-from .views import LiveViews
+from .bound_plan import BoundPlan
+from .messages import LocalMessages
+from .storage import DeviceMemory, HostMemory, LiveViews
+from .streams import Event, make_event, make_stream
 
 # Rounds that are enqueued ahead of the wire: enough for it never to wait for the host, and few enough that
 # CUDA's queues, where a launch would block without a limit of time, never fill up.
 _AHEAD = 16
-# Number of the round before which all ranks exchange what goes aside: the earlier ones keep the wire busy meanwhile.
-_ASIDE_BEFORE = 8
+# Number of the round before which all ranks do what is to be done meanwhile: the earlier ones keep the wire busy meanwhile.
+_MEANWHILE_BEFORE = 8
 
 
 class P2PTransport(GroupTransport):
@@ -51,33 +50,33 @@ class P2PTransport(GroupTransport):
             RefitTimeout, PeerLost: a peer did not connect.
         """
         super().__init__(group, rank, verify, turn)
-        self._cargo = Cargo(plan)
+        self._messages = LocalMessages(plan)
         self._pace = plan.pace
         # A round's number decides its lane, since both ends know it; relays stay in their messages' lane.
         numbers = [
             next(iter(chain(*both))).round_index for both in zip(plan.sends, plan.receives, strict=True)
         ]
         self._lanes = [number // 2 % group.lanes for number in numbers]
-        self._aside_at = sum(number < _ASIDE_BEFORE for number in numbers)
+        self._meanwhile_at = sum(number < _MEANWHILE_BEFORE for number in numbers)
         self._payload = sum(m.payload_bytes for messages in (*plan.sends, *plan.receives) for m in messages)
-        group.connect(self._cargo.peers)
+        group.connect(self._messages.peers)
         device = group.device
-        # The rounds whose ends are the refit's: on a stream the last one's comes after all others'.
+        # The rounds whose ends are the refit's: on a stream the last one's event comes after all others'.
         last = {lane: index for index, lane in enumerate(self._lanes)}
         self._last = sorted(last.values()) if device.type == "cuda" else range(len(numbers))
-        self._pack, self._unpack = make_line(device), make_line(device)
-        self._wires = [make_line(device) for _ in range(group.lanes)]
-        self._packed: list[Span] = [make_span(device) for _ in numbers]
-        self._sent: list[Span] = [make_span(device) for _ in numbers]
-        self._landed: list[Span] = [make_span(device) for _ in numbers]
-        self._told, self._compared = make_span(device), make_span(device)
-        self._idle = make_span(device)
-        self._replay: Replay | None = None
+        self._pack, self._unpack = make_stream(device), make_stream(device)
+        self._wires = [make_stream(device) for _ in range(group.lanes)]
+        self._packed: list[Event] = [make_event(device) for _ in numbers]
+        self._sent: list[Event] = [make_event(device) for _ in numbers]
+        self._landed: list[Event] = [make_event(device) for _ in numbers]
+        self._exchanged, self._compared = make_event(device), make_event(device)
+        self._idle = make_event(device)
+        self._bound: BoundPlan | None = None
         self._host: HostMemory | None = None
 
     @property
     def staging_bytes(self) -> int:
-        return self.group.staging_bytes + (self._replay.staging_bytes if self._replay is not None else 0)
+        return self.group.staging_bytes + (self._bound.staging_bytes if self._bound is not None else 0)
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
         device = self.group.device
@@ -89,27 +88,27 @@ class P2PTransport(GroupTransport):
         if self._memory is not None and self._refits == 0:
             # Its first answer looks at every block of torch's allocator, which no refit shall wait for.
             self._memory.still_mapped()
-        if self._cargo.incoming:
-            self._views.require_home()
+        if self._messages.incoming:
+            self._views.require_on_device()
         self._host = HostMemory((fragment.view for fragment in fragments), device)
 
     def describe(self) -> object:
-        return self._cargo.describe()
+        return self._messages.describe()
 
     def connect(self, described: Sequence[object]) -> None:
-        self._cargo.learn_turns(described)
-        buckets = self._replay.buckets if self._replay is not None else {}
-        self._replay = Replay(
-            self._cargo, self._views, self._pace, self.group, self._lanes, self.verify, buckets
+        self._messages.learn_turns(described)
+        buckets = self._bound.buckets if self._bound is not None else {}
+        self._bound = BoundPlan(
+            self._messages, self._views, self._pace, self.group, self._lanes, self.verify, buckets
         )
         self._views = LiveViews([])
         if self.group.device.type == "cuda":
             # The tables' way to the device: a refit may run on another stream than this one.
             torch.cuda.current_stream(self.group.device).synchronize()
 
-    def release(self) -> None:
+    def unbind(self) -> None:
         """Let go of the storage and the buckets; bind and connect again before the next run."""
-        self._views, self._replay, self._host, self._memory = LiveViews([]), None, None, None
+        self._views, self._bound, self._host, self._memory = LiveViews([]), None, None, None
 
     def moved(self) -> bool:
         return self._host is not None and self._host.moved()
@@ -120,20 +119,20 @@ class P2PTransport(GroupTransport):
         finally:
             # Only now: until the communicators have been given up, a failed refit may still write the buckets. The
             # exchanges go with them, since a communicator that outlived this would end at the interpreter's exit.
-            self._replay = self._host = None
+            self._bound = self._host = None
 
-    def run(self, clock: StageClock, aside: Callable[[], None] | None = None) -> TransferResult:
-        assert self._replay is not None, "connect comes before run"
+    def run(self, clock: StageClock, meanwhile: Callable[[], None] | None = None) -> TransferResult:
+        assert self._bound is not None, "connect comes before run"
         # Counted even if it fails: all ranks have to agree on the number.
         refit, self._refits = self._number, self._refits + 1
         try:
-            return self._run(self._replay, refit, clock, aside)
+            return self._run(self._bound, refit, clock, meanwhile)
         except BaseException:
-            self._replay.drop()
+            self._bound.drop()
             raise
 
     def _run(
-        self, replay: Replay, refit: int, clock: StageClock, aside: Callable[[], None] | None
+        self, bound: BoundPlan, refit: int, clock: StageClock, meanwhile: Callable[[], None] | None
     ) -> TransferResult:
         if self.group.device.type == "cuda":
             # Setting a stream sets its device as well; the caller's may be another one.
@@ -142,32 +141,32 @@ class P2PTransport(GroupTransport):
 
                 def on_callers_stream() -> None:
                     torch.cuda.set_stream(caller)
-                    if aside is not None:
-                        aside()
+                    if meanwhile is not None:
+                        meanwhile()
 
                 try:
-                    waited_for = self._enqueue(replay, refit, clock, on_callers_stream)
+                    waited_for = self._enqueue(bound, refit, clock, on_callers_stream)
                 finally:
                     torch.cuda.set_stream(caller)
         else:
-            waited_for = self._enqueue(replay, refit, clock, aside)
-        void = self._look()
+            waited_for = self._enqueue(bound, refit, clock, meanwhile)
+        void = self._check_moved()
         with clock.waiting():
             self.group.wait_for(waited_for, "transfer")
-        for item in replay.ledger.damaged():
-            raise damaged(item.message, self.rank)
-        return TransferResult(self._payload, replay.verified_bytes(refit), void)
+        for one in bound.checksums.damaged():
+            raise damaged(one.message, self.rank)
+        return TransferResult(self._payload, bound.verified_bytes(refit), void)
 
     def _enqueue(
-        self, replay: Replay, refit: int, clock: StageClock, aside: Callable[[], None] | None
-    ) -> list[Span]:
-        """Enqueue the whole refit, at most ``_AHEAD`` rounds ahead of the wire; returns the spans that end it."""
-        for line in (self._pack, self._unpack, *self._wires):
-            line.begin()
+        self, bound: BoundPlan, refit: int, clock: StageClock, meanwhile: Callable[[], None] | None
+    ) -> list[Event]:
+        """Enqueue the whole refit, at most ``_AHEAD`` rounds ahead of the wire; returns the events that end it."""
+        for stream in (self._pack, self._unpack, *self._wires):
+            stream.wait_caller()
         self._pack.enter()
-        replay.ledger.begin_sent(refit)
+        bound.checksums.begin_sent(refit)
         self._unpack.enter()
-        replay.ledger.begin_landed(refit)
+        bound.checksums.begin_landed(refit)
         # Unpacking follows as many rounds behind as there are lanes: if all streams share one hardware queue
         # (CUDA_DEVICE_MAX_CONNECTIONS=1), it must not hold up the next lane's wire. On CPUs it is this thread that
         # waits for what is unpacked, and further rounds are to be under way meanwhile.
@@ -176,82 +175,81 @@ class P2PTransport(GroupTransport):
         unpacked = 0
         for index in range(-1, count + behind):
             if 0 <= index < count:
-                if index == self._aside_at and aside is not None:
+                if index == self._meanwhile_at and meanwhile is not None:
                     # In the same place of every rank's order, or with one hardware queue two ranks could wait for
                     # each other: for a round that is behind this on one, and for this behind the round on the other.
-                    aside()
+                    meanwhile()
                 # Whatever arrives in a bucket comes after its last tenant was unpacked: rounds of a lane can
                 # follow each other more closely than the lanes are many.
                 unpacked = self._unpack_until(
-                    replay, refit, unpacked, replay.incoming.before[index] + 1, clock
+                    bound, refit, unpacked, bound.rounds[index].receive_after + 1, clock
                 )
                 if index >= _AHEAD and not self._sent[index - _AHEAD].query():
                     with clock.waiting():
                         self.group.wait_for([self._sent[index - _AHEAD]], "transfer")
-                self._send_round(replay, index, clock)
-            if index + 1 < count and replay.packs[index + 1]:
-                self._pack_round(replay, index + 1, refit, clock)
-            unpacked = self._unpack_until(replay, refit, unpacked, index - behind + 1, clock)
-        if self._aside_at == count and aside is not None:
-            aside()
-        self._compare(replay, clock)
-        return [*(self._sent[index] for index in self._last), self._told, self._compared]
+                self._send_round(bound, index, clock)
+            if index + 1 < count and bound.rounds[index + 1].packs:
+                self._pack_round(bound, index + 1, refit, clock)
+            unpacked = self._unpack_until(bound, refit, unpacked, index - behind + 1, clock)
+        if self._meanwhile_at == count and meanwhile is not None:
+            meanwhile()
+        self._compare(bound, clock)
+        return [*(self._sent[index] for index in self._last), self._exchanged, self._compared]
 
-    def _pack_round(self, replay: Replay, index: int, refit: int, clock: StageClock) -> None:
-        line, before = self._pack, replay.outgoing.before[index]
-        line.enter()
-        if before >= 0:
-            line.after(self._sent[before])
-        if replay.blocks[index]:
-            # The host brings memory that the GPU can't read. CUDA would keep it waiting for the line without a limit
+    def _pack_round(self, bound: BoundPlan, index: int, refit: int, clock: StageClock) -> None:
+        stream, one = self._pack, bound.rounds[index]
+        stream.enter()
+        if one.pack_after >= 0:
+            stream.wait_event(self._sent[one.pack_after])
+        if one.pack_blocks:
+            # The host brings memory that the GPU can't read. CUDA would keep it waiting for the stream without a limit
             # of time, and blind to other ranks that give up.
-            line.mark(self._idle)
+            stream.record(self._idle)
             with clock.waiting():
                 self.group.wait_for([self._idle], "transfer")
-        with line.timed(clock, "pack", self._packed[index]):
-            replay.pack(index, refit)
+        with stream.timed(clock, "pack", self._packed[index]):
+            bound.pack(index, refit)
 
-    def _send_round(self, replay: Replay, index: int, clock: StageClock) -> None:
-        line = self._wires[self._lanes[index]]
-        line.enter()
-        if replay.packs[index]:
-            line.after(self._packed[index])
-        before = replay.incoming.before[index]
-        if before >= 0:
-            line.after(self._landed[before])
-            for reader in self._cargo.readers[before]:
-                line.after(self._sent[reader])
-        for arrived in replay.relayed_rounds[index]:
-            line.after(self._sent[arrived])
-        exchange = replay.exchanges[index]
-        with line.timed(clock, "transfer", self._sent[index], exchange.finish):
-            exchange.start("transfer")
+    def _send_round(self, bound: BoundPlan, index: int, clock: StageClock) -> None:
+        stream, one = self._wires[self._lanes[index]], bound.rounds[index]
+        stream.enter()
+        if one.packs:
+            stream.wait_event(self._packed[index])
+        if one.receive_after >= 0:
+            # The bucket is free once it was unpacked, and once whoever passes on what lay there has sent it.
+            stream.wait_event(self._landed[one.receive_after])
+            for reader in bound.rounds[one.receive_after].readers:
+                stream.wait_event(self._sent[reader])
+        for arrived in one.relayed_from:
+            stream.wait_event(self._sent[arrived])
+        with stream.timed(clock, "transfer", self._sent[index], one.exchange.finish):
+            one.exchange.start("transfer")
 
-    def _unpack_until(self, replay: Replay, refit: int, begin: int, end: int, clock: StageClock) -> int:
+    def _unpack_until(self, bound: BoundPlan, refit: int, begin: int, end: int, clock: StageClock) -> int:
         """Unpack rounds from ``begin`` to before ``end``; returns where to go on."""
         for index in range(begin, end):
-            if replay.unpacks[index]:
-                self._unpack_round(replay, index, refit, clock)
+            if bound.rounds[index].unpacks:
+                self._unpack_round(bound, index, refit, clock)
         return max(begin, end)
 
-    def _unpack_round(self, replay: Replay, index: int, refit: int, clock: StageClock) -> None:
-        line = self._unpack
-        line.enter()
-        line.after(self._sent[index])
-        with line.timed(clock, "unpack", self._landed[index]):
-            replay.unpack(index, refit)
+    def _unpack_round(self, bound: BoundPlan, index: int, refit: int, clock: StageClock) -> None:
+        stream = self._unpack
+        stream.enter()
+        stream.wait_event(self._sent[index])
+        with stream.timed(clock, "unpack", self._landed[index]):
+            bound.unpack(index, refit)
 
-    def _compare(self, replay: Replay, clock: StageClock) -> None:
+    def _compare(self, bound: BoundPlan, clock: StageClock) -> None:
         """After all rounds: the checksums of what went without staging, and the comparison of all."""
         wire = self._wires[0]
         wire.enter()
-        # The sums of what goes without staging are made on this line.
-        wire.after_line(self._pack)
-        tell = replay.ledger.tell
-        with wire.timed(clock, "transfer", self._told, tell.finish):
-            tell.start("verify")
-        line = self._unpack
-        line.enter()
-        line.after(self._told)
-        with line.timed(clock, "verify", self._compared):
-            replay.ledger.compare()
+        # The sums of what goes without staging are made on this stream.
+        wire.wait_stream(self._pack)
+        exchange = bound.checksums.exchange
+        with wire.timed(clock, "transfer", self._exchanged, exchange.finish):
+            exchange.start("verify")
+        stream = self._unpack
+        stream.enter()
+        stream.wait_event(self._exchanged)
+        with stream.timed(clock, "verify", self._compared):
+            bound.checksums.compare()

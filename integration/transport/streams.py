@@ -1,4 +1,4 @@
-"""Streams and marks of a transport: CUDA's on GPUs; on CPUs the calling thread, and what it has to wait for."""
+"""Streams and events of a transport: CUDA's on GPUs. On CPUs the calling thread, and what it has to wait for."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ import torch
 from ..records.clock import StageClock
 
 
-class Span(Protocol):
-    """A stretch of work on a line; ``with line.timed(…)`` measures it."""
+class Event(Protocol):
+    """The begin and end of some work on a stream; ``with stream.timed(…)`` measures it."""
 
     def query(self) -> bool:
         """Whether it has ended."""
 
 
-class Line(Protocol):
+class Stream(Protocol):
     """Work that is done in order."""
 
     def enter(self) -> None:
-        """What follows belongs to this line."""
+        """What follows is enqueued on this stream."""
 
-    def begin(self) -> None:
-        """Hold this line up until what the caller has enqueued so far is done."""
+    def wait_caller(self) -> None:
+        """Hold this stream up until what the caller has enqueued so far is done."""
 
-    def after(self, span: Span) -> None:
-        """Hold this line up until ``span``, which was begun before, has ended."""
+    def wait_event(self, event: Event) -> None:
+        """Hold this stream up until ``event``, which was recorded before, has ended."""
 
-    def after_line(self, line: Line) -> None:
-        """Hold this line up until all that was begun on another one has ended."""
+    def wait_stream(self, stream: Stream) -> None:
+        """Hold this stream up until all that was enqueued on another one has ended."""
 
-    def mark(self, span: Span) -> None:
-        """End ``span`` behind all that this line has been given so far."""
+    def record(self, event: Event) -> None:
+        """End ``event`` behind all that this stream has been given so far."""
 
     def timed(
-        self, clock: StageClock, stage: str, span: Span, rest: Callable[[str], None] | None = None
+        self, clock: StageClock, stage: str, event: Event, finish: Callable[[str], None] | None = None
     ) -> Timed:
-        """A context in which work on this line makes up ``span``, billed to ``stage``.
+        """A context in which work on this stream makes up ``event``, billed to ``stage``.
 
-        ``rest`` is called with the stage where the calling thread has to wait for what the work began.
+        ``finish`` is called with the stage where the calling thread has to wait for what the work began.
         """
 
 
@@ -56,61 +56,61 @@ class Timed(Protocol):
     ) -> None: ...
 
 
-class HostSpan:
+class HostEvent:
     """Work of the calling thread, and the end of what it began, which is waited for when it is asked for."""
 
     def __init__(self) -> None:
-        self._rest: tuple[StageClock, str, Callable[[str], None]] | None = None
+        self._finish: tuple[StageClock, str, Callable[[str], None]] | None = None
 
     def query(self) -> bool:
-        if self._rest is not None:
-            clock, stage, rest = self._rest
-            self._rest = None
+        if self._finish is not None:
+            clock, stage, finish = self._finish
+            self._finish = None
             with clock.stage(stage):
-                rest(stage)
+                finish(stage)
         return True
 
-    def ends_with(self, clock: StageClock, stage: str, rest: Callable[[str], None]) -> None:
-        """It has ended once ``rest`` returns."""
-        self._rest = clock, stage, rest
+    def finish_with(self, clock: StageClock, stage: str, finish: Callable[[str], None]) -> None:
+        """It has ended once ``finish`` returns."""
+        self._finish = clock, stage, finish
 
 
-class HostLine:
+class HostStream:
     """The calling thread."""
 
     def enter(self) -> None:
         return None
 
-    def begin(self) -> None:
+    def wait_caller(self) -> None:
         return None
 
-    def after(self, span: Span) -> None:
-        span.query()
+    def wait_event(self, event: Event) -> None:
+        event.query()
 
-    def after_line(self, line: Line) -> None:
+    def wait_stream(self, stream: Stream) -> None:
         return None
 
-    def mark(self, span: Span) -> None:
+    def record(self, event: Event) -> None:
         return None
 
     def timed(
-        self, clock: StageClock, stage: str, span: Span, rest: Callable[[str], None] | None = None
+        self, clock: StageClock, stage: str, event: Event, finish: Callable[[str], None] | None = None
     ) -> Timed:
-        return _host_timed(clock, stage, span, rest)  # type: ignore[return-value]  # contextlib's classes are no Protocol's subtypes
+        return _host_timed(clock, stage, event, finish)  # type: ignore[return-value]  # contextlib's classes are no Protocol's subtypes
 
 
 @contextmanager
 def _host_timed(
-    clock: StageClock, stage: str, span: Span, rest: Callable[[str], None] | None
+    clock: StageClock, stage: str, event: Event, finish: Callable[[str], None] | None
 ) -> Iterator[None]:
     with clock.stage(stage):
         yield
-    if rest is not None:
-        assert isinstance(span, HostSpan)
-        span.ends_with(clock, stage, rest)
+    if finish is not None:
+        assert isinstance(event, HostEvent)
+        event.finish_with(clock, stage, finish)
 
 
-class CudaSpan:
+class CudaEvents:
     """Two timing events, recorded again in every refit."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class CudaSpan:
         return bool(self.end.query())
 
 
-class CudaLine:
+class CudaStream:
     """A CUDA stream."""
 
     def __init__(self, device: torch.device):
@@ -130,48 +130,48 @@ class CudaLine:
     def enter(self) -> None:
         torch.cuda.set_stream(self.stream)
 
-    def begin(self) -> None:
+    def wait_caller(self) -> None:
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
-    def after(self, span: Span) -> None:
-        assert isinstance(span, CudaSpan)
-        self.stream.wait_event(span.end)
+    def wait_event(self, event: Event) -> None:
+        assert isinstance(event, CudaEvents)
+        self.stream.wait_event(event.end)
 
-    def after_line(self, line: Line) -> None:
-        assert isinstance(line, CudaLine)
-        self.stream.wait_stream(line.stream)
+    def wait_stream(self, stream: Stream) -> None:
+        assert isinstance(stream, CudaStream)
+        self.stream.wait_stream(stream.stream)
 
-    def mark(self, span: Span) -> None:
-        assert isinstance(span, CudaSpan)
-        span.end.record(self.stream)
+    def record(self, event: Event) -> None:
+        assert isinstance(event, CudaEvents)
+        event.end.record(self.stream)
 
     def timed(
-        self, clock: StageClock, stage: str, span: Span, rest: Callable[[str], None] | None = None
+        self, clock: StageClock, stage: str, event: Event, finish: Callable[[str], None] | None = None
     ) -> Timed:
-        assert isinstance(span, CudaSpan)
-        return _CudaTimed(self.stream, clock, stage, span)
+        assert isinstance(event, CudaEvents)
+        return _CudaTimed(self.stream, clock, stage, event)
 
 
 class _CudaTimed:
-    def __init__(self, stream: torch.cuda.Stream, clock: StageClock, stage: str, span: CudaSpan):
-        self._stream, self._clock, self._stage, self._span = stream, clock, stage, span
+    def __init__(self, stream: torch.cuda.Stream, clock: StageClock, stage: str, event: CudaEvents):
+        self._stream, self._clock, self._stage, self._events = stream, clock, stage, event
 
     def __enter__(self) -> None:
         if self._clock.wants_start(self._stage, self._stream.cuda_stream):
-            self._span.start.record(self._stream)
+            self._events.start.record(self._stream)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._span.end.record(self._stream)
-        self._clock.mark(self._stage, self._stream.cuda_stream, self._span.start, self._span.end)
+        self._events.end.record(self._stream)
+        self._clock.mark(self._stage, self._stream.cuda_stream, self._events.start, self._events.end)
 
 
-def make_line(device: torch.device) -> Line:
-    """A line of work on ``device``."""
-    return CudaLine(device) if device.type == "cuda" else HostLine()
+def make_stream(device: torch.device) -> Stream:
+    """A stream of ``device``."""
+    return CudaStream(device) if device.type == "cuda" else HostStream()
 
 
-def make_span(device: torch.device) -> Span:
-    """A span of a line on ``device``."""
-    return CudaSpan() if device.type == "cuda" else HostSpan()
+def make_event(device: torch.device) -> Event:
+    """An event of ``device``."""
+    return CudaEvents() if device.type == "cuda" else HostEvent()

@@ -152,14 +152,14 @@ class Transfers:
             result = compiled.transport.run(compiled.clock)
         except VerificationError:
             # All has landed.
-            compiled.transport.release()
+            compiled.transport.unbind()
             raise
         except BaseException:
             # NCCL may be writing the buckets: only when it has given up may their memory become another's.
             if self.group.abort():
-                compiled.transport.release()
+                compiled.transport.unbind()
             raise
-        compiled.transport.release()
+        compiled.transport.unbind()
         return result
 
     def _compile(self, request: Request) -> Compiled:

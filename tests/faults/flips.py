@@ -14,8 +14,8 @@ import torch
 from rlrefit.integration.broadcast.packed import PackedBroadcast
 from rlrefit.integration.comm.torch_group import TorchGroup
 from rlrefit.integration.plan import CHECKSUM_BYTES
-from rlrefit.integration.transport.cargo import Cargo, Item
-from rlrefit.integration.transport.replay import Replay
+from rlrefit.integration.transport.bound_plan import BoundPlan
+from rlrefit.integration.transport.messages import LocalMessage
 
 from .weights import MISC
 
@@ -63,22 +63,18 @@ class Flips:
 
     def __enter__(self) -> Flips:
         flips = self
-        made, pack, unpack = Replay.__init__, Replay.pack, Replay.unpack
+        pack, unpack = BoundPlan.pack, BoundPlan.unpack
         broadcast, checked = TorchGroup.broadcast, PackedBroadcast._checked
 
-        def remembering(replay: Any, cargo: Cargo, *args: Any) -> None:
-            replay.cargo_of_test = cargo
-            made(replay, cargo, *args)
-
-        def packing(replay: Any, index: int, refit: int) -> None:
-            pack(replay, index, refit)
+        def packing(bound: Any, index: int, refit: int) -> None:
+            pack(bound, index, refit)
             if flips._armed and flips._is_source:
-                flips._hit_round(replay, index, refit, replay.cargo_of_test.sends, "_sends", "packed")
+                flips._hit_round(bound, index, refit, bound._messages.sends, "_sends", "packed")
 
-        def unpacking(replay: Any, index: int, refit: int) -> None:
+        def unpacking(bound: Any, index: int, refit: int) -> None:
             if flips._armed and not flips._is_source:
-                flips._hit_round(replay, index, refit, replay.cargo_of_test.receives, "_receives", "arrived")
-            unpack(replay, index, refit)
+                flips._hit_round(bound, index, refit, bound._messages.receives, "_receives", "arrived")
+            unpack(bound, index, refit)
 
         def broadcasting(group: Any, buffer: torch.Tensor, root: int, stage: str) -> None:
             if flips._armed and stage == "misc" and group.rank == root:
@@ -93,9 +89,8 @@ class Flips:
             return found
 
         for owner, name, patched in (
-            (Replay, "__init__", remembering),
-            (Replay, "pack", packing),
-            (Replay, "unpack", unpacking),
+            (BoundPlan, "pack", packing),
+            (BoundPlan, "unpack", unpacking),
             (TorchGroup, "broadcast", broadcasting),
             (PackedBroadcast, "_checked", checking),
         ):
@@ -112,7 +107,7 @@ class Flips:
             self._bucket = self._rng.randrange(len(MISC))
 
     def _hit_round(
-        self, replay: Any, index: int, refit: int, rounds: list[list[Item]], parcels: str, when: str
+        self, bound: Any, index: int, refit: int, rounds: list[list[LocalMessage]], parcels: str, when: str
     ) -> None:
         if self._bucket >= 0:
             return
@@ -120,21 +115,21 @@ class Flips:
             # Relays leave from the bucket in which they arrived, whose change is another case.
             choices = [
                 (i, k)
-                for i, items in enumerate(rounds)
-                for k, item in enumerate(items)
-                if item.relays is None
+                for i, messages in enumerate(rounds)
+                for k, one in enumerate(messages)
+                if one.relay_of is None
             ]
             self._message = self._rng.choice(choices)
         if index != self._message[0]:
             return
-        item = rounds[index][self._message[1]]
-        buffer = getattr(replay.exchanges[index], parcels)[self._message[1]].buffer
-        segment = self._rng.choice(item.message.segments)
+        one = rounds[index][self._message[1]]
+        buffer = getattr(bound.rounds[index].exchange, parcels)[self._message[1]].buffer
+        segment = self._rng.choice(one.message.segments)
         part = buffer[segment.offset : segment.offset + segment.nbytes]
         how = self._change(part)
-        turn, of = replay.cargo_of_test.turns[item]
-        due = replay._verify == "full" or refit % of == turn
-        message = item.message
+        turn, of = bound._messages.turns[one]
+        due = bound._verify == "full" or refit % of == turn
+        message = one.message
         self._tell(
             Flipped(
                 f"{how} of {segment.name} {when}, message {turn} of {of} from {message.source} to {message.destination}",

@@ -63,7 +63,7 @@ def test_what_trainers_sent_from_where_their_weights_no_longer_were_is_void_on_e
     ranks = run(Scenario(meeting, action="late", expandable=expandable, verify="sampled"))
     assert all(rank["void"] for rank in ranks)
     # What was given back to the driver may not be read: then trainers look before they send.
-    assert all(rank["will look"] == [True, True, False] for rank in ranks[:2])
+    assert all(rank["checks"] == [True, True, False] for rank in ranks[:2])
     for rank in ranks[2:]:
         assert [refit["wrong"] for refit in rank["refits"]] == [[]] * 4
 
@@ -82,7 +82,7 @@ def test_memory_that_was_given_back_and_came_anew_is_noticed_whatever_its_addres
 def test_engines_that_give_their_memory_back_between_refits_have_all_of_it_back(
     meeting: str, expandable: bool
 ) -> None:
-    ranks = run(Scenario(meeting, action="lend", expandable=expandable, rows=200_000))
+    ranks = run(Scenario(meeting, action="sleep", expandable=expandable, rows=200_000))
     assert all(rank["moved"] == [True] * 3 for rank in ranks)
     for rank in ranks[2:]:
         assert [refit["wrong"] for refit in rank["refits"]] == [[], [], []]
@@ -148,7 +148,7 @@ def test_ranks_of_one_process_write_without_handles(meeting: str) -> None:
         for rank in ranks:
             rank.prepare(version)
         for rank, transport in zip(ranks, transports, strict=True):
-            transport.settle()
+            transport.synchronize()
             transport.run(rank.clock)
         assert [rank.endpoint.wrong(version) for rank in ranks[2:]] == [[], []]
     for transport in transports:

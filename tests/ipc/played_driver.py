@@ -26,11 +26,10 @@ from rlrefit.integration.gpu_memory import mapping, memory
 from rlrefit.integration.gpu_memory.driver import DriverError, driver
 from rlrefit.integration.packing import Strided, copy_rows
 from rlrefit.integration.packing.segments import Ints, collapse
-from rlrefit.integration.transport.host_memory import HostMemory
-from rlrefit.integration.transport.ipc import mailbox, one_sided, proofs, transport
-from rlrefit.integration.transport.ipc.mailbox import Mailbox
-from rlrefit.integration.transport.ipc.proofs import Bound, Proofs
-from rlrefit.integration.transport.views import LiveViews
+from rlrefit.integration.transport.ipc import checksums, signals, transport
+from rlrefit.integration.transport.ipc.checksums import BoundMessage, MessageChecksums
+from rlrefit.integration.transport.ipc.signals import SignalBuffer
+from rlrefit.integration.transport.storage import HostMemory, LiveViews
 
 CHUNK = 4096
 _SPAN = 64 << 20
@@ -96,8 +95,8 @@ class PlayedDriver:
     Attributes:
         spaces: address space of each rank.
         alive: memory by its handle.
-        mailboxes: where each rank has one.
-        chunked_mailboxes: the ranks whose mailboxes lie in chunks.
+        signals: where each rank has its signal buffer.
+        chunked_signals: the ranks whose signal buffers lie in chunks.
     """
 
     def __init__(self, ranks: int):
@@ -107,8 +106,8 @@ class PlayedDriver:
         start = -(-self._arena.data_ptr() // CHUNK) * CHUNK
         self.spaces = [AddressSpace(start + rank * _SPAN) for rank in range(ranks)]
         self.alive: dict[int, Memory] = {}
-        self.mailboxes: dict[int, int] = {}
-        self.chunked_mailboxes: set[int] = set()
+        self.signals: dict[int, int] = {}
+        self.chunked_signals: set[int] = set()
         self._ever: list[Memory] = []
         self._failing: Counter[str] = Counter()
         self._now = threading.local()
@@ -149,18 +148,18 @@ class PlayedDriver:
     def fail_no_more(self) -> None:
         self._failing.clear()
 
-    def mailbox(self, messages: Mapping[int, int], device: torch.device) -> Mailbox:
-        """A mailbox of this rank, where the process has it."""
-        made = Mailbox(messages, _CPU)
-        held = self._make(made.memory.numpy().view(np.uint8), classic=self.rank not in self.chunked_mailboxes)
-        at = self.mailboxes[self.rank] = made.memory.data_ptr()
+    def signal_buffer(self, messages: Mapping[int, int], device: torch.device) -> SignalBuffer:
+        """A signal buffer of this rank, where the process has it."""
+        made = SignalBuffer(messages, _CPU)
+        held = self._make(made.memory.numpy().view(np.uint8), classic=self.rank not in self.chunked_signals)
+        at = self.signals[self.rank] = made.memory.data_ptr()
         self.space.mapped[at] = held
         return made
 
-    def drop_mailboxes(self) -> None:
-        for rank, at in self.mailboxes.items():
+    def drop_signals(self) -> None:
+        for rank, at in self.signals.items():
             self.drop(self.spaces[rank].mapped.pop(at))
-        self.mailboxes.clear()
+        self.signals.clear()
 
     def load(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> Bytes:
         """Bytes as this rank sees them."""
@@ -359,7 +358,7 @@ class _NotTorchs:
     def still_mapped(self) -> bool:
         return False
 
-    def found_again(self) -> None:
+    def confirm_unmoved(self) -> None:
         pass
 
 
@@ -384,27 +383,26 @@ def played(ranks: int) -> Iterator[PlayedDriver]:
             return _Sums(play, collapse((a, b, slot) for (a, b), slot in zip(packed, slots, strict=True)))
 
     def on_the_host(
-        pairs: Mapping[int, Sequence[Bound]], verify: str, device: object, *, ahead: bool
-    ) -> Proofs:
-        return Proofs(pairs, verify, _CPU, ahead=ahead)
+        pairs: Mapping[int, Sequence[BoundMessage]], verify: str, device: object, *, ahead: bool
+    ) -> MessageChecksums:
+        return MessageChecksums(pairs, verify, _CPU, ahead=ahead)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (memory, mapping, mailbox):
+        for module in (memory, mapping, signals):
             patch.setattr(module, "call", play.call)
-        for module in (memory, mapping, one_sided):
+        for module in (memory, mapping, transport):
             patch.setattr(module, "process_name", lambda: f"rank {play.rank}")
             patch.setattr(module, "device_uuid", lambda device: "GPU-0")
-        for module in (transport, one_sided):
-            patch.setattr(module, "CopyTable", CopyTable)
-        patch.setattr(proofs, "ChecksumTable", ChecksumTable)
-        patch.setattr(one_sided, "Proofs", on_the_host)
-        patch.setattr(one_sided, "Mailbox", play.mailbox)
-        patch.setattr(one_sided, "missing", lambda: "")
+        patch.setattr(transport, "CopyTable", CopyTable)
+        patch.setattr(checksums, "ChecksumTable", ChecksumTable)
+        patch.setattr(transport, "MessageChecksums", on_the_host)
+        patch.setattr(transport, "SignalBuffer", play.signal_buffer)
+        patch.setattr(transport, "missing", lambda: "")
         # The tensors lie in no GPU's memory as torch has it: none is watched, refused, or missed at home.
         patch.setattr(transport, "kernels_read", lambda view: True)
-        patch.setattr(one_sided, "DeviceMemory", _NotTorchs)
-        patch.setattr(one_sided, "HostMemory", lambda views, device: HostMemory(views, _CPU))
-        patch.setattr(one_sided, "LiveViews", lambda fragments, device=None: LiveViews(fragments))
+        patch.setattr(transport, "DeviceMemory", _NotTorchs)
+        patch.setattr(transport, "HostMemory", lambda views, device: HostMemory(views, _CPU))
+        patch.setattr(transport, "LiveViews", lambda fragments, device=None: LiveViews(fragments))
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         for module in (memory, mapping, transport):
             patch.setattr(module, "on_device", lambda device: play.on(device.index))

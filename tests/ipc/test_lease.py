@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlrefit.integration.errors import RefitTimeout
-from rlrefit.integration.transport.ipc import lease as module
-from rlrefit.integration.transport.ipc.lease import Lease
+from rlrefit.integration.transport.ipc import transport as module
+from rlrefit.integration.transport.ipc.transport import Lease
 
 
 class Clock:

@@ -21,7 +21,7 @@ from rlrefit.integration.gpu_memory.descriptors import DescriptorServer
 from rlrefit.integration.gpu_memory.driver import DriverError, driver
 from rlrefit.integration.gpu_memory.mapping import ImportedMemory
 from rlrefit.integration.gpu_memory.memory import ExportedMemory, process_name
-from rlrefit.integration.transport.host_memory import DeviceMemory
+from rlrefit.integration.transport.storage import DeviceMemory
 from tests.spawn import processes
 
 DEVICE = torch.device("cuda", 0)
@@ -373,7 +373,7 @@ def test_memory_is_there_still_as_long_as_torchs_allocator_has_given_nothing_bac
     assert weights.still_mapped()
     allocator.returned += 1
     assert not weights.still_mapped()
-    weights.found_again()
+    weights.confirm_unmoved()
     assert weights.still_mapped()
 
 

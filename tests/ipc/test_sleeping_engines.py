@@ -1,6 +1,6 @@
 """Trainers refit engines that sleep, move, change and fail in random orders; the driver is played, all above it is real.
 
-After every refit each byte is where it belongs; what engines lend is nobody else's when they fall asleep; and nothing is
+After every refit each byte is where it belongs; the memory of engines that sleep is nobody else's when they fall asleep; and nothing is
 mapped, reserved or open once an epoch has ended.
 """
 
@@ -27,7 +27,7 @@ from rlrefit.integration.layout import Box, Fragment
 from rlrefit.integration.plan import Message, Plan, Segment
 from rlrefit.integration.records.record import StageClock
 from rlrefit.integration.transport.ipc import IpcTransport
-from rlrefit.integration.transport.views import LiveViews
+from rlrefit.integration.transport.storage import LiveViews
 from tests.ipc.played_driver import CHUNK, Bytes, PlayedDriver, played
 from tests.ipc.test_memory import open_descriptors
 
@@ -53,7 +53,7 @@ class Owner:
     shapes: Mapping[str, tuple[int, int]]
     boxes: Mapping[str, Box]
     classic: bool = False
-    lends: bool = False
+    sleep_mode: bool = False
 
     def __post_init__(self) -> None:
         self.space = self.driver.spaces[self.rank]
@@ -69,7 +69,9 @@ class Owner:
         for size in self.chunks:
             held = self.space.mapped.pop(at)
             self.driver.drop(held)
-            assert not (self.lends and held.references), f"rank {self.rank} lent {at:#x}, and others hold it"
+            assert not (self.sleep_mode and held.references), (
+                f"rank {self.rank} lent {at:#x}, and others hold it"
+            )
             at += size
 
     def wake(self) -> None:
@@ -171,8 +173,8 @@ class Tallied(IpcTransport):
 
     tally: Counter[str]
 
-    def _follows(self, peers: Mapping[int, Description]) -> bool:
-        followed = super()._follows(peers)
+    def _map_again(self, peers: Mapping[int, Description]) -> bool:
+        followed = super()._map_again(peers)
         if self._sends and self._refits:
             self.tally["followed" if followed else "bound in full"] += 1
         return followed
@@ -195,11 +197,11 @@ class World:
         # The first one sleeps, in chunks: one whose tables can be kept is there in any case.
         self._engines = []
         for place in range(engines):
-            classic, lends = place > 0 and dice.random() < 0.25, not place or dice.random() < 0.75
-            self._engines.append(Owner(driver, trainers + place, dice, shapes, whole, classic, lends))
+            classic, sleep_mode = place > 0 and dice.random() < 0.25, not place or dice.random() < 0.75
+            self._engines.append(Owner(driver, trainers + place, dice, shapes, whole, classic, sleep_mode))
         self._owners = [*self._trainers, *self._engines]
         self._messages = self._plan(parts)
-        driver.chunked_mailboxes = {owner.rank for owner in self._owners if dice.random() < 0.5}
+        driver.chunked_signals = {owner.rank for owner in self._owners if dice.random() < 0.5}
         gc.collect()  # what other tests left must not be closed in between
         self._descriptors, self._threads = open_descriptors(), set(threading.enumerate())
         self._open_epoch()
@@ -260,13 +262,13 @@ class World:
             received = tuple(m for m in self._messages if m.destination == owner.rank)
             transport = Tallied(
                 owner.rank, Plan(owner.rank, (sent,), (received,), "", {}), self._verify,
-                torch.device("cuda", owner.rank), TIMEOUT, lambda stage: None, str, turn=turn, lends=owner.lends,
+                torch.device("cuda", owner.rank), TIMEOUT, lambda stage: None, str, turn=turn, sleeps=owner.sleep_mode,
             )  # fmt: skip
             transport.tally = self.tally
             self._transports.append(transport)
         self._keys = self._places()
         self._bind()
-        self._each(IpcTransport.rest)
+        self._each(IpcTransport.release)
 
     def _each(self, do: Callable[[IpcTransport], object]) -> None:
         for transport in self._transports:
@@ -275,9 +277,9 @@ class World:
 
     def _take_a_step(self, owner: Owner) -> None:
         trains = owner in self._trainers
-        # An engine that lends nothing seldom gives its memory back: peers that have it mapped keep it.
+        # An engine without a sleep mode seldom frees its memory: peers that have it mapped keep it.
         steps = TRAINER_STEPS if trains else ENGINE_STEPS
-        idle = not (trains or owner.lends or self._dice.random() < 0.3)
+        idle = not (trains or owner.sleep_mode or self._dice.random() < 0.3)
         step = Owner.stays if idle else self._dice.choice(steps)
         self._history.append(f"{owner.rank} {step.__name__}")
         with self._driver.on(owner.rank):
@@ -289,7 +291,7 @@ class World:
         return [LiveViews(owner.fragments).places() for owner in self._owners]
 
     def _is_stale(self) -> bool:
-        self._each(IpcTransport.settle)
+        self._each(IpcTransport.synchronize)
         moved: list[bool] = []
         self._each(lambda transport: moved.append(transport.moved()))
         before, self._keys = self._keys, self._places()
@@ -342,7 +344,7 @@ class World:
     def _close(self, *, failed: bool) -> None:
         for _ in range(2):
             self._each(partial(IpcTransport.close, failed=failed))
-        self._driver.drop_mailboxes()
+        self._driver.drop_signals()
         for owner in self._owners:
             assert set(owner.space.reserved) == {owner.base}, f"addresses stay reserved: {self._told()}"
             assert len(owner.space.mapped) == len(owner.chunks), f"memory stays mapped: {self._told()}"

@@ -11,9 +11,9 @@ import torch
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import PlanError, RefitMismatch, TransportUnavailable
+from rlrefit.integration.gpu_memory.availability import availability, facts
 from rlrefit.integration.plan import Message, Plan, Segment
 from rlrefit.integration.transport import IpcTransport, choose
-from rlrefit.integration.transport.ipc import availability, facts
 from rlrefit.integration.weights.manifest import TensorSpec
 from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world
 

@@ -15,7 +15,6 @@ from rlrefit.integration.gpu_memory.description import Allocation, Description, 
 from rlrefit.integration.packing import Strided
 from rlrefit.integration.plan import Message, Plan, Segment
 from rlrefit.integration.records.clock import StageClock
-from rlrefit.integration.transport.ipc import lease, one_sided
 from rlrefit.integration.transport.ipc import transport as module
 from rlrefit.integration.transport.ipc.transport import IpcTransport
 
@@ -54,7 +53,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
-    monkeypatch.setattr(module, "ring", lambda address, number, stream: gpu.step(f"ring {number}"))
+    monkeypatch.setattr(module, "signal", lambda address, number, stream: gpu.step(f"signal {number}"))
     return gpu
 
 
@@ -64,13 +63,13 @@ def sender(gpu: Gpu, timeout_s: float = 10.0) -> IpcTransport:
         "_stream": SimpleNamespace(wait_stream=lambda caller: gpu.step("follow the caller")),
         "_ended": gpu.event("writes"),
         "_copies": SimpleNamespace(launch=lambda: gpu.step("copy")),
-        "_sent_proofs": SimpleNamespace(
+        "_sent_checksums": SimpleNamespace(
             prepare=lambda refit: gpu.step("prepare"),
-            compute=lambda refit: gpu.step("prove"),
+            compute=lambda refit: gpu.step("sum"),
             expired=lambda: False,
         ),
-        "_tell": SimpleNamespace(launch=lambda: gpu.step("tell")),
-        "_bells": [0],
+        "_checksum_copies": SimpleNamespace(launch=lambda: gpu.step("tell")),
+        "_signal_addresses": [0],
         "_encoders": [],
     }
     for name, part in parts.items():
@@ -78,13 +77,13 @@ def sender(gpu: Gpu, timeout_s: float = 10.0) -> IpcTransport:
     return one
 
 
-@pytest.mark.parametrize("fails_at", ["copy", "ring 1", "prepare", "prove", "tell", "ring 2"])
+@pytest.mark.parametrize("fails_at", ["copy", "signal 1", "prepare", "sum", "tell", "signal 2"])
 @pytest.mark.parametrize("error", [RuntimeError("no launch"), KeyboardInterrupt()])
 def test_writes_that_break_off_are_still_waited_for_before_memory_is_unmapped(
     gpu: Gpu, fails_at: str, error: BaseException
 ) -> None:
     one = sender(gpu)
-    one.settle()
+    one.synchronize()
     gpu.fails_at, gpu.error = fails_at, error
     with pytest.raises(type(error)):
         one.run(CLOCK)
@@ -101,7 +100,7 @@ def test_a_sender_writes_once_its_gpu_has_done_what_was_enqueued_since_it_settle
 ) -> None:
     one = sender(gpu)
     monkeypatch.setattr(one._lease, "use", lambda rank: gpu.step("lease"))
-    one.settle()
+    one.synchronize()
     gpu.log.clear()
     gpu.looks = 3
     one.run(CLOCK)
@@ -111,7 +110,7 @@ def test_a_sender_writes_once_its_gpu_has_done_what_was_enqueued_since_it_settle
 
 def test_what_goes_aside_does_so_while_the_writes_are_under_way(gpu: Gpu) -> None:
     one = sender(gpu)
-    one.settle()
+    one.synchronize()
     one.run(CLOCK, lambda: gpu.step("aside"))
     assert gpu.log.index("record writes") < gpu.log.index("aside") < gpu.log.index("writes ended")
 
@@ -121,7 +120,7 @@ def test_writes_are_waited_for_before_memory_is_unmapped_if_what_goes_aside_fail
         raise RuntimeError("the export broke")
 
     one = sender(gpu)
-    one.settle()
+    one.synchronize()
     gpu.looks = 3
     with pytest.raises(RuntimeError, match="the export broke"):
         one.run(CLOCK, fail)
@@ -137,29 +136,29 @@ def test_a_sender_that_finds_its_weights_elsewhere_while_it_writes_says_that_it_
     one = sender(gpu)
     one._memory = SimpleNamespace(still_mapped=lambda: True)  # type: ignore[assignment]
     looks = iter([False, True])
-    for void, rings in ((False, ["ring 1", "ring 2"]), (True, ["ring 6"])):
-        assert one.will_look(lambda: gpu.step("look") or next(looks))
-        one.settle()
+    for void, signals in ((False, ["signal 1", "signal 2"]), (True, ["signal 6"])):
+        assert one.check_during_run(lambda: gpu.step("look") or next(looks))
+        one.synchronize()
         gpu.log.clear()
         assert one.run(CLOCK, lambda: gpu.step("aside")).void is void
         # Bytes are on their way meanwhile, and what goes aside is of the weights where they are now.
         assert gpu.log.index("copy") < gpu.log.index("look") < gpu.log.index("aside")
-        assert [step for step in gpu.log if step.startswith("ring")] == rings
-        assert ("prove" in gpu.log) is not void
+        assert [step for step in gpu.log if step.startswith("signal")] == signals
+        assert ("sum" in gpu.log) is not void
 
 
 def test_a_sender_whose_memory_may_be_gone_looks_before_it_writes(gpu: Gpu) -> None:
     one = sender(gpu)
     one._memory = SimpleNamespace(still_mapped=lambda: False)  # type: ignore[assignment]
-    assert not one.will_look(lambda: gpu.step("look") or True)
-    one.settle()
+    assert not one.check_during_run(lambda: gpu.step("look") or True)
+    one.synchronize()
     assert not one.run(CLOCK).void
     assert "look" not in gpu.log
 
 
 def test_a_sender_whose_gpu_is_busy_until_its_peers_give_up_writes_nothing(gpu: Gpu) -> None:
     one = sender(gpu, timeout_s=0.1)
-    one.settle()
+    one.synchronize()
     gpu.looks = 1 << 40
     with pytest.raises(RefitTimeout, match="earlier work on its GPU"):
         one.run(CLOCK)
@@ -196,23 +195,22 @@ class Mapped:
 
 @pytest.fixture
 def connect(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Callable[[IpcTransport, object], None]:
-    monkeypatch.setattr(one_sided, "ImportedMemory", lambda peer, *_: Mapped(gpu, peer))
+    monkeypatch.setattr(module, "ImportedMemory", lambda peer, *_: Mapped(gpu, peer))
     copies = SimpleNamespace(launch=lambda: gpu.step("copy"))
-    for user in (module, one_sided):
-        monkeypatch.setattr(
-            user,
-            "CopyTable",
-            SimpleNamespace(build=lambda pairs, device: copies, of=lambda rows, device: copies),
-        )
+    monkeypatch.setattr(
+        module,
+        "CopyTable",
+        SimpleNamespace(build=lambda pairs, device: copies, of=lambda rows, device: copies),
+    )
     held = {1: [(PLAN.sends[0][0], [Strided.packed(0, (4,), 2)])]}
-    monkeypatch.setattr(module, "bound", lambda sends, views: gpu.step("bound") or held)
-    proofs = SimpleNamespace(
+    monkeypatch.setattr(module, "bind_messages", lambda sends, views: gpu.step("bound") or held)
+    checksums = SimpleNamespace(
         sums=torch.zeros(1, 2, dtype=torch.int64),
         prepare=lambda refit: None,
         compute=lambda refit: None,
         expired=lambda: False,
     )
-    monkeypatch.setattr(one_sided, "Proofs", lambda *_, ahead: proofs)
+    monkeypatch.setattr(module, "MessageChecksums", lambda *_, ahead: checksums)
 
     def connect(one: IpcTransport, described: object) -> None:
         one.connect([None, described])
@@ -232,12 +230,12 @@ def test_a_sender_writes_no_later_than_the_receiver_waits(
     one = sender(gpu, ours)
     connect(one, receiver(theirs))
     now = 1000.0
-    monkeypatch.setattr(lease, "time", SimpleNamespace(monotonic=lambda: now))
-    one.settle()
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    one.synchronize()
     now += allowed - 1
     one.run(CLOCK)
     assert gpu.log.count("copy") == 2  # the checksums are told by a copy as well
-    one.settle()
+    one.synchronize()
     now += allowed + 1
     with pytest.raises(RefitTimeout, match="late writes"):
         one.run(CLOCK)
@@ -253,17 +251,17 @@ def test_memory_that_its_owner_gives_back_is_let_go_of_once_the_writes_have_ende
     for _ in range(2):
         connect(one, receiver(60.0, lent=lent, handle=handle))
         assert not one.moved()
-        one.settle()
+        one.synchronize()
         gpu.log.clear()
         gpu.looks = 3
         one.run(CLOCK)
         assert one.moved() is lent
-        one.rest()
+        one.release()
         # What was opened by a handle need not come to lie at the same addresses again.
         let_go = "unmap" if handle else "rest"
         assert gpu.log[-2:] == (["writes ended", let_go] if lent else ["record writes", "writes ended"])
         # As a new binding begins.
-        one._on_loan = one._returned = False
+        one._some_sleep = one._released = False
 
 
 def test_what_comes_back_at_its_addresses_is_mapped_there_and_nothing_is_worked_out_anew(
@@ -273,15 +271,15 @@ def test_what_comes_back_at_its_addresses_is_mapped_there_and_nothing_is_worked_
     connect(one, receiver(60.0, lent=True, token="aa"))
     assert [step for step in gpu.log if step in ("map", "bound")] == ["bound", "map"]
     for token in ("bb", "cc"):
-        one.settle()
+        one.synchronize()
         one.run(CLOCK)
         # As a new binding begins, of weights that lie where they lay.
-        one._returned, one._stays = False, True
+        one._released, one._unmoved = False, True
         gpu.log.clear()
         connect(one, receiver(60.0, lent=True, token=token))
         assert gpu.log == [f"renew {token}"]
         assert not one.moved()
-    one.settle()
+    one.synchronize()
     gpu.log.clear()
     one.run(CLOCK)
     assert gpu.log.count("copy") == 2
@@ -290,20 +288,20 @@ def test_what_comes_back_at_its_addresses_is_mapped_there_and_nothing_is_worked_
     assert gpu.log[-1] == "unmap"
 
 
-@pytest.mark.parametrize("changed", ["a peer's addresses", "a peer's bell", "this rank's weights"])
+@pytest.mark.parametrize("changed", ["a peer's addresses", "a peer's signals", "this rank's weights"])
 def test_what_comes_back_elsewhere_is_bound_anew(
     gpu: Gpu, connect: Callable[[IpcTransport, object], None], changed: str
 ) -> None:
     one = sender(gpu)
     before: Any = receiver(60.0, lent=True)
     connect(one, before)
-    one.settle()
+    one.synchronize()
     one.run(CLOCK)
-    one._returned, one._stays = False, changed != "this rank's weights"
+    one._released, one._unmoved = False, changed != "this rank's weights"
     after: Any = receiver(60.0, lent=True)
     if changed == "a peer's addresses":
         after["allocations"][0][0] += 4096
-    if changed == "a peer's bell":
+    if changed == "a peer's signals":
         after["allocations"][1][5] = [9]
     gpu.log.clear()
     connect(one, after)
@@ -315,7 +313,7 @@ def test_a_refit_that_breaks_off_returns_lent_memory_when_the_epoch_ends(
 ) -> None:
     one = sender(gpu)
     connect(one, receiver(60.0, lent=True))
-    one.settle()
+    one.synchronize()
     gpu.fails_at = "copy"
     with pytest.raises(RuntimeError, match="no launch"):
         one.run(CLOCK)
@@ -329,8 +327,8 @@ def test_memory_that_is_lent_goes_back_before_a_first_refit_that_is_far(
 ) -> None:
     one = sender(gpu)
     connect(one, receiver(60.0, lent=True))
-    one.rest()
+    one.release()
     assert one.moved()
     assert gpu.log.count("rest") == 1
-    one.rest()
+    one.release()
     assert gpu.log.count("rest") == 1

@@ -36,7 +36,7 @@ class Scenario:
         sources: trainer ranks, which hold whole experts.
         destinations: engine ranks, which want a part of every expert.
         action: ``refits``, ``move`` (the engines' storage moves before the last refit), ``remap`` (it is given back
-            to the driver before the last refit, and comes anew, at the same addresses if they are free), ``lend`` (so it
+            to the driver before the last refit, and comes anew, at the same addresses if they are free), ``sleep`` (so it
             is after every refit, and the engines say so), ``kill`` (the ``victim``
             dies instead of the second refit), ``late`` (the trainers' storage moves before the third, which is void), ``busy`` (trainer rank 0 has its GPU busy beyond the timeout when it
             comes to write the second), ``lie`` (trainer rank 0 tells another checksum in the second), or
@@ -123,7 +123,7 @@ class Rank:
             self.scenario.timeout_s,
             lambda stage: None,
             lambda rank: f"refit rank {rank}",
-            lends=self.scenario.action == "lend" and not self.is_source,
+            sleeps=self.scenario.action == "sleep" and not self.is_source,
         )
 
     def fragments(self) -> list[Fragment]:
@@ -145,7 +145,7 @@ class Rank:
     def refit(self, version: int) -> dict[str, Any]:
         """Change the weights, refit, and return what came of it."""
         self.prepare(version)
-        self.transport.settle()
+        self.transport.synchronize()
         self.meeting.vote()
         self.clock.restart()
         result = self.transport.run(self.clock)
@@ -260,18 +260,18 @@ def _late(rank: Rank) -> dict[str, Any]:
     if rank.is_source:
         # The old memory stays with torch's allocator.
         rank.endpoint = rank.make_endpoint()
-    will_look = rank.transport.will_look(lambda: True)
+    checks = rank.transport.check_during_run(lambda: True)
     void = rank.refit(3)["void"]
     rank.bind()
     rows.append(rank.refit(3))
-    looks_again = rank.transport.will_look(lambda: False)
+    checks_again = rank.transport.check_during_run(lambda: False)
     rows.append(rank.refit(4))
     # A segment of its own, which goes back to the driver.
     torch.empty(256 << 20, dtype=torch.uint8, device=rank.device)
     torch.cuda.empty_cache()
-    blind = rank.transport.will_look(lambda: False)
+    blind = rank.transport.check_during_run(lambda: False)
     rank.transport.close()
-    return {"refits": rows, "void": void, "will look": [will_look, looks_again, blind]}
+    return {"refits": rows, "void": void, "checks": [checks, checks_again, blind]}
 
 
 def _asleep(rank: Rank) -> tuple[int, int]:
@@ -288,12 +288,12 @@ def _asleep(rank: Rank) -> tuple[int, int]:
     return sum(sizes), given
 
 
-def _lend(rank: Rank) -> dict[str, Any]:
+def _sleep(rank: Rank) -> dict[str, Any]:
     rank.open()
     rows, slept, moved = [], [], []
     for version in (1, 2, 3):
         # Before the first refit, too: an engine may sleep as soon as the ranks have met.
-        rank.transport.rest()
+        rank.transport.release()
         moved.append(rank.transport.moved())
         rank.meeting.vote()
         # One engine after another, since they may share a GPU.
@@ -325,7 +325,7 @@ def _remap(rank: Rank) -> dict[str, Any]:
 def _kill(rank: Rank) -> dict[str, Any]:
     rank.open()
     rank.refit(1)
-    rank.transport.settle()
+    rank.transport.synchronize()
     rank.meeting.vote()
     if rank.rank == rank.scenario.victim:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -349,7 +349,7 @@ def _busy(rank: Rank) -> dict[str, Any]:
     rank.open()
     rank.refit(1)
     rank.prepare(2)
-    rank.transport.settle()
+    rank.transport.synchronize()
     rank.meeting.vote()
     if rank.rank == 0:
         # Some 3e9 cycles are 1.5 s and more, on any GPU.
@@ -372,15 +372,15 @@ def _lie(rank: Rank) -> dict[str, Any]:
     rank.open()
     rank.refit(1)
     if rank.rank == 0:
-        compute = rank.transport._sent_proofs.compute
+        compute = rank.transport._sent_checksums.compute
 
         def wrongly(refit: int) -> int:
             covered = compute(refit)
-            rank.transport._sent_proofs.sums[0] += 1
+            rank.transport._sent_checksums.sums[0] += 1
             return covered
 
-        rank.transport._sent_proofs.compute = wrongly  # type: ignore[method-assign]
-    rank.transport.settle()
+        rank.transport._sent_checksums.compute = wrongly  # type: ignore[method-assign]
+    rank.transport.synchronize()
     rank.meeting.vote()
     try:
         rank.transport.run(rank.clock)
@@ -416,7 +416,7 @@ _ACTIONS = {
     "refits": _refits,
     "move": _move,
     "late": _late,
-    "lend": _lend,
+    "sleep": _sleep,
     "remap": _remap,
     "kill": _kill,
     "busy": _busy,

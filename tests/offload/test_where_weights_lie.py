@@ -15,10 +15,9 @@ from rlrefit.integration.packing import make_checksums, make_copy
 from rlrefit.integration.packing.factory import JoinedCopies, PairedViews
 from rlrefit.integration.packing.host import PushedViews, kernels_read
 from rlrefit.integration.plan import Message, Plan, Segment
-from rlrefit.integration.transport import replay
-from rlrefit.integration.transport.cargo import Cargo
-from rlrefit.integration.transport.host_memory import HostMemory
-from rlrefit.integration.transport.views import LiveViews
+from rlrefit.integration.transport import bound_plan
+from rlrefit.integration.transport.messages import LocalMessages
+from rlrefit.integration.transport.storage import HostMemory, LiveViews
 from rlrefit.integration.weights.manifest import TensorSpec
 from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world
 
@@ -98,14 +97,14 @@ def test_what_the_host_pushes_is_added_up_in_its_bucket_and_verified(
     source, destination = SyntheticSource(specs, whole), SyntheticDestination(specs, whole)
     pageable = [storage.data_ptr() for storage in source._held.values()][::2]
     # As if a GPU sent: every second weight is out of its kernels' reach.
-    monkeypatch.setattr(replay, "pushed_to", lambda _, view: view.data_ptr() in pageable)
+    monkeypatch.setattr(bound_plan, "pushed_to", lambda _, view: view.data_ptr() in pageable)
     added: list[torch.Tensor] = []
 
     def making(views: list[tuple[torch.Tensor, int]], *rest: object) -> object:
         added.extend(view for view, _ in views)
         return make_checksums(views, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(replay, "make_checksums", making)
+    monkeypatch.setattr(bound_plan, "make_checksums", making)
 
     def body(rank: int, session: object, endpoint: object) -> object:
         found = [refit_changed(session, endpoint, version) for version in (1, 2)]  # type: ignore[arg-type]
@@ -133,16 +132,16 @@ def test_a_gpu_does_not_copy_into_host_memory() -> None:
 
 def test_a_large_weight_in_host_memory_is_staged_on_its_way_between_gpus() -> None:
     fragment, plan = large()
-    cargo = Cargo(plan)
-    assert cargo.direct(LiveViews([fragment], CPU)) == {*cargo.sends[0]}
-    assert cargo.direct(LiveViews([fragment], GPU)) == set()
+    messages = LocalMessages(plan)
+    assert messages.direct(LiveViews([fragment], CPU)) == {*messages.sends[0]}
+    assert messages.direct(LiveViews([fragment], GPU)) == set()
 
 
 def test_an_engine_in_host_memory_beside_a_gpu_is_refused_by_name() -> None:
     fragment, _ = large()
-    LiveViews([fragment], CPU).require_home()
+    LiveViews([fragment], CPU).require_on_device()
     with pytest.raises(RefitError, match=r"lies on cpu.*parameter w"):
-        LiveViews([fragment], GPU).require_home()
+        LiveViews([fragment], GPU).require_on_device()
 
 
 def test_a_storage_that_is_too_small_is_found_before_anything_reads_it() -> None:

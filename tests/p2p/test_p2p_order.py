@@ -1,4 +1,4 @@
-"""The order of packing, wire and unpacking on streams, checked with lines that only note what waits for what."""
+"""The order of packing, wire and unpacking on streams, checked with streams that only note what waits for what."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Work:
     current: Any = None
 
     def touch(self, reads: Collection[int], writes: Collection[int]) -> None:
-        """Work on the current line that touches buckets; all that it must not race with has to be before it."""
+        """Work on the current stream that touches buckets; all that it must not race with has to be before it."""
         number = len(self.before)
         self.before.append(set(self.current.done))
         for bucket in reads:
@@ -47,8 +47,8 @@ class Work:
         self.current.done.add(number)
 
 
-class FakeSpan:
-    """A span that knows in which refit it was last recorded."""
+class FakeEvent:
+    """A event that knows in which refit it was last recorded."""
 
     def __init__(self) -> None:
         self.refit, self.done = 0, set[int]()
@@ -57,8 +57,8 @@ class FakeSpan:
         return True
 
 
-class FakeLine:
-    """A line of :class:`Work`; a new refit begins when everything before has ended."""
+class FakeStream:
+    """A stream of :class:`Work`; a new refit begins when everything before has ended."""
 
     def __init__(self, work: Work):
         self._work = work
@@ -67,20 +67,20 @@ class FakeLine:
     def enter(self) -> None:
         self._work.current = self
 
-    def begin(self) -> None:
+    def wait_caller(self) -> None:
         self.done = set(range(len(self._work.before)))
 
-    def after(self, span: FakeSpan) -> None:
-        assert span.refit == self._work.refit, "waits on what an earlier refit recorded"
-        self.done |= span.done
+    def wait_event(self, event: FakeEvent) -> None:
+        assert event.refit == self._work.refit, "waits on what an earlier refit recorded"
+        self.done |= event.done
 
-    def after_line(self, line: FakeLine) -> None:
-        self.done |= line.done
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.done |= stream.done
 
     @contextmanager
-    def timed(self, clock: StageClock, stage: str, span: FakeSpan, rest: Any = None) -> Any:
+    def timed(self, clock: StageClock, stage: str, event: FakeEvent, finish: Any = None) -> Any:
         yield
-        span.refit, span.done = self._work.refit, set(self.done)
+        event.refit, event.done = self._work.refit, set(self.done)
 
 
 class FakeGroup:
@@ -95,8 +95,8 @@ class FakeGroup:
     def connect(self, peers: Any) -> None:
         pass
 
-    def wait_for(self, spans: Sequence[FakeSpan], stage: str) -> None:
-        assert all(span.refit == self._work.refit for span in spans)
+    def wait_for(self, events: Sequence[FakeEvent], stage: str) -> None:
+        assert all(event.refit == self._work.refit for event in events)
 
     def prepare(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], lane: int = 0) -> Any:
         touched, written = (
@@ -142,8 +142,8 @@ def test_what_shares_a_bucket_is_in_order_and_nothing_waits_on_an_earlier_refit(
 ) -> None:
     work = Work()
     with (
-        patch.object(p2p, "make_line", lambda device: FakeLine(work)),
-        patch.object(p2p, "make_span", lambda device: FakeSpan()),
+        patch.object(p2p, "make_stream", lambda device: FakeStream(work)),
+        patch.object(p2p, "make_event", lambda device: FakeEvent()),
     ):
         transport = P2PTransport(FakeGroup(work, lanes), SELF, plan, verify)  # type: ignore[arg-type]
     size = 4 * 3 * len(plan.sends)
@@ -151,33 +151,36 @@ def test_what_shares_a_bucket_is_in_order_and_nothing_waits_on_an_earlier_refit(
     relays = sum(m.is_relay for messages in plan.receives for m in messages)
     said = {"turns": {str(SELF): [[0, 1]] * relays}}
     transport.connect([said] * 4)
-    replay: Any = transport._replay
+    bound: Any = transport._bound
 
     def bucket(direction: str, index: int) -> list[int]:
-        staging = replay.outgoing if direction == "out" else replay.incoming
-        number = staging.bucket_of[index]
-        return [replay.buckets[direction, number].untyped_storage().data_ptr()] if number >= 0 else []
+        sharing = bound.outgoing if direction == "out" else bound.incoming
+        number = sharing.bucket_of[index]
+        return [bound.buckets[direction, number].untyped_storage().data_ptr()] if number >= 0 else []
 
-    replay.pack = lambda index, refit: work.touch([], bucket("out", index))
-    replay.unpack = lambda index, refit: work.touch(bucket("in", index), [])
+    bound.pack = lambda index, refit: work.touch([], bucket("out", index))
+    bound.unpack = lambda index, refit: work.touch(bucket("in", index), [])
     # Nothing is packed here, so rows of checksums stay what they are.
-    replay.ledger.damaged = list
+    bound.checksums.damaged = list
     begun: list[int] = []
-    aside: list[list[int]] = []
-    replay.exchanges = [_noted(exchange, i, begun) for i, exchange in enumerate(replay.exchanges)]
+    meanwhile: list[list[int]] = []
+    for i, one in enumerate(bound.rounds):
+        _note(one.exchange, i, begun)
     for work.refit in (1, 2):
         begun.clear()
-        transport.run(StageClock(torch.device("cpu")), lambda: aside.append([*begun]))
-    # Aside comes in the same place of every rank's order of rounds, which the numbers of the rounds tell.
+        transport.run(StageClock(torch.device("cpu")), lambda: meanwhile.append([*begun]))
+    # What is done meanwhile comes in the same place of every rank's order of rounds, which the numbers of the rounds tell.
     numbers = [next(chain(*both)).round_index for both in zip(plan.sends, plan.receives, strict=True)]
-    first = [index for index, number in enumerate(numbers) if number < p2p._ASIDE_BEFORE]
-    assert aside == [first, first]
+    first = [index for index, number in enumerate(numbers) if number < p2p._MEANWHILE_BEFORE]
+    assert meanwhile == [first, first]
     assert begun == [*range(len(numbers))]
 
 
-def _noted(exchange: Any, index: int, begun: list[int]) -> Any:
-    def start(stage: str) -> None:
-        exchange.start(stage)
+def _note(exchange: Any, index: int, begun: list[int]) -> None:
+    start = exchange.start
+
+    def noted(stage: str) -> None:
+        start(stage)
         begun.append(index)
 
-    return SimpleNamespace(start=start, finish=None)
+    exchange.start = noted

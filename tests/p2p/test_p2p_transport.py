@@ -25,8 +25,8 @@ from rlrefit.integration.errors import (
     VerificationError,
 )
 from rlrefit.integration.plan import GLOO_PACE, NCCL_PACE, Message, Pace, Plan, Segment
-from rlrefit.integration.transport.cargo import Cargo
-from rlrefit.integration.transport.staging import share_buckets
+from rlrefit.integration.transport.bound_plan import share_buckets
+from rlrefit.integration.transport.messages import LocalMessages
 from rlrefit.integration.weights.manifest import TensorSpec
 from tests.p2p.worlds import Rank, Setting, contiguous, run_threads
 from tests.plan.worlds import Layouts, layouts
@@ -96,7 +96,7 @@ def test_engines_that_want_the_same_pass_it_on_and_every_message_gets_its_turn_t
 
     def body(rank: Rank) -> Any:
         relays = sum(m.is_relay for messages in rank.plan.sends for m in messages)
-        turns = max((of for _, of in rank.transport._cargo.turns.values()), default=1)
+        turns = max((of for _, of in rank.transport._messages.turns.values()), default=1)
         return relays, turns, [rank.refit(version) for version in range(1, 13)]
 
     setting = Setting(bucket_bytes=24_000, lanes=lanes, verify="sampled", fan_out=True)
@@ -159,9 +159,9 @@ def test_rounds_are_on_the_wire_before_earlier_ones_are_unpacked_and_staging_sta
         destinations[0]._wanted[key] = view.contiguous()
 
     def body(rank: Rank) -> Any:
-        replay: Any = rank.transport._replay
+        bound: Any = rank.transport._bound
         acts: list[tuple[str, int]] = []
-        for index, exchange in enumerate(replay.exchanges):
+        for index, exchange in enumerate(one.exchange for one in bound.rounds):
             for name in ("start", "finish"):
                 setattr(exchange, name, _noting(getattr(exchange, name), acts, (name, index)))
         return rank.transport.staging_bytes, [rank.refit(version) for version in (1, 2)], acts
@@ -192,9 +192,9 @@ def test_a_byte_that_the_wire_changes_is_caught_with_and_without_staging(gaps_in
     def body(rank: Rank) -> Any:
         rank.refit(1)
         if rank.rank == 1:
-            replay = rank.transport._replay
-            assert replay is not None
-            last = replay.exchanges[-1]
+            bound = rank.transport._bound
+            assert bound is not None
+            last = bound.rounds[-1].exchange
             receive = last.finish
 
             def finish(stage: str) -> None:
@@ -226,15 +226,15 @@ def test_a_message_in_the_place_of_another_one_or_from_an_earlier_refit_is_caugh
     destinations = [SyntheticDestination(specs, {s.name: [box] for s in specs})]
 
     def body(rank: Rank) -> Any:
-        replay = rank.transport._replay
-        assert replay is not None
-        exchange = replay.exchanges[0]
+        bound = rank.transport._bound
+        assert bound is not None
+        exchange = bound.rounds[0].exchange
         buffers = [parcel.buffer for parcel in exchange._receives]
         rank.refit(1)
         if rank.rank == 2:
             assert len(buffers) == 2
             assert buffers[0].shape == buffers[1].shape
-            assert len(replay.exchanges) == 1
+            assert len(bound.rounds) == 1
             arrived = [buffer.clone() for buffer in buffers]
             receive = exchange.finish
 
@@ -256,12 +256,12 @@ def test_storage_that_moved_is_bound_again_with_the_same_buckets() -> None:
 
     def body(rank: Rank) -> Any:
         before = [rank.refit(1)]
-        buckets = [b.data_ptr() for b in rank.transport._replay.buckets.values()]  # type: ignore[union-attr]
+        buckets = [b.data_ptr() for b in rank.transport._bound.buckets.values()]  # type: ignore[union-attr]
         held = "_held" if rank.rank == 0 else "_wanted"
         moved = {key: view.clone() for key, view in getattr(rank.endpoint, held).items()}
         setattr(rank.endpoint, held, moved)
         rank.bind()
-        after = [b.data_ptr() for b in rank.transport._replay.buckets.values()]  # type: ignore[union-attr]
+        after = [b.data_ptr() for b in rank.transport._bound.buckets.values()]  # type: ignore[union-attr]
         return buckets == after, [*before, rank.refit(2)]
 
     results = run_threads(specs, sources, destinations, body, Setting(bucket_bytes=4096))
@@ -276,7 +276,7 @@ def test_what_a_peer_says_in_another_form_is_not_trusted(said: Any) -> None:
     segment = Segment("w", ((0, 4),), 0, 16)
     plan = Plan(0, ((),), ((Message(1, 0, 1, (segment,), 32, 2),),), "", {})
     with pytest.raises(RefitMismatch, match="malformed"):
-        Cargo(plan).learn_turns([None, said, None])
+        LocalMessages(plan).learn_turns([None, said, None])
 
 
 @pytest.mark.parametrize("turns", [7, [3], [[0]], [[0, 1, 2]], [[0, 0]], [[-1, 2]], [[2, 2]], [["0", 1]], []])
@@ -285,7 +285,7 @@ def test_what_a_peer_says_of_the_turns_of_what_it_passes_on_is_not_trusted(turns
     plan = Plan(0, ((),), ((Message(1, 0, 1, (segment,), 32, 2),),), "", {})
     said = {"turns": {"0": turns}}
     with pytest.raises(RefitMismatch, match="malformed" if turns else "passes on 0 messages"):
-        Cargo(plan).learn_turns([None, said, None])
+        LocalMessages(plan).learn_turns([None, said, None])
 
 
 def test_a_relay_of_what_did_not_arrive_before_is_a_fault_of_the_plan() -> None:
@@ -293,7 +293,7 @@ def test_a_relay_of_what_did_not_arrive_before_is_a_fault_of_the_plan() -> None:
     relay = Message(1, 2, 1, (segment,), 32, 0)
     for received in ((), (replace(relay, source=0, destination=1, round_index=1, nbytes=48),)):
         with pytest.raises(PlanError, match="did not arrive"):
-            Cargo(Plan(1, ((relay,),), (received,), "", {}))
+            LocalMessages(Plan(1, ((relay,),), (received,), "", {}))
 
 
 @given(
@@ -355,13 +355,13 @@ def test_a_rank_that_fails_ends_the_others_at_once_though_its_error_is_kept(fan_
     def body(rank: Rank) -> Any:
         rank.refit(1)
         if rank.rank == 2:
-            replay = rank.transport._replay
-            assert replay is not None
+            bound = rank.transport._bound
+            assert bound is not None
 
             def fail(stage: str) -> None:
                 raise ValueError("this rank alone")
 
-            replay.exchanges[1].start = fail  # type: ignore[method-assign]
+            bound.rounds[1].exchange.start = fail  # type: ignore[method-assign]
         return rank.refit(2)
 
     start = time.monotonic()

@@ -33,7 +33,7 @@ from rlrefit.integration.quantize.formats import (
     wire_specs,
 )
 from rlrefit.integration.quantize.windows import joined
-from rlrefit.integration.transport.ipc.order import pieces
+from rlrefit.integration.transport.ipc.copy_order import slices
 from rlrefit.integration.weights.manifest import TensorSpec
 
 from .weights import same
@@ -104,7 +104,7 @@ def test_pieces_of_codes_and_of_their_scales_need_the_same_blocks(
     for encoding, box in ((Codes(FP8), cut), (Scales(FP8), blocks)):
         view = EncodedView(held, encoding, box)
         target = Strided.packed(1 << 20, view.shape, view.dtype.itemsize)
-        cuts = list(pieces((view, target), most))
+        cuts = list(slices((view, target), most))
         assert sum(source.nbytes for source, _ in cuts) == view.nbytes
         assert all(source.shape == place.shape for source, place in cuts)
         addresses = [place.address for _, place in cuts]

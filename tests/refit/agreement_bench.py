@@ -25,7 +25,7 @@ from rlrefit.integration.control.wire import (
 )
 from rlrefit.integration.control.world import RefitWorld
 from rlrefit.integration.plan import analyse
-from rlrefit.integration.transport.cargo import Cargo
+from rlrefit.integration.transport.messages import LocalMessages
 from rlrefit.integration.weights.holdings import Holdings, HoldingsReader, SpecTable
 from rlrefit.recipes.plan.catalog import all_holdings, exported_specs, open_model, parse_gen, parse_train
 
@@ -79,12 +79,12 @@ def serve(pipe: Any) -> None:
         pipe.send(time.clock_gettime(clock))
 
 
-def _turns_of_relays(cargo: Cargo) -> dict[int, Any]:
+def _turns_of_relays(messages: LocalMessages) -> dict[int, Any]:
     """What ``p2p`` tells each peer of its storage, most of it; masks of contiguous messages come on top."""
     return {
         peer: {"turns": turns}
-        for peer, items in cargo.outgoing.items()
-        if (turns := [cargo.turns[item] for item in items if item.message.is_relay])
+        for peer, items in messages.outgoing.items()
+        if (turns := [messages.turns[item] for item in items if item.message.is_relay])
     }
 
 
@@ -129,7 +129,7 @@ def main() -> None:
         for rank in range(512)
     ]
     # Every rank's letters are as large as those of the first of its side.
-    letters = [_turns_of_relays(Cargo(analysis.compile(first))) for first in (0, 256)]
+    letters = [_turns_of_relays(LocalMessages(analysis.compile(first))) for first in (0, 256)]
     both = [letters[rank // 256] for rank in range(512)]
     meetings: list[tuple[str, list[list[Any]], list[dict[int, Any]] | None]] = [
         ("settings", [[settings]] * 512, None),

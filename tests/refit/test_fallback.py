@@ -48,10 +48,10 @@ def make(
     plan: Any,
     config: RefitConfig,
     *,
-    lends: bool,
+    sleeps: bool,
 ) -> Transport:
     if transport != "ipc":
-        return make_transport(transport, channel, wire, device, plan, config, lends=lends)
+        return make_transport(transport, channel, wire, device, plan, config, sleeps=sleeps)
     rank = channel.world.rank
     group = TorchGroup.open(
         channel.store, "one-sided", rank, RANKS, device, channel.timeout_s, channel.check_abort

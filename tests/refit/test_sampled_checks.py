@@ -98,7 +98,7 @@ def test_a_lasting_fault_is_found_within_as_many_refits_as_a_pair_has_messages(
     def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
         engine: Any = session.engine
         if rank == 1:
-            exchanges = engine._bulk._transport._replay.exchanges
+            exchanges = [one.exchange for one in engine._bulk._transport._bound.rounds]
             assert len(exchanges) == MESSAGES
             receive = exchanges[message].finish
 

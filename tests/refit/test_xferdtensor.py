@@ -277,11 +277,11 @@ def test_buckets_are_kept_until_a_transfer_that_broke_has_been_given_up(
     def interrupted(transport: P2PTransport, clock: Any) -> TransferResult:
         raise KeyboardInterrupt
 
-    def release(transport: P2PTransport) -> None:
-        done.append(("release", transport._replay is not None))
+    def unbind(transport: P2PTransport) -> None:
+        done.append(("unbind", transport._bound is not None))
 
     monkeypatch.setattr(P2PTransport, "run", interrupted)
-    monkeypatch.setattr(P2PTransport, "release", release)
+    monkeypatch.setattr(P2PTransport, "unbind", unbind)
     for ended in (True, False):
 
         def abort(group: Group, ended: bool = ended) -> bool:
@@ -294,7 +294,7 @@ def test_buckets_are_kept_until_a_transfer_that_broke_has_been_given_up(
         request = cache.Request(*side, (2, 3), torch.float32, "p2p", 1 << 20, "full")
         with pytest.raises(KeyboardInterrupt):
             transfers.run(request, torch.zeros(2, 3), None)
-    assert done == [("abort", True), ("release", True), ("abort", False)]
+    assert done == [("abort", True), ("unbind", True), ("abort", False)]
 
 
 def test_no_tensor_is_kept_alive_by_the_cache(world: GroupWorld) -> None:

@@ -1,6 +1,5 @@
-"""One-sided refits inside a host: senders write straight into the receivers' live parameters."""
+"""Refits inside a host: senders write straight into the receivers' live parameters."""
 
-from ...gpu_memory.availability import availability, facts
 from .transport import IpcTransport
 
-__all__ = ["IpcTransport", "availability", "facts"]
+__all__ = ["IpcTransport"]

@@ -1,141 +1,387 @@
-"""The transport: one table of copies from live parameters to the peers' live parameters, a bell at its end."""
+"""The ``ipc`` transport: senders copy straight from their parameters into the receivers' parameters of the same host.
+
+Once per epoch each receiver describes the memory that its senders write to (:meth:`IpcTransport.describe`), and each sender
+maps it and makes one table of copies (:meth:`IpcTransport.connect`). A refit launches that table, signals the receivers, and
+lets both sides compare checksums (:meth:`IpcTransport.run`).
+"""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from ...errors import TransportUnavailable
-from ...gpu_memory.description import Description, Inbox
-from ...gpu_memory.driver import on_device
-from ...layout import Fragment
-from ...packing import CopyTable, EncodedView, NotComputable, Strided, make_encoders
+from ...comm.waiting import ends_within, wait_until
+from ...endings import end_all
+from ...errors import PeerLost, PlanError, RefitMismatch, RefitTimeout, TransportUnavailable
+from ...gpu_memory.description import Description, Inbox, View
+from ...gpu_memory.driver import DriverError, missing, on_device
+from ...gpu_memory.mapping import ImportedMemory
+from ...gpu_memory.memory import ExportedMemory, device_uuid, process_name
+from ...layout import Fragment, volume
+from ...packing import CopyTable, EncodedView, Encoder, NotComputable, Strided, make_encoders
 from ...packing.host import kernels_read
+from ...plan import Message, Plan, Segment
 from ...records.record import StageClock
-from ..base import TransferResult
-from .bound import bound, checksums_at, memory_of, views_in
-from .lease import Lease
-from .mailbox import BELL_BYTES, landed, proven, ring, void
-from .one_sided import OneSided
-from .order import Computed, computed_in_turns, copies_in_turns
-from .proofs import Bound
+from ..base import TransferResult, Transport, damaged
+from ..storage import DeviceMemory, HostMemory, LiveViews, Place
+from .checksums import BoundMessage, MessageChecksums
+from .copy_order import EncodedWrite, encoded_in_turns, rows_in_turns
+from .signals import CHECKSUM_BYTES, SIGNAL_BYTES, SignalBuffer, checksums_landed, data_landed, signal, void
+
+logger = logging.getLogger(__name__)
+
+# Seconds that a failed epoch waits for its own copies before it unmaps the peers' memory.
+_DRAIN_WITHIN = 5.0
+# What kernels may still use that did not end within that time; nobody can tell when it is free.
+_left_running: list[object] = []
 
 
-class IpcTransport(OneSided):
+class IpcTransport(Transport):
     """Senders write strided segments into the receivers' parameters, which are mapped into their address space.
 
-    A receiver takes no part in the copies: it watches its mailbox, where each sender rings when all that it had for
-    this receiver has landed, and again when its checksums have. A sender's parameters may be in host memory that the
-    GPU can read.
+    A receiver takes no part in the copies. It waits for two signals from each sender: all bytes have landed, and the
+    checksums have landed. A sender's parameters may be in host memory that the GPU can read.
+
+    Nothing is staged, and no tensor of a GPU is kept: a trainer that offloads its parameters has their memory back at once.
+    While an epoch is open the driver keeps the memory that peers have mapped, even if its owner frees it; the next ``bind``
+    unmaps it. Memory of engines that sleep is unmapped at the end of each refit and mapped again for the next one. If it
+    comes back at the same addresses, as sleep modes bring it back, peers map it where they had it, and the tables stay as
+    they are (:meth:`_map_again`).
     """
 
     name = "ipc"
 
-    def bind(self, fragments: Sequence[Fragment]) -> None:
-        if self._begin_binding(fragments):
-            return
-        self._require_reach(fragments)
-        self._bound_receives = bound(self._receives, self._views)
-        if self._receives:
-            mailbox = self._open_mailbox(
-                {sender: len(messages) for sender, messages in self._receives.items()}
+    def __init__(
+        self,
+        rank: int,
+        plan: Plan,
+        verify: str,
+        device: torch.device,
+        timeout_s: float,
+        watch: Callable[[str], None],
+        describe_rank: Callable[[int], str],
+        *,
+        turn: int = 0,
+        sleeps: bool = False,
+    ):
+        """Take the plan; nothing is opened yet.
+
+        Args:
+            rank: of the refit world.
+            plan: this rank's, without relays; its rounds don't matter here.
+            verify: ``off``, ``sampled`` or ``full``, the same on all ranks.
+            device: of the parameters.
+            timeout_s: limit of any wait, in seconds.
+            watch: called with the stage now and then during a wait; raises if another rank has given up.
+            describe_rank: what a user calls a rank.
+            turn: at which message sampled checks begin, the same on all ranks.
+            sleeps: whether this rank frees the memory that peers write to between refits, as engines with a sleep mode do.
+
+        Raises:
+            PlanError: the plan has relays.
+        """
+        super().__init__(rank, verify, turn)
+        indexed = device.type != "cuda" or device.index is not None
+        self._device = device if indexed else torch.device("cuda", torch.cuda.current_device())
+        self._stream: torch.cuda.Stream | None = None
+        self._timeout = timeout_s
+        self._lease = Lease(timeout_s)
+        self._watch = watch
+        self._who = describe_rank
+        self._sends = _by_peer(plan.sends, lambda message: message.destination)
+        self._receives = _by_peer(plan.receives, lambda message: message.source)
+        if any(m.is_relay for rounds in (plan.sends, plan.receives) for messages in rounds for m in messages):
+            raise PlanError(
+                f"{self.name} takes no relays, since every sender reaches every receiver; make the plan without fan-out",
+                stage="bind",
+                rank=rank,
             )
-            self._export(memory_of(self._bound_receives), mailbox)
-        self._landed_proofs = self._prove(self._bound_receives)
+        self._payload = sum(
+            m.payload_bytes for side in (self._sends, self._receives) for ms in side.values() for m in ms
+        )
+        self._host: HostMemory | None = None
+        self._exported: ExportedMemory | None = None
+        # By the peer.
+        self._imported: dict[int, ImportedMemory] = {}
+        self._sleeps = sleeps
+        # Whether this rank or a peer frees some memory of the binding between refits, and whether it was released since.
+        self._some_sleep = self._released = False
+        # Of the last binding that succeeded: where this rank's fragments lay, and what the peers described.
+        self._places: tuple[Place, ...] | None = None
+        self._peers: dict[int, Description] = {}
+        # Of the binding under way: this rank's views, where they lie, and whether they lay there before.
+        self._views, self._unmoved = LiveViews([]), False
+        self._new_places: tuple[Place, ...] = ()
+        self._encoders: list[Encoder] = []
+        # What kernels read that are enqueued.
+        self._tables: tuple[object, ...] = ()
+        self._signals: SignalBuffer | None = None
+        self._sent_checksums = self._landed_checksums = _no_checksums()
+
+    @property
+    def staging_bytes(self) -> int:
+        signals = self._signals.memory.nbytes if self._signals is not None else 0
+        return signals + self._sent_checksums.scratch_bytes
+
+    def bind(self, fragments: Sequence[Fragment]) -> None:
+        reason = "the parameters are not on a GPU" if self._device.type != "cuda" else missing()
+        if reason:
+            raise TransportUnavailable(reason, stage="bind", rank=self.rank)
+        # Before anything is looked up, so that what is freed meanwhile shows.
+        self._memory = DeviceMemory(self._device, lambda: (place.range for place in self._places or ()))
+        self._views = LiveViews(fragments, self._device)
+        if self._receives:
+            self._views.require_on_device()
+        self._new_places, before, self._places = self._views.places(), self._places, None
+        # After a sleep everything usually lies where it lay: then addresses, tables and mappings stay as they are.
+        self._unmoved = self._released and self._new_places == before and self._export_again()
+        if self._unmoved:
+            self._released = False
+            return
+        self._unbind(failed=False)
+        self._some_sleep, self._released = self._sleeps and bool(self._receives), False
+        self._ended = torch.cuda.Event()
+        # A stream of its own, so that what runs meanwhile on the caller's need not wait for the copies.
+        self._stream = self._stream or torch.cuda.Stream(self._device)
+        self._host = HostMemory((fragment.view for fragment in fragments), self._device)
+        self._require_readable(fragments)
+        self._bound_receives = bind_messages(self._receives, self._views)
+        if self._receives:
+            self._export(self._open_signals())
+        self._landed_checksums = self._make_checksums(self._bound_receives)
 
     def describe(self) -> object:
-        exported, mailbox = self._exported, self._mailbox
-        if exported is None or mailbox is None:
-            return self._describe_nothing()
+        exported, signals = self._exported, self._signals
+        if exported is None or signals is None:
+            # Nobody maps this rank's memory.
+            return Description(process_name(), device_uuid(self._device), self._timeout).to_json()
         inboxes = {
             sender: Inbox(
-                views_in(exported, self._bound_receives[sender]),
-                exported.place(mailbox.checksum_address(sender)),
-                exported.place(mailbox.bell_address(sender)),
+                _views_in(exported, self._bound_receives[sender]),
+                exported.place(signals.checksum_address(sender)),
+                exported.place(signals.signal_address(sender)),
             )
             for sender in self._receives
         }
-        return self._describe(exported, inboxes)
+        address, token = exported.serve(len(inboxes), self._timeout)
+        return Description(
+            process_name(),
+            device_uuid(self._device),
+            self._timeout,
+            exported.allocations,
+            address,
+            token,
+            inboxes,
+        ).to_json()
 
     def connect(self, described: Sequence[object]) -> None:
         peers = {receiver: Description.from_json(described[receiver], receiver) for receiver in self._sends}
-        if not self._follows(peers):
+        if not self._map_again(peers):
             self._unmap()
-            self._write_to(peers)
+            self._map(peers)
             self._connected(peers)
         # Peers meet again after this, and only then begin to wait.
         self._lease = Lease(min((self._timeout, *(peer.timeout_s for peer in peers.values()))))
         self._lease.renew()
 
-    def _write_to(self, peers: Mapping[int, Description]) -> None:
-        """Map the receivers' memory and make the tables of what is written there."""
-        bound_sends = bound(self._sends, self._views)
-        with self._reachable():
-            self._sent_proofs = self._prove(bound_sends)
-        copied: dict[int, list[tuple[Strided, Strided]]] = {}
-        computed: dict[int, list[Computed]] = {}
-        told: list[tuple[Sequence[Bound], int]] = []
-        bells: list[int] = []
-        for receiver, sent in bound_sends.items():
-            peer = peers[receiver]
-            mapped = self._import(receiver, peer)
-            with self._reading(receiver):
-                inbox = peer.inboxes[self.rank]
-                targets = self._mapped(sent, peer, inbox, mapped.bases)
-                told.append((sent, checksums_at(peer, inbox, len(sent), mapped.bases)))
-                bells.append(peer.region(inbox.bell, BELL_BYTES, mapped.bases))
-                sources = [view for _, views in sent for view in views]
-                ends = list(zip(sources, targets, strict=True))
-                copied[receiver] = [(a, b) for a, b in ends if isinstance(a, Strided)]
-                computed[receiver] = [(a, b) for a, b in ends if isinstance(a, EncodedView)]
-        self._bells = bells
-        self._copies = CopyTable.of(copies_in_turns(copied, self.rank), self._device)
-        with self._reachable():
-            self._encoders = make_encoders(computed_in_turns(computed, self.rank), self._device)
-        self._tell = self._telling(told)
-        self._tables = (self._copies, self._encoders, self._tell)
+    def moved(self) -> bool:
+        with self._gpu_errors():
+            return (
+                self._released
+                or self._exported_moved()
+                or (self._host is not None and self._host.moved())
+                # A checksum that is still to be prepared would find its weight gone in the middle of a refit.
+                or self._sent_checksums.expired()
+            )
 
-    def run(self, clock: StageClock, aside: Callable[[], None] | None = None) -> TransferResult:
+    def synchronize(self) -> None:
+        # What was enqueued before still uses the parameters that peers are about to overwrite, or would keep
+        # this rank's copies waiting until after its peers have given it up.
+        with self._gpu_errors():
+            self._wait_for_earlier_work("handshake")
+        self._lease.renew()
+
+    def run(self, clock: StageClock, meanwhile: Callable[[], None] | None = None) -> TransferResult:
         self._refits += 1
-        nothing = False
+        is_void = False
         with on_device(self._device):
             if self._sends:
-                with self._classifying():
+                with self._gpu_errors():
                     with clock.waiting():
-                        # The endpoint may have enqueued more since (Megatron's gather); the writes would start
-                        # after it, however long it takes, and the lease says until when they may.
-                        self._catch_up("transfer")
+                        # The endpoint may have enqueued more since (Megatron's gather). The writes would start after
+                        # it, however long it takes, and the lease says until when they may.
+                        self._wait_for_earlier_work("transfer")
                     self._lease.use(self.rank)
-                    nothing = self._write(clock)
-            if aside is not None:
-                aside()
-            with self._classifying():
+                    is_void = self._write(clock)
+            if meanwhile is not None:
+                meanwhile()
+            with self._gpu_errors():
                 result = self._await_landing(clock)
-                if self._on_loan:
+                if self._some_sleep:
                     with clock.stage("commit"):
-                        self.rest()
-        return replace(result, void=True) if nothing else result
+                        self.release()
+        return replace(result, void=True) if is_void else result
 
-    def _await_landing(self, clock: StageClock) -> TransferResult:
-        """Wait until what this rank sends and receives has landed."""
-        if self._sends:
-            with clock.waiting():
-                self._wait(self._ended.query, "transfer", lambda: "this rank's writes to its peers")
-        if self._mailbox is None:
-            return TransferResult(self._payload, 0)
-        # While the senders write.
-        self._landed_proofs.prepare(self._number)
-        with clock.stage("transfer"), clock.waiting():
-            self._await_bells(self._mailbox, landed(self._refits), "transfer")
-        if self._mailbox.last_rung(void(self._refits)):
-            return TransferResult(self._payload, 0, void=True)
-        if self.verify == "off":
-            return TransferResult(self._payload, 0)
-        with clock.stage("verify"):
-            return TransferResult(self._payload, self._verify(self._mailbox, clock))
+    def release(self) -> None:
+        """Unmap the memory that its owners free between refits, and release this rank's own; nothing may be under way."""
+        if not self._some_sleep or self._released:
+            return
+        held: list[ImportedMemory | ExportedMemory] = list(self._imported.values())
+        if self._exported is not None:
+            held.append(self._exported)
+        if all(memory.can_rest for memory in held):
+            for memory in held:
+                memory.rest()
+        else:
+            self._unbind(failed=False)
+            self._places = None
+        self._released = True
+
+    def close(self, *, failed: bool = False) -> None:
+        self._unbind(failed=failed)
+
+    # The binding of a receiver: what its senders may write to.
+
+    def _open_signals(self) -> SignalBuffer:
+        """This rank's signals and the checksums of its messages; made once."""
+        if self._signals is None:
+            messages = {sender: len(held) for sender, held in self._receives.items()}
+            self._signals = SignalBuffer(messages, self._device)
+            if any(messages.values()):
+                self._differ = torch.zeros_like(self._signals.checksums, dtype=torch.bool)
+                self._damage = torch.zeros(self._differ.shape, dtype=torch.bool).pin_memory()
+        return self._signals
+
+    def _export(self, signals: SignalBuffer) -> None:
+        """Look up the allocations of what senders write to."""
+        own = [(signals.memory.data_ptr(), signals.memory.nbytes)]
+        ranges = [(view.address, view.extent) for view in _memory_of(self._bound_receives)]
+        if self._sleeps:
+            self._exported = ExportedMemory(own, self._device, lent=ranges)
+        else:
+            self._exported = ExportedMemory([*ranges, *own], self._device)
+
+    def _export_again(self) -> bool:
+        """After a sleep: whether this rank's memory lies where peers had it mapped."""
+        if self._host is not None and self._host.moved():
+            return False
+        return self._exported is None or self._exported.renew()
+
+    def _exported_moved(self) -> bool:
+        """Whether other memory has come to lie where peers have this rank's mapped."""
+        if self._exported is None:
+            return False
+        # An engine's sleep mode frees memory behind the back of torch's allocator, whose count then tells nothing.
+        if self._memory is not None and not self._sleeps and self._memory.still_mapped():
+            return False
+        moved = self._exported.moved()
+        if not moved:
+            self.confirm_unmoved()
+        return moved
+
+    # The binding of a sender: its receivers' memory, mapped, and the tables of what is written there.
+
+    def _map(self, peers: Mapping[int, Description]) -> None:
+        bound_sends = bind_messages(self._sends, self._views)
+        with self._unavailable_if_not_computable():
+            self._sent_checksums = self._make_checksums(bound_sends)
+        copied: dict[int, list[tuple[Strided, Strided]]] = {}
+        encoded: dict[int, list[EncodedWrite]] = {}
+        checksum_places: list[tuple[Sequence[BoundMessage], int]] = []
+        signal_addresses: list[int] = []
+        for receiver, messages in bound_sends.items():
+            peer = peers[receiver]
+            mapped = self._imported[receiver] = ImportedMemory(peer, self._device, self._timeout)
+            self._some_sleep |= peer.lent
+            with self._checking(receiver):
+                inbox = peer.inboxes[self.rank]
+                targets = _targets(messages, peer, inbox, mapped.bases)
+                checksums = peer.region(inbox.checksums, CHECKSUM_BYTES * len(messages), mapped.bases)
+                checksum_places.append((messages, checksums))
+                signal_addresses.append(peer.region(inbox.bell, SIGNAL_BYTES, mapped.bases))
+                sources = [view for _, views in messages for view in views]
+                writes = list(zip(sources, targets, strict=True))
+                copied[receiver] = [(a, b) for a, b in writes if isinstance(a, Strided)]
+                encoded[receiver] = [(a, b) for a, b in writes if isinstance(a, EncodedView)]
+        self._signal_addresses = signal_addresses
+        self._copies = CopyTable.of(rows_in_turns(copied, self.rank), self._device)
+        with self._unavailable_if_not_computable():
+            self._encoders = make_encoders(encoded_in_turns(encoded, self.rank), self._device)
+        self._checksum_copies = self._copy_checksums(checksum_places)
+        self._tables = (self._copies, self._encoders, self._checksum_copies)
+
+    def _map_again(self, peers: Mapping[int, Description]) -> bool:
+        """Map peers' memory where it was mapped before they slept, if they and this rank have everything where they had it;
+        whether that was all to do."""
+        if not self._unmoved or not all(self._peers[rank].same_places(peer) for rank, peer in peers.items()):
+            return False
+        for rank, peer in peers.items():
+            self._imported[rank].renew(peer)
+        self._connected(peers)
+        return True
+
+    def _connected(self, peers: Mapping[int, Description]) -> None:
+        self._places, self._peers = self._new_places, dict(peers)
+        if self._memory is not None and self._refits == 0:
+            # Its first answer looks at every block of torch's allocator, which no refit shall wait for.
+            self._memory.still_mapped()
+        # Views would keep the memory of parameters that are offloaded meanwhile.
+        self._views = LiveViews([])
+
+    def _make_checksums(self, messages: Mapping[int, Sequence[BoundMessage]]) -> MessageChecksums:
+        # The first binding compiles; the next ones come right before a refit.
+        return MessageChecksums(messages, self.verify, self._device, ahead=self._refits == 0)
+
+    def _copy_checksums(self, places: Sequence[tuple[Sequence[BoundMessage], int]]) -> CopyTable:
+        """Copies of this sender's checksums to where each receiver, in ascending order, has them."""
+        copies: list[tuple[Strided, Strided]] = []
+        row = 0
+        for messages, address in places:
+            sums = self._sent_checksums.sums[row : row + len(messages)]
+            row += len(messages)
+            copies.append((Strided.flat(sums.data_ptr(), sums.nbytes), Strided.flat(address, sums.nbytes)))
+        return CopyTable.build(copies if self.verify != "off" else (), self._device)
+
+    def _require_readable(self, fragments: Sequence[Fragment]) -> None:
+        for fragment in fragments:
+            resident = fragment.view.device == self._device
+            if not resident and (fragment.view.is_cuda or not kernels_read(fragment.view)):
+                raise TransportUnavailable(
+                    f"{fragment.name} lies on {fragment.view.device}, where {self._device} can't read it; offload to "
+                    "pinned memory",
+                    stage="bind",
+                    rank=self.rank,
+                    parameter=fragment.name,
+                )
+
+    @contextmanager
+    def _checking(self, peer: int) -> Iterator[None]:
+        """What a peer describes may not be what the plan needs."""
+        try:
+            yield
+        except (ValueError, KeyError) as error:
+            raise RefitMismatch(
+                f"{self._who(peer)} describes other memory than the plan needs ({error}); nothing was written. "
+                "Do all ranks run the same rlrefit?",
+                stage="connect",
+                rank=self.rank,
+            ) from error
+
+    @contextmanager
+    def _unavailable_if_not_computable(self) -> Iterator[None]:
+        try:
+            yield
+        except NotComputable as error:
+            raise TransportUnavailable(str(error), stage="bind", rank=self.rank) from error
+
+    # A refit.
 
     def _write(self, clock: StageClock) -> bool:
         """Enqueue the whole refit of a sender; whether it is void."""
@@ -147,47 +393,229 @@ class IpcTransport(OneSided):
                 self._copies.launch()
                 for encoder in self._encoders:
                     encoder.launch()
-            if self._look():
-                for bell in self._bells:
-                    ring(bell, void(self._refits), stream)
+            # While the copies run: whether the weights still lay where they were read.
+            if self._check_moved():
+                self._signal_receivers(void(self._refits))
                 return True
-            for bell in self._bells:
-                ring(bell, landed(self._refits), stream)
+            self._signal_receivers(data_landed(self._refits))
             if self.verify != "off":
                 # On the caller's stream, which is idle: on the other one it would wait for the copies, without a limit.
-                self._sent_proofs.prepare(self._number)
+                self._sent_checksums.prepare(self._number)
                 # After the copies: the receivers compute theirs at the same time.
                 with torch.cuda.stream(stream), clock.stage("verify"):
-                    self._sent_proofs.compute(self._number)
-                    self._tell.launch()
-                    for bell in self._bells:
-                        ring(bell, proven(self._refits), stream)
+                    self._sent_checksums.compute(self._number)
+                    self._checksum_copies.launch()
+                    self._signal_receivers(checksums_landed(self._refits))
         finally:
-            # Whatever broke off in between: the peers' memory stays mapped until what was enqueued has ended.
+            # Whatever failed in between: the peers' memory stays mapped until what was enqueued has ended.
             self._ended.record(stream)
         return False
 
-    def _require_reach(self, fragments: Sequence[Fragment]) -> None:
-        for fragment in fragments:
-            on_device = fragment.view.device == self._device
-            if not on_device and (fragment.view.is_cuda or not kernels_read(fragment.view)):
-                raise TransportUnavailable(
-                    f"{fragment.name} lies on {fragment.view.device}, where {self._device} can't read it; offload to "
-                    "pinned memory",
-                    stage="bind",
-                    rank=self.rank,
-                    parameter=fragment.name,
-                )
+    def _signal_receivers(self, number: int) -> None:
+        assert self._stream is not None, "bind comes before run"
+        for address in self._signal_addresses:
+            signal(address, number, self._stream)
+
+    def _await_landing(self, clock: StageClock) -> TransferResult:
+        """Wait until what this rank sends and receives has landed."""
+        if self._sends:
+            with clock.waiting():
+                self._wait(self._ended.query, "transfer", lambda: "this rank's writes to its peers")
+        if self._signals is None:
+            return TransferResult(self._payload, 0)
+        # While the senders write.
+        self._landed_checksums.prepare(self._number)
+        with clock.stage("transfer"), clock.waiting():
+            self._await_signals(self._signals, data_landed(self._refits), "transfer")
+        if self._signals.was_signalled(void(self._refits)):
+            return TransferResult(self._payload, 0, void=True)
+        if self.verify == "off":
+            return TransferResult(self._payload, 0)
+        with clock.stage("verify"):
+            return TransferResult(self._payload, self._compare_checksums(self._signals, clock))
+
+    def _compare_checksums(self, signals: SignalBuffer, clock: StageClock) -> int:
+        """Compare what landed with the senders' checksums; returns the bytes that were compared."""
+        covered = self._landed_checksums.compute(self._number)
+        with clock.waiting():
+            self._await_signals(signals, checksums_landed(self._refits), "verify")
+        torch.ne(self._landed_checksums.sums, signals.checksums, out=self._differ)
+        self._damage.copy_(self._differ, non_blocking=True)
+        self._ended.record(torch.cuda.current_stream(self._device))
+        with clock.waiting():
+            self._wait(self._ended.query, "verify", lambda: "this rank's checksums")
+        for message, differs in zip(
+            self._landed_checksums.messages, self._damage.any(1).tolist(), strict=True
+        ):
+            if differs:
+                raise damaged(message, self.rank)
+        return covered
+
+    # Waiting, and the end.
+
+    def _await_signals(self, signals: SignalBuffer, number: int, stage: str) -> None:
+        late = signals.senders
+
+        def all_signalled() -> bool:
+            nonlocal late
+            missing_now = signals.missing(number)
+            late = late if missing_now is None else missing_now
+            return missing_now == []
+
+        self._wait(all_signalled, stage, lambda: ", ".join(map(self._who, late)))
+
+    def _wait_for_earlier_work(self, stage: str) -> None:
+        """Wait until this rank's GPU has done what was enqueued on the current stream."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        self._wait(event.query, stage, lambda: "this rank's earlier work on its GPU")
+
+    def _wait(self, done: Callable[[], bool], stage: str, late: Callable[[], str]) -> None:
+        """Wait until ``done``; ``late`` says who or what is waited for."""
+
+        def timed_out() -> RefitTimeout:
+            return RefitTimeout(
+                f"{late()} did not finish within {self._timeout:.0f} s; dead, stuck, or late. Raise "
+                "policy.refit.timeout_s if it is only slow",
+                stage=stage,
+                rank=self.rank,
+            )
+
+        wait_until(done, self._timeout, stage, self._watch, timed_out)
 
     @contextmanager
-    def _reachable(self) -> Iterator[None]:
+    def _gpu_errors(self) -> Iterator[None]:
+        """An error of the GPU here usually means that a peer is gone; nothing works in this process after it."""
         try:
             yield
-        except NotComputable as error:
-            raise TransportUnavailable(str(error), stage="bind", rank=self.rank) from error
+        except (torch.AcceleratorError, DriverError) as error:
+            raise PeerLost(
+                f"the GPU failed while it wrote to its peers' memory or read what they wrote: {error}. A peer may have "
+                "freed its parameters during the refit. This process's CUDA context can't be used any more; restart it",
+                stage="transfer",
+                rank=self.rank,
+            ) from error
 
-    def _release(self, *, failed: bool) -> None:
+    def _unbind(self, *, failed: bool) -> None:
+        """Unmap the peers' memory, stop serving handles, and forget host memory."""
+        exported, self._exported = self._exported, None
+        self._host = None
+        steps: list[Callable[[], object]] = [] if exported is None else [exported.close]
         try:
-            super()._release(failed=failed)
+            end_all([*steps, partial(self._drop_mappings, failed=failed)])
         finally:
             self._encoders = []
+
+    def _drop_mappings(self, *, failed: bool) -> None:
+        if self._imported and failed and not self._drained():
+            # Unmapping under a running kernel would break this process's context, and the trainer with it; and what
+            # lies where its tables lay would be taken for addresses.
+            logger.warning("copies of a failed refit are still under way; their peers' memory stays mapped")
+            _left_running.append((self._imported, self._tables, self._sent_checksums))
+            self._imported = {}
+        # Before new ones are made beside them.
+        self._tables = ()
+        self._sent_checksums = self._landed_checksums = _no_checksums()
+        self._unmap()
+
+    def _unmap(self) -> None:
+        """Unmap the peers' memory, which nothing on this GPU uses any more."""
+        imported, self._imported = self._imported, {}
+        end_all(one.close for one in imported.values())
+
+    def _drained(self) -> bool:
+        try:
+            return ends_within(self._ended.query, _DRAIN_WITHIN)
+        except torch.AcceleratorError as error:
+            logger.warning("the GPU is lost: %s", error)
+            return False
+
+
+class Lease:
+    """For how long a sender may begin to write: from the moment at which it says that it is ready for a refit.
+
+    A sender that is held up afterwards (stopped, swapped out) would wake into a world whose receivers have timed
+    out, and may have been refitted by others meanwhile: its late writes would put old weights into an engine that
+    serves. Receivers wait at least as long as a lease runs, since they begin to wait later, and it runs for the
+    shortest time that any of them waits.
+    """
+
+    def __init__(self, limit_s: float):
+        """Make one that has yet to be renewed.
+
+        Args:
+            limit_s: for how long it runs, in seconds: no longer than any receiver waits.
+        """
+        self._limit = limit_s
+        self._since: float | None = None
+
+    def renew(self) -> None:
+        """This rank is ready, and no refit has begun."""
+        self._since = time.monotonic()
+
+    def use(self, rank: int) -> None:
+        """Begin to write; a lease serves one refit.
+
+        Raises:
+            RefitTimeout: it ran out, or there is none. Nothing was written.
+        """
+        since, self._since = self._since, None
+        held = float("inf") if since is None else time.monotonic() - since
+        if held > self._limit:
+            raise RefitTimeout(
+                f"this rank began to write {held:.0f} s after it was ready for the refit, and within {self._limit:.0f} s its "
+                "peers give up: late writes would damage engines that serve again. Nothing was written. Was the process "
+                "stopped, or starved of CPU time?",
+                stage="transfer",
+                rank=rank,
+            )
+
+
+def bind_messages(peers: Mapping[int, Sequence[Message]], views: LiveViews) -> dict[int, list[BoundMessage]]:
+    """Each peer's messages with what this rank holds of their segments, as plain addresses: views would keep the memory of
+    parameters that are offloaded meanwhile."""
+
+    def held(segment: Segment) -> Strided | EncodedView:
+        found = views.of(segment)
+        return Strided.of(found) if isinstance(found, torch.Tensor) else found
+
+    return {peer: [(m, [held(s) for s in m.segments]) for m in messages] for peer, messages in peers.items()}
+
+
+def _by_peer(
+    rounds: Sequence[Sequence[Message]], peer: Callable[[Message], int]
+) -> dict[int, tuple[Message, ...]]:
+    """Each peer's messages in the order of rounds, peers ascending."""
+    found: dict[int, list[Message]] = defaultdict(list)
+    for messages in rounds:
+        for message in messages:
+            found[peer(message)].append(message)
+    return {key: tuple(found[key]) for key in sorted(found)}
+
+
+def _memory_of(peers: Mapping[int, Sequence[BoundMessage]]) -> list[Strided]:
+    """All memory behind the segments that are exchanged with some peers."""
+    return [v for held in peers.values() for _, views in held for v in views if isinstance(v, Strided)]
+
+
+def _views_in(exported: ExportedMemory, messages: Sequence[BoundMessage]) -> tuple[View, ...]:
+    """The memory of each segment, as a peer is told of it."""
+    live = _memory_of({0: messages})
+    return tuple(View(exported.place(view.address), view.strides, view.itemsize) for view in live)
+
+
+def _targets(
+    messages: Sequence[BoundMessage], peer: Description, inbox: Inbox, bases: Sequence[int]
+) -> list[Strided]:
+    """The peer's memory of each segment, as it is mapped here; raises ValueError if it isn't of the segments' sizes."""
+    segments = [segment for message, _ in messages for segment in message.segments]
+    found = []
+    for segment, view in zip(segments, inbox.views, strict=True):
+        if volume(segment.box) * view.itemsize != segment.nbytes:
+            raise ValueError(f"items of {view.itemsize} bytes for {segment.name}")
+        found.append(peer.target(view, [stop - start for start, stop in segment.box], bases))
+    return found
+
+
+def _no_checksums() -> MessageChecksums:
+    return MessageChecksums({}, "off", torch.device("cpu"), ahead=False)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from rlrefit.integration.packing import EncodedView, Strided, row_bytes
 from rlrefit.integration.quantize.formats import Codes, Fp8Blockwise
-from rlrefit.integration.transport.ipc.order import (
-    PIECE_BYTES,
-    computed_in_turns,
-    copies_in_turns,
+from rlrefit.integration.transport.ipc.copy_order import (
+    SLICE_BYTES,
+    encoded_in_turns,
+    rows_in_turns,
     turns,
 )
 
@@ -49,7 +49,7 @@ def test_every_receiver_has_the_same_share_of_its_bytes_at_any_time(
 
 def test_senders_begin_with_different_receivers() -> None:
     writes = {receiver: [(packed(0, (4,)), packed(receiver, (4,)))] for receiver in (4, 5, 6)}
-    assert [copies_in_turns(writes, sender)[0, 1] for sender in range(4)] == [4, 5, 6, 4]
+    assert [rows_in_turns(writes, sender)[0, 1] for sender in range(4)] == [4, 5, 6, 4]
 
 
 def test_copies_are_cut_small_and_receivers_take_turns() -> None:
@@ -57,17 +57,17 @@ def test_copies_are_cut_small_and_receivers_take_turns() -> None:
         receiver: [(packed(0, (rows, ROW // 2)), packed(receiver << 40, (rows, ROW // 2)))]
         for receiver, rows in ((1, 2048), (2, 1024))
     }
-    rows = copies_in_turns(writes, 0)
-    assert row_bytes(rows).tolist() == [PIECE_BYTES] * 6
+    rows = rows_in_turns(writes, 0)
+    assert row_bytes(rows).tolist() == [SLICE_BYTES] * 6
     assert (rows[:, 1] >> 40).tolist() == [1, 2, 1, 1, 2, 1]
-    assert sorted(rows[rows[:, 1] >> 40 == 1, 0].tolist()) == [i * PIECE_BYTES for i in range(4)]
-    assert copies_in_turns({}, 0).shape == (0, rows.shape[1])
+    assert sorted(rows[rows[:, 1] >> 40 == 1, 0].tolist()) == [i * SLICE_BYTES for i in range(4)]
+    assert rows_in_turns({}, 0).shape == (0, rows.shape[1])
 
 
 def test_two_sides_of_different_geometry_are_refused() -> None:
     for target in (packed(0, (4, 5)), packed(0, (5, 4), 4)):
         with pytest.raises(ValueError, match="wrong place"):
-            copies_in_turns({1: [(packed(0, (5, 4)), target)]}, 0)
+            rows_in_turns({1: [(packed(0, (5, 4)), target)]}, 0)
 
 
 def test_what_is_computed_is_cut_along_blocks_and_takes_turns_as_well() -> None:
@@ -77,7 +77,7 @@ def test_what_is_computed_is_cut_along_blocks_and_takes_turns_as_well() -> None:
         receiver: [(EncodedView(held, codes, ((0, n), (0, 1024))), packed(receiver << 40, (n, 1024), 1))]
         for receiver, n in ((1, 4096), (2, 2048))
     }
-    found = computed_in_turns(writes, 0)
+    found = encoded_in_turns(writes, 0)
     assert [target.address >> 40 for _, target in found] == [1, 2, 1, 1, 2, 1]
     ends: dict[int, int] = defaultdict(int)
     for source, target in found:

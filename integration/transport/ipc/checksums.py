@@ -1,4 +1,4 @@
-"""Checksums of a refit's messages, of one side, from its live views."""
+"""One side's checksums of a refit's messages, computed from its live views."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...packing.host import WeakView
 from ...plan import Message
 
 # A message and what this rank holds of it, one for each of its segments.
-Bound = tuple[Message, Sequence[Strided | EncodedView]]
+BoundMessage = tuple[Message, Sequence[Strided | EncodedView]]
 _View = tuple[Strided, int | Strided]
 
 
@@ -28,17 +28,17 @@ class _Step(NamedTuple):
 
 
 class _WeakEncoded(NamedTuple):
-    """A part of what is computed of a tensor that is not kept: its owner may offload it meanwhile."""
+    """A window of an encoded tensor that is not kept: its owner may offload it meanwhile."""
 
     held: WeakView
     encoding: PackedEncoding
     window: Box
 
 
-class _Turn:
+class _Group:
     """The messages that a refit checks of one pair; prepared once."""
 
-    def __init__(self, group: Sequence[tuple[int, Bound]]):
+    def __init__(self, group: Sequence[tuple[int, BoundMessage]]):
         self.nbytes = sum(message.payload_bytes for _, (message, _) in group)
         # Codes and scales of one tensor are computed together, if they are known to be of the same one.
         weak: dict[int, WeakView] = {}
@@ -65,7 +65,7 @@ class _Turn:
         if self._steps is None:
             plain: list[_View] = []
             slots: list[int] = []
-            strips = _Strips(scratch)
+            builder = _StepBuilder(scratch)
             tensors: dict[WeakView, torch.Tensor] = {}
             for slot, offset, held in self._held:
                 if isinstance(held, Strided):
@@ -75,17 +75,17 @@ class _Turn:
                 tensor = tensors.get(held.held)
                 if tensor is None:
                     tensor = tensors[held.held] = held.held.view()
-                strips.add(EncodedView(tensor, held.encoding, held.window), offset, slot)
-            steps = strips.steps()
+                builder.add(EncodedView(tensor, held.encoding, held.window), offset, slot)
+            steps = builder.steps()
             steps.append(_Step([], ChecksumTable.build(plain, scratch.device, slots)))
-            # Only now: what broke off must not be taken for whole.
+            # Only now: if something above failed, the next call must begin anew.
             self._steps, self._held = steps, []
         return self._steps
 
 
-class _Strips:
-    """What is computed once more, gathered into as few steps as the scratch memory allows: a step costs the host some
-    launches, however little it computes."""
+class _StepBuilder:
+    """Gathers what is encoded once more into as few steps as the scratch memory allows: each step costs the host some
+    launches, however little it encodes."""
 
     def __init__(self, scratch: torch.Tensor):
         self._scratch = scratch
@@ -124,10 +124,11 @@ class _Strips:
         self._begin()
 
 
-class Proofs:
+class MessageChecksums:
     """Computes the checksums of the messages that a refit checks: all, or one of each pair in turn.
 
-    What is computed while it is written is computed once more into scratch memory, strip by strip.
+    What is encoded while it is written (cast, quantized) lies nowhere on the sender. It is encoded once more into scratch
+    memory, strip by strip, and added up there.
 
     Attributes:
         sums: int64 ``[messages, 2]`` on the device, peers in ascending order; 0 for what is not checked.
@@ -135,15 +136,15 @@ class Proofs:
     """
 
     def __init__(
-        self, pairs: Mapping[int, Sequence[Bound]], verify: str, device: torch.device, *, ahead: bool
+        self, pairs: Mapping[int, Sequence[BoundMessage]], verify: str, device: torch.device, *, ahead: bool
     ):
         """
         Args:
             pairs: the messages with each peer, in the order that both sides know.
             verify: ``off``, ``sampled`` or ``full``.
             device: of the views.
-            ahead: whether everything is prepared now, and no refit will wait for a compiler, or for each refit what it
-                checks: where weights move before every refit, the rest would be for nothing.
+            ahead: prepare all checksums now, so that no refit waits for a compiler. Otherwise each refit prepares what it
+                checks: where weights move before every refit, the rest would be prepared for nothing.
         """
         self.messages = [message for peer in sorted(pairs) for message, _ in pairs[peer]]
         self.sums = torch.zeros(len(self.messages), 2, dtype=torch.int64, device=device)
@@ -163,21 +164,21 @@ class Proofs:
         together = min(CHECKED_AT_ONCE, sum(padded(view.nbytes) for view in computed))
         self.scratch_bytes = max([*largest, together])
         self._scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
-        # For each pair what its turns are.
-        self._turns: list[list[_Turn]] = []
+        # For each pair the groups of messages that its refits check in turn.
+        self._groups: list[list[_Group]] = []
         slot = 0
         for peer in sorted(pairs):
             bound = list(zip(range(slot, slot + len(pairs[peer])), pairs[peer], strict=True))
             slot += len(bound)
             groups = {"off": [], "sampled": [[one] for one in bound], "full": [bound]}[verify]
-            self._turns.append([_Turn(group) for group in groups])
+            self._groups.append([_Group(group) for group in groups])
         if ahead:
-            for turn in chain.from_iterable(self._turns):
-                turn.steps(self._scratch)
+            for group in chain.from_iterable(self._groups):
+                group.steps(self._scratch)
 
     def expired(self) -> bool:
         """Whether a weight is gone whose sum is to be prepared yet, so that all of this has to be made anew."""
-        return any(turn.expired() for turn in chain.from_iterable(self._turns))
+        return any(group.expired() for group in chain.from_iterable(self._groups))
 
     def prepare(self, refit: int) -> None:
         """Prepare what a refit checks, if it is not.
@@ -185,9 +186,9 @@ class Proofs:
         Raises:
             RefitError: the memory of a weight was freed.
         """
-        for turns in self._turns:
-            if turns:
-                turns[refit % len(turns)].steps(self._scratch)
+        for groups in self._groups:
+            if groups:
+                groups[refit % len(groups)].steps(self._scratch)
 
     def compute(self, refit: int) -> int:
         """Enqueue the checksums of a refit on the current stream; returns the bytes that they cover.
@@ -197,12 +198,12 @@ class Proofs:
         """
         self.sums.zero_()
         covered = 0
-        for turns in self._turns:
-            if turns:
-                turn = turns[refit % len(turns)]
-                for encoders, table in turn.steps(self._scratch):
+        for groups in self._groups:
+            if groups:
+                group = groups[refit % len(groups)]
+                for encoders, table in group.steps(self._scratch):
                     for encoder in encoders:
                         encoder.launch()
                     table.add_to(self.sums)
-                covered += turn.nbytes
+                covered += group.nbytes
         return covered

@@ -1,4 +1,4 @@
-"""What one rank ships: its plan's messages with the turns of their checks, and what goes without staging."""
+"""A rank's messages as it handles them: what relays pass on, when each is checked, and which need no bucket."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ import torch
 from ..errors import PlanError, RefitMismatch
 from ..packing import Strided
 from ..plan import Message, Plan
-from .views import Held, LiveViews
+from .storage import LiveView, LiveViews
 
 
 @dataclass(frozen=True, eq=False)
-class Item:
+class LocalMessage:
     """A message as this rank handles it.
 
     Attributes:
         message: as planned.
-        place: index of the rank's own round.
-        relays: the received item whose bytes a relay passes on.
+        index: of the rank's own round.
+        relay_of: of a relay, the received message whose bytes it passes on.
     """
 
     message: Message
-    place: int
-    relays: Item | None = None
+    index: int
+    relay_of: LocalMessage | None = None
 
 
-class Cargo:
+class LocalMessages:
     """All messages of one rank.
 
     Attributes:
-        sends: items by the rank's own rounds.
+        sends: by the rank's own rounds.
         receives: the same.
+        outgoing: what is sent, by peer.
+        incoming: what is received, by peer.
+        turns: (k, n) of each: of the n messages of its pair it is the k-th, in the turns of sampled checks.
         readers: for each round the later rounds that pass on what it received.
         peers: ranks that this one exchanges messages with.
     """
@@ -46,33 +49,35 @@ class Cargo:
             PlanError: a relay of what this rank has not received before.
         """
         self.rank = plan.rank
-        self.receives = [[Item(m, i) for m in messages] for i, messages in enumerate(plan.receives)]
-        arrived: dict[tuple[int, int, str], list[Item]] = defaultdict(list)
-        for items in self.receives:
-            for item in items:
-                if not item.message.is_relay:
-                    arrived[_key(item.message)].append(item)
+        self.receives = [[LocalMessage(m, i) for m in messages] for i, messages in enumerate(plan.receives)]
+        arrived: dict[tuple[int, int, str], list[LocalMessage]] = defaultdict(list)
+        for messages in self.receives:
+            for one in messages:
+                if not one.message.is_relay:
+                    arrived[_key(one.message)].append(one)
         self.sends = [
-            [Item(m, i, self._relayed(m, i, arrived) if m.is_relay else None) for m in messages]
+            [LocalMessage(m, i, self._relayed(m, i, arrived) if m.is_relay else None) for m in messages]
             for i, messages in enumerate(plan.sends)
         ]
         self.outgoing = _by_peer(self.sends, lambda m: m.destination)
         self.incoming = _by_peer(self.receives, lambda m: m.source)
         self.peers = sorted({*self.outgoing, *self.incoming})
         self.readers: list[list[int]] = [[] for _ in self.receives]
-        for items in self.sends:
-            for item in items:
-                if item.relays is not None and item.place not in self.readers[item.relays.place]:
-                    self.readers[item.relays.place].append(item.place)
-        # For each item (k, n): of the n messages of its pair it is the k-th, in the turns of sampled checks.
+        for messages in self.sends:
+            for one in messages:
+                if one.relay_of is not None and one.index not in self.readers[one.relay_of.index]:
+                    self.readers[one.relay_of.index].append(one.index)
         # A relay carries the checksum of the message that it repeats, and so has that one's turn.
-        self.turns: dict[Item, tuple[int, int]] = {}
+        self.turns: dict[LocalMessage, tuple[int, int]] = {}
         for pairs in (self.outgoing, self.incoming):
-            for items in pairs.values():
-                own = [item for item in items if not item.message.is_relay]
-                self.turns |= {item: (k, len(own)) for k, item in enumerate(own)}
+            for messages in pairs.values():
+                own = [one for one in messages if not one.message.is_relay]
+                self.turns |= {one: (k, len(own)) for k, one in enumerate(own)}
         self.turns |= {
-            item: self.turns[item.relays] for items in self.sends for item in items if item.relays is not None
+            one: self.turns[one.relay_of]
+            for messages in self.sends
+            for one in messages
+            if one.relay_of is not None
         }
 
     def describe(self) -> dict[str, Any]:
@@ -80,8 +85,8 @@ class Cargo:
         return {
             "turns": {
                 str(peer): turns
-                for peer, items in self.outgoing.items()
-                if (turns := [self.turns[item] for item in items if item.message.is_relay])
+                for peer, messages in self.outgoing.items()
+                if (turns := [self.turns[one] for one in messages if one.message.is_relay])
             },
         }
 
@@ -94,8 +99,8 @@ class Cargo:
         Raises:
             RefitMismatch: a peer's data is malformed or does not fit this rank's plan.
         """
-        for peer, items in self.incoming.items():
-            relays = [item for item in items if item.message.is_relay]
+        for peer, messages in self.incoming.items():
+            relays = [one for one in messages if one.message.is_relay]
             if relays:
                 turns = _read_turns(described, peer, self.rank)
                 if len(turns) != len(relays):
@@ -107,21 +112,21 @@ class Cargo:
                     )
                 self.turns |= dict(zip(relays, turns, strict=True))
 
-    def direct(self, views: LiveViews) -> set[Item]:
+    def direct(self, views: LiveViews) -> set[LocalMessage]:
         """Bare messages that travel straight from or to this rank's storage, which is contiguous there."""
         return {
-            item
-            for items in (*self.sends, *self.receives)
-            for item in items
-            if item.message.is_bare and _travels_alone(views.of(item.message.segments[0]), views)
+            one
+            for messages in (*self.sends, *self.receives)
+            for one in messages
+            if one.message.is_bare and _is_direct(views.of(one.message.segments[0]), views)
         }
 
     def _relayed(
-        self, message: Message, place: int, arrived: Mapping[tuple[int, int, str], list[Item]]
-    ) -> Item:
-        for item in arrived.get(_key(message), ()):
-            if item.place < place and item.message.segments == message.segments:
-                return item
+        self, message: Message, index: int, arrived: Mapping[tuple[int, int, str], list[LocalMessage]]
+    ) -> LocalMessage:
+        for one in arrived.get(_key(message), ()):
+            if one.index < index and one.message.segments == message.segments:
+                return one
         raise PlanError(
             f"round {message.round_index} passes on a message from refit rank {message.origin} to "
             f"{message.destination} that did not arrive before",
@@ -131,20 +136,20 @@ class Cargo:
         )
 
 
-def _travels_alone(live: Held, views: LiveViews) -> bool:
+def _is_direct(live: LiveView, views: LiveViews) -> bool:
     # The wire of a GPU does not read host memory.
-    return isinstance(live, torch.Tensor) and views.at_home(live) and Strided.of(live).contiguous
+    return isinstance(live, torch.Tensor) and views.on_device(live) and Strided.of(live).contiguous
 
 
 def _key(message: Message) -> tuple[int, int, str]:
     return message.origin, message.nbytes, message.segments[0].name
 
 
-def _by_peer(rounds: Sequence[Sequence[Item]], peer: Any) -> dict[int, list[Item]]:
-    found: dict[int, list[Item]] = defaultdict(list)
-    for items in rounds:
-        for item in items:
-            found[peer(item.message)].append(item)
+def _by_peer(rounds: Sequence[Sequence[LocalMessage]], peer: Any) -> dict[int, list[LocalMessage]]:
+    found: dict[int, list[LocalMessage]] = defaultdict(list)
+    for messages in rounds:
+        for one in messages:
+            found[peer(one.message)].append(one)
     return dict(found)
 
 

@@ -8,8 +8,8 @@ import torch
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.packing import Cast, EncodedView, Strided
 from rlrefit.integration.plan import Message, Segment
-from rlrefit.integration.transport.ipc import proofs as module
-from rlrefit.integration.transport.ipc.proofs import Bound, Proofs
+from rlrefit.integration.transport.ipc import checksums as module
+from rlrefit.integration.transport.ipc.checksums import BoundMessage, MessageChecksums
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def bound(weights: list[torch.Tensor]) -> dict[int, list[Bound]]:
+def bound(weights: list[torch.Tensor]) -> dict[int, list[BoundMessage]]:
     """A message for each weight, which is kept in FP32 and travels in BF16."""
     found = []
     for place, weight in enumerate(weights):
@@ -46,10 +46,10 @@ def bound(weights: list[torch.Tensor]) -> dict[int, list[Bound]]:
 
 def test_each_refit_prepares_what_it_checks_and_the_first_binding_everything(tables: list[int]) -> None:
     weights = [torch.ones(4, 4) for _ in range(3)]
-    Proofs(bound(weights), "sampled", CPU, ahead=True)
+    MessageChecksums(bound(weights), "sampled", CPU, ahead=True)
     assert len(tables) == 6  # of each message what is computed, and what is not
     tables.clear()
-    later = Proofs(bound(weights), "sampled", CPU, ahead=False)
+    later = MessageChecksums(bound(weights), "sampled", CPU, ahead=False)
     assert tables == []
     assert [later.compute(refit) for refit in (4, 4, 5)] == [32, 32, 32]
     assert len(tables) == 4
@@ -57,7 +57,7 @@ def test_each_refit_prepares_what_it_checks_and_the_first_binding_everything(tab
 
 def test_a_weight_that_was_freed_before_its_sum_was_prepared_asks_for_a_new_binding() -> None:
     weights = [torch.ones(4, 4) for _ in range(3)]
-    one = Proofs(bound(weights), "sampled", CPU, ahead=False)
+    one = MessageChecksums(bound(weights), "sampled", CPU, ahead=False)
     one.prepare(0)
     weights[0] = torch.ones(4, 4)
     assert not one.expired(), "its sum is prepared, from addresses"
@@ -65,12 +65,12 @@ def test_a_weight_that_was_freed_before_its_sum_was_prepared_asks_for_a_new_bind
     assert one.expired()
     with pytest.raises(RefitError, match="freed"):
         one.prepare(2)
-    assert not Proofs(bound(weights), "sampled", CPU, ahead=True).expired()
+    assert not MessageChecksums(bound(weights), "sampled", CPU, ahead=True).expired()
 
 
 def test_what_broke_off_while_it_was_prepared_is_not_taken_for_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [torch.ones(4, 4)]
-    one = Proofs(bound(weights), "full", CPU, ahead=False)
+    one = MessageChecksums(bound(weights), "full", CPU, ahead=False)
 
     def fail(pairs: object, device: torch.device) -> None:
         raise RuntimeError("no memory")
@@ -83,10 +83,10 @@ def test_what_broke_off_while_it_was_prepared_is_not_taken_for_whole(monkeypatch
 
 def test_plain_memory_is_taken_as_addresses_which_its_owner_answers_for() -> None:
     segment = Segment("w", ((0, 4),), 0, 8)
-    pairs: dict[int, list[Bound]] = {
+    pairs: dict[int, list[BoundMessage]] = {
         1: [(Message(0, 1, 0, (segment,), 32, 0), [Strided.packed(1 << 20, (4,), 2)])]
     }
-    assert not Proofs(pairs, "sampled", CPU, ahead=False).expired()
+    assert not MessageChecksums(pairs, "sampled", CPU, ahead=False).expired()
 
 
 def test_many_small_weights_are_computed_at_once_each_in_a_place_of_its_own(
@@ -95,7 +95,7 @@ def test_many_small_weights_are_computed_at_once_each_in_a_place_of_its_own(
     calls: list[list[tuple[EncodedView, Strided]]] = []
     monkeypatch.setattr(module, "make_encoders", lambda pairs, device: calls.append(list(pairs)) or [])
     weights = [torch.ones(3 + place % 5, 7) for place in range(50)]
-    one = Proofs(bound(weights), "full", CPU, ahead=True)
+    one = MessageChecksums(bound(weights), "full", CPU, ahead=True)
     places = sorted(place.address for _, place in calls[0])
     ends = [place.address + place.nbytes for _, place in sorted(calls[0], key=lambda pair: pair[1].address)]
     assert len(calls) == 1
@@ -110,6 +110,6 @@ def test_codes_that_do_not_fit_together_are_computed_in_several_steps(
     calls: list[int] = []
     monkeypatch.setattr(module, "make_encoders", lambda pairs, device: calls.append(len(pairs)) or [])
     monkeypatch.setattr(module, "CHECKED_AT_ONCE", 100)
-    Proofs(bound([torch.ones(4, 5) for _ in range(6)]), "full", CPU, ahead=True)
+    MessageChecksums(bound([torch.ones(4, 5) for _ in range(6)]), "full", CPU, ahead=True)
     # 40 bytes each, 48 with what aligns the next.
     assert calls == [2, 2, 2]

@@ -1,21 +1,33 @@
-"""A rank's live views of a plan's segments, and the views of their bytes in a message."""
+"""A rank's storage as transports use it: live views of a plan's segments, and whether their memory is still there.
+
+Parameters may lie in host memory beside a GPU. If it is page-locked, the GPU's kernels read it at its own addresses. If it
+is pageable, the host copies it to the GPU: it is not registered with the driver for the kernels, since that locks pages as a
+whole, the first and last pages hold other tensors' bytes as well, and CUDA refuses to copy a tensor that lies in registered
+memory only in part.
+"""
 
 from __future__ import annotations
 
+import logging
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import PlanError, RefitError
 from ..layout import Box, Fragment, intersect, local_slice
 from ..packing import Strided
 from ..packing.encoded import EncodedView, PackedEncoding
+from ..packing.host import kernels_read
 from ..plan import Message, Segment
 
-# What a rank holds of a segment: memory, or what is computed of some.
-Held = torch.Tensor | EncodedView
+logger = logging.getLogger(__name__)
+
+# What a rank holds of a segment: memory, or what is encoded from some.
+LiveView = torch.Tensor | EncodedView
 
 
 class Place(NamedTuple):
@@ -45,7 +57,7 @@ class Place(NamedTuple):
 class Part(NamedTuple):
     """A part of a message in a rank's storage: the live view, and the same part of the message's bytes."""
 
-    live: Held
+    live: LiveView
     packed: torch.Tensor
 
 
@@ -88,11 +100,11 @@ class LiveViews:
                 for f in fragments
             )
 
-    def at_home(self, view: torch.Tensor) -> bool:
+    def on_device(self, view: torch.Tensor) -> bool:
         """Whether a view is in the memory of the device that works on it, and not offloaded to the host."""
         return self._device is None or view.device.type == self._device.type
 
-    def require_home(self) -> None:
+    def require_on_device(self) -> None:
         """Check that everything can be written.
 
         Raises:
@@ -107,7 +119,7 @@ class LiveViews:
                         stage="bind",
                         parameter=fragment.name,
                     )
-                if not self.at_home(fragment.view) and fragment.view.numel():
+                if not self.on_device(fragment.view) and fragment.view.numel():
                     raise RefitError(
                         f"this weight of the engine lies on {fragment.view.device}, and refits write engines on "
                         f"{self._device}; nothing was written. Bring the engine's weights back to its GPU before the refit",
@@ -115,7 +127,7 @@ class LiveViews:
                         parameter=fragment.name,
                     )
 
-    def of(self, segment: Segment) -> Held:
+    def of(self, segment: Segment) -> LiveView:
         """The live view of a planned segment, which lies in one fragment.
 
         Raises:
@@ -148,13 +160,94 @@ class LiveViews:
         return found
 
 
-def in_memory(held: Held) -> torch.Tensor:
-    """What an engine wants; :meth:`LiveViews.require_home` has seen that it is memory."""
+class HostMemory:
+    """Watches the host memory that some views lie in beside a GPU; it stays its owner's and is not kept."""
+
+    def __init__(self, views: Iterable[torch.Tensor], device: torch.device):
+        """
+        Args:
+            views: of any memory.
+            device: that is to read them; nothing is watched for a CPU.
+        """
+        self._watched: list[StorageWeakRef] = []
+        if device.type != "cuda":
+            return
+        pageable = 0
+        for storage in _storages(views):
+            self._watched.append(StorageWeakRef(storage))
+            if not kernels_read(torch.empty(0, dtype=torch.uint8).set_(storage)):
+                pageable += storage.nbytes()
+        if pageable:
+            logger.info(
+                "%.1f MB of parameters lie in pageable host memory: the host copies them to the GPU bucket by bucket; "
+                "pinned memory is read by the GPU itself",
+                pageable / 1e6,
+            )
+
+    def moved(self) -> bool:
+        """Whether some of it has been freed, so that anything may lie at its addresses, or nothing."""
+        return any(reference.expired() for reference in self._watched)
+
+
+class DeviceMemory:
+    """Tells whether a GPU's memory is mapped still where it was, without keeping it.
+
+    torch's allocator keeps what is freed, mapped as it was, until it gives it back to the driver, and it counts what it
+    has given back. While that count stands still, whatever lay in its memory can be read where it lay.
+    """
+
+    def __init__(self, device: torch.device, ranges: Callable[[], Iterable[tuple[int, int]]]):
+        """
+        Args:
+            device: a CUDA device.
+            ranges: gives (address, bytes) of what lies there from now on; called once at most, and later.
+        """
+        self._device = device
+        self._ranges = ranges
+        self._seen = self._returned = self._bytes_returned()
+        self._in_torch: bool | None = None
+
+    def still_mapped(self) -> bool:
+        """Whether it surely is. No, where memory is not of torch's own allocator, or may have been given back."""
+        self._seen = self._bytes_returned()
+        if self._seen != self._returned:
+            return False
+        if self._in_torch is None:
+            self._in_torch = self._held_by_torch(self._ranges())
+        return self._in_torch
+
+    def confirm_unmoved(self) -> None:
+        """The caller has checked that all is where it was, after :meth:`still_mapped` could not tell."""
+        self._returned = self._seen
+
+    def _bytes_returned(self) -> int:
+        found: int = torch.cuda.memory_stats_as_nested_dict(self._device)["reserved_bytes"]["all"]["freed"]
+        return found
+
+    def _held_by_torch(self, ranges: Iterable[tuple[int, int]]) -> bool:
+        if torch.cuda.get_allocator_backend() != "native":
+            return False
+        held = sorted(
+            (segment["address"], segment["address"] + segment["total_size"])
+            for segment in torch.cuda.memory_snapshot(include_traces=False)
+            if segment["device"] == self._device.index
+        )
+        starts = [start for start, _ in held]
+
+        def inside(address: int, nbytes: int) -> bool:
+            place = bisect_right(starts, address) - 1
+            return place >= 0 and address + nbytes <= held[place][1]
+
+        return all(inside(address, nbytes) for address, nbytes in ranges if nbytes)
+
+
+def in_memory(held: LiveView) -> torch.Tensor:
+    """What an engine wants; :meth:`LiveViews.require_on_device` has seen that it is memory."""
     assert isinstance(held, torch.Tensor)
     return held
 
 
-def _part_of(fragment: Fragment, box: Box) -> Held:
+def _part_of(fragment: Fragment, box: Box) -> LiveView:
     """A part of a fragment, in the full tensor's coordinates."""
     index = local_slice(fragment.box, box)
     if fragment.encoding is not None:
@@ -211,3 +304,13 @@ def _require_storage(fragment: Fragment) -> None:
             stage="bind",
             parameter=fragment.name,
         )
+
+
+def _storages(views: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """The host storages behind views, each once."""
+    found = {
+        storage.data_ptr(): storage
+        for view in views
+        if view.device.type == "cpu" and (storage := view.untyped_storage()).nbytes()
+    }
+    return list(found.values())

@@ -1,4 +1,4 @@
-"""In which order a sender writes: small pieces, all receivers in turn, each sender beginning with another one."""
+"""The order of a sender's copies: small slices, all receivers in turn, and each sender begins with another receiver."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from ...packing import EncodedView, Strided, copy_rows, row_bytes
 from ...packing.segments import Ints
 
-# A piece is small beside what a GPU has under way at a time (some 16 MiB), so that it always writes to several
+# A slice is small beside what a GPU has under way at a time (some 16 MiB), so that it always writes to several
 # receivers, and large beside a tile of the kernel.
-PIECE_BYTES = 1 << 20
+SLICE_BYTES = 1 << 20
 
-# What is computed, and the peer's memory that it goes to: equal shapes and item sizes.
-Computed = tuple[EncodedView, Strided]
+# What is encoded on the way, and the peer's memory that it goes to: equal shapes and item sizes.
+EncodedWrite = tuple[EncodedView, Strided]
 
 
-def copies_in_turns(writes: Mapping[int, Sequence[tuple[Strided, Strided]]], first: int) -> Ints:
+def rows_in_turns(writes: Mapping[int, Sequence[tuple[Strided, Strided]]], first: int) -> Ints:
     """Rows of a table of copies that serves all receivers alike.
 
     Args:
@@ -27,23 +27,23 @@ def copies_in_turns(writes: Mapping[int, Sequence[tuple[Strided, Strided]]], fir
     Raises:
         ValueError: the two sides have different shapes or item sizes, or a target has elements that share a place.
     """
-    rows = [copy_rows(writes[receiver], PIECE_BYTES) for receiver in sorted(writes)]
+    rows = [copy_rows(writes[receiver], SLICE_BYTES) for receiver in sorted(writes)]
     order = turns([row_bytes(held) for held in rows], first)
     return np.concatenate(rows)[order] if rows else copy_rows(())
 
 
-def computed_in_turns(writes: Mapping[int, Sequence[Computed]], first: int) -> list[Computed]:
-    """Pieces of what is computed, in an order that serves all receivers alike; as :func:`copies_in_turns` otherwise."""
+def encoded_in_turns(writes: Mapping[int, Sequence[EncodedWrite]], first: int) -> list[EncodedWrite]:
+    """Slices of what is encoded, in an order that serves all receivers alike; as :func:`rows_in_turns` otherwise."""
     if len(writes) == 1:
-        # Nobody to take turns with; to cut what is computed takes the longest of all that a binding does.
+        # Nobody to take turns with, and slicing what is encoded takes longer than all else that a binding does.
         return list(*writes.values())
-    cut = [[piece for whole in writes[receiver] for piece in pieces(whole)] for receiver in sorted(writes)]
+    cut = [[part for whole in writes[receiver] for part in slices(whole)] for receiver in sorted(writes)]
     order = turns([np.array([view.nbytes for view, _ in held], dtype=np.int64) for held in cut], first)
-    found = [piece for held in cut for piece in held]
+    found = [part for held in cut for part in held]
     return [found[place] for place in order]
 
 
-def pieces(write: Computed, most: int = PIECE_BYTES) -> Iterator[Computed]:
+def slices(write: EncodedWrite, most: int = SLICE_BYTES) -> Iterator[EncodedWrite]:
     """Cut along whole blocks into parts of at most ``most`` elements of what is held, or of one row of blocks."""
     source, target = write
     for strip in source.strips(most):

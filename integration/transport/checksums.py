@@ -1,0 +1,131 @@
+"""The checksums of one refit: of what a rank sent, of what its peers say they sent to it, and of what landed.
+
+Each begins with its message's *tag*, which both ends derive from the plan and the refit's number. A message
+that arrives in another's place, or once more from an earlier refit, so shows even where its bytes agree with the
+checksum that they carry, and even where its turn to be checked has not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+
+import numpy as np
+import torch
+
+from ..comm.group import Exchange, Group, PeerBuffer
+from .messages import LocalMessage, LocalMessages
+from .storage import flat_bytes
+
+# Added to every tag from refit to refit: an odd number, so that none comes again within 2^64 refits.
+_STEP = 0x9E3779B97F4A7C15
+_WORD = 1 << 64
+
+
+class ChecksumRows:
+    """Rows of checksums, one for each message; only its tag where it is not checked in this refit.
+
+    The checksums of framed messages travel in them; those of bare ones lie together for each peer and travel
+    after all rounds.
+
+    Attributes:
+        sent: int64 ``[n, 2]``, of the messages that this rank packs.
+        expected: int64 ``[m, 2]``, of those that it receives, as their origins computed them.
+        landed: int64 ``[m, 2]``, as read back from this rank's storage.
+        sent_rows: row in ``sent`` of each message.
+        landed_rows: row in ``expected`` and ``landed`` of each message.
+        exchange: that of bare messages' checksums, after all rounds.
+    """
+
+    def __init__(self, messages: LocalMessages, group: Group, on: bool):
+        """
+        Args:
+            messages: of this rank.
+            group: of all ranks.
+            on: whether anything is ever checked.
+        """
+        self._on = on
+        device = group.device
+        own = [one for sent in messages.sends for one in sent if one.relay_of is None]
+        self.sent_rows = _rows(own, messages.outgoing)
+        received = [one for held in messages.receives for one in held]
+        self.landed_rows = _rows(received, messages.incoming)
+        self._sent_tags = _tags(self.sent_rows, device)
+        self._landed_tags = _tags(self.landed_rows, device)
+        self.sent = torch.zeros(len(self.sent_rows), 2, dtype=torch.int64, device=device)
+        self.expected = torch.zeros(len(self.landed_rows), 2, dtype=torch.int64, device=device)
+        self.landed = torch.zeros_like(self.expected)
+        self._differs = torch.zeros(self.expected.shape, dtype=torch.bool, device=device)
+        self._differs_on_host = torch.zeros(
+            self.expected.shape, dtype=torch.bool, pin_memory=device.type == "cuda"
+        )
+        self.exchange: Exchange = group.prepare(
+            _parcels(messages.outgoing, self.sent, self.sent_rows) if on else [],
+            _parcels(messages.incoming, self.expected, self.landed_rows) if on else [],
+        )
+
+    def begin_sent(self, refit: int) -> None:
+        """Set ``sent`` to the tags of refit number ``refit``; enqueued on the current stream of a GPU.
+
+        Both ends count alike, from a number of the epoch's own: what an earlier epoch sent has other tags, too.
+        """
+        if self._on:
+            torch.add(self._sent_tags, _signed(refit * _STEP), out=self.sent)
+
+    def begin_landed(self, refit: int) -> None:
+        """The same for ``landed``."""
+        if self._on:
+            torch.add(self._landed_tags, _signed(refit * _STEP), out=self.landed)
+
+    def compare(self) -> None:
+        """Compare what was expected with what landed; enqueued on the current stream of a GPU."""
+        if self._on:
+            torch.ne(self.expected, self.landed, out=self._differs)
+            self._differs_on_host.copy_(self._differs, non_blocking=True)
+
+    def damaged(self) -> list[LocalMessage]:
+        """Messages whose checksums differ; after the comparison is done."""
+        if not bool(self._differs_on_host.any()):
+            return []
+        messages = {row: one for one, row in self.landed_rows.items()}
+        return [messages[row] for row in self._differs_on_host.any(dim=1).nonzero().flatten().tolist()]
+
+
+def _rows(
+    messages: Sequence[LocalMessage], pairs: Mapping[int, Sequence[LocalMessage]]
+) -> dict[LocalMessage, int]:
+    ordered = [one for one in messages if not one.message.is_bare]
+    ordered += [one for peer in sorted(pairs) for one in pairs[peer] if one.message.is_bare]
+    return {one: row for row, one in enumerate(ordered)}
+
+
+def _tags(rows: Mapping[LocalMessage, int], device: torch.device) -> torch.Tensor:
+    """Each row's tag, int64 ``[n, 2]``.
+
+    A relay carries the checksum that the origin gave to its first destination, which passes it on in the round
+    after.
+    """
+    found = []
+    for one in sorted(rows, key=rows.__getitem__):
+        message = one.message
+        first = message.source if message.is_relay else message.destination
+        text = f"{message.origin} {first} {message.round_index & ~1}"
+        found.append(np.frombuffer(sha256(text.encode()).digest(), dtype="<i8", count=2))
+    return torch.from_numpy(np.array(found, dtype=np.int64).reshape(-1, 2)).to(device)
+
+
+def _signed(value: int) -> int:
+    """``value`` modulo 2^64 as the int64 with the same bits."""
+    value %= _WORD
+    return value - _WORD if value >= _WORD // 2 else value
+
+
+def _parcels(
+    pairs: Mapping[int, Sequence[LocalMessage]], sums: torch.Tensor, rows: Mapping[LocalMessage, int]
+) -> list[PeerBuffer]:
+    parcels = []
+    for peer in sorted(pairs):
+        found = [rows[one] for one in pairs[peer] if one.message.is_bare]
+        if found:
+            parcels.append(PeerBuffer(peer, flat_bytes(sums[found[0] : found[-1] + 1])))
+    return parcels
