@@ -137,7 +137,7 @@ class Refits:
 
     async def _both(self, ours: Callable[[], Any], theirs: Awaitable[Any]) -> list[Any]:
         """What the trainer's side gives, which blocks, and the engine's; the end of both is awaited in any case."""
-        from rlrefit.workers.engines.vllm.engine_cores import all_answers
+        from rlrefit.workers.engines.vllm.async_driver import all_answers
 
         return await all_answers([asyncio.to_thread(ours), theirs])
 
@@ -160,7 +160,7 @@ async def refused(call: Awaitable[Any]) -> tuple[str, str]:
 
 class Scene:
     def __init__(self, llm: Any, paths: list[str]) -> None:
-        from rlrefit.workers.engines.vllm.driver import AsyncVllmDriver
+        from rlrefit.workers.engines.vllm.async_driver import AsyncVllmDriver
 
         self.found = Found()
         self._llm = llm

@@ -11,8 +11,9 @@ import pytest
 
 from rlrefit.integration.colocated.stages import StageRefused
 from rlrefit.integration.errors import RefitError
+from rlrefit.workers.engines.vllm.async_driver import AsyncVllmDriver
 from rlrefit.workers.engines.vllm.colocated import AwaitedVllmSleeper
-from rlrefit.workers.engines.vllm.driver import EXTENSION, AsyncVllmDriver
+from rlrefit.workers.engines.vllm.driver import EXTENSION
 
 DIRTY = {"refit_error": {"type": "EngineDirty", "text": "a level 2 sleep discarded the weights"}}
 

@@ -10,7 +10,8 @@ from vllm_driver_doubles import HELD, AsyncLlm, Engine, Llm, met
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import EngineDirty, RefitError
-from rlrefit.workers.engines.vllm.driver import EXTENSION, AsyncVllmDriver, VllmDriver
+from rlrefit.workers.engines.vllm.async_driver import AsyncVllmDriver
+from rlrefit.workers.engines.vllm.driver import EXTENSION, VllmDriver
 
 
 @pytest.mark.parametrize("kind", [Llm, AsyncLlm])

@@ -64,8 +64,8 @@ async def _serve(folder: Path) -> Served:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from rlrefit.workers.engines.common.awaited import AwaitedCycle
+    from rlrefit.workers.engines.vllm.async_driver import AsyncVllmDriver
     from rlrefit.workers.engines.vllm.colocated import AwaitedVllmSleeper
-    from rlrefit.workers.engines.vllm.driver import AsyncVllmDriver
 
     arguments = AsyncEngineArgs(
         model=str(folder / "0"),

@@ -16,7 +16,8 @@ from vllm.v1.executor.abstract import Executor
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError
 from rlrefit.workers.engines.common.answers import answer
-from rlrefit.workers.engines.vllm.driver import AsyncVllmDriver, VllmDriver
+from rlrefit.workers.engines.vllm.async_driver import AsyncVllmDriver
+from rlrefit.workers.engines.vllm.driver import VllmDriver
 from rlrefit.workers.engines.vllm.patches import stay_paused_while_asleep, watch_weight_updates
 from rlrefit.workers.engines.vllm.transfer_engine import RlrefitTransferEngine
 

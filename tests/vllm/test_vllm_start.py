@@ -27,10 +27,10 @@ from rlrefit.workers.engines.vllm.compat import (
     require_supported_vllm,
 )
 from rlrefit.workers.engines.vllm.destination import VllmRoutes
+from rlrefit.workers.engines.vllm.driver import TokenVersions
 from rlrefit.workers.engines.vllm.guard import guard_worker
 from rlrefit.workers.engines.vllm.patches import Refitted, guard_loaded_models
 from rlrefit.workers.engines.vllm.reload import ScopedReload
-from rlrefit.workers.engines.vllm.token_versions import TokenVersions
 from rlrefit.workers.engines.vllm.worker_refit import WorkerRefit
 
 

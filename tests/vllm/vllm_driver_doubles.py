@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.workers.engines.vllm.driver import EXTENSION, AsyncVllmDriver
+from rlrefit.workers.engines.vllm.async_driver import AsyncVllmDriver
+from rlrefit.workers.engines.vllm.driver import EXTENSION
 
 # As vLLM 0.21 raises at its client, of no kind of its own, where blocks stay held.
 HELD = Exception(

@@ -12,10 +12,10 @@ import pytest
 from vllm_trainers import CONFIG, RANKS
 
 from rlrefit.integration.config import RefitConfig
+from rlrefit.workers.engines.vllm.async_driver import AsyncVllmDriver
 from rlrefit.workers.engines.vllm.colocated import AwaitedVllmSleeper, VllmSleeper
-from rlrefit.workers.engines.vllm.driver import AsyncVllmDriver, PauseMode, VllmDriver
+from rlrefit.workers.engines.vllm.driver import Generated, PauseMode, VllmDriver
 from rlrefit.workers.engines.vllm.plugin import transfer_config
-from rlrefit.workers.engines.vllm.token_versions import Generated
 
 # The last one fills whole blocks of the KV cache, so that its prefix is kept for the next request.
 PROMPTS = [[5, 17, 33, 90], [101, 7, 8, 9, 10, 11], [64], [3 + i % 100 for i in range(160)]]

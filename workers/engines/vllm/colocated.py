@@ -14,9 +14,8 @@ from ....integration.colocated.memory import ProcessMemory
 from ....integration.colocated.stages import TAGS, StageRefused
 from ....integration.errors import RefitError
 from ..common.loop_calls import LoopCalls
-from .driver import AsyncVllmDriver, VllmDriver
-from .engine_cores import all_answers
-from .sleeping import none_begins
+from .async_driver import AsyncVllmDriver, all_answers, none_begins
+from .driver import VllmDriver
 
 
 class VllmSleeper:
