@@ -18,11 +18,12 @@ from vllm.platforms import current_platform
 
 from rlrefit.integration.errors import PlanError, RefitError, RefitMismatch
 from rlrefit.workers.engines.common import traced_destination
+from rlrefit.workers.engines.common.answers import raise_refit_errors
 from rlrefit.workers.engines.common.loader_trace.modules import owners_of, spread_over_modules
 from rlrefit.workers.engines.common.loader_trace.trace import LoaderTrace, trace_loader
 from rlrefit.workers.engines.vllm import patches, plugin
 from rlrefit.workers.engines.vllm.completeness import check_complete
-from rlrefit.workers.engines.vllm.extension import VllmRefitExtension, raise_refit_errors
+from rlrefit.workers.engines.vllm.extension import VllmRefitExtension
 from rlrefit.workers.engines.vllm.layouts import VllmLayout, module_layout
 from rlrefit.workers.engines.vllm.reload import refresh_absorbed_projections
 

@@ -214,7 +214,8 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
 def _told(rank: int, live: torch.nn.Module, config: Any, specs: Sequence[TensorSpec]) -> dict[str, Format]:
     """What the worker extension answers of the live model, as a trainer reads it."""
     from rlrefit.integration.quantize.formats import from_json
-    from rlrefit.workers.engines.vllm.extension import VllmRefitExtension, raise_refit_errors
+    from rlrefit.workers.engines.common.answers import raise_refit_errors
+    from rlrefit.workers.engines.vllm.extension import VllmRefitExtension
 
     worker = VllmRefitExtension()
     worker.model_runner = SimpleNamespace(get_model=lambda: live, device=torch.device("cpu"))

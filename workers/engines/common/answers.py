@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate
 
 from ....integration import errors
 from ....integration.errors import PeerLost, RefitError
@@ -36,6 +37,18 @@ def failure(error: Exception) -> dict[str, Any]:
     if isinstance(error, RefitError):
         described |= {"stage": error.stage, "rank": error.rank, "parameter": error.parameter}
     return {REFIT_ERROR: described}
+
+
+def answered[Owner, **Parameters](
+    method: Callable[Concatenate[Owner, Parameters], dict[str, Any]],
+) -> Callable[Concatenate[Owner, Parameters], dict[str, Any]]:
+    """A worker's method that returns its error as :func:`answer` does."""
+
+    @functools.wraps(method)
+    def answering(worker: Owner, *args: Parameters.args, **kwargs: Parameters.kwargs) -> dict[str, Any]:
+        return answer(lambda: method(worker, *args, **kwargs))
+
+    return answering
 
 
 def raise_refit_errors(

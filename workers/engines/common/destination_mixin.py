@@ -11,6 +11,7 @@ from ....integration.session import RefitSession, ServingState
 from ....integration.weights.endpoints import WeightDestination
 from ...kv_scales import KvScaleDestination, ScaledCache
 from ...trainers.source_mixin import describe_manifest, open_session
+from .guard import WeightsGuard
 
 
 class DestinationRefitMixin:
@@ -20,6 +21,8 @@ class DestinationRefitMixin:
     ``update_weights_from_collective(version)`` on the conventional path.
     """
 
+    # Of engines whose weights may be asleep or undefined.
+    guard: WeightsGuard | None = None
     _refit_session: RefitSession | None = None
     _refit_state: ServingState | None = None
 
@@ -91,15 +94,31 @@ class DestinationRefitMixin:
         return describe_manifest(self._refit_session)
 
     def nccl_xfer_refit(self, version: int) -> dict[str, Any]:
-        """Receive all weights once, shard to shard, and commit ``version``; returns this rank's record."""
-        return open_session(self._refit_session, "nccl_xfer").refit(version).to_json()
+        """Receive all weights once, shard to shard, and commit ``version``; returns this rank's record.
+
+        Raises:
+            RefitError: the refit failed; or the weights are asleep, and this rank has left the epoch, in which others wait for it.
+        """
+        return self._received("nccl_xfer", version)
 
     def update_weights_from_collective(self, version: int) -> dict[str, Any]:
-        """Receive all weights once over the conventional packed broadcast; returns this rank's record."""
-        return open_session(self._refit_session, "packed_broadcast").refit(version).to_json()
+        """As :meth:`nccl_xfer_refit`, over the conventional packed broadcast."""
+        return self._received("packed_broadcast", version)
 
     def close_refit(self) -> None:
         """End the epoch on this rank."""
         session, self._refit_session = self._refit_session, None
         if session is not None:
             session.close()
+
+    def _received(self, engine: str, version: int) -> dict[str, Any]:
+        if self.guard is not None:
+            try:
+                self.guard.require_awake()
+            except RefitError:
+                self.close_refit()
+                raise
+        record = open_session(self._refit_session, engine).refit(version).to_json()
+        if self.guard is not None:
+            self.guard.refitted()
+        return record

@@ -134,18 +134,6 @@ class WorkerRefit(DestinationRefitMixin):
         """Meet the trainer; ``first_rank`` is the refit rank of the deployment's first worker."""
         return self.init_per_pp_refit_comm_group(rendezvous, first_rank + self._rank, refit_config, engine)
 
-    def nccl_xfer_refit(self, version: int) -> dict[str, Any]:
-        """As the mixin's; from here on the weights are some version's."""
-        record = super().nccl_xfer_refit(version)
-        self.guard.refitted()
-        return record
-
-    def update_weights_from_collective(self, version: int) -> dict[str, Any]:
-        """As the mixin's; from here on the weights are some version's."""
-        record = super().update_weights_from_collective(version)
-        self.guard.refitted()
-        return record
-
     def close(self) -> dict[str, Any]:
         """End the epoch on this rank."""
         self.close_refit()

@@ -16,7 +16,7 @@ from ....integration.errors import RefitError
 from ....integration.quantize.formats import to_json
 from ....integration.session import ServingState
 from ....integration.weights.manifest import TensorSpec, dtype_of
-from ..common.answers import REFIT_ERROR, answer, raise_refit_errors
+from ..common.answers import answered
 from .compat import require_supported_vllm
 from .patches import Refitted, prepare_worker_process
 
@@ -24,15 +24,13 @@ if TYPE_CHECKING:
     from .destination import VllmDestination
     from .worker_refit import WorkerRefit
 
-__all__ = ["REFIT_ERROR", "VllmRefitExtension", "raise_refit_errors"]
-
 
 class VllmRefitExtension(Refitted):
     """Mixed into vLLM's ``Worker``: the refit's methods, callable through ``collective_rpc``.
 
     A worker that fails answers ``{"refit_error": …}`` and does not raise: at TP above 1, vLLM's
     executor reads the first worker's exception only, and the next call would meet the others'. Pass the
-    answers through :func:`raise_refit_errors`.
+    answers through :func:`~..common.answers.raise_refit_errors`.
     """
 
     # Of vLLM's Worker.
@@ -40,6 +38,7 @@ class VllmRefitExtension(Refitted):
     model_runner: Any
     rank: int
 
+    @answered
     def init_per_pp_refit_comm_group(
         self, rendezvous: dict[str, Any], rank: int, refit_config: dict[str, Any], engine: str = "nccl_xfer"
     ) -> dict[str, Any]:
@@ -47,72 +46,113 @@ class VllmRefitExtension(Refitted):
 
         Workers count on from it: the tensor and pipeline ranks of the first data-parallel replica, then the next's.
         """
-        return answer(lambda: self._refit.join(rendezvous, rank, refit_config, engine))
+        return self._refit.join(rendezvous, rank, refit_config, engine)
 
+    @answered
     def nccl_xfer_refit(self, version: int) -> dict[str, Any]:
         """Receive all weights once, shard to shard; the driver resets the prefix cache afterwards."""
-        return answer(lambda: self._refit.nccl_xfer_refit(version))
+        return self._refit.nccl_xfer_refit(version)
 
+    @answered
     def update_weights_from_collective(self, version: int) -> dict[str, Any]:
         """Receive all weights once over the conventional packed broadcast."""
-        return answer(lambda: self._refit.update_weights_from_collective(version))
+        return self._refit.update_weights_from_collective(version)
 
+    @answered
     def close_refit(self) -> dict[str, Any]:
         """End the epoch on this rank."""
+        self._refit.close_refit()
+        return {}
 
-        def close() -> dict[str, Any]:
-            self._refit.close_refit()
-            return {}
-
-        return answer(close)
-
+    @answered
     def refit_serving_version(self) -> dict[str, Any]:
         """``{"version": …}`` of the weights that may be served; an error if they are not whole."""
-        return answer(lambda: {"version": self._refit.serving_version()})
+        return {"version": self._refit.serving_version()}
 
+    @answered
     def refit_caches_dropped(self, version: int) -> dict[str, Any]:
         """Told by a driver that has dropped what older weights made; an error if ``version`` is not the one in place.
 
-        The engine's core reads the answer too: it may resume, where it kept such things before (:func:`~.patches.watch_weight_updates`).
+        The engine's core reads the answer too: it may resume, where it kept such things before
+        (:func:`~.patches.watch_weight_updates`).
         """
+        found = self._refit.serving_version()
+        if found != version:
+            raise RefitError(
+                f"refit {version} has committed on the driver, and this worker serves version {found}, which something "
+                "else has brought meanwhile. Refit again, and let nothing else change the weights",
+                stage="commit",
+                rank=self.rank,
+            )
+        return {}
 
-        def check() -> dict[str, Any]:
-            found = self._refit.serving_version()
-            if found != version:
-                raise RefitError(
-                    f"refit {version} has committed on the driver, and this worker serves version {found}, which something "
-                    "else has brought meanwhile. Refit again, and let nothing else change the weights",
-                    stage="commit",
-                    rank=self.rank,
-                )
-            return {}
-
-        return answer(check)
-
+    @answered
     def refit_require_servable(self) -> dict[str, Any]:
         """An error if a step would compute with weights that are not whole, or with memory that is asleep."""
+        self._refit.guard.require_servable()
+        return {}
 
-        def check() -> dict[str, Any]:
-            self._refit.guard.require_servable()
-            return {}
-
-        return answer(check)
-
+    @answered
     def refit_asleep(self) -> dict[str, Any]:
         """``{"asleep": …}``: what of ``weights`` and ``kv_cache`` has no memory at the moment."""
-        return answer(lambda: {"asleep": sorted(self._refit.guard.asleep)})
+        return {"asleep": sorted(self._refit.guard.asleep)}
 
+    @answered
     def refit_empty_cache(self) -> dict[str, Any]:
         """Have this worker's allocator give back what it caches."""
-        return answer(lambda: self._refit.empty_cache())
+        return self._refit.empty_cache()
 
+    @answered
     def refit_memory(self, restart: bool = False) -> dict[str, Any]:
         """Memory of this worker and its device; ``restart`` lets the peaks count anew from here."""
-        return answer(lambda: self._refit.memory(restart))
+        return self._refit.memory(restart)
 
+    @answered
     def refit_kv_scales(self) -> dict[str, Any]:
         """Scales of the FP8 KV cache in use, ``{"model.layers.0.self_attn.k_scale": [on the device, on the host]}``."""
-        return answer(lambda: self._refit.kv_scales())
+        return self._refit.kv_scales()
+
+    @answered
+    def refit_trace(self, manifest: Sequence[tuple[str, Sequence[int], str]]) -> dict[str, Any]:
+        """How this worker takes each tensor of ``manifest`` (name, full shape, dtype name such as ``bfloat16``).
+
+        Returns:
+            ``{"bulk": {name: its boxes as text}, "misc": {name: reason}}``; a tensor in neither is not
+            loaded on this rank.
+        """
+        routes = self.refit_destination.routes(_read(manifest))
+        bulk = {name: " ".join(str(found.box) for found in at) for name, at in routes.landings.items()}
+        return {"bulk": bulk, "misc": routes.reasons}
+
+    @answered
+    def refit_formats(self, manifest: Sequence[tuple[str, Sequence[int], str]]) -> dict[str, Any]:
+        """In which formats this worker holds weights that a trainer can quantize for it, for whoever sends full tensors.
+
+        Refits ask for themselves. The answers of all workers together are the ``formats`` of
+        :func:`~...integration.weights.quantizing.quant_weights_by_name`, each by ``from_json`` of
+        ``integration.quantize.formats``.
+
+        Args:
+            manifest: as of :meth:`refit_trace`, of unquantized weights.
+
+        Returns:
+            Hugging Face name to the format as plain data; only of weights that this worker loads.
+        """
+        from .destination import VllmDestination
+
+        # One of its own: what is asked here must not become a promise to the epoch that may be open.
+        asked = VllmDestination(self.model_runner.get_model(), self.vllm_config, self.model_runner.device)
+        return {name: to_json(format) for name, format in asked.quantized(_read(manifest)).items()}
+
+    @answered
+    def refit_parameter_bytes(self, names: Sequence[str] = ()) -> dict[str, Any]:
+        """Raw bytes of live parameters, contiguous, by the engine's names; of all of them without names."""
+        return {name: _bytes_of(found) for name, found in self._refit_selected(names).items()}
+
+    @answered
+    def refit_parameter_digests(self, names: Sequence[str] = ()) -> dict[str, Any]:
+        """SHA-256 of what :meth:`refit_parameter_bytes` returns, with shape and dtype, for large models."""
+        return {name: _digest_of(found) for name, found in self._refit_selected(names).items()}
 
     @property
     def _refit(self) -> WorkerRefit:
@@ -130,55 +170,6 @@ class VllmRefitExtension(Refitted):
         """This worker's live model as the destination of refits."""
         return self._refit.destination
 
-    def refit_trace(self, manifest: Sequence[tuple[str, Sequence[int], str]]) -> dict[str, dict[str, str]]:
-        """How this worker takes each tensor of ``manifest`` (name, full shape, dtype name such as ``bfloat16``).
-
-        Returns:
-            ``{"bulk": {name: its boxes as text}, "misc": {name: reason}}``; a tensor in neither is not
-            loaded on this rank.
-        """
-
-        def trace() -> dict[str, dict[str, str]]:
-            wanted = [(name, tuple(shape), dtype_of(dtype)) for name, shape, dtype in manifest]
-            routes = self.refit_destination.routes(wanted)
-            bulk = {name: " ".join(str(found.box) for found in at) for name, at in routes.landings.items()}
-            return {"bulk": bulk, "misc": routes.reasons}
-
-        return answer(trace)
-
-    def refit_formats(self, manifest: Sequence[tuple[str, Sequence[int], str]]) -> dict[str, dict[str, Any]]:
-        """In which formats this worker holds weights that a trainer can quantize for it, for whoever sends full tensors.
-
-        Refits ask for themselves. The answers of all workers together are the ``formats`` of
-        :func:`~...integration.quantize.source.quant_weights_by_name`, each by ``from_json`` of ``integration.quantize.formats``.
-
-        Args:
-            manifest: as of :meth:`refit_trace`, of unquantized weights.
-
-        Returns:
-            Hugging Face name to the format as plain data; only of weights that this worker loads.
-        """
-
-        def formats() -> dict[str, Any]:
-            from .destination import VllmDestination
-
-            wanted = [TensorSpec(name, tuple(shape), dtype_of(dtype)) for name, shape, dtype in manifest]
-            # One of its own: what is asked here must not become a promise to the epoch that may be open.
-            asked = VllmDestination(self.model_runner.get_model(), self.vllm_config, self.model_runner.device)
-            return {name: to_json(format) for name, format in asked.quantized(wanted).items()}
-
-        return answer(formats)
-
-    def refit_parameter_bytes(self, names: Sequence[str] = ()) -> dict[str, bytes]:
-        """Raw bytes of live parameters, contiguous, by the engine's names; of all of them without names."""
-        return answer(lambda: {name: _bytes_of(found) for name, found in self._refit_selected(names).items()})
-
-    def refit_parameter_digests(self, names: Sequence[str] = ()) -> dict[str, str]:
-        """SHA-256 of what :meth:`refit_parameter_bytes` returns, with shape and dtype, for large models."""
-        return answer(
-            lambda: {name: _digest_of(found) for name, found in self._refit_selected(names).items()}
-        )
-
     def _refit_selected(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         parameters = dict(self.model_runner.get_model().named_parameters())
         if not names:
@@ -191,6 +182,10 @@ class VllmRefitExtension(Refitted):
                 parameter=absent[0],
             )
         return {name: parameters[name] for name in names}
+
+
+def _read(manifest: Sequence[tuple[str, Sequence[int], str]]) -> list[TensorSpec]:
+    return [TensorSpec(name, tuple(shape), dtype_of(dtype)) for name, shape, dtype in manifest]
 
 
 def _digest_of(parameter: torch.Tensor) -> str:

@@ -31,12 +31,11 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from ....integration.config import RefitConfig
 from ....integration.errors import RefitError
+from ...trainers.source_mixin import REFIT_CALLS
 from .compat import CORE, WEIGHT_TRANSFER, WORKER, require_supported_vllm
 from .extension import VllmRefitExtension
 from .patches import hand_over_weight_transfer
 from .worker_refit import WorkerRefit
-
-_ENGINES = ("nccl_xfer", "colocated_ipc", "packed_broadcast")
 
 
 @dataclass
@@ -56,8 +55,8 @@ class RefitInitInfo(WeightTransferInitInfo):
     engine: str = "nccl_xfer"
 
     def __post_init__(self) -> None:
-        if self.engine not in _ENGINES:
-            raise ValueError(f"init_info.engine: {self.engine!r} is not one of {', '.join(_ENGINES)}")
+        if self.engine not in REFIT_CALLS:
+            raise ValueError(f"init_info.engine: {self.engine!r} is not one of {', '.join(REFIT_CALLS)}")
 
 
 @dataclass
@@ -116,10 +115,9 @@ class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]
         info: RefitUpdateInfo = self.parse_update_info(update_info)
         if not self._updating:
             raise RefitError("start_weight_update must be called before update_weights", stage="handshake")
-        shards = self._engine != "packed_broadcast"
-        receive = refit.nccl_xfer_refit if shards else refit.update_weights_from_collective
+        receive = getattr(refit, REFIT_CALLS[self._engine].receive)
         try:
-            record = receive(info.version)
+            record: dict[str, Any] = receive(info.version)
         except Exception:
             # Over, so that a new epoch can start; the guard keeps what was written in part from being served.
             self._updating = False

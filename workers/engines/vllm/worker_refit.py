@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -74,14 +73,6 @@ class WorkerRefit(DestinationRefitMixin):
         rank = first_rank + parallel.data_parallel_index * parallel.world_size + self._worker.rank
         return self.init_per_pp_refit_comm_group(rendezvous, rank, refit_config, engine)
 
-    def nccl_xfer_refit(self, version: int) -> dict[str, Any]:
-        """As the mixin's, once the weights are seen to be awake."""
-        return self._refit(version, super().nccl_xfer_refit)
-
-    def update_weights_from_collective(self, version: int) -> dict[str, Any]:
-        """As the mixin's, once the weights are seen to be awake."""
-        return self._refit(version, super().update_weights_from_collective)
-
     def serving_version(self) -> int:
         """Version of the weights that may be served.
 
@@ -120,17 +111,6 @@ class WorkerRefit(DestinationRefitMixin):
         """Have this process's allocator give back what it caches."""
         empty_cache(self._worker.model_runner.device)
         return {}
-
-    def _refit(self, version: int, receive: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-        try:
-            self.guard.require_awake()
-        except RefitError:
-            # The others wait for this rank, so it leaves their epoch; init_per_pp_refit_comm_group opens another.
-            self.close_refit()
-            raise
-        record = receive(version)
-        self.guard.refitted()
-        return record
 
     def _make_refit_destination(self) -> VllmDestination:
         self.guard.require_awake()
