@@ -47,7 +47,7 @@ API = {
         "workers.engines.vllm.driver_async.AsyncVllmDriver",
         "workers.engines.vllm.extension.VllmRefitExtension",
         "workers.engines.sglang.driver.SglangRefit",
-        "workers.engines.sglang.async_driver.AsyncSglangRefit",
+        "workers.engines.sglang.driver.AsyncSglangRefit",
         "workers.engines.sglang.sender.SglangSender",
         "workers.engines.trtllm.driver.TrtllmDriver",
         "workers.engines.trtllm.sender.TrtllmSender",

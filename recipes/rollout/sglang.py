@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from ...integration.colocated.memory import ProcessMemory
 from ...integration.colocated.stages import SleepingEngine
 from ...integration.config import RefitConfig
 from ...integration.errors import RefitError, RefitMismatch
+from ...workers.engines.common.awaited import Forwarded
 from ...workers.engines.common.completion import Completion
-from ...workers.engines.sglang.async_driver import AsyncSglangRefit
 from ...workers.engines.sglang.callers import EngineCaller
-from ...workers.engines.sglang.driver import SglangRefit
+from ...workers.engines.sglang.driver import AsyncSglangRefit, SglangRefit
 from ..config.schema import TrainConfig
 from .arguments import request_seed, sglang_arguments
 from .base import Sampling
@@ -57,7 +56,7 @@ class AwaitedCalls:
         self._engine = engine
         self._awaited = self._wait(AsyncSglangRefit.open(engine))
         self.refit = self._awaited.blocking
-        self.sleeper = AwaitedSleeper(self)
+        self.sleeper = Forwarded(self.refit, lambda _, call: self.do(call))
 
     def do[Result](self, call: Callable[..., Result], *arguments: Any) -> Result:
         """Do what uses :attr:`refit`, while the loop answers it."""
@@ -78,33 +77,6 @@ class AwaitedCalls:
         # SGLang ties an engine to the loop of its first request.
         found: Result = self._engine.loop.run_until_complete(coroutine)
         return found
-
-
-class AwaitedSleeper:
-    """The memory stages of an engine whose loop has to answer them; a :class:`~...integration.colocated.stages.SleepingEngine`."""
-
-    def __init__(self, calls: AwaitedCalls) -> None:
-        self._calls = calls
-
-    def sleep(self, level: int) -> None:
-        """As the driver's."""
-        self._calls.do(self._calls.refit.sleep, level)
-
-    def wake(self, tags: Sequence[str]) -> None:
-        """As the driver's."""
-        self._calls.do(self._calls.refit.wake, tags)
-
-    def asleep(self) -> frozenset[str]:
-        """As the driver's."""
-        return self._calls.do(self._calls.refit.asleep)
-
-    def empty_cache(self) -> None:
-        """As the driver's."""
-        self._calls.do(self._calls.refit.empty_cache)
-
-    def memory(self, *, restart: bool = False) -> list[ProcessMemory]:
-        """As the driver's."""
-        return self._calls.do(lambda: self._calls.refit.memory(restart=restart))
 
 
 class SglangActor(EngineActor):

@@ -13,8 +13,7 @@ import torch
 
 from rlrefit.integration.errors import EngineDirty, PlanError
 from rlrefit.workers.engines.common.bucket_sender import own_device
-from rlrefit.workers.engines.sglang.async_driver import AsyncSglangRefit
-from rlrefit.workers.engines.sglang.driver import SglangRefit
+from rlrefit.workers.engines.sglang.driver import AsyncSglangRefit, SglangRefit
 from rlrefit.workers.engines.sglang.loader import LOADER
 from rlrefit.workers.engines.sglang.sender import SglangSender
 from tests.sglang.real_engine import Scene

@@ -22,7 +22,7 @@ from rlrefit.integration.colocated.memory import StageRecord
 from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import EngineDirty
 from rlrefit.workers.engines.common.bucket_sender import own_device
-from rlrefit.workers.engines.sglang.async_driver import AsyncSglangRefit
+from rlrefit.workers.engines.sglang.driver import AsyncSglangRefit
 from rlrefit.workers.engines.sglang.sender import SglangSender
 from tests.sglang.real_engine import Scene
 from tests.spawn import free_port

@@ -25,9 +25,8 @@ from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import EngineDirty, RefitError, RefitTimeout
 from rlrefit.integration.session import RefitSession, ServingState
 from rlrefit.workers.engines.common.guard import WeightsGuard, call_before
-from rlrefit.workers.engines.sglang.async_driver import AsyncSglangRefit
 from rlrefit.workers.engines.sglang.callers import Answer, EngineCaller, HttpCaller, Step
-from rlrefit.workers.engines.sglang.driver import SglangRefit
+from rlrefit.workers.engines.sglang.driver import AsyncSglangRefit, SglangRefit
 from rlrefit.workers.engines.sglang.loader import LOADER, load, refusing, serving
 from rlrefit.workers.engines.sglang.sender import SglangSender
 

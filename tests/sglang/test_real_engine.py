@@ -24,9 +24,8 @@ from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import EngineDirty, PlanError, RefitError
 from rlrefit.integration.session import RefitSession
-from rlrefit.workers.engines.sglang.async_driver import AsyncSglangRefit
 from rlrefit.workers.engines.sglang.callers import EngineCaller, HttpCaller
-from rlrefit.workers.engines.sglang.driver import SglangRefit
+from rlrefit.workers.engines.sglang.driver import AsyncSglangRefit, SglangRefit
 from rlrefit.workers.engines.sglang.sender import SglangSender
 from tests.gpu.vllm_checkpoints import write_checkpoint
 from tests.gpu.vllm_trainer import CheckpointSource

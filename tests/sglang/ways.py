@@ -12,9 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rlrefit.integration.colocated.cycle import ColocatedCycle
-from rlrefit.workers.engines.sglang.async_driver import AsyncSglangRefit
 from rlrefit.workers.engines.sglang.callers import _REQUESTS, EngineCaller, HttpCaller
-from rlrefit.workers.engines.sglang.driver import SglangRefit
+from rlrefit.workers.engines.sglang.driver import AsyncSglangRefit, SglangRefit
 from rlrefit.workers.engines.sglang.pausing import PauseMode
 from rlrefit.workers.engines.sglang.sender import SglangSender
 

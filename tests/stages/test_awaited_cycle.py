@@ -13,8 +13,7 @@ from rlrefit.integration.colocated.memory import ProcessMemory, StageRecord
 from rlrefit.integration.colocated.stages import Stage, StageBusy, StageFailed
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.records.record import RefitRecord
-from rlrefit.workers.engines.common.awaited import AwaitedCycle
-from rlrefit.workers.engines.common.loop_calls import LoopCalls
+from rlrefit.workers.engines.common.awaited import AwaitedCycle, Forwarded, LoopCalls
 
 from .pool import Device, PoolEngine, PoolTrainer, refit_on
 
@@ -262,8 +261,9 @@ def test_a_loop_that_has_ended_is_not_waited_for() -> None:
         kept.append(LoopCalls())
 
     asyncio.run(keep())
-    with pytest.raises(RefitError, match="runs no longer"):
+    with pytest.raises(RefitError) as met:
         kept[0].wait(_text)
+    assert met.value.stage == "engine"
 
 
 def test_a_loop_that_stops_meanwhile_is_not_waited_for() -> None:
@@ -275,10 +275,39 @@ def test_a_loop_that_stops_meanwhile_is_not_waited_for() -> None:
         loop.stop()
         await asyncio.Event().wait()
 
-    with pytest.raises(RefitError, match="runs no longer"):
+    with pytest.raises(RefitError) as met:
         LoopCalls(loop).wait(stop)
+    assert met.value.stage == "engine"
     running.join()
     for task in asyncio.all_tasks(loop):
         task.cancel()
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
+
+
+def test_forwarded_methods_and_properties_are_called_through_run_and_others_are_unknown() -> None:
+    class Target:
+        read = 0
+
+        @property
+        def version(self) -> int:
+            self.read += 1
+            return 3
+
+        def add(self, number: int, *, more: int = 0) -> int:
+            return number + more
+
+    target = Target()
+    names: list[str] = []
+
+    def run(name: str, call: Callable[[], Any]) -> Any:
+        names.append(name)
+        return call()
+
+    forwarded = Forwarded(target, run)
+    version = forwarded.version
+    assert target.read == 0, "a property is read inside run"
+    assert (version(), forwarded.add(1, more=2)) == (3, 3)
+    assert names == ["version", "add"]
+    for unknown in ("missing", "_private"):
+        assert not hasattr(forwarded, unknown)

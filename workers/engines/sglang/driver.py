@@ -1,13 +1,14 @@
 """The driver's side: refit a running SGLang engine, in this process or behind its HTTP server, and put its memory to sleep.
 
 :class:`SglangRefit` is the only place where an order of steps is written, that of a pause in :mod:`.pausing`;
-:mod:`.async_driver` runs it for coroutines. What sleeps and whether the engine is paused is asked of the engine each time: other
+:class:`AsyncSglangRefit` runs it for coroutines. What sleeps and whether the engine is paused is asked of the engine each time: other
 drivers, and other callers, change both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -19,8 +20,9 @@ from ....integration.errors import EngineDirty, RefitError, RefitMismatch
 from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
 from ...trainers.source_mixin import REFIT_CALLS
+from ..common.awaited import Forwarded, in_thread
 from .buckets import Buckets
-from .callers import Caller
+from .callers import Caller, EngineCaller
 from .engine_calls import EngineCalls
 from .pausing import DRAIN_S, PauseMode, Pauses
 from .standing import PARTS, Standing
@@ -393,3 +395,29 @@ class SglangRefit:
             )
         self.calls.ask("serving_version")
         return standing
+
+
+class AsyncSglangRefit(Forwarded):
+    """:class:`SglangRefit` for coroutines: its methods, awaited; ``version()`` is one here. Make it with :meth:`open`."""
+
+    def __init__(self, refit: SglangRefit) -> None:
+        super().__init__(refit, lambda _, call: self.run(call))
+        # One call at a time: SGLang's own locks do not keep the steps of a refit together.
+        self._turn = asyncio.Lock()
+
+    @staticmethod
+    async def open(engine: Any, timeout_s: float = 300.0) -> AsyncSglangRefit:
+        """For an ``sglang.Engine`` whose asynchronous methods are awaited in the running loop.
+
+        Args:
+            engine: the engine, or a :class:`~.callers.Caller` (of a server, say).
+            timeout_s: as :class:`SglangRefit`'s.
+        """
+        caller = engine if hasattr(engine, "call") else EngineCaller(engine, asyncio.get_running_loop())
+        return AsyncSglangRefit(await asyncio.to_thread(SglangRefit, caller, timeout_s))
+
+    async def run[Result](self, call: Callable[..., Result], *arguments: Any) -> Result:
+        """Any blocking call that uses :attr:`blocking` (a sender's refit, a cycle's move), in a thread with the caller's device."""
+        async with self._turn:
+            # A cancelled caller waits until its steps have ended, because others must not begin beside them.
+            return await in_thread("a call of SGLang's driver", lambda: call(*arguments))

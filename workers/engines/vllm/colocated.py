@@ -13,7 +13,7 @@ from typing import Any
 from ....integration.colocated.memory import ProcessMemory
 from ....integration.colocated.stages import TAGS, StageRefused
 from ....integration.errors import RefitError
-from ..common.loop_calls import LoopCalls
+from ..common.awaited import LoopCalls
 from .async_driver import AsyncVllmDriver, all_answers, none_begins
 from .driver import VllmDriver
 
