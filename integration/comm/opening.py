@@ -10,7 +10,7 @@ import torch
 
 from ..control.channel import Channel
 from ..errors import RefitError
-from ..gpu_memory.availability import availability
+from ..gpu_memory.availability import GpuFacts, availability
 from .device_group import MOST_BUCKET_BYTES as MOST_ON_DEVICE
 from .device_group import MOST_SHARED_BYTES, DeviceGroup
 from .group import Group
@@ -42,29 +42,24 @@ class GroupChoice:
         return f"{self.why}; {self.how}" if self.how else self.why
 
 
-def gpu_identity(told: object) -> str:
-    """The GPU that a rank told of, by its UUID; empty if it told of none."""
-    return _text(told, "device")
-
-
-def shared_gpu(told: Sequence[object]) -> str:
+def shared_gpu(told: Sequence[GpuFacts]) -> str:
     """A sentence about two ranks of one GPU; empty if there are none.
 
     Args:
-        told: what all ranks told of their GPUs; nothing in it is trusted.
+        told: by all ranks.
     """
-    devices = [gpu_identity(one) for one in told]
+    devices = [one.device for one in told]
     for (a, first), (b, second) in combinations(enumerate(devices), 2):
         if first and first == second:
             return f"refit ranks {a} and {b} share a GPU, and NCCL takes no two ranks of one"
     return ""
 
 
-def choose_group(told: Sequence[object], asked: bool) -> GroupChoice:
+def choose_group(told: Sequence[GpuFacts], asked: bool) -> GroupChoice:
     """What joins all ranks.
 
     Args:
-        told: what all ranks told of their GPUs (:func:`~..gpu_memory.availability.facts`); nothing in it is trusted.
+        told: by all ranks.
         asked: whether to use shared memory even where the network would do.
 
     Raises:
@@ -74,7 +69,7 @@ def choose_group(told: Sequence[object], asked: bool) -> GroupChoice:
     if not sharing and not asked:
         return GroupChoice("network", "no two ranks share a GPU")
     why = sharing or "the engine colocated_ipc was asked for"
-    hosts = {_text(one, "host") for one in told}
+    hosts = {one.host for one in told}
     if len(hosts) > 1:
         raise RefitError(
             f"{why}, so they need memory that all ranks can reach, but the ranks are on {len(hosts)} hosts; nothing was "
@@ -89,17 +84,17 @@ def choose_group(told: Sequence[object], asked: bool) -> GroupChoice:
     return GroupChoice("device", why, how, MOST_SHARED_BYTES if sharing else MOST_ON_DEVICE)
 
 
-def _shared_process(told: Sequence[object]) -> str:
+def _shared_process(told: Sequence[GpuFacts]) -> str:
     """Why buckets in GPU memory would hang: streams wait for counts there, and those of one process may share a hardware
     queue, where a rank's count would stand behind its peer's wait for it. Empty if each rank is a process."""
-    processes = [_text(one, "process") for one in told]
+    processes = [one.process for one in told]
     for (a, first), (b, second) in combinations(enumerate(processes), 2):
         if first and first == second:
             return f"refit ranks {a} and {b} are in one process, whose streams may wait for each other in one hardware queue"
     return ""
 
 
-def _obstacle(told: Sequence[object]) -> str:
+def _obstacle(told: Sequence[GpuFacts]) -> str:
     """Why some rank can't map another one's GPU memory; empty if all can. Buckets are written both ways."""
     for a, b in permutations(range(len(told)), 2):
         able, reason = availability([told[a], told[b]], 1)
@@ -139,8 +134,3 @@ def open_group(
     if choice.kind == "host":
         return HostGroup(*common, min(part, choice.most_bucket_bytes))
     return TorchGroup.open(*common)
-
-
-def _text(one: object, key: str) -> str:
-    value = one.get(key) if isinstance(one, dict) else None
-    return value if isinstance(value, str) else ""

@@ -10,12 +10,14 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Never
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Never
 
 from ..errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
 from . import Connection, GroupStore, Rendezvous
-from .ledger import PATIENCE_S, PATIENCE_SHARE
-from .wire import (
+from .decoding import decode_from
+from .epoch_state import PATIENCE_S, PATIENCE_SHARE
+from .frames import (
     Malformed,
     Op,
     Status,
@@ -28,6 +30,9 @@ from .wire import (
     unpack_values,
 )
 from .world import RefitWorld
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +108,18 @@ class Channel:
     def vote(self, topic: str, data: Any) -> list[Any]:
         """Give ``data`` and get what all ranks gave, in the order of ranks; as :meth:`vote_parts`."""
         return [row[0] for row in self.vote_parts(topic, [data])]
+
+    def vote_as[T: DataclassInstance](self, topic: str, ours: T) -> list[T]:
+        """As :meth:`vote` with a dataclass, of which each rank gives one.
+
+        Raises:
+            RefitMismatch: what a rank told is of another form; names the rank and the field.
+        """
+        told = self.vote(topic, asdict(ours))
+        return [
+            decode_from(type(ours), data, sender, self.world.describe(sender), topic, stage=topic)
+            for sender, data in enumerate(told)
+        ]
 
     def vote_parts(self, topic: str, parts: Sequence[Any]) -> list[list[Any]]:
         """Give any number of ``parts`` and get those of all ranks. A barrier: nobody passes early.

@@ -13,14 +13,14 @@ from typing import Never
 
 from ..errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
 from .address import Rendezvous
-from .wire import (
+from .frames import (
     GREETING_BYTES,
     HEADER_BYTES,
-    MAGIC,
     MAX_ANSWER,
     MAX_MESSAGE,
     NONCE_BYTES,
     PROOF_BYTES,
+    PROTOCOL_VERSION,
     Body,
     Malformed,
     Op,
@@ -33,6 +33,7 @@ from .wire import (
     parse_header,
     tune,
     unpack_body,
+    unpack_greeting,
     unpack_int,
 )
 
@@ -70,7 +71,8 @@ class Connection:
         Raises:
             RefitTimeout: nobody answers at the address.
             RefitError: the token is missing or another one, or the rank is taken.
-            RefitMismatch: the rendezvous was opened for other numbers of ranks, or another epoch.
+            RefitMismatch: the rendezvous was opened for other numbers of ranks or another epoch, or trainer rank 0 runs
+                another version of the protocol.
         """
         self._where = f"{rendezvous.host}:{rendezvous.port}"
         self._rank = rank
@@ -191,10 +193,21 @@ class Connection:
         """Prove the token to each other; returns what the rendezvous was opened for."""
         try:
             greeting = self._receive(GREETING_BYTES)
-            if not greeting.startswith(MAGIC):
-                self._refused("what listens there is no rendezvous of this version of rlrefit")
-            server, client = greeting[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
-            self._sock.sendall(pack_hello(key, server, client, self._rank, role))
+            try:
+                version, server = unpack_greeting(greeting)
+            except Malformed as error:
+                self._refused(str(error))
+            client = secrets.token_bytes(NONCE_BYTES)
+            # With another version too: trainer rank 0 then tells all ranks why this one does not come.
+            self._sock.sendall(pack_hello(key, server, client, self._rank, role, PROTOCOL_VERSION))
+            if version != PROTOCOL_VERSION:
+                raise RefitMismatch(
+                    f"this rank runs version {PROTOCOL_VERSION} of rlrefit's protocol, and trainer rank 0 ({self._where}) "
+                    f"runs version {version}. Nothing has moved; install the same rlrefit on all ranks",
+                    stage="rendezvous",
+                    rank=self._rank,
+                    blamed=self._rank,
+                )
             if not check_proof(self._receive(PROOF_BYTES), key, server, client, self._rank, role):
                 self._refused("what listens there does not hold the token; it may be an impostor")
             self._ours = Signer(key, b"to server", server, client)

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 from ..errors import PeerLost, RefitTimeout
 from .address import Rendezvous
 from .client import Connection
-from .wire import Op, Role, Status, pack_int, pack_wait, unpack_int
+from .frames import Op, Role, Status, pack_int, pack_wait, unpack_int
 
 _STAGE = "process group"
 

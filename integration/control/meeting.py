@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from .wire import MAX_ANSWER, MAX_FIELDS, Body, Status, pack_body, pack_numbers, pack_values
+from .frames import MAX_ANSWER, MAX_FIELDS, Body, Status, pack_body, pack_numbers, pack_values
 from .world import RefitWorld
 
 # Whom an answer is for: whatever the server knows connections by.

@@ -1,4 +1,4 @@
-"""The rendezvous itself: one thread on trainer rank 0 that serves the ledger to those who hold the token."""
+"""The rendezvous itself: one thread on trainer rank 0 that serves the epoch's state to those who hold the token."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ from itertools import islice
 
 from ..errors import RefitError
 from .address import Rendezvous
-from .ledger import Ledger
-from .meeting import Answer
-from .wire import (
+from .epoch_state import EpochState
+from .frames import (
     HEADER_BYTES,
     HELLO_BYTES,
-    MAGIC,
     MAX_MESSAGE,
     NONCE_BYTES,
+    PROTOCOL_VERSION,
     Body,
     Malformed,
+    Op,
     Role,
     Signer,
     Status,
     check_hello,
     pack_body,
+    pack_greeting,
     pack_int,
     parse_header,
     proof,
     tune,
     unpack_body,
 )
+from .meeting import Answer
 from .world import RefitWorld
 
 logger = logging.getLogger(__name__)
@@ -90,7 +92,7 @@ class RendezvousServer:
         self._key = rendezvous.key
         _allow_files(_FILES + _FILES_A_RANK * rendezvous.size)
         world = RefitWorld(0, rendezvous.train_ranks, rendezvous.gen_ranks, rendezvous.epoch)
-        self._ledger = Ledger(world)
+        self._state = EpochState(world)
         self._listener = listener
         self._strangers: dict[_Peer, None] = {}  # in the order in which they came
         self._members: dict[int, _Peer] = {}
@@ -111,7 +113,7 @@ class RendezvousServer:
     @property
     def entries(self) -> int:
         """Values and waits that the store holds at the moment."""
-        return self._ledger.entries
+        return self._state.entries
 
     def close(self) -> None:
         """Admit nobody any more, and end once all ranks have left, or soon after. Does not wait for that."""
@@ -143,8 +145,8 @@ class RendezvousServer:
                 if self._accept_at is not None and now >= self._accept_at and self._closing is None:
                     self._accept_at = None
                     self._selector.register(self._listener, selectors.EVENT_READ)
-                if now >= self._ledger.next_deadline:
-                    self._answer(self._ledger.expire(now))
+                if now >= self._state.next_deadline:
+                    self._answer(self._state.expire(now))
                 for late in [peer for peer in self._strangers if peer.deadline <= now]:
                     self._refuse(late, f"it did not open within {_OPENING_S:.0f} s")
         finally:
@@ -156,7 +158,7 @@ class RendezvousServer:
     def _pause(self) -> float | None:
         oldest = next(iter(self._strangers), None)
         deadline = min(
-            self._ledger.next_deadline,
+            self._state.next_deadline,
             oldest.deadline if oldest is not None else float("inf"),
             self._closing if self._closing is not None else float("inf"),
             self._accept_at if self._accept_at is not None and self._closing is None else float("inf"),
@@ -194,7 +196,7 @@ class RendezvousServer:
         self._strangers[peer] = None
         self._peers.add(peer)
         self._selector.register(sock, selectors.EVENT_READ, peer)
-        self._send(peer, MAGIC + peer.nonce)
+        self._send(peer, pack_greeting(peer.nonce))
         if len(self._strangers) > _MAX_STRANGERS + self.rendezvous.size - len(self._members):
             self._refuse(next(iter(self._strangers)), "too many connections wait to open")
 
@@ -224,7 +226,7 @@ class RendezvousServer:
             if len(peer.incoming) < HELLO_BYTES:
                 # Who is wrong in the first bytes needs not be waited for, but can't be told from who is slow.
                 return
-            self._admit(peer, bytes(peer.incoming[:HELLO_BYTES]))
+            self._admit(peer, bytes(peer.incoming[:HELLO_BYTES]), now)
             del peer.incoming[:HELLO_BYTES]
         while peer in self._peers and len(peer.incoming) >= HEADER_BYTES:
             length, signature = parse_header(bytes(peer.incoming[:HEADER_BYTES]), MAX_MESSAGE)
@@ -236,11 +238,14 @@ class RendezvousServer:
             assert peer.theirs is not None, "members sign"
             peer.theirs.check(signature, body)
             code, fields = unpack_body(body)
-            self._answer(self._ledger.request(peer, peer.rank, code, fields, now))
+            self._answer(self._state.request(peer, peer.rank, code, fields, now))
 
-    def _admit(self, peer: _Peer, hello: bytes) -> None:
-        nonce, rank, role = check_hello(self._key, peer.nonce, hello)
+    def _admit(self, peer: _Peer, hello: bytes, now: float) -> None:
+        version, nonce, rank, role = check_hello(self._key, peer.nonce, hello)
         del self._strangers[peer]
+        if version != PROTOCOL_VERSION:
+            self._end_for_version(peer, rank, version, now)
+            return
         peer.theirs = Signer(self._key, b"to server", peer.nonce, nonce)
         peer.ours = Signer(self._key, b"to client", peer.nonce, nonce)
         self._send(peer, proof(self._key, b"server", peer.nonce, nonce, rank, role))
@@ -261,6 +266,16 @@ class RendezvousServer:
             return
         self._answer([(peer, pack_body(Status.REFUSED, [why.encode()]))])
         self._refuse(peer, why)
+
+    def _end_for_version(self, peer: _Peer, rank: int, version: int, now: float) -> None:
+        """Tell all ranks that ``rank``, which holds the token, can't take part; it has read this side's version and left."""
+        why = (
+            f"it runs version {version} of rlrefit's protocol, and trainer rank 0 runs version {PROTOCOL_VERSION}; install "
+            "the same rlrefit on all ranks"
+        )
+        if rank < self.rendezvous.size:
+            self._answer(self._state.request(peer, rank, Op.ABORT, [why.encode()], now))
+        self._refuse(peer, f"as rank {rank}, {why}")
 
     def _answer(self, answers: list[Answer]) -> None:
         for caller, body in answers:
@@ -308,10 +323,10 @@ class RendezvousServer:
         self._strangers.pop(peer, None)
         self._selector.unregister(peer.sock)
         peer.sock.close()
-        self._ledger.forget(peer)
+        self._state.forget(peer)
         if peer.rank >= 0 and peer.role is Role.MEMBER:
             del self._members[peer.rank]
-            self._answer(self._ledger.lost(peer.rank))
+            self._answer(self._state.lost(peer.rank))
 
     def _log_refusal(self, what: str) -> None:
         self._refused += 1

@@ -10,22 +10,23 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 
 from ..broadcast.packed import PackedBroadcast
-from ..comm.opening import choose_group, gpu_identity
+from ..comm.opening import choose_group
 from ..config import RefitConfig
 from ..control.channel import Channel
-from ..control.world import RefitWorld, host_identity
+from ..control.world import RefitWorld
 from ..endings import end_all
-from ..errors import RefitError, RefitMismatch
+from ..errors import RefitError
+from ..gpu_memory.availability import GpuFacts, facts
 from ..layout import Fragment
 from ..plan import GLOO_PACE, NCCL_PACE, BroadcastPlan, Plan, Topology, analyse, plan_broadcast
 from ..quantize.formats import Format
 from ..records.record import StageClock
-from ..transport import TransferResult, choose, facts
+from ..transport import TransferResult, choose
 from ..weights.endpoints import WeightDestination, WeightSource, gives_memory_back, holdings_of
 from ..weights.holdings import Holdings, HoldingsReader, SpecTable
 from ..weights.manifest import Manifest, ManifestEntry, TensorSpec
@@ -131,14 +132,14 @@ class RefitEngine:
             self.manifest = Manifest(tuple(ManifestEntry(spec, "misc", reason) for spec in specs))
         else:
             self._plan(places, specs, formats, fragments, refused)
-        self._wire = choose_group([place["gpu"] for place in places], self.way.shared_memory)
+        self._wire = choose_group(places, self.way.shared_memory)
         self._initial = fragments
         self._agreed = self._agreed_of(fragments, refused)
         return self.manifest
 
     def _plan(
         self,
-        places: Sequence[dict[str, Any]],
+        places: Sequence[GpuFacts],
         specs: Sequence[TensorSpec],
         formats: Mapping[str, Format],
         fragments: Sequence[Fragment],
@@ -148,8 +149,7 @@ class RefitEngine:
         table = SpecTable(specs)
         who = self.world.describe(self.world.rank)
         everyone = self._tell_holdings(holdings_of(self.world.rank, fragments, refused, table, who), table)
-        gpus = [place["gpu"] for place in places]
-        self._chosen = choose(self.config.transport, gpus, self.world.train_ranks)
+        self._chosen = choose(self.config.transport, places, self.world.train_ranks)
         sources = [everyone[rank] for rank in self.world.sources]
         destinations = [everyone[rank] for rank in self.world.destinations]
         self.analysis = analyse(
@@ -157,9 +157,7 @@ class RefitEngine:
             sources,
             destinations,
             bucket_bytes=self.config.bucket_bytes,
-            topology=Topology.of_hosts(
-                [place["host"] for place in places], [gpu_identity(gpu) for gpu in gpus]
-            ),
+            topology=Topology.of_hosts([place.host for place in places], [place.device for place in places]),
             # One-sided, every sender reaches every receiver, and none passes anything on.
             fan_out=False if self._chosen[0] == "ipc" else None,
             pace=NCCL_PACE if self._endpoint.device.type == "cuda" else GLOO_PACE,
@@ -371,17 +369,10 @@ class RefitEngine:
         # An engine's own loader writes where its fragments lie, too.
         return AgreedFragments(fragments, refused)
 
-    def _places(self, device: torch.device) -> list[dict[str, Any]]:
+    def _places(self, device: torch.device) -> list[GpuFacts]:
         """Every rank's host, and what it can do with its GPU."""
-        told = self.channel.vote("places", {"host": host_identity(), "gpu": facts(device)})
-        if not all(isinstance(place, dict) and {"host", "gpu"} <= place.keys() for place in told):
-            raise RefitMismatch(
-                "a rank describes its host and GPU in a form that can't be read; nothing was written. Do all ranks run the "
-                "same rlrefit?",
-                stage="handshake",
-                rank=self.world.rank,
-            )
-        away = [self.world.describe(r) for r, place in enumerate(told) if place["host"] != told[0]["host"]]
+        told = self.channel.vote_as("places", facts(device))
+        away = [self.world.describe(r) for r, place in enumerate(told) if place.host != told[0].host]
         if self.way.shared_memory and away:
             raise RefitError(
                 f"{self.name} joins the processes of one host, and {', '.join(away)} is not on trainer rank 0's; nothing "

@@ -46,10 +46,11 @@ class OwnBuckets:
         except BaseException:
             self.close()
             raise
-        self.told: dict[str, Any] = Description(
-            process_name(), device_uuid(device), timeout_s, exported.allocations
-        ).to_json()
-        self.told["offset"] = exported.place(self.address).offset
+        memory = Description(process_name(), device_uuid(device), timeout_s, exported.allocations)
+        self.told: dict[str, Any] = {
+            "memory": memory.to_json(),
+            "offset": exported.place(self.address).offset,
+        }
 
     def close(self) -> None:
         """Give it back; nothing on the device may use it any more. Safe to call twice."""
@@ -79,7 +80,7 @@ class PeerBuckets:
             RefitMismatch: the peer told something else.
             TransportUnavailable: they can't be opened from here.
         """
-        description = Description.from_json(told, peer)
+        description = Description.from_json(told.get("memory"), peer)
         self._mapped = ImportedMemory(description, device, timeout_s)
         try:
             offset = told.get("offset")

@@ -1,18 +1,17 @@
-"""What a rank tells its peers of its memory: plain data, checked before anything is opened."""
+"""What a rank tells its peers about its memory: plain data that is checked before anything is opened."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ..control.decoding import decode_from
 from ..errors import RefitMismatch
 from ..packing import Strided
 
 # Bounds of what a peer may say; far beyond any real model.
-_MOST_ALLOCATIONS = 1 << 16
-_MOST_CHUNKS = 1 << 18
-_MOST_VIEWS = 1 << 24
+_MOST_CHARACTERS = 256
 _MOST_DIMS = 8
 _MOST_BYTES = 1 << 46
 _MOST_SECONDS = 1e9
@@ -62,11 +61,11 @@ class View:
 
 @dataclass(frozen=True)
 class Inbox:
-    """Where one sender writes: its segments in the order of the plan, its checksums, and last its bell."""
+    """Where one sender writes: its segments in the order of the plan, its checksums, and last its signal."""
 
     views: tuple[View, ...]
     checksums: Place
-    bell: Place
+    signal: Place
 
 
 @dataclass(frozen=True)
@@ -106,15 +105,16 @@ class Description:
                 "layout": kinds,
                 "allocation": [v.place.allocation for v in inbox.views],
                 "offset": [v.place.offset for v in inbox.views],
-                "checksums": [inbox.checksums.allocation, inbox.checksums.offset],
-                "bell": [inbox.bell.allocation, inbox.bell.offset],
+                "checksums": asdict(inbox.checksums),
+                "signal": asdict(inbox.signal),
             }
         return {
             "process": self.process,
             "device": self.device,
             "timeout_s": self.timeout_s,
             "allocations": [
-                [a.base, a.size, a.handle, list(a.chunks), a.lent, list(a.identity)] for a in self.allocations
+                {**asdict(a), "chunks": list(a.chunks), "identity": list(a.identity)}
+                for a in self.allocations
             ],
             "address": self.address,
             "token": self.token,
@@ -133,15 +133,19 @@ class Description:
         Raises:
             RefitMismatch: the data is not of the form that :meth:`to_json` gives, or beyond any sensible size.
         """
+        told = decode_from(_Told, data, rank, f"refit rank {rank}", "its GPU memory", stage="connect")
         try:
-            return _read(data)
-        except (TypeError, ValueError, KeyError, IndexError) as error:
+            inboxes = {source: told.inbox(columns) for source, columns in told.inboxes.items()}
+        except ValueError as error:
             raise RefitMismatch(
-                f"refit rank {rank} describes its GPU memory in a form that can't be read ({error}); nothing was "
-                "written. Do all ranks run the same rlrefit?",
+                f"refit rank {rank} describes its GPU memory with places that are not in it: {error}. Nothing was written; "
+                "do all ranks run the same rlrefit?",
                 stage="connect",
-                rank=rank,
+                blamed=rank,
             ) from error
+        return Description(
+            told.process, told.device, told.timeout_s, told.allocations, told.address, told.token, inboxes
+        )
 
     def same_places(self, other: Description) -> bool:
         """Whether another description of this peer's tells of the same memory, or of other memory at the same addresses where
@@ -182,97 +186,74 @@ class Description:
         return bases[place.allocation] + place.offset
 
 
-def _read(data: object) -> Description:
-    data = _object(data)
-    allocations = tuple(_allocation(row) for row in _list(data["allocations"], _MOST_ALLOCATIONS))
-    if sum(len(a.chunks) for a in allocations) > _MOST_CHUNKS:
-        raise ValueError("too many chunks")
-    layouts = [_layout(row) for row in _list(data["layouts"], _MOST_VIEWS)]
-    inboxes = {}
-    for source, row in _object(data["inboxes"]).items():
-        inbox = _object(row)
-        columns = [_list(inbox[name], _MOST_VIEWS) for name in ("layout", "allocation", "offset")]
-        views = tuple(
-            View(
-                _place([allocation, offset], allocations),
-                layouts[_int(layout, len(layouts))][1:],
-                layouts[layout][0],
-            )
-            for layout, allocation, offset in zip(*columns, strict=True)
-        )
-        inboxes[int(source)] = Inbox(
-            views, _place(inbox["checksums"], allocations), _place(inbox["bell"], allocations)
-        )
-    return Description(
-        process=_text(data["process"]),
-        device=_text(data["device"]),
-        timeout_s=_seconds(data["timeout_s"]),
-        allocations=allocations,
-        address=_text(data["address"]),
-        token=_hex(data["token"]),
-        inboxes=inboxes,
-    )
+@dataclass(frozen=True)
+class _Columns:
+    """The views of an inbox by columns, since thousands of them share few layouts."""
+
+    layout: list[int]
+    allocation: list[int]
+    offset: list[int]
+    checksums: Place
+    signal: Place
 
 
-def _allocation(row: object) -> Allocation:
-    base, size, handle, chunks, lent, identity = _list(row, 6)
-    sizes = tuple(_int(n, _MOST_BYTES) for n in _list(chunks, _MOST_CHUNKS))
-    if len(_hex(handle)) != (0 if sizes else HANDLE_HEX):
+@dataclass(frozen=True)
+class _Told:
+    """A :class:`Description` as it travels; ``layouts`` are the size of an item and the strides."""
+
+    process: str
+    device: str
+    timeout_s: float
+    allocations: tuple[Allocation, ...]
+    address: str
+    token: str
+    layouts: list[list[int]]
+    inboxes: dict[int, _Columns]
+
+    def __post_init__(self) -> None:
+        for text in (self.process, self.device, self.address, self.token):
+            if len(text) > _MOST_CHARACTERS:
+                raise ValueError(f"a text of {len(text)} characters")
+        bytes.fromhex(self.token)
+        for allocation in self.allocations:
+            _check(allocation)
+        if not 0 < self.timeout_s < _MOST_SECONDS:
+            raise ValueError(f"{self.timeout_s!r} is no time in seconds")
+        for itemsize, *strides in self.layouts:
+            if itemsize not in _ITEM_SIZES or len(strides) > _MOST_DIMS:
+                raise ValueError(f"items of {itemsize} bytes in {len(strides)} dimensions")
+            for stride in strides:
+                _require_within(stride, _MOST_BYTES)
+
+    def inbox(self, columns: _Columns) -> Inbox:
+        """One inbox, with all its places checked."""
+        views = []
+        for number, allocation, offset in zip(
+            columns.layout, columns.allocation, columns.offset, strict=True
+        ):
+            _require_within(number, len(self.layouts))
+            itemsize, *strides = self.layouts[number]
+            views.append(View(self._checked(Place(allocation, offset)), tuple(strides), itemsize))
+        return Inbox(tuple(views), self._checked(columns.checksums), self._checked(columns.signal))
+
+    def _checked(self, place: Place) -> Place:
+        _require_within(place.allocation, len(self.allocations))
+        _require_within(place.offset, self.allocations[place.allocation].size)
+        return place
+
+
+def _check(allocation: Allocation) -> None:
+    _require_within(allocation.base, 1 << 64)
+    _require_within(allocation.size, _MOST_BYTES)
+    for number in allocation.identity:
+        _require_within(number, 1 << 64)
+    bytes.fromhex(allocation.handle)
+    if len(allocation.handle) != (0 if allocation.chunks else HANDLE_HEX):
         raise ValueError("an allocation has one classic handle or some chunks")
-    if sizes and (sum(sizes) != size or 0 in sizes):
+    if allocation.chunks and (sum(allocation.chunks) != allocation.size or min(allocation.chunks) < 1):
         raise ValueError("an allocation is not as large as its chunks")
-    numbers = tuple(_int(n, 1 << 64) for n in _list(identity, _MOST_CHUNKS))
-    return Allocation(_int(base, 1 << 64), _int(size, _MOST_BYTES), handle, sizes, _bool(lent), numbers)
 
 
-def _layout(row: object) -> tuple[int, ...]:
-    itemsize, *strides = _list(row, 1 + _MOST_DIMS)
-    if itemsize not in _ITEM_SIZES:
-        raise ValueError(f"items of {itemsize!r} bytes")
-    return (itemsize, *(_int(stride, _MOST_BYTES) for stride in strides))
-
-
-def _place(row: object, allocations: Sequence[Allocation]) -> Place:
-    index, offset = _list(row, 2)
-    return Place(_int(index, len(allocations)), _int(offset, allocations[index].size))
-
-
-def _object(value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{type(value).__name__} instead of an object")
-    return value
-
-
-def _list(value: object, most: int) -> list[Any]:
-    if not isinstance(value, list) or len(value) > most:
-        raise TypeError(f"no list of at most {most} entries")
-    return value
-
-
-def _int(value: object, below: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < below:
-        raise ValueError(f"{value!r} is no whole number from 0 to {below - 1}")
-    return value
-
-
-def _bool(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{value!r} is neither true nor false")
-    return value
-
-
-def _seconds(value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < _MOST_SECONDS:
-        raise ValueError(f"{value!r} is no time in seconds")
-    return float(value)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or len(value) > 256:
-        raise TypeError("no short text")
-    return value
-
-
-def _hex(value: object) -> str:
-    bytes.fromhex(_text(value))
-    return str(value)
+def _require_within(value: int, below: int) -> None:
+    if not 0 <= value < below:
+        raise ValueError(f"{value} is not between 0 and {below - 1}")

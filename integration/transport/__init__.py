@@ -12,7 +12,7 @@ from ..comm.opening import GroupChoice, open_group, shared_gpu
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..endings import end_all
-from ..gpu_memory.availability import availability, facts
+from ..gpu_memory.availability import GpuFacts, availability
 from ..plan import BroadcastPlan, Plan
 from .base import TransferResult, Transport
 from .golden import GoldenTransport
@@ -27,7 +27,6 @@ __all__ = [
     "TransferResult",
     "Transport",
     "choose",
-    "facts",
     "make_transport",
 ]
 
@@ -36,16 +35,13 @@ __all__ = [
 FALLBACK = "p2p"
 
 
-def choose(transport: str, told: Sequence[object], train_ranks: int) -> tuple[str, str]:
+def choose(transport: str, told: Sequence[GpuFacts], train_ranks: int) -> tuple[str, str]:
     """The transport that serves, and why: ``auto`` means another one, any other name means itself.
 
     Args:
         transport: of the configuration.
-        told: what all ranks told of their GPUs (:func:`facts`), trainers first; nothing in it is trusted.
+        told: by all ranks, trainers first.
         train_ranks: how many of them are trainers.
-
-    Raises:
-        RefitMismatch: what a rank told can't be read.
     """
     if transport == "auto":
         able, reason = availability(told, train_ranks)

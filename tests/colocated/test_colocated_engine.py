@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.engine import refit
 from rlrefit.integration.errors import PeerLost, RefitError, VerificationError
+from rlrefit.integration.gpu_memory import availability
 from rlrefit.integration.quantize.formats import Format
 from rlrefit.integration.session import RefitSession
 from rlrefit.integration.weights.manifest import TensorSpec
@@ -97,7 +97,7 @@ def test_quantized_weights_of_float8_go_through() -> None:
 
 def test_ranks_on_other_hosts_are_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     names = itertools.cycle(["here", "there"])
-    monkeypatch.setattr(refit, "host_identity", lambda: next(names))
+    monkeypatch.setattr(availability, "host_identity", lambda: next(names))
     results = run_world(*world(), lambda *_: None, CONFIG, "colocated_ipc")
     assert all(isinstance(result, RefitError) for result in results)
     assert all("joins the processes of one host" in str(result) for result in results)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
 from rlrefit.integration.comm.opening import choose_group
 from rlrefit.integration.errors import RefitError
+from rlrefit.integration.gpu_memory.availability import GpuFacts
 from rlrefit.integration.transport import choose
 
 
-def gpu(device: str, host: str = "h", lacks: str = "", reaches: list[str] | None = None) -> dict[str, Any]:
-    everything = ["A", "B"]
-    return {
-        "host": host,
-        "lacks": lacks,
-        "device": device,
-        "visible": everything,
-        "reaches": everything if reaches is None else reaches,
-    }
+def gpu(device: str, host: str = "h", lacks: str = "", reaches: tuple[str, ...] = ("A", "B")) -> GpuFacts:
+    return GpuFacts(host, lacks, device, visible=("A", "B"), reaches=reaches)
 
 
-CPU = {"host": "h", "lacks": "its parameters are not on a GPU"}
+CPU = GpuFacts("h", "its parameters are not on a GPU")
 
 
 @pytest.mark.parametrize("told", [[gpu("A"), gpu("B")], [CPU, CPU], [gpu("A"), gpu("B", "other")]])
-def test_ranks_with_a_gpu_each_or_none_go_over_the_network(told: list[Any]) -> None:
+def test_ranks_with_a_gpu_each_or_none_go_over_the_network(told: list[GpuFacts]) -> None:
     assert choose_group(told, asked=False).kind == "network"
 
 
@@ -39,7 +33,7 @@ def test_two_ranks_of_a_gpu_go_through_its_memory() -> None:
 
 
 def test_ranks_of_one_process_never_wait_for_each_other_on_the_gpu() -> None:
-    told = [gpu("A") | {"process": name} for name in ("trainer", "engine", "engine")]
+    told = [replace(gpu("A"), process=name) for name in ("trainer", "engine", "engine")]
     assert choose_group(told, asked=False).kind == "host"
     assert choose_group(told[:2], asked=False).kind == "device"
 
@@ -48,11 +42,11 @@ def test_ranks_of_one_process_never_wait_for_each_other_on_the_gpu() -> None:
     ("told", "why"),
     [
         ([gpu("A"), gpu("A", lacks="no cuda-bindings")], "no cuda-bindings"),
-        ([gpu("A"), gpu("A"), gpu("B", reaches=["B"])], "refit rank 2 can't map GPU memory of refit rank 0"),
+        ([gpu("A"), gpu("A"), gpu("B", reaches=("B",))], "refit rank 2 can't map GPU memory of refit rank 0"),
         ([CPU, CPU], "not on a GPU"),
     ],
 )
-def test_without_cuda_ipc_the_buckets_lie_in_host_memory(told: list[Any], why: str) -> None:
+def test_without_cuda_ipc_the_buckets_lie_in_host_memory(told: list[GpuFacts], why: str) -> None:
     choice = choose_group(told, asked=True)
     assert choice.kind == "host"
     assert why in choice.reason

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.errors import PlanError, RefitMismatch, TransportUnavailable
-from rlrefit.integration.gpu_memory.availability import availability, facts
+from rlrefit.integration.control.decoding import decode
+from rlrefit.integration.control.frames import Malformed
+from rlrefit.integration.errors import PlanError, TransportUnavailable
+from rlrefit.integration.gpu_memory.availability import GpuFacts, availability, facts
 from rlrefit.integration.plan import Message, Plan, Segment
 from rlrefit.integration.transport import IpcTransport, choose
 from rlrefit.integration.weights.manifest import TensorSpec
 from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world
 
-GPU = {
-    "host": "a/1",
-    "lacks": "",
-    "device": "GPU-0",
-    "visible": ["GPU-0", "GPU-1"],
-    "reaches": ["GPU-0", "GPU-1"],
-}
-OTHER = {**GPU, "device": "GPU-1"}
+GPU = GpuFacts("a/1", "", "GPU-0", visible=("GPU-0", "GPU-1"), reaches=("GPU-0", "GPU-1"))
+OTHER = replace(GPU, device="GPU-1")
 
 
 def test_gpus_of_one_host_that_reach_each_other_can_be_joined() -> None:
@@ -36,9 +33,9 @@ def test_gpus_of_one_host_that_reach_each_other_can_be_joined() -> None:
 @pytest.mark.parametrize(
     ("told", "reason"),
     [
-        ([GPU, {**OTHER, "host": "b/1"}], "2 hosts"),
-        ([{**GPU, "reaches": ["GPU-0"]}, OTHER], "refit rank 0 can't reach the GPU of refit rank 1"),
-        ([GPU, {"host": "a/1", "lacks": "its parameters are not on a GPU"}], "refit rank 1: its parameters"),
+        ([GPU, replace(OTHER, host="b/1")], "2 hosts"),
+        ([replace(GPU, reaches=("GPU-0",)), OTHER], "refit rank 0 can't reach the GPU of refit rank 1"),
+        ([GPU, GpuFacts("a/1", "its parameters are not on a GPU")], "refit rank 1: its parameters"),
     ],
 )
 def test_ranks_that_can_not_be_joined_are_named_with_the_reason(told: list[Any], reason: str) -> None:
@@ -48,12 +45,12 @@ def test_ranks_that_can_not_be_joined_are_named_with_the_reason(told: list[Any],
 
 
 def test_a_gpu_that_the_sender_does_not_see_is_left_to_the_attempt() -> None:
-    hidden = {**GPU, "visible": ["GPU-0"], "reaches": ["GPU-0"]}
+    hidden = replace(GPU, visible=("GPU-0",), reaches=("GPU-0",))
     assert availability([hidden, OTHER], 1)[0]
 
 
 def test_a_receiver_need_not_reach_its_senders() -> None:
-    assert availability([GPU, {**OTHER, "reaches": ["GPU-1"]}], 1)[0]
+    assert availability([GPU, replace(OTHER, reaches=("GPU-1",))], 1)[0]
 
 
 def test_a_rank_on_a_cpu_says_so() -> None:
@@ -62,16 +59,21 @@ def test_a_rank_on_a_cpu_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", [None, [], {}, {"host": "a/1"}, {**GPU, "reaches": "GPU-0"}, {**GPU, "host": 1}]
+    "told",
+    [None, [], {}, {"host": "a/1"}, {**asdict(GPU), "reaches": "GPU-0"}, {**asdict(GPU), "host": 1}],
 )
 def test_what_a_peer_tells_of_its_gpu_is_not_trusted(told: Any) -> None:
-    with pytest.raises(RefitMismatch, match="refit rank 1 describes its GPU"):
-        availability([GPU, told], 1)
+    with pytest.raises(Malformed):
+        decode(GpuFacts, told)
+
+
+def test_what_a_rank_tells_of_its_gpu_survives_json() -> None:
+    assert decode(GpuFacts, json.loads(json.dumps(asdict(GPU)))) == GPU
 
 
 def test_auto_takes_ipc_where_it_can_work_and_else_p2p_and_says_why() -> None:
     assert choose("auto", [GPU, OTHER], 1)[0] == "ipc"
-    name, reason = choose("auto", [GPU, {**OTHER, "host": "b/1"}], 1)
+    name, reason = choose("auto", [GPU, replace(OTHER, host="b/1")], 1)
     assert name == "p2p"
     assert "2 hosts" in reason
     assert choose("golden", [], 1)[0] == "golden"

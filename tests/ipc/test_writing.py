@@ -300,9 +300,9 @@ def test_what_comes_back_elsewhere_is_bound_anew(
     one._released, one._unmoved = False, changed != "this rank's weights"
     after: Any = receiver(60.0, lent=True)
     if changed == "a peer's addresses":
-        after["allocations"][0][0] += 4096
+        after["allocations"][0]["base"] += 4096
     if changed == "a peer's signals":
-        after["allocations"][1][5] = [9]
+        after["allocations"][1]["identity"] = [9]
     gpu.log.clear()
     connect(one, after)
     assert gpu.log[:3] == ["unmap", "bound", "map"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlrefit.integration.control import Rendezvous, open_rendezvous
 from rlrefit.integration.control.channel import Channel
-from rlrefit.integration.control.wire import (
+from rlrefit.integration.control.frames import (
     Op,
     Status,
     pack_body,

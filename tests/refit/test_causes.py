@@ -18,8 +18,8 @@ from rlrefit.integration.comm.torch_group import TorchGroup
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.control import Rendezvous, open_rendezvous
 from rlrefit.integration.control.channel import Channel
-from rlrefit.integration.control.ledger import PATIENCE_S, Ledger
-from rlrefit.integration.control.wire import Op, Status, pack_int, unpack_body, unpack_int
+from rlrefit.integration.control.epoch_state import PATIENCE_S, EpochState
+from rlrefit.integration.control.frames import Op, Status, pack_int, unpack_body, unpack_int
 from rlrefit.integration.control.world import RefitWorld
 from rlrefit.integration.errors import PeerLost, RefitError, RefitTimeout
 from rlrefit.integration.session import RefitSession
@@ -34,14 +34,14 @@ PATIENCE = pack_int(1000)
 
 
 class Epoch:
-    """A ledger whose callers are the ranks; ``heard`` is what each was answered last."""
+    """A state whose callers are the ranks; ``heard`` is what each was answered last."""
 
     def __init__(self) -> None:
-        self.ledger = Ledger(RefitWorld(0, 2, 2))
+        self.state = EpochState(RefitWorld(0, 2, 2))
         self.heard: dict[Any, tuple[Status, list[bytes]]] = {}
 
     def ask(self, rank: int, op: Op, fields: list[bytes], now: float) -> None:
-        self._take(self.ledger.request(rank, rank, op, fields, now))
+        self._take(self.state.request(rank, rank, op, fields, now))
 
     def meet(self, rank: int, now: float, seconds: float = 100.0, topic: bytes = b"commit") -> None:
         self.ask(rank, Op.MEET, [topic, pack_int(int(seconds * 1e3)), b"\1", b"\0", b"", b"null"], now)
@@ -53,10 +53,10 @@ class Epoch:
         self.ask(rank, Op.CAUSE, [PATIENCE], now)
 
     def lose(self, rank: int) -> None:
-        self._take(self.ledger.lost(rank))
+        self._take(self.state.lost(rank))
 
     def pass_time(self, now: float) -> None:
-        self._take(self.ledger.expire(now))
+        self._take(self.state.expire(now))
 
     def blamed(self, *ranks: int) -> set[int]:
         return {unpack_int(self.heard[rank][1][0]) for rank in ranks}

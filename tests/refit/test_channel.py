@@ -18,13 +18,13 @@ from rlrefit.integration.control import (
     GroupStore,
     RendezvousServer,
     client,
+    frames,
     meeting,
     open_rendezvous,
-    wire,
 )
 from rlrefit.integration.control import server as server_module
 from rlrefit.integration.control.channel import Channel
-from rlrefit.integration.control.wire import pack_json, pack_values
+from rlrefit.integration.control.frames import pack_json, pack_values
 from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
 
 from .meeting import join, on_all_ranks
@@ -150,11 +150,11 @@ def test_the_store_is_as_large_after_two_hundred_refits_as_after_one(server: Ren
 def test_what_is_too_large_or_a_bomb_is_refused_before_it_is_unpacked(
     server: RendezvousServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bomb = wire.pack_json([0] * 200_000)
-    monkeypatch.setattr(wire, "MAX_MESSAGE", 50_000)
+    bomb = frames.pack_json([0] * 200_000)
+    monkeypatch.setattr(frames, "MAX_MESSAGE", 50_000)
     assert len(bomb) < 50_000
-    with pytest.raises(wire.Malformed, match="unpacks to more"):
-        wire.unpack_json(bomb)
+    with pytest.raises(frames.Malformed, match="unpacks to more"):
+        frames.unpack_json(bomb)
     channel = join(server, 0)
     with pytest.raises(RefitError, match=r"specs can't be sent.*limit of 50000"):
         channel.vote("specs", [0] * 200_000)
@@ -224,7 +224,7 @@ def test_what_ranks_tell_together_above_the_limit_ends_the_vote_at_once_and_name
 def test_a_vote_of_more_than_one_message_may_hold_reaches_all_ranks(
     server: RendezvousServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (wire, client, server_module):
+    for module in (frames, client, server_module):
         monkeypatch.setattr(module, "MAX_MESSAGE", 300_000)
     told = [random.Random(rank).randbytes(100_000).hex() for rank in range(4)]
     assert on_all_ranks(server, lambda rank, channel: channel.vote("v", told[rank])) == [told] * 4

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlrefit.integration.control.ledger import Ledger
-from rlrefit.integration.control.wire import (
+from rlrefit.integration.control.epoch_state import EpochState
+from rlrefit.integration.control.frames import (
     HEADER_BYTES,
     HELLO_BYTES,
     MAX_MESSAGE,
+    PROTOCOL_VERSION,
     Body,
     Malformed,
     Op,
@@ -90,7 +91,7 @@ def test_an_opening_is_accepted_whole_and_with_any_bit_turned_refused(
     rank: int, role: Role, bit: int
 ) -> None:
     hello = pack_hello(KEY, b"s" * 16, b"c" * 16, rank, role)
-    assert check_hello(KEY, b"s" * 16, hello) == (b"c" * 16, rank, role)
+    assert check_hello(KEY, b"s" * 16, hello) == (PROTOCOL_VERSION, b"c" * 16, rank, role)
     turned = bytearray(hello)
     turned[bit // 8] ^= 1 << bit % 8
     for nonce, raw in ((b"s" * 16, bytes(turned)), (b"t" * 16, hello)):
@@ -137,26 +138,26 @@ def test_a_frame_is_accepted_once_in_its_place_and_in_its_direction() -> None:
 def test_requests_in_any_order_are_answered_once_each_or_malformed(
     requests: list[tuple[int, int, list[bytes]]],
 ) -> None:
-    ledger = Ledger(RefitWorld(0, 2, 2))
+    state = EpochState(RefitWorld(0, 2, 2))
     owed: dict[int, int] = {}
     for now, (rank, code, fields) in enumerate(requests):
         if owed.get(rank):
             continue  # a caller has one request at a time
         owed[rank] = 1
         try:
-            answers = ledger.request(rank, rank, code, fields, float(now))
+            answers = state.request(rank, rank, code, fields, float(now))
         except Malformed:
-            ledger.forget(rank)
+            state.forget(rank)
             owed[rank] = 0
             continue
-        for caller, body in [*answers, *ledger.expire(float(now))]:
+        for caller, body in [*answers, *state.expire(float(now))]:
             assert isinstance(caller, int)
             unpack_body(body)
             owed[caller] -= 1
             assert owed[caller] == 0, "an answer that nobody waits for would be read as the next one's"
     for caller, _ in [
-        *ledger.expire(1e30),
-        *ledger.expire(2e30),
+        *state.expire(1e30),
+        *state.expire(2e30),
     ]:  # the time of waits, and then that of doubts
         owed[caller] -= 1  # type: ignore[index]
     assert not any(owed.values()), "somebody would wait for ever"

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from rlrefit.integration.control import (
     Rendezvous,
     RendezvousServer,
+    client,
     listen,
     open_rendezvous,
 )
@@ -27,20 +28,23 @@ from rlrefit.integration.control import (
     server as server_module,
 )
 from rlrefit.integration.control.channel import Channel
-from rlrefit.integration.control.ledger import Ledger
-from rlrefit.integration.control.wire import (
+from rlrefit.integration.control.epoch_state import EpochState
+from rlrefit.integration.control.frames import (
     GREETING_BYTES,
     HEADER_BYTES,
     HELLO_BYTES,
     MAGIC,
     MAX_MESSAGE,
     PROOF_BYTES,
+    PROTOCOL_VERSION,
     Op,
     Role,
     Status,
     pack_body,
+    pack_greeting,
     pack_hello,
     pack_int,
+    unpack_greeting,
 )
 from rlrefit.integration.control.world import RefitWorld
 from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
@@ -64,7 +68,7 @@ def knock(meeting: Rendezvous) -> tuple[socket.socket, bytes]:
     greeting = b""
     while len(greeting) < GREETING_BYTES:
         greeting += sock.recv(GREETING_BYTES)
-    return sock, greeting[len(MAGIC) :]
+    return sock, unpack_greeting(greeting)[1]
 
 
 def closed_by_the_server(sock: socket.socket) -> bool:
@@ -152,6 +156,33 @@ def test_a_second_process_with_the_same_rank_is_told_so_and_the_first_goes_on(
         Channel(server.rendezvous, RefitWorld(7, 4, 4), 2.0)
     first.check_abort("still there")
     first.close()
+
+
+def test_a_rank_of_another_protocol_version_and_all_others_hear_of_both_versions(
+    server: RendezvousServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = join(server, 0)
+    monkeypatch.setattr(client, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+    with pytest.raises(RefitMismatch) as refused:
+        join(server, 1)
+    with pytest.raises(PeerLost) as told:
+        first.barrier("ready")
+    for error in (refused.value, told.value):
+        assert error.blamed == 1
+        assert f"version {PROTOCOL_VERSION}" in str(error)
+        assert f"version {PROTOCOL_VERSION + 1}" in str(error)
+        assert "install the same rlrefit on all ranks" in str(error)
+    first.close()
+
+
+def test_a_stranger_of_another_protocol_version_ends_nothing(server: RendezvousServer) -> None:
+    first = join(server, 0)
+    sock, nonce = knock(server.rendezvous)
+    sock.sendall(pack_hello(b"x" * 32, nonce, b"c" * 16, 1, Role.MEMBER, PROTOCOL_VERSION + 1))
+    assert closed_by_the_server(sock)
+    first.check_abort("still there")
+    first.close()
+    sock.close()
 
 
 def test_a_recorded_opening_does_not_admit_a_stranger(server: RendezvousServer) -> None:
@@ -270,7 +301,9 @@ def test_silent_strangers_are_dropped_in_time_and_never_too_many_at_once(
     server.close()
 
 
-@pytest.mark.parametrize("greeting", [b"", b"SSH-2.0-OpenSSH_9.6\r\n" * 3, MAGIC + b"n" * 16 + b"p" * 32])
+@pytest.mark.parametrize(
+    "greeting", [b"", b"SSH-2.0-OpenSSH_9.6\r\n" * 3, pack_greeting(b"n" * 16) + b"p" * 32]
+)
 def test_what_listens_there_without_the_token_is_recognized_as_no_rendezvous(greeting: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         meeting = Rendezvous("127.0.0.1", impostor.getsockname()[1], 1, 1, 0, "a" * 64)
@@ -289,9 +322,7 @@ def test_what_listens_there_without_the_token_is_recognized_as_no_rendezvous(gre
         start = time.monotonic()
         # An empty greeting is a host that is frozen: the connection stands and nothing comes.
         kind = RefitError if greeting else RefitTimeout
-        with pytest.raises(
-            kind, match="frozen" if not greeting else "no rendezvous of this version|impostor"
-        ):
+        with pytest.raises(kind, match="frozen" if not greeting else "no rendezvous|impostor"):
             Channel(meeting, WORLD, 1.0)
         assert time.monotonic() - start < 2.0
         impostor.shutdown(socket.SHUT_RDWR)
@@ -305,7 +336,7 @@ def test_a_rendezvous_that_freezes_in_the_middle_ends_every_wait_in_time(
 ) -> None:
     channels = [join(server, rank, timeout_s=0.5) for rank in range(2)]
     thaw = threading.Event()
-    monkeypatch.setattr(server._ledger, "request", lambda *_: thaw.wait(20) and [])
+    monkeypatch.setattr(server._state, "request", lambda *_: thaw.wait(20) and [])
     start = time.monotonic()
     for channel in channels:
         with pytest.raises(PeerLost, match=r"did not answer within .* frozen"):
@@ -469,11 +500,11 @@ def test_closing_admits_nobody_any_more_and_serves_those_who_are_there_to_the_en
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 0, 2, 1)])
 def test_a_meeting_that_is_complete_releases_the_rank_beside_the_server_last(order: tuple[int, ...]) -> None:
     # The interpreter is theirs together: rank 0 would compute while the server has answers left to send.
-    ledger = Ledger(RefitWorld(0, 2, 2))
+    state = EpochState(RefitWorld(0, 2, 2))
     answers = []
     for rank in order:
         fields = [b"begin/0", pack_int(1000), b"\1", b"\0", b"", b"7"]
-        answers = ledger.request(f"connection {rank}", rank, Op.MEET, fields, 0.0)
+        answers = state.request(f"connection {rank}", rank, Op.MEET, fields, 0.0)
     callers = [caller for caller, _ in answers]
     assert sorted(map(str, callers)) == [f"connection {rank}" for rank in range(4)]
     assert callers[-1] == "connection 0"

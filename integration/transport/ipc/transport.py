@@ -305,7 +305,7 @@ class IpcTransport(Transport):
                 targets = _targets(messages, peer, inbox, mapped.bases)
                 checksums = peer.region(inbox.checksums, CHECKSUM_BYTES * len(messages), mapped.bases)
                 checksum_places.append((messages, checksums))
-                signal_addresses.append(peer.region(inbox.bell, SIGNAL_BYTES, mapped.bases))
+                signal_addresses.append(peer.region(inbox.signal, SIGNAL_BYTES, mapped.bases))
                 sources = [view for _, views in messages for view in views]
                 writes = list(zip(sources, targets, strict=True))
                 copied[receiver] = [(a, b) for a, b in writes if isinstance(a, Strided)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .frames import Body, Malformed, Op, Status, pack_body, pack_int, unpack_int, unpack_numbers
 from .meeting import Answer, Arrival, Caller, Meeting
-from .wire import Body, Malformed, Op, Status, pack_body, pack_int, unpack_int, unpack_numbers
 from .world import RefitWorld
 
 _OK = pack_body(Status.OK)
@@ -42,7 +42,7 @@ class _Doubt:
     late: tuple[str, Meeting] | None = None
 
 
-class Ledger:
+class EpochState:
     """Values, meetings and the end of one epoch.
 
     Each call takes what happened and returns the answers that are due. A caller has one request at a time.

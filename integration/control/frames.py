@@ -1,7 +1,8 @@
 """The bytes between a rank and the rendezvous: an opening that proves the token, then signed frames.
 
-1. The server sends ``MAGIC`` and a nonce.
-2. The client answers with a nonce, its rank, its role and a proof: an HMAC-SHA256 of all of that under the token.
+1. The server sends ``MAGIC``, its protocol version and a nonce.
+2. The client answers with its protocol version, a nonce, its rank, its role and a proof: an HMAC-SHA256 of all of that
+   under the token. These two messages keep their form in all versions.
 3. The server sends its own proof. Whoever does not hold the token has been refused by now, on both sides.
 4. Frames: body length (u32), signature (16 bytes of an HMAC-SHA256), body. Each direction has a key of its own,
    derived from the token and both nonces, and the signature covers the frame's number and the body's SHA-256, so
@@ -25,11 +26,14 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
-MAGIC = b"rlrefit\x01"
+MAGIC = b"rlrefit"
+# Raised with every change to what ranks tell each other, and to what each of them computes that must be alike on all.
+PROTOCOL_VERSION = 2
 NONCE_BYTES = 16
 PROOF_BYTES = 32
-GREETING_BYTES = len(MAGIC) + NONCE_BYTES
-_HELLO = struct.Struct(f"<{NONCE_BYTES}sIB{PROOF_BYTES}s")
+_GREETING = struct.Struct(f"<{len(MAGIC)}sB{NONCE_BYTES}s")
+GREETING_BYTES = _GREETING.size
+_HELLO = struct.Struct(f"<B{NONCE_BYTES}sIB{PROOF_BYTES}s")
 HELLO_BYTES = _HELLO.size
 _SIGNATURE_BYTES = 16
 _HEADER = struct.Struct(f"<I{_SIGNATURE_BYTES}s")
@@ -93,18 +97,48 @@ class Status(IntEnum):
     REFUSED = 5  # why
 
 
-def proof(key: bytes, label: bytes, server_nonce: bytes, client_nonce: bytes, rank: int, role: int) -> bytes:
+def pack_greeting(nonce: bytes) -> bytes:
+    """What a server says first."""
+    return _GREETING.pack(MAGIC, PROTOCOL_VERSION, nonce)
+
+
+def unpack_greeting(greeting: bytes) -> tuple[int, bytes]:
+    """(Protocol version, nonce) of a server.
+
+    Raises:
+        Malformed: it is no rendezvous of rlrefit.
+    """
+    magic, version, nonce = _GREETING.unpack(greeting)
+    if magic != MAGIC:
+        raise Malformed("what listens there is no rendezvous of rlrefit")
+    return version, nonce
+
+
+def proof(
+    key: bytes,
+    label: bytes,
+    server_nonce: bytes,
+    client_nonce: bytes,
+    rank: int,
+    role: int,
+    version: int = PROTOCOL_VERSION,
+) -> bytes:
     """HMAC-SHA256 under the token of who is opening which connection; ``label`` tells the two sides apart."""
-    return hmac.digest(
-        key, label + server_nonce + client_nonce + struct.pack("<IB", rank & 0xFFFFFFFF, role), "sha256"
-    )
+    said = struct.pack("<BIB", version, rank & 0xFFFFFFFF, role)
+    return hmac.digest(key, label + server_nonce + client_nonce + said, "sha256")
 
 
-def pack_hello(key: bytes, server_nonce: bytes, client_nonce: bytes, rank: int, role: Role) -> bytes:
+def pack_hello(
+    key: bytes,
+    server_nonce: bytes,
+    client_nonce: bytes,
+    rank: int,
+    role: Role,
+    version: int = PROTOCOL_VERSION,
+) -> bytes:
     """A client's opening."""
-    return _HELLO.pack(
-        client_nonce, rank, role, proof(key, b"client", server_nonce, client_nonce, rank, role)
-    )
+    given = proof(key, b"client", server_nonce, client_nonce, rank, role, version)
+    return _HELLO.pack(version, client_nonce, rank, role, given)
 
 
 def check_proof(
@@ -114,19 +148,20 @@ def check_proof(
     return hmac.compare_digest(given, proof(key, b"server", server_nonce, client_nonce, rank, role))
 
 
-def check_hello(key: bytes, server_nonce: bytes, hello: bytes) -> tuple[bytes, int, Role]:
-    """(Client's nonce, rank, role) of an opening.
+def check_hello(key: bytes, server_nonce: bytes, hello: bytes) -> tuple[int, bytes, int, Role]:
+    """(Client's protocol version, nonce, rank, role) of an opening.
 
     Raises:
         Malformed: it does not prove the token, or is not an opening.
     """
-    client_nonce, rank, role, given = _HELLO.unpack(hello)
-    if not hmac.compare_digest(given, proof(key, b"client", server_nonce, client_nonce, rank, role)):
+    version, client_nonce, rank, role, given = _HELLO.unpack(hello)
+    expected = proof(key, b"client", server_nonce, client_nonce, rank, role, version)
+    if not hmac.compare_digest(given, expected):
         raise Malformed("it does not hold this rendezvous' token")
     try:
-        return client_nonce, rank, Role(role)
+        return version, client_nonce, rank, Role(role)
     except ValueError:
-        raise Malformed(f"role {role} is unknown; another version of rlrefit?") from None
+        raise Malformed(f"role {role} is unknown") from None
 
 
 class Body(bytes):
