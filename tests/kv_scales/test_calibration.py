@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from rlrefit.integration.errors import RefitError
-from rlrefit.workers.kv_scales import AmaxRecorder
-from rlrefit.workers.kv_scales.transformers import watched
+from rlrefit.workers.kv_scales.calibration import AmaxRecorder, watch_transformers
 from tests.spawn import run_ranks
 
 from .calibration_ranks import (
@@ -113,6 +112,6 @@ def test_a_margin_that_clips_the_calibration_is_an_error(margin: float) -> None:
 def test_attention_that_can_not_be_watched_is_an_error() -> None:
     with (
         pytest.raises(RefitError, match="Linear does not compute its attention"),
-        watched({"model.layers.0.self_attn": nn.Linear(2, 2)}, lambda *_: None),
+        watch_transformers({"model.layers.0.self_attn": nn.Linear(2, 2)}, lambda *_: None),
     ):
         pass

@@ -13,7 +13,7 @@ from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.workers.engines.common.destination_mixin import DestinationRefitMixin
-from rlrefit.workers.kv_scales import AttentionLayer, KvScaleDestination, KvScaleSource, Scales
+from rlrefit.workers.kv_scales.endpoints import AttentionLayer, KvScaleDestination, KvScaleSource, Scales
 from rlrefit.workers.trainers.source_mixin import SourceRefitMixin
 from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource, refit_changed, run_world
 

@@ -19,8 +19,7 @@ from vllm.platforms import current_platform
 from rlrefit.integration.errors import RefitError
 from rlrefit.workers.engines.vllm.kv_scales import VllmScaledCache
 from rlrefit.workers.engines.vllm.worker_refit import WorkerRefit
-from rlrefit.workers.kv_scales import KvScaleDestination, Scales
-from rlrefit.workers.kv_scales.names import scale_names, scale_specs
+from rlrefit.workers.kv_scales.endpoints import KvScaleDestination, Scales, scale_names, scale_specs
 from tests.refit.synthetic import SyntheticDestination
 
 LAYERS = [f"model.layers.{i}.self_attn" for i in range(2)]

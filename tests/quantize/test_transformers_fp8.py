@@ -12,7 +12,7 @@ from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.layout import box_of
 from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.weights.manifest import TensorSpec
-from rlrefit.workers.engines.transformers.fp8_destination import TransformersFp8Destination
+from rlrefit.workers.engines.transformers.destination import TransformersFp8Destination
 from rlrefit.workers.trainers.fsdp.source import FSDPSource
 from tests.refit.synthetic import SyntheticSource, run_world, value_of
 

@@ -17,7 +17,8 @@ from ...integration.errors import RefitError
 from ...integration.records.record import RefitRecord
 from ...integration.session import RefitSession
 from ...integration.weights.endpoints import WeightSource
-from ..kv_scales import AmaxRecorder, KvScaleSource, Record
+from ..kv_scales.calibration import AmaxRecorder, Record
+from ..kv_scales.endpoints import KvScaleSource
 
 
 class RefitCalls(NamedTuple):

@@ -9,7 +9,7 @@ from ....integration.control import Rendezvous
 from ....integration.errors import RefitError
 from ....integration.session import RefitSession, ServingState
 from ....integration.weights.endpoints import WeightDestination
-from ...kv_scales import KvScaleDestination, ScaledCache
+from ...kv_scales.endpoints import KvScaleDestination, ScaledCache
 from ...trainers.source_mixin import describe_manifest, open_session
 from .guard import WeightsGuard
 

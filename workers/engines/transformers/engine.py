@@ -12,8 +12,7 @@ from ....integration.weights.endpoints import rank_device
 from ..common.completion import Completion
 from ..common.destination_mixin import DestinationRefitMixin
 from .adapter_destination import TransformersAdapterDestination
-from .destination import TransformersDestination
-from .fp8_destination import TransformersFp8Destination
+from .destination import TransformersDestination, TransformersFp8Destination
 
 
 class TransformersEngine(DestinationRefitMixin):
@@ -23,7 +22,7 @@ class TransformersEngine(DestinationRefitMixin):
         model_path: Hugging Face checkpoint folder.
         dtype: dtype of the weights.
         tp_size: tensor-parallel ranks; above 1, ``torch.distributed`` is initialised with this many.
-        fp8: hold the decoder layers' matrices in FP8 blocks: :mod:`.fp8_destination`.
+        fp8: hold the decoder layers' matrices in FP8 blocks: :class:`~.destination.TransformersFp8Destination`.
     """
 
     def __init__(self, model_path: str, dtype: torch.dtype, tp_size: int = 1, *, fp8: bool = False):

@@ -19,8 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 
 from ....integration.errors import RefitError
-from ...kv_scales import AttentionLayer, Scales
-from ...kv_scales.names import scale_names
+from ...kv_scales.endpoints import AttentionLayer, Scales, scale_names
 
 # Those whose values are float8_e4m3fn, which trainers calibrate for.
 _E4M3 = ("fp8", "fp8_e4m3")

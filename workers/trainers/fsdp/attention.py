@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ....integration.errors import RefitError
-from ...kv_scales import AttentionLayer, layer_of_weight
+from ...kv_scales.endpoints import AttentionLayer, layer_of_weight
 from .checkpoint import conversion_of
 
 

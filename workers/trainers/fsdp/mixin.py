@@ -17,8 +17,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from ....integration.config import RefitConfig
-from ...kv_scales import Record
-from ...kv_scales.transformers import watched
+from ...kv_scales.calibration import Record, watch_transformers
 from ..source_mixin import SourceRefitMixin
 from .adapter_source import AdapterSource
 from .attention import attention_modules
@@ -43,4 +42,4 @@ class FSDPRefitMixin(SourceRefitMixin):
         return kind(self.model, self.refit_dtype)
 
     def _watched_attention(self, record: Record) -> AbstractContextManager[None]:
-        return watched(attention_modules(self.model), record)
+        return watch_transformers(attention_modules(self.model), record)

@@ -12,8 +12,7 @@ from typing import Any
 
 from ....integration.config import RefitConfig
 from ....integration.errors import RefitError
-from ...kv_scales import Record
-from ...kv_scales.megatron import core_attentions, watched
+from ...kv_scales.calibration import Record, core_attentions, watch_megatron
 from ..source_mixin import SourceRefitMixin
 from .enumeration import conversion_tasks
 from .source import MegatronSource
@@ -37,4 +36,4 @@ class MegatronRefitMixin(SourceRefitMixin):
 
     def _watched_attention(self, record: Record) -> AbstractContextManager[None]:
         # Asked for anew, as who trains may have put other modules in place; a collective of the pipeline's stages.
-        return watched(core_attentions(self.model, conversion_tasks(self.bridge, self.model)), record)
+        return watch_megatron(core_attentions(self.model, conversion_tasks(self.bridge, self.model)), record)
