@@ -286,10 +286,10 @@ def test_a_bucket_that_fails_keeps_the_engine_paused_until_a_refit_succeeds(
     def work(refit: SglangRefit) -> None:
         sender, source = _sender(refit)
         source.take_on(1)
-        with pytest.raises(RefitError, match="discard the whole weights"):
+        with pytest.raises(RefitError, match="discard"):
             sender.refit(0)
         assert manager.paused
-        with pytest.raises(EngineDirty, match="left the engine paused"):
+        with pytest.raises(EngineDirty, match="paused"):
             refit.require_servable()
         manager.holder.poison()
         sender.refit(1)
@@ -370,11 +370,11 @@ def test_an_engine_that_does_not_answer_is_not_waited_for_forever(engine: Engine
         await asyncio.sleep(60)
 
     engine.tokenizer_manager.update_weights_from_tensor = silent  # type: ignore[assignment,method-assign]
-    with pytest.raises(RefitTimeout, match="did not answer update_weights_from_tensor"):
+    with pytest.raises(RefitTimeout, match="update_weights_from_tensor"):
         SglangRefit(EngineCaller(engine, timeout_s=0.1))
 
     async def scenario() -> None:
-        with pytest.raises(RefitTimeout, match="did not answer update_weights_from_tensor"):
+        with pytest.raises(RefitTimeout, match="update_weights_from_tensor"):
             await asyncio.to_thread(
                 SglangRefit, EngineCaller(engine, asyncio.get_running_loop(), timeout_s=0.1)
             )
@@ -447,7 +447,7 @@ def test_a_server_that_does_not_answer_or_is_another_one_is_named() -> None:
         HttpCaller("http://127.0.0.1:9").call(Step("settings"))
     engine = EngineDouble()
     del engine.tokenizer_manager.server_args.weight_cache_mode
-    with pytest.raises(RefitError, match=r"weight_cache_mode; it is no SGLang 0\.5\.17"):
+    with pytest.raises(RefitError, match="weight_cache_mode"):
         over_http(engine, lambda refit: None)
 
 
@@ -465,7 +465,7 @@ def test_a_server_that_dies_before_it_has_answered_is_a_refit_error(begins: byte
         threading.Thread(target=die, daemon=True).start()
         way = HttpCaller(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=10)
         for step in (Step("pause_generation", {"mode": "abort"}), Step("weight_version")):
-            with pytest.raises(RefitError, match=f"did not answer {step.name}.*may have ended"):
+            with pytest.raises(RefitError, match=step.name):
                 way.call(step)
 
 
@@ -521,7 +521,7 @@ def test_workers_that_do_not_serve_are_told_of_with_what_they_say(engine: Engine
         return True, "Success"
 
     engine.tokenizer_manager.update_weights_from_tensor = unserved  # type: ignore[method-assign]
-    with pytest.raises(RefitError, match=r"said 'Success'.*engine's log"):
+    with pytest.raises(RefitError, match="Success"):
         SglangRefit(EngineCaller(engine))
 
 

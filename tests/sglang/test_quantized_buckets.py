@@ -96,7 +96,7 @@ def test_an_engine_without_blocks_is_refused_and_goes_on_as_it_was(
     def work(refit: SglangRefit) -> None:
         sender, source = _sender(refit)
         source.take_on(1)
-        with pytest.raises(RefitMismatch, match="no worker of the engine holds a weight in FP8 blocks"):
+        with pytest.raises(RefitMismatch, match="FP8 blocks"):
             sender.refit(0)
         refit.require_servable()
 

@@ -56,7 +56,7 @@ def test_a_second_driver_knows_that_the_engine_sleeps_and_goes_on_from_there(
 
     def work(second: SglangRefit) -> None:
         assert second.asleep() == ALL
-        with pytest.raises(EngineDirty, match="kv_cache and weights of the engine are asleep"):
+        with pytest.raises(EngineDirty, match="kv_cache and weights"):
             second.require_servable()
         with pytest.raises(RefitError, match="weights are asleep"):
             Sending(second, engine).sender.refit(0)
@@ -85,7 +85,7 @@ def test_a_driver_hears_of_a_release_that_is_younger_than_itself(engine: EngineD
         refit.require_servable()
         _released(engine, "kv_cache")
         assert refit.asleep() == {"kv_cache"}
-        with pytest.raises(EngineDirty, match="kv_cache of the engine are asleep"):
+        with pytest.raises(EngineDirty, match="kv_cache"):
             refit.require_servable()
         sending = Sending(refit, engine)
         sending.take_on(1)
@@ -171,7 +171,7 @@ def test_a_second_driver_does_not_resume_weights_that_the_first_left_half_writte
     manager.fail_bucket = 2
 
     def first(refit: SglangRefit) -> None:
-        with pytest.raises(RefitError, match="discard the whole weights"):
+        with pytest.raises(RefitError, match="discard"):
             Sending(refit, engine).sender.refit(0)
 
     def second(refit: SglangRefit) -> None:
@@ -336,7 +336,7 @@ def test_what_sleeps_is_told_without_waiting_for_requests(engine: EngineDouble, 
 def test_a_scheduler_that_tells_nothing_is_an_error(engine: EngineDouble) -> None:
     def work(refit: SglangRefit) -> None:
         engine.tokenizer_manager.attached = False
-        with pytest.raises(RefitError, match="rlrefit's loader did not reach it"):
+        with pytest.raises(RefitError, match="loader"):
             refit.asleep()
 
     blocking(engine, work)

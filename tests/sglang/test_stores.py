@@ -36,7 +36,7 @@ def test_an_engine_that_was_started_with_a_store_is_refused_before_anything_is_a
     through: Any, name: str, value: Any
 ) -> None:
     engine = EngineDouble(**{name: value})
-    with closing(engine.loop), pytest.raises(RefitError, match=rf"{name} is {value!r}.*the old weights made"):
+    with closing(engine.loop), pytest.raises(RefitError, match=f"{name} is {value!r}"):
         through(engine, lambda refit: None)
     assert not engine.tokenizer_manager.attached
 

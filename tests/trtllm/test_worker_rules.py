@@ -67,12 +67,9 @@ def test_where_loading_fails_nobody_serves_and_the_next_refit_mends_it(two: Scen
     two.source.weights = some_weights(seed=1)
     two.workers[1].fail_at(2)
     two.driver.begin(1, two.source.specs())
-    with pytest.raises(RefitError, match="TensorRT-LLM worker 1: RuntimeError: CUDA out of memory"):
-        two.driver.load(two.handles())
-    with pytest.raises(RefitError, match=r"worker 1: refit 1 has failed .* out of memory"):
-        two.driver.finish()
-    with pytest.raises(RefitError, match="worker 1"):
-        two.driver.commit(1)
+    for step in (lambda: two.driver.load(two.handles()), two.driver.finish, lambda: two.driver.commit(1)):
+        with pytest.raises(RefitError, match="worker 1"):
+            step()
     # The first one took all, and must not be alone in serving it.
     with pytest.raises(EngineDirty):
         two.driver.require_servable()
@@ -84,29 +81,24 @@ def test_where_loading_fails_nobody_serves_and_the_next_refit_mends_it(two: Scen
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    "changed",
     [
-        ({"model.layers.9.weight": torch.zeros(1)}, "began without it"),
-        (
-            {"model.embed_tokens.weight": torch.zeros(32, 8).bfloat16()},
-            r"bfloat16\[32, 8\].*bfloat16\[32, 16\]",
-        ),
-        ({"model.embed_tokens.weight": torch.zeros(32, 16)}, r"float32\[32, 16\]"),
-        (
-            {"model.layers.1.mlp.up_proj.weight": torch.zeros(16, 16, dtype=torch.uint8)},
-            r"uint8\[16, 16\].*float8_e4m3fn",
-        ),
+        {"model.layers.9.weight": torch.zeros(1)},
+        {"model.embed_tokens.weight": torch.zeros(32, 8).bfloat16()},
+        {"model.embed_tokens.weight": torch.zeros(32, 16)},
+        {"model.layers.1.mlp.up_proj.weight": torch.zeros(16, 16, dtype=torch.uint8)},
     ],
     ids=["unknown", "another shape", "another dtype", "codes without their dtype"],
 )
 def test_what_was_not_announced_is_refused_before_its_bucket_is_loaded(
-    scene: Scene, changed: dict[str, torch.Tensor], told: str
+    scene: Scene, changed: dict[str, torch.Tensor]
 ) -> None:
     _by_hand(scene, 0)
     before = scene.worker.counts()["buckets"], scene.worker.held()
     scene.driver.begin(1, scene.source.specs())
-    with pytest.raises(RefitMismatch, match=f"{told}.*parameter {next(iter(changed))}"):
+    with pytest.raises(RefitMismatch) as met:
         scene.driver.load(scene.handles(changed=changed))
+    assert met.value.parameter == next(iter(changed))
     assert (scene.worker.counts()["buckets"], scene.worker.held()) == before
     _refuses_to_step(scene)
 
@@ -115,8 +107,9 @@ def test_a_weight_that_comes_twice_is_refused(scene: Scene) -> None:
     name = "model.embed_tokens.weight"
     scene.driver.begin(0, scene.source.specs())
     scene.driver.load(scene.handles([name]))
-    with pytest.raises(RefitMismatch, match=f"came twice in refit 0.*{name}"):
+    with pytest.raises(RefitMismatch) as met:
         scene.driver.load(scene.handles([name]))
+    assert met.value.parameter == name
     # The engine has begun a reload that never ends, and must not take the next one's buckets for its own.
     scene.sender.refit(1)
     scene.check()
@@ -125,35 +118,36 @@ def test_a_weight_that_comes_twice_is_refused(scene: Scene) -> None:
 def test_missing_weights_are_named_and_nothing_is_finalized(scene: Scene) -> None:
     scene.driver.begin(0, scene.source.specs())
     scene.driver.load(scene.handles(list(scene.source.weights)[1:]))
-    with pytest.raises(RefitMismatch, match=r"1 of .* did not arrive.*parameter model\.embed_tokens\.weight"):
+    with pytest.raises(RefitMismatch) as met:
         scene.driver.finish()
+    assert met.value.parameter == "model.embed_tokens.weight"
     assert scene.worker.counts()["prefix_resets"] == 0
     _refuses_to_step(scene)
 
 
 def test_steps_out_of_order_are_refused(scene: Scene) -> None:
-    with pytest.raises(RefitError, match="no refit has begun"):
-        scene.driver.load(scene.handles())
-    with pytest.raises(RefitError, match="no refit has begun"):
-        scene.driver.commit(0)
+    def refused(step: Any) -> None:
+        with pytest.raises(RefitError):
+            step()
+
+    refused(lambda: scene.driver.load(scene.handles()))
+    refused(lambda: scene.driver.commit(0))
     scene.driver.begin(0, scene.source.specs())
-    with pytest.raises(RefitError, match="refit 0 is under way and not finished"):
-        scene.driver.commit(0)
+    refused(lambda: scene.driver.commit(0))
     scene.driver.load(scene.handles())
     scene.driver.finish()
-    with pytest.raises(RefitError, match="version 1 can't be committed"):
-        scene.driver.commit(1)
+    refused(lambda: scene.driver.commit(1))
     scene.driver.commit(0)
 
 
 def test_a_bucket_without_a_payload_for_the_workers_gpu_is_refused(scene: Scene) -> None:
     scene.driver.begin(0, scene.source.specs())
-    with pytest.raises(RefitError, match=f"payloads for GPU-elsewhere, and none for this worker's {DEVICE}"):
+    with pytest.raises(RefitError, match=DEVICE):
         scene.driver.load({"GPU-elsewhere": scene.handles()[DEVICE]})
 
 
 def test_engines_on_gpus_without_a_trainer_rank_are_refused_before_they_begin(two: Scene) -> None:
-    with pytest.raises(RefitError, match=r"no trainer rank runs on GPU-00000001.*Nothing was written"):
+    with pytest.raises(RefitError, match="GPU-00000001"):
         two.sender.refit(0)
     two.driver.require_servable()
 
@@ -185,16 +179,14 @@ def test_an_engine_wakes_in_stages_around_a_refit(scene: Scene) -> None:
     engine.sleep(2)
     assert engine.asleep() == {"weights", "kv_cache"}
     _refuses_to_step(scene)
-    with pytest.raises(
-        RefitError, match=r"draft_model, model, model_extra, sampler .*asleep.*Nothing was written"
-    ):
+    with pytest.raises(RefitError, match="asleep"):
         scene.sender.refit(0)
     engine.wake(["weights"])
     assert engine.asleep() == {"kv_cache"}
-    with pytest.raises(EngineDirty, match="weights of the engine have slept"):
+    with pytest.raises(EngineDirty, match="weights"):
         scene.worker.step("a")
     scene.sender.refit(1)
-    with pytest.raises(EngineDirty, match="kv_cache of the engine are asleep"):
+    with pytest.raises(EngineDirty, match="kv_cache"):
         scene.worker.step("a")
     scene.driver.wake(["kv_cache"])
     assert scene.worker.step("a") == "tokens of a"
@@ -202,23 +194,23 @@ def test_an_engine_wakes_in_stages_around_a_refit(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    "call",
     [
-        (lambda engine: engine.sleep(1), "can't be told at the call to keep its weights"),
-        (lambda engine: engine.wake(["weights"]), "weights can't wake"),
-        (lambda engine: engine.wake(["optimizer"]), "optimizer can't wake"),
+        lambda engine: engine.sleep(1),
+        lambda engine: engine.wake(["weights"]),
+        lambda engine: engine.wake(["optimizer"]),
     ],
     ids=["level 1", "awake", "unknown"],
 )
-def test_what_a_sleep_or_wake_up_would_not_do_is_refused(scene: Scene, call: Any, told: str) -> None:
-    with pytest.raises(StageRefused, match=f"{told}.*Nothing has changed"):
+def test_what_a_sleep_or_wake_up_would_not_do_is_refused(scene: Scene, call: Any) -> None:
+    with pytest.raises(StageRefused):
         call(scene.driver)
     scene.driver.require_servable()
 
 
 def test_an_engine_without_its_sleep_feature_says_so(scene: Scene) -> None:
     scene.worker.can_sleep = False
-    with pytest.raises(RefitError, match="TensorRT-LLM worker 0: ValueError: Sleep feature is not enabled"):
+    with pytest.raises(RefitError, match="worker 0: ValueError"):
         scene.driver.sleep()
     scene.driver.require_servable()
 
@@ -265,7 +257,7 @@ def test_graphs_that_can_not_be_released_are_not_served(
     scene.sender.refit(0)
     assert scene.driver.version == 0, "an engine without graphs needs no way to release them"
     scene.worker.llm_args.cuda_graph_config = object()
-    with pytest.raises(RefitError, match="has no way to drop its graphs"):
+    with pytest.raises(RefitError, match="graphs"):
         scene.sender.refit(1)
     _refuses_to_step(scene)
 
@@ -315,8 +307,9 @@ def test_an_export_that_is_not_as_announced_is_an_error(scene: Scene, change: An
 
 def test_weights_that_no_allow_list_takes_are_told_by_name(scene: Scene) -> None:
     scene.source.weights["model.embed_tokens.weight"] = torch.zeros(32, 16, dtype=torch.float64)
-    with pytest.raises(RefitError, match=r"no float64.*parameter model\.embed_tokens\.weight"):
+    with pytest.raises(RefitError) as met:
         scene.sender.refit(0)
+    assert met.value.parameter == "model.embed_tokens.weight"
 
 
 def test_workers_that_do_not_answer_end_the_refit(scene: Scene) -> None:
@@ -324,19 +317,19 @@ def test_workers_that_do_not_answer_end_the_refit(scene: Scene) -> None:
         raise TimeoutError
 
     scene.driver._wait = never
-    with pytest.raises(RefitTimeout, match="did not answer refit_begin within 300 s"):
+    with pytest.raises(RefitTimeout, match="refit_begin"):
         scene.sender.refit(0)
 
 
 def test_workers_are_told_apart_by_gpu(scene: Scene) -> None:
-    with pytest.raises(RefitError, match="two workers share a GPU"):
+    with pytest.raises(RefitError, match="share a GPU"):
         TrtllmDriver(scene.llms[0], scene.llms[0], wait=answered)
-    with pytest.raises(RefitError, match="no engine was given"):
+    with pytest.raises(RefitError, match="no engine"):
         TrtllmDriver(wait=answered)
 
 
 def test_the_driver_belongs_to_the_leader(scene: Scene) -> None:
-    with pytest.raises(RefitError, match="on rank 0 of the trainer's group and nowhere else"):
+    with pytest.raises(RefitError, match="rank 0"):
         TrtllmSender(scene.source, None, DEVICE, 600)
 
 
@@ -358,7 +351,7 @@ def test_an_undecorated_update_weights_is_not_called() -> None:
 
     def update_weights() -> None: ...
 
-    with pytest.raises(RefitError, match="not decorated as any known version's"):
+    with pytest.raises(RefitError, match="decorated"):
         compat.uncontrolled(update_weights)
 
 
@@ -366,7 +359,5 @@ def test_a_package_whose_modules_have_moved_again_is_told(monkeypatch: pytest.Mo
     package = ModuleType("tensorrt_llm")
     package.__path__ = []
     monkeypatch.setitem(__import__("sys").modules, "tensorrt_llm", package)
-    with pytest.raises(
-        RefitError, match=r"none of tensorrt_llm\.llmapi\.serialization, tensorrt_llm\.serialization"
-    ):
+    with pytest.raises(RefitError, match=r"tensorrt_llm\.llmapi\.serialization"):
         compat.restricted_loads(b"", {})

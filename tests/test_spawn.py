@@ -1,9 +1,13 @@
+"""Ranks in processes of their own: what they return, and every way in which one of them fails."""
+
 from __future__ import annotations
 
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import util
 from typing import Any
 
@@ -46,24 +50,6 @@ def test_results_come_back_by_rank_tensors_included() -> None:
     assert [int(result[2]) for result in results] == [21, 21]
 
 
-def test_an_error_of_a_rank_comes_back_with_its_traceback_while_the_others_wait_for_it() -> None:
-    with pytest.raises(RankFailed, match=r"(?s)rank 1 of 2:.*raise_on_rank_1.*what rank 1 says"):
-        run_ranks(raise_on_rank_1, 2)
-
-
-def test_a_rank_that_dies_is_named_with_its_exit_code() -> None:
-    with pytest.raises(RankFailed, match="rank 1 of 2 died with exit code 7"):
-        run_ranks(die_on_rank_1, 2)
-
-
-def test_a_rank_that_does_not_finish_is_named_and_killed() -> None:
-    run_ranks(add_up, 2, 10)  # the first ranks of a session may wait until the server of processes has loaded
-    started = time.monotonic()
-    with pytest.raises(RankFailed, match=r"ranks \[0\] of 2 ran longer than 6"):
-        run_ranks(sleep_on_rank_0, 2, timeout_s=6)
-    assert time.monotonic() - started < 30
-
-
 def leave_rank_1_by(rank: int, end: str) -> int:
     """Every way to fail when the answer is already given."""
     import torch.distributed as dist
@@ -86,32 +72,48 @@ def _hang() -> None:
     time.sleep(120)
 
 
-def test_a_rank_that_raises_after_its_answer_is_named_with_its_traceback() -> None:
-    with pytest.raises(RankFailed, match=r"(?s)rank 1 of 2 had answered, and raised:.*destroy_process_group"):
-        run_ranks(leave_rank_1_by, 2, "raise")
-
-
-def test_a_rank_that_crashes_as_it_leaves_is_named_with_its_exit_code() -> None:
-    with pytest.raises(
-        RankFailed, match=r"^leave_rank_1_by: rank 1 of 2 had answered, and died with exit code -11$"
-    ):
-        run_ranks(leave_rank_1_by, 2, "crash")
-
-
-def test_a_rank_that_never_leaves_is_named_and_killed() -> None:
-    with pytest.raises(
-        RankFailed, match=r"^leave_rank_1_by: rank 1 of 2 had answered, and did not end in 6 s$"
-    ):
-        run_ranks(leave_rank_1_by, 2, "hang", timeout_s=6)
-
-
 def crash_alone() -> None:
     util.Finalize(None, _crash, exitpriority=100)
 
 
-def test_a_process_alone_that_crashes_as_it_leaves_is_an_error_too() -> None:
-    with pytest.raises(RankFailed, match="died with exit code -11"):
-        run_alone(crash_alone, environment={})
+# Each way to fail, and what is told of it. They wait beside one another.
+FAILURES: dict[str, tuple[Callable[[], Any], str]] = {
+    "raises while the others wait for it": (
+        lambda: run_ranks(raise_on_rank_1, 2),
+        r"(?s)rank 1 of 2:.*raise_on_rank_1.*what rank 1 says",
+    ),
+    "dies": (lambda: run_ranks(die_on_rank_1, 2), "rank 1 of 2 died with exit code 7"),
+    "does not finish": (
+        lambda: run_ranks(sleep_on_rank_0, 2, timeout_s=8),
+        r"ranks \[0\] of 2 ran longer than 8",
+    ),
+    "raises after its answer": (
+        lambda: run_ranks(leave_rank_1_by, 2, "raise"),
+        r"(?s)rank 1 of 2 had answered, and raised:.*destroy_process_group",
+    ),
+    "crashes as it leaves": (
+        lambda: run_ranks(leave_rank_1_by, 2, "crash"),
+        r"^leave_rank_1_by: rank 1 of 2 had answered, and died with exit code -11$",
+    ),
+    "never leaves": (
+        lambda: run_ranks(leave_rank_1_by, 2, "hang", timeout_s=8),
+        r"^leave_rank_1_by: rank 1 of 2 had answered, and did not end in 8 s$",
+    ),
+    "crashes alone": (lambda: run_alone(crash_alone, environment={}), "died with exit code -11"),
+}
+
+
+@pytest.fixture(scope="module")
+def failing() -> Iterator[dict[str, Future[Any]]]:
+    run_ranks(add_up, 2, 10)  # the first ranks of a session may wait until the server of processes has loaded
+    with ThreadPoolExecutor(len(FAILURES)) as pool:
+        yield {way: pool.submit(run) for way, (run, _) in FAILURES.items()}
+
+
+@pytest.mark.parametrize("way", FAILURES)
+def test_a_rank_that_fails_is_named_and_the_others_end(way: str, failing: dict[str, Future[Any]]) -> None:
+    with pytest.raises(RankFailed, match=FAILURES[way][1]):
+        failing[way].result(60)
 
 
 def test_what_failed_first_of_two_worlds_is_raised_and_what_followed_is_noted() -> None:
