@@ -143,6 +143,8 @@ def test_modules_names_and_commands_of_a_page_exist(page: Path) -> None:
         module, _, name = path.rpartition(".")
         assert importlib.util.find_spec(module), path
         assert name in bound(module) or importlib.util.find_spec(path), path
+    for file in re.findall(r"\btests/[a-z_/]+\.py", text):
+        assert (ROOT / file).exists(), file
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
     commands = set(re.findall(r'add_parser\(\s*"([a-z-]+)"', (ROOT / "recipes" / "cli.py").read_text()))
