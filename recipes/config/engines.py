@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...workers.engines.sglang.stores import KEEPS_PREFIXES, STORES
+from ...workers.engines.sglang.compat import KEEPS_PREFIXES, STORES
 from .errors import Violation
 from .schema import TrainConfig
 

@@ -25,8 +25,8 @@ from rlrefit.recipes.rollout.arguments import sglang_arguments, with_sglang_envi
 from rlrefit.recipes.rollout.base import Sampling
 from rlrefit.recipes.rollout.sglang import AsyncSglangActor, SglangActor
 from rlrefit.recipes.tiny.checkpoints import KINDS
+from rlrefit.workers.engines.sglang.compat import STORES
 from rlrefit.workers.engines.sglang.loader import LOADER
-from rlrefit.workers.engines.sglang.stores import STORES
 from tests.train.command import numbers
 
 from .engine_double import EngineDouble, Holder, equal, modules, weights

@@ -1,7 +1,7 @@
-"""The two ways to an SGLang engine: its tokenizer manager in this process, or the HTTP server. Both are called step by step.
+"""How an SGLang engine is called: by its tokenizer manager in this process, or by its HTTP server.
 
-A :class:`Step` is one of SGLang's own control requests. What a refit does is written once, in :mod:`.driver`, in steps; how a
-step is done is written here, once for each way and with no order of its own.
+A :class:`Step` is one of SGLang's own control requests. A caller does single steps; :class:`EngineCalls` adds commands to the
+workers; the order of the steps of a refit is in :mod:`.driver`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import base64
 import http.client
 import json
+import pickle
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -17,8 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ....integration.errors import RefitError, RefitTimeout
+from ..common.answers import raise_refit_errors
+from .compat import STORES, VERSION, stores_of, unsupported_settings
+from .loader import LOADER
 from .standing import Standing
-from .stores import STORES
 
 # Step → (request structure of sglang.srt.managers.io_struct, whether its method takes a web request, too). The name is
 # the tokenizer manager's method and the server's path.
@@ -233,6 +236,105 @@ class HttpCaller:
             ) from error
 
 
+class EngineCalls:
+    """Calls of one engine that was started with ``custom_weight_loader=[LOADER]``, and commands to its workers.
+
+    Args:
+        caller: the way to the engine.
+
+    Attributes:
+        settings: of the engine, as :data:`~.callers.SETTINGS`, when it was last asked.
+
+    Raises:
+        RefitError: the engine was started with settings that can't be refitted; all of them are named.
+    """
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self.settings: dict[str, Any] = caller.call(Step("settings")).value
+        if problems := unsupported_settings(self.settings, LOADER):
+            raise RefitError(
+                f"SGLang was started with settings that rlrefit can't refit: {'; '.join(problems)}. Nothing was written; start "
+                "it with other settings",
+                stage="settings",
+            )
+
+    def step(self, name: str, **fields: Any) -> Answer:
+        """Do a step.
+
+        Raises:
+            RefitError: SGLang refused it.
+        """
+        answer = self._caller.call(Step(name, fields))
+        if not answer.success:
+            raise RefitError(f"SGLang refused {name}: {answer.message}", stage="transfer")
+        return answer
+
+    def update(self, payloads: list[str], load_format: str = LOADER) -> Answer:
+        """One request of SGLang's ``update_weights_from_tensor``; caches are flushed by another step."""
+        nothing = [_pickled([])] * self.settings["tp_size"]
+        return self.step(
+            "update_weights_from_tensor",
+            serialized_named_tensors=payloads or nothing,
+            load_format=load_format,
+            flush_cache=False,
+            disable_draft_model=True,
+        )
+
+    def extend(self, loader: str) -> None:
+        """Have all workers call another of the engine's ``custom_weight_loader``, which adds commands (``also_serve``)."""
+        self.update([], loader)
+
+    def ask(self, command: str, *arguments: Any) -> list[dict[str, Any]]:
+        """Answers of all workers to a command, whose arguments are plain data.
+
+        Raises:
+            RefitError: of the kind that a worker raised.
+        """
+        payload = _pickled([(command, json.dumps(arguments))])
+        return self._answers(command, self.update([payload] * self.settings["tp_size"]))
+
+    def deliver(self, payloads: list[str]) -> list[dict[str, Any]]:
+        """Load a flattened bucket on each worker with rlrefit's loader in place of SGLang's own. As :meth:`ask`."""
+        return self._answers("load", self.update(payloads))
+
+    def _answers(self, command: str, answer: Answer) -> list[dict[str, Any]]:
+        try:
+            found, _ = json.JSONDecoder().raw_decode(answer.message)
+        except ValueError as error:
+            raise RefitError(
+                f"SGLang's workers did not answer {command} but said {answer.message!r}: rlrefit's loader is not active in them; "
+                f"the engine's log says why. Start an engine of SGLang {VERSION}",
+                stage="settings",
+            ) from error
+        return raise_refit_errors(found, "SGLang worker")
+
+    def standing(self) -> Standing:
+        """What sleeps and whether the engine is paused, whoever did it; it does not wait for running requests."""
+        found: Standing = self.step("standing").value
+        return found
+
+    def flush(self, seconds: float | None = None) -> Answer:
+        """Flush the caches; batches that are about to end get ``seconds`` for it."""
+        return self._caller.call(Step("flush_cache", {} if seconds is None else {"timeout_s": seconds}))
+
+    def require_no_store(self) -> None:
+        """Check before a refit: a store can be attached to a running engine that has host memory for its cache.
+
+        Raises:
+            RefitError: the engine has a store now.
+        """
+        if not self.settings["enable_hierarchical_cache"]:
+            return
+        self.settings = self._caller.call(Step("settings")).value
+        if found := stores_of(self.settings):
+            raise RefitError(
+                f"SGLang has a store that rlrefit can't empty: {'; '.join(found)}. Nothing was written; detach it (DELETE "
+                "/hicache/storage-backend), and do not attach its contents again",
+                stage="settings",
+            )
+
+
 def _running_loop() -> asyncio.AbstractEventLoop | None:
     """The event loop that runs in this thread."""
     try:
@@ -263,3 +365,8 @@ def _late(step: Step, seconds: float) -> RefitTimeout:
         "ended. Weights that were being written are served by nobody; look at the engine's log and start it anew",
         stage="transfer",
     )
+
+
+def _pickled(command: list[Any]) -> str:
+    """Lists, tuples and text alone: SGLang's safe unpickler reads these on any host."""
+    return base64.b64encode(pickle.dumps(command)).decode()

@@ -1,20 +1,59 @@
-"""Which SGLang this is written for, and what of it is used beyond its public calls."""
+"""Which SGLang rlrefit is written for, what it uses beyond SGLang's public calls, and which settings it can't refit."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 VERSION = "0.5.17"
+# Prefix stores that SGLang's flush does not empty. Host memory alone (enable_hierarchical_cache) is flushed with the prefixes
+# on the device. A radix cache of another name may be any code: FlexKV, or what a package has registered.
+STORES = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv", "radix_cache_backend")
+KEEPS_PREFIXES = (
+    "keeps keys and values of earlier prompts where SGLang's flush after a refit leaves them, so that a later prompt would load "
+    "what the old weights made"
+)
 
 
 def is_supported(version: str) -> bool:
-    """Whether an SGLang says to be the one; a local build's suffix is nothing of it."""
+    """Whether this is the supported version; the suffix of a local build is ignored."""
     return version.partition("+")[0] == VERSION
 
 
+def stores_of(settings: Mapping[str, Any]) -> list[str]:
+    """The prefix stores of an engine with ``settings``, each with its consequence."""
+    return [f"{name} is {settings[name]!r}, which {KEEPS_PREFIXES}" for name in STORES if settings[name]]
+
+
+def unsupported_settings(settings: Mapping[str, Any], loader: str) -> list[str]:
+    """Why an engine with ``settings`` can't be refitted; empty if it can.
+
+    Args:
+        settings: as :data:`~.callers.SETTINGS`, and SGLang's ``version``.
+        loader: that ``custom_weight_loader`` has to name.
+    """
+    problems = []
+    if not is_supported(settings["version"]):
+        problems.append(f"it is version {settings['version']}, and rlrefit is written for {VERSION}")
+    if loader not in (settings["custom_weight_loader"] or []):
+        problems.append(f"custom_weight_loader lacks {loader!r}")
+    for name in ("pp_size", "dp_size"):
+        if settings[name] != 1:
+            problems.append(f"{name} is {settings[name]}, and only one tensor-parallel group can be refitted")
+    if settings["enable_eplb"]:
+        problems.append("enable_eplb moves experts between ranks, and a refit would overwrite other experts")
+    if settings["weight_cache_mode"] != "off":
+        problems.append(f"weight_cache_mode is {settings['weight_cache_mode']!r}: its weights are shared")
+    if settings["disaggregation_mode"] != "null":
+        problems.append(
+            f"disaggregation_mode is {settings['disaggregation_mode']!r}: its queues are not flushed"
+        )
+    return problems + stores_of(settings)
+
+
 def differences() -> str:
-    """All in which this SGLang's internals differ from those that the refit goes by, as text; asked in its workers."""
+    """How this SGLang's internals differ from those that the refit relies on, as text; called in its workers."""
     import sglang
 
     try:
@@ -70,7 +109,7 @@ def _parameters(owner: Any, name: str, *wanted: str) -> list[str]:
 
 
 def _attributes(owner: Any, name: str, *wanted: str) -> list[str]:
-    """What a method does not use of its object, by name: instances have what no class tells of."""
+    """Attributes that a method does not use, by name; a class does not show which attributes its instances have."""
     function = getattr(owner, name, None)
     if function is None:
         return [f"{owner.__name__} has no {name}"]

@@ -8,7 +8,7 @@ drivers, and other callers, change both.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -17,13 +17,12 @@ from ....integration.colocated.memory import ProcessMemory
 from ....integration.colocated.stages import KV_CACHE, TAGS, WEIGHTS, StageRefused
 from ....integration.config import RefitConfig
 from ....integration.errors import EngineDirty, RefitError, RefitMismatch
-from ....integration.quantize.formats import Format
+from ....integration.quantize.formats import Format, from_json
 from ....integration.weights.manifest import TensorSpec
 from ...trainers.source_mixin import REFIT_CALLS
 from ..common.awaited import Forwarded, in_thread
-from .buckets import Buckets
-from .callers import Caller, EngineCaller
-from .engine_calls import EngineCalls
+from ..common.loader_trace.quantized import on_the_wire
+from .callers import Caller, EngineCaller, EngineCalls
 from .pausing import DRAIN_S, PauseMode, Pauses
 from .standing import PARTS, Standing
 
@@ -54,7 +53,8 @@ class SglangRefit:
         self.calls = EngineCalls(caller)
         self._pauses = Pauses(self.calls, timeout_s)
         self._engine = ""
-        self._buckets = Buckets(self.calls)
+        # Of the refit in buckets that has begun: its version, and whether SGLang's own loader can't write all of it.
+        self._version, self._placing = -1, False
         # What a refit left that failed: until one succeeds, nothing is to be generated.
         self._unusable: BaseException | None = None
         # The workers guard their weights from here on, and not from the first refit.
@@ -151,16 +151,37 @@ class SglangRefit:
         mode: PauseMode = "wait",
         trainer_quantize_fp8: bool = False,
     ) -> dict[str, Format]:
-        """Pause the engine, and have its workers see that they can take these weights, and no less.
+        """Pause the engine, and have its workers check that these weights fill the model and that they can take them.
+
+        Args:
+            version: of the weights to come.
+            specs: as the trainer holds the weights.
+            mode: what becomes of running requests.
+            trainer_quantize_fp8: the trainer makes codes and scales of the weights that the workers hold in FP8 blocks.
 
         Returns:
-            Those that have to come as codes and scales, in which format; none without ``trainer_quantize_fp8``.
+            These weights with their formats; none without ``trainer_quantize_fp8``.
 
         Raises:
-            RefitError: of the worker's kind, or as :meth:`~.buckets.Buckets.begin`; nothing was written.
+            RefitMismatch: no worker holds any in FP8 blocks, or two hold one differently. Nothing was written.
+            RefitError: of the worker's kind; nothing was written.
         """
         with self._refitting(mode):
-            return self._buckets.begin(version, specs, trainer_quantize_fp8)
+            formats: dict[str, Format] = {}
+            as_asked: tuple[bool, ...] = ()
+            if trainer_quantize_fp8:
+                formats = merged(self.calls.ask("formats", _plain(specs)))
+                if not formats:
+                    raise RefitMismatch(
+                        "trainer_quantize_fp8 is true, but no worker of the engine holds a weight in FP8 blocks that a trainer "
+                        "makes of these (BF16 or FP16 matrices, for SGLang's own Fp8LinearMethod and Fp8MoEMethod). Nothing was "
+                        "written; start SGLang from a checkpoint of FP8 blocks, or set trainer_quantize_fp8 to false",
+                        stage="handshake",
+                    )
+                as_asked = (True,)
+            begun = self.calls.ask("begin", version, _plain(on_the_wire(specs, formats)), *as_asked)
+            self._version, self._placing = version, any(found["placing"] for found in begun)
+            return formats
 
     def load(self, handles: dict[str, str]) -> None:
         """Load a bucket on all workers: ``{device UUID: payload}``, whose memory may be freed afterwards.
@@ -170,12 +191,17 @@ class SglangRefit:
         """
         payloads = [handles[device] for device in self.devices]
         with self._keeping_paused():
-            self._buckets.load(payloads)
+            if self._placing:
+                self.calls.deliver(payloads)
+            else:
+                self.calls.update(payloads, "flattened_bucket")
+            # SGLang answers once its copies are queued, and the sender frees what they read.
+            self.calls.ask("settle")
 
     def finish(self) -> None:
         """After the last bucket: derived state. Raises as :meth:`load`."""
         with self._keeping_paused():
-            self._buckets.finish()
+            self.calls.ask("finish", self._version)
 
     def commit(self, version: int) -> None:
         """Serve ``version``. Raises as :meth:`load`."""
@@ -421,3 +447,36 @@ class AsyncSglangRefit(Forwarded):
         async with self._turn:
             # A cancelled caller waits until its steps have ended, because others must not begin beside them.
             return await in_thread("a call of SGLang's driver", lambda: call(*arguments))
+
+
+def merged(answers: Sequence[Mapping[str, Any]]) -> dict[str, Format]:
+    """What all workers together hold in FP8 blocks; each may hold experts that others don't.
+
+    Raises:
+        RefitMismatch: two workers hold one weight in different formats.
+        RefitError: a worker's answer names an unknown format.
+    """
+    found: dict[str, Format] = {}
+    for rank, answer in enumerate(answers):
+        try:
+            kinds = [from_json(kind) for kind in answer["formats"]]
+        except ValueError as error:
+            raise RefitError(
+                f"SGLang worker {rank} names a format that is unknown here: {error}. Nothing was written",
+                stage="handshake",
+                rank=rank,
+            ) from error
+        for name, which in answer["weights"].items():
+            if found.setdefault(name, kinds[which]) != kinds[which]:
+                raise RefitMismatch(
+                    f"SGLang worker {rank} holds it as {kinds[which]} and another worker as {found[name]}, but the trainer "
+                    "quantizes it once for all workers. Nothing was written; start all workers with the same kernels",
+                    stage="handshake",
+                    rank=rank,
+                    parameter=name,
+                )
+    return found
+
+
+def _plain(specs: Sequence[TensorSpec]) -> list[Any]:
+    return [spec.to_json() for spec in specs]

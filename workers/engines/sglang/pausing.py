@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from ....integration.colocated.stages import KV_CACHE
 from ....integration.errors import RefitError, RefitTimeout
-from .engine_calls import EngineCalls
+from .callers import EngineCalls
 from .standing import Standing
 
 # What becomes of running requests. wait: they end with the old weights first; abort: they end as they are; retract: they go

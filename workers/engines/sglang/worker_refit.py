@@ -46,7 +46,7 @@ _ADDED: dict[str, Callable[..., dict[str, Any]]] = {}
 def also_serve(commands: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
     """Make commands known in this worker: each takes its :class:`WorkerRefit` and plain data, and returns plain data.
 
-    To be called by another custom weight loader, which :meth:`~.engine_calls.EngineCalls.extend` has all workers call.
+    To be called by another custom weight loader, which :meth:`~.callers.EngineCalls.extend` has all workers call.
     """
     _ADDED.update(commands)
 
