@@ -1,4 +1,4 @@
-"""Give your own PPO worker the refit: inherit one mixin, call three methods.
+"""Give your own PPO worker the refit: inherit one mixin, call two methods.
 
 ``ppo_worker.py`` stands for what you have already: a hierarchy of Megatron workers that build, score, update, offload
 and load, and know nothing of rlrefit. ``RefittingActor`` inherits ``MegatronRefitMixin`` beside it, and after each
@@ -45,15 +45,14 @@ def trainer(rank: int, model_path: str, meeting: Any, samples: Any, results: Any
 
     actor = RefittingActor(rank, TRAIN_RANKS, ActorConfig(lambda: build(model_path)))
     actor.init_model()
-    actor.prepare_nccl_xfer_refit_info()  # once: names, shapes, fragments
     if rank == 0:
         rendezvous = actor.open_refit_rendezvous(HOST, TRAIN_RANKS, GEN_RANKS)
         for _ in range(TRAIN_RANKS + GEN_RANKS):
             meeting.put(rendezvous)  # your launcher's way to hand a small dictionary around
-    actor.init_per_pp_refit_comm_group(meeting.get(timeout=120), rank)  # once: plan, communicators
+    actor.join_refit(meeting.get(timeout=120), rank)  # once: fragments, plan, communicators
     for version in range(STEPS):
         actor.offload()
-        record = actor.nccl_xfer_refit(version)  # every step, from the device or from host memory
+        record = actor.refit(version)  # every step, from the device or from host memory
         actor.load()
         rollouts, theirs = pickle.loads(samples.get(timeout=120))
         apart = (actor.log_probs(rollouts).cpu() - theirs).abs() * rollouts.mask
@@ -71,9 +70,9 @@ def engine(model_path: str, meeting: Any, samples: list[Any], results: Any) -> N
     from rlrefit.workers.engines.transformers.engine import TransformersEngine
 
     worker = TransformersEngine(model_path, torch.bfloat16)
-    worker.init_per_pp_refit_comm_group(meeting.get(timeout=120), TRAIN_RANKS, REFIT)
+    worker.join_refit(meeting.get(timeout=120), TRAIN_RANKS, REFIT)
     for version in range(STEPS):
-        record = worker.nccl_xfer_refit(version)
+        record = worker.refit(version)
         rollouts, log_probs, reward = sample(worker, version)
         for queue in samples:
             # By value: a queue would pass tensors on as files of this process, which may have ended by then.

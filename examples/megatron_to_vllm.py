@@ -156,18 +156,17 @@ def kl(actor: PPOActorWorker, rollouts: Rollouts, theirs: torch.Tensor) -> float
 def train(actor: RefittingActor, engine: EngineProcess | None, engine_ranks: int, steps: int) -> bool:
     """Meet the engine, then refit, sample and learn; whether the engine always had the trainer's weights."""
     rank, trainers = dist.get_rank(), dist.get_world_size()
-    actor.prepare_nccl_xfer_refit_info()  # once: names, shapes, fragments
     rendezvous = None
     if engine is not None:
         engine.answer()  # it is up
         rendezvous = actor.open_refit_rendezvous(HOST, trainers, engine_ranks)
     rendezvous = from_rank_0(rendezvous)
     with beside(engine, "init_refit", rendezvous, trainers, REFIT):  # once: plan, communicators
-        actor.init_per_pp_refit_comm_group(rendezvous, rank)
+        actor.join_refit(rendezvous, rank)
     followed = True
     for version in range(steps):
         with beside(engine, "refit", version):  # every step
-            record = actor.nccl_xfer_refit(version)
+            record = actor.refit(version)
         if engine is not None:
             engine.ask("sample", version)
         prompts, sampled, theirs = map(torch.tensor, from_rank_0(engine and engine.answer()))

@@ -50,7 +50,7 @@ def joined(
     trainer = Trainer()
     rendezvous = trainer.open_refit_rendezvous("127.0.0.1", 1, engine_ranks)
     tell_meeting(folder, rendezvous)
-    trainer.init_per_pp_refit_comm_group(rendezvous, 0)
+    trainer.join_refit(rendezvous, 0)
     yield trainer
     trainer.close_refit()
 

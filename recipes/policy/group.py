@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from ...integration.colocated.memory import ProcessMemory
 from ...integration.config import RefitConfig
-from ...workers.trainers.source_mixin import REFIT_CALLS
 from ..config.schema import TrainConfig
 from ..run.cluster import ActorGroup, gather
 from ..run.rank import RankActor, join_worlds
@@ -53,11 +52,10 @@ class TrainerActor(RankActor):
         return self._policy.open_refit_rendezvous(host, train_ranks, gen_ranks)
 
     def init_refit(self, rendezvous: dict[str, Any], rank: int, engine: str) -> dict[str, Any]:
-        self._send = getattr(self._policy, REFIT_CALLS[engine].send)
-        return self._policy.init_per_pp_refit_comm_group(rendezvous, rank, engine)
+        return self._policy.join_refit(rendezvous, rank, engine)
 
     def refit(self, version: int, kv_scales: dict[str, float] | None) -> dict[str, Any]:
-        return self._send(version, kv_scales)
+        return self._policy.refit(version, kv_scales)
 
     def onload(self) -> None:
         self._memory.onload()

@@ -10,7 +10,6 @@ import torch
 
 from ...integration.config import RefitConfig
 from ...workers.engines.common.completion import Completion
-from ...workers.trainers.source_mixin import REFIT_CALLS
 from ..config.schema import TrainConfig
 from ..run.cluster import ActorGroup, GuestGroup
 from ..run.rank import RankActor, join_worlds
@@ -41,11 +40,10 @@ class TransformersActor(RankActor, SleepCalls):
     def init_refit(
         self, rendezvous: dict[str, Any], rank: int, config: RefitConfig, engine: str
     ) -> dict[str, Any]:
-        self._receive = getattr(self._engine, REFIT_CALLS[engine].receive)
-        return self._engine.init_per_pp_refit_comm_group(rendezvous, rank, asdict(config), engine)
+        return self._engine.join_refit(rendezvous, rank, asdict(config), engine)
 
     def refit(self, version: int) -> list[dict[str, Any]]:
-        return [self._receive(version)]
+        return [self._engine.refit(version)]
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         return self._engine.generate(prompts, **asdict(sampling), **self._special)

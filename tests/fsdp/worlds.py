@@ -81,7 +81,7 @@ def _train(rank: int, case: Case, mesh: Any) -> list[dict[str, Any]]:
         if rank == 0:
             rendezvous = worker.open_refit_rendezvous("127.0.0.1", case.layout.ranks, GEN_RANKS)
             tell_meeting(case.folder, rendezvous, epoch)
-        manifest = worker.init_per_pp_refit_comm_group(meeting_in(case.folder, epoch), rank, engine)
+        manifest = worker.join_refit(meeting_in(case.folder, epoch), rank, engine)
         is_shards = engine == "nccl_xfer"
         send = worker.nccl_xfer_refit if is_shards else worker.broadcast_weights_for_collective
         records, wrong = [], []
@@ -112,7 +112,7 @@ def _serve(rank: int, case: Case) -> list[dict[str, Any]]:
     reports = []
     for epoch, (engine, transport) in enumerate(case.ways):
         place = case.layout.ranks + rank
-        worker.init_per_pp_refit_comm_group(meeting_in(case.folder, epoch), place, _config(transport), engine)
+        worker.join_refit(meeting_in(case.folder, epoch), place, _config(transport), engine)
         is_shards = engine == "nccl_xfer"
         receive = worker.nccl_xfer_refit if is_shards else worker.update_weights_from_collective
         records, wrong = [], []

@@ -153,7 +153,7 @@ def _answered(worker: QATWorker, command: Any) -> Any:
     if isinstance(command, Question):
         return worker.answer(command)
     if isinstance(command, Rendezvous):
-        return worker.init_per_pp_refit_comm_group(command.to_json(), 0)["misc"]
+        return worker.join_refit(command.to_json(), 0)["misc"]
     index, version = command
     worker.take_on(index)
-    return worker.nccl_xfer_refit(version)
+    return worker.refit(version)

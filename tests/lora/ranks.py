@@ -164,7 +164,7 @@ def _train(rank: int, case: Case, mesh: Any) -> Report:
     if rank == 0:
         rendezvous = worker.open_refit_rendezvous("127.0.0.1", case.layout.ranks, GEN_RANKS)
         tell_meeting(case.folder, rendezvous)
-    report.manifest = worker.init_per_pp_refit_comm_group(case.meet(), rank, case.engine)
+    report.manifest = worker.join_refit(case.meet(), rank, case.engine)
     shards = case.engine == "nccl_xfer"
     send = worker.nccl_xfer_refit if shards else worker.broadcast_weights_for_collective
     for version in range(VERSIONS):
@@ -215,7 +215,7 @@ def _serve(rank: int, case: Case) -> Report:
 
     worker, report = TransformersEngine(case.checkpoint, torch.bfloat16, case.gen_tp), Report()
     place = case.layout.ranks + rank
-    report.manifest = worker.init_per_pp_refit_comm_group(case.meet(), place, case.config, case.engine)
+    report.manifest = worker.join_refit(case.meet(), place, case.config, case.engine)
     shards = case.engine == "nccl_xfer"
     receive = worker.nccl_xfer_refit if shards else worker.update_weights_from_collective
     for version in range(VERSIONS):

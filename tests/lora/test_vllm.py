@@ -99,7 +99,7 @@ def train(folder: Path) -> None:
                 for name, parameter in model.named_parameters():
                     if "lora_" in name:
                         parameter.normal_(0.0, 0.3)
-            trainer.nccl_xfer_refit(version)
+            trainer.refit(version)
             model.save_pretrained(folder / f"version{version}")
             (folder / f"version{version}.done").touch()
 

@@ -94,7 +94,7 @@ def test_a_refit_of_a_model_that_the_ranks_did_not_meet_with_is_refused_on_all_o
         if prepares:
             worker.prepare_refit_info()
         with pytest.raises(RefitError, match="not the one that the ranks met with"):
-            worker.nccl_xfer_refit(2)
+            worker.refit(2)
 
     assert [error for error in run_world([trainer], [engine], body, CONFIG) if error] == []
 
@@ -168,3 +168,9 @@ def test_a_parameter_without_a_successor_is_an_error_that_names_it(now: Any, fou
     with pytest.raises(RefitError, match=found) as caught:
         places.follow(tasks)
     assert caught.value.parameter == "1.weight"
+
+
+@pytest.mark.parametrize("name", ["refit", "nccl_xfer_refit", "broadcast_weights_for_collective"])
+def test_a_refit_before_the_ranks_have_met_names_the_call_that_is_missing(name: str) -> None:
+    with pytest.raises(RuntimeError, match="call join_refit"):
+        getattr(Worker(), name)(1)

@@ -49,12 +49,12 @@ class PolicyWorker:
         side = policy_worker._open(self)
 
         def stuck(*_: Any) -> Any:
-            del side.nccl_xfer_refit
+            del side.refit
             while not until.exists():
                 time.sleep(0.05)
             raise RefitError("this worker was stuck")
 
-        side.nccl_xfer_refit = stuck
+        side.refit = stuck
 
     def train(self, version: int) -> None:
         """Change all weights; ahead of the cast to BF16 in most bits."""

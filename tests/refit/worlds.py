@@ -101,7 +101,7 @@ def _train(rank: int, scenario: Scenario) -> list[dict[str, Any]]:
         if rank == 0:
             rendezvous = worker.open_refit_rendezvous("127.0.0.1", TRAIN_RANKS, GEN_RANKS)
             tell_meeting(epoch.folder, rendezvous, epoch.index)
-        manifest = worker.init_per_pp_refit_comm_group(epoch.meet(), rank, epoch.engine)
+        manifest = worker.join_refit(epoch.meet(), rank, epoch.engine)
         records = []
         for version, index in enumerate(_order(scenario)):
             for parameter, values in zip(live, trained[index], strict=True):
@@ -131,7 +131,7 @@ def _serve(rank: int, scenario: Scenario) -> list[dict[str, Any]]:
     ]
     reports = []
     for epoch in scenario.epochs:
-        worker.init_per_pp_refit_comm_group(epoch.meet(), TRAIN_RANKS + rank, epoch.config(), epoch.engine)
+        worker.join_refit(epoch.meet(), TRAIN_RANKS + rank, epoch.config(), epoch.engine)
         records, wrong = [], []
         for version, index in enumerate(_order(scenario)):
             for parameter in worker.model.parameters():

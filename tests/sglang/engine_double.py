@@ -134,10 +134,10 @@ class WorkerDouble(DestinationRefitMixin):
         return {"device": "cpu"}
 
     def join(self, rendezvous: Any, first: int, config: Any, engine: str) -> dict[str, Any]:
-        return self.init_per_pp_refit_comm_group(rendezvous, first, config, engine)
+        return self.join_refit(rendezvous, first, config, engine)
 
-    def nccl_xfer_refit(self, version: int) -> dict[str, Any]:
-        record = super().nccl_xfer_refit(version)
+    def refit(self, version: int) -> dict[str, Any]:
+        record = super().refit(version)
         self.undefined = ""
         return record
 

@@ -89,12 +89,12 @@ def _actor(rank: int, case: Case) -> list[dict[str, Any]]:
     wait_for(case.folder / _READY)
     if rank == 0:
         tell_meeting(case.folder, side.open_refit_rendezvous("127.0.0.1", TRAIN_RANKS, 1, 1))
-    answers = [side.init_per_pp_refit_comm_group(meeting_in(case.folder), rank)]
+    answers = [side.join_refit(meeting_in(case.folder), rank)]
     for version, other in enumerate(others, start=1):
         with torch.no_grad():
             for held, new in zip(model.parameters(), other.parameters(), strict=True):
                 held.to_local().copy_(new.to_local())
-        answers.append(side.nccl_xfer_refit(version))
+        answers.append(side.refit(version))
     side.close_refit()
     return answers
 

@@ -39,9 +39,9 @@ def actor(rank: int, models: Sequence[str], folder: Path) -> list[dict[str, Any]
     assert isinstance(side, MegatronSide)
     if rank == 0:
         tell_meeting(folder, side.open_refit_rendezvous("127.0.0.1", TRAIN_RANKS, 1, 1))
-    answers = [side.init_per_pp_refit_comm_group(meeting_in(folder), rank)]
+    answers = [side.join_refit(meeting_in(folder), rank)]
     for version, path in enumerate(models[1:], start=1):
         type(built.bridge).from_hf_pretrained(path).load_hf_weights(built.model)
-        answers.append(side.nccl_xfer_refit(version))
+        answers.append(side.refit(version))
     side.close_refit()
     return answers

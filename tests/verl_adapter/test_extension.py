@@ -41,7 +41,7 @@ class Refit:
     def refitted(self) -> None:
         self.undefined = False
 
-    def nccl_xfer_refit(self, version: int) -> dict[str, Any]:
+    def refit(self, version: int) -> dict[str, Any]:
         self.refit_state.commit(version)
         self.refitted()
         return asdict(RECORD)
@@ -113,7 +113,7 @@ def test_verl_has_its_answer_before_the_refit_begins(worker: Any) -> None:
 
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
-    worker._refit.nccl_xfer_refit = refit
+    worker._refit.refit = refit
     order = Order(None, 1, 1, 1, {}, None)
     thread = threading.Thread(target=worker.update_weights_from_ipc, kwargs={"use_shm": True}, daemon=True)
     thread.start()

@@ -68,7 +68,7 @@ def test_a_refit_that_fails_after_its_caller_was_cancelled_is_told_to_requests_a
         await settled()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(driver.refit(7), 0.01)
-        llm.fails = dict.fromkeys(("nccl_xfer_refit", "refit_serving_version"), RefitError("no trainer came"))
+        llm.fails = dict.fromkeys(("refit", "refit_serving_version"), RefitError("no trainer came"))
         trainer.set()
         for refused in (running, request_of(driver)):
             with pytest.raises(EngineDirty, match="no trainer came"):
@@ -94,7 +94,7 @@ def test_a_refit_that_waits_for_another_can_be_cancelled():
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("stage", ["pause_generation", "nccl_xfer_refit"])
+@pytest.mark.parametrize("stage", ["pause_generation", "refit"])
 def test_an_async_llm_that_raises_what_is_not_ours_leaves_nobody_waiting(stage: str):
     async def scene() -> None:
         llm = AsyncLlm()
@@ -156,7 +156,7 @@ def test_an_engine_that_ends_in_its_first_refit_and_before_any_request_is_not_wa
     [
         ("refit_serving_version", [{"version": 2}], r"different versions: \[7, 2\]"),
         (
-            "nccl_xfer_refit",
+            "refit",
             [{"refit_error": {"type": "PeerLost", "text": "a replica's"}}],
             "worker 1: a replica's",
         ),

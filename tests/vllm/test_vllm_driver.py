@@ -56,7 +56,7 @@ def test_prefixes_that_stay_held_leave_an_llm_paused_until_a_refit_drops_them(ra
         with pytest.raises(EngineDirty, match=rf"{told}.*Refit again"):
             driver.generate(["x"], None)
     # Refits that fail before they write don't make those prefixes fresh.
-    llm.commits, llm.fails["nccl_xfer_refit"] = False, RefitError("refused")
+    llm.commits, llm.fails["refit"] = False, RefitError("refused")
     with pytest.raises(RefitError, match="refused"):
         driver.refit(9)
     assert llm.paused
@@ -73,7 +73,7 @@ def test_a_refit_whose_answer_is_lost_leaves_an_llm_that_refuses(error: BaseExce
     llm = Llm()
     driver = VllmDriver(llm)
     driver.init_refit({}, 1, RefitConfig())
-    llm.fails["nccl_xfer_refit"] = error  # after the worker has committed
+    llm.fails["refit"] = error  # after the worker has committed
     with pytest.raises(type(error)):
         driver.refit(7)
     with pytest.raises(EngineDirty, match="cut off" if isinstance(error, KeyboardInterrupt) else str(error)):

@@ -144,7 +144,7 @@ def train(folder: Path) -> None:
             with torch.no_grad():
                 for own, other in zip(trainer.model.parameters(), models[index].parameters(), strict=True):
                     own.copy_(other)
-            trainer.nccl_xfer_refit(version)
+            trainer.refit(version)
 
 
 def serve_replicas(folder: Path) -> Served:

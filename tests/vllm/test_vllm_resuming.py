@@ -34,7 +34,7 @@ class _Executor(Executor):
             guard=SimpleNamespace(require_awake=lambda: None),
             serving_version=lambda: 7,
             refit_state=SimpleNamespace(version=7),
-            nccl_xfer_refit=lambda version: {"version": version},
+            refit=lambda version: {"version": version},
         )
         self.engine._engine, self.engine._updating, self.engine._committed = "nccl_xfer", False, 0
 
@@ -55,7 +55,7 @@ class _Executor(Executor):
         }
         if method in transfer:
             return [transfer[method](None, *args, **(kwargs or {}))]
-        if method == "nccl_xfer_refit":
+        if method == "refit":
             [self.version] = args
         return [{"asleep": [], "version": self.version}]
 
@@ -245,8 +245,8 @@ def test_a_drivers_refit_that_drops_what_a_server_call_left_resumes_the_engine(t
     refit = through(core)
     for version in (8, 9):
         # Whatever fails of it, the engine stays paused: weights that did not come, and prefixes that stay.
-        core.model_executor.refused = {"nccl_xfer_refit"}
-        with pytest.raises(RefitError, match="nccl_xfer_refit failed on a worker"):
+        core.model_executor.refused = {"refit"}
+        with pytest.raises(RefitError, match="refit failed on a worker"):
             refit(version)
         core.model_executor.refused = set()
         with pytest.raises(RefitError, match="blocks are held"):
@@ -266,7 +266,7 @@ def test_only_a_refit_that_every_worker_serves_lets_an_engine_resume_that_kept_o
     core = _latched(_core())
     core.scheduler.holds = None
     # Weights that arrived, prefixes that were dropped, and a worker that serves another version: each alone.
-    core.collective_rpc("nccl_xfer_refit", args=(8,))
+    core.collective_rpc("refit", args=(8,))
     core.reset_prefix_cache(True, False)
     core.model_executor.refused = {"refit_caches_dropped"}
     core.collective_rpc("refit_caches_dropped", args=(8,))

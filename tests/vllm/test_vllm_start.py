@@ -309,9 +309,7 @@ def test_workers_of_others_in_a_process_that_knows_rlrefit_run_whatever_they_hol
 
 def test_ranks_count_over_data_parallel_replicas(monkeypatch: pytest.MonkeyPatch):
     joined: list[int] = []
-    monkeypatch.setattr(
-        WorkerRefit, "init_per_pp_refit_comm_group", lambda self, meeting, rank, *rest: joined.append(rank)
-    )
+    monkeypatch.setattr(WorkerRefit, "join_refit", lambda self, meeting, rank, *rest: joined.append(rank))
     for replica in range(2):
         for rank in range(2):
             worker: Any = _Worker()

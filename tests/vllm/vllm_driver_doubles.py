@@ -37,7 +37,7 @@ class Engine:
         self.output_processor = SimpleNamespace(request_states={})
 
     def answer(self, method: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-        if method == "nccl_xfer_refit" and self.commits:
+        if method == "refit" and self.commits:
             self.version = arguments[0]
         self.fail(method)
         if method == "refit_serving_version":
@@ -103,7 +103,7 @@ class AsyncLlm(Engine):
         if self.output_handler is not None and self.output_handler.done():
             raise RuntimeError("EngineDeadError")
         method = arguments[0] if utility == "collective_rpc" else utility
-        if method == "nccl_xfer_refit":
+        if method == "refit":
             await self.wait()
         if engine and method in self.other_replicas:
             return self.other_replicas[method]

@@ -23,11 +23,11 @@ class ProbeExtension(VllmRefitExtension):
         refit = self._refit
 
         def failing(version: int) -> None:
-            del refit.nccl_xfer_refit
+            del refit.refit
             refit.refit_state.mark_dirty(version)
             raise PeerLost("a trainer died in the middle")
 
-        refit.nccl_xfer_refit = failing
+        refit.refit = failing
 
     def probe_dirty_replica(self, replica: int) -> None:
         """Let this worker hold weights that are not whole, if it is of that data-parallel replica."""

@@ -78,7 +78,7 @@ class _Trainer:
         return self._workers[model].open_refit_rendezvous("127.0.0.1", RANKS, gen_ranks)
 
     def join(self, model: str, rendezvous: dict[str, Any]) -> dict[str, Any]:
-        return self._workers[model].init_per_pp_refit_comm_group(rendezvous, self._rank)
+        return self._workers[model].join_refit(rendezvous, self._rank)
 
     def refit(self, model: str, index: int, version: int) -> dict[str, Any] | str:
         """Take on checkpoint ``index`` and send it; the record, or the error's text."""
@@ -86,7 +86,7 @@ class _Trainer:
 
         self._take_on(model, index)
         try:
-            return self._workers[model].nccl_xfer_refit(version)
+            return self._workers[model].refit(version)
         except RefitError as error:
             return f"{type(error).__name__}: {error}"
 

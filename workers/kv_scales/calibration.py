@@ -198,7 +198,7 @@ def _implementation(layer: AttentionLayer, module: nn.Module) -> str:
     if not isinstance(found, str):
         raise RefitError(
             f"{type(module).__name__} does not compute its attention through transformers' attention interface, so its keys "
-            "can't be seen. Set policy.refit.kv_scales=false, or give nccl_xfer_refit scales of your own",
+            "can't be seen. Set policy.refit.kv_scales=false, or give refit scales of your own",
             stage="calibrate",
             parameter=layer,
         )

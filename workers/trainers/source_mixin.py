@@ -1,4 +1,4 @@
-"""What all trainer mixins share: the methods that a training loop calls, by their contract's names."""
+"""What all trainer mixins share: the methods that a training loop calls, once to join and once for each refit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -14,42 +14,27 @@ from ...integration.config import RefitConfig
 from ...integration.control import Rendezvous, RendezvousServer, open_rendezvous
 from ...integration.endings import end_all
 from ...integration.errors import RefitError
-from ...integration.records.record import RefitRecord
 from ...integration.session import RefitSession
 from ...integration.weights.endpoints import WeightSource
 from ..kv_scales.calibration import AmaxRecorder, Record
 from ..kv_scales.endpoints import KvScaleSource
 
 
-class RefitCalls(NamedTuple):
-    """The methods that carry out a refit: the trainer's, and the generation engine's."""
-
-    send: str
-    receive: str
-
-
-_SHARDS = RefitCalls("nccl_xfer_refit", "nccl_xfer_refit")
-# By checkpoint engine.
-REFIT_CALLS = {
-    "nccl_xfer": _SHARDS,
-    "colocated_ipc": _SHARDS,
-    "packed_broadcast": RefitCalls("broadcast_weights_for_collective", "update_weights_from_collective"),
-}
-
-
 class SourceRefitMixin:
     """Trainer side of a refit.
 
-    The order of calls, on every trainer rank:
+    Trainer rank 0 opens the meeting point with ``open_refit_rendezvous(…)`` and hands the result to all ranks of both
+    sides. Then every trainer rank calls
 
-    1. ``prepare_nccl_xfer_refit_info()`` (or ``prepare_refit_info()`` for the conventional path)
-    2. ``open_refit_rendezvous(…)`` on trainer rank 0 alone; hand its result to all ranks of both sides
-    3. ``init_per_pp_refit_comm_group(rendezvous, rank)`` on all ranks of both sides at the same time
-    4. each step: ``nccl_xfer_refit(version)``, or ``broadcast_weights_for_collective(version)``
-    5. ``close_refit()``
+    1. once: ``join_refit(rendezvous, rank)``, at the same time as the engine's ranks
+    2. each step: ``refit(version)``
 
-    With ``refit_config.kv_scales``, ``calibrate_kv_scales(forward)`` before a refit gives it the scales of the engine's
-    FP8 KV cache.
+    and ``close_refit()`` at the end. With ``refit_config.kv_scales``, ``calibrate_kv_scales(forward)`` before a refit gives it
+    the scales of the engine's FP8 KV cache.
+
+    NeMo-RL's names do the same: ``init_per_pp_refit_comm_group`` joins; ``nccl_xfer_refit`` and
+    ``broadcast_weights_for_collective`` refit. ``prepare_nccl_xfer_refit_info`` and ``prepare_refit_info`` tell ahead what
+    ``join_refit`` would find.
     """
 
     refit_config: RefitConfig
@@ -85,8 +70,7 @@ class SourceRefitMixin:
 
         Returns:
             ``{"weights": number of weights, "fragments": number of local fragments,
-            "refused": {name: reason}}``; the route of each weight is settled with the engine when the
-            ranks meet, and stands in ``refit_manifest`` afterwards.
+            "refused": {name: reason}}``. Trainer and engine choose the route of each weight when they meet.
         """
         source = self._prepared_source()
         fragments, refused = source.fragments()
@@ -116,10 +100,8 @@ class SourceRefitMixin:
         )
         return self._refit_server.rendezvous.to_json()
 
-    def init_per_pp_refit_comm_group(
-        self, rendezvous: dict[str, Any], rank: int, engine: str = "nccl_xfer"
-    ) -> dict[str, Any]:
-        """Meet the other ranks, agree on weights and plan, and make communicators.
+    def join_refit(self, rendezvous: dict[str, Any], rank: int, engine: str = "nccl_xfer") -> dict[str, Any]:
+        """Meet the other ranks, agree on weights and plan, and make communicators. A collective of all ranks of both sides.
 
         One group serves all pipeline stages: the plan names a peer for every segment, so a stage
         talks to the engine ranks that want its layers and to nobody else.
@@ -147,6 +129,12 @@ class SourceRefitMixin:
         self._refit_session_of = self._refit_source_of
         return describe_manifest(self._refit_session)
 
+    def init_per_pp_refit_comm_group(
+        self, rendezvous: dict[str, Any], rank: int, engine: str = "nccl_xfer"
+    ) -> dict[str, Any]:
+        """NeMo-RL's name of :meth:`join_refit`."""
+        return self.join_refit(rendezvous, rank, engine)
+
     def calibrate_kv_scales(
         self,
         forward: Callable[[], object],
@@ -168,7 +156,7 @@ class SourceRefitMixin:
 
         Returns:
             ``model.layers.N.self_attn.k_scale``, ``v_scale`` and ``q_scale`` of each layer that ran, the same on all
-            ranks, for ``kv_scales`` of :meth:`nccl_xfer_refit`.
+            ranks, for ``kv_scales`` of :meth:`refit`.
 
         Raises:
             RefitError: ``refit_config.kv_scales`` is false; the attention can't be watched; activations are not finite.
@@ -179,8 +167,8 @@ class SourceRefitMixin:
             forward()
         return recorder.scales(margin, group)
 
-    def nccl_xfer_refit(self, version: int, kv_scales: Mapping[str, float] | None = None) -> dict[str, Any]:
-        """Send all weights once, shard to shard, and commit ``version`` with the engine.
+    def refit(self, version: int, kv_scales: Mapping[str, float] | None = None) -> dict[str, Any]:
+        """Send all weights once, and commit ``version`` with the engine. A collective of all ranks that joined.
 
         Args:
             version: number of these weights.
@@ -191,16 +179,22 @@ class SourceRefitMixin:
             This rank's :class:`RefitRecord` as plain data.
 
         Raises:
+            RuntimeError: ``join_refit`` was not called.
             RefitError: and its kinds; the engine is dirty if it was being written. Unknown or missing scales, or
                 scales without ``refit_config.kv_scales``, are found before anything is.
         """
-        return self._refit("nccl_xfer", version, kv_scales).to_json()
+        session = require_joined(self._refit_session)
+        return session.refit(version, before=partial(self._before, session, kv_scales)).to_json()
+
+    def nccl_xfer_refit(self, version: int, kv_scales: Mapping[str, float] | None = None) -> dict[str, Any]:
+        """NeMo-RL's name of :meth:`refit`."""
+        return self.refit(version, kv_scales)
 
     def broadcast_weights_for_collective(
         self, version: int, kv_scales: Mapping[str, float] | None = None
     ) -> dict[str, Any]:
-        """Send all weights once over the conventional packed broadcast; as :meth:`nccl_xfer_refit`."""
-        return self._refit("packed_broadcast", version, kv_scales).to_json()
+        """NeMo-RL's name of :meth:`refit` where ``join_refit`` was given ``packed_broadcast``."""
+        return self.refit(version, kv_scales)
 
     def refit_healthy(self) -> bool:
         """Whether an epoch is open and can go on: nothing has failed, and no other rank has gone."""
@@ -258,16 +252,12 @@ class SourceRefitMixin:
             )
         return source
 
-    def _refit(self, engine: str, version: int, kv_scales: Mapping[str, float] | None = None) -> RefitRecord:
-        session = open_session(self._refit_session, engine)
-        return session.refit(version, before=partial(self._before, session, kv_scales))
-
     def _before(self, session: RefitSession, kv_scales: Mapping[str, float] | None) -> None:
         if self._refit_session_of is not None and not self._is_still(self._refit_session_of):
             raise RefitError(
                 f"self.model or self.bridge of {type(self).__name__} is not the one that the ranks met with, and the old "
                 "weights would be sent. Nothing was written. Open a new epoch (open_refit_rendezvous, "
-                "init_per_pp_refit_comm_group) after the model was built anew",
+                "join_refit) after the model was built anew",
                 stage="export",
                 rank=session.world.rank,
             )
@@ -279,17 +269,15 @@ class SourceRefitMixin:
         self._scaled_source().give(kv_scales, wanted)
 
 
-def open_session(session: RefitSession | None, engine: str) -> RefitSession:
-    """The session, if it is open and carries ``engine``, or one with the same calls.
+def require_joined(session: RefitSession | None) -> RefitSession:
+    """The session.
 
     Raises:
-        RuntimeError: it is not; says which call is missing.
+        RuntimeError: there is none; says which call is missing.
     """
-    if session is None or REFIT_CALLS.get(session.engine.name) != REFIT_CALLS[engine]:
-        found = "no session is open" if session is None else f"the session carries {session.engine.name}"
+    if session is None:
         raise RuntimeError(
-            f"a refit over {engine} was asked for, but {found}; call "
-            f"init_per_pp_refit_comm_group(rendezvous, rank, engine={engine!r}) on all ranks of both sides first"
+            "a refit was asked for, but this rank has met nobody; call join_refit on all ranks of both sides first"
         )
     return session
 

@@ -94,7 +94,7 @@ class SessionPath(Path):
         meeting = stage.ranks.share(meeting)
         if stage.engine is not None:
             stage.engine.submit("join_refit", meeting, stage.ranks.size, asdict(self._config), self._engine)
-        routes = trainer.init_per_pp_refit_comm_group(meeting, stage.ranks.rank, self._engine)
+        routes = trainer.join_refit(meeting, stage.ranks.rank, self._engine)
         if stage.engine is not None:
             stage.engine.result()
         session = trainer._refit_session
@@ -108,11 +108,9 @@ class SessionPath(Path):
 
     def refit(self, version: int) -> list[RefitRecord]:
         trainer, engine = self._stage.trainer, self._stage.engine
-        whole = self._engine == "packed_broadcast"
         if engine is not None:
             engine.submit("refit", version)
-        send = trainer.broadcast_weights_for_collective if whole else trainer.nccl_xfer_refit
-        rows = [send(version)]
+        rows = [trainer.refit(version)]
         if engine is not None:
             rows += engine.result()
         return [RefitRecord(**row) for row in rows]

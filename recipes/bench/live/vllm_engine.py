@@ -76,12 +76,10 @@ class VllmEngine(LiveEngine):
     def join_refit(
         self, meeting: dict[str, Any], first_rank: int, config: dict[str, Any], engine: str
     ) -> None:
-        self._answers("init_per_pp_refit_comm_group", meeting, first_rank, config, engine)
-        whole = engine == "packed_broadcast"
-        self._refit = "update_weights_from_collective" if whole else "nccl_xfer_refit"
+        self._answers("join_refit", meeting, first_rank, config, engine)
 
     def refit(self, version: int) -> list[dict[str, Any]]:
-        return self._answers(self._refit, version)
+        return self._answers("refit", version)
 
     def close_refit(self) -> None:
         self._answers("close_refit")

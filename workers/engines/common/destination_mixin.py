@@ -10,15 +10,15 @@ from ....integration.errors import RefitError
 from ....integration.session import RefitSession, ServingState
 from ....integration.weights.endpoints import WeightDestination
 from ...kv_scales.endpoints import KvScaleDestination, ScaledCache
-from ...trainers.source_mixin import describe_manifest, open_session
+from ...trainers.source_mixin import describe_manifest, require_joined
 from .guard import WeightsGuard
 
 
 class DestinationRefitMixin:
     """Engine side of a refit; a rank of the engine inherits it and says how its weights are placed.
 
-    ``init_per_pp_refit_comm_group`` meets the trainer, then each step ``nccl_xfer_refit(version)``, or
-    ``update_weights_from_collective(version)`` on the conventional path.
+    ``join_refit`` meets the trainer once; ``refit(version)`` then receives all weights, each step. NeMo-RL's names do the
+    same: ``init_per_pp_refit_comm_group``, and ``nccl_xfer_refit`` or ``update_weights_from_collective``.
     """
 
     # Of engines whose weights may be asleep or undefined.
@@ -54,7 +54,7 @@ class DestinationRefitMixin:
             self._refit_state = ServingState()
         return self._refit_state
 
-    def init_per_pp_refit_comm_group(
+    def join_refit(
         self, rendezvous: dict[str, Any], rank: int, refit_config: dict[str, Any], engine: str = "nccl_xfer"
     ) -> dict[str, Any]:
         """Meet the trainer's ranks and agree on weights and plan.
@@ -93,32 +93,40 @@ class DestinationRefitMixin:
         )
         return describe_manifest(self._refit_session)
 
-    def nccl_xfer_refit(self, version: int) -> dict[str, Any]:
-        """Receive all weights once, shard to shard, and commit ``version``; returns this rank's record.
+    def init_per_pp_refit_comm_group(
+        self, rendezvous: dict[str, Any], rank: int, refit_config: dict[str, Any], engine: str = "nccl_xfer"
+    ) -> dict[str, Any]:
+        """NeMo-RL's name of :meth:`join_refit`."""
+        return self.join_refit(rendezvous, rank, refit_config, engine)
+
+    def refit(self, version: int) -> dict[str, Any]:
+        """Receive all weights once and commit ``version``; returns this rank's record.
 
         Raises:
+            RuntimeError: ``join_refit`` was not called.
             RefitError: the refit failed; or the weights are asleep, and this rank has left the epoch, in which others wait for it.
         """
-        return self._received("nccl_xfer", version)
-
-    def update_weights_from_collective(self, version: int) -> dict[str, Any]:
-        """As :meth:`nccl_xfer_refit`, over the conventional packed broadcast."""
-        return self._received("packed_broadcast", version)
-
-    def close_refit(self) -> None:
-        """End the epoch on this rank."""
-        session, self._refit_session = self._refit_session, None
-        if session is not None:
-            session.close()
-
-    def _received(self, engine: str, version: int) -> dict[str, Any]:
         if self.guard is not None:
             try:
                 self.guard.require_awake()
             except RefitError:
                 self.close_refit()
                 raise
-        record = open_session(self._refit_session, engine).refit(version).to_json()
+        record = require_joined(self._refit_session).refit(version).to_json()
         if self.guard is not None:
             self.guard.refitted()
         return record
+
+    def nccl_xfer_refit(self, version: int) -> dict[str, Any]:
+        """NeMo-RL's name of :meth:`refit`."""
+        return self.refit(version)
+
+    def update_weights_from_collective(self, version: int) -> dict[str, Any]:
+        """NeMo-RL's name of :meth:`refit` where ``join_refit`` was given ``packed_broadcast``."""
+        return self.refit(version)
+
+    def close_refit(self) -> None:
+        """End the epoch on this rank."""
+        session, self._refit_session = self._refit_session, None
+        if session is not None:
+            session.close()

@@ -16,10 +16,10 @@ from typing import Any
 from ....integration.colocated.memory import ProcessMemory
 from ....integration.colocated.stages import KV_CACHE, TAGS, WEIGHTS, StageRefused
 from ....integration.config import RefitConfig
+from ....integration.engine.refit import WAYS
 from ....integration.errors import EngineDirty, RefitError, RefitMismatch
 from ....integration.quantize.formats import Format, from_json
 from ....integration.weights.manifest import TensorSpec
-from ...trainers.source_mixin import REFIT_CALLS
 from ..common.awaited import Forwarded, in_thread
 from ..common.loader_trace.quantized import on_the_wire
 from .callers import Caller, EngineCaller, EngineCalls
@@ -105,8 +105,8 @@ class SglangRefit:
         Raises:
             RefitError: of the kind that the worker raised. Nothing has been written.
         """
-        if engine not in REFIT_CALLS:
-            raise RefitError(f"engine: {engine!r} is not one of {', '.join(REFIT_CALLS)}", stage="settings")
+        if engine not in WAYS:
+            raise RefitError(f"engine: {engine!r} is not one of {', '.join(WAYS)}", stage="settings")
         self._require_refittable()
         answers = self.calls.ask("join", rendezvous, first_rank, asdict(config), engine)
         self._engine = engine
@@ -132,7 +132,7 @@ class SglangRefit:
                 stage="handshake",
             )
         with self._refitting(mode, version):
-            records = self.calls.ask(REFIT_CALLS[self._engine].receive, version)
+            records = self.calls.ask("refit", version)
         with self._keeping_paused():
             self._serve(version)
         return records

@@ -24,8 +24,7 @@ COMMANDS = frozenset(
     {
         "describe",
         "join",
-        "nccl_xfer_refit",
-        "update_weights_from_collective",
+        "refit",
         "close",
         "serving_version",
         "formats",
@@ -132,7 +131,7 @@ class WorkerRefit(DestinationRefitMixin):
         self, rendezvous: dict[str, Any], first_rank: int, refit_config: dict[str, Any], engine: str
     ) -> dict[str, Any]:
         """Meet the trainer; ``first_rank`` is the refit rank of the deployment's first worker."""
-        return self.init_per_pp_refit_comm_group(rendezvous, first_rank + self._rank, refit_config, engine)
+        return self.join_refit(rendezvous, first_rank + self._rank, refit_config, engine)
 
     def close(self) -> dict[str, Any]:
         """End the epoch on this rank."""

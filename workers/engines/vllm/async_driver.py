@@ -68,7 +68,7 @@ class AsyncVllmDriver(BaseDriver):
             raise
         except Exception as error:
             raise others_workers(error) from error
-        answers = await self._rpc("init_per_pp_refit_comm_group", *arguments)
+        answers = await self._rpc("join_refit", *arguments)
         self._met(engine, config)
         return answers
 
@@ -77,10 +77,10 @@ class AsyncVllmDriver(BaseDriver):
 
         A caller that is cancelled is as :meth:`Admission.alone` has it: the refit goes on to its end.
         """
-        method = self._method
+        self._require_joined()
         if mode == "keep":
             require_kept_tokens(self._vllm_config)
-        return await self._admission.alone(f"refit {version}", lambda: self._refit(method, version, mode))
+        return await self._admission.alone(f"refit {version}", lambda: self._refit(version, mode))
 
     async def generate(
         self, prompt: Any, parameters: Any, request_id: str, lora_request: Any = None
@@ -193,7 +193,7 @@ class AsyncVllmDriver(BaseDriver):
     async def _rpc(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
         return raise_refit_errors(await self._cores.ask_workers(method, *arguments))
 
-    async def _refit(self, method: str, version: int, mode: PauseMode) -> list[dict[str, Any]]:
+    async def _refit(self, version: int, mode: PauseMode) -> list[dict[str, Any]]:
         earlier, self._unusable = self._unusable, cut_off(version)
         received = False
         try:
@@ -202,7 +202,7 @@ class AsyncVllmDriver(BaseDriver):
             if not await self.asleep():
                 await self._llm.pause_generation(mode=mode, clear_cache=False)
             await self._cores.outputs_processed()
-            records = await self._rpc(method, version)
+            records = await self._rpc("refit", version)
             self.version, received = version, True
             await self._reset_caches()
             await self._rpc(DROPPED, version)

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ....integration.config import RefitConfig
+from ....integration.engine.refit import WAYS
 from ....integration.errors import EngineDirty, RefitError
-from ...trainers.source_mixin import REFIT_CALLS
 from ..common.answers import raise_refit_errors
 from .compat import SCRIPT, SCRIPT_HOLDS, require_driver
 from .connectors import require_droppable_caches
@@ -142,19 +142,17 @@ class BaseDriver:
 
         return trainers(self.version)
 
-    @property
-    def _method(self) -> str:
+    def _require_joined(self) -> None:
         if not self._engine:
             raise RefitError(
                 "no trainer has been met: call init_refit with the rendezvous that trainer rank 0 opened",
                 stage="handshake",
             )
-        return REFIT_CALLS[self._engine].receive
 
     @staticmethod
     def _checked(engine: str) -> str:
-        if engine not in REFIT_CALLS:
-            raise RefitError(f"engine: {engine!r} is not one of {', '.join(REFIT_CALLS)}", stage="settings")
+        if engine not in WAYS:
+            raise RefitError(f"engine: {engine!r} is not one of {', '.join(WAYS)}", stage="settings")
         return engine
 
     def _met(self, engine: str, config: RefitConfig) -> None:
@@ -199,7 +197,7 @@ class VllmDriver(BaseDriver):
             RefitError: of the kind that the worker raised. Nothing has been written.
         """
         arguments = (rendezvous, first_rank, asdict(config), self._checked(engine))
-        answers = self._rpc("init_per_pp_refit_comm_group", *arguments)
+        answers = self._rpc("join_refit", *arguments)
         self._met(engine, config)
         return answers
 
@@ -219,7 +217,8 @@ class VllmDriver(BaseDriver):
                 refit that succeeds resumes it.
             Exception: vLLM's own, where the engine fails; what follows is the same.
         """
-        method, engine = self._method, self._llm.llm_engine
+        self._require_joined()
+        engine = self._llm.llm_engine
         # Nothing runs while memory sleeps, so that there is nothing to wait for and nothing to end.
         mode = "keep" if self.asleep() else mode
         running = engine.has_unfinished_requests()
@@ -231,7 +230,7 @@ class VllmDriver(BaseDriver):
             if running:
                 self._pause(mode)
                 self._drain()
-            records = self._rpc(method, version)
+            records = self._rpc("refit", version)
         except Exception as error:
             if earlier is not None or not self._serves_on(version):
                 self._stay_paused(error)

@@ -39,7 +39,7 @@ class VllmRefitExtension(Refitted):
     rank: int
 
     @answered
-    def init_per_pp_refit_comm_group(
+    def join_refit(
         self, rendezvous: dict[str, Any], rank: int, refit_config: dict[str, Any], engine: str = "nccl_xfer"
     ) -> dict[str, Any]:
         """Meet the trainer's ranks and agree on weights and plan; ``rank`` is that of the deployment's first worker.
@@ -49,14 +49,9 @@ class VllmRefitExtension(Refitted):
         return self._refit.join(rendezvous, rank, refit_config, engine)
 
     @answered
-    def nccl_xfer_refit(self, version: int) -> dict[str, Any]:
-        """Receive all weights once, shard to shard; the driver resets the prefix cache afterwards."""
-        return self._refit.nccl_xfer_refit(version)
-
-    @answered
-    def update_weights_from_collective(self, version: int) -> dict[str, Any]:
-        """Receive all weights once over the conventional packed broadcast."""
-        return self._refit.update_weights_from_collective(version)
+    def refit(self, version: int) -> dict[str, Any]:
+        """Receive all weights once; the driver resets the prefix cache afterwards."""
+        return self._refit.refit(version)
 
     @answered
     def close_refit(self) -> dict[str, Any]:

@@ -30,8 +30,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.v1.worker.gpu_worker import Worker
 
 from ....integration.config import RefitConfig
+from ....integration.engine.refit import WAYS
 from ....integration.errors import RefitError
-from ...trainers.source_mixin import REFIT_CALLS
 from .compat import CORE, WEIGHT_TRANSFER, WORKER, require_supported_vllm
 from .extension import VllmRefitExtension
 from .patches import hand_over_weight_transfer
@@ -55,8 +55,8 @@ class RefitInitInfo(WeightTransferInitInfo):
     engine: str = "nccl_xfer"
 
     def __post_init__(self) -> None:
-        if self.engine not in REFIT_CALLS:
-            raise ValueError(f"init_info.engine: {self.engine!r} is not one of {', '.join(REFIT_CALLS)}")
+        if self.engine not in WAYS:
+            raise ValueError(f"init_info.engine: {self.engine!r} is not one of {', '.join(WAYS)}")
 
 
 @dataclass
@@ -81,7 +81,6 @@ class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]
         require_supported_vllm((*WORKER, *CORE, *WEIGHT_TRANSFER))
         self.config = config
         self._refit: WorkerRefit | None = None
-        self._engine = ""
         self._updating = False
         self._committed = 0
         calls = {
@@ -95,7 +94,7 @@ class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]
     def open(self, worker: Any, init_info: dict[str, Any]) -> dict[str, Any]:
         """Meet the trainer; returns the numbers of weights by route."""
         info: RefitInitInfo = self.parse_init_info(init_info)
-        self._refit, self._engine, self._updating = WorkerRefit.of(worker), info.engine, False
+        self._refit, self._updating = WorkerRefit.of(worker), False
         return self._refit.join(info.rendezvous, info.first_rank, info.refit_config, info.engine)
 
     def start(self, worker: Any, is_checkpoint_format: bool = True) -> dict[str, Any]:
@@ -115,9 +114,8 @@ class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]
         info: RefitUpdateInfo = self.parse_update_info(update_info)
         if not self._updating:
             raise RefitError("start_weight_update must be called before update_weights", stage="handshake")
-        receive = getattr(refit, REFIT_CALLS[self._engine].receive)
         try:
-            record: dict[str, Any] = receive(info.version)
+            record: dict[str, Any] = refit.refit(info.version)
         except Exception:
             # Over, so that a new epoch can start; the guard keeps what was written in part from being served.
             self._updating = False
@@ -183,5 +181,5 @@ class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]
         """Whole tensors are not the contract: the trainer's ranks inherit a refit mixin."""
         raise NotImplementedError(
             "rlrefit sends shards from the trainer's own parameters: inherit MegatronRefitMixin in the trainer's worker and "
-            "call nccl_xfer_refit(version) on all its ranks"
+            "call refit(version) on all its ranks"
         )

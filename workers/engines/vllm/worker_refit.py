@@ -71,7 +71,7 @@ class WorkerRefit(DestinationRefitMixin):
         """
         parallel = self._worker.vllm_config.parallel_config
         rank = first_rank + parallel.data_parallel_index * parallel.world_size + self._worker.rank
-        return self.init_per_pp_refit_comm_group(rendezvous, rank, refit_config, engine)
+        return self.join_refit(rendezvous, rank, refit_config, engine)
 
     def serving_version(self) -> int:
         """Version of the weights that may be served.

@@ -34,13 +34,13 @@ class EngineCalls:
         def meet() -> dict[str, Any]:
             self._rlrefit_require_supported()
             rank = first_rank + self._rlrefit_rank()
-            return self._rlrefit_side().init_per_pp_refit_comm_group(rendezvous, rank, refit_config, engine)
+            return self._rlrefit_side().join_refit(rendezvous, rank, refit_config, engine)
 
         return answer(meet)
 
     def rlrefit_refit(self, version: int) -> dict[str, Any]:
         """Receive all weights once into the live parameters; this rank's record."""
-        return answer(lambda: self._rlrefit_side().nccl_xfer_refit(version))
+        return answer(lambda: self._rlrefit_side().refit(version))
 
     def rlrefit_close(self) -> dict[str, Any]:
         """End the epoch on this rank."""

@@ -40,12 +40,12 @@ def open_rendezvous(worker: Any, train_ranks: int, gen_ranks: int, epoch: int) -
 
 def join(worker: Any, rendezvous: Mapping[str, Any], engine: str) -> dict[str, Any]:
     """Meet all ranks of both sides; numbers of weights by route."""
-    return answer(lambda: _open(worker).init_per_pp_refit_comm_group(dict(rendezvous), worker.rank, engine))
+    return answer(lambda: _open(worker).join_refit(dict(rendezvous), worker.rank, engine))
 
 
 def refit(worker: Any, version: int, kv_scales: Mapping[str, float] | None) -> dict[str, Any]:
     """Send all weights once; this rank's record."""
-    return answer(lambda: _open(worker).nccl_xfer_refit(version, kv_scales))
+    return answer(lambda: _open(worker).refit(version, kv_scales))
 
 
 def close(worker: Any) -> dict[str, Any]:

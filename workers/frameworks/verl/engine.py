@@ -177,10 +177,10 @@ class ShardCheckpointEngine(EpochEngine):
         assert source is not None, "looked up before"
         if self._meeting is not None:
             meeting, self._meeting = self._meeting, None
-            found = source.init_per_pp_refit_comm_group(meeting.to_json(), self._rank)
+            found = source.join_refit(meeting.to_json(), self._rank)
             if self.is_master:
                 logger.info("shard to shard: %d weights bulk, %d misc", found["bulk"], found["misc"])
-        return source.nccl_xfer_refit(version)
+        return source.refit(version)
 
     async def _in_thread[T](self, call: Callable[..., T], *args: Any) -> T:
         """Run what waits for other ranks beside the event loop, in one thread that has this one's device."""

@@ -105,8 +105,8 @@ class VerlRefitExtension(VllmRefitExtension, vLLMColocateWorkerExtension):
                 wrong = served_violations(self.vllm_config, RefitConfig(**order.config))
                 if wrong:
                     refuse(order, wrong)
-                self._refit.init_per_pp_refit_comm_group(order.meeting, order.rank, order.config)
-            record = RefitRecord(**self._refit.nccl_xfer_refit(order.version))
+                self._refit.join_refit(order.meeting, order.rank, order.config)
+            record = RefitRecord(**self._refit.refit(order.version))
         except Exception:
             logger.exception(
                 "the refit failed on this worker, which holds no whole weights until the next one"

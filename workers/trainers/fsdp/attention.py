@@ -24,7 +24,7 @@ def attention_modules(model: nn.Module) -> dict[AttentionLayer, nn.Module]:
     if not isinstance(model, PreTrainedModel):
         raise RefitError(
             f"{type(model).__name__} is no transformers model, so its keys can't be found. Set policy.refit.kv_scales=false, "
-            "or give nccl_xfer_refit scales of your own",
+            "or give refit scales of your own",
             stage="calibrate",
         )
     # Not by parameters: adapters wrap projections.
