@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
@@ -26,43 +27,35 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
 }
 
-# The public API, by what a reader looks for.
+# The public API, by what a reader looks for. Where a name is defined is found in the source; a name that several modules
+# define stands with the end of its module.
 API = {
-    "Trainers": (
-        "workers.trainers.megatron.mixin.MegatronRefitMixin",
-        "workers.trainers.fsdp.mixin.FSDPRefitMixin",
-        "workers.trainers.qat.mixin.QATRefitMixin",
-    ),
-    "Configuration": (
-        "integration.config.RefitConfig",
-        "integration.settings.check_nccl_xfer_refit_support",
-    ),
-    "Session and records": (
-        "integration.session.RefitSession",
-        "integration.session.ServingState",
-        "integration.records.record.RefitRecord",
-    ),
+    "Trainers": ("MegatronRefitMixin", "FSDPRefitMixin", "QATRefitMixin"),
+    "Configuration": ("RefitConfig", "check_nccl_xfer_refit_support"),
+    "Session and records": ("RefitSession", "ServingState", "RefitRecord"),
     "Engines' drivers": (
-        "workers.engines.vllm.driver_blocking.VllmDriver",
-        "workers.engines.vllm.driver_async.AsyncVllmDriver",
-        "workers.engines.vllm.extension.VllmRefitExtension",
-        "workers.engines.sglang.driver.SglangRefit",
-        "workers.engines.sglang.driver.AsyncSglangRefit",
-        "workers.engines.sglang.sender.SglangSender",
-        "workers.engines.trtllm.driver.TrtllmDriver",
-        "workers.engines.trtllm.sender.TrtllmSender",
+        "VllmDriver",
+        "AsyncVllmDriver",
+        "VllmRefitExtension",
+        "SglangRefit",
+        "AsyncSglangRefit",
+        "SglangSender",
+        "TrtllmDriver",
+        "TrtllmSender",
     ),
-    "Trainer and engine on the same GPUs": (
-        "integration.colocated.cycle.ColocatedCycle",
-        "workers.engines.common.awaited.AwaitedCycle",
+    "Trainer and engine on the same GPUs": ("ColocatedCycle", "AwaitedCycle"),
+    "Frameworks": ("nemo_rl.install.install", "VerlRefitExtension", "RefitCheckpointManager"),
+    "Errors": (
+        "RefitError",
+        "RefitMismatch",
+        "RefitTimeout",
+        "PeerLost",
+        "PlanError",
+        "TransportUnavailable",
+        "VerificationError",
+        "EngineDirty",
     ),
-    "Frameworks": (
-        "workers.frameworks.nemo_rl.install.install",
-        "workers.frameworks.verl.extension.VerlRefitExtension",
-        "workers.frameworks.verl.manager.RefitCheckpointManager",
-    ),
-    "Errors": ("integration.errors",),
-    "One tensor between two meshes": ("integration.xferdtensor.op.xferdtensor",),
+    "One tensor between two meshes": ("xferdtensor",),
 }
 
 
@@ -106,18 +99,42 @@ def api() -> str:
         "",
         "What trainers, engines and frameworks call. Other modules may change without notice.",
     ]
+    defined = _definitions()
     for title, names in API.items():
         lines += ["", f"## {title}"]
         for name in names:
-            lines += ["", f"::: rlrefit.{name}"]
+            places = [
+                place
+                for place in defined.get(name.rpartition(".")[2], [])
+                if f".{place}".endswith(f".{name}")
+            ]
+            if len(places) != 1:
+                raise PluginError(
+                    f"docs/hooks.py: {name} is defined as {places or 'nothing'}; name another in API"
+                )
+            lines += ["", f"::: {places[0]}"]
     return "\n".join(lines) + "\n"
+
+
+def _definitions() -> dict[str, list[str]]:
+    """Full names of all public classes and functions, by the name alone."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(TREE.rglob("*.py")):
+        module = ".".join(path.relative_to(TREE).with_suffix("").parts).removesuffix(".__init__")
+        for name in re.findall(r"^(?:class|def) ([A-Za-z]\w*)", path.read_text(), re.MULTILINE):
+            found.setdefault(name, []).append(f"{module}.{name}")
+    return found
 
 
 def configuration() -> str:
     """All keys of a recipe, section by section, from the schemas' dataclasses."""
-    classes = {}
-    for module in ("recipes.config.schema", "recipes.config.schema_generation", "integration.config"):
-        found = griffe.load(f"rlrefit.{module}", search_paths=[TREE], docstring_parser="google")
+    classes: dict[str, Any] = {}
+    for module in (
+        *sorted((TREE / "rlrefit/recipes/config").glob("schema*.py")),
+        TREE / "rlrefit/integration/config.py",
+    ):
+        name = ".".join(module.relative_to(TREE).with_suffix("").parts)
+        found = griffe.load(name, search_paths=[TREE], docstring_parser="google")
         classes |= {name: value for name, value in found.classes.items() if not value.is_alias}
     lines = [
         "# Configuration",

@@ -146,6 +146,26 @@ def test_every_folder_of_code_is_shipped() -> None:
     assert folders <= shipped, f"pyproject.toml leaves out {sorted(folders - shipped)}"
 
 
+def test_the_version_is_that_of_the_changelogs_first_heading() -> None:
+    (version,) = re.findall(
+        r'^__version__ = "(.+)"$', (ROOT / "package" / "__init__.py").read_text(), re.MULTILINE
+    )
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == version
+
+
+def test_the_description_on_a_package_index_has_no_relative_links() -> None:
+    text = (ROOT / project()["project"]["readme"]).read_text()
+    assert all(target.startswith("https://") for target in re.findall(r"\]\(([^)]+)\)", text))
+
+
+def test_every_part_of_the_package_says_that_it_is_typed() -> None:
+    shipped = project()["tool"]["setuptools"]["package-data"]
+    for top in ("integration", "workers", "recipes"):
+        assert "py.typed" in shipped[f"rlrefit.{top}"]
+        assert (ROOT / top / "py.typed").is_file()
+
+
 def test_the_makefiles_help_shows_every_target() -> None:
     text = (ROOT / "Makefile").read_text()
     phony = re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)
