@@ -23,8 +23,8 @@ from ..layout import Box, Fragment, box_of, coverage_gap, intersect, subtract_al
 from ..packing.encoded import EncodedPair, EncodedView, Encoder, make_encoders
 from ..plan.classes import TensorClass
 from ..quantize import blocks
-from ..quantize.cut_blocks import CutBlocks, CutCodes, PartScales
-from ..quantize.formats import Codes, Format, Rounded, part_head
+from ..quantize.formats import Codes, Format, part_head
+from ..quantize.partial_blocks import PartialBlocks, PartialCodes, PartialScales
 from ..weights.manifest import TensorSpec
 
 # The sign, which a NaN may have.
@@ -193,16 +193,15 @@ class SharedScales:
             first += volume(whole)
         return found
 
-    def _own(self, fragment: Fragment, box: Box) -> tuple[PartScales, torch.Tensor]:
+    def _own(self, fragment: Fragment, box: Box) -> tuple[PartialScales, torch.Tensor]:
         """How the scales of a fragment's own elements are made, and where they go."""
         encoding: object = fragment.encoding
-        if isinstance(encoding, CutCodes):
-            return PartScales(encoding.format, encoding.head), encoding.scales
+        if isinstance(encoding, PartialCodes):
+            return PartialScales(encoding.method, encoding.head), encoding.scales
         format = self._slots.formats[fragment.name]
-        cut: CutBlocks | None = None
+        cut: PartialBlocks | None = None
         if isinstance(encoding, Codes):
-            made = encoding.format
-            cut = format.cut(made.dtype if isinstance(made, Rounded) else None)
+            cut = format.partial_blocks(encoding.method.rounded)
         if cut is None:
             raise PlanError(
                 f"this rank keeps {fragment.box} of it quantized, and another holds parts of the same blocks unquantized, so "
@@ -213,7 +212,7 @@ class SharedScales:
             )
         # Whole blocks here, parts of which lie on other ranks as well: these need all of their elements.
         scales = torch.full([b - a for a, b in box], float("nan"), dtype=torch.float32, device=self._device)
-        return PartScales(cut, part_head(fragment.box, format)), scales
+        return PartialScales(cut, part_head(fragment.box, format)), scales
 
 
 def _cut(held: Sequence[Box], shape: Sequence[int], block: tuple[int, int], name: str) -> tuple[Box, ...]:

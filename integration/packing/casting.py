@@ -25,7 +25,7 @@ class Cast:
     dtype: torch.dtype
 
     @property
-    def format(self) -> Cast:
+    def method(self) -> Cast:
         return self
 
     @property

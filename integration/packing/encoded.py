@@ -30,18 +30,18 @@ class Encoder(Protocol):
         """Compute and write the results; on a GPU, enqueue that on the current stream."""
 
 
-class Format(Protocol):
-    """Several encodings of the same view that are computed together; hashable."""
+class EncodingMethod(Protocol):
+    """How several encodings of the same view are computed together; hashable."""
 
     @property
     def block(self) -> tuple[int, ...]:
         """Extents of a view's last dimensions that are computed together; of the others single elements are."""
 
     def has_kernel(self, source: torch.dtype) -> bool:
-        """Whether GPUs compute this format of ``source`` by a kernel, which reads and writes any memory they reach."""
+        """Whether GPUs compute this from ``source`` by a kernel, which reads and writes any memory they reach."""
 
     def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
-        """Prepare pairs of this format's encodings, so that they share what they read; those without a kernel have tensors
+        """Prepare pairs of this method's encodings, so that they share what they read; those without a kernel have tensors
         as their targets."""
 
 
@@ -49,8 +49,8 @@ class PackedEncoding(Encoding, Protocol):
     """An encoding that packing can carry out."""
 
     @property
-    def format(self) -> Format:
-        """That it is part of."""
+    def method(self) -> EncodingMethod:
+        """How it is computed."""
 
     @property
     def unit(self) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class EncodedView:
     @property
     def _extents(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Unit and block in every dimension."""
-        unit, block = self.encoding.unit, self.encoding.format.block
+        unit, block = self.encoding.unit, self.encoding.method.block
         dims = self.held.dim()
         return (1,) * (dims - len(unit)) + unit, (1,) * (dims - len(block)) + block
 
@@ -192,7 +192,7 @@ def make_encoders(pairs: Iterable[EncodedPair], device: torch.device) -> list[En
         ValueError: a part and its target differ in shape or size of items.
         NotComputable: ``device`` has no kernel for a format and its target is plain memory, or can't read a source.
     """
-    groups: dict[Format, list[EncodedPair]] = {}
+    groups: dict[EncodingMethod, list[EncodedPair]] = {}
     pushed: list[tuple[EncodedView, torch.Tensor]] = []
     for view, target in pairs:
         itemsize = target.itemsize if isinstance(target, Strided) else target.element_size()
@@ -201,15 +201,15 @@ def make_encoders(pairs: Iterable[EncodedPair], device: torch.device) -> list[En
                 f"{view.dtype}{list(view.shape)} can't be written to items of {itemsize} bytes of shape "
                 f"{list(target.shape)}"
             )
-        at_home = view.held.device.type == device.type
-        has_kernel = device.type != "cuda" or view.encoding.format.has_kernel(view.held.dtype)
-        if at_home or (has_kernel and not pushed_to(device, view.held)):
+        on_device = view.held.device.type == device.type
+        has_kernel = device.type != "cuda" or view.encoding.method.has_kernel(view.held.dtype)
+        if on_device or (has_kernel and not pushed_to(device, view.held)):
             if not has_kernel and isinstance(target, Strided):
                 raise NotComputable(
                     f"there is no kernel that makes {view.dtype} of {view.held.dtype} in a peer's memory; set "
                     "policy.refit.transport to p2p"
                 )
-            groups.setdefault(view.encoding.format, []).append((view, target))
+            groups.setdefault(view.encoding.method, []).append((view, target))
         elif isinstance(target, torch.Tensor):
             pushed.append((view, target))
         else:
@@ -217,5 +217,5 @@ def make_encoders(pairs: Iterable[EncodedPair], device: torch.device) -> list[En
                 f"{view.held.dtype}{list(view.held.shape)} lies in host memory, from where {device} can't make "
                 f"{view.dtype}; offload parameters to pinned memory, or set policy.refit.transport to p2p"
             )
-    made = [format.prepare(group, device) for format, group in groups.items()]
+    made = [method.prepare(group, device) for method, group in groups.items()]
     return [*made, PushedEncodings(pushed)] if pushed else made

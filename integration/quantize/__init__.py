@@ -1,16 +1,16 @@
-"""Math and layouts of quantized weights, a module per format. Knows of no plan and no transport."""
+"""Formats of quantized weights, a module per format, and the kernels that make them."""
 
-from . import blocks, fp8_blockwise, layouts, mxfp8, nvfp4
+from . import blocks, e8m0, fp8_blockwise, mxfp8, nvfp4
 from .float8 import FLOAT8, as_bytes, from_bytes, is_float8
 
 __all__ = [
     "FLOAT8",
     "as_bytes",
     "blocks",
+    "e8m0",
     "fp8_blockwise",
     "from_bytes",
     "is_float8",
-    "layouts",
     "mxfp8",
     "nvfp4",
 ]

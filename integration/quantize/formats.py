@@ -7,7 +7,7 @@ verified and loaded as such.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol, cast
 
@@ -18,9 +18,9 @@ from ..packing import Cast
 from ..packing.encoded import EncodedPair, Encoder
 from ..weights.manifest import TensorSpec, dtype_name
 from . import blocks, fp8_blockwise, mxfp8
-from .cut_blocks import CutBlocks, CutCodes
 from .fp8_table import Fp8Table, has_kernel
-from .windows import TorchEncoder, joined
+from .jobs import TorchEncoder, make_jobs
+from .partial_blocks import PartialBlocks, PartialCodes
 
 # In the reason of a weight that takes the misc path for it.
 CUTS_BLOCKS = "which cuts blocks of"
@@ -42,19 +42,11 @@ class Format(Protocol):
     def scale_name_end(self) -> str:
         """What the scales' name has behind the weight's name."""
 
-    def cut(self, rounded: torch.dtype | None) -> CutBlocks | None:
+    def partial_blocks(self, rounded: torch.dtype | None) -> PartialBlocks | None:
         """How parts of weights that cut blocks are quantized; None if they can't be."""
-
-    def has_kernel(self, source: torch.dtype, rounded: torch.dtype | None = None) -> bool:
-        """As :meth:`..packing.encoded.Format.has_kernel`; what is kept as ``source`` is ``rounded`` to this type first."""
 
     def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes (``float8_e4m3fn``, ``[n, k]``) and scales of a whole weight, or of a part that cuts no block."""
-
-    def prepare(
-        self, pairs: Sequence[EncodedPair], device: torch.device, rounded: torch.dtype | None = None
-    ) -> Encoder:
-        """As :meth:`..packing.encoded.Format.prepare`; what is kept in another type is ``rounded`` to this one first."""
 
 
 @dataclass(frozen=True)
@@ -79,22 +71,11 @@ class Fp8Blockwise:
         """The same in the numerics' words."""
         return fp8_blockwise.ScaleFormat.UE8M0 if self.ue8m0 else fp8_blockwise.ScaleFormat.FP32
 
-    def cut(self, rounded: torch.dtype | None) -> CutBlocks | None:
-        return CutBlocks(self.block, self.scale_format, rounded)
-
-    def has_kernel(self, source: torch.dtype, rounded: torch.dtype | None = None) -> bool:
-        return has_kernel(self.block, rounded)
+    def partial_blocks(self, rounded: torch.dtype | None) -> PartialBlocks | None:
+        return PartialBlocks(self.block, self.scale_format, rounded)
 
     def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return fp8_blockwise.quantize(weight, self.block, self.scale_format)
-
-    def prepare(
-        self, pairs: Sequence[EncodedPair], device: torch.device, rounded: torch.dtype | None = None
-    ) -> Encoder:
-        windows = joined(pairs)
-        if device.type == "cuda" and self.has_kernel(pairs[0][0].held.dtype, rounded):
-            return Fp8Table.build(windows, device, self.scale_format, rounded is not None)
-        return TorchEncoder(windows, _after(rounded, self.encode))
 
 
 @dataclass(frozen=True)
@@ -116,56 +97,54 @@ class Mxfp8:
     def block(self) -> tuple[int, int]:
         return (1, mxfp8.BLOCK)
 
-    def cut(self, rounded: torch.dtype | None) -> CutBlocks | None:
+    def partial_blocks(self, rounded: torch.dtype | None) -> PartialBlocks | None:
         return None
-
-    def has_kernel(self, source: torch.dtype, rounded: torch.dtype | None = None) -> bool:
-        return False
 
     def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return mxfp8.quantize(weight, mxfp8.Rounding(self.rounding))
-
-    def prepare(
-        self, pairs: Sequence[EncodedPair], device: torch.device, rounded: torch.dtype | None = None
-    ) -> Encoder:
-        return TorchEncoder(joined(pairs), _after(rounded, self.encode))
 
 
 FORMATS: dict[str, type[Fp8Blockwise] | type[Mxfp8]] = {f.kind: f for f in (Fp8Blockwise, Mxfp8)}
 
 
 @dataclass(frozen=True)
-class Rounded:
-    """A format of weights that are kept in another type than they are exported in.
+class WholeBlocks:
+    """How weights are quantized, or parts that cut no block: a :class:`..packing.encoded.EncodingMethod`.
 
     Attributes:
-        of: the format of exported weights.
-        dtype: of the export.
+        format: of the result.
+        rounded: the type in which weights are exported, if they are kept in another: they are rounded to it first.
     """
 
-    of: Format
-    dtype: torch.dtype
+    format: Format
+    rounded: torch.dtype | None = None
 
     @property
     def block(self) -> tuple[int, int]:
-        return self.of.block
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        return self.of.scale_dtype
+        return self.format.block
 
     def has_kernel(self, source: torch.dtype) -> bool:
-        return self.of.has_kernel(source, self.dtype)
+        return isinstance(self.format, Fp8Blockwise) and has_kernel(self.format.block, self.rounded)
 
     def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
-        return self.of.prepare(pairs, device, self.dtype)
+        jobs, format = make_jobs(pairs), self.format
+        if (
+            device.type == "cuda"
+            and isinstance(format, Fp8Blockwise)
+            and has_kernel(format.block, self.rounded)
+        ):
+            return Fp8Table.build(jobs, device, format.scale_format, self.rounded is not None)
+        return TorchEncoder(jobs, self._encode)
+
+    def _encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.format.encode(weight if self.rounded is None else weight.to(self.rounded))
 
 
 @dataclass(frozen=True)
 class Codes:
     """The codes of a part: an :class:`..layout.Encoding`."""
 
-    format: Format | Rounded
+    method: WholeBlocks
 
     @property
     def dtype(self) -> torch.dtype:
@@ -184,18 +163,18 @@ class Codes:
 class Scales:
     """The scales of a part: an :class:`..layout.Encoding`."""
 
-    format: Format | Rounded
+    method: WholeBlocks
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.format.scale_dtype
+        return self.method.format.scale_dtype
 
     @property
     def unit(self) -> tuple[int, int]:
-        return self.format.block
+        return self.method.block
 
     def shape(self, view: Sequence[int]) -> tuple[int, ...]:
-        return blocks.scale_shape(view, self.format.block)
+        return blocks.scale_shape(view, self.method.block)
 
 
 def to_json(format: Format) -> dict[str, Any]:
@@ -263,21 +242,21 @@ def encoded_fragments(
     scale_box = blocks.scale_box(fragment.box, format.block)
     scale_shape = blocks.scale_shape(fragment.full_shape, format.block)
     if not blocks.straddled(fragment.box, fragment.full_shape, format.block):
-        made = format if rounded is None else Rounded(format, rounded)
+        method = WholeBlocks(format, rounded)
         return [
-            Fragment(fragment.name, fragment.full_shape, fragment.box, fragment.view, Codes(made)),
-            Fragment(scale_name, scale_shape, scale_box, fragment.view, Scales(made)),
+            Fragment(fragment.name, fragment.full_shape, fragment.box, fragment.view, Codes(method)),
+            Fragment(scale_name, scale_shape, scale_box, fragment.view, Scales(method)),
         ]
-    cut = format.cut(rounded)
-    if cut is None:
+    partial = format.partial_blocks(rounded)
+    if partial is None:
         return (
             f"a rank holds {_ranges(fragment)}, {CUTS_BLOCKS} {' by '.join(map(str, format.block))}: it does not know "
             "their maxima, so the whole weight is quantized"
         )
     size = [stop - start for start, stop in scale_box]
-    # Until all ranks have made them, codes by these are loud.
+    # NaN until all ranks have made them: codes made too early show.
     scales = torch.full(size, float("nan"), dtype=format.scale_dtype, device=device)
-    codes = CutCodes(cut, part_head(fragment.box, format), scales)
+    codes = PartialCodes(partial, part_head(fragment.box, format), scales)
     return [
         Fragment(fragment.name, fragment.full_shape, fragment.box, fragment.view, codes),
         *(
@@ -292,12 +271,6 @@ def part_head(box: Box, format: Format) -> tuple[int, int]:
     (top, _), (left, _) = box
     rows, columns = format.block
     return top % rows, left % columns
-
-
-def _after(
-    rounded: torch.dtype | None, encode: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    return encode if rounded is None else lambda weight: encode(weight.to(rounded))
 
 
 def _ranges(fragment: Fragment) -> str:

@@ -44,7 +44,7 @@ class ScaleFormat(Enum):
     ``FP32``: any value; Hopper's kernels, Triton, CUTLASS. ``UE8M0``: powers of two, which DeepGEMM wants on
     Blackwell and which vLLM makes from any others there and, by its default, for DeepGEMM on Hopper (it
     quantizes the quantized weights once more, so send UE8M0 to such engines). Kept in FP32 tensors either
-    way; :func:`.layouts.to_e8m0` gives their bytes.
+    way; :func:`.e8m0.to_e8m0` gives their bytes.
     """
 
     FP32 = "fp32"

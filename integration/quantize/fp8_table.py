@@ -1,4 +1,4 @@
-"""Blockwise FP8 of many windows of weights in one kernel launch per source dtype and alignment, prepared once."""
+"""Blockwise FP8 of many parts of weights in one kernel launch per source dtype and alignment, prepared once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ..packing.strided import Strided
 from . import blocks
 from .fp8_blockwise import AMAX_FLOOR, BLOCK, ScaleFormat
-from .windows import Target, Window
+from .jobs import QuantizeJob, Target
 
 _COLUMNS = 16
 # The fastest on an H200 of 4, 8 and 16, with any limit of registers: 94% of the copy rate for whole experts (8: 80%).
@@ -39,15 +39,15 @@ class Fp8Table:
 
     @staticmethod
     def build(
-        windows: Iterable[Window],
+        jobs: Iterable[QuantizeJob],
         device: torch.device,
         scale: ScaleFormat = ScaleFormat.FP32,
         round_to_bf16: bool = False,
     ) -> Fp8Table:
-        """Compile the kernel for what the windows need, and put their addresses on the device.
+        """Compile the kernel for what the jobs need, and put their addresses on the device.
 
         Args:
-            windows: of weights in BF16, FP16 or FP32.
+            jobs: of weights in BF16, FP16 or FP32.
             device: that reads and writes them.
             scale: what scales may be.
             round_to_bf16: weights are exported in BF16, whatever they are kept in.
@@ -57,16 +57,16 @@ class Fp8Table:
         """
         from .fp8_kernels import WORDS, quantize_blocks
 
-        groups: dict[tuple[str, int, bool, bool], list[tuple[Window, Strided, Strided, Strided]]] = {}
+        groups: dict[tuple[str, int, bool, bool], list[tuple[QuantizeJob, Strided, Strided, Strided]]] = {}
         nbytes = 0
-        for window in windows:
-            if not window.source.numel():
+        for job in jobs:
+            if not job.source.numel():
                 continue
-            source, codes, scales = _checked(window)
-            nbytes += window.nbytes
-            unit = _unit(window, source, codes)
-            key = str(window.source.dtype), unit, window.head is not None, window.reads_scales
-            groups.setdefault(key, []).append((window, source, codes, scales))
+            source, codes, scales = _checked(job)
+            nbytes += job.nbytes
+            unit = _unit(job, source, codes)
+            key = str(job.source.dtype), unit, job.head is not None, job.reads_scales
+            groups.setdefault(key, []).append((job, source, codes, scales))
         # Ada and later have instructions for E4M3.
         converts = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
         launches = []
@@ -102,10 +102,10 @@ class Fp8Table:
             launch()
 
 
-def _unit(window: Window, source: Strided, codes: Strided) -> int:
+def _unit(job: QuantizeJob, source: Strided, codes: Strided) -> int:
     """Elements that one access can move: 16, or 1 where rows are not contiguous or not aligned to that."""
-    head = window.head or (0, 0)
-    aligned = window.source.shape[1] % _UNIT == window.first[1] % _UNIT == head[1] % _UNIT == 0
+    head = job.head or (0, 0)
+    aligned = job.source.shape[1] % _UNIT == job.first[1] % _UNIT == head[1] % _UNIT == 0
     for memory in (source, codes):
         wide = _UNIT * memory.itemsize
         aligned &= memory.address % wide == 0 and memory.strides[0] % wide == 0
@@ -113,17 +113,17 @@ def _unit(window: Window, source: Strided, codes: Strided) -> int:
     return _UNIT if aligned and codes.shape[1] % _UNIT == 0 else 1
 
 
-def _table(group: Sequence[tuple[Window, Strided, Strided, Strided]]) -> tuple[np.ndarray, np.ndarray]:
+def _table(group: Sequence[tuple[QuantizeJob, Strided, Strided, Strided]]) -> tuple[np.ndarray, np.ndarray]:
     """The row of each program, and the rows: addresses, sizes, strides in elements, the first program, the codes' part."""
     rows = np.empty((len(group), _COLUMNS), dtype=np.int64)
     counts = np.empty(len(group), dtype=np.int64)
     first = 0
-    for row, (window, source, codes, scales) in enumerate(group):
-        down, right = window.head or (0, 0)
-        height, width = _touched(window)
+    for row, (job, source, codes, scales) in enumerate(group):
+        down, right = job.head or (0, 0)
+        height, width = _touched(job)
         counts[row] = -(-height // BLOCK[0]) * -(-width // BLOCK[1])
-        top, left = window.first[0] + down, window.first[1] + right
-        # Where the first block would begin, of which nothing before the window is read.
+        top, left = job.first[0] + down, job.first[1] + right
+        # Where the first block would begin, of which nothing before the job is read.
         begin = source.address - down * source.strides[0] - right * source.strides[1]
         rows[row] = (
             *(begin, codes.address, scales.address, height, width),
@@ -134,36 +134,36 @@ def _table(group: Sequence[tuple[Window, Strided, Strided, Strided]]) -> tuple[n
     return np.repeat(np.arange(len(group), dtype=np.int32), counts), rows
 
 
-def _checked(window: Window) -> tuple[Strided, Strided, Strided]:
-    """The window's memory, that of what it has not being nowhere."""
-    blocks.check_weight(window.source, BLOCK)
-    height, width = window.source.shape
-    codes = _memory(window.codes, "codes", torch.float8_e4m3fn)
-    scales = _memory(window.scales, "scales", torch.float32)
-    top, left = window.first
+def _checked(job: QuantizeJob) -> tuple[Strided, Strided, Strided]:
+    """The job's memory; what it lacks is ``_NOWHERE``."""
+    blocks.check_weight(job.source, BLOCK)
+    height, width = job.source.shape
+    codes = _memory(job.codes, "codes", torch.float8_e4m3fn)
+    scales = _memory(job.scales, "scales", torch.float32)
+    top, left = job.first
     if top + codes.shape[0] > height or left + codes.shape[1] > width:
         raise ValueError(
-            f"codes of shape {codes.shape} from {window.first} on do not lie inside a weight of shape {(height, width)}"
+            f"codes of shape {codes.shape} from {job.first} on do not lie inside a weight of shape {(height, width)}"
         )
-    if window.head is not None and (
-        window.scales is None or (codes is not _NOWHERE and codes.shape != (height, width))
+    if job.head is not None and (
+        job.scales is None or (codes is not _NOWHERE and codes.shape != (height, width))
     ):
         raise ValueError(
             f"a weight of shape {(height, width)} that may cut blocks is quantized as a whole, by scales beside it; codes of "
             f"shape {codes.shape} are wanted"
         )
-    wanted = blocks.scale_shape(_touched(window), BLOCK)
+    wanted = blocks.scale_shape(_touched(job), BLOCK)
     if scales is not _NOWHERE and scales.shape != wanted:
         raise ValueError(
             f"the scales of a weight of shape {(height, width)} are of shape {wanted}, not {scales.shape}"
         )
-    return Strided.of(window.source), codes, scales
+    return Strided.of(job.source), codes, scales
 
 
-def _touched(window: Window) -> tuple[int, int]:
-    """Rows and columns of the window from the beginning of its first block on."""
-    down, right = window.head or (0, 0)
-    return window.source.shape[0] + down, window.source.shape[1] + right
+def _touched(job: QuantizeJob) -> tuple[int, int]:
+    """Rows and columns of the job from the beginning of its first block on."""
+    down, right = job.head or (0, 0)
+    return job.source.shape[0] + down, job.source.shape[1] + right
 
 
 def _memory(target: Target | None, what: str, dtype: torch.dtype) -> Strided:

@@ -3,7 +3,7 @@
 OCP Microscaling Formats v1.0. The scale is a byte ``e`` that means ``2 ** (e - 127)``; 255 is NaN. Which power
 a block gets is left to the maker, and any engine reads any: vLLM 0.21 loads ``uint8`` ``weight_scale``
 ``[n, k / 32]`` beside ``float8_e4m3fn`` ``weight`` (ModelOpt's and compressed-tensors' checkpoints), and each
-of its kernels rearranges the scales after loading (:func:`.layouts.swizzle_128x4` for cuBLAS and CUTLASS).
+of its kernels rearranges the scales after loading (into tiles of 128 rows and 4 columns for cuBLAS and CUTLASS).
 Makers differ (:class:`Rounding`).
 
 An element is ``e4m3(w · 2 ** (127 - e))`` in FP32, to nearest even, and saturates at ±448 with

@@ -15,7 +15,7 @@ import torch
 
 from ..layout import Box, Fragment, box_of
 from ..packing import Copy, make_copy
-from ..quantize import blocks, layouts, mxfp8
+from ..quantize import blocks, e8m0, mxfp8
 from ..quantize.formats import Format
 from .manifest import TensorSpec
 
@@ -113,7 +113,7 @@ class ScaleWatch:
             of_bytes = largest.dtype == torch.uint8
             fine = int(largest) != mxfp8.NAN_SCALE if of_bytes else isfinite(float(largest))
             if not fine:
-                self._refuse(layouts.from_e8m0(flat) if of_bytes else flat, pieces)
+                self._refuse(e8m0.from_e8m0(flat) if of_bytes else flat, pieces)
 
     def _refuse(self, flat: torch.Tensor, pieces: Sequence[_Piece]) -> None:
         for piece, values in zip(pieces, flat.split([prod(piece.shape) for piece in pieces]), strict=True):

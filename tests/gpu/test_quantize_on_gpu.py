@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlrefit.integration.quantize import fp8_blockwise, layouts, mxfp8, nvfp4
+from rlrefit.integration.quantize import e8m0, fp8_blockwise, mxfp8, nvfp4
 from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
 from tests.quantize.test_fp8_kernels import (
     compare_cut_blocks_with_torch,
@@ -39,17 +39,14 @@ def test_every_format_has_the_bytes_that_it_has_on_the_cpu() -> None:
             assert same(nvfp4.dequantize(*ours), nvfp4.dequantize(*theirs).cpu())
 
 
-def test_layouts_are_those_of_the_cpu() -> None:
+def test_packed_scales_are_those_of_the_cpu() -> None:
     _, scales = fp8_blockwise.quantize(torch.randn(1000, 700), scale=ScaleFormat.UE8M0)
-    rows = layouts.rows_of_blocks(scales, 1000)
-    there = layouts.packed_ue8m0(layouts.rows_of_blocks(scales.cuda(), 1000))
-    here = layouts.packed_ue8m0(rows)
+    rows = e8m0.rows_of_blocks(scales, 1000)
+    there = e8m0.packed_ue8m0(e8m0.rows_of_blocks(scales.cuda(), 1000))
+    here = e8m0.packed_ue8m0(rows)
     assert torch.equal(there.cpu(), here)
     assert there.stride() == here.stride()
-    assert torch.equal(
-        layouts.swizzle_128x4(layouts.to_e8m0(rows).cuda()).cpu(),
-        layouts.swizzle_128x4(layouts.to_e8m0(rows)),
-    )
+    assert torch.equal(e8m0.to_e8m0(rows.cuda()).cpu(), e8m0.to_e8m0(rows))
 
 
 def test_the_kernel_gives_torchs_bytes() -> None:

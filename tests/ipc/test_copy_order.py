@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.packing import EncodedView, Strided, row_bytes
-from rlrefit.integration.quantize.formats import Codes, Fp8Blockwise
+from rlrefit.integration.quantize.formats import Codes, Fp8Blockwise, WholeBlocks
 from rlrefit.integration.transport.ipc.copy_order import (
     SLICE_BYTES,
     encoded_in_turns,
@@ -72,7 +72,7 @@ def test_two_sides_of_different_geometry_are_refused() -> None:
 
 def test_what_is_computed_is_cut_along_blocks_and_takes_turns_as_well() -> None:
     held = torch.empty(4096, 1024, dtype=torch.bfloat16)
-    codes = Codes(Fp8Blockwise())
+    codes = Codes(WholeBlocks(Fp8Blockwise()))
     writes = {
         receiver: [(EncodedView(held, codes, ((0, n), (0, 1024))), packed(receiver << 40, (n, 1024), 1))]
         for receiver, n in ((1, 4096), (2, 2048))

@@ -13,7 +13,7 @@ from rlrefit.integration.packing import Strided
 from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
 from rlrefit.integration.quantize.fp8_table import Fp8Table
-from rlrefit.integration.quantize.windows import Window
+from rlrefit.integration.quantize.jobs import QuantizeJob
 from tests.ahead import FoundAhead
 from tests.triton_interpreter import run_interpreted
 
@@ -58,7 +58,7 @@ def compare_kernel_with_torch(device: torch.device) -> None:
     ]
     weights += [w.t() for w in weights[5:6]] + [weights[2][:, 16:272]]
     for scale, rounded in ((ScaleFormat.FP32, False), (ScaleFormat.UE8M0, False), (ScaleFormat.FP32, True)):
-        windows, bytes_, scales_ = [], [], []
+        jobs, bytes_, scales_ = [], [], []
         for number, w in enumerate(weights):
             n, k = w.shape
             # Of every third weight all codes, of every third a part, of every third none.
@@ -72,12 +72,12 @@ def compare_kernel_with_torch(device: torch.device) -> None:
             codes = room[1 + top : 1 + bottom, margin + left : margin + right].view(torch.float8_e4m3fn)
             scales = torch.full((-(-k // 128), -(-n // 128)), NAN, device=device).t()
             wants_codes, wants_scales = number % 3 != 2, number % 4 != 1
-            windows.append(
-                Window(w, codes if wants_codes else None, (top, left), scales if wants_scales else None)
+            jobs.append(
+                QuantizeJob(w, codes if wants_codes else None, (top, left), scales if wants_scales else None)
             )
             bytes_.append((room, codes if wants_codes else codes[:0], (top, left, bottom, right)))
             scales_.append(scales if wants_scales else None)
-        table = Fp8Table.build(windows, device, scale, rounded)
+        table = Fp8Table.build(jobs, device, scale, rounded)
         for sign in (1, -1):  # changed weights before the second launch
             for w in weights:
                 w.mul_(sign)
@@ -110,11 +110,11 @@ def compare_cut_blocks_with_torch(device: torch.device) -> None:
             own = torch.full((over, down), NAN, device=device).t()
             others = torch.full((down, over), NAN, device=device)
             out = torch.full((w.shape[0], w.shape[1] + 16), 0x55, dtype=torch.uint8, device=device)
-            made.append(Window(w, scales=own, head=head))
+            made.append(QuantizeJob(w, scales=own, head=head))
             part = out[:, : w.shape[1]].view(torch.float8_e4m3fn)
-            given.append(Window(w, part, scales=others, head=head))
+            given.append(QuantizeJob(w, part, scales=others, head=head))
             codes.append(out)
-        tables = [Fp8Table.build(windows, device, scale, rounded) for windows in (made, given)]
+        tables = [Fp8Table.build(jobs, device, scale, rounded) for jobs in (made, given)]
         assert [table.nbytes for table in tables] == [
             sum(w.scales.nbytes for w in made),
             sum(w.numel() for w in weights),
@@ -125,9 +125,9 @@ def compare_cut_blocks_with_torch(device: torch.device) -> None:
             for number, table in enumerate(tables):
                 table.launch()
                 if not number:
-                    for one, window in zip(given, made, strict=True):
+                    for one, job in zip(given, made, strict=True):
                         # As if others held larger parts of some blocks.
-                        one.scales.copy_(window.scales)
+                        one.scales.copy_(job.scales)
                         one.scales[::2] *= 4.0 - sign
             for w, own, one, out in zip(weights, made, given, codes, strict=True):
                 kept = w.bfloat16() if rounded else w
@@ -164,17 +164,17 @@ def test_the_kernel_in_tritons_interpreter_gives_torchs_bytes(
 def test_results_that_do_not_fit_their_weight_are_refused() -> None:
     cpu = torch.device("cpu")
     w, codes = torch.ones(130, 4), torch.empty(130, 4, dtype=torch.float8_e4m3fn)
-    for window, message in (
-        (Window(w, codes, (1, 0), torch.ones(2, 1)), r"do not lie inside a weight of shape \(130, 4\)"),
-        (Window(w, codes, (0, 0), torch.ones(1, 1)), r"are of shape \(2, 1\), not \(1, 1\)"),
-        (Window(w, codes, (0, 0), torch.ones(1, 1).expand(2, 1)), "share one place"),
+    for job, message in (
+        (QuantizeJob(w, codes, (1, 0), torch.ones(2, 1)), r"do not lie inside a weight of shape \(130, 4\)"),
+        (QuantizeJob(w, codes, (0, 0), torch.ones(1, 1)), r"are of shape \(2, 1\), not \(1, 1\)"),
+        (QuantizeJob(w, codes, (0, 0), torch.ones(1, 1).expand(2, 1)), "share one place"),
         (
-            Window(w, codes[1:], (0, 0), torch.ones(2, 1), (1, 0)),
+            QuantizeJob(w, codes[1:], (0, 0), torch.ones(2, 1), (1, 0)),
             "is quantized as a whole, by scales beside it",
         ),
-        (Window(w, None, (0, 0), torch.ones(2, 1), (127, 0)), r"are of shape \(3, 1\), not \(2, 1\)"),
-        (Window(w, codes.bfloat16()), "the codes are torch.float8_e4m3fn, not torch.bfloat16"),
-        (Window(w, None, (0, 0), Strided(64, (2, 1), (8, 8), 8)), "items of 4 bytes, not 8"),
+        (QuantizeJob(w, None, (0, 0), torch.ones(2, 1), (127, 0)), r"are of shape \(3, 1\), not \(2, 1\)"),
+        (QuantizeJob(w, codes.bfloat16()), "the codes are torch.float8_e4m3fn, not torch.bfloat16"),
+        (QuantizeJob(w, None, (0, 0), Strided(64, (2, 1), (8, 8), 8)), "items of 4 bytes, not 8"),
     ):
         with pytest.raises(ValueError, match=message):
-            Fp8Table.build([window], cpu)
+            Fp8Table.build([job], cpu)

@@ -32,8 +32,8 @@ from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from sglang.srt.layers.quantization.fp8_utils import requant_weight_ue8m0
 from torch import nn
 
+from ....integration.quantize.e8m0 import packed_ue8m0, rows_of_blocks
 from ....integration.quantize.formats import Fp8Blockwise
-from ....integration.quantize.layouts import packed_ue8m0, rows_of_blocks
 
 _PLAIN_KERNELS = (
     fp8_utils.triton_w8a8_block_fp8_linear,

@@ -15,8 +15,8 @@ from rlrefit.integration.errors import PlanError
 from rlrefit.integration.layout import Box, Fragment, box_of, local_slice
 from rlrefit.integration.packing import Cast, EncodedView, make_encoders
 from rlrefit.integration.plan import analyse
-from rlrefit.integration.quantize.cut_blocks import CutCodes
 from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, encoded_fragments, wire_specs
+from rlrefit.integration.quantize.partial_blocks import PartialCodes
 from rlrefit.integration.weights.holdings import Holdings, SpecTable
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.integration.weights.quantizing import QuantizingSource
@@ -246,7 +246,7 @@ def test_any_parts_of_cut_codes_are_those_of_the_whole_even_of_nan(
 def test_each_scale_of_a_rank_stands_in_one_fragment() -> None:
     fragments, slots = held_parts(torch.ones(256, 128), [((0, 64), (0, 128)), ((64, 256), (0, 128))], FP8)
     assert [f.box for f in fragments if f.name != "w"] == [((0, 1), (0, 1)), ((1, 2), (0, 1))]
-    assert all(isinstance(f.encoding, CutCodes) for f in fragments if f.name == "w")
+    assert all(isinstance(f.encoding, PartialCodes) for f in fragments if f.name == "w")
     assert slots.of == {"w": (0, (((0, 1), (0, 1)),))}
     assert slots.count == 1
 

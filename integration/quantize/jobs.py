@@ -1,4 +1,4 @@
-"""Windows: whole blocks of a held weight, and where their codes and scales go, together where both are wanted."""
+"""Jobs of quantization: blocks of a weight that are read once, and where their codes and scales go."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Target = torch.Tensor | Strided
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
+class QuantizeJob:
     """Blocks that are read once.
 
     Attributes:
@@ -47,9 +47,9 @@ class Window:
         return sum(target.nbytes for target in written if target is not None)
 
 
-def joined(pairs: Sequence[EncodedPair]) -> list[Window]:
-    """The windows of codes and scales, each codes' with its scales' where both need exactly the same blocks."""
-    halves: dict[tuple[int, Box], tuple[list[Window], list[Window]]] = {}
+def make_jobs(pairs: Sequence[EncodedPair]) -> list[QuantizeJob]:
+    """The jobs of codes and scales: one for both where they need exactly the same blocks."""
+    halves: dict[tuple[int, Box], tuple[list[QuantizeJob], list[QuantizeJob]]] = {}
     for view, target in pairs:
         if not view.nbytes:
             continue
@@ -57,14 +57,14 @@ def joined(pairs: Sequence[EncodedPair]) -> list[Window]:
         key = (id(view.held), needed)
         source = view.held[tuple(slice(start, stop) for start, stop in needed)]
         codes, scales = halves.setdefault(key, ([], []))
-        if view.encoding.unit == view.encoding.format.block:
-            scales.append(Window(source, scales=target))
+        if view.encoding.unit == view.encoding.method.block:
+            scales.append(QuantizeJob(source, scales=target))
         else:
             first = tuple(
                 w * unit - start
                 for (w, _), unit, (start, _) in zip(view.window, view.encoding.unit, needed, strict=True)
             )
-            codes.append(Window(source, codes=target, first=(first[0], first[1])))
+            codes.append(QuantizeJob(source, codes=target, first=(first[0], first[1])))
     found = []
     for codes, scales in halves.values():
         both = min(len(codes), len(scales))
@@ -74,28 +74,28 @@ def joined(pairs: Sequence[EncodedPair]) -> list[Window]:
 
 
 class TorchEncoder:
-    """Computes windows with torch, one after another: on CPUs, and for formats without a kernel. Keeps no source."""
+    """Does jobs with torch, one after another: on CPUs, and for formats without a kernel. Keeps no source."""
 
     def __init__(
         self,
-        windows: Sequence[Window],
+        jobs: Sequence[QuantizeJob],
         encode: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     ):
         """
         Args:
-            windows: their targets tensors.
+            jobs: their targets are tensors.
             encode: codes and scales of a weight.
         """
         self._todo = []
-        for window in windows:
-            codes, scales = as_tensor(window.codes), as_tensor(window.scales)
+        for job in jobs:
+            codes, scales = as_tensor(job.codes), as_tensor(job.scales)
             box = None
             if codes is not None:
-                top, left = window.first
+                top, left = job.first
                 box = ((top, top + codes.shape[0]), (left, left + codes.shape[1]))
-            self._todo.append((WeakView(window.source), codes, box, scales))
+            self._todo.append((WeakView(job.source), codes, box, scales))
         self._encode = encode
-        self.nbytes = sum(window.nbytes for window in windows)
+        self.nbytes = sum(job.nbytes for job in jobs)
 
     def launch(self) -> None:
         """Compute and write all.

@@ -16,12 +16,12 @@ from ..packing.encoded import EncodedPair, EncodedView, Encoder
 from ..packing.host import WeakView
 from . import blocks, fp8_blockwise
 from .fp8_table import Fp8Table, has_kernel
-from .windows import Target, Window, as_tensor
+from .jobs import QuantizeJob, Target, as_tensor
 
 
 @dataclass(frozen=True)
-class CutBlocks:
-    """How parts of weights are quantized: a :class:`..packing.encoded.Format`.
+class PartialBlocks:
+    """How parts of weights are quantized: a :class:`..packing.encoded.EncodingMethod`.
 
     Attributes:
         grid: rows and columns of a block.
@@ -42,27 +42,29 @@ class CutBlocks:
         return has_kernel(self.grid, self.rounded)
 
     def prepare(self, pairs: Sequence[EncodedPair], device: torch.device) -> Encoder:
-        windows = []
+        jobs = []
         for view, target in pairs:
-            assert isinstance(view.encoding, CutCodes | PartScales), "pairs come grouped by their format"
+            assert isinstance(view.encoding, PartialCodes | PartialScales), (
+                "pairs come grouped by their method"
+            )
             if view.nbytes:
-                windows.append(view.encoding.read(view, target))
+                jobs.append(view.encoding.job(view, target))
         if device.type == "cuda" and has_kernel(self.grid, self.rounded):
-            return Fp8Table.build(windows, device, self.scale, self.rounded is not None)
-        return _TorchEncoder(windows, self)
+            return Fp8Table.build(jobs, device, self.scale, self.rounded is not None)
+        return _TorchEncoder(jobs, self)
 
 
 @dataclass(frozen=True, eq=False)
-class CutCodes:
+class PartialCodes:
     """The codes of a part by scales in memory: an :class:`..layout.Encoding`.
 
     Attributes:
-        format: how they are made.
+        method: how they are made.
         head: row and column at which the part begins in its first block.
         scales: FP32, of the blocks that the part touches; they are there before anything is packed.
     """
 
-    format: CutBlocks
+    method: PartialBlocks
     head: tuple[int, int]
     scales: torch.Tensor
 
@@ -77,13 +79,13 @@ class CutCodes:
     def shape(self, view: Sequence[int]) -> tuple[int, ...]:
         return tuple(view)
 
-    def read(self, view: EncodedView, target: Target) -> Window:
-        """What is read of a view, and beside it of the scales."""
+    def job(self, view: EncodedView, target: Target) -> QuantizeJob:
+        """The part of a view that is read, with the scales of the blocks that it touches."""
         from_block = tuple((a + h, b + h) for (a, b), h in zip(view.window, self.head, strict=True))
-        touched = blocks.scale_box(from_block, self.format.grid)
+        touched = blocks.scale_box(from_block, self.method.grid)
         (top, _), (left, _) = from_block
-        down, right = self.format.grid
-        return Window(
+        down, right = self.method.grid
+        return QuantizeJob(
             view.held[_index(view.window)],
             target,
             scales=self.scales[_index(touched)],
@@ -92,15 +94,15 @@ class CutCodes:
 
 
 @dataclass(frozen=True)
-class PartScales:
+class PartialScales:
     """The scales that a part would have if the blocks were no larger: an :class:`..layout.Encoding`.
 
     Attributes:
-        format: how they are made.
+        method: how they are made.
         head: row and column at which the part begins in its first block.
     """
 
-    format: CutBlocks
+    method: PartialBlocks
     head: tuple[int, int]
 
     @property
@@ -109,26 +111,26 @@ class PartScales:
 
     @property
     def unit(self) -> tuple[int, ...]:
-        return self.format.grid
+        return self.method.grid
 
     def shape(self, view: Sequence[int]) -> tuple[int, ...]:
-        return blocks.scale_shape([n + h for n, h in zip(view, self.head, strict=True)], self.format.grid)
+        return blocks.scale_shape([n + h for n, h in zip(view, self.head, strict=True)], self.method.grid)
 
-    def read(self, view: EncodedView, target: Target) -> Window:
-        """All of a view is read: nobody asks for less than all of its scales."""
+    def job(self, view: EncodedView, target: Target) -> QuantizeJob:
+        """All of a view is read: its scales are always made at once."""
         assert view.window == box_of(self.shape(view.held.shape)), "scales of parts are made at once"
-        return Window(view.held, scales=target, head=self.head)
+        return QuantizeJob(view.held, scales=target, head=self.head)
 
 
 class _TorchEncoder:
-    """Computes windows that may cut blocks with torch, one after another. Keeps no source."""
+    """Computes jobs that may cut blocks with torch, one after another. Keeps no source."""
 
-    def __init__(self, windows: Sequence[Window], how: CutBlocks):
+    def __init__(self, jobs: Sequence[QuantizeJob], how: PartialBlocks):
         self._todo = [
-            (WeakView(w.source), w.head or (0, 0), as_tensor(w.codes), as_tensor(w.scales)) for w in windows
+            (WeakView(j.source), j.head or (0, 0), as_tensor(j.codes), as_tensor(j.scales)) for j in jobs
         ]
         self._how = how
-        self.nbytes = sum(window.nbytes for window in windows)
+        self.nbytes = sum(job.nbytes for job in jobs)
 
     def launch(self) -> None:
         """Compute and write all.
@@ -139,7 +141,7 @@ class _TorchEncoder:
         how = self._how
         with torch.no_grad():
             for source, head, codes, scales in self._todo:
-                assert scales is not None, "windows that may cut blocks have scales beside them"
+                assert scales is not None, "jobs that may cut blocks have scales beside them"
                 weight = source.view() if how.rounded is None else source.view().to(how.rounded)
                 if codes is None:
                     amax = fp8_blockwise.block_amax(weight, head, how.grid)

@@ -20,19 +20,20 @@ from rlrefit.integration.packing import (
     Strided,
     make_encoders,
 )
-from rlrefit.integration.quantize.cut_blocks import CutCodes
 from rlrefit.integration.quantize.formats import (
     Codes,
     Format,
     Fp8Blockwise,
     Mxfp8,
     Scales,
+    WholeBlocks,
     encoded_fragments,
     from_json,
     to_json,
     wire_specs,
 )
-from rlrefit.integration.quantize.windows import joined
+from rlrefit.integration.quantize.jobs import make_jobs
+from rlrefit.integration.quantize.partial_blocks import PartialCodes
 from rlrefit.integration.transport.ipc.copy_order import slices
 from rlrefit.integration.weights.manifest import TensorSpec
 
@@ -57,7 +58,7 @@ def scenes(draw: st.DrawFn) -> tuple[Format, tuple[int, int], list[Box], list[Bo
     format = draw(st.sampled_from([FP8, Fp8Blockwise(block=(32, 16)), Fp8Blockwise(ue8m0=True), Mxfp8()]))
     rows = draw(st.integers(1, 300))
     columns = draw(st.integers(1, 10)) * 32 if isinstance(format, Mxfp8) else draw(st.integers(1, 300))
-    scales = Scales(format).shape((rows, columns))
+    scales = Scales(WholeBlocks(format)).shape((rows, columns))
     return (
         format,
         (rows, columns),
@@ -74,7 +75,10 @@ def test_any_parts_of_codes_and_scales_are_those_of_the_whole(
     format, shape, codes_parts, scales_parts = scene
     held = torch.randn(*shape).bfloat16()
     pairs = []
-    for encoding, boxes in ((Codes(format), codes_parts), (Scales(format), scales_parts)):
+    for encoding, boxes in (
+        (Codes(WholeBlocks(format)), codes_parts),
+        (Scales(WholeBlocks(format)), scales_parts),
+    ):
         for box in boxes:
             sizes = [stop - start for start, stop in box]
             target = torch.empty(sizes[1], sizes[0] + 1, dtype=encoding.dtype).t()[: sizes[0]]
@@ -85,7 +89,9 @@ def test_any_parts_of_codes_and_scales_are_those_of_the_whole(
         held.mul_(sign)
         for encoder in encoders:
             encoder.launch()
-        whole = dict(zip((Codes(format), Scales(format)), format.encode(held), strict=True))
+        whole = dict(
+            zip((Codes(WholeBlocks(format)), Scales(WholeBlocks(format))), format.encode(held), strict=True)
+        )
         for view, target in pairs:
             index = tuple(slice(start, stop) for start, stop in view.window)
             assert same(target.contiguous(), whole[view.encoding][index].contiguous())
@@ -98,10 +104,10 @@ def test_pieces_of_codes_and_of_their_scales_need_the_same_blocks(
 ) -> None:
     held = torch.empty(rows, columns, dtype=torch.bfloat16)
     # What an engine rank wants: whole blocks, and all of their scales.
-    blocks = data.draw(parts(Scales(FP8).shape((rows, columns))))
+    blocks = data.draw(parts(Scales(WholeBlocks(FP8)).shape((rows, columns))))
     cut = tuple((a * 128, min(b * 128, n)) for (a, b), n in zip(blocks, (rows, columns), strict=True))
     written = []
-    for encoding, box in ((Codes(FP8), cut), (Scales(FP8), blocks)):
+    for encoding, box in ((Codes(WholeBlocks(FP8)), cut), (Scales(WholeBlocks(FP8)), blocks)):
         view = EncodedView(held, encoding, box)
         target = Strided.packed(1 << 20, view.shape, view.dtype.itemsize)
         cuts = list(slices((view, target), most))
@@ -109,11 +115,11 @@ def test_pieces_of_codes_and_of_their_scales_need_the_same_blocks(
         assert all(source.shape == place.shape for source, place in cuts)
         addresses = [place.address for _, place in cuts]
         assert addresses == sorted(set(addresses))
-        if encoding == Codes(FP8):
+        if encoding == Codes(WholeBlocks(FP8)):
             assert all(source.nbytes <= max(most, 128 * columns) for source, _ in cuts)
         written += cuts
-    windows = joined(written)
-    assert all(window.codes is not None and window.scales is not None for window in windows)
+    jobs = make_jobs(written)
+    assert all(job.codes is not None and job.scales is not None for job in jobs)
 
 
 def test_a_weight_kept_in_fp32_is_rounded_to_the_exports_type_before_it_is_quantized() -> None:
@@ -144,7 +150,7 @@ def test_only_a_part_that_cuts_no_block_makes_its_scales_alone() -> None:
     for start in (127, 172):
         cut = Fragment("w", (300, 200), ((start, start + 128), (0, 200)), held)
         codes, scales = encoded_fragments(cut, FP8, CPU)
-        assert isinstance(codes.encoding, CutCodes)
+        assert isinstance(codes.encoding, PartialCodes)
         assert (codes.box, codes.dtype, scales.encoding) == (cut.box, torch.float8_e4m3fn, None)
         assert scales.box == ((start // 128, -(-(start + 128) // 128)), (0, 2))
         assert codes.encoding.scales.data_ptr() == scales.view.data_ptr()
@@ -157,7 +163,7 @@ def test_the_host_computes_what_it_pushes_and_keeps_nothing_of_it() -> None:
     weights = [torch.randn(200, 160).bfloat16(), torch.randn(130, 64).bfloat16()]
     pairs = []
     for held in weights:
-        for encoding in (Codes(FP8), Scales(FP8), Cast(torch.float32)):
+        for encoding in (Codes(WholeBlocks(FP8)), Scales(WholeBlocks(FP8)), Cast(torch.float32)):
             view = EncodedView(held, encoding, box_of(encoding.shape(held.shape)))
             pairs.append((view, torch.empty(view.shape, dtype=view.dtype)))
     pushed = PushedEncodings(pairs)
@@ -167,7 +173,9 @@ def test_the_host_computes_what_it_pushes_and_keeps_nothing_of_it() -> None:
         pushed.launch()
         for (view, target), held in zip(pairs, [w for w in weights for _ in range(3)], strict=True):
             whole = {Cast(torch.float32): held.float()}
-            whole |= dict(zip((Codes(FP8), Scales(FP8)), FP8.encode(held), strict=True))
+            whole |= dict(
+                zip((Codes(WholeBlocks(FP8)), Scales(WholeBlocks(FP8))), FP8.encode(held), strict=True)
+            )
             assert same(target, whole[view.encoding])
     freed = weakref.ref(weights[0].untyped_storage())
     del pairs, view, held, whole, weights
@@ -191,7 +199,7 @@ def test_formats_cross_processes_as_plain_data() -> None:
 
 def test_a_format_without_a_kernel_is_not_computed_into_a_peers_memory() -> None:
     held = torch.randn(4, 64).bfloat16()
-    view = EncodedView(held, Codes(Mxfp8()), box_of(held.shape))
+    view = EncodedView(held, Codes(WholeBlocks(Mxfp8())), box_of(held.shape))
     with pytest.raises(NotComputable, match=r"set policy.refit.transport to p2p"):
         make_encoders([(view, Strided.packed(0, (4, 64), 1))], torch.device("cuda"))
     with pytest.raises(ValueError, match="can't be written to items of 2 bytes"):
