@@ -2,9 +2,9 @@
 
 from .casting import Cast
 from .checksum import ChecksumViews, checksum
+from .copies import Checksums, Copy, JoinedCopies, PairedViews, make_checksums, make_copy
 from .encoded import EncodedView, Encoder, NotComputable, PushedEncodings, make_encoders
-from .factory import Checksums, Copy, JoinedCopies, PairedViews, make_checksums, make_copy
-from .segments import row_bytes
+from .rows import row_bytes
 from .strided import Strided
 from .tables import CastTable, ChecksumTable, CopyTable, copy_rows
 

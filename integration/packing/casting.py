@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .copies import JoinedCopies
 from .encoded import EncodedPair, EncodedView, Encoder
-from .factory import JoinedCopies
 from .host import WeakView
 from .strided import Strided
 from .tables import CAST_DTYPES, CastTable

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .segments import COLUMNS, Ints, Table, build_tables, collapse
+from .rows import COLUMNS, Ints, Table, build_tables, collapse
 from .strided import Strided
 
 # Units that one program moves, and its warps: the fastest on an H100 of those tried (16 KiB and 8 KiB in the

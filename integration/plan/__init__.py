@@ -1,12 +1,12 @@
 """Plans: compile what both sides hold into what each rank sends and receives, and when.
 
 Pure arithmetic on published holdings. :func:`analyse` is what every rank computes alike, at the level of
-classes of weights; :meth:`Analysis.compile` lists one rank's own messages. Digests prove that all agree
+classes of weights; :meth:`Analysis.compile` lists one rank's own messages. Digests show that all agree
 before the first byte moves.
 """
 
 from .analysis import Analysis, analyse
-from .broadcast import plan_broadcast
+from .compile import plan_broadcast
 from .model import (
     ALIGNMENT,
     CHECKSUM_BYTES,

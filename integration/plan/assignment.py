@@ -1,7 +1,7 @@
-"""Who sends what to whom: classes of weights, cut into pieces, shared out among the pieces' replicas.
+"""Who sends what to whom: classes of weights, cut into segments, shared out among the segments' replicas.
 
 Every rank computes the same assignment from the same published holdings. It stays at the level of
-classes: the items (one piece of one weight for one receiver) are listed only for one's own part, and
+classes: the segments (of one weight for one receiver) are listed only for one's own part, and
 their sender follows from their place in the list, whose cut points all ranks know.
 """
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..layout import Box, volume
 from .balance import Demand, balance, least_possible
 from .classes import TensorClass
-from .geometry import cut
+from .segments import cut
 from .topology import Topology
 
 Ints = npt.NDArray[np.int64]
@@ -29,8 +29,8 @@ _GRAIN = 16
 _SMALL = 100
 
 
-class Cut(NamedTuple):
-    """A piece that one class's receivers want: its box, the number of its replica set, its bytes in each weight."""
+class ClassSegment(NamedTuple):
+    """A segment of each weight of a class: its box, the number of its replica set, its bytes."""
 
     box: Box
     replica_set: int
@@ -45,14 +45,14 @@ class Receiver:
     host: int
 
 
-class Items(NamedTuple):
-    """Pieces of weights from one replica set to one receiver, in the order that all ranks agree on.
+class AssignedSegments(NamedTuple):
+    """Segments of weights from one replica set to one receiver, in the order that all ranks agree on.
 
-    ``blocks`` holds (class, box, bytes) rows; row ``b`` stands for all members of its class. ``source`` and
-    ``target`` (int64, one for each block and member, blocks one after another) are refit-world ranks.
+    ``boxes`` holds (class, box, bytes); each stands for all members of its class. ``source`` and ``target`` (int64, one
+    for each box and member, boxes one after another) are refit-world ranks.
     """
 
-    blocks: list[tuple[int, Box, int]]
+    boxes: list[tuple[int, Box, int]]
     source: Ints
     target: Ints
 
@@ -63,11 +63,11 @@ class Assignment:
     Args:
         classes: of the bulk weights.
         receivers: all engine ranks, each in one receiver.
-        room: bytes of a message; no piece is larger.
+        room: bytes of a message; no segment is larger.
         topology: hosts, GPUs and rates.
 
     Attributes:
-        home: for each replica set and receiver, int64 ``[sets, receivers]``: the replica on the receiver's own GPU, which
+        same_gpu: for each replica set and receiver, int64 ``[sets, receivers]``: the replica on the receiver's own GPU, which
             sends it all that it holds, since no link is as fast as its memory; -1 if there is none.
     """
 
@@ -80,7 +80,7 @@ class Assignment:
         self._receiver_of = {rank: i for i, r in enumerate(receivers) for rank in r.ranks}
         first_of = {r.ranks[0]: i for i, r in enumerate(receivers)}
         self._set_numbers: dict[tuple[int, ...], int] = {}
-        self._cuts: list[list[tuple[Cut, ...]]] = []
+        self._cuts: list[list[tuple[ClassSegment, ...]]] = []
         self._want_of: list[dict[int, int]] = []
         self._classes_of_set: dict[int, list[int]] = defaultdict(list)
         amounts: list[Ints] = []
@@ -93,18 +93,18 @@ class Assignment:
             self._want_of.append(wants)
             while len(amounts) < len(self._set_numbers):
                 amounts.append(np.zeros(len(self.receivers), dtype=np.int64))
-            for want, pieces in enumerate(cuts):
+            for want, segments in enumerate(cuts):
                 targets = [
                     v for v in (first_of.get(r) for r in tensor_class.wanted[want][1]) if v is not None
                 ]
-                for number, nbytes in _bytes_by_set(pieces).items():
+                for number, nbytes in _bytes_by_set(segments).items():
                     amounts[number][targets] += nbytes * len(tensor_class.members)
-            for number in {piece.replica_set for pieces in cuts for piece in pieces}:
+            for number in {segment.replica_set for segments in cuts for segment in segments}:
                 self._classes_of_set[number].append(index)
         self.sets = list(self._set_numbers)
         self.nbytes = np.stack(amounts) if amounts else np.zeros((0, len(self.receivers)), dtype=np.int64)
-        self.home = self._homes()
-        self._away = np.where(self.home < 0, self.nbytes, 0)
+        self.same_gpu = self._same_gpu_replicas()
+        self._over_links = np.where(self.same_gpu < 0, self.nbytes, 0)
         self._share_out()
 
     def sets_of(self, rank: int) -> list[int]:
@@ -115,25 +115,25 @@ class Assignment:
         """Number of an engine rank's receiver."""
         return self._receiver_of[rank]
 
-    def items(self, number: int, receiver: int) -> Items:
-        """All pieces from replica set ``number`` to ``receiver``."""
-        blocks: list[tuple[int, Box, int]] = []
+    def segments(self, number: int, receiver: int) -> AssignedSegments:
+        """All segments from replica set ``number`` to ``receiver``."""
+        boxes: list[tuple[int, Box, int]] = []
         counts: list[int] = []
         for index in self._classes_of_set[number]:
             want = self._want_of[index].get(receiver)
             if want is None:
                 continue
-            for piece in self._cuts[index][want]:
-                if piece.replica_set == number:
-                    blocks.append((index, piece.box, piece.nbytes))
+            for segment in self._cuts[index][want]:
+                if segment.replica_set == number:
+                    boxes.append((index, segment.box, segment.nbytes))
                     counts.append(len(self._classes[index].members))
-        sizes = np.repeat(np.array([b[2] for b in blocks], dtype=np.int64), counts)
+        sizes = np.repeat(np.array([nbytes for _, _, nbytes in boxes], dtype=np.int64), counts)
         middles = np.cumsum(sizes) - sizes / 2
         ranks = np.array(self.receivers[receiver].ranks, dtype=np.int64)
         total = max(int(sizes.sum()), 1)
         # A stripe for each rank of the receiver; rotated, so that small sets do not all begin at the first.
         stripe = (middles * len(ranks) / total).astype(np.int64) + number
-        return Items(blocks, self._sources(number, receiver, middles), ranks[stripe % len(ranks)])
+        return AssignedSegments(boxes, self._sources(number, receiver, middles), ranks[stripe % len(ranks)])
 
     def cut_points(self) -> list[tuple[Ints, Ints]]:
         """For each replica set and host: the replicas in order, and where each one's part of the list ends.
@@ -143,8 +143,8 @@ class Assignment:
         return [*self._ends.values(), *((ranks, ranks) for ranks in self._served.values())]
 
     def _sources(self, number: int, receiver: int, middles: npt.NDArray[np.float64]) -> Ints:
-        if self.home[number, receiver] >= 0:
-            return np.full(len(middles), self.home[number, receiver], dtype=np.int64)
+        if self.same_gpu[number, receiver] >= 0:
+            return np.full(len(middles), self.same_gpu[number, receiver], dtype=np.int64)
         if len(self.sets[number]) == 1:
             return np.full(len(middles), self.sets[number][0], dtype=np.int64)
         if number in self._served:
@@ -154,32 +154,35 @@ class Assignment:
         sources: Ints = order[place]
         return sources
 
-    def _cut_class(self, tensor_class: TensorClass, room: int) -> list[tuple[Cut, ...]]:
+    def _cut_class(self, tensor_class: TensorClass, room: int) -> list[tuple[ClassSegment, ...]]:
         held = tuple(box for box, _ in tensor_class.held)
         numbers: dict[tuple[int, ...], int] = {}
-        cuts: list[tuple[Cut, ...]] = []
+        cuts: list[tuple[ClassSegment, ...]] = []
         for boxes, _ in tensor_class.wanted:
-            pieces = cut(boxes, held, max(1, room // tensor_class.itemsize))
-            for piece in pieces:
-                if piece.holders not in numbers:
-                    ranks = tuple(sorted({r for i in piece.holders for r in tensor_class.held[i][1]}))
-                    numbers[piece.holders] = self._set_numbers.setdefault(ranks, len(self._set_numbers))
+            segments = cut(boxes, held, max(1, room // tensor_class.itemsize))
+            for segment in segments:
+                if segment.holders not in numbers:
+                    ranks = tuple(sorted({r for i in segment.holders for r in tensor_class.held[i][1]}))
+                    numbers[segment.holders] = self._set_numbers.setdefault(ranks, len(self._set_numbers))
             cuts.append(
-                tuple(Cut(p.box, numbers[p.holders], volume(p.box) * tensor_class.itemsize) for p in pieces)
+                tuple(
+                    ClassSegment(s.box, numbers[s.holders], volume(s.box) * tensor_class.itemsize)
+                    for s in segments
+                )
             )
         return cuts
 
-    def _homes(self) -> Ints:
-        home = np.full(self.nbytes.shape, -1, dtype=np.int64)
+    def _same_gpu_replicas(self) -> Ints:
+        same_gpu = np.full(self.nbytes.shape, -1, dtype=np.int64)
         if not self._topology.gpu_of:
-            return home
+            return same_gpu
         gpus = self._topology.gpus
         # Ranks that pass on to each other share no GPU with a trainer.
         own = gpus[[receiver.ranks[0] for receiver in self.receivers]]
         for number, ranks in enumerate(self.sets):
             for rank in reversed(ranks):
-                home[number, own == gpus[rank]] = rank
-        return home
+                same_gpu[number, own == gpus[rank]] = rank
+        return same_gpu
 
     def _share_out(self) -> None:
         """Balance the demands, and fix where each replica's part of a set's list begins and ends."""
@@ -190,7 +193,7 @@ class Assignment:
         for number, ranks in enumerate(self.sets):
             if number in self._served:
                 continue
-            by_host = np.bincount(hosts, weights=self._away[number], minlength=self._topology.hosts)
+            by_host = np.bincount(hosts, weights=self._over_links[number], minlength=self._topology.hosts)
             for host in np.flatnonzero(by_host).tolist():
                 keys.append((number, host))
                 self.demands.append(Demand(ranks, host, int(by_host[host])))
@@ -201,7 +204,7 @@ class Assignment:
             if len(demand.replicas) == 1:
                 continue
             on_host = np.flatnonzero(hosts == host)
-            amounts = self._away[number, on_host]
+            amounts = self._over_links[number, on_host]
             self._starts[number, on_host] = np.cumsum(amounts) - amounts
             # Rotated, so that the rounding at the cut points does not favour the same replicas everywhere.
             order = np.roll(np.arange(len(demand.replicas)), host)
@@ -233,7 +236,7 @@ class Assignment:
             self._served[number] = replicas[best]
 
     def pair_bytes(self, ranks: int) -> Ints:
-        """Bytes from each rank to each rank, relays included; where replicas share, exact to one piece.
+        """Bytes from each rank to each rank, relays included; where replicas share, exact to one segment.
 
         Returns:
             int64 of shape ``[ranks, ranks]``.
@@ -250,7 +253,7 @@ class Assignment:
         return pairs
 
     def amounts(self, train_ranks: int, gen_ranks: int) -> Ints:
-        """Bytes from trainers to engine ranks: exact to one piece, and 0 only where nothing is sent.
+        """Bytes from trainers to engine ranks: exact to one segment, and 0 only where nothing is sent.
 
         Returns:
             int64 of shape ``[train_ranks, gen_ranks]``.
@@ -267,17 +270,17 @@ class Assignment:
         direct = np.zeros((ranks, len(self.receivers)), dtype=np.int64)
         hosts = np.array([r.host for r in self.receivers])
         for number, replicas in enumerate(self.sets):
-            at_home = np.flatnonzero(self.home[number] >= 0)
-            direct[self.home[number, at_home], at_home] += self.nbytes[number, at_home]
+            on_same_gpu = np.flatnonzero(self.same_gpu[number] >= 0)
+            direct[self.same_gpu[number, on_same_gpu], on_same_gpu] += self.nbytes[number, on_same_gpu]
             if len(replicas) == 1:
-                direct[replicas[0]] += self._away[number]
+                direct[replicas[0]] += self._over_links[number]
             elif number in self._served:
-                direct[self._served[number], np.arange(len(self.receivers))] += self._away[number]
+                direct[self._served[number], np.arange(len(self.receivers))] += self._over_links[number]
         for (number, host), (order, ends) in self._ends.items():
             on_host = np.flatnonzero(hosts == host)
             starts = self._starts[number, on_host]
             begins = np.concatenate(([0], ends[:-1]))
-            common = np.minimum.outer(ends, starts + self._away[number, on_host])
+            common = np.minimum.outer(ends, starts + self._over_links[number, on_host])
             common -= np.maximum.outer(begins, starts)
             direct[order[:, None], on_host[None, :]] += np.maximum(common, 0)
         return direct
@@ -298,17 +301,17 @@ class Assignment:
         # Of each set's replicas (rows), how many are on the host of each receiver (columns).
         inside = np.stack([(host_of[list(ranks)][:, None] == hosts).sum(axis=0) for ranks in self.sets])
         counts = np.array([len(ranks) for ranks in self.sets])[:, None]
-        remote = (self._away * (inside == 0)).sum(axis=0)
-        local = (self._away * (inside == counts)).sum(axis=0)
-        total = self._away.sum(axis=0)
-        at_home = (self.nbytes - self._away).sum(axis=0)
+        remote = (self._over_links * (inside == 0)).sum(axis=0)
+        local = (self._over_links * (inside == counts)).sum(axis=0)
+        total = self._over_links.sum(axis=0)
+        on_same_gpu = (self.nbytes - self._over_links).sum(axis=0)
         # Each rank gets its stripe from outside and all other stripes from its siblings.
         relayed = total * (sizes - 1)
         for amounts, rate in (
             (remote, nic),
             (local + relayed, nvlink),
             (total + relayed, nic + nvlink),
-            (at_home, copy),
+            (on_same_gpu, copy),
         ):
             bound = max(bound, float((amounts / sizes).max(initial=0.0)) / rate)
         if topology.host_gb_per_s is not None:
@@ -317,8 +320,8 @@ class Assignment:
         return bound
 
 
-def _bytes_by_set(pieces: Sequence[Cut]) -> dict[int, int]:
+def _bytes_by_set(segments: Sequence[ClassSegment]) -> dict[int, int]:
     amounts: dict[int, int] = defaultdict(int)
-    for piece in pieces:
-        amounts[piece.replica_set] += piece.nbytes
+    for segment in segments:
+        amounts[segment.replica_set] += segment.nbytes
     return amounts

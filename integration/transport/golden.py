@@ -51,7 +51,7 @@ class GoldenTransport(GroupTransport):
         if not self._is_source:
             views.require_on_device()
         self._host = HostMemory((fragment.view for fragment in fragments), self.group.device)
-        # A trainer that does not own a box only takes part in its broadcast and writes nothing.
+        # A trainer that does not own a box only takes one in its broadcast and writes nothing.
         self._bound = [
             self._bind(message, views) if not self._is_source or message.source == self.rank else None
             for message in self._plan.messages
@@ -93,10 +93,10 @@ class GoldenTransport(GroupTransport):
 
     def _bind(self, message: Message, views: LiveViews) -> _Bound:
         buffer = self._staging[: message.nbytes]
-        parts = views.parts(message, buffer)
+        overlaps = views.in_message(message, buffer)
         device = self.group.device
         return _Bound(
-            make_copy([(part.live, part.packed) for part in parts], device),
-            make_copy([(part.packed, in_memory(part.live)) for part in parts if not self._is_source], device),
+            make_copy([(one.live, one.packed) for one in overlaps], device),
+            make_copy([(one.packed, in_memory(one.live)) for one in overlaps if not self._is_source], device),
             make_checksums([(buffer[:-CHECKSUM_BYTES], 0)], device),
         )

@@ -54,8 +54,8 @@ class Place(NamedTuple):
         return self.address, memory.extent
 
 
-class Part(NamedTuple):
-    """A part of a message in a rank's storage: the live view, and the same part of the message's bytes."""
+class MessageView(NamedTuple):
+    """What a rank holds of a segment: the live view, and the same elements in the message's bytes."""
 
     live: LiveView
     packed: torch.Tensor
@@ -135,7 +135,7 @@ class LiveViews:
         """
         for fragment in self._by_name[segment.name]:
             if intersect(fragment.box, segment.box) == segment.box:
-                return _part_of(fragment, segment.box)
+                return _view_of(fragment, segment.box)
         raise PlanError(
             f"this rank holds no fragment with {segment.box}; the plan was made for other storage. Open a session with "
             "a new epoch",
@@ -143,20 +143,22 @@ class LiveViews:
             parameter=segment.name,
         )
 
-    def parts(self, message: Message, buffer: torch.Tensor) -> list[Part]:
+    def in_message(self, message: Message, buffer: torch.Tensor) -> list[MessageView]:
         """What this rank holds or wants of a message, which may be nothing or lie in many fragments.
 
         Args:
             message: any.
             buffer: its bytes, uint8 ``[message.nbytes]``.
         """
-        found: list[Part] = []
+        found: list[MessageView] = []
         for segment in message.segments:
             for fragment in self._by_name[segment.name]:
                 common = intersect(fragment.box, segment.box)
                 if common is not None:
                     packed = packed_view(buffer, segment, fragment.dtype)
-                    found.append(Part(_part_of(fragment, common), packed[local_slice(segment.box, common)]))
+                    found.append(
+                        MessageView(_view_of(fragment, common), packed[local_slice(segment.box, common)])
+                    )
         return found
 
 
@@ -247,8 +249,8 @@ def in_memory(held: LiveView) -> torch.Tensor:
     return held
 
 
-def _part_of(fragment: Fragment, box: Box) -> LiveView:
-    """A part of a fragment, in the full tensor's coordinates."""
+def _view_of(fragment: Fragment, box: Box) -> LiveView:
+    """What a fragment holds of a box, which is given in the full tensor's coordinates."""
     index = local_slice(fragment.box, box)
     if fragment.encoding is not None:
         window = tuple((part.start, part.stop) for part in index)

@@ -100,12 +100,12 @@ def _sendings(study: Study, position: int) -> Iterator[Sending]:
         if not owners.issuperset(ranks):
             continue
         for receiver in np.flatnonzero(assignment.nbytes[number]).tolist():
-            items = assignment.items(number, receiver)
+            segments = assignment.segments(number, receiver)
             family = assignment.receivers[receiver].ranks
             cursor = 0
-            for index, box, nbytes in items.blocks:
+            for index, box, nbytes in segments.boxes:
                 if index == number_of_class:
-                    source, target = (int(a[cursor + member]) for a in (items.source, items.target))
+                    source, target = (int(a[cursor + member]) for a in (segments.source, segments.target))
                     others = tuple(rank for rank in family if rank != target)
                     found[source, box, nbytes, others].append(target)
                 cursor += len(analysis.classes[index].members)

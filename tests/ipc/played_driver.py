@@ -25,7 +25,7 @@ from numpy.lib.stride_tricks import as_strided
 from rlrefit.integration.gpu_memory import mapping, memory
 from rlrefit.integration.gpu_memory.driver import DriverError, driver
 from rlrefit.integration.packing import Strided, copy_rows
-from rlrefit.integration.packing.segments import Ints, collapse
+from rlrefit.integration.packing.rows import Ints, collapse
 from rlrefit.integration.transport.ipc import checksums, signals, transport
 from rlrefit.integration.transport.ipc.checksums import BoundMessage, MessageChecksums
 from rlrefit.integration.transport.ipc.signals import SignalBuffer

@@ -12,7 +12,7 @@ from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import PeerLost, RefitError
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.packing import make_checksums, make_copy
-from rlrefit.integration.packing.factory import JoinedCopies, PairedViews
+from rlrefit.integration.packing.copies import JoinedCopies, PairedViews
 from rlrefit.integration.packing.host import PushedViews, kernels_read
 from rlrefit.integration.plan import Message, Plan, Segment
 from rlrefit.integration.transport import bound_plan

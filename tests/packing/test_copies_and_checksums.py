@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.packing import ChecksumViews, Strided, checksum, make_checksums, make_copy
-from rlrefit.integration.packing.segments import COLUMNS, WIDEST, Table, build_tables, collapse
+from rlrefit.integration.packing.rows import COLUMNS, WIDEST, Table, build_tables, collapse
 
 CPU = torch.device("cpu")
 MASK = (1 << 64) - 1

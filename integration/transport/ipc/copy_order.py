@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from ...packing import EncodedView, Strided, copy_rows, row_bytes
-from ...packing.segments import Ints
+from ...packing.rows import Ints
 
 # A slice is small beside what a GPU has under way at a time (some 16 MiB), so that it always writes to several
 # receivers, and large beside a tile of the kernel.

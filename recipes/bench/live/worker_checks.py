@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ....integration.packing.factory import make_checksums
+from ....integration.packing.copies import make_checksums
 from .engine import Checksums
 
 

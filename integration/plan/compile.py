@@ -1,4 +1,4 @@
-"""One rank's own part: its items, packed into messages, arranged in rounds."""
+"""From segments to messages: one rank's part of the plan, and the golden transport's plan."""
 
 from __future__ import annotations
 
@@ -8,29 +8,42 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..layout import Box
+from ..layout import Box, split, volume
+from ..weights.holdings import Holdings
+from ..weights.manifest import Manifest
 from .assignment import Assignment
 from .classes import TensorClass
-from .model import CHECKSUM_BYTES, Message, Pace, Plan, Segment, aligned, messages_digest
+from .model import (
+    ALIGNMENT,
+    CHECKSUM_BYTES,
+    EVERYONE,
+    BroadcastPlan,
+    Message,
+    Pace,
+    Plan,
+    Segment,
+    aligned,
+    messages_digest,
+)
 from .schedule import Matrix, round_index
 
-# What one pair exchanges, in the order that both ends know: (name, box, bytes).
-Row = tuple[str, Box, int]
+# A segment before it has its place in a message: (name, box, bytes).
+Unplaced = tuple[str, Box, int]
 
 
 @dataclass
-class _Rows:
-    """Rows of every pair that concerns a rank."""
+class _Pairs:
+    """What every pair that concerns a rank exchanges, in the order that both ends know."""
 
     names: Sequence[str]
     classes: Sequence[TensorClass]
-    pairs: dict[tuple[int, int], list[Row]]
+    of: dict[tuple[int, int], list[Unplaced]]
 
     def add(self, assignment: Assignment, number: int, receiver: int, source: int | None) -> None:
-        """Add the items of a replica set for a receiver, or those that ``source`` sends of them."""
-        blocks, sources, targets = assignment.items(number, receiver)
+        """Add the segments of a replica set for a receiver, or those that ``source`` sends of them."""
+        boxes, sources, targets = assignment.segments(number, receiver)
         cursor = 0
-        for index, box, nbytes in blocks:
+        for index, box, nbytes in boxes:
             members = self.classes[index].members
             here = slice(cursor, cursor + len(members))
             cursor += len(members)
@@ -38,10 +51,10 @@ class _Rows:
             positions = members[chosen].tolist()
             ends = zip(sources[here][chosen].tolist(), targets[here][chosen].tolist(), strict=True)
             for position, pair in zip(positions, ends, strict=True):
-                self.pairs[pair].append((self.names[position], box, nbytes))
+                self.of[pair].append((self.names[position], box, nbytes))
 
 
-def compile_own_part(
+def compile_rank(
     rank: int,
     names: Sequence[str],
     classes: Sequence[TensorClass],
@@ -53,27 +66,29 @@ def compile_own_part(
 ) -> Plan:
     """List and pack what ``rank`` sends or receives; see :class:`~.model.Plan`."""
     train_ranks = len(blocks)
-    rows = _Rows(names, classes, defaultdict(list))
+    pairs = _Pairs(names, classes, defaultdict(list))
     if rank < train_ranks:
         for number in assignment.sets_of(rank):
             for receiver in np.flatnonzero(assignment.nbytes[number]).tolist():
-                rows.add(assignment, number, receiver, rank)
+                pairs.add(assignment, number, receiver, rank)
         siblings: tuple[int, ...] = ()
     else:
         receiver = assignment.receiver_of(rank)
         for number in np.flatnonzero(assignment.nbytes[:, receiver]).tolist():
-            rows.add(assignment, number, receiver, None)
+            pairs.add(assignment, number, receiver, None)
         siblings = tuple(r for r in assignment.receivers[receiver].ranks if r != rank)
     sends: dict[int, list[Message]] = defaultdict(list)
     receives: dict[int, list[Message]] = defaultdict(list)
     pair_digests: dict[tuple[int, int], str] = {}
-    for (source, target), listed in sorted(rows.pairs.items()):
+    for (source, target), listed in sorted(pairs.of.items()):
         block = int(blocks[source, target - train_ranks])
         # What is passed on keeps its checksum with it, and is read where it arrived.
         passed_on = len(assignment.receivers[assignment.receiver_of(target)].ranks) > 1
         messages = [
             Message(source, target, round_index(block, i, relay=False), segments, nbytes, source)
-            for i, (segments, nbytes) in enumerate(pack(listed, room, pace.alone, bare=not passed_on))
+            for i, (segments, nbytes) in enumerate(
+                pack_messages(listed, room, pace.alone, bare=not passed_on)
+            )
         ]
         if rank in (source, target):
             pair_digests[source, target] = messages_digest(messages)
@@ -97,33 +112,63 @@ def compile_own_part(
     )
 
 
-def pack(rows: Iterable[Row], room: int, alone: int, *, bare: bool) -> list[tuple[tuple[Segment, ...], int]]:
+def pack_messages(
+    segments: Iterable[Unplaced], room: int, alone: int, *, bare: bool
+) -> list[tuple[tuple[Segment, ...], int]]:
     """Messages of at most ``room`` bytes of segments: the segments, and the bytes on the wire.
 
-    A segment of ``alone`` bytes or more gets a message of its own; ``bare``: without a checksum in it. No row may be
-    larger than ``room``.
+    A segment of ``alone`` bytes or more gets a message of its own; ``bare``: without a checksum in it. No segment may
+    be larger than ``room``.
     """
     messages: list[tuple[tuple[Segment, ...], int]] = []
-    segments: list[Segment] = []
+    placed: list[Segment] = []
     cursor = 0
 
     def close() -> None:
-        nonlocal segments, cursor
-        if segments:
-            messages.append((tuple(segments), aligned(cursor) + CHECKSUM_BYTES))
-        segments, cursor = [], 0
+        nonlocal placed, cursor
+        if placed:
+            messages.append((tuple(placed), aligned(cursor) + CHECKSUM_BYTES))
+        placed, cursor = [], 0
 
-    for name, box, nbytes in rows:
+    for name, box, nbytes in segments:
         if nbytes >= alone:
             on_wire = nbytes if bare else aligned(nbytes) + CHECKSUM_BYTES
             messages.append(((Segment(name, box, 0, nbytes),), on_wire))
             continue
         if cursor + nbytes > room:
             close()
-        segments.append(Segment(name, box, cursor, nbytes))
+        placed.append(Segment(name, box, cursor, nbytes))
         cursor = aligned(cursor + nbytes)
     close()
     return messages
+
+
+def plan_broadcast(manifest: Manifest, sources: Sequence[Holdings], bucket_bytes: int) -> BroadcastPlan:
+    """The lowest rank that holds a box sends it to all; one message a round. Slow, and obviously right.
+
+    It shares no cutting, sharing or pairing with :func:`~.analysis.analyse`, so it can judge it.
+    """
+    entries = list(manifest)
+    segments: dict[int, list[Unplaced]] = defaultdict(list)
+    seen: set[tuple[int, Box]] = set()
+    room = bucket_bytes // ALIGNMENT * ALIGNMENT - CHECKSUM_BYTES
+    for holdings in sources:
+        for group in holdings.groups:
+            for position in group.indices.tolist():
+                entry = entries[position]
+                if entry.route != "bulk":
+                    continue
+                for box in group.boxes:
+                    if (position, box) not in seen:
+                        seen.add((position, box))
+                        segments[holdings.rank] += _split(
+                            entry.spec.name, box, entry.spec.dtype.itemsize, room
+                        )
+    messages: list[Message] = []
+    for source, listed in sorted(segments.items()):
+        for placed, nbytes in pack_messages(listed, room, room, bare=False):
+            messages.append(Message(source, EVERYONE, len(messages), placed, nbytes, source))
+    return BroadcastPlan(tuple(messages), messages_digest(messages))
 
 
 def _relay(message: Message, sibling: int) -> Message:
@@ -134,3 +179,7 @@ def _relay(message: Message, sibling: int) -> Message:
 
 def _wire_order(message: Message) -> tuple[int, int, int]:
     return message.source, message.destination, message.origin
+
+
+def _split(name: str, box: Box, itemsize: int, room: int) -> list[Unplaced]:
+    return [(name, small, volume(small) * itemsize) for small in split(box, max(1, room // itemsize))]

@@ -1,4 +1,4 @@
-"""Cutting what is wanted into pieces that single trainers hold whole."""
+"""Cutting what is wanted into segments, each of which some trainer holds whole."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from ..weights.manifest import TensorSpec
 from .classes import TensorClass
 
 
-class Piece(NamedTuple):
-    """A part of a wanted box, and the indices of the held boxes that contain it."""
+class HeldSegment(NamedTuple):
+    """A box inside a wanted box, and the indices of the held boxes that contain it."""
 
     box: Box
     holders: tuple[int, ...]
 
 
 @lru_cache(maxsize=65536)
-def cut(wanted: tuple[Box, ...], held: tuple[Box, ...], max_elements: int) -> tuple[Piece, ...]:
-    """Disjoint pieces of the ``wanted`` boxes of at most ``max_elements``, each inside of a held box.
+def cut(wanted: tuple[Box, ...], held: tuple[Box, ...], max_elements: int) -> tuple[HeldSegment, ...]:
+    """Disjoint segments of the ``wanted`` boxes of at most ``max_elements``, each inside of a held box.
 
     Small held boxes are cut first, so that a rank that holds more counts as a replica of what others
     hold in part. Parts that nobody holds are left out; :func:`check` reports them.
     """
     by_size = sorted(range(len(held)), key=lambda i: (volume(held[i]), held[i]))
-    pieces: list[Piece] = []
+    segments: list[HeldSegment] = []
     for box in wanted:
+        # What no held box seen so far covers.
         open_boxes = [box]
         for index in by_size:
             rest: list[Box] = []
@@ -38,12 +39,12 @@ def cut(wanted: tuple[Box, ...], held: tuple[Box, ...], max_elements: int) -> tu
                     rest.append(part)
                     continue
                 holders = tuple(i for i in range(len(held)) if intersect(common, held[i]) == common)
-                pieces.extend(Piece(piece, holders) for piece in split(common, max_elements))
+                segments.extend(HeldSegment(small, holders) for small in split(common, max_elements))
                 rest.extend(subtract(part, held[index]))
             open_boxes = rest
             if not open_boxes:
                 break
-    return tuple(pieces)
+    return tuple(segments)
 
 
 def check(tensor_class: TensorClass, specs: Sequence[TensorSpec]) -> None:

@@ -1,4 +1,4 @@
-"""Rows of the segment tables that the kernels walk: pairs of strided memory, as few and wide as they can be.
+"""Rows of the tables that the kernels walk: pairs of strided memory, as few and wide as they can be.
 
 A pair of views is collapsed over dimensions that lie without gaps on both sides, to *outer × rows ×
 run*, where a run has no gap on either side; views of more dimensions are split. Each row is then read
@@ -29,8 +29,8 @@ Ints = npt.NDArray[np.int64]
 _ALIGNED = (0, 1, 4, 5, 6, 7, 8)
 
 
-class _Piece(NamedTuple):
-    """A part of a pair of views: byte offsets, then counts and byte strides (a: first view, b: second)."""
+class _RowGeometry(NamedTuple):
+    """A row of a pair of views: byte offsets, then counts and byte strides (a: first view, b: second)."""
 
     offset_a: int
     offset_b: int
@@ -91,15 +91,15 @@ def collapse(pairs: Iterable[tuple[Strided, Strided, int]], most: int = _LARGEST
         found.append((geometries.setdefault(key, len(geometries)), a.address, b.address, slot))
     if not found:
         return np.empty((0, 10), dtype=np.int64)
-    pieces = [_pieces(*key, min(most, _LARGEST_ROW)) for key in geometries]
+    relative = [_row_geometries(*key, min(most, _LARGEST_ROW)) for key in geometries]
     kind, address_a, address_b, slots = np.array(found, dtype=np.int64).T
-    sizes = np.array([len(held) for held in pieces], dtype=np.int64)
+    sizes = np.array([len(held) for held in relative], dtype=np.int64)
     counts = sizes[kind]
     pair = np.repeat(np.arange(len(found)), counts)
-    # Of each row its place among those of its pair, and from there among the pieces of all geometries.
+    # Of each row its place among those of its pair, and from there among the rows of all geometries.
     inside = np.arange(len(pair)) - np.repeat(np.cumsum(counts) - counts, counts)
     rows = np.empty((len(pair), 10), dtype=np.int64)
-    rows[:, :9] = np.concatenate(pieces)[(np.cumsum(sizes) - sizes)[kind[pair]] + inside]
+    rows[:, :9] = np.concatenate(relative)[(np.cumsum(sizes) - sizes)[kind[pair]] + inside]
     rows[:, 0] += address_a[pair]
     rows[:, 1] += address_b[pair]
     rows[:, 9] = slots[pair]
@@ -143,10 +143,10 @@ def _table(unit: int, nested: bool, rows: Ints, tile_units: int) -> Table:
 
 
 @lru_cache(maxsize=4096)
-def _pieces(
+def _row_geometries(
     shape: tuple[int, ...], strides_a: tuple[int, ...], strides_b: tuple[int, ...], itemsize: int, most: int
 ) -> Ints:
-    """The pieces of a pair of views, relative to their addresses: int64 ``[n, 9]``."""
+    """The rows of a pair of views, relative to their addresses: int64 ``[n, 9]``."""
     # Dimensions from the innermost out, as [count, stride a, stride b], merged where neither side has a gap.
     dims = [[itemsize, 1, 1]]
     for n, a, b in zip(reversed(shape), reversed(strides_a), reversed(strides_b), strict=True):
@@ -162,8 +162,8 @@ def _pieces(
     return np.array(list(_split(dims, 0, 0, most)), dtype=np.int64)
 
 
-def _split(dims: list[list[int]], offset_a: int, offset_b: int, most: int) -> Iterable[_Piece]:
-    """Pieces of at most three dimensions and ``most`` bytes."""
+def _split(dims: list[list[int]], offset_a: int, offset_b: int, most: int) -> Iterable[_RowGeometry]:
+    """Rows of at most three dimensions and ``most`` bytes."""
     total = prod(n for n, _, _ in dims)
     if len(dims) > 3 or (total > most and (len(dims) > 1 or total > WIDEST)):
         n, a, b = dims[-1]
@@ -180,4 +180,4 @@ def _split(dims: list[list[int]], offset_a: int, offset_b: int, most: int) -> It
     run = dims[0][0]
     rows, row_a, row_b = dims[1] if len(dims) > 1 else (1, 0, 0)
     outer, outer_a, outer_b = dims[2] if len(dims) > 2 else (1, 0, 0)
-    yield _Piece(offset_a, offset_b, outer, rows, run, outer_a, row_a, outer_b, row_b)
+    yield _RowGeometry(offset_a, offset_b, outer, rows, run, outer_a, row_a, outer_b, row_b)
