@@ -29,8 +29,8 @@ from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.workers.engines.common.answers import answer
 from rlrefit.workers.engines.common.destination_mixin import DestinationRefitMixin
 from rlrefit.workers.engines.sglang.callers import SETTINGS
+from rlrefit.workers.engines.sglang.engine_state import STATE, state_of
 from rlrefit.workers.engines.sglang.loader import LOADER
-from rlrefit.workers.engines.sglang.standing import STANDING, standing_of
 
 from .recorded import REQUESTS, VERSION
 
@@ -250,7 +250,7 @@ class ManagerDouble:
         pass
 
     async def get_internal_state(self) -> list[dict[str, Any]]:
-        told = {STANDING: standing_of(self.scheduler)} if self.attached else {}
+        told = {STATE: state_of(self.scheduler)} if self.attached else {}
         return [vars(self.server_args) | told]
 
     def config_value(self, name: str) -> Any:

@@ -69,7 +69,7 @@ class Failing:
 @pytest.mark.parametrize(
     "kind",
     [
-        "standing",
+        "state",
         "pause_generation",
         "begin",
         "update_weights_from_tensor",

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 from ....integration.errors import RefitError, RefitTimeout
 from ..common.answers import raise_refit_errors
 from .compat import STORES, VERSION, stores_of, unsupported_settings
+from .engine_state import EngineState
 from .loader import LOADER
-from .standing import Standing
 
-# Step → (request structure of sglang.srt.managers.io_struct, whether its method takes a web request, too). The name is
+# Step → (request structure of sglang.srt.managers.io_struct, whether its method also takes a web request). The step's name is
 # the tokenizer manager's method and the server's path.
 _REQUESTS: Mapping[str, tuple[str, bool]] = {
     "update_weights_from_tensor": ("UpdateWeightsFromTensorReqInput", True),
@@ -32,7 +32,7 @@ _REQUESTS: Mapping[str, tuple[str, bool]] = {
     "pause_generation": ("PauseGenerationReqInput", False),
     "continue_generation": ("ContinueGenerationReqInput", False),
 }
-# What the driver asks of an engine's settings.
+# The settings of an engine that the driver reads.
 SETTINGS = (
     "tp_size",
     "pp_size",
@@ -55,7 +55,7 @@ class Step:
     """One request to an engine.
 
     Attributes:
-        name: of :data:`_REQUESTS`, or ``flush_cache``, ``settings``, ``standing``, ``weight_version``,
+        name: of :data:`_REQUESTS`, or ``flush_cache``, ``settings``, ``state``, ``weight_version``,
             ``update_weight_version``.
         fields: of the request.
     """
@@ -66,13 +66,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Answer:
-    """What SGLang said.
+    """SGLang's answer.
 
     Attributes:
         success: as SGLang says.
         message: its text.
-        value: what was asked for, of ``settings`` (:data:`SETTINGS` and SGLang's own ``version``), ``standing`` (a
-            :class:`~.standing.Standing`) and ``weight_version``.
+        value: the answer to ``settings`` (:data:`SETTINGS` and SGLang's own ``version``), ``state`` (a
+            :class:`~.engine_state.EngineState`) and ``weight_version``.
     """
 
     success: bool = True
@@ -81,14 +81,14 @@ class Answer:
 
 
 class Caller(Protocol):
-    """A way to one engine."""
+    """Calls one engine."""
 
     def call(self, step: Step) -> Answer:
-        """Do a step, and return once SGLang has answered."""
+        """Do a step; return once SGLang has answered."""
 
 
 class EngineCaller:
-    """A way to an ``sglang.Engine`` of this process.
+    """Calls an ``sglang.Engine`` of this process.
 
     Args:
         engine: the engine.
@@ -108,7 +108,7 @@ class EngineCaller:
         """As :meth:`Caller.call`.
 
         Raises:
-            RefitError: called from a coroutine of the engine's loop, which would wait for itself.
+            RefitError: called in the engine's own loop, which would wait for itself.
             RefitTimeout: no answer.
         """
         inside = self._engine.loop.is_running() if self._loop is None else _running_loop() is self._loop
@@ -132,12 +132,12 @@ class EngineCaller:
         if step.name == "settings":
             import sglang
 
-            # Not server_args, which stay what they were as SGLang attaches a store.
+            # Not server_args, which do not change when SGLang attaches a store.
             settings = {name: manager.config_value(name) for name in SETTINGS}
             return Answer(value=settings | {"version": sglang.__version__})
-        if step.name == "standing":
-            [state] = await manager.get_internal_state()
-            return Answer(value=Standing.told(state, manager.is_pause))
+        if step.name == "state":
+            [internal] = await manager.get_internal_state()
+            return Answer(value=EngineState.from_internal(internal, manager.is_pause))
         if step.name == "weight_version":
             return Answer(value=manager.config_value("weight_version"))
         if step.name == "update_weight_version":
@@ -150,14 +150,14 @@ class EngineCaller:
 
         structure, web = _REQUESTS[step.name]
         request = getattr(io_struct, structure)(**step.fields)
-        # Nothing of the pauses waits for an answer, so that nothing else starts the loop that reads answers.
+        # Pauses do not wait for an answer, so nothing else would start the loop that reads answers.
         manager.auto_create_handle_loop()
         result = await getattr(manager, step.name)(*((request, None) if web else (request,)))
         return Answer(*result[:2]) if isinstance(result, tuple) else Answer()
 
 
 class HttpCaller:
-    """A way to an SGLang server.
+    """Calls an SGLang server.
 
     Args:
         url: of the server, ``http://host:port``.
@@ -184,14 +184,14 @@ class HttpCaller:
             missing = [name for name in (*SETTINGS, "version") if name not in found]
             if missing:
                 raise RefitError(
-                    f"the server at {self._url} does not tell its {', '.join(missing)}; it is no SGLang 0.5.17",
+                    f"the server at {self._url} does not report {', '.join(missing)}, so it is not SGLang {VERSION}",
                     stage="settings",
                 )
             return Answer(value={name: found[name] for name in (*SETTINGS, "version")})
-        if step.name == "standing":
-            [state] = self._ask(step, "GET", "/server_info")["internal_states"]
-            # The server tells of no pause of its own.
-            return Answer(value=Standing.told(state, is_pause=False))
+        if step.name == "state":
+            [internal] = self._ask(step, "GET", "/server_info")["internal_states"]
+            # The server does not report its own pause.
+            return Answer(value=EngineState.from_internal(internal, is_pause=False))
         if step.name == "weight_version":
             return Answer(value=self._ask(step, "GET", "/model_info")["weight_version"])
         if step.name == "flush_cache":
@@ -199,7 +199,7 @@ class HttpCaller:
             return self._answered(self._ask(step, "POST", f"/flush_cache?timeout={seconds}"))
         fields = {name: _plain(value) for name, value in step.fields.items()}
         if step.name == "update_weight_version":
-            # Its default would abort the requests that go on with the new weights.
+            # The default would abort the requests that continue with the new weights.
             fields["abort_all_requests"] = False
         return self._answered(self._ask(step, "POST", f"/{step.name}", fields))
 
@@ -216,7 +216,7 @@ class HttpCaller:
                 return _read(response.read())
         except urllib.error.HTTPError as error:
             said = _read(error.read())
-            if error.code == 400:  # SGLang's way to say success: false
+            if error.code == 400:  # how SGLang says success: false
                 return {"message": error.reason, **said, "success": False}
             raise RefitError(
                 f"the SGLang server at {self._url} answered {step.name} with {error.code}: {said.get('message', error.reason)}",
@@ -227,11 +227,11 @@ class HttpCaller:
         except (
             OSError,
             http.client.HTTPException,
-        ) as error:  # the latter from one that ends before it has answered
+        ) as error:  # from a server that ends before it has answered
             reason = getattr(error, "reason", None) or f"{type(error).__name__}: {error}"
             raise RefitError(
-                f"the SGLang server at {self._url} did not answer {step.name}: {reason}. It may have ended; weights that "
-                "were being written are served by nobody",
+                f"the SGLang server at {self._url} did not answer {step.name}: {reason}. It may have ended. Weights that "
+                "were written in part are not served",
                 stage="settings",
             ) from error
 
@@ -309,9 +309,9 @@ class EngineCalls:
             ) from error
         return raise_refit_errors(found, "SGLang worker")
 
-    def standing(self) -> Standing:
+    def state(self) -> EngineState:
         """What sleeps and whether the engine is paused, whoever did it; it does not wait for running requests."""
-        found: Standing = self.step("standing").value
+        found: EngineState = self.step("state").value
         return found
 
     def flush(self, seconds: float | None = None) -> Answer:
@@ -361,8 +361,8 @@ def _read(data: bytes) -> dict[str, Any]:
 
 def _late(step: Step, seconds: float) -> RefitTimeout:
     return RefitTimeout(
-        f"SGLang did not answer {step.name} within {seconds:.0f} s: requests that do not end, or a worker that hangs or has "
-        "ended. Weights that were being written are served by nobody; look at the engine's log and start it anew",
+        f"SGLang did not answer {step.name} within {seconds:.0f} s: requests do not end, or a worker hangs or has ended. Weights "
+        "that were written in part are not served; look at the engine's log and restart it",
         stage="transfer",
     )
 

@@ -1,8 +1,8 @@
 """The driver's side: refit a running SGLang engine, in this process or behind its HTTP server, and put its memory to sleep.
 
-:class:`SglangRefit` is the only place where an order of steps is written, that of a pause in :mod:`.pausing`;
-:class:`AsyncSglangRefit` runs it for coroutines. What sleeps and whether the engine is paused is asked of the engine each time: other
-drivers, and other callers, change both.
+:class:`SglangRefit` has the order of all steps, except those of a pause, which :mod:`.pausing` has. :class:`AsyncSglangRefit`
+runs it for coroutines. The engine is asked each time what sleeps and whether it is paused, because other drivers and other
+callers change both.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ....integration.weights.manifest import TensorSpec
 from ..common.awaited import Forwarded, in_thread
 from ..common.loader_trace.quantized import on_the_wire
 from .callers import Caller, EngineCaller, EngineCalls
+from .engine_state import PARTS, EngineState
 from .pausing import DRAIN_S, PauseMode, Pauses
-from .standing import PARTS, Standing
 
 DISCARDING = 2
 
@@ -36,15 +36,15 @@ class SglangRefit:
 
     Args:
         caller: the way to the engine.
-        timeout_s: for running requests to end, where they are waited for.
+        timeout_s: how long to wait for running requests.
 
     Attributes:
-        calls: of the engine and its workers; not for steps of a refit, whose order is here.
+        calls: of the engine and its workers, for other purposes than refits.
         devices: UUIDs of the GPUs of the workers, in the order of their tensor ranks.
         loads_in_parts: SGLang's loaders take weights in several buckets.
 
     Raises:
-        RefitError: how the engine was started; everything that is wrong with it.
+        RefitError: the engine was started with settings that can't be refitted; all of them are named.
     """
 
     loads_in_parts = True
@@ -55,7 +55,7 @@ class SglangRefit:
         self._engine = ""
         # Of the refit in buckets that has begun: its version, and whether SGLang's own loader can't write all of it.
         self._version, self._placing = -1, False
-        # What a refit left that failed: until one succeeds, nothing is to be generated.
+        # The error of the last refit, if it failed: until one succeeds, nothing may be generated.
         self._unusable: BaseException | None = None
         # The workers guard their weights from here on, and not from the first refit.
         self.calls.update([])
@@ -78,20 +78,20 @@ class SglangRefit:
         return int(found.pop())
 
     def weight_version(self) -> str:
-        """What SGLang itself tells with each output (``meta_info["weight_version"]``): the version, as text."""
+        """The version as text, which SGLang reports with each output (``meta_info["weight_version"]``)."""
         return str(self.calls.step("weight_version").value)
 
     def require_servable(self) -> None:
-        """To be called before requests are given to the engine; a paused engine would keep them waiting.
+        """Check before requests are given to the engine; a paused engine would keep them waiting.
 
         Raises:
             EngineDirty: a refit failed or has not ended, the engine is paused, its weights are not whole, or memory is asleep.
         """
-        standing = self._require_whole()
-        if self._pauses.there(standing):
+        state = self._require_whole()
+        if self._pauses.there(state):
             raise EngineDirty(
-                "the engine is paused, or has not said that it goes on, so that nothing would be generated. resume() it, refit "
-                "(again), which does so, or start the engine anew",
+                "the engine is paused, or did not confirm that it has resumed, so nothing would be generated. Call resume(), refit "
+                "again, which resumes it, or restart the engine",
                 stage="generate",
             )
 
@@ -103,7 +103,7 @@ class SglangRefit:
         """Have all workers meet the trainer; ``first_rank`` is the refit rank of the first of them.
 
         Raises:
-            RefitError: of the kind that the worker raised. Nothing has been written.
+            RefitError: of the type that the worker raised. Nothing was written.
         """
         if engine not in WAYS:
             raise RefitError(f"engine: {engine!r} is not one of {', '.join(WAYS)}", stage="settings")
@@ -113,7 +113,7 @@ class SglangRefit:
         return answers
 
     def refit(self, version: int, mode: PauseMode = "wait") -> list[dict[str, Any]]:
-        """Have all workers receive the weights, and serve ``version`` from here on.
+        """Have all workers receive the weights, and serve ``version`` from then on.
 
         Args:
             version: the same as on the trainer.
@@ -123,12 +123,12 @@ class SglangRefit:
             The workers' records.
 
         Raises:
-            RefitError: of the kind that the worker raised. If weights were written in part the engine stays paused, and the
-                next refit that succeeds resumes it.
+            RefitError: of the type that the worker raised. If weights were written in part, the engine stays paused until a
+                refit succeeds.
         """
         if not self._engine:
             raise RefitError(
-                "no trainer has been met: call init_refit with the rendezvous that trainer rank 0 opened",
+                "no trainer has been met; call init_refit with the rendezvous that trainer rank 0 opened",
                 stage="handshake",
             )
         with self._refitting(mode, version):
@@ -213,53 +213,54 @@ class SglangRefit:
 
     @property
     def sleeps(self) -> bool:
-        """Whether SGLang can give its memory back; without its memory saver it passes over a release on a GPU in silence."""
+        """Whether SGLang can give its memory back; without its memory saver it silently ignores a release on a GPU."""
         return bool(self.calls.settings["enable_memory_saver"]) or self.calls.settings["device"] == "cpu"
 
     def sleep(self, level: int = DISCARDING, mode: PauseMode | None = None) -> None:
         """Release KV cache and weights. :class:`~...integration.stages.SleepingEngine`'s.
 
-        Requests that come meanwhile wait until all has woken.
+        Requests that come meanwhile wait until everything is awake. Requests that would crash SGLang's scheduler are rejected
+        first.
 
         Args:
             level: 2 discards the weights, 1 keeps them in host memory.
-            mode: what becomes of running requests, as :meth:`pause`'s; left out, the engine does not sleep under them.
+            mode: what becomes of running requests, as :meth:`pause`'s; without it, the engine refuses to sleep while there are some.
 
         Raises:
-            StageRefused: requests are running, or wait after a ``retract``, whose release SGLang answers by ending its
-                scheduler; memory is asleep; SGLang was started without ``enable_memory_saver``; or level 1, for which it has to
-                be started with ``enable_weights_cpu_backup``. Nothing has changed.
+            StageRefused: requests are running, or wait after a ``retract``, and SGLang's scheduler would crash at the release;
+                memory is asleep; SGLang was started without ``enable_memory_saver``; or level 1 was asked for and SGLang was
+                started without ``enable_weights_cpu_backup``. Nothing has changed.
             RefitTimeout: as :meth:`pause`.
         """
         if not self.sleeps:
             raise StageRefused(
-                "SGLang was started without its memory saver, so that it would free nothing as it sleeps, and the trainer would "
-                "run out of memory. Nothing has changed; start it with enable_memory_saver=True",
+                "SGLang was started without its memory saver, so a sleep would free nothing and the trainer would run out of "
+                "memory. Nothing has changed; start it with enable_memory_saver=True",
                 stage="sleep",
             )
         if level < DISCARDING and not self.calls.settings["enable_weights_cpu_backup"]:
             raise StageRefused(
-                f"sleep level {level} was asked for, and SGLang keeps released weights in host memory only where it was started "
-                f"with enable_weights_cpu_backup=True. Nothing has changed; start it so, or take level {DISCARDING}",
+                f"sleep level {level} keeps the weights in host memory, which needs SGLang to be started with "
+                f"enable_weights_cpu_backup=True. Nothing has changed; start it so, or use level {DISCARDING}",
                 stage="sleep",
             )
         if mode == "retract":
             raise StageRefused(
-                "SGLang's scheduler ends where memory is released while retracted requests wait. Nothing has changed; take "
-                "mode='abort', which returns what they have, and send them again, or mode='wait'",
+                "SGLang's scheduler crashes if memory is released while retracted requests wait. Nothing has changed; use "
+                "mode='abort', which returns the tokens so far, and send the requests again, or mode='wait'",
                 stage="sleep",
             )
-        standing = self.calls.standing()
-        if standing.asleep:
+        state = self.calls.state()
+        if state.asleep:
             raise StageRefused(
-                f"{', '.join(sorted(standing.asleep))} sleeps already. Nothing has changed", stage="sleep"
+                f"{', '.join(sorted(state.asleep))} sleeps already. Nothing has changed", stage="sleep"
             )
         if mode is not None:
-            self._pauses.quiet(mode, standing)
-        elif not self._pauses.idle(standing):
+            self._pauses.quiet(mode, state)
+        elif not self._pauses.idle(state):
             raise StageRefused(
-                "the engine has unfinished requests, and SGLang's scheduler ends where memory is released under them. Nothing "
-                "has changed; let generate() return first, or sleep with mode='abort'",
+                "the engine has unfinished requests, and SGLang's scheduler crashes if memory is released under them. Nothing has "
+                "changed; let generate() return first, or sleep with mode='abort'",
                 stage="sleep",
             )
         if level >= DISCARDING:
@@ -268,57 +269,56 @@ class SglangRefit:
         self.calls.step("release_memory_occupation", tags=[WEIGHTS])
 
     def wake(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
-        """Take memory again: ``weights`` before a refit, ``kv_cache`` once the trainer freed its own; requests run again once
-        nothing sleeps.
+        """Take memory again: ``weights`` before a refit, ``kv_cache`` once the trainer has freed its own memory.
 
-        Whoever has released it: weights that SGLang did not keep are then served after a refit only.
+        Requests run again once nothing sleeps. Weights that SGLang did not keep are served only after a refit, whoever has
+        released them.
 
         Raises:
-            StageRefused: a tag is unknown, or its memory is there already, for which SGLang's scheduler would end. Nothing
-                has changed.
+            StageRefused: a tag is unknown, or its memory is awake, and SGLang's scheduler would crash. Nothing has changed.
         """
-        standing = self.calls.standing()
-        wrong = sorted(set(tags) - standing.asleep)
+        state = self.calls.state()
+        wrong = sorted(set(tags) - state.asleep)
         if wrong or not tags:
             raise StageRefused(
-                f"{', '.join(wrong) or 'nothing'} can't wake: each of {', '.join(sorted(TAGS))} does so once after a sleep. "
-                "Nothing has changed",
+                f"{', '.join(wrong) or 'nothing'} can't wake: each of {', '.join(sorted(TAGS))} wakes once after a sleep. Nothing "
+                "has changed",
                 stage="wake_up",
             )
         if WEIGHTS in tags and self.sleeps and not self.calls.settings["enable_weights_cpu_backup"]:
             self.calls.ask("discard", "a sleep discarded the weights")
         for tag in sorted(tags, reverse=True):  # the weights first
-            self.calls.step("resume_memory_occupation", tags=sorted(PARTS[tag] & standing.released))
-        # What a sleep has discarded, a refit brings first.
-        if not standing.asleep - set(tags) and self._unusable is None and self._served():
+            self.calls.step("resume_memory_occupation", tags=sorted(PARTS[tag] & state.released))
+        # If a sleep has discarded the weights, a refit has to bring them before requests run.
+        if not state.asleep - set(tags) and self._unusable is None and self._served():
             self._pauses.resume()
 
     def asleep(self) -> frozenset[str]:
         """Which of ``weights`` and ``kv_cache`` have no memory at the moment, whoever has released it."""
-        return self.calls.standing().asleep
+        return self.calls.state().asleep
 
     def pause(self, mode: PauseMode = "wait") -> None:
-        """Let no request run until :meth:`resume`, the end of the next refit or that of a sleep; new ones wait.
+        """Let no request run until :meth:`resume`, the end of the next refit or the end of a sleep; new requests wait.
 
-        An engine that sleeps next is paused with ``abort``, so that rollouts return what they have, or ``wait``. A
-        :class:`~...integration.colocated.ColocatedCycle` asks the workers before it has the engine sleep, for which SGLang waits
-        for requests that run: pause it before :meth:`~...integration.colocated.ColocatedCycle.to_training`.
+        Before a sleep, pause with ``abort``, so that rollouts return the tokens that they have, or with ``wait``. A
+        :class:`~...integration.colocated.cycle.ColocatedCycle` asks the workers before it lets the engine sleep, and SGLang
+        answers once running requests have ended: pause before ``to_training``.
 
         Args:
             mode: what becomes of running requests.
 
         Raises:
             RefitTimeout: they don't end. Nothing has changed.
-            RefitError: the engine can't be paused so. Nothing has changed.
+            RefitError: the engine can't be paused in this mode. Nothing has changed.
         """
-        self._pauses.quiet(mode, self.calls.standing())
+        self._pauses.quiet(mode, self.calls.state())
 
     def resume(self) -> None:
-        """Let requests run again after a :meth:`pause`, or that of another caller.
+        """Let requests run again after a :meth:`pause`, or a pause by another caller.
 
         Raises:
             EngineDirty: a refit failed or has not ended, the weights are not whole, or memory is asleep.
-            RefitError: requests hold prefixes that may be of old weights. The engine stays paused.
+            RefitError: requests hold prefixes that old weights may have computed. The engine stays paused.
         """
         self._drop_prefixes(self._require_whole())
         self._pauses.resume()
@@ -334,28 +334,28 @@ class SglangRefit:
     # Steps
 
     def _serve(self, version: int) -> None:
-        """Drop what was computed with the old weights, tell the version, and let requests run again."""
-        standing = self.calls.standing()
-        self._drop_prefixes(standing)
+        """Drop what the old weights have computed, set the version, and let requests run again."""
+        state = self.calls.state()
+        self._drop_prefixes(state)
         self.calls.step("update_weight_version", new_version=str(version))
         self._unusable = None
-        if not standing.released:
+        if not state.released:
             self._pauses.resume()
 
-    def _drop_prefixes(self, standing: Standing) -> None:
-        if KV_CACHE in standing.released or self._pauses.retracted:
+    def _drop_prefixes(self, state: EngineState) -> None:
+        if KV_CACHE in state.released or self._pauses.retracted:
             return
         flushed = self.calls.flush(DRAIN_S)
         if not flushed.success:
             raise RefitError(
-                "SGLang keeps prefixes of the old weights, since requests are left "
+                "SGLang keeps prefixes of the old weights, because requests are left "
                 f"({flushed.message or 'it gives no reason'}). The engine stays paused; refit again with mode='abort'",
                 stage="post_load",
             )
 
     @contextmanager
     def _keeping_paused(self) -> Iterator[None]:
-        """After an error of any kind nothing is to be generated until a refit succeeds."""
+        """After any error, nothing may be generated until a refit succeeds."""
         try:
             yield
         except BaseException as error:
@@ -364,63 +364,63 @@ class SglangRefit:
 
     @contextmanager
     def _refitting(self, mode: PauseMode, version: int | None = None) -> Iterator[None]:
-        """As :meth:`_keeping_paused`, of an engine that can be refitted and is paused for it.
+        """As :meth:`_keeping_paused`, for an engine that can be refitted and is paused here.
 
-        Where its weights are whole, and as they were, it goes on, unless it was paused before or sleeps.
+        After an error the engine resumes if its weights are whole and unchanged, unless it was paused before or sleeps.
 
         Args:
             mode: what becomes of running requests.
-            version: that the workers may serve once they have done their part; None if they don't yet.
+            version: that the workers serve at the end of the block; None if they do not serve a new one yet.
         """
-        standing = self._require_refittable()
-        paused = self._pauses.quiet(mode, standing)
+        state = self._require_refittable()
+        paused = self._pauses.quiet(mode, state)
         before = self._unusable
         try:
             with self._keeping_paused():
                 yield
         except RefitError:
             served = self._served()
-            # Workers that serve the new version have done so unseen, with prefixes of the old weights in their caches.
+            # Workers may serve the new version although the driver got an error; their caches then hold prefixes of the old weights.
             if before is None and served and version not in served:
-                if not (paused or standing.released):
+                if not (paused or state.released):
                     self._pauses.resume()
                 self._unusable = None
             raise
 
     def _served(self) -> set[int]:
-        """Versions that all workers may serve; none where the weights are not whole."""
+        """Versions that the workers serve; none if the weights are not whole."""
         try:
             return {answer["version"] for answer in self.calls.ask("serving_version")}
         except RefitError:
             return set()
 
-    def _require_refittable(self) -> Standing:
+    def _require_refittable(self) -> EngineState:
         self.calls.require_no_store()
-        standing = self.calls.standing()
-        if WEIGHTS in standing.asleep:
+        state = self.calls.state()
+        if WEIGHTS in state.asleep:
             raise RefitError(
-                "the engine's weights are asleep: nothing can be written into them. Nothing has moved. Wake them with "
-                "wake(['weights']), refit, then wake(['kv_cache'])",
+                "the engine's weights are asleep and can't be written. Nothing was written. Call wake(['weights']), refit, then "
+                "wake(['kv_cache'])",
                 stage="handshake",
             )
-        return standing
+        return state
 
-    def _require_whole(self) -> Standing:
-        """As :meth:`require_servable`, but for a pause."""
+    def _require_whole(self) -> EngineState:
+        """As :meth:`require_servable`, but a paused engine passes."""
         if self._unusable is not None:
             raise EngineDirty(
-                "the last refit failed and left the engine paused, so that nothing would be generated: "
-                f"{type(self._unusable).__name__}: {self._unusable}. Refit again, which resumes it, or start the engine anew",
+                "the last refit failed and left the engine paused, so nothing would be generated: "
+                f"{type(self._unusable).__name__}: {self._unusable}. Refit again, which resumes it, or restart the engine",
                 stage="generate",
             )
-        standing = self.calls.standing()
-        if standing.asleep:
+        state = self.calls.state()
+        if state.asleep:
             raise EngineDirty(
-                f"{' and '.join(sorted(standing.asleep))} of the engine are asleep; wake them before anything is generated",
+                f"{' and '.join(sorted(state.asleep))} of the engine are asleep; wake them before anything is generated",
                 stage="generate",
             )
         self.calls.ask("serving_version")
-        return standing
+        return state
 
 
 class AsyncSglangRefit(Forwarded):

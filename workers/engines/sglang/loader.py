@@ -1,11 +1,11 @@
-"""What runs inside of SGLang's tensor-parallel workers: a custom weight loader that brings the refit with it.
+"""The custom weight loader by which rlrefit runs in SGLang's tensor-parallel workers.
 
 Start SGLang with ``custom_weight_loader=[LOADER]``. SGLang 0.5.17 calls such a loader as ``loader(model, named_tensors)`` in
-every worker, for an ``update_weights_from_tensor`` whose ``load_format`` is its name; it drops what the loader returns, and
-what it raises ends the scheduler. So the first such call only puts :func:`update_weights_from_tensor` in the place of the
-worker's method of that name, which sees the whole updater and whose message reaches the caller. From then on a call with
-that ``load_format`` carries a command, or a bucket that SGLang's own loader can't write, and all others are SGLang's own. And
-the scheduler tells what :mod:`.standing` has.
+every worker, for an ``update_weights_from_tensor`` whose ``load_format`` is its name. It drops what the loader returns, and an
+exception of the loader ends the scheduler. So the first such call only replaces the worker's own
+``update_weights_from_tensor``, which has access to the whole updater and whose message reaches the caller. From then on, a call
+with that ``load_format`` carries a command, or a bucket that SGLang's own loader can't write; all other calls are SGLang's own.
+The scheduler reports its state (:mod:`.engine_state`) from then on, too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MARK = "_serves_rlrefit"
 
 
 def load(model: Any, named_tensors: Any) -> None:
-    """To be called by SGLang, once in each worker; it loads nothing."""
+    """Called by SGLang once in each worker; it loads nothing."""
     from .compat import differences
-    from .standing import tell_standing
+    from .engine_state import report_state
 
     problem = differences()
     try:
@@ -33,19 +33,19 @@ def load(model: Any, named_tensors: Any) -> None:
 
         original = WeightUpdater.update_weights_from_tensor
     except (ImportError, AttributeError):
-        # Nothing to answer with: the driver gets SGLang's own words where it waits for those of the workers.
+        # There is nothing to answer with: the driver gets SGLang's own message in place of the workers' answers.
         logger.exception(problem)
         return
     if not hasattr(original, _MARK):
         if problem:
             WeightUpdater.update_weights_from_tensor = refusing(original, problem)
             return
-        tell_standing()
+        report_state()
         WeightUpdater.update_weights_from_tensor = serving(original)
 
 
 def serving(original: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[bool, str]]:
-    """``WeightUpdater.update_weights_from_tensor`` that serves commands beside what it did."""
+    """``WeightUpdater.update_weights_from_tensor`` that also serves commands."""
 
     @functools.wraps(original)
     def update_weights_from_tensor(
@@ -54,7 +54,9 @@ def serving(original: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[bo
         if load_format != LOADER:
             return original(self, named_tensors, load_format)
         if not named_tensors:
-            return True, json.dumps([])  # another driver that does not know that this worker serves already
+            return True, json.dumps(
+                []
+            )  # from another driver, which does not know that this worker serves already
         from .worker_refit import serve
 
         if isinstance(named_tensors, dict):  # a flattened bucket, which SGLang's own loader could not write
@@ -67,7 +69,7 @@ def serving(original: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[bo
 
 
 def refusing(original: Callable[..., tuple[bool, str]], problem: str) -> Callable[..., tuple[bool, str]]:
-    """``WeightUpdater.update_weights_from_tensor`` of an SGLang that can't be refitted, which says so to the driver."""
+    """``WeightUpdater.update_weights_from_tensor`` of an SGLang that can't be refitted: it answers the driver with the reason."""
 
     @functools.wraps(original)
     def update_weights_from_tensor(self: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:

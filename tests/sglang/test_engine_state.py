@@ -12,7 +12,7 @@ from rlrefit.integration.colocated.stages import Stage, StageRefused
 from rlrefit.integration.errors import EngineDirty, RefitError
 from rlrefit.workers.engines.sglang.callers import Answer, Step
 from rlrefit.workers.engines.sglang.driver import SglangRefit
-from rlrefit.workers.engines.sglang.standing import STANDING, tell_standing
+from rlrefit.workers.engines.sglang.engine_state import STATE, report_state
 
 from .engine_double import EngineDouble, equal, weights
 from .ways import Sending, blocking
@@ -376,8 +376,8 @@ def test_a_scheduler_that_was_there_before_tells_of_releases_before_and_after(
     scheduler = module.Scheduler()
     [before] = scheduler.process_input_requests([Request()])
     assert before.internal_state == {"tp_size": 1}
-    tell_standing()
-    tell_standing()
+    report_state()
+    report_state()
     for tags, paused in (({"weights"}, False), ({"kv_cache", "weights"}, True), (set(), False)):
         scheduler.weight_updater.offload_tags.clear()
         scheduler.weight_updater.offload_tags.update(tags)
@@ -385,5 +385,5 @@ def test_a_scheduler_that_was_there_before_tells_of_releases_before_and_after(
         [told] = scheduler.process_input_requests([Request()])
         assert told.internal_state == {
             "tp_size": 1,
-            STANDING: {"released": sorted(tags), "paused": paused},
+            STATE: {"released": sorted(tags), "paused": paused},
         }

@@ -1,7 +1,7 @@
-"""Which memory an SGLang engine has released, and whether it is paused: what its scheduler itself goes by.
+"""Which memory an SGLang engine has released, and whether it is paused.
 
-SGLang 0.5.17 tells neither. Its scheduler keeps both, whoever asked for them and however long ago, so that nothing is recorded
-here: :func:`tell_standing` has the scheduler tell them with its internal state, for which no running request is waited for.
+SGLang 0.5.17 reports neither, but its scheduler keeps both, whoever asked for them. So nothing is recorded here:
+:func:`report_state` makes the scheduler report them with its internal state, which does not wait for running requests.
 """
 
 from __future__ import annotations
@@ -14,59 +14,63 @@ from typing import Any
 from ....integration.colocated.stages import KV_CACHE, WEIGHTS
 from ....integration.errors import RefitError
 
-# Under which the internal state has it.
-STANDING = "rlrefit_standing"
-# SGLang's tags of the memory that a stage's tag stands for; what there is besides wakes with the KV cache.
+# The key in the internal state.
+STATE = "rlrefit_state"
+# SGLang's tags of the memory behind each tag of a stage; CUDA graphs wake with the KV cache.
 PARTS = {WEIGHTS: frozenset({WEIGHTS}), KV_CACHE: frozenset({KV_CACHE, "cuda_graph"})}
-_MARK = "_tells_rlrefit"
+_MARK = "_reports_to_rlrefit"
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What an engine does not run for.
+class EngineState:
+    """Why an engine does not run requests.
 
     Attributes:
         released: SGLang's tags of the memory that is released.
-        paused: whether requests wait until somebody has it continue.
+        paused: whether requests wait until somebody resumes the engine.
     """
 
     released: frozenset[str]
     paused: bool
 
     @staticmethod
-    def told(internal_state: Mapping[str, Any], is_pause: bool) -> Standing:
-        """As the scheduler tells it; ``is_pause`` is of the process that takes requests, which keeps an abort to itself.
+    def from_internal(internal_state: Mapping[str, Any], is_pause: bool) -> EngineState:
+        """Read what the scheduler reports.
+
+        Args:
+            internal_state: of the scheduler.
+            is_pause: of the process that takes requests; the scheduler does not know of a pause by ``abort``.
 
         Raises:
-            RefitError: the scheduler tells nothing.
+            RefitError: the scheduler does not report it.
         """
-        found = internal_state.get(STANDING)
+        found = internal_state.get(STATE)
         if found is None:
             raise RefitError(
-                "SGLang's scheduler does not tell what of its memory is released: rlrefit's loader did not reach it; the "
-                "engine's log says why. Nothing was written; start the engine anew",
+                "SGLang's scheduler does not report its released memory: rlrefit's loader did not reach it; the engine's log says "
+                "why. Nothing was written; restart the engine",
                 stage="settings",
             )
-        return Standing(frozenset(found["released"]), bool(found["paused"]) or is_pause)
+        return EngineState(frozenset(found["released"]), bool(found["paused"]) or is_pause)
 
     @property
     def asleep(self) -> frozenset[str]:
-        """Which of ``weights`` and ``kv_cache`` are not there as a whole."""
+        """Which of ``weights`` and ``kv_cache`` are released, at least in part."""
         return frozenset(tag for tag, parts in PARTS.items() if parts & self.released)
 
 
-def standing_of(scheduler: Any) -> dict[str, Any]:
-    """What :meth:`Standing.told` reads, as plain data."""
+def state_of(scheduler: Any) -> dict[str, Any]:
+    """What :meth:`EngineState.from_internal` reads, as plain data."""
     return {
         "released": sorted(scheduler.weight_updater.offload_tags),
         "paused": bool(scheduler._engine_paused),
     }
 
 
-def tell_standing() -> None:
-    """Have the scheduler of this process tell it from its next round on; safe to call again.
+def report_state() -> None:
+    """Make the scheduler of this process report its state from its next round on; safe to call again.
 
-    A worker holds nothing of its scheduler, and the scheduler has bound its answers before any worker could replace them. But
+    A worker has no reference to its scheduler, and the scheduler has bound its handlers before a worker could replace them. But
     it looks up the method that takes a round's requests each time.
     """
     from sglang.srt.managers.scheduler import Scheduler
@@ -95,7 +99,7 @@ def _add_to_internal_state(scheduler: Any) -> None:
     @functools.wraps(original)
     def get_internal_state(recv_req: Any) -> Any:
         output = original(recv_req)
-        output.internal_state[STANDING] = standing_of(scheduler)
+        output.internal_state[STATE] = state_of(scheduler)
         return output
 
     setattr(get_internal_state, _MARK, True)
