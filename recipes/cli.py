@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from .bench.arguments import add_arguments as add_bench_arguments
-from .bench.live.arguments import add_arguments as add_live_arguments
 from .plan.arguments import add_arguments as add_plan_arguments
 
 # Exit codes: 1 a run that failed, 2 a configuration that can't run, 130 stopped by the user.
@@ -42,17 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "bench",
         help="time the refit of a named model",
         description="Time the refit of a named model's true shapes on the GPUs of this host, beside other ways to move "
-        "the same weights: rlrefit bench --model qwen3-30b-a3b --train ep=4 --gen tp=4",
+        "the same weights: rlrefit bench --model qwen3-30b-a3b --train ep=4 --gen tp=4. With --live, between a live "
+        "Megatron-core model and a live vLLM or SGLang.",
     )
     add_bench_arguments(bench)
-    live = commands.add_parser(
-        "bench-live",
-        help="time refits from a live Megatron model into a live vLLM or SGLang",
-        description="Time refits from a live Megatron-core model with random weights into a live vLLM (or SGLang, --backend) on "
-        "the GPUs of this host, beside the engine's own weight transfer, and compare what they leave, byte for byte: "
-        "rlrefit bench-live --model qwen3-30b-a3b --train ep=2 --gen tp=2",
-    )
-    add_live_arguments(live)
     parsed = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     if parsed.command == "plan":
@@ -63,10 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .bench.command import main as run_bench
 
         return run_bench(parsed, Console(), Console(stderr=True))
-    if parsed.command == "bench-live":
-        from .bench.live.command import main as run_bench_live
-
-        return run_bench_live(parsed, Console(), Console(stderr=True))
     return _train(parsed.overrides)
 
 

@@ -11,32 +11,17 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
 from ...integration.errors import RefitError
 from ..plan.catalog import CatalogError, LayoutError
+from .options import RunOptions
 
 _HOST = "127.0.0.1"
 # Who fails first tells why; the others only lost their peer. They are given this long to say more.
 _GRACE_S = 2.0
-
-
-class RunOptions(Protocol):
-    """What has to be known of a run to start its ranks."""
-
-    @property
-    def world_size(self) -> int:
-        """Processes to start."""
-
-    @property
-    def device(self) -> str:
-        """``cuda`` or ``cpu``."""
-
-    @property
-    def timeout_s(self) -> float:
-        """Limit of any wait, in seconds."""
 
 
 class BenchFailed(RuntimeError):

@@ -21,10 +21,9 @@ from ..plan.catalog import (
     train_storage,
     violations,
 )
-from .options import BenchOptions
+from .options import DTYPES, BenchOptions, RunOptions
 from .ranks import Ranks
 from .room import require_room
-from .run_options import DTYPES, RunOptions
 from .storage import BenchDestination, BenchSource, Storage
 
 

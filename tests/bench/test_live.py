@@ -1,4 +1,4 @@
-"""``rlrefit bench-live``: a live Megatron, a live vLLM, and what is told when something is wrong with them."""
+"""``rlrefit bench --live``: a live Megatron, a live vLLM, and what is told when something is wrong with them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from rich.console import Console
 
 from rlrefit.integration.errors import RefitError
 from rlrefit.recipes.bench.live.engine_process import EngineProcess
-from rlrefit.recipes.bench.live.measure import Held, Oracle, PathResult
-from rlrefit.recipes.bench.live.options import LiveOptions
-from rlrefit.recipes.bench.live.render import json_record, show
-from rlrefit.recipes.bench.live.run import LiveResult
+from rlrefit.recipes.bench.live.measure import Held, LiveResult, Oracle, PathResult
 from rlrefit.recipes.bench.live.trainer import LiveTrainer
 from rlrefit.recipes.bench.measure import Timing
+from rlrefit.recipes.bench.options import LiveOptions
+from rlrefit.recipes.bench.render import live_record, show_live
 from rlrefit.recipes.cli import main
 from rlrefit.recipes.plan.catalog import parse_gen, parse_train
 
@@ -82,7 +81,7 @@ def run_live(folder, *arguments):
     with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
         code = main(
             [
-                *("bench-live", "--device", "cpu", "--model", model, "--train", "ep=2", "--gen", "tp=1"),
+                *("bench", "--live", "--device", "cpu", "--model", model, "--train", "ep=2", "--gen", "tp=1"),
                 *("--refits", "2", "--warm-up", "1", "--peer-refits", "1", "--json", str(figures)),
                 *("--engine-pythonpath", paths, "--engine-log", str(log), *arguments),
             ]
@@ -126,7 +125,18 @@ def test_a_live_megatron_refits_a_live_vllm_and_all_paths_leave_the_same_bytes(f
 def test_all_that_is_wrong_with_the_options_is_told_at_once(moe, capsys):
     code = main(
         [
-            *("bench-live", "--device", "cpu", "--model", moe, "--train", "ep=2,cp=2", "--gen", "tp=1,dp=2"),
+            *(
+                "bench",
+                "--live",
+                "--device",
+                "cpu",
+                "--model",
+                moe,
+                "--train",
+                "ep=2,cp=2",
+                "--gen",
+                "tp=1,dp=2",
+            ),
             *("--transport", "ipc,tcp", "--peers", "gossip", "--refits", "0", "--dtype", "fp4"),
             *(
                 "--engine-python",
@@ -151,7 +161,7 @@ def test_all_that_is_wrong_with_the_options_is_told_at_once(moe, capsys):
 
 def test_a_trainer_under_fsdp_is_refused_before_it_starts(moe, capsys):
     layouts = ("--model", moe, "--train", "fsdp=2", "--gen", "tp=1", "--engine-python", sys.executable)
-    assert main(["bench-live", "--device", "cpu", *layouts]) == 2
+    assert main(["bench", "--live", "--device", "cpu", *layouts]) == 2
     said = capsys.readouterr().err.strip()
     assert said == "--train: the live trainer is Megatron's; give its sizes (tp, pp, ep) and no fsdp"
 
@@ -215,12 +225,12 @@ def test_nothing_is_called_exact_without_a_second_path_to_compare_with():
     def result(*paths):
         return LiveResult("CPU", versions, 1000, {}, list(paths))
 
-    assert json_record(options(), result(ran, absent))["bit_exact"] is None
-    assert json_record(options(), result(ran, replace(ran, name="broadcast")))["bit_exact"] is True
+    assert live_record(options(), result(ran, absent))["bit_exact"] is None
+    assert live_record(options(), result(ran, replace(ran, name="broadcast")))["bit_exact"] is True
     damaged = replace(ran, faults=["refit 1 left the poison"])
-    assert json_record(options(), result(damaged, absent))["bit_exact"] is False
+    assert live_record(options(), result(damaged, absent))["bit_exact"] is False
     printed = Console(file=io.StringIO(), width=200)
-    show(printed, options(), result(ran, absent))
+    show_live(printed, options(), result(ran, absent))
     assert "unchecked" in printed.file.getvalue()
 
 

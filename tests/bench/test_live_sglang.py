@@ -1,4 +1,4 @@
-"""``rlrefit bench-live --backend sglang``: a live Megatron, a live SGLang, and the trainer's part in SGLang's own update."""
+"""``rlrefit bench --live --backend sglang``: a live Megatron, a live SGLang, and the trainer's part in SGLang's own update."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def test_a_live_megatron_refits_a_live_sglang_and_all_paths_leave_the_same_bytes
 
 def test_peers_are_those_of_the_backend(tmp_path, capsys):
     layouts = ("--model", write_moe(tmp_path), "--train", "ep=2", "--gen", "tp=1,pp=2", "--device", "cpu")
-    assert main(["bench-live", "--backend", "sglang", "--peers", "vllm", *layouts]) == 2
+    assert main(["bench", "--live", "--backend", "sglang", "--peers", "vllm", *layouts]) == 2
     told = capsys.readouterr().err
     assert "--peers: 'vllm' is not one of broadcast, sglang or none" in told
     assert "--gen: pp=2, and refits of SGLang are of one tensor-parallel group" in told
-    assert main(["bench-live", "--peers", "sglang", *layouts, "--refits", "0"]) == 2
+    assert main(["bench", "--live", "--peers", "sglang", *layouts, "--refits", "0"]) == 2
     told = capsys.readouterr().err
     assert "--peers: 'sglang' is not one of broadcast, vllm or none" in told
     assert "--gen: pp" not in told
@@ -70,7 +70,7 @@ def test_peers_are_those_of_the_backend(tmp_path, capsys):
 
 def test_the_trainers_side_loads_no_engine():
     code = (
-        "import sys, rlrefit.recipes.bench.live.run, rlrefit.recipes.bench.live.command\n"
+        "import sys, rlrefit.recipes.bench.live.run, rlrefit.recipes.bench.command\n"
         "assert not {'sglang', 'vllm'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

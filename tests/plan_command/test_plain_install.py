@@ -111,13 +111,13 @@ def test_commands_that_need_more_name_the_extras_beside_what_else_is_wrong(tmp_p
         ["train", "recipe=grpo_tiny"],
         ["plan", *layouts, "--enumerate-with-bridge", "--compile-ranks", "0"],
         ["plan", "--recipe", "grpo_tiny"],
-        ["bench-live", *layouts, "--device", "cpu", "--refits", "0"],
+        ["bench", "--live", *layouts, "--device", "cpu", "--refits", "0"],
     )
     wanted = (
         ["ray", "hydra", "rlrefit[ray]", "megatron", "vllm"],
         ["enumerate-with-bridge", "megatron-core", "megatron-bridge", "einops", "compile-ranks"],
         ["hydra", "rlrefit[ray]"],
-        ["bench-live", "megatron-core", "megatron-bridge", "einops", "rlrefit[vllm]", "--refits"],
+        ["bench", "--live", "megatron-core", "megatron-bridge", "einops", "rlrefit[vllm]", "--refits"],
     )
     for (code, errors), named in zip(told, wanted, strict=True):
         assert code == 2

@@ -91,7 +91,7 @@ def test_bench_live_names_the_package_unless_its_engine_has_an_interpreter_or_a_
     missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layouts = ("--model", write_moe(tmp_path), "--train", "ep=2", "--gen", "tp=1", "--device", "cpu")
-    command = ("bench-live", "--backend", missing, *layouts, "--refits", "0")
+    command = ("bench", "--live", "--backend", missing, *layouts, "--refits", "0")
     told = _told(capsys, *command)
     assert f"--backend: {missing}, and this Python (" in told
     assert f"pip install 'rlrefit[{missing}]'" in told

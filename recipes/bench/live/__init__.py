@@ -1,3 +1,3 @@
-"""``rlrefit bench-live``: refits from a live Megatron-core model into a live vLLM or SGLang, beside the engine's own
+"""``rlrefit bench --live``: refits from a live Megatron-core model into a live vLLM or SGLang, beside the engine's own
 weight transfer.
 """

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ....integration.errors import RefitError
-from .options import ENGINES, LiveOptions
+from ..options import ENGINES, LiveOptions
 
 _MODULE = "rlrefit.recipes.bench.live.engine_main"
 # Of this trainer's world; engines make their own.

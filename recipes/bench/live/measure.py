@@ -87,6 +87,37 @@ class PathResult:
         return dict(Counter(self.routes.misc_reasons.values()))
 
 
+@dataclass(frozen=True)
+class LiveResult:
+    """All that a run measured.
+
+    Attributes:
+        device: what the trainer ran on.
+        engine: versions of what ran in the engine's process.
+        kept_bytes: parameters of the largest engine worker.
+        startup_seconds: of the trainer's model, of the engine, and of learning the trainer's weights.
+        paths: one for each path that was asked for and has run, in order.
+    """
+
+    device: str
+    engine: dict[str, str]
+    kept_bytes: int
+    startup_seconds: dict[str, float]
+    paths: list[PathResult]
+
+    @property
+    def faults(self) -> list[str]:
+        """All faults, with the path's name."""
+        return [f"{path.name}: {fault}" for path in self.paths for fault in path.faults]
+
+    @property
+    def bit_exact(self) -> bool | None:
+        """Whether all paths left the same bytes; None where fewer than two ran, and nothing was compared."""
+        if self.faults:
+            return False
+        return True if sum(path.timing is not None for path in self.paths) > 1 else None
+
+
 class Oracle:
     """What the engine must hold after refit ``number``: what the first path left there; kept on rank 0."""
 

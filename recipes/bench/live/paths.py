@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ....integration.records.record import RefitRecord
 from ....integration.weights.manifest import TensorSpec, dtype_name
+from ..options import LiveOptions
 from .engine_process import EngineProcess
-from .options import LiveOptions
 from .trainer import LiveTrainer, TrainerRanks
 from .update_group import flattened, in_buckets, join_update_group
 

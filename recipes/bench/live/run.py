@@ -5,55 +5,23 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from ..run_options import DTYPES
+from ..options import DTYPES, LiveOptions
+from ..render import live_record, write_record
 from ..scene import open_shortened
 from .checkpoint import write_weightless
 from .engine_process import EngineProcess
-from .measure import Oracle, PathResult, measure
-from .options import LiveOptions
+from .measure import LiveResult, Oracle, PathResult, measure
 from .paths import Stage
-from .render import json_record, write_json
 from .trainer import LiveTrainer, TrainerRanks
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LiveResult:
-    """All that a run measured.
-
-    Attributes:
-        device: what the trainer ran on.
-        engine: versions of what ran in the engine's process.
-        kept_bytes: parameters of the largest engine worker.
-        startup_seconds: of the trainer's model, of the engine, and of learning the trainer's weights.
-        paths: one for each path that was asked for and has run, in order.
-    """
-
-    device: str
-    engine: dict[str, str]
-    kept_bytes: int
-    startup_seconds: dict[str, float]
-    paths: list[PathResult]
-
-    @property
-    def faults(self) -> list[str]:
-        """All faults, with the path's name."""
-        return [f"{path.name}: {fault}" for path in self.paths for fault in path.faults]
-
-    @property
-    def bit_exact(self) -> bool | None:
-        """Whether all paths left the same bytes; None where fewer than two ran, and nothing was compared."""
-        if self.faults:
-            return False
-        return True if sum(path.timing is not None for path in self.paths) > 1 else None
 
 
 def run_rank(rank: int, options: LiveOptions, store: TCPStore) -> LiveResult:
@@ -67,7 +35,7 @@ def run_rank(rank: int, options: LiveOptions, store: TCPStore) -> LiveResult:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if rank == 0:
         logging.getLogger(__package__).setLevel(logging.INFO)
-    with tempfile.TemporaryDirectory(prefix="rlrefit-bench-live-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="rlrefit-bench-") as scratch:
         return _run(rank, options, store, Path(scratch))
 
 
@@ -100,7 +68,7 @@ def _run(rank: int, options: LiveOptions, store: TCPStore, scratch: Path) -> Liv
             result = replace(result, paths=[*result.paths, _path(stage, name, oracle)])
             if ranks.leads and options.json is not None:
                 # Now, and not at the end: what was measured stays, whatever comes after it.
-                write_json(options.json, json_record(options, result))
+                write_record(options.json, live_record(options, result))
     finally:
         if engine is not None:
             engine.close()

@@ -18,9 +18,8 @@ from ....integration.config import RefitConfig
 from ....workers.trainers.megatron.mixin import MegatronRefitMixin
 from ....workers.trainers.megatron.model import build_megatron
 from ....workers.trainers.megatron.source import MegatronSource
-from ..run_options import DTYPES
+from ..options import DTYPES, LiveOptions
 from .memory import Memory, memory, restart_peak
-from .options import LiveOptions
 
 _HOST = "127.0.0.1"
 

@@ -12,7 +12,7 @@ from .worker_checks import checksums, poison, settle
 
 
 class LiveExtension(VllmRefitExtension):
-    """Worker extension of ``rlrefit bench-live``."""
+    """Worker extension of ``rlrefit bench --live``."""
 
     def live_poison(self) -> int:
         """As :func:`.worker_checks.poison`."""
