@@ -289,7 +289,7 @@ def show_live(console: Console, options: LiveOptions, result: LiveResult) -> Non
     for column in ("", "ms", "min", "max", "own", "GB/s", "peak", "growth", "exact"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for path in result.paths:
-        table.add_live_row(*_live_row(result, path))
+        table.add_row(*_live_row(result, path))
     console.print(table)
     for note in _live_notes(result):
         console.print(escape(note), highlight=False, soft_wrap=True)
