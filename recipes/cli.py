@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .bench.arguments import add_arguments as add_bench_arguments
+from .configs import described_recipes
 from .plan.arguments import add_arguments as add_plan_arguments
 
 # Exit codes: 1 a run that failed, 2 a configuration that can't run, 130 stopped by the user.
@@ -22,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="rlrefit", description="Shard-to-shard weight refit for RL post-training."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser(
         "train",
@@ -30,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "one or the path of a YAML file; every other argument overrides a key of it.",
     )
     train.add_argument("overrides", nargs="*", metavar="key=value", help="recipe=NAME, and keys to override")
+    train.add_argument("--list", action="store_true", help="list the bundled recipes and exit")
     plan = commands.add_parser(
         "plan",
         help="plan a refit without carrying it out",
@@ -55,7 +58,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .bench.command import main as run_bench
 
         return run_bench(parsed, Console(), Console(stderr=True))
-    return _train(parsed.overrides)
+    return _list_recipes() if parsed.list else _train(parsed.overrides)
+
+
+class _Version(argparse.Action):
+    """``--version``, which looks up the version only where it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        Console().print(f"rlrefit {version('rlrefit')}", highlight=False)
+        parser.exit()
+
+
+def _list_recipes() -> int:
+    recipes = described_recipes()
+    width = max(map(len, recipes))
+    for name, description in recipes.items():
+        Console().print(f"{name:{width}}  {description}", highlight=False, markup=False, soft_wrap=True)
+    return 0
 
 
 def _train(overrides: Sequence[str]) -> int:
@@ -86,7 +107,8 @@ def _wants_a_recipe(overrides: Sequence[str], given: int) -> str:
     if given:
         return f"{wanted}; {given} are given"
     bare = next((o for o in overrides if "=" not in o and not o.startswith("~")), None)
-    return wanted if bare is None else f"{wanted}; did you mean recipe={bare}?"
+    hint = "rlrefit train --list shows all" if bare is None else f"did you mean recipe={bare}?"
+    return f"{wanted}; {hint}"
 
 
 def _run(config: object, errors: Console) -> int:
@@ -107,8 +129,8 @@ def _run(config: object, errors: Console) -> int:
         return say(error, MISCONFIGURED)
     except Interrupted as stop:
         return say(stop, STOPPED)
-    except KeyboardInterrupt as stop:
-        return say(stop, STOPPED)
+    except KeyboardInterrupt:
+        return say(Interrupted("stopped before anything was started"), STOPPED)
     except (RunError, RewardError, RefitError, LayoutChanged) as error:
         return say(error, FAILED)
     return 0

@@ -38,13 +38,14 @@ from .run.display import RunDisplay
 from .run.files import MetricsFile, keep_json_lines, write_whole
 from .run.inputs import RunInputs
 from .run.report import write_report
+from .terminal import under_way
 from .tiny.checkpoints import resolve_model_path
 
 logger = logging.getLogger(__name__)
 
 
 class Interrupted(Exception):
-    """The user stopped the run; it is saved, and ``resume=true`` goes on."""
+    """The user stopped the run; the text says what is saved."""
 
 
 def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] | None = None) -> Path:
@@ -63,7 +64,7 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
             all of it, told before anything is started.
         RewardError: the reward function failed; names the record.
         RunError: a rank or resource failed; names it.
-        Interrupted: stopped by the user, after saving.
+        Interrupted: stopped by the user; says what is saved.
     """
     if used := [violation.text for violation in name_violations(config)]:
         raise ConfigError(config.name, used)
@@ -85,33 +86,37 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
     keep_json_lines(folder / "refits.jsonl", lambda row: row["version"] < first_step - 1)
     with ExitStack() as stack:
         console.print(_headline(config, model_path), soft_wrap=True)
+        stack.enter_context(_told_what_is_saved(store))
         ranks = config.trainer.ranks + config.generation.ranks
-        stack.enter_context(ray_cluster(config.ray, ranks))
-        gpus = gpus_per_rank()
-        config = _with_dtype(config, gpus)
-        if gpus and config.generation.backend == "sglang":
-            config = with_sglang_environment(config)
-        trainers = TrainerGroup(config, policy_config(config, model_path, _loss(config)), gpus)
-        stack.callback(trainers.shutdown)
-        scorer: Scorer = inputs.scorer
-        if config.reward.processes:
-            settings = config.reward
-            scorer = RewardPool(settings.function, settings.kwargs, settings.processes, settings.timeout_s)
-            stack.callback(scorer.close)
-        colocated = config.generation.colocated.enabled
-        if not colocated:
-            trainers.start()
-        engines = _engines(config, model_path, inputs, gpus, trainers.actors if colocated else None)
-        stack.callback(engines.shutdown)
-        engines.start()
-        if not colocated:
-            trainers.wait_until_built()
-        engines.wait_until_built()
-        refits = refits or (ColocatedRefits if colocated else Refits)
-        mover = refits(config, trainers, engines, folder / "refits.jsonl")
-        mover.begin(first_step, lambda routes: console.print(_routes(config, routes), soft_wrap=True))
-        if resumed:
-            trainers.load(resumed.folder)
+        with under_way(console, f"starting {ranks} ranks"):
+            stack.enter_context(ray_cluster(config.ray, ranks))
+            gpus = gpus_per_rank()
+            config = _with_dtype(config, gpus)
+            if gpus and config.generation.backend == "sglang":
+                config = with_sglang_environment(config)
+            trainers = TrainerGroup(config, policy_config(config, model_path, _loss(config)), gpus)
+            stack.callback(trainers.shutdown)
+            scorer: Scorer = inputs.scorer
+            if config.reward.processes:
+                settings = config.reward
+                scorer = RewardPool(
+                    settings.function, settings.kwargs, settings.processes, settings.timeout_s
+                )
+                stack.callback(scorer.close)
+            colocated = config.generation.colocated.enabled
+            if not colocated:
+                trainers.start()
+            engines = _engines(config, model_path, inputs, gpus, trainers.actors if colocated else None)
+            stack.callback(engines.shutdown)
+            engines.start()
+            if not colocated:
+                trainers.wait_until_built()
+            engines.wait_until_built()
+            refits = refits or (ColocatedRefits if colocated else Refits)
+            mover = refits(config, trainers, engines, folder / "refits.jsonl")
+            mover.begin(first_step, lambda routes: console.print(_routes(config, routes), soft_wrap=True))
+            if resumed:
+                trainers.load(resumed.folder)
         collector = ExperienceCollector(config, engines, inputs, scorer)
         display = stack.enter_context(RunDisplay(console, config.algorithm.steps, first_step))
         loop = TrainingLoop(config, trainers, mover, collector, store, metrics, display.on_step)
@@ -216,6 +221,17 @@ def _trainer_text(trainer: TrainerConfig) -> str:
 def _routes(config: TrainConfig, routes: Mapping[str, object]) -> str:
     how = "shard to shard" if config.policy.nccl_xfer_refit else "packed broadcast of everything"
     return f"refit: {how}; {routes['bulk']} weights bulk, {routes['misc']} misc, {routes['unused']} unused by the engine"
+
+
+@contextmanager
+def _told_what_is_saved(store: CheckpointStore) -> Iterator[None]:
+    """An interrupt that ends the run at once says which checkpoint there is."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        newest = store.newest()
+        saved = "no step is saved" if newest is None else f"{newest} is saved; resume=true goes on from there"
+        raise Interrupted(f"stopped at once; {saved}") from None
 
 
 @contextmanager

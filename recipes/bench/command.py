@@ -13,9 +13,10 @@ from rich.markup import escape
 
 from ..config.options import PICTURES, empty_layouts, output_problems
 from ..plan.catalog import LayoutError
+from ..terminal import under_way
 from .arguments import foreign_options
 from .launch import BenchFailed, run_ranks
-from .options import LIVE_PEERS, PEERS, BenchOptions, LiveOptions, common_options
+from .options import ENGINES, LIVE_PEERS, PEERS, BenchOptions, LiveOptions, common_options
 from .render import draw_timeline, json_records, show, show_live, write_json
 from .run import BenchResult, run_rank
 from .scene import model_problems
@@ -50,7 +51,8 @@ def main(arguments: argparse.Namespace, console: Console, errors: Console) -> in
     if isinstance(options, LiveOptions):
         return _run_live(options, console, say)
     try:
-        result = run_ranks(run_rank, options)
+        with under_way(console, f"timing {options.world_size} ranks"):
+            result = run_ranks(run_rank, options)
     except BenchFailed as error:
         return say(str(error), _FAILED)
     show(console, options, result)
@@ -66,7 +68,10 @@ def _run_live(options: LiveOptions, console: Console, say: Callable[[str, int], 
         # What stands there afterwards is of this run.
         options.json.unlink(missing_ok=True)
     try:
-        result = run_ranks(run_live_rank, options)
+        with under_way(
+            console, f"timing {options.world_size} trainer ranks and a live {ENGINES[options.backend]}"
+        ):
+            result = run_ranks(run_live_rank, options)
     except BenchFailed as error:
         there = options.json is not None and options.json.exists()
         kept = f"\nthe paths that ran before it are in {options.json}" if there else ""

@@ -8,11 +8,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..terminal import plain_table
 from .options import ENGINES, BenchOptions, LiveOptions
 from .sharing import Sharing, sharing
 
@@ -72,11 +72,8 @@ def show(console: Console, options: BenchOptions, result: BenchResult) -> None:
         f"{result.kept_bytes / 1e9:.3f} GB kept per engine rank{', which sleeps between refits' if options.sleep else ''}; "
         f"{_wires(result)}"
     )
-    table = _table()
     of, nominal = ("of copy", result.copy_gb_per_s) if options.colocated else ("of p2p", result.p2p_gb_per_s)
-    columns = ("", "ms", "min", "max", "GB/s", of, "host ms", "MiB", "exact")
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    table = plain_table(("", "ms", "min", "max", "GB/s", of, "host ms", "MiB", "exact"))
     for refit in result.refits:
         timing = refit.timing
         table.add_row(
@@ -140,7 +137,7 @@ def draw_timeline(path: Path, refit: RefitResult, train_ranks: int) -> None:
             bars = [(start * 1e3, (end - start) * 1e3) for name, start, end in line if name == stage]
             axes.broken_barh(bars, (lane, 0.8 / len(stages)), facecolors=colors[stage])
     labels = [
-        f"trainer {rank}" if rank < train_ranks else f"engine {rank - train_ranks}"
+        f"trainer rank {rank}" if rank < train_ranks else f"engine rank {rank}"
         for rank in range(len(refit.timelines))
     ]
     axes.set_yticks(range(len(labels)), labels)
@@ -177,9 +174,7 @@ def _shared_figures(result: BenchResult, refit: RefitResult) -> dict[str, Any]:
 
 
 def _shared(result: BenchResult) -> Table:
-    table = _table()
-    for column in ("", "stayed", "crossed", "bound ms", "of bound"):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    table = plain_table(("", "stayed", "crossed", "bound ms", "of bound"))
     for refit in result.refits:
         found = _sharing(result, refit)
         if found is None:
@@ -202,9 +197,7 @@ def _sharing(result: BenchResult, refit: RefitResult) -> Sharing | None:
 
 
 def _stages(refits: list[RefitResult]) -> Table:
-    table = _table()
-    for column in ("", *(refit.transport for refit in refits)):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    table = plain_table(("", *(refit.transport for refit in refits)))
     for stage in dict.fromkeys(stage for refit in refits for stage in refit.stages):
         cells = (f"{refit.stages[stage] * 1e3:.2f}" if stage in refit.stages else "" for refit in refits)
         table.add_row(stage, *cells)
@@ -220,10 +213,6 @@ def _notes(result: BenchResult) -> list[str]:
         *dict.fromkeys(found),
         *(f"peer {name} was not timed: {p.reason}" for name, p in result.peers.items() if p.timing is None),
     ]
-
-
-def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def _rate(result: BenchResult, seconds: float) -> float:
@@ -285,9 +274,7 @@ def show_live(console: Console, options: LiveOptions, result: LiveResult) -> Non
         highlight=False,
         soft_wrap=True,
     )
-    table = _table()
-    for column in ("", "ms", "min", "max", "own", "GB/s", "peak", "growth", "exact"):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    table = plain_table(("", "ms", "min", "max", "own", "GB/s", "peak", "growth", "exact"))
     for path in result.paths:
         table.add_row(*_live_row(result, path))
     console.print(table)

@@ -26,9 +26,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..configs import BUNDLED, bundled_recipes
 from .errors import ConfigError, Violation
-
-BUNDLED = Path(__file__).parents[1] / "configs"
 
 
 @dataclass
@@ -44,11 +43,6 @@ class Composed:
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     violations: list[Violation] = field(default_factory=list)
-
-
-def bundled_recipes() -> list[str]:
-    """Names of the recipes that ship with the package; files with a leading underscore are bases."""
-    return sorted(path.stem for path in BUNDLED.glob("*.yaml") if not path.name.startswith("_"))
 
 
 def recipe_file(recipe: str) -> Path:
@@ -70,9 +64,7 @@ def recipe_file(recipe: str) -> Path:
     else:
         close = difflib.get_close_matches(recipe, bundled_recipes(), n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        problem = (
-            f"no recipe of this name is bundled; {hint}The bundled ones are {known}; a file needs its .yaml"
-        )
+        problem = f"no bundled recipe is called {recipe}. {hint.capitalize()}The bundled ones are {known}; a file needs its .yaml"
     raise ConfigError(recipe, [problem])
 
 

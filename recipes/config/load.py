@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from ..configs import bundled_recipes
 from .checks import config_violations
-from .compose import bundled_recipes, compose_recipe
+from .compose import compose_recipe
 from .errors import ConfigError, Violation
 from .machine import (
     file_violations,

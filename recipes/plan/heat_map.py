@@ -10,8 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from .render import seconds, size
+from ..terminal import seconds, size
 from .study import Study
+
+# A picture of at most so many cells has their values written in; on darker cells in white.
+_WRITTEN_CELLS, _DARK = 256, 0.6
+# Beyond this ratio of the most to the least, colors follow the logarithm.
+_ORDERS = 20
 
 
 def write_heat_map(study: Study, path: Path) -> None:
@@ -47,19 +52,45 @@ def _write_png(study: Study, path: Path) -> None:
     # A picture is seldom asked for, and the library is slow to load.
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import LogNorm
+    from matplotlib.colors import LogNorm, Normalize
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(13, 6), layout="constrained")
     FigureCanvasAgg(figure)
     pairs, links = figure.subplots(1, 2, width_ratios=(3, 2))
-    # Pairs differ by orders of magnitude; those that exchange nothing stay white.
-    matrix = np.ma.masked_equal(_matrix(study) / 1e6, 0.0)
-    scale = LogNorm(matrix.min(), matrix.max()) if matrix.count() else None
+    # Pairs that exchange nothing stay white.
+    matrix = np.ma.masked_equal(_matrix(study).astype(float), 0.0)
+    least, most = (matrix.min(), matrix.max()) if matrix.count() else (0.0, 1.0)
+    scale = LogNorm(least, most) if 0 < _ORDERS * least < most else Normalize(0, most)
     colors = colormaps["viridis"].with_extremes(bad="white")
-    image = pairs.imshow(matrix, aspect="auto", interpolation="nearest", cmap=colors, norm=scale)
-    pairs.set(xlabel="engine rank (of the engines)", ylabel="sending rank (of the refit)", title="MB by pair")
-    figure.colorbar(image, ax=pairs, label="MB")
+    train, (rows, columns) = study.analysis.train_ranks, matrix.shape
+    image = pairs.imshow(
+        matrix,
+        aspect="auto",
+        interpolation="nearest",
+        cmap=colors,
+        norm=scale,
+        # Ranks as everywhere else: of the refit, trainers first.
+        extent=(train - 0.5, train + columns - 0.5, rows - 0.5, -0.5),
+    )
+    pairs.set(xlabel="receiving engine rank", ylabel="sending rank", title="bytes by pair")
+    for axis in (pairs.xaxis, pairs.yaxis, links.xaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    if rows * columns <= _WRITTEN_CELLS:
+        for row, column in np.argwhere(~np.ma.getmaskarray(matrix)).tolist():
+            value = float(matrix[row, column])
+            dark = float(scale(value)) < _DARK
+            pairs.text(
+                train + column,
+                row,
+                size(value),
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white" if dark else "black",
+            )
+    figure.colorbar(image, ax=pairs, format=lambda value, _: size(value))
     _draw_links(study, links)
     figure.suptitle(_title(study))
     figure.savefig(path, dpi=110)
@@ -68,11 +99,25 @@ def _write_png(study: Study, path: Path) -> None:
 def _draw_links(study: Study, links: Any) -> None:
     by_way = _links_by_way(study)
     for label, times in by_way.items():
-        # The two directions of a link often take as long: dashes let the other line through.
-        style = "--" if label.endswith(" in") else "-"
-        links.plot(sorted(times, reverse=True), style, label=label)
-    links.axhline(study.analysis.bound_seconds, color="black", linestyle=":", label="speed of light T")
-    links.set(xlabel="links, busiest first", ylabel="seconds", title="time of each link", ylim=(0, None))
+        # The two directions of a link often take as long: the dashes and hollow marks of one let the other through.
+        inward = label.endswith(" in")
+        links.plot(
+            range(1, len(times) + 1),
+            sorted(times, reverse=True),
+            "--" if inward else "-",
+            marker="s" if inward else "o",
+            markersize=9 if inward else 5,
+            markerfacecolor="none" if inward else None,
+            markevery=max(1, len(times) // 16),
+            label=label,
+        )
+    links.axhline(
+        study.analysis.bound_seconds, color="black", linestyle=":", label="speed of light T", zorder=1
+    )
+    links.set(xlabel="links, busiest first", ylabel="seconds", title="time of each link")
+    links.set_ylim(
+        0, 1.1 * max([study.analysis.bound_seconds, *(t for times in by_way.values() for t in times)])
+    )
     links.legend()
 
 
@@ -131,7 +176,7 @@ td:first-child,th:first-child{text-align:left}td:last-child{width:240px}.bar{hei
 #tip{height:1.5em;font-variant-numeric:tabular-nums}
 </style>
 <h2>@title@</h2>
-<p>Rows send (refit ranks), columns receive (engine ranks). Darker is more; white is nothing.</p>
+<p>Rows send, columns receive; ranks are numbered over the refit, trainers first. Darker is more; white is nothing.</p>
 <p id="tip">Point at a cell.</p>
 <canvas id="map"></canvas>
 @links@

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config.load import bundled_recipes, load_config
+from ..terminal import size
 from ..tiny.checkpoints import PREFIX
 from .arguments import add_arguments
 from .options import read_options
 from .recipe import layout_text
-from .render import size
 from .study import Study, study
 
 BEGIN, END = "<!-- recipes: made by rlrefit.recipes.plan.recipe_table -->", "<!-- /recipes -->"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -12,6 +13,7 @@ from rich.table import Table
 from ...integration.layout import Box
 from ...integration.packing.encoded import CHECKED_AT_ONCE
 from ...integration.weights.manifest import dtype_name
+from ..terminal import plain_table, seconds, size
 from .explain import Explanation
 from .study import Study
 
@@ -41,26 +43,38 @@ def show_study(console: Console, study: Study) -> None:
     if uneven:
         console.print(f"trainer: {uneven}", highlight=False, soft_wrap=True)
     console.print(_routes(study))
+    for row in study.routes():
+        if row.reason:
+            console.print(
+                f"{row.route}, {row.weights:,} weights: {escape(row.reason)}", highlight=False, soft_wrap=True
+            )
     console.print(_ranks(study))
     console.print(_links(study))
     slowest = study.slowest_part
     measured = [
         (
             "a rank's own part",
-            f"at most {max(part.segments for part in study.parts):,} segments in "
-            f"{max(part.messages for part in study.parts):,} messages and "
+            f"at most {max(part.segments for part in study.parts):,} segments, "
+            f"{max(part.messages for part in study.parts):,} messages, "
             f"{max(part.rounds for part in study.parts):,} rounds",
         ),
         (
             "planning",
-            f"at most {slowest.seconds:.2f} s a rank (rank {slowest.rank}; {len(study.parts)} of {train + gen} "
-            f"measured), {size(study.peak_rss_bytes)} of memory in this process",
+            f"at most {slowest.seconds:.2f} s a rank (rank {slowest.rank}; {len(study.parts)} of {train + gen} measured)",
         ),
+        ("", f"{size(study.peak_rss_bytes)} of memory in this process"),
     ]
     summary = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for key, value in [*_link_times(study), *measured]:
         summary.add_row(key, escape(value))
     console.print(summary, highlight=False)
+    if options.hosts.shared_gpus:
+        console.print(
+            "The prediction writes straight into the engines' parameters. Where these can't be mapped (with vLLM's sleep mode "
+            "on some hosts), bytes go through buckets and are copied twice.",
+            highlight=False,
+            soft_wrap=True,
+        )
     if study.bulk_share < _USUAL_BULK_SHARE:
         console.print(
             f"warning: only {study.bulk_share:.1%} of the bytes go shard to shard; the rest goes whole to every engine "
@@ -72,32 +86,28 @@ def show_study(console: Console, study: Study) -> None:
 
 
 def _link_times(study: Study) -> list[tuple[str, str]]:
-    """What links bound and predict, and the memory that ``p2p`` stages in."""
+    """The bound and the prediction of the links, and the memory for staging."""
     analysis, options = study.analysis, study.options
     relays = ", engine ranks of a host pass on what they share" if analysis.fan_out else ""
     # A bucket that is passed on in a later round is not free for the next one.
-    held_longer = " (more where a rank passes on)" if analysis.fan_out else ""
-    straight = (
-        " straight into the engines' parameters; through buckets, where those can't be mapped (as vLLM's sleep mode may have "
-        "it), each byte is copied twice"
-        if options.hosts.shared_gpus
-        else ""
-    )
+    held_longer = "; more where a rank passes on" if analysis.fan_out else ""
+    plural = "s" if options.streams > 1 else ""
     return [
         (
             "speed of light T",
-            f"{seconds(analysis.bound_seconds)} of bulk (the least that some link needs, whoever sends)",
+            f"{seconds(analysis.bound_seconds)} of bulk: the least that some link needs",
         ),
-        ("predicted, bulk", f"{seconds(analysis.predicted_seconds)}{relays}{straight}"),
+        ("predicted, bulk", f"{seconds(analysis.predicted_seconds)}{relays}"),
         ("predicted, misc", _misc(study)),
         ("predicted, total", f"{seconds(study.predicted_seconds)}"),
         ("busiest link", f"{analysis.busiest_link_ratio:.3f} x the least that ownership allows"),
         (
             "staging memory",
-            f"{'buckets' if options.hosts.shared_gpus else 'p2p'}: 2 x {options.streams} stream{'s' if options.streams > 1 else ''} x {size(analysis.bucket_bytes)} = "
-            f"{size(study.staging_bytes)} at most{held_longer} for each direction and rank (a round fills {size(max(p.staging_bytes for p in study.parts))}); "
-            f"ipc needs {_memory_of_checks(options.quantize)}",
+            f"{'buckets' if options.hosts.shared_gpus else 'p2p'}: 2 x {options.streams} stream{plural} x "
+            f"{size(analysis.bucket_bytes)} = {size(study.staging_bytes)} at most",
         ),
+        ("", f"for each direction and rank; a round fills {size(study.round_bytes)}{held_longer}"),
+        ("", f"ipc needs {_memory_of_checks(options.quantize)}"),
     ]
 
 
@@ -119,55 +129,25 @@ def _those(first: int, count: int) -> str:
 
 
 def _routes(study: Study) -> Table:
-    table = Table(title="routes", title_justify="left")
-    for column in ("route", "why"):
-        table.add_column(column, overflow="fold")
-    for column in ("weights", "bytes", "share"):
-        table.add_column(column, justify="right")
+    table = plain_table(("route", "weights", "bytes", "share"), "routes")
     total = sum(spec.nbytes for spec in study.specs) or 1
     for row in study.routes():
-        table.add_row(
-            row.route,
-            escape(row.reason or "shard to shard"),
-            f"{row.weights:,}",
-            size(row.nbytes),
-            f"{row.nbytes / total:.3%}",
-        )
+        table.add_row(row.route, f"{row.weights:,}", size(row.nbytes), f"{row.nbytes / total:.3%}")
     return table
 
 
 def _ranks(study: Study) -> Table:
-    pairs = study.analysis.pair_bytes
-    train = study.analysis.train_ranks
-    table = Table(title="bytes by rank", title_justify="left")
-    table.add_column("")
-    for column in ("least", "at rank", "median", "most", "at rank"):
-        table.add_column(column, justify="right")
-    rows = [
-        ("trainers send", pairs[:train].sum(axis=1), 0),
-        ("engines receive", pairs[:, train:].sum(axis=0), train),
-    ]
-    if study.analysis.fan_out:
-        rows.append(("engines pass on", pairs[train:].sum(axis=1), train))
-    for label, amounts, first in rows:
-        low, high = int(amounts.argmin()), int(amounts.argmax())
-        table.add_row(
-            label,
-            size(int(amounts[low])),
-            str(first + low),
-            size(float(np.median(amounts))),
-            size(int(amounts[high])),
-            str(first + high),
-        )
+    table = plain_table(("", "least", "at rank", "median", "most", "at rank"), "bytes by rank")
+    for label, amounts in study.bytes_by_rank.items():
+        low, high = min(amounts, key=amounts.__getitem__), max(amounts, key=amounts.__getitem__)
+        middle = float(np.median(list(amounts.values())))
+        table.add_row(label, size(amounts[low]), str(low), size(middle), size(amounts[high]), str(high))
     return table
 
 
 def _links(study: Study) -> Table:
-    links = sorted(study.analysis.links, key=lambda link: -link.seconds)
-    table = Table(title=f"busiest links of {len(links):,}", title_justify="left")
-    table.add_column("link")
-    for column in ("bytes", "GB/s", "time"):
-        table.add_column(column, justify="right")
+    links = study.links
+    table = plain_table(("link", "bytes", "GB/s", "time"), f"busiest links of {len(links):,}")
     for link in links[:_LINKS]:
         table.add_row(link.name, size(link.nbytes), f"{link.rate_gb_per_s:g}", seconds(link.seconds))
     return table
@@ -193,18 +173,16 @@ def show_explanation(console: Console, explanation: Explanation) -> None:
     for title, boxes in (("held by trainers", explanation.held), ("wanted by engines", explanation.wanted)):
         if not boxes:
             continue
-        table = Table(title=title, title_justify="left")
-        table.add_column("ranks", overflow="fold")
-        table.add_column("boxes", overflow="fold")
+        table = _text_table(title, ("ranks", "boxes"))
         for held, ranks in list(boxes.items())[:_ROWS]:
-            table.add_row(ranges(ranks), escape("  ".join(map(box_text, held))))
+            # A box a row: no row is longer than the terminal is wide.
+            for number, part in enumerate(held):
+                table.add_row("" if number else ranges(ranks), escape(box_text(part)))
         _rest(table, len(boxes), 2)
         console.print(table)
     if not explanation.sendings:
         return
-    table = Table(title="sent", title_justify="left")
-    for column in ("from", "to", "passed on to", "box"):
-        table.add_column(column, overflow="fold")
+    table = _text_table("sent", ("from", "to", "passed on to", "box"))
     table.add_column("bytes", justify="right")
     for sending in explanation.sendings[:_ROWS]:
         table.add_row(
@@ -216,6 +194,13 @@ def show_explanation(console: Console, explanation: Explanation) -> None:
         )
     _rest(table, len(explanation.sendings), 5)
     console.print(table)
+
+
+def _text_table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
 
 
 def show_problems(console: Console, violations: Iterable[str]) -> None:
@@ -230,9 +215,9 @@ def _rest(table: Table, count: int, columns: int) -> None:
         table.add_row(f"… {count - _ROWS} more", *[""] * (columns - 1))
 
 
-def box_text(box: Box) -> str:
+def box_text(part: Box) -> str:
     """A box as Python writes slices, e.g. ``[0:4, 8:16]``; ``[]`` for a scalar."""
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in part) + "]"
 
 
 def ranges(ranks: Sequence[int]) -> str:
@@ -250,23 +235,3 @@ def ranges(ranks: Sequence[int]) -> str:
         by = f" by {step}" if step > 1 else ""
         texts.append(str(run[0]) if count == 1 else f"{run[0]}-{run[-1]}{by}")
     return ", ".join(texts)
-
-
-def size(nbytes: float) -> str:
-    """Bytes in powers of 1000, three digits."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(nbytes) < 1000 or unit == "TB":
-            break
-        nbytes /= 1000
-    return (
-        f"{nbytes:.0f} B"
-        if unit == "B"
-        else f"{nbytes:.3g} {unit}"
-        if nbytes < 1000
-        else f"{nbytes:.0f} {unit}"
-    )
-
-
-def seconds(value: float) -> str:
-    """A time in seconds, or milliseconds where it is short."""
-    return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.2f} ms"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ...integration.errors import PlanError
-from ...integration.plan import Analysis, analyse
+from ...integration.plan import Analysis, LinkLoad, analyse
 from ...integration.weights.holdings import Holdings
 from ...integration.weights.manifest import Route, TensorSpec
 from .catalog import all_holdings, exported_specs
@@ -110,6 +110,29 @@ class Study:
         return 2 * self.options.streams * self.analysis.bucket_bytes
 
     @property
+    def round_bytes(self) -> int:
+        """What a round of ``p2p`` fills of the staging memory, at most over the measured ranks."""
+        return max(part.staging_bytes for part in self.parts)
+
+    @property
+    def bytes_by_rank(self) -> dict[str, dict[int, int]]:
+        """By rank of the refit, what trainers send, engines receive and, with fan-out, engines pass on."""
+        pairs, train = self.analysis.pair_bytes, self.analysis.train_ranks
+        sent, received = pairs.sum(axis=1).tolist(), pairs.sum(axis=0).tolist()
+        found = {
+            "trainers send": dict(enumerate(sent[:train])),
+            "engines receive": dict(enumerate(received[train:], start=train)),
+        }
+        if self.analysis.fan_out:
+            found["engines pass on"] = dict(enumerate(sent[train:], start=train))
+        return found
+
+    @property
+    def links(self) -> list[LinkLoad]:
+        """The links that carry something, the busiest first."""
+        return sorted(self.analysis.links, key=lambda link: -link.seconds)
+
+    @property
     def bulk_share(self) -> float:
         """Of the bytes that an engine takes at all, those that go shard to shard."""
         bulk = self.analysis.manifest.bytes_of("bulk")
@@ -135,12 +158,33 @@ class Study:
             "quantize": self.options.quantize,
             "bulk_share": self.bulk_share,
             "bytes": {"bulk": self.analysis.manifest.bytes_of("bulk"), "misc": self.misc_bytes},
+            "routes": [asdict(row) for row in self.routes()],
+            "ranks": {
+                "trainers": self.analysis.train_ranks,
+                "engines": self.analysis.gen_ranks,
+                **{
+                    what.replace(" ", "_"): list(amounts.values())
+                    for what, amounts in self.bytes_by_rank.items()
+                },
+            },
+            "links": [
+                {
+                    "name": link.name,
+                    "bytes": link.nbytes,
+                    "gb_per_s": link.rate_gb_per_s,
+                    "seconds": link.seconds,
+                }
+                for link in self.links
+            ],
+            "staging_bytes": self.staging_bytes,
+            "round_bytes": self.round_bytes,
             "misc_reasons": misc,
             "seconds_compile_max": self.slowest_part.seconds,
             "peak_rss_bytes": self.peak_rss_bytes,
             "busiest_link_ratio": self.analysis.busiest_link_ratio,
             "predicted_seconds": self.predicted_seconds,
             "bound_seconds": self.bound_seconds,
+            "misc_seconds": self.misc_seconds,
             "violations": [],
         }
 
@@ -154,12 +198,18 @@ def json_of_problems(model: str, train: str, gen: str, violations: list[str]) ->
         "quantize": None,
         "bulk_share": None,
         "bytes": {"bulk": None, "misc": None},
+        "routes": [],
+        "ranks": None,
+        "links": [],
+        "staging_bytes": None,
+        "round_bytes": None,
         "misc_reasons": {},
         "seconds_compile_max": None,
         "peak_rss_bytes": None,
         "busiest_link_ratio": None,
         "predicted_seconds": None,
         "bound_seconds": None,
+        "misc_seconds": None,
         "violations": violations,
     }
 
@@ -207,7 +257,10 @@ def _unknown(name: str, known: list[str]) -> str:
 
     # Names of all layers and experts are alike: compare first without the numbers, then with them.
     plain = {_without_numbers(other): other for other in reversed(known)}
-    shapes = get_close_matches(_without_numbers(name), list(plain), n=3, cutoff=0.5)
+    wanted = _without_numbers(name)
+    # A part of a name ("q_proj") is unlike the whole.
+    shapes = [shape for shape in plain if wanted in shape][:3]
+    shapes = shapes or get_close_matches(wanted, list(plain), n=3, cutoff=0.5)
     alike = [other for other in known if _without_numbers(other) in shapes]
     close = get_close_matches(name, alike[:5000], n=3, cutoff=0.5) or [plain[shape] for shape in shapes]
     hint = f"; did you mean {', '.join(close)}?" if close else ""

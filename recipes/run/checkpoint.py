@@ -147,6 +147,10 @@ class CheckpointStore:
             return LatestGood(checkpoint, tuple(skipped))
         return LatestGood(None, tuple(skipped))
 
+    def newest(self) -> Path | None:
+        """The newest checkpoint's folder, whose files are not read; None if there is none."""
+        return next(reversed(self._folders()), None)
+
     def set_aside(self, skipped: Skipped) -> Path:
         """Rename a checkpoint that can't be used, so that its step can be saved again; returns the new folder."""
         aside = skipped.folder.with_name(f"{skipped.folder.name}.damaged")

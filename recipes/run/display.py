@@ -1,4 +1,4 @@
-"""What a user sees of a run: progress while it lasts, a table at its end."""
+"""Progress while a run lasts, and a table at its end."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from ..terminal import plain_table, size
+
 _COLUMNS = (
     ("step", "{step}"),
     ("reward", "{reward/mean:.3f}"),
@@ -26,9 +28,11 @@ _COLUMNS = (
     ("refit", "{time/refit:.2f}"),
     ("gen.", "{time/generate:.2f}"),
     ("train", "{time/train:.2f}"),
-    ("bulk MB", "{mb_bulk:.2f}"),
-    ("misc kB", "{kb_misc:.0f}"),
+    ("bulk", "{bulk}"),
+    ("misc", "{misc}"),
 )
+# Those of a step's line: with their names no more fit into 80 columns.
+_IN_A_LINE = ("step", "reward", "val", "gen. KL", "step s", "refit")
 # A table of every step would bury the terminal; this many rows tell the course of a run.
 _ROWS = 12
 
@@ -64,16 +68,13 @@ class RunDisplay:
         self._rows.append(row)
         self._progress.advance(self._task)
         cells = _cells(row)
-        text = "  ".join(
-            f"{name} {cell}" for (name, _), cell in zip(_COLUMNS, cells, strict=True) if cell != "-"
-        )
+        named = {name: cell for (name, _), cell in zip(_COLUMNS, cells, strict=True) if cell != "-"}
+        text = "  ".join(f"{name} {named[name]}" for name in _IN_A_LINE if name in named)
         self.console.print(text, highlight=False, soft_wrap=True)
 
     def table(self, rows: list[dict[str, Any]], title: str) -> Table:
         """The course of the run in a dozen rows."""
-        table = Table(title=title, padding=(0, 0, 0, 1))
-        for name, _ in _COLUMNS:
-            table.add_column(name, justify="right")
+        table = plain_table([name for name, _ in _COLUMNS], title)
         for row in _telling(rows):
             table.add_row(*_cells(row))
         return table
@@ -89,8 +90,9 @@ def _telling(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     values = dict(row)
-    values["mb_bulk"] = row["refit/bytes_bulk"] / 1e6 if "refit/bytes_bulk" in row else None
-    values["kb_misc"] = row["refit/bytes_misc"] / 1e3 if "refit/bytes_misc" in row else None
+    for route in ("bulk", "misc"):
+        nbytes = row.get(f"refit/bytes_{route}")
+        values[route] = None if nbytes is None else size(nbytes)
     return [_cell(template, values) for _, template in _COLUMNS]
 
 

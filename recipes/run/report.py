@@ -1,4 +1,4 @@
-"""``report.png``: what a run's metrics show, in four panels."""
+"""``report.png``: a run's metrics in four panels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 
 Rows = Sequence[dict[str, Any]]
 
+# A dot a step: a run of one step would show no line.
+_MARKED = ".-"
+# Beside the panel, where it hides nothing.
+_LEGEND: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1), "fontsize": "small"}
 _STEP_STAGES = ("refit", "validate", "generate", "hand_over", "logprobs", "train", "calibrate")
 
 
@@ -23,19 +27,21 @@ def write_report(rows: Rows, path: Path, title: str) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     figure, axes = pyplot.subplots(2, 2, figsize=(13, 8), layout="constrained")
     figure.suptitle(title)
     _rewards(axes[0, 0], rows)
     _divergence(axes[0, 1], rows)
     step_stages = [stage for stage in _STEP_STAGES if any(row.get(f"time/{stage}") for row in rows)]
-    _stages(axes[1, 0], rows, "time/", step_stages, "Step time by stage")
+    _stacked(axes[1, 0], rows, step_stages)
     refit_stages = sorted(
-        {key.removeprefix("refit/time/") for row in rows for key in row if "refit/time/" in key}
+        {key.removeprefix("refit/time/") for row in rows for key in row if "refit/time/" in key and row[key]}
     )
-    _stages(axes[1, 1], rows, "refit/time/", refit_stages, "Refit time by stage (slowest rank)")
+    _beside(axes[1, 1], rows, refit_stages)
     for axis in axes.flat:
         axis.set_xlabel("step")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     aside = path.with_name(f".{path.stem}.tmp.png")
     figure.savefig(aside, dpi=110)
@@ -44,24 +50,37 @@ def write_report(rows: Rows, path: Path, title: str) -> None:
 
 
 def _rewards(axis: Any, rows: Rows) -> None:
-    axis.plot(*_series(rows, "reward/mean"), label="training, sampled", color="tab:blue")
+    axis.plot(*_series(rows, "reward/mean"), _MARKED, label="training, sampled", color="tab:blue")
     axis.plot(*_series(rows, "val/reward"), "o-", label="validation, greedy", color="tab:orange")
     axis.set(title="Reward", ylabel="mean reward")
     axis.legend()
 
 
 def _divergence(axis: Any, rows: Rows) -> None:
-    axis.plot(*_series(rows, "generation_kl"), color="tab:red")
+    axis.plot(*_series(rows, "generation_kl"), _MARKED, color="tab:red")
     axis.set(title="Generation KL (engine against trainer)", ylabel="KL per token in nats", yscale="log")
 
 
-def _stages(axis: Any, rows: Rows, prefix: str, stages: Sequence[str], title: str) -> None:
+def _stacked(axis: Any, rows: Rows, stages: Sequence[str]) -> None:
+    """The stages of a step, which come one after another."""
     steps = [row["step"] for row in rows]
-    values = [[row.get(prefix + stage) or 0.0 for row in rows] for stage in stages]
-    if values:
-        axis.stackplot(steps, values, labels=stages)
-        axis.legend(loc="upper right", fontsize="small")
-    axis.set(title=title, ylabel="seconds")
+    below = [0.0] * len(rows)
+    for stage in stages:
+        taken = [row.get(f"time/{stage}") or 0.0 for row in rows]
+        axis.bar(steps, taken, width=1.0, bottom=below, label=stage)
+        below = [low + more for low, more in zip(below, taken, strict=True)]
+    axis.set(title="Step time by stage", ylabel="seconds")
+    if stages:
+        axis.legend(**_LEGEND)
+
+
+def _beside(axis: Any, rows: Rows, stages: Sequence[str]) -> None:
+    """The stages of a refit, which overlap: they don't add up to its time."""
+    axis.plot(*_series(rows, "refit/seconds"), _MARKED, color="black", label="refit")
+    for stage in stages:
+        axis.plot(*_series(rows, f"refit/time/{stage}"), _MARKED, label=stage)
+    axis.set(title="Refit time by stage (slowest rank; stages overlap)", ylabel="seconds", ylim=(0, None))
+    axis.legend(**_LEGEND)
 
 
 def _series(rows: Rows, key: str) -> tuple[list[int], list[float]]:

@@ -8,8 +8,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from rlrefit.recipes.config.compose import BUNDLED
 from rlrefit.recipes.config.load import TrainConfig, bundled_recipes, load_config, resolve_data_path
+from rlrefit.recipes.configs import BUNDLED
 
 
 def test_the_bundled_recipes_are_listed_without_their_bases() -> None:

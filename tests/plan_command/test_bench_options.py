@@ -55,6 +55,22 @@ def test_an_option_that_cannot_work_is_the_only_complaint_and_nothing_starts(
     assert "\n" not in said
 
 
+@pytest.mark.parametrize(
+    ("arguments", "foreign"),
+    [
+        (("--live", "--sleep", "--no-check"), ["--sleep", "--check"]),
+        (("--live", "--quantize", "off"), ["--quantize"]),
+        (("--backend", "vllm", "--engine-log", "x"), ["--backend", "--engine-log"]),
+    ],
+)
+def test_an_option_of_the_other_kind_of_run_is_refused_by_name(
+    model: str, arguments: tuple[str, ...], foreign: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _bench(model, *arguments) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in said] == foreign
+
+
 def test_an_empty_layout_is_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert _bench(model, layouts=("", "tp=1")) == 2
     assert "train: the layout is empty" in capsys.readouterr().err

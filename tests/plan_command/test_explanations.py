@@ -12,8 +12,9 @@ import pytest
 from rlrefit.recipes.plan.arguments import add_arguments
 from rlrefit.recipes.plan.explain import explain
 from rlrefit.recipes.plan.options import PlanOptions, PlanProblems, read_options
-from rlrefit.recipes.plan.render import ranges, size
+from rlrefit.recipes.plan.render import ranges
 from rlrefit.recipes.plan.study import study
+from rlrefit.recipes.terminal import size
 from tests.catalog.shrunken import CONFIGS
 
 
@@ -53,6 +54,13 @@ def test_a_bucket_that_is_too_small_is_a_violation(tmp_path: Path) -> None:
     options = replace(_options(tmp_path, ""), bucket_bytes=64)
     with pytest.raises(PlanProblems, match="bucket"):
         study(options)
+
+
+def test_a_part_of_a_name_is_answered_with_names_that_have_it(tmp_path: Path) -> None:
+    with pytest.raises(PlanProblems) as refused:
+        study(replace(_options(tmp_path, ""), explain="q_proj"))
+    [problem] = refused.value.violations
+    assert "model.layers.0.self_attn.q_proj.weight" in problem
 
 
 def _options(folder: Path, topology: str) -> PlanOptions:

@@ -72,7 +72,7 @@ def test_a_run_that_names_no_recipe_is_refused_before_torch_is_loaded() -> None:
         return done.stderr.strip()
 
     wanted = "rlrefit train needs one recipe=NAME, e.g. recipe=grpo_tiny"
-    assert told("algorithm.steps=2", "~validation") == wanted
+    assert told("algorithm.steps=2", "~validation") == f"{wanted}; rlrefit train --list shows all"
     assert told("grpo_tiny") == f"{wanted}; did you mean recipe=grpo_tiny?"
     assert told("recipe=grpo_tiny", "recipe=dapo_tiny") == f"{wanted}; 2 are given"
 

@@ -22,12 +22,18 @@ KEYS = [
     "quantize",
     "bulk_share",
     "bytes",
+    "routes",
+    "ranks",
+    "links",
+    "staging_bytes",
+    "round_bytes",
     "misc_reasons",
     "seconds_compile_max",
     "peak_rss_bytes",
     "busiest_link_ratio",
     "predicted_seconds",
     "bound_seconds",
+    "misc_seconds",
     "violations",
 ]
 
