@@ -17,24 +17,20 @@ class VllmConfig:
     """Read with ``generation.backend: vllm`` only; names and meanings are vLLM's.
 
     Attributes:
-        max_model_len: longest prompt and completion together; null takes what the recipe can produce.
-        max_num_seqs: most sequences of one batch of decoding; null takes vLLM's own.
+        max_model_len: longest prompt and completion together; null for the longest that the recipe produces.
+        max_num_seqs: most sequences of a decoding batch; null for vLLM's default.
         enforce_eager: run without compilation and CUDA graphs.
-        gpu_memory_utilization: part of a GPU's memory for weights and KV cache, above 0 and at most 1.
-        enable_expert_parallel: share the experts out among an engine's tensor-parallel ranks, instead of cutting
-            each expert.
-        distributed_executor_backend: ``mp``, processes on one host, or ``ray``, actors that may be on several,
-            which an engine needs that is larger than a host.
-        load_format: ``auto`` reads the checkpoint. ``dummy`` starts with random weights, which the refit of step 1
-            replaces before anything is generated; it saves each engine the reading.
-        kv_cache_dtype: ``auto``: that of the model. ``fp8``: E4M3 of half the size, for twice the tokens; with
-            ``policy.refit.kv_scales`` its scales are calibrated on the rollouts of each step, else they are 1.
-        attention_backend: by vLLM's name, ``FLASH_ATTN`` or ``TRITON_ATTN``, say; null takes vLLM's choice.
-        seed_per_request: give each rollout a seed of its own, made of the recipe's, the step and its place in the step: what it
-            draws then depends on nothing that vLLM batches it with, so that equal weights give equal rollouts but for
-            rounding, and a run that is resumed goes on with the same ones. vLLM then samples one request after another
-            for each token, in Python. False lets an engine draw from one generator, which starts at a seed made of the
-            recipe's and of the replica: what a rollout draws depends on how vLLM happens to batch.
+        gpu_memory_utilization: fraction of a GPU's memory for weights and KV cache, above 0 and at most 1.
+        enable_expert_parallel: give each of an engine's tensor-parallel ranks whole experts, instead of a part of each.
+        distributed_executor_backend: ``mp`` for processes on one host; ``ray`` for actors, which may be on several hosts.
+        load_format: ``auto`` reads the checkpoint. ``dummy`` starts with random weights and saves the reading: the refit of
+            step 1 replaces them before anything is generated.
+        kv_cache_dtype: ``auto`` for the model's dtype, ``fp8`` for E4M3, which holds twice the tokens. Its scales are
+            calibrated on each step's rollouts with ``policy.refit.kv_scales``, and are 1 without.
+        attention_backend: vLLM's name of it, e.g. ``FLASH_ATTN``; null for vLLM's choice.
+        seed_per_request: give each rollout its own seed, so that its samples do not depend on how vLLM batches it. Equal
+            weights then give equal rollouts, up to rounding, and a resumed run samples the same ones. vLLM samples such
+            requests one after another in Python, for each token. False: each engine draws from one generator.
     """
 
     max_model_len: int | None = None
@@ -54,20 +50,19 @@ class SglangConfig:
     """Read with ``generation.backend: sglang`` only; but for ``asynchronous``, names and meanings are those of SGLang's ``ServerArgs``.
 
     Attributes:
-        asynchronous: each rollout is a request of its own, ``Engine.async_generate``, all of them and the refits in the
-            engine's one event loop. False gives ``Engine.generate`` a step's prompts at once, and equal runs equal rollouts.
-        context_length: longest prompt and completion together, with 8 tokens that SGLang keeps free; null takes what
-            the recipe can produce.
-        max_running_requests: most sequences of one batch of decoding; null takes SGLang's own.
-        mem_fraction_static: part of a GPU's memory for weights and KV cache, above 0 and below 1; null takes SGLang's own.
-        attention_backend: by SGLang's name, ``fa3`` or ``triton``, say; null takes SGLang's choice, and ``torch_native`` on CPUs.
-        ep_size: 1 cuts each expert; ``generation.tensor_parallel`` shares the experts out among an engine's ranks.
-        disable_cuda_graph: decode without CUDA graphs, whose memory stays as a colocated engine sleeps.
-        enable_deterministic_inference: kernels that give a request the same whatever it is batched with, and a seed for
-            each request; on GPUs. Without, samples come from a generator that ``seed`` starts, batch by batch.
-        load_format: ``auto`` reads the checkpoint. ``dummy`` starts with random weights, which the refit of step 1
-            replaces before anything is generated.
-        server_args: further ones by name; those that the recipe itself sets, and those that refits can't serve, are refused.
+        asynchronous: send each rollout as its own request (``Engine.async_generate``); requests and refits share the engine's
+            event loop. False passes a step's prompts to ``Engine.generate`` at once, and equal runs give equal rollouts.
+        context_length: longest prompt and completion together, plus 8 tokens that SGLang keeps free; null for the longest
+            that the recipe produces.
+        max_running_requests: most sequences of a decoding batch; null for SGLang's default.
+        mem_fraction_static: fraction of a GPU's memory for weights and KV cache, above 0 and below 1; null for SGLang's default.
+        attention_backend: SGLang's name of it, e.g. ``fa3``; null for SGLang's choice, or ``torch_native`` on CPUs.
+        ep_size: 1 cuts each expert; ``generation.tensor_parallel`` gives each rank whole experts.
+        disable_cuda_graph: decode without CUDA graphs. Their memory stays allocated while a colocated engine sleeps.
+        enable_deterministic_inference: kernels whose result does not depend on the batch, and a seed for each request; on
+            GPUs. False: each engine draws from one generator, batch by batch.
+        load_format: ``auto`` reads the checkpoint. ``dummy`` starts with random weights, as with vLLM.
+        server_args: further arguments by name. Those that the recipe sets, or that refits can't support, are refused.
     """
 
     asynchronous: bool = False
@@ -84,15 +79,15 @@ class SglangConfig:
 
 @dataclass
 class ColocatedConfig:
-    """Trainer and engines on the same GPUs, in two processes each, that take turns; NeMo-RL's key.
+    """Trainer and engines on the same GPUs; NeMo-RL's key.
 
-    While the trainer has the GPUs the engines sleep, and while the engines generate the trainer's weights, gradients
-    and optimizer are in host memory. The refit is that of ``colocated_ipc``, for which all ranks have to be on one host.
+    The engines sleep while the trainer trains. The trainer's weights, gradients and optimizer are in host memory while the
+    engines generate. All ranks must be on one host, since the refit (``colocated_ipc``) goes through its memory.
 
     Attributes:
-        enabled: give each trainer rank and one engine rank a GPU together; ``trainer.ranks`` must be the engines' ranks.
-        multi_stage_wake_up: wake an engine's weights before the refit, and its KV cache once the trainer's weights
-            have left the GPU. False wakes all at once before the refit, which needs memory for both.
+        enabled: each GPU has one trainer rank and one engine rank, so ``trainer.ranks`` must equal the engines' ranks.
+        multi_stage_wake_up: wake an engine's weights before the refit, and its KV cache after the trainer's weights
+            have left the GPU. False wakes both before the refit, which needs memory for all three.
     """
 
     enabled: bool = False
@@ -108,10 +103,10 @@ class GenerationConfig:
         tensor_parallel: TP of one engine.
         pipeline_parallel: PP of one engine; vLLM only.
         replicas: engines, each with a full copy of the model: data parallelism of the generation.
-        weight_dtype: ``auto``: that of the model. ``fp8``: E4M3 in blocks of 128 by 128 for the decoder layers'
-            matrices but the routers; with ``policy.refit.trainer_quantize_fp8`` the trainer quantizes them as it sends
-            them, else vLLM does after each refit, and no other engine. The transformers engine holds them so and computes in
-            the model's dtype.
+        weight_dtype: ``auto`` for the model's dtype. ``fp8``: the decoder layers' matrices, except routers, are E4M3 in blocks
+            of 128 by 128. With ``policy.refit.trainer_quantize_fp8`` the trainer quantizes them as it sends them; without,
+            vLLM quantizes them after each refit, and other engines are refused. The transformers engine computes in the
+            model's dtype.
         max_new_tokens: longest completion.
         temperature: of training rollouts, and of the trainer's log-probabilities with them; above 0.
         vllm: see :class:`VllmConfig`.
@@ -148,15 +143,13 @@ class ModelConfig:
     """The policy's architecture and first weights.
 
     Attributes:
-        path: ``tiny:NAME`` for a bundled model that is built with random weights; a checkpoint folder in
-            Hugging Face form, which all nodes must reach; or a hub name (``Qwen/Qwen3-4B``), which each node
-            fetches to its own cache.
-        catalog: bundled model of ``rlrefit plan`` whose shapes this one has. The recipe is checked against them
-            before anything is fetched, and the checkpoint's config.json against them afterwards. Null finds it by
-            the hub name, where it is bundled.
-        dtype: ``bfloat16``, ``float32``, or ``auto``: bfloat16 where the cluster has GPUs, FP8 is made of it, or a
-            colocated Megatron trainer needs it, else float32, which CPUs compute faster. It is the trainer's compute dtype, the dtype on the wire and the
-            engine's. The optimizer's master weights are float32 in any case.
+        path: ``tiny:NAME`` for a bundled model with random weights; a Hugging Face checkpoint folder, which all nodes must
+            reach; or a hub name (``Qwen/Qwen3-4B``), which each node downloads.
+        catalog: bundled model of ``rlrefit plan`` with the same shapes. The recipe is checked against it before anything is
+            downloaded, and the checkpoint's config.json afterwards. Null looks it up by the hub name.
+        dtype: of the trainer's compute, the wire and the engine: ``bfloat16``, ``float32`` or ``auto``. ``auto`` is bfloat16 with
+            GPUs, with FP8 weights and for a colocated Megatron trainer; otherwise float32, which CPUs compute faster. The
+            optimizer's master weights are float32.
     """
 
     path: str = "tiny:qwen3"
@@ -169,17 +162,16 @@ class DataConfig:
     """Prompts and what their answers are judged by.
 
     Attributes:
-        train: the training prompts: a JSON-lines or Parquet file, ``package:NAME`` for a file that ships
-            with rlrefit's recipes, or a hub data set, ``NAME[:CONFIGURATION][@SPLIT]``, where the split may be a
-            slice (``train[512:]``).
-        validation: the same for the prompts that are held out.
-        prompt_key: column with the prompt: a string, or a list of chat messages.
-        answer_key: column that is handed to the reward function beside the completion.
-        validation_prompt_key: the same of ``validation``; null for ``prompt_key``.
-        validation_answer_key: the same of ``validation``; null for ``answer_key``.
-        instruction: put after each prompt that is a string, on a line of its own; empty for none.
+        train: training prompts: a JSON-lines or Parquet file; ``package:NAME`` for a file of rlrefit's recipes; or a hub data
+            set, ``NAME[:CONFIGURATION][@SPLIT]``, whose split may be a slice (``train[512:]``).
+        validation: held-out prompts, likewise.
+        prompt_key: column of the prompt: a string, or a list of chat messages.
+        answer_key: column that the reward function gets with the completion.
+        validation_prompt_key: of ``validation``; null for ``prompt_key``.
+        validation_answer_key: of ``validation``; null for ``answer_key``.
+        instruction: line that is added to each prompt that is a string; empty for none.
         max_prompt_tokens: longest prompt, with instruction and template.
-        overlong_prompts: what a longer one is when the data are read: ``error``, or ``drop``.
+        overlong_prompts: longer prompts are an ``error``, or ``drop`` leaves them out.
         chat_template: put string prompts through the tokenizer's chat template.
         chat_template_kwargs: variables of the template, e.g. ``enable_thinking: false``; one that it does not read
             is an error.
@@ -203,13 +195,12 @@ class RewardConfig:
     """How a completion is scored.
 
     Attributes:
-        function: ``arithmetic``, ``boxed_math`` or ``math_verify`` (bundled), or the path of a callable,
+        function: ``arithmetic``, ``boxed_math`` or ``math_verify`` (bundled), or a callable's path:
             ``package.module.function`` or ``package.module:function``.
-        kwargs: keyword arguments that the function gets on every call.
-        processes: that judge completions beside one another, each with the function loaded anew; 0 judges them in the
-            run's own process, one after another.
-        timeout_s: seconds that a process may take for one completion. A longer one is worth 0, is told in the run's log and
-            counted in ``reward/overtime`` of the metrics. Without processes there is no limit.
+        kwargs: keyword arguments of every call.
+        processes: number of processes that score completions in parallel; 0 scores them one by one in the run's process.
+        timeout_s: limit for one completion, with ``processes``. A completion over the limit scores 0; the log names it and
+            ``reward/overtime`` of the metrics counts it.
     """
 
     function: str = "arithmetic"
@@ -224,23 +215,23 @@ class AlgorithmConfig:
 
     Attributes:
         name: ``grpo`` or ``dapo``.
-        steps: training steps; each generates, scores and learns from one batch of rollouts.
-        prompts_per_step: prompts of one batch.
-        group_size: rollouts per prompt; the group is the baseline of its members.
+        steps: training steps, one batch of rollouts each.
+        prompts_per_step: prompts of a batch.
+        group_size: rollouts per prompt.
         minibatches: optimizer steps per batch. With 1 the update is on-policy.
         clip_low: lower clip of the probability ratio, 1 − clip_low.
         clip_high: upper clip, 1 + clip_high. DAPO's "clip higher" sets it above ``clip_low``.
-        aggregation: ``sequence`` means each sequence's loss over its tokens and then over sequences (GRPO);
-            ``token`` means over all tokens of the batch (DAPO).
+        aggregation: of the loss: ``sequence`` averages over each sequence's tokens, then over sequences (GRPO); ``token``
+            averages over all tokens of the batch (DAPO).
         normalize_std: divide a group's centred rewards by their standard deviation.
-        kl_coef: weight of the KL penalty against the first weights; 0 leaves out the reference model.
-        tis_cap: cap of the importance weight between the trainer's and the engine's probability of a token
-            (truncated importance sampling); null leaves the weight out.
+        kl_coef: weight of the KL penalty against the initial weights; with 0 there is no reference model.
+        tis_cap: cap of a token's importance weight, the trainer's probability over the engine's (truncated importance
+            sampling); null for no weight.
         dynamic_sampling: DAPO: replace groups whose rewards are all equal by further prompts.
         max_sampling_rounds: DAPO: rounds of generation that one step may take to fill its batch.
-        overlong_buffer: DAPO: length of the zone before ``generation.max_new_tokens`` in which the penalty
-            grows linearly; 0 turns overlong reward shaping off.
-        overlong_penalty: DAPO: the penalty at the end of that zone.
+        overlong_buffer: DAPO: tokens before ``generation.max_new_tokens`` over which the length penalty grows linearly; 0 for no
+            penalty.
+        overlong_penalty: DAPO: the penalty at ``generation.max_new_tokens``.
     """
 
     name: str = "grpo"
@@ -271,15 +262,14 @@ class OptimizerConfig:
         beta2: decay of the second moment.
         eps: term of the denominator.
         grad_clip: largest global norm of the gradient; 0 does not clip.
-        warmup_steps: training steps until the rate has reached ``lr``, linearly.
-        lr_decay: what the rate does then: ``constant``, or ``linear`` or ``cosine`` down to ``min_lr``.
-        lr_decay_steps: training steps until the rate has reached ``min_lr``, the warm-up included; null takes
-            ``algorithm.steps``.
-        min_lr: where a decaying rate ends.
-        cpu_offload_fraction: part of the optimizer's state that stays, and is stepped, in host memory, 0 to 1;
-            Megatron's hybrid optimizer, on GPUs and with ``distributed_optimizer`` only.
-        max_skipped_steps: optimizer steps in a row that may be left out because their gradient is not finite; one more ends
-            the run. ``train/skipped`` of the metrics counts those of a training step.
+        warmup_steps: training steps of linear warm-up to ``lr``.
+        lr_decay: after the warm-up: ``constant``, or ``linear`` or ``cosine`` down to ``min_lr``.
+        lr_decay_steps: training steps until ``min_lr``, warm-up included; null for ``algorithm.steps``.
+        min_lr: final rate of a decay.
+        cpu_offload_fraction: fraction (0 to 1) of the optimizer's state that is kept and stepped in host memory. Megatron's
+            hybrid optimizer; on GPUs, with ``distributed_optimizer``.
+        max_skipped_steps: successive optimizer steps that may be skipped because their gradient is not finite; one more ends
+            the run. ``train/skipped`` of the metrics counts them.
     """
 
     lr: float = 1e-3
@@ -319,11 +309,10 @@ class FSDPConfig:
     """Read with ``trainer.backend: fsdp`` only.
 
     Attributes:
-        replicate: copies of the sharded model (HSDP), which average their gradients; 1 shards over all ranks (divided
-            by ``trainer.tensor_parallel``).
-        reshard_after_forward: free a layer's gathered parameters after the forward pass, and gather them again for
-            the backward pass.
-        cpu_offload: keep shards, gradients and the optimizer's state in host memory, and step there.
+        replicate: copies of the sharded model (HSDP); 1 shards over all ranks.
+        reshard_after_forward: free a layer's gathered parameters after the forward pass and gather them again for the
+            backward pass.
+        cpu_offload: keep shards, gradients and optimizer state in host memory, and step there.
     """
 
     replicate: int = 1
@@ -343,14 +332,14 @@ class TrainerConfig:
             FSDP reads ``ranks``, ``tensor_parallel``, ``micro_batch_size``, ``recompute.granularity``, ``optimizer``
             and ``fsdp``.
         ranks: trainer processes, one GPU each where there are GPUs (``generation.colocated``: shared with an engine's).
-        tensor_parallel: TP of attention and dense layers. With Megatron sequence parallelism is on as well above 1;
-            with FSDP it is transformers' own plan, inside of each group that shards.
+        tensor_parallel: TP of attention and dense layers. Above 1, Megatron also uses sequence parallelism; FSDP uses
+            transformers' own TP plan inside each sharding group.
         pipeline_parallel: PP.
         virtual_pipeline: model chunks of each pipeline rank (interleaved schedule); null for one.
-        num_layers_in_first_pipeline_stage: where the layers don't divide evenly; null for as many as the others.
+        num_layers_in_first_pipeline_stage: where the layers don't divide evenly; null for as many as in other stages.
         num_layers_in_last_pipeline_stage: the same for the last stage.
-        pipeline_model_parallel_layout: all stages in Megatron's notation, e.g. ``Ettt|(tttt|)*3ttL``, in place of
-            the two before.
+        pipeline_model_parallel_layout: all stages in Megatron's notation, e.g. ``Ettt|(tttt|)*3ttL``, instead of the two keys
+            above.
         expert_parallel: EP.
         expert_tensor_parallel: TP of the experts. Megatron-core's own default is ``tensor_parallel``.
         context_parallel: CP.
@@ -425,10 +414,10 @@ class RayConfig:
     Attributes:
         address: of a running cluster (``auto``, ``ray://…``); null starts one on this machine for the run.
         cpus_per_rank: CPU cores that each trainer and generation rank reserves.
-        timeout_s: seconds that placing or answering may take before the run fails with what it waited for.
-        trainer_env: environment variables of the trainer's processes, set before they start. ``PYTHONPATH``, say,
-            where trainer and engine have their packages in folders of their own; rlrefit and Ray must be on it.
-        generation_env: the same for the generation processes.
+        timeout_s: limit for placing ranks and for each answer; the error names what the run waited for.
+        trainer_env: environment variables of the trainer's processes. ``PYTHONPATH``, for example, where trainer and engine
+            have different packages; rlrefit and Ray must be on it.
+        generation_env: environment variables of the engines' processes.
     """
 
     address: str | None = None
@@ -444,8 +433,7 @@ class TrainConfig:
 
     Attributes:
         name: of the run; its files are in ``run_root/name``.
-        seed: of data order, minibatches and sampling, as far as the engine samples by it. First weights are the checkpoint's;
-            those of a ``tiny:`` model are the same for all seeds.
+        seed: of data order, minibatches and, where the engine supports it, sampling. It does not change initial weights.
         resume: continue from the newest checkpoint of the run of this name, if there is one.
         run_root: folder of all runs.
     """
