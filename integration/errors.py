@@ -1,6 +1,14 @@
-"""Errors of a refit. Each says what happened, where, what it means for the engine, and what to do."""
+"""Errors of a refit, and how what is open ends after one.
+
+Each error says what happened, where, what it means for the engine, and what to do.
+"""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+logger = logging.getLogger(__name__)
 
 
 class RefitError(RuntimeError):
@@ -58,3 +66,33 @@ class VerificationError(RefitError):
 
 class EngineDirty(RefitError):
     """The engine holds partly written weights and must not generate before a refit commits."""
+
+
+def end_all(steps: Iterable[Callable[[], object]], cause: BaseException | None = None) -> None:
+    """Take all steps in their order, whichever of them fail.
+
+    Args:
+        steps: that close or give back one thing each.
+        cause: the error that these steps follow, which the caller raises afterwards; what fails here is logged, and noted on
+            it.
+
+    Raises:
+        BaseException: without a cause, what the first step that failed has raised, with the others' errors noted on it. An
+            interrupt of a step in any case, with the cause noted on it: it is no consequence of that.
+    """
+    failures: list[BaseException] = []
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:  # an interrupt, too: what is still open would stay so
+            failures.append(error)
+    if not failures:
+        return
+    interrupts = [error for error in failures if not isinstance(error, Exception)]
+    raised = interrupts[0] if interrupts else cause or failures[0]
+    for other in (cause, *failures):
+        if other is not None and other is not raised:
+            raised.add_note(f"As this ended: {type(other).__name__}: {other}")
+            logger.warning("%s as another error ended what was open", type(other).__name__, exc_info=other)
+    if raised is not cause:
+        raise raised

@@ -27,15 +27,13 @@ from typing import cast
 import torch
 
 from .comm.waiting import wait_until
-from .config import RefitConfig
+from .config import RefitConfig, require_equal_settings
 from .control import Rendezvous
 from .control.channel import Channel
 from .control.world import RefitWorld
-from .endings import end_all
 from .engine.refit import Moved, RefitEngine
-from .errors import EngineDirty, RefitError, RefitTimeout
+from .errors import EngineDirty, RefitError, RefitTimeout, end_all
 from .records.record import RefitRecord, StageClock
-from .settings import require_equal_settings
 from .weights.endpoints import WeightDestination, WeightSource
 from .weights.manifest import Manifest
 
@@ -417,7 +415,7 @@ def _add_cause(causes: list[BaseException], channel: Channel) -> None:
 
 
 def _agree_on_settings(channel: Channel, engine: str, config: RefitConfig) -> None:
-    """Check that all ranks were set up alike; as :func:`.settings.require_equal_settings`, on every rank."""
+    """Check that all ranks were set up alike; as :func:`.config.require_equal_settings`, on every rank."""
     ours = {"engine": engine, **asdict(config)}
     for own in ("timeout_s", "port"):
         del ours[own]

@@ -14,14 +14,13 @@ import torch
 
 from ..comm.group import Group, members
 from ..comm.torch_group import TorchGroup
+from ..config import require_equal_settings
 from ..control import Rendezvous, RendezvousServer
 from ..control.channel import Channel
 from ..control.world import RefitWorld
-from ..endings import end_all
-from ..errors import PeerLost, RefitError
+from ..errors import PeerLost, RefitError, end_all
 from ..records.clock import StageClock
 from ..records.record import RefitRecord
-from ..settings import require_equal_settings
 from ..weights.endpoints import rank_device
 from .full_tensors import BucketReceiver, BucketSender
 from .wire import Wire

@@ -17,8 +17,7 @@ from ..comm.group import Group, members
 from ..comm.opening import GroupChoice, open_group
 from ..config import RefitConfig
 from ..control.channel import Channel
-from ..endings import end_all
-from ..errors import RefitMismatch, VerificationError
+from ..errors import RefitMismatch, VerificationError, end_all
 from ..packing import Checksums, make_checksums
 from ..plan import CHECKSUM_BYTES, aligned
 from ..records.record import StageClock

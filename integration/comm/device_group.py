@@ -16,8 +16,7 @@ from itertools import chain, zip_longest
 
 import torch
 
-from ..endings import end_all
-from ..errors import PeerLost, RefitError
+from ..errors import PeerLost, RefitError, end_all
 from ..gpu_memory.buckets import OwnBuckets, PeerBuckets
 from ..gpu_memory.driver import DriverError, call, on_device
 from .group import Exchange, PeerBuffer, classified

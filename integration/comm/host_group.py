@@ -11,8 +11,7 @@ from functools import partial
 
 import torch
 
-from ..endings import end_all
-from ..errors import PeerLost, RefitError, RefitTimeout
+from ..errors import PeerLost, RefitError, RefitTimeout, end_all
 from .group import Exchange, PeerBuffer
 from .shared_memory import BUCKETS, Pair, SharedGroup, open_pairs
 from .waiting import PAUSE_S, wait_until

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from ..endings import end_all
-from ..errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
+from ..errors import PeerLost, RefitError, RefitMismatch, RefitTimeout, end_all
 from ..gpu_memory.descriptors import DescriptorServer, fetch
 from .group import Group, PeerBuffer
 from .waiting import wait_until

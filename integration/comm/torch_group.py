@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ..endings import end_all
-from ..errors import PeerLost, RefitError
+from ..errors import PeerLost, RefitError, end_all
 from .group import Event, Exchange, Group, PeerBuffer, classifying
 
 logger = logging.getLogger(__name__)

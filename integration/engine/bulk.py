@@ -14,8 +14,7 @@ from ..comm.opening import GroupChoice
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..control.world import RefitWorld
-from ..endings import end_all
-from ..errors import TransportUnavailable
+from ..errors import TransportUnavailable, end_all
 from ..layout import Fragment
 from ..plan import BroadcastPlan, Plan
 from ..records.record import StageClock

@@ -19,8 +19,7 @@ from ..comm.opening import choose_group
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..control.world import RefitWorld
-from ..endings import end_all
-from ..errors import RefitError
+from ..errors import RefitError, end_all
 from ..gpu_memory.availability import GpuFacts, facts
 from ..layout import Fragment
 from ..plan import GLOO_PACE, NCCL_PACE, BroadcastPlan, Plan, Topology, analyse, plan_broadcast

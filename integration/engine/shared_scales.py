@@ -17,8 +17,7 @@ import torch
 from ..comm.group import Group, members
 from ..comm.opening import GroupChoice, open_group
 from ..control.channel import Channel
-from ..endings import end_all
-from ..errors import PlanError
+from ..errors import PlanError, end_all
 from ..layout import Box, Fragment, box_of, coverage_gap, intersect, subtract_all, volume
 from ..packing.encoded import EncodedPair, EncodedView, Encoder, make_encoders
 from ..plan.classes import TensorClass

@@ -9,8 +9,7 @@ from contextlib import closing, contextmanager
 
 import torch
 
-from ..endings import end_all
-from ..errors import TransportUnavailable
+from ..errors import TransportUnavailable, end_all
 from .description import HANDLE_HEX, Allocation, Description
 from .descriptors import fetch
 from .driver import DriverError, call, driver, on_device

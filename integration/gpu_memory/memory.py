@@ -20,8 +20,7 @@ from functools import partial
 
 import torch
 
-from ..endings import end_all
-from ..errors import TransportUnavailable
+from ..errors import TransportUnavailable, end_all
 from .description import HANDLE_HEX, Allocation, Place
 from .descriptors import DescriptorServer
 from .driver import DriverError, call, driver, on_device

@@ -11,7 +11,7 @@ from ..comm.group import Group
 from ..comm.opening import GroupChoice, open_group, shared_gpu
 from ..config import RefitConfig
 from ..control.channel import Channel
-from ..endings import end_all
+from ..errors import end_all
 from ..gpu_memory.availability import GpuFacts, availability
 from ..plan import BroadcastPlan, Plan
 from .base import TransferResult, Transport

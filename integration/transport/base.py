@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..comm.group import Group
-from ..endings import end_all
-from ..errors import VerificationError
+from ..errors import VerificationError, end_all
 from ..layout import Fragment
 from ..plan import Message
 from ..records.record import StageClock

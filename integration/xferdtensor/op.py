@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from ..comm.group import Group, PeerBuffer
+from ..config import require_equal_settings
 from ..errors import RefitMismatch
 from ..layout import Mesh, boxes_of, layout_of, local_shape, mesh_of, placements_of
-from ..settings import require_equal_settings
 from ..transport import TransferResult
 from ..weights.manifest import dtype_name
 from .cache import Request, Transfers

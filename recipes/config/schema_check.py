@@ -11,8 +11,7 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ...integration.config import RefitConfig
-from ...integration.settings import not_a_section, unknown_key, wrong_type
+from ...integration.config import RefitConfig, not_a_section, unknown_key, wrong_type
 from .errors import Violation
 from .schema import TrainConfig
 

@@ -8,8 +8,13 @@ from typing import Any, get_type_hints
 import pytest
 from omegaconf import OmegaConf
 
-from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.settings import REFIT_KEYS, check_nccl_xfer_refit_support, read_settings, wrong_type
+from rlrefit.integration.config import (
+    REFIT_KEYS,
+    RefitConfig,
+    check_nccl_xfer_refit_support,
+    read_settings,
+    wrong_type,
+)
 from rlrefit.recipes.config.schema import TrainConfig
 
 

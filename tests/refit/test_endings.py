@@ -10,8 +10,7 @@ import pytest
 
 from rlrefit.integration.comm.group import Group
 from rlrefit.integration.comm.torch_group import TorchGroup
-from rlrefit.integration.endings import end_all
-from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitMismatch
+from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitMismatch, end_all
 from rlrefit.integration.session import RefitSession, ServingState
 
 from .synthetic import refit_changed, run_world

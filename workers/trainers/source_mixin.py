@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from ...integration.config import RefitConfig
 from ...integration.control import Rendezvous, RendezvousServer, open_rendezvous
-from ...integration.endings import end_all
-from ...integration.errors import RefitError
+from ...integration.errors import RefitError, end_all
 from ...integration.session import RefitSession
 from ...integration.weights.endpoints import WeightSource
 from ..kv_scales.calibration import AmaxRecorder, Record

@@ -18,8 +18,7 @@ from functools import partial
 import torch
 
 from ...comm.waiting import ends_within, wait_until
-from ...endings import end_all
-from ...errors import PeerLost, PlanError, RefitMismatch, RefitTimeout, TransportUnavailable
+from ...errors import PeerLost, PlanError, RefitMismatch, RefitTimeout, TransportUnavailable, end_all
 from ...gpu_memory.description import Description, Inbox, View
 from ...gpu_memory.driver import DriverError, missing, on_device
 from ...gpu_memory.mapping import ImportedMemory

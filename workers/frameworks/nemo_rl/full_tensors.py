@@ -16,11 +16,11 @@ import ray
 import torch
 
 from ....integration.broadcast.epoch import FullTensorEpoch, FullTensorSettings
+from ....integration.config import read_settings
 from ....integration.control import Rendezvous, RendezvousServer, listen
 from ....integration.errors import RefitError, RefitMismatch
 from ....integration.records.files import require_records_dir, write_record
 from ....integration.records.record import RefitRecord
-from ....integration.settings import read_settings
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ....integration.config import RefitConfig
+from ....integration.config import RefitConfig, read_settings
 from ....integration.errors import RefitError
-from ....integration.settings import read_settings
 
 KEY = "rlrefit"
 PREFIX = f"policy.generation.refit_cfg.{KEY}"

@@ -18,11 +18,11 @@ import torch
 from verl.checkpoint_engine import base as verl_base
 
 from ....integration.broadcast.epoch import FullTensorEpoch, FullTensorSettings, Weights
+from ....integration.config import read_settings
 from ....integration.control import Rendezvous, RendezvousServer
 from ....integration.errors import RefitError
 from ....integration.records.files import require_records_dir, write_record
 from ....integration.records.record import RefitRecord
-from ....integration.settings import read_settings
 from .epochs import NO_BUCKET, EpochEngine, metrics_of
 from .full_tensors_contract import require_supported
 

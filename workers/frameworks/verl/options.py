@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ....integration.config import RefitConfig
+from ....integration.config import REFIT_KEYS, RefitConfig, not_a_section, read_settings
 from ....integration.errors import RefitError
-from ....integration.settings import REFIT_KEYS, not_a_section, read_settings
 from .epochs import NO_BUCKET
 
 BACKEND = "nccl_xfer_shards"
