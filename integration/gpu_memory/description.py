@@ -30,15 +30,15 @@ class Allocation:
         handle: classic CUDA IPC handle in hex; empty for virtual-memory chunks.
         chunks: sizes of the chunks that are mapped there one after another, in bytes; their file descriptors are
             fetched from the exporter, numbered over all its allocations.
-        lent: whether peers have to let go of it after each refit, since its owner gives it back to the driver in between.
-        identity: numbers that other memory at these addresses would not have; of what is not lent.
+        sleeps: whether its owner gives it back to the driver between refits, so that peers have to unmap it after each.
+        identity: numbers that other memory at these addresses would not have; empty for memory that sleeps.
     """
 
     base: int
     size: int
     handle: str = ""
     chunks: tuple[int, ...] = ()
-    lent: bool = False
+    sleeps: bool = False
     identity: tuple[int, ...] = ()
 
 
@@ -91,9 +91,9 @@ class Description:
     inboxes: Mapping[int, Inbox] = field(default_factory=dict)
 
     @property
-    def lent(self) -> bool:
-        """Whether some of the memory is lent."""
-        return any(a.lent for a in self.allocations)
+    def sleeps(self) -> bool:
+        """Whether some of the memory sleeps."""
+        return any(a.sleeps for a in self.allocations)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data. Views are given by columns, since thousands of them share few strides."""
@@ -149,7 +149,7 @@ class Description:
 
     def same_places(self, other: Description) -> bool:
         """Whether another description of this peer's tells of the same memory, or of other memory at the same addresses where
-        it is lent."""
+        it sleeps."""
         return replace(other, address=self.address, token=self.token) == self
 
     def target(self, view: View, shape: Sequence[int], bases: Sequence[int]) -> Strided:

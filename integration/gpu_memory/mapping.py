@@ -77,7 +77,7 @@ class ImportedMemory:
 
     Attributes:
         bases: address of each of the description's allocations.
-        can_rest: whether all that is lent can be let go of and mapped again at the same addresses.
+        can_release: whether all memory that sleeps can be unmapped and mapped again at the same addresses.
     """
 
     def __init__(self, description: Description, device: torch.device, timeout_s: float):
@@ -92,10 +92,10 @@ class ImportedMemory:
             TransportUnavailable: they can't be opened from here; says why.
         """
         self.bases: list[int] = []
-        self.can_rest = not any(a.lent and a.handle for a in description.allocations)
+        self.can_release = not any(a.sleeps and a.handle for a in description.allocations)
         self._open: list[_Classic | _Row] = []
-        # What is lent, each with the number of its first chunk over all allocations, and how many it has.
-        self._lent: list[tuple[_Row, tuple[int, int]]] = []
+        # Memory that sleeps, each with the number of its first chunk over all allocations, and how many it has.
+        self._sleeping: list[tuple[_Row, tuple[int, int]]] = []
         self._device = device
         self._timeout = timeout_s
         if description.process == process_name():
@@ -116,19 +116,19 @@ class ImportedMemory:
                     row = _Row(allocation, self._device.index)
                     self._open.append(row)
                     rows.append((row, (first, len(allocation.chunks))))
-                    self._lent += rows[-1:] if allocation.lent else []
+                    self._sleeping += rows[-1:] if allocation.sleeps else []
                     first += len(allocation.chunks)
                 self.bases.append(self._open[-1].base)
             self._fill(rows, description)
 
-    def rest(self) -> None:
-        """Let go of what is lent, which nothing on the device may use until it is mapped anew. Its addresses stay taken."""
+    def release(self) -> None:
+        """Unmap memory that sleeps, which nothing on the device may use until it is mapped again. Its addresses stay reserved."""
         with on_device(self._device):
-            for row, _ in self._lent:
+            for row, _ in self._sleeping:
                 row.unmap()
 
-    def renew(self, description: Description) -> None:
-        """After :meth:`rest`: map what is lent at the same addresses.
+    def map_again(self, description: Description) -> None:
+        """After :meth:`release`: map memory that sleeps at the same addresses.
 
         Args:
             description: equal to the first, but for where descriptors are fetched.
@@ -137,11 +137,11 @@ class ImportedMemory:
             TransportUnavailable: it can't be mapped; everything is closed then.
         """
         with self._opening():
-            self._fill(self._lent, description)
+            self._fill(self._sleeping, description)
 
     def close(self) -> None:
         """Unmap everything; nothing on the device may use it any more. Safe to call twice."""
-        self._lent = []
+        self._sleeping = []
         opened, self._open = self._open, []
         with on_device(self._device):
             end_all(one.close for one in reversed(opened))

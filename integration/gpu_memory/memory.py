@@ -35,15 +35,15 @@ class _Block:
     """Memory that the driver allocated or mapped as a whole; without a handle it is a chunk.
 
     ``identity`` tells it from other memory at the same address: the driver's number of the allocation, which is
-    never used again, or the chunk's handle, which is not used again while it is retained here. ``lent`` is what its owner
-    gives back between refits.
+    never used again, or the chunk's handle, which is not used again while it is retained here. ``sleeps``: its owner
+    gives it back to the driver between refits.
     """
 
     base: int
     size: int
     handle: str
     identity: int
-    lent: bool
+    sleeps: bool
 
 
 class ExportedMemory:
@@ -54,14 +54,14 @@ class ExportedMemory:
     """
 
     def __init__(
-        self, ranges: Iterable[tuple[int, int]], device: torch.device, lent: Iterable[tuple[int, int]] = ()
+        self, ranges: Iterable[tuple[int, int]], device: torch.device, sleeps: Iterable[tuple[int, int]] = ()
     ):
         """Look them up.
 
         Args:
             ranges: (address, bytes) of memory on ``device``.
             device: a CUDA device.
-            lent: more such memory, whose owner gives it back between refits.
+            sleeps: more such memory, which its owner gives back to the driver between refits.
 
         Raises:
             TransportUnavailable: some memory can't be exported; says why.
@@ -69,14 +69,14 @@ class ExportedMemory:
         self._device = device
         self._server: DescriptorServer | None = None
         self._blocks: list[_Block] = []
-        self._rests = False
+        self._released = False
         try:
             with on_device(device):
-                # What is lent first: a block that holds both goes as a whole.
-                self._look_up(lent, lent=True)
+                # Memory that sleeps first: a block that holds both goes as a whole.
+                self._look_up(sleeps, sleeps=True)
                 kept = sorted(ranges)
-                self._look_up(kept, lent=False)
-            self._lend_whole(kept)
+                self._look_up(kept, sleeps=False)
+            self._mark_whole(kept)
         except BaseException:
             self.close()
             raise
@@ -101,35 +101,35 @@ class ExportedMemory:
         and mapped new ones: no address changes, and peers have the old memory mapped.
         """
         with on_device(self._device):
-            return self._rests or not all(_is_there(block) for block in self._blocks)
+            return self._released or not all(_is_there(block) for block in self._blocks)
 
     @property
-    def can_rest(self) -> bool:
-        """Whether all that is lent can be let go of and come back at the addresses at which peers have it: chunks can."""
-        return not any(block.lent and block.handle for block in self._blocks)
+    def can_release(self) -> bool:
+        """Whether all memory that sleeps can be unmapped and come back at the addresses at which peers have it: chunks can."""
+        return not any(block.sleeps and block.handle for block in self._blocks)
 
-    def rest(self) -> None:
-        """Stop serving, and let go of what is lent: its owner may give it back."""
+    def release(self) -> None:
+        """Stop serving, and let go of memory that sleeps: its owner may give it back."""
         self._stop()
-        self._rests = True
+        self._released = True
         with on_device(self._device):
             for block in self._blocks:
-                if block.lent:
+                if block.sleeps:
                     _let_go(block)
 
-    def renew(self) -> bool:
-        """After :meth:`rest`: whether chunks of the same sizes lie where those were that are lent, and all else is there
+    def find_again(self) -> bool:
+        """After :meth:`release`: whether chunks of the same sizes lie where those that sleep were, and all else is there
         still. Otherwise look everything up anew."""
-        before, self._blocks = self._blocks, [block for block in self._blocks if not block.lent]
-        self._rests = False
+        before, self._blocks = self._blocks, [block for block in self._blocks if not block.sleeps]
+        self._released = False
         with on_device(self._device):
             if not all(_is_there(block) for block in self._blocks):
                 return False
             for old in before:
-                if not old.lent:
+                if not old.sleeps:
                     continue
                 with _shareable():
-                    found = _block(*_extent_at(old.base), lent=True, known=True)
+                    found = _block(*_extent_at(old.base), sleeps=True, known=True)
                 self._blocks.append(found)
                 if (found.base, found.size, found.handle) != (old.base, old.size, old.handle):
                     return False
@@ -139,11 +139,11 @@ class ExportedMemory:
     def close(self) -> None:
         """Stop serving; safe to call twice. What peers have mapped stays mapped."""
         blocks, self._blocks = self._blocks, []
-        kept = [block for block in blocks if not (self._rests and block.lent)]
+        kept = [block for block in blocks if not (self._released and block.sleeps)]
         with on_device(self._device):
             end_all([self._stop, *(partial(_let_go, block) for block in kept)])
 
-    def _look_up(self, ranges: Iterable[tuple[int, int]], *, lent: bool) -> None:
+    def _look_up(self, ranges: Iterable[tuple[int, int]], *, sleeps: bool) -> None:
         known = {block.base: block.size for block in self._blocks}
         covered = 0
         for address, nbytes in sorted(ranges):
@@ -152,21 +152,21 @@ class ExportedMemory:
                 with _shareable():
                     base, size = _extent_at(at)
                     if base not in known:
-                        self._blocks.append(_block(base, size, lent=lent, known=bool(known)))
+                        self._blocks.append(_block(base, size, sleeps=sleeps, known=bool(known)))
                         known[base] = size
                 covered = at = base + size
 
-    def _lend_whole(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """A range that is lent in part is lent: peers have it in one row."""
+    def _mark_whole(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """A range that sleeps in part sleeps as a whole: peers have it in one row."""
         for address, nbytes in ranges:
             held = [
                 i
                 for i, b in enumerate(self._blocks)
                 if b.base < address + nbytes and address < b.base + b.size
             ]
-            if any(self._blocks[i].lent for i in held):
+            if any(self._blocks[i].sleeps for i in held):
                 for i in held:
-                    self._blocks[i] = replace(self._blocks[i], lent=True)
+                    self._blocks[i] = replace(self._blocks[i], sleeps=True)
 
     def _describe(self) -> None:
         self._blocks.sort(key=lambda block: block.base)
@@ -213,13 +213,13 @@ def _extent_at(address: int) -> tuple[int, int]:
     return int(base), int(size)
 
 
-def _block(base: int, size: int, *, lent: bool, known: bool) -> _Block:
+def _block(base: int, size: int, *, sleeps: bool, known: bool) -> _Block:
     """The block at ``base``; the caller releases the identity of a chunk.
 
     Args:
         base: its first address.
         size: its bytes.
-        lent: whether its owner gives it back.
+        sleeps: whether its owner gives it back.
         known: whether another block could be exported, so that this host lets processes share memory.
 
     Raises:
@@ -229,7 +229,7 @@ def _block(base: int, size: int, *, lent: bool, known: bool) -> _Block:
     if call("cuPointerGetAttribute", attributes.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, base):
         handle = call("cuIpcGetMemHandle", base)
         shareable = ctypes.string_at(handle.getPtr(), HANDLE_HEX // 2).hex()
-        return _Block(base, size, shareable, _buffer_id(base), lent)
+        return _Block(base, size, shareable, _buffer_id(base), sleeps)
     identity = _retained(base)
     try:
         # An attempt costs a millisecond, and a model has hundreds of chunks.
@@ -238,7 +238,7 @@ def _block(base: int, size: int, *, lent: bool, known: bool) -> _Block:
     except BaseException:
         call("cuMemRelease", identity)
         raise
-    return _Block(base, size, "", identity, lent)
+    return _Block(base, size, "", identity, sleeps)
 
 
 def _has_descriptor(handle: int) -> bool:
@@ -300,11 +300,11 @@ def _joined(blocks: Sequence[_Block]) -> tuple[Allocation, ...]:
     found: list[Allocation] = []
     for block in blocks:
         last = found[-1] if found else None
-        # What is lent is other memory after each rest, and has no lasting identity.
-        identity = () if block.lent else (block.identity,)
+        # Memory that sleeps is other memory each time it wakes, and has no lasting identity.
+        identity = () if block.sleeps else (block.identity,)
         if block.handle:
-            found.append(Allocation(block.base, block.size, block.handle, (), block.lent, identity))
-        elif last and last.chunks and last.lent == block.lent and last.base + last.size == block.base:
+            found.append(Allocation(block.base, block.size, block.handle, (), block.sleeps, identity))
+        elif last and last.chunks and last.sleeps == block.sleeps and last.base + last.size == block.base:
             found[-1] = replace(
                 last,
                 size=last.size + block.size,
@@ -312,5 +312,5 @@ def _joined(blocks: Sequence[_Block]) -> tuple[Allocation, ...]:
                 identity=(*last.identity, *identity),
             )
         else:
-            found.append(Allocation(block.base, block.size, "", (block.size,), block.lent, identity))
+            found.append(Allocation(block.base, block.size, "", (block.size,), block.sleeps, identity))
     return tuple(found)

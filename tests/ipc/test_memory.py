@@ -215,55 +215,55 @@ def test_that_one_chunk_can_be_exported_is_tried_and_of_the_others_their_propert
 
 
 def test_what_is_lent_is_let_go_of_and_found_again_where_it_was(mapped: Mapped) -> None:
-    exported = ExportedMemory([(64, 100)], DEVICE, lent=[(CHUNK, 100), (2 * CHUNK, 100)])
-    assert exported.can_rest
-    assert [(a.base, a.lent, a.identity) for a in exported.allocations] == [
+    exported = ExportedMemory([(64, 100)], DEVICE, sleeps=[(CHUNK, 100), (2 * CHUNK, 100)])
+    assert exported.can_release
+    assert [(a.base, a.sleeps, a.identity) for a in exported.allocations] == [
         (0, False, (1,)),
         (CHUNK, True, ()),
     ]
     before = exported.allocations
     for identity in (4, 6):
-        exported.rest()
+        exported.release()
         assert mapped.retained == []
         assert exported.moved()
         mapped.blocks[CHUNK] = (CHUNK, identity, False)
         mapped.blocks[2 * CHUNK] = (2 * CHUNK, identity + 1, False)
-        assert exported.renew()
+        assert exported.find_again()
         assert exported.allocations == before
         assert not exported.moved()
         assert sorted(mapped.retained) == [identity, identity + 1]
-    exported.rest()
+    exported.release()
     exported.close()
     assert mapped.retained == []
 
 
-@pytest.mark.parametrize("changed", ["size", "kind", "what was not lent"])
+@pytest.mark.parametrize("changed", ["size", "kind", "what does not sleep"])
 def test_other_blocks_where_the_lent_ones_were_are_looked_up_anew(mapped: Mapped, changed: str) -> None:
-    exported = ExportedMemory([(64, 100)], DEVICE, lent=[(CHUNK, 100), (2 * CHUNK, 100)])
-    exported.rest()
+    exported = ExportedMemory([(64, 100)], DEVICE, sleeps=[(CHUNK, 100), (2 * CHUNK, 100)])
+    exported.release()
     mapped.blocks |= {
         "size": {2 * CHUNK: (CHUNK, 5, False)},
         "kind": {2 * CHUNK: (2 * CHUNK, 5, True)},
-        "what was not lent": {0: (CHUNK, 5, True)},
+        "what does not sleep": {0: (CHUNK, 5, True)},
     }[changed]
-    assert not exported.renew()
+    assert not exported.find_again()
     exported.close()
     assert mapped.retained == []
 
 
 def test_a_block_that_holds_what_is_lent_and_what_is_not_goes_as_a_whole(mapped: Mapped) -> None:
-    exported = ExportedMemory([(64, 100), (CHUNK, 100)], DEVICE, lent=[(CHUNK + 512, 100)])
-    assert [(a.base, a.lent) for a in exported.allocations] == [(0, False), (CHUNK, True)]
-    assert exported.can_rest
+    exported = ExportedMemory([(64, 100), (CHUNK, 100)], DEVICE, sleeps=[(CHUNK + 512, 100)])
+    assert [(a.base, a.sleeps) for a in exported.allocations] == [(0, False), (CHUNK, True)]
+    assert exported.can_release
     exported.close()
-    opened_by_handle = ExportedMemory([], DEVICE, lent=[(64, 100)])
-    assert not opened_by_handle.can_rest
+    opened_by_handle = ExportedMemory([], DEVICE, sleeps=[(64, 100)])
+    assert not opened_by_handle.can_release
     opened_by_handle.close()
 
 
 def test_what_is_not_lent_but_lies_in_part_where_something_is_stays_in_one_row(mapped: Mapped) -> None:
-    exported = ExportedMemory([(2 * CHUNK - 64, 128)], DEVICE, lent=[(CHUNK, 100)])
-    assert [(a.base, a.chunks, a.lent) for a in exported.allocations] == [
+    exported = ExportedMemory([(2 * CHUNK - 64, 128)], DEVICE, sleeps=[(CHUNK, 100)])
+    assert [(a.base, a.chunks, a.sleeps) for a in exported.allocations] == [
         (CHUNK, (CHUNK, 2 * CHUNK), True),
     ]
     assert exported.place(2 * CHUNK - 64).offset == CHUNK - 64
@@ -312,8 +312,8 @@ def test_what_a_peer_lends_is_mapped_again_at_the_same_addresses_and_all_else_st
     def told() -> tuple[DescriptorServer, Description]:
         server = DescriptorServer(chunk, 43, 1, 5.0)
         kept = Allocation(1 << 41, 2 * CHUNK, "", (CHUNK,) * 2, False, (1, 2))
-        lent = Allocation(1 << 42, 41 * CHUNK, "", (CHUNK,) * 41, True)
-        return server, Description("another", "GPU-0", 5.0, (kept, lent), server.address, server.token)
+        sleeping = Allocation(1 << 42, 41 * CHUNK, "", (CHUNK,) * 41, True)
+        return server, Description("another", "GPU-0", 5.0, (kept, sleeping), server.address, server.token)
 
     server, description = told()
     imported = ImportedMemory(description, DEVICE, 5.0)
@@ -321,15 +321,15 @@ def test_what_a_peer_lends_is_mapped_again_at_the_same_addresses_and_all_else_st
     bases = list(imported.bases)
     kept = {(1 << 40) + i * CHUNK: i for i in range(2)}
     for generation in (1, 2):
-        imported.rest()
+        imported.release()
         assert rows.mapped == kept
         server, description = told()
-        imported.renew(description)
+        imported.map_again(description)
         server.close()
-        lent = {(2 << 40) + i * CHUNK: 100 * generation + 2 + i for i in range(41)}
-        assert rows.mapped == kept | lent
+        sleeping = {(2 << 40) + i * CHUNK: 100 * generation + 2 + i for i in range(41)}
+        assert rows.mapped == kept | sleeping
         assert imported.bases == bases
-    imported.rest()
+    imported.release()
     imported.close()
     assert (rows.mapped, rows.reserved) == ({}, 0)
 
@@ -339,13 +339,13 @@ def test_lent_memory_that_does_not_come_back_leaves_nothing_mapped(monkeypatch: 
     rows = Rows()
     monkeypatch.setattr(mapping, "call", rows)
     server = DescriptorServer(lambda i: os.open(os.devnull, os.O_RDONLY), 3, 1, 5.0)
-    lent = Allocation(1 << 42, 3 * CHUNK, "", (CHUNK,) * 3, True)
-    description = Description("another", "GPU-0", 5.0, (lent,), server.address, server.token)
+    sleeping = Allocation(1 << 42, 3 * CHUNK, "", (CHUNK,) * 3, True)
+    description = Description("another", "GPU-0", 5.0, (sleeping,), server.address, server.token)
     imported = ImportedMemory(description, DEVICE, 5.0)
-    imported.rest()
+    imported.release()
     server.close()
     with pytest.raises(TransportUnavailable, match="can't be opened"):
-        imported.renew(description)
+        imported.map_again(description)
     assert (rows.mapped, rows.reserved) == ({}, 0)
 
 

@@ -70,7 +70,7 @@ class Owner:
             held = self.space.mapped.pop(at)
             self.driver.drop(held)
             assert not (self.sleep_mode and held.references), (
-                f"rank {self.rank} lent {at:#x}, and others hold it"
+                f"rank {self.rank} gave back {at:#x}, and others hold it"
             )
             at += size
 

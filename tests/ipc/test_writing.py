@@ -165,11 +165,11 @@ def test_a_sender_whose_gpu_is_busy_until_its_peers_give_up_writes_nothing(gpu: 
     assert "copy" not in gpu.log
 
 
-def receiver(timeout_s: float, *, lent: bool = False, handle: str = "", token: str = "") -> object:
+def receiver(timeout_s: float, *, sleeps: bool = False, handle: str = "", token: str = "") -> object:
     view = View(Place(0, 0), (2,), 2)
     inbox = Inbox((view,), Place(1, 1024), Place(1, 2048))
     memory = (
-        Allocation(1 << 40, 4096, handle, () if handle else (4096,), lent, () if lent else (7,)),
+        Allocation(1 << 40, 4096, handle, () if handle else (4096,), sleeps, () if sleeps else (7,)),
         Allocation(2 << 40, 4096, "ab" * 64, (), False, (8,)),
     )
     return Description("another", "GPU-0", timeout_s, memory, token=token, inboxes={0: inbox}).to_json()
@@ -180,14 +180,14 @@ class Mapped:
 
     def __init__(self, gpu: Gpu, description: Description):
         self.gpu, self.bases = gpu, [0, 1 << 20]
-        self.can_rest = not any(a.lent and a.handle for a in description.allocations)
+        self.can_release = not any(a.sleeps and a.handle for a in description.allocations)
         gpu.step("map")
 
-    def rest(self) -> None:
-        self.gpu.step("rest")
+    def release(self) -> None:
+        self.gpu.step("release")
 
-    def renew(self, description: Description) -> None:
-        self.gpu.step(f"renew {description.token}")
+    def map_again(self, description: Description) -> None:
+        self.gpu.step(f"map again {description.token}")
 
     def close(self) -> None:
         self.gpu.step("unmap")
@@ -243,23 +243,23 @@ def test_a_sender_writes_no_later_than_the_receiver_waits(
 
 
 @pytest.mark.parametrize("handle", ["", "cd" * 64])
-@pytest.mark.parametrize("lent", [False, True])
+@pytest.mark.parametrize("sleeps", [False, True])
 def test_memory_that_its_owner_gives_back_is_let_go_of_once_the_writes_have_ended(
-    gpu: Gpu, connect: Callable[[IpcTransport, object], None], lent: bool, handle: str
+    gpu: Gpu, connect: Callable[[IpcTransport, object], None], sleeps: bool, handle: str
 ) -> None:
     one = sender(gpu)
     for _ in range(2):
-        connect(one, receiver(60.0, lent=lent, handle=handle))
+        connect(one, receiver(60.0, sleeps=sleeps, handle=handle))
         assert not one.moved()
         one.synchronize()
         gpu.log.clear()
         gpu.looks = 3
         one.run(CLOCK)
-        assert one.moved() is lent
+        assert one.moved() is sleeps
         one.release()
         # What was opened by a handle need not come to lie at the same addresses again.
-        let_go = "unmap" if handle else "rest"
-        assert gpu.log[-2:] == (["writes ended", let_go] if lent else ["record writes", "writes ended"])
+        let_go = "unmap" if handle else "release"
+        assert gpu.log[-2:] == (["writes ended", let_go] if sleeps else ["record writes", "writes ended"])
         # As a new binding begins.
         one._some_sleep = one._released = False
 
@@ -268,7 +268,7 @@ def test_what_comes_back_at_its_addresses_is_mapped_there_and_nothing_is_worked_
     gpu: Gpu, connect: Callable[[IpcTransport, object], None]
 ) -> None:
     one = sender(gpu)
-    connect(one, receiver(60.0, lent=True, token="aa"))
+    connect(one, receiver(60.0, sleeps=True, token="aa"))
     assert [step for step in gpu.log if step in ("map", "bound")] == ["bound", "map"]
     for token in ("bb", "cc"):
         one.synchronize()
@@ -276,14 +276,14 @@ def test_what_comes_back_at_its_addresses_is_mapped_there_and_nothing_is_worked_
         # As a new binding begins, of weights that lie where they lay.
         one._released, one._unmoved = False, True
         gpu.log.clear()
-        connect(one, receiver(60.0, lent=True, token=token))
-        assert gpu.log == [f"renew {token}"]
+        connect(one, receiver(60.0, sleeps=True, token=token))
+        assert gpu.log == [f"map again {token}"]
         assert not one.moved()
     one.synchronize()
     gpu.log.clear()
     one.run(CLOCK)
     assert gpu.log.count("copy") == 2
-    assert gpu.log[-1] == "rest"
+    assert gpu.log[-1] == "release"
     one.close()
     assert gpu.log[-1] == "unmap"
 
@@ -293,12 +293,12 @@ def test_what_comes_back_elsewhere_is_bound_anew(
     gpu: Gpu, connect: Callable[[IpcTransport, object], None], changed: str
 ) -> None:
     one = sender(gpu)
-    before: Any = receiver(60.0, lent=True)
+    before: Any = receiver(60.0, sleeps=True)
     connect(one, before)
     one.synchronize()
     one.run(CLOCK)
     one._released, one._unmoved = False, changed != "this rank's weights"
-    after: Any = receiver(60.0, lent=True)
+    after: Any = receiver(60.0, sleeps=True)
     if changed == "a peer's addresses":
         after["allocations"][0]["base"] += 4096
     if changed == "a peer's signals":
@@ -312,7 +312,7 @@ def test_a_refit_that_breaks_off_returns_lent_memory_when_the_epoch_ends(
     gpu: Gpu, connect: Callable[[IpcTransport, object], None]
 ) -> None:
     one = sender(gpu)
-    connect(one, receiver(60.0, lent=True))
+    connect(one, receiver(60.0, sleeps=True))
     one.synchronize()
     gpu.fails_at = "copy"
     with pytest.raises(RuntimeError, match="no launch"):
@@ -326,9 +326,9 @@ def test_memory_that_is_lent_goes_back_before_a_first_refit_that_is_far(
     gpu: Gpu, connect: Callable[[IpcTransport, object], None]
 ) -> None:
     one = sender(gpu)
-    connect(one, receiver(60.0, lent=True))
+    connect(one, receiver(60.0, sleeps=True))
     one.release()
     assert one.moved()
-    assert gpu.log.count("rest") == 1
+    assert gpu.log.count("release") == 1
     one.release()
-    assert gpu.log.count("rest") == 1
+    assert gpu.log.count("release") == 1

@@ -235,9 +235,9 @@ class IpcTransport(Transport):
         held: list[ImportedMemory | ExportedMemory] = list(self._imported.values())
         if self._exported is not None:
             held.append(self._exported)
-        if all(memory.can_rest for memory in held):
+        if all(memory.can_release for memory in held):
             for memory in held:
-                memory.rest()
+                memory.release()
         else:
             self._unbind(failed=False)
             self._places = None
@@ -263,7 +263,7 @@ class IpcTransport(Transport):
         own = [(signals.memory.data_ptr(), signals.memory.nbytes)]
         ranges = [(view.address, view.extent) for view in _memory_of(self._bound_receives)]
         if self._sleeps:
-            self._exported = ExportedMemory(own, self._device, lent=ranges)
+            self._exported = ExportedMemory(own, self._device, sleeps=ranges)
         else:
             self._exported = ExportedMemory([*ranges, *own], self._device)
 
@@ -271,7 +271,7 @@ class IpcTransport(Transport):
         """After a sleep: whether this rank's memory lies where peers had it mapped."""
         if self._host is not None and self._host.moved():
             return False
-        return self._exported is None or self._exported.renew()
+        return self._exported is None or self._exported.find_again()
 
     def _exported_moved(self) -> bool:
         """Whether other memory has come to lie where peers have this rank's mapped."""
@@ -298,7 +298,7 @@ class IpcTransport(Transport):
         for receiver, messages in bound_sends.items():
             peer = peers[receiver]
             mapped = self._imported[receiver] = ImportedMemory(peer, self._device, self._timeout)
-            self._some_sleep |= peer.lent
+            self._some_sleep |= peer.sleeps
             with self._checking(receiver):
                 inbox = peer.inboxes[self.rank]
                 targets = _targets(messages, peer, inbox, mapped.bases)
@@ -322,7 +322,7 @@ class IpcTransport(Transport):
         if not self._unmoved or not all(self._peers[rank].same_places(peer) for rank, peer in peers.items()):
             return False
         for rank, peer in peers.items():
-            self._imported[rank].renew(peer)
+            self._imported[rank].map_again(peer)
         self._connected(peers)
         return True
 
