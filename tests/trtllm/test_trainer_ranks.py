@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.ahead import FoundAhead
 from tests.fsdp.models import make_model
 from tests.spawn import run_ranks
 
@@ -14,14 +16,20 @@ from .ranks import BUCKET_BYTES, refit
 from .serialization_double import GENERATIONS
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of both ranks, by generation."""
-    folder = tmp_path_factory.mktemp("trtllm")
+def refit_each_generation(folder: Path) -> Any:
+    """Reports of both ranks, by generation."""
     checkpoint = make_model("qwen3", folder / "model")
     sockets = {generation: folder / generation for generation in GENERATIONS}
     with running(sockets, workers=2):
         return run_ranks(refit, 2, checkpoint, sockets)
+
+
+AHEAD = (refit_each_generation,)
+
+
+@pytest.fixture(scope="module")
+def reports(found_ahead: FoundAhead) -> Any:
+    return found_ahead.by(refit_each_generation)
 
 
 def test_full_tensors_of_sharded_weights_reach_workers_in_other_processes(

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 from vllm_family_ranks import FAMILIES, FamilyResult, refit_families, write_pair
 from vllm_ranks import Case, Layout
 
+from tests.ahead import FoundAhead
 from tests.families.checkpoints import config_of
 from tests.families.expected import VLLM, is_of, is_prediction
 from tests.spawn import run_ranks
 from tests.vllm_processes import vllm_processes
 
-pytestmark = pytest.mark.timeout(600)
 SIZES = (1, 2)
 CASES = [*itertools.product(FAMILIES, SIZES)]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], list[FamilyResult]]:
+def refit_all_cases(folder: Path) -> dict[tuple[str, int], list[FamilyResult]]:
     """By family and tensor parallel size, for each rank; every size is one group of processes."""
-    pairs = {family: write_pair(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+    pairs = {family: write_pair(folder / family, family) for family in FAMILIES}
     found = {}
     for size in SIZES:
         cases = [Case(*pair, Layout(tensor=size)) for pair in pairs.values()]
@@ -30,6 +30,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], l
             (family, size): list(ranks)
             for family, ranks in zip(pairs, zip(*by_rank, strict=True), strict=True)
         }
+    return found
+
+
+AHEAD = (refit_all_cases,)
+
+
+@pytest.fixture(scope="module")
+def results(found_ahead: FoundAhead) -> dict[tuple[str, int], list[FamilyResult]]:
+    found: dict[tuple[str, int], list[FamilyResult]] = found_ahead.by(refit_all_cases)
     return found
 
 

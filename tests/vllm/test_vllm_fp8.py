@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from vllm_fp8_ranks import Fp8Case, Fp8Result, refit_fp8, write_pair
 
 from rlrefit.integration.quantize.formats import Fp8Blockwise
+from tests.ahead import FoundAhead
 from tests.spawn import run_ranks
 from tests.vllm_processes import vllm_processes
-
-pytestmark = pytest.mark.timeout(600)
 
 CASES = {
     "dense": {},
@@ -21,17 +22,26 @@ CASES = {
 LAYER = "model.layers.0"
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Fp8Result]]:
-    """All cases in one pair of processes."""
+def refit_all_cases(folder: Path) -> dict[str, list[Fp8Result]]:
+    """In one pair of processes."""
     listed = []
-    for options in CASES.values():
+    for name, options in CASES.items():
         experts = options.get("experts", False)
-        folder = tmp_path_factory.mktemp("checkpoints")
-        trained, served = zip(*(write_pair(folder, seed, experts=experts) for seed in (1, 2)), strict=True)
+        trained, served = zip(
+            *(write_pair(folder / name, seed, experts=experts) for seed in (1, 2)), strict=True
+        )
         listed.append(Fp8Case(trained, served, **options))
     by_rank = run_ranks(refit_fp8, 2, listed, timeout_s=550, made_by=vllm_processes)
     return {name: [found[i] for found in by_rank] for i, name in enumerate(CASES)}
+
+
+AHEAD = (refit_all_cases,)
+
+
+@pytest.fixture(scope="module")
+def results(found_ahead: FoundAhead) -> dict[str, list[Fp8Result]]:
+    found: dict[str, list[Fp8Result]] = found_ahead.by(refit_all_cases)
+    return found
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from vllm_fp8_ranks import Fp8Case, Fp8Result, refit_fp8, write_pair
 
+from tests.ahead import FoundAhead
 from tests.spawn import run_ranks
 from tests.verl_adapter.vllm_name import named_vllm
 from tests.vllm_processes import vllm_processes
-
-pytestmark = pytest.mark.timeout(600)
 
 CASES = {"dense, rearranged": {"rearranged": True}, "experts": {"experts": True}}
 
@@ -30,18 +30,27 @@ def refit_under_verl(rank: int, cases: list[Fp8Case], path: str) -> list[Fp8Resu
     return refit_fp8(rank, cases)
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Fp8Result]]:
-    """All cases in one pair of processes."""
+def refit_all_cases(folder: Path) -> dict[str, list[Fp8Result]]:
+    """In one pair of processes."""
     listed = []
-    for options in CASES.values():
-        folder = tmp_path_factory.mktemp("checkpoints")
+    for name, options in CASES.items():
         experts = options.get("experts", False)
-        trained, served = zip(*(write_pair(folder, seed, experts=experts) for seed in (1, 2)), strict=True)
+        trained, served = zip(
+            *(write_pair(folder / name, seed, experts=experts) for seed in (1, 2)), strict=True
+        )
         listed.append(Fp8Case(trained, served, **options))
-    path = named_vllm(tmp_path_factory.mktemp("path"))
+    path = named_vllm(folder)
     by_rank = run_ranks(refit_under_verl, 2, listed, path, timeout_s=550, made_by=vllm_processes)
     return {name: [found[i] for found in by_rank] for i, name in enumerate(CASES)}
+
+
+AHEAD = (refit_all_cases,)
+
+
+@pytest.fixture(scope="module")
+def results(found_ahead: FoundAhead) -> dict[str, list[Fp8Result]]:
+    found: dict[str, list[Fp8Result]] = found_ahead.by(refit_all_cases)
+    return found
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from vllm_checkpoints import dense_config, moe_config, quantize_checkpoint, read_checkpoint, write_checkpoint
 from vllm_ranks import Case, Layout, RankResult, refit_there_and_back
 
+from tests.ahead import FoundAhead
 from tests.spawn import run_ranks
 from tests.vllm_processes import vllm_processes
 
@@ -43,9 +46,7 @@ DOUBLE = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
-    root = tmp_path_factory.mktemp("checkpoints")
+def _checkpoints(root: Path) -> dict[str, tuple[str, str]]:
     dtypes = {name: torch.float32 if name.endswith("fp32") else torch.bfloat16 for name in CONFIGS}
     found = {
         name: [write_checkpoint(root / f"{name}_{seed}", config, seed, dtypes[name]) for seed in (1, 2)]
@@ -65,10 +66,19 @@ def _run(cases: dict, checkpoints: dict, ranks: int) -> dict[str, list[RankResul
     return {name: [results[i] for results in by_rank] for i, name in enumerate(cases)}
 
 
-@pytest.fixture(scope="module")
-def results(checkpoints: dict[str, tuple[str, str]]) -> dict[str, list[RankResult]]:
-    """All cases; every number of ranks is one group of processes."""
+def refit_all_cases(folder: Path) -> dict[str, list[RankResult]]:
+    """Every number of ranks is one group of processes."""
+    checkpoints = _checkpoints(folder)
     return _run(SINGLE, checkpoints, 1) | _run(DOUBLE, checkpoints, 2)
+
+
+AHEAD = (refit_all_cases,)
+
+
+@pytest.fixture(scope="module")
+def results(found_ahead: FoundAhead) -> dict[str, list[RankResult]]:
+    found: dict[str, list[RankResult]] = found_ahead.by(refit_all_cases)
+    return found
 
 
 @pytest.mark.parametrize("case", [*SINGLE, *DOUBLE])
@@ -119,13 +129,15 @@ def test_expert_parallel_ranks_want_their_own_experts_whole(results):
         assert all(box == ((0, 24), (0, 64)) for n in wanted if "gate_proj" in n for box in rank.bulk[n])
 
 
-def test_pipeline_stages_want_their_own_layers_and_the_tied_embedding_on_both(results, checkpoints):
+def test_pipeline_stages_want_their_own_layers_and_the_tied_embedding_on_both(results, tmp_path):
     first, second = results["tied PP2"]
     assert not any(".layers.1." in name for name in first.bulk)
     assert not any(".layers.0." in name for name in second.bulk)
     assert "model.embed_tokens.weight" in first.bulk
     assert "model.embed_tokens.weight" in second.bulk
-    assert {*first.bulk, *second.bulk} == set(read_checkpoint(checkpoints["tied"][0]))
+    assert {*first.bulk, *second.bulk} == set(
+        read_checkpoint(write_checkpoint(tmp_path / "tied", CONFIGS["tied"], 1))
+    )
 
 
 @pytest.mark.parametrize("case", ["dense packed", "dense TP2 packed"])
