@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.colocated.cycle import ColocatedCycle
 from rlrefit.integration.colocated.stages import StageError, StageRefused
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.control import open_rendezvous
@@ -28,39 +27,23 @@ from rlrefit.workers.engines.common.guard import WeightsGuard, call_before
 from rlrefit.workers.engines.sglang.callers import Answer, EngineCaller, HttpCaller, Step
 from rlrefit.workers.engines.sglang.driver import AsyncSglangRefit, SglangRefit
 from rlrefit.workers.engines.sglang.loader import LOADER, load, refusing, serving
-from rlrefit.workers.engines.sglang.sender import SglangSender
 
 from .engine_double import EngineDouble, Holder, ManagerDouble, equal, weights
 from .recorded import VERSION
-from .ways import WAYS, Trainer, Work, blocking, over_http
+from .ways import WAYS, Sending, Work, blocking, over_http
 
 CONFIG = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full")
-# Smaller than the weights together: several buckets.
-BUCKET_BYTES = 128
 
 
 pytestmark = pytest.mark.usefixtures("sglang")
 
 
-def _sender(refit: SglangRefit) -> tuple[SglangSender, Holder]:
-    source = Holder(0)
-    return SglangSender(source, refit, "cpu", BUCKET_BYTES), source
-
-
 def _two_refits_in_buckets(engine: EngineDouble) -> Work:
-    manager = engine.tokenizer_manager
-
     def work(refit: SglangRefit) -> None:
-        sender, source = _sender(refit)
+        sending = Sending(refit, engine)
         for version, index in enumerate((1, 2)):
-            source.take_on(index)
-            manager.holder.poison()
-            record = sender.refit(version)
-            assert record.bytes_misc == source.kept_bytes
-            assert equal(manager.holder.held, weights(index))
+            assert sending.bring(version, index).bytes_misc == sending.source.kept_bytes
             assert (refit.version, refit.weight_version()) == (version, str(version))
-            assert not manager.paused
-            assert not manager.stale_prefixes
 
     return work
 
@@ -95,20 +78,15 @@ def _two_cycles(engine: EngineDouble, multi_stage: bool) -> Work:
     manager = engine.tokenizer_manager
 
     def work(refit: SglangRefit) -> None:
-        sender, source = _sender(refit)
-        cycle = ColocatedCycle(
-            refit, Trainer(), lambda version: [sender.refit(version)], multi_stage_wake_up=multi_stage
-        )
+        sending = Sending(refit, engine)
+        cycle = sending.cycle(multi_stage_wake_up=multi_stage)
         for version, index in enumerate((1, 2)):
             cycle.to_training()
             assert manager.asleep == {"weights", "kv_cache"}
             with pytest.raises(StageError):
                 cycle.wake_kv_cache()
-            source.take_on(index)
-            cycle.to_generation(version)
+            sending.turn(cycle, version, index)
             assert not manager.asleep
-            assert not manager.paused
-            assert equal(manager.holder.held, weights(index))
 
     return work
 
@@ -156,9 +134,8 @@ def test_running_requests_are_waited_for_and_not_forever(engine: EngineDouble, t
 
     def work(refit: SglangRefit) -> None:
         manager.running = 1
-        sender, _ = _sender(refit)
         with pytest.raises(RefitTimeout, match="did not all end"):
-            sender.refit(0)
+            Sending(refit, engine).sender.refit(0)
         assert equal(manager.holder.held, weights(0))
         assert not manager.paused
 
@@ -255,12 +232,7 @@ def test_weights_that_a_sleep_discarded_are_not_served(engine: EngineDouble, thr
         with pytest.raises(EngineDirty, match="discarded"):
             refit.require_servable()
         assert engine.tokenizer_manager.paused
-        sender, source = _sender(refit)
-        source.take_on(2)
-        sender.refit(0)
-        refit.require_servable()
-        assert not engine.tokenizer_manager.paused
-        assert equal(engine.tokenizer_manager.holder.held, weights(2))
+        Sending(refit, engine).bring(0, 2)
 
     through(engine, work)
 
@@ -284,18 +256,13 @@ def test_a_bucket_that_fails_keeps_the_engine_paused_until_a_refit_succeeds(
     manager.fail_bucket = 2
 
     def work(refit: SglangRefit) -> None:
-        sender, source = _sender(refit)
-        source.take_on(1)
+        sending = Sending(refit, engine)
         with pytest.raises(RefitError, match="discard"):
-            sender.refit(0)
+            sending.sender.refit(0)
         assert manager.paused
         with pytest.raises(EngineDirty, match="paused"):
             refit.require_servable()
-        manager.holder.poison()
-        sender.refit(1)
-        assert equal(manager.holder.held, weights(1))
-        refit.require_servable()
-        assert not manager.paused
+        sending.bring(1, 1)
 
     through(engine, work)
 
@@ -387,7 +354,7 @@ def test_a_blocking_call_beside_the_awaited_ones_is_refused_and_their_own_answer
 ) -> None:
     async def scenario() -> None:
         refit = await AsyncSglangRefit.open(engine)
-        sender, _ = _sender(refit.blocking)
+        sender = Sending(refit.blocking, engine).sender
         for version in (3, 4):
             await refit.run(sender.refit, version)
             for call in (

@@ -17,6 +17,7 @@ from rlrefit.workers.engines.sglang.loader import LOADER
 from rlrefit.workers.engines.sglang.sender import SglangSender
 
 from .engine_double import EngineDouble, Holder, equal, weights
+from .ways import Sending
 
 pytestmark = pytest.mark.usefixtures("sglang")
 
@@ -85,12 +86,11 @@ def test_an_engine_is_never_taken_for_one_that_generates_while_it_is_paused(kind
     engine = EngineDouble()
     manager, way = engine.tokenizer_manager, Failing(EngineCaller(engine))
     refit = SglangRefit(way, 0.2)
-    source = Holder(0)
-    sender = SglangSender(source, refit, "cpu", 128)
-    source.take_on(1)
+    sending = Sending(refit, engine)
+    sending.source.take_on(1)
     way.kind, way.fail = kind, WAYS[how]
     try:
-        sender.refit(0)
+        sending.sender.refit(0)
     except (RefitError, ConnectionResetError, KeyboardInterrupt):
         pass
     else:
@@ -105,13 +105,7 @@ def test_an_engine_is_never_taken_for_one_that_generates_while_it_is_paused(kind
         assert equal(manager.holder.held, weights(refit.version + 1))
         assert not manager.stale_prefixes
     for version, index in ((1, 2), (2, 1)):
-        source.take_on(index)
-        manager.holder.poison()
-        sender.refit(version)
-        refit.require_servable()
-        assert equal(manager.holder.held, weights(index))
-        assert not manager.paused
-        assert not manager.stale_prefixes
+        sending.bring(version, index)
     engine.loop.close()
 
 

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rlrefit.integration.colocated.cycle import ColocatedCycle
+from rlrefit.integration.records.record import RefitRecord
 from rlrefit.workers.engines.sglang.callers import _REQUESTS, EngineCaller, HttpCaller
 from rlrefit.workers.engines.sglang.driver import AsyncSglangRefit, SglangRefit
 from rlrefit.workers.engines.sglang.pausing import PauseMode
@@ -40,12 +41,12 @@ class Sending:
 
     def __init__(self, refit: SglangRefit, engine: EngineDouble) -> None:
         self.refit, self._manager = refit, engine.tokenizer_manager
-        self._source = Holder(0)
-        self.sender = SglangSender(self._source, refit, "cpu", 128)
+        self.source = Holder(0)
+        self.sender = SglangSender(self.source, refit, "cpu", 128)
 
     def take_on(self, index: int) -> None:
         """Other weights for the trainer, and none for the engine."""
-        self._source.take_on(index)
+        self.source.take_on(index)
         self._manager.holder.poison()
 
     def require_served(self, index: int) -> None:
@@ -54,15 +55,16 @@ class Sending:
         assert equal(self._manager.holder.held, weights(index))
         assert not self._manager.paused
 
-    def bring(self, version: int, index: int, *mode: PauseMode) -> None:
+    def bring(self, version: int, index: int, *mode: PauseMode) -> RefitRecord:
         """A refit, of which the engine serves the weights afterwards."""
         self.take_on(index)
-        self.sender.refit(version, *mode)
+        record = self.sender.refit(version, *mode)
         self.require_served(index)
         assert not self._manager.stale_prefixes
+        return record
 
-    def cycle(self) -> ColocatedCycle:
-        return ColocatedCycle(self.refit, Trainer(), lambda version: [self.sender.refit(version)])
+    def cycle(self, **options: bool) -> ColocatedCycle:
+        return ColocatedCycle(self.refit, Trainer(), lambda version: [self.sender.refit(version)], **options)
 
     def turn(self, cycle: ColocatedCycle, version: int, index: int) -> None:
         """From training to generation with other weights."""
