@@ -32,10 +32,6 @@ def tell_niceness_in_time(folder: Path) -> int:
     return os.nice(0)
 
 
-def find_much(folder: Path) -> bytes:
-    return bytes(1 << 20)
-
-
 def start_and_wait(folder: Path) -> None:
     child = subprocess.Popen(["sleep", "300"])
     (folder / "unfinished").write_text(str(child.pid))
@@ -85,15 +81,6 @@ def test_a_work_whose_process_died_fails_and_the_others_are_done_in_another(tmp_
     with pytest.raises(BrokenProcessPool):
         found.by(die)
     assert found.by(tell_folder).is_dir()
-    found.close()
-
-
-def test_a_large_answer_that_nobody_asked_for_yet_holds_up_no_other_work(tmp_path: Path) -> None:
-    found = FoundAhead([module_with(find_much, tell_folder, start_and_wait)], tmp_path)
-    while not list(tmp_path.glob("*/pid")):
-        time.sleep(0.05)
-    assert found.by(tell_folder).is_dir()
-    assert found.by(find_much) == bytes(1 << 20)
     found.close()
 
 
