@@ -50,7 +50,7 @@ class RefitConfig:
             engine that serves LoRA and already holds the base model. A model without adapters is sent as it is.
         port: TCP port of the rendezvous on trainer rank 0; 0 takes any free one.
         kv_scales: calibrated scales of the engine's FP8 KV cache travel with the weights, over the misc path; the
-            trainer gives them with ``nccl_xfer_refit(version, kv_scales)``.
+            trainer gives them with ``refit(version, kv_scales)``.
 
     Raises:
         ValueError: lists all that is wrong with the values.
@@ -77,6 +77,15 @@ class RefitConfig:
         for name, value in values.items():
             setattr(config, name, value)
         return config
+
+    @property
+    def call_limit_s(self) -> float:
+        """Seconds that a driver waits for a call to a worker.
+
+        A refit is several waits in a row. Each may take ``timeout_s`` and then names its rank and stage; the driver gives up
+        after all of them.
+        """
+        return 2 * self.timeout_s + 30.0
 
     @property
     def bucket_bytes(self) -> int:

@@ -20,7 +20,7 @@ from rlrefit.recipes.plan.options import read_options
 from rlrefit.recipes.plan.recipe_table import Row, plan_recipe, real_recipes, replaced, table
 from rlrefit.recipes.plan.study import study
 from rlrefit.workers.frameworks.nemo_rl import contract as nemo_rl_contract
-from rlrefit.workers.frameworks.verl import full_tensors_contract as verl_contract
+from rlrefit.workers.frameworks.verl import contract as verl_contract
 from tests.ahead import FoundAhead
 
 ROOT = Path(__file__).parents[2]

@@ -21,14 +21,14 @@ from verl.workers.rollout.replica import RolloutMode
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError, RefitMismatch
-from rlrefit.workers.frameworks.verl.contract import rollout_violations
-from rlrefit.workers.frameworks.verl.engine import ShardCheckpointEngine
-from rlrefit.workers.frameworks.verl.full_tensors import NcclXferCheckpointEngine
-from rlrefit.workers.frameworks.verl.full_tensors_contract import (
+from rlrefit.workers.frameworks.verl.contract import (
     UnsupportedVerl,
     require_supported,
+    rollout_violations,
     violations,
 )
+from rlrefit.workers.frameworks.verl.engine import ShardCheckpointEngine
+from rlrefit.workers.frameworks.verl.full_tensors import NcclXferCheckpointEngine
 from rlrefit.workers.frameworks.verl.manager import RefitCheckpointManager
 from rlrefit.workers.frameworks.verl.options import EXTENSION
 from rlrefit.workers.frameworks.verl.orders import Order

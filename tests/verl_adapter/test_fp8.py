@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 from verl.plugin.platform import platform_manager
 
-from rlrefit.workers.frameworks.verl import full_tensors_contract as verl_contract
+from rlrefit.workers.frameworks.verl import contract as verl_contract
 from tests.ahead import FoundAhead, keeping_time
 from tests.gpu.vllm_checkpoints import write_checkpoint
 from tests.spawn import run_ranks, run_together

@@ -32,7 +32,7 @@ import vllm
 from torch import nn
 
 from ....integration.quantize.formats import Fp8Blockwise
-from ...frameworks.verl import full_tensors_contract as verl_contract
+from ...frameworks.verl import contract as verl_contract
 from ..common.loader_trace.quantized import FLOAT8
 from .compat import kind_of
 

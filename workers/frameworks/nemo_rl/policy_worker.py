@@ -11,15 +11,56 @@ from dataclasses import asdict
 from typing import Any
 
 import ray
+import torch
 
 from ....integration.config import RefitConfig
 from ....integration.errors import RefitError
 from ...engines.common.answers import answer
+from ...trainers.fsdp.mixin import FSDPRefitMixin
+from ...trainers.megatron.mixin import MegatronRefitMixin
 from ...trainers.source_mixin import SourceRefitMixin
 from .settings import FULL_TENSORS
 
 _ATTRIBUTE = "_rlrefit_policy_refit"
 _INSTEAD = f"Set policy.generation.refit_transport to {FULL_TENSORS}, which sends what NeMo-RL itself exports"
+
+
+class MegatronPolicyRefit(MegatronRefitMixin):
+    """The Megatron mixin around the model of a ``MegatronPolicyWorker``, which stays as it is."""
+
+    def __init__(self, worker: Any, config: RefitConfig) -> None:
+        self._worker = worker
+        self.refit_config = config
+
+    @property
+    def model(self) -> list[torch.nn.Module]:  # type: ignore[override]
+        """The worker's own; asked for anew, as its moves to the host and back may replace it."""
+        return [self._worker.model]
+
+    @property
+    def bridge(self) -> Any:
+        """The worker's ``AutoBridge``."""
+        return self._worker.megatron_bridge
+
+
+class DTensorPolicyRefit(FSDPRefitMixin):
+    """The FSDP mixin around the model of a ``DTensorPolicyWorker`` or ``DTensorPolicyWorkerV2``, which stays as it is."""
+
+    def __init__(self, worker: Any, config: RefitConfig) -> None:
+        self._worker = worker
+        self.refit_config = config
+
+    @property
+    def model(self) -> torch.nn.Module:  # type: ignore[override]
+        """The worker's own."""
+        model: torch.nn.Module = self._worker.model
+        return model
+
+    @property
+    def refit_dtype(self) -> torch.dtype:  # type: ignore[override]
+        """What NeMo-RL itself casts to for vLLM."""
+        dtype: torch.dtype = self._worker.dtype
+        return dtype
 
 
 def prepare(worker: Any, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,20 +116,9 @@ def _refit_of(worker: Any, config: RefitConfig) -> SourceRefitMixin:
             stage="settings",
             rank=getattr(worker, "rank", -1),
         )
-    made = _made(worker, config)
+    made = (MegatronPolicyRefit if hasattr(worker, "megatron_bridge") else DTensorPolicyRefit)(worker, config)
     setattr(worker, _ATTRIBUTE, made)
     return made
-
-
-def _made(worker: Any, config: RefitConfig) -> SourceRefitMixin:
-    # Imported here: NeMo-RL's driver has neither Megatron nor Automodel, and each kind of worker has one of them.
-    if hasattr(worker, "megatron_bridge"):
-        from .megatron_policy import MegatronPolicyRefit
-
-        return MegatronPolicyRefit(worker, config)
-    from .dtensor_policy import DTensorPolicyRefit
-
-    return DTensorPolicyRefit(worker, config)
 
 
 def _open(worker: Any) -> SourceRefitMixin:

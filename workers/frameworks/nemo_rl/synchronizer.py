@@ -16,7 +16,6 @@ from typing import Any
 from ....integration.errors import RefitError
 from ....integration.records.files import append_records, require_records_dir
 from ....integration.records.record import RefitRecord, summarize
-from ..limits import call_limit_s
 from . import policy_worker
 from .calls import Answer, Workers, within
 from .engine_calls import CLOSE, JOIN, REFIT
@@ -40,7 +39,7 @@ class ShardSynchronizer:
 
     def __init__(self, policy: Any, generation: Any, settings: NemoRlRefit) -> None:
         self._policy, self._generation, self._settings = policy, generation, settings
-        self._limit_s = call_limit_s(settings.config.timeout_s)
+        self._limit_s = settings.config.call_limit_s
         self._close_s = min(settings.config.timeout_s, _LONGEST_CLOSE_S)
         self._workers = Workers(policy, generation, self._limit_s)
         self._stale = True

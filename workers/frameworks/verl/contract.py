@@ -1,12 +1,37 @@
-"""What shard to shard relies on in the installed verl beyond its checkpoint engines, held against its signatures."""
+"""What the adapter relies on in the installed verl, held against its signatures before anything runs.
+
+The checkpoint engines rely on verl's interface for them. Shard to shard also relies on an actor's engine and on verl's
+extension of vLLM's workers.
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from .full_tensors_contract import TESTED, UnsupportedVerl, installed_version
+TESTED = "0.9.1"
+# What is told of a bucket that has no size.
+NO_BUCKET = "checkpoint_engine.update_weights_bucket_megabytes leaves no room for a weight; give at least 1"
 
+# Parameters that verl's callers pass by name or place, by class and method.
+_ENGINE = {
+    "prepare": ["self"],
+    "build_topology": ["actor_wg_world_size", "rollout_world_size", "metadata"],
+    "init_process_group": ["self", "kwargs"],
+    "finalize": ["self"],
+    "send_weights": ["self", "weights", "global_steps"],
+    "receive_weights": ["self", "global_steps"],
+}
+_MANAGER = {
+    "__init__": ["self", "config", "actor_wg", "replicas"],
+    "build_process_group": ["self", "rollout"],
+    "update_weights": ["self", "global_steps"],
+    "add_replicas": ["self", "replicas"],
+    "remove_replicas": ["self", "replicas"],
+}
+_REGISTRY = {"register": ["backend"], "get": ["backend"], "new": ["backend", "args", "kwargs"]}
 _EXTENSION = {
     "update_weights_from_ipc": ["self", "peft_config", "base_sync_done", "use_shm"],
     "_get_zmq_handle": ["self"],
@@ -24,6 +49,51 @@ _ACTOR = (
     "config.rollout.dtype",
     "config.model",
 )
+
+
+class UnsupportedVerl(ImportError):
+    """The installed verl calls checkpoint engines in another way than this adapter answers."""
+
+
+def violations(base: Any) -> list[str]:
+    """All in which ``verl.checkpoint_engine.base`` differs from what the adapter was written for."""
+    found = []
+    for name, methods in (
+        ("CheckpointEngine", _ENGINE),
+        ("CheckpointEngineManager", _MANAGER),
+        ("CheckpointEngineRegistry", _REGISTRY),
+    ):
+        kind = getattr(base, name, None)
+        if kind is None:
+            found.append(f"there is no {name}")
+            continue
+        found += _differences(kind, name, methods)
+        # A method that a later verl asks for would be missed at its first call, in the middle of a run.
+        asked: frozenset[str] = getattr(kind, "__abstractmethods__", frozenset())
+        found += [f"{name} asks for {method}" for method in sorted(asked - set(methods))]
+    return found
+
+
+def require_supported(base: Any) -> None:
+    """Check the installed verl.
+
+    Raises:
+        UnsupportedVerl: names the version and all differences.
+    """
+    wrong = violations(base)
+    if wrong:
+        raise UnsupportedVerl(
+            f"verl {installed_version()} is not supported by rlrefit's adapter, which is written for {TESTED}: {'; '.join(wrong)}. "
+            f"Nothing was registered; install verl=={TESTED}, or set checkpoint_engine.backend to one of verl's own"
+        )
+
+
+def installed_version() -> str:
+    """Of verl, as far as its metadata tell."""
+    try:
+        return version("verl")
+    except PackageNotFoundError:
+        return "(a checkout without metadata)"
 
 
 def require_supported_actor(worker: Any) -> None:
@@ -57,13 +127,7 @@ def rollout_violations(extension: Any, transfer: Any) -> list[str]:
         (extension, "vLLMColocateWorkerExtension", _EXTENSION),
         (receiver, "BucketedWeightReceiver", _RECEIVER),
     ):
-        for method, wanted in methods.items():
-            call = getattr(kind, method, None)
-            given = None if call is None else list(inspect.signature(inspect.unwrap(call)).parameters)
-            if given is None:
-                found.append(f"{name} has no {method}")
-            elif given != wanted:
-                found.append(f"{name}.{method} takes ({', '.join(given)}), not ({', '.join(wanted)})")
+        found += _differences(kind, name, methods)
     return found
 
 
@@ -80,3 +144,18 @@ def require_supported_rollout(extension: Any, transfer: Any) -> None:
             f"{TESTED}: {'; '.join(wrong)}. Nothing was started; install verl=={TESTED}, or use "
             "rlrefit.workers.frameworks.verl.full_tensors, which needs no extension"
         )
+
+
+def _differences(kind: Any, name: str, methods: Mapping[str, list[str]]) -> list[str]:
+    """A sentence for each method of a class that is missing or takes other parameters."""
+    found = []
+    for method, wanted in methods.items():
+        call: Callable[..., Any] | None = getattr(kind, method, None)
+        if call is None:
+            found.append(f"{name} has no {method}")
+            continue
+        # auto_await and others wrap; the class's own first argument is bound away from class methods.
+        given = list(inspect.signature(inspect.unwrap(call)).parameters)
+        if given != wanted:
+            found.append(f"{name}.{method} takes ({', '.join(given)}), not ({', '.join(wanted)})")
+    return found

@@ -31,8 +31,8 @@ from ....integration.errors import RefitError
 from ....integration.records.files import require_records_dir, write_record
 from ....integration.records.record import RefitRecord
 from ...trainers.source_mixin import SourceRefitMixin
+from .contract import require_supported
 from .epochs import EpochEngine, metrics_of
-from .full_tensors_contract import require_supported
 from .options import BACKEND, ShardOptions
 from .orders import ORDER, Order
 from .source import source_of

@@ -19,9 +19,6 @@ from ....integration.control import Rendezvous, RendezvousServer, listen
 from ....integration.errors import RefitError, RefitMismatch
 from ....integration.records.record import RefitRecord
 
-# What is told of a bucket's size that is no size.
-NO_BUCKET = "checkpoint_engine.update_weights_bucket_megabytes leaves no room for a weight; give at least 1"
-
 # How long a fixed port is waited for.
 _PORT_S = 5.0
 

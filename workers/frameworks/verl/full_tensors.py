@@ -23,8 +23,8 @@ from ....integration.control import Rendezvous, RendezvousServer
 from ....integration.errors import RefitError
 from ....integration.records.files import require_records_dir, write_record
 from ....integration.records.record import RefitRecord
-from .epochs import NO_BUCKET, EpochEngine, metrics_of
-from .full_tensors_contract import require_supported
+from .contract import NO_BUCKET, require_supported
+from .epochs import EpochEngine, metrics_of
 
 require_supported(verl_base)
 

@@ -20,7 +20,6 @@ from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.replica import RolloutMode
 
 from ....integration.errors import RefitError, RefitTimeout
-from ..limits import call_limit_s
 from .options import BACKEND, read_options
 from .orders import Order
 
@@ -44,7 +43,7 @@ class RefitCheckpointManager(CheckpointEngineManager):
         super().__init__(config, actor_wg, replicas)
         self._options, wrong = read_options(config)
         self._require_shards(replicas, wrong)
-        self._limit_s = call_limit_s(self._options.refit.timeout_s)
+        self._limit_s = self._options.refit.call_limit_s
         # Those that were late or had ended in the last update.
         self._missing: list[str] = []
         # Name of the epoch that vLLM's workers have joined, and the replicas that did.

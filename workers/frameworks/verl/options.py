@@ -8,7 +8,7 @@ from typing import Any
 
 from ....integration.config import REFIT_KEYS, RefitConfig, not_a_section, read_settings
 from ....integration.errors import RefitError
-from .epochs import NO_BUCKET
+from .contract import NO_BUCKET
 
 BACKEND = "nccl_xfer_shards"
 EXTENSION = "rlrefit.workers.frameworks.verl.extension.VerlRefitExtension"
