@@ -20,11 +20,11 @@ from ..config import RefitConfig
 from ..control.channel import Channel
 from ..errors import RefitMismatch
 from ..layout import Box, Fragment, Misfit, volume
-from ..quantize.formats import Format, from_json, to_json, wire_specs
+from ..quantize.formats import Format, from_json, to_json
 from ..weights.endpoints import StoresQuantized, WeightDestination, WeightSource
 from ..weights.holdings import Positions, decode_positions, encode_positions
 from ..weights.manifest import TensorSpec, dtype_name, first_difference
-from ..weights.quantizing import QuantizingSource
+from ..weights.quantizing import QuantizingSource, wire_specs
 from ..weights.routing import SAY_REFIT_DTYPE
 
 _MODULUS = 1 << 256

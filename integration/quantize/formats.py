@@ -13,19 +13,12 @@ from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
-from ..layout import Box, Fragment, local_slice, subtract_all
-from ..packing import Cast
+from ..layout import Box
 from ..packing.encoded import EncodedPair, Encoder
-from ..weights.manifest import TensorSpec, dtype_name
 from . import blocks, fp8_blockwise, mxfp8
 from .fp8_table import Fp8Table, has_kernel
 from .jobs import TorchEncoder, make_jobs
-from .partial_blocks import PartialBlocks, PartialCodes
-
-# In the reason of a weight that takes the misc path for it.
-CUTS_BLOCKS = "which cuts blocks of"
-
-_SOURCES = (torch.bfloat16, torch.float16)
+from .partial_blocks import PartialBlocks
 
 
 class Format(Protocol):
@@ -201,77 +194,8 @@ def from_json(data: object) -> Format:
         raise ValueError(f"malformed weight format {data!r}: {error}") from error
 
 
-def scales_spec(spec: TensorSpec, format: Format) -> TensorSpec:
-    """The scales that travel beside a weight."""
-    return TensorSpec(
-        spec.name + format.scale_name_end, blocks.scale_shape(spec.shape, format.block), format.scale_dtype
-    )
-
-
-def wire_specs(spec: TensorSpec, format: Format) -> tuple[TensorSpec, TensorSpec]:
-    """What travels in a weight's place: its codes and its scales.
-
-    Raises:
-        ValueError: the weight can't be held in the format; says why.
-    """
-    if len(spec.shape) != 2 or spec.dtype not in _SOURCES:
-        raise ValueError(
-            f"{spec.name} is {dtype_name(spec.dtype)}{list(spec.shape)}; {format.kind} is made of matrices in "
-            f"{' or '.join(map(dtype_name, _SOURCES))}"
-        )
-    return TensorSpec(spec.name, spec.shape, torch.float8_e4m3fn), scales_spec(spec, format)
-
-
-def encoded_fragments(
-    fragment: Fragment, format: Format, device: torch.device, taken: Sequence[Box] = ()
-) -> list[Fragment] | str:
-    """What this rank sends of a held part of a weight.
-
-    Args:
-        fragment: not encoded, or by a :class:`..packing.Cast`.
-        format: in which the weight travels.
-        device: that makes it; the scales of blocks that the part cuts lie there.
-        taken: boxes of the scales that this rank sends of other parts of the weight.
-
-    Returns:
-        Its codes, then its scales, those that are not taken yet; or why no rank can make them of its part.
-    """
-    cast = fragment.encoding
-    rounded = cast.dtype if isinstance(cast, Cast) else None
-    scale_name = fragment.name + format.scale_name_end
-    scale_box = blocks.scale_box(fragment.box, format.block)
-    scale_shape = blocks.scale_shape(fragment.full_shape, format.block)
-    if not blocks.straddled(fragment.box, fragment.full_shape, format.block):
-        method = WholeBlocks(format, rounded)
-        return [
-            Fragment(fragment.name, fragment.full_shape, fragment.box, fragment.view, Codes(method)),
-            Fragment(scale_name, scale_shape, scale_box, fragment.view, Scales(method)),
-        ]
-    partial = format.partial_blocks(rounded)
-    if partial is None:
-        return (
-            f"a rank holds {_ranges(fragment)}, {CUTS_BLOCKS} {' by '.join(map(str, format.block))}: it does not know "
-            "their maxima, so the whole weight is quantized"
-        )
-    size = [stop - start for start, stop in scale_box]
-    # NaN until all ranks have made them: codes made too early show.
-    scales = torch.full(size, float("nan"), dtype=format.scale_dtype, device=device)
-    codes = PartialCodes(partial, part_head(fragment.box, format), scales)
-    return [
-        Fragment(fragment.name, fragment.full_shape, fragment.box, fragment.view, codes),
-        *(
-            Fragment(scale_name, scale_shape, box, scales[local_slice(scale_box, box)])
-            for box in subtract_all(scale_box, taken)
-        ),
-    ]
-
-
 def part_head(box: Box, format: Format) -> tuple[int, int]:
     """Row and column at which a part begins in its first block."""
     (top, _), (left, _) = box
     rows, columns = format.block
     return top % rows, left % columns
-
-
-def _ranges(fragment: Fragment) -> str:
-    return ", ".join(f"{start}:{stop}" for start, stop in fragment.box)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ..weights.manifest import TensorSpec
 from . import nvfp4
 
 # What engines join in one matrix, by the last part of the module's name. vLLM takes the largest weight_scale_2 and
@@ -73,35 +72,10 @@ def module_of(weight: str) -> str:
     return weight.removesuffix(".weight")
 
 
-def packed_specs(spec: TensorSpec, activations: bool = True) -> tuple[TensorSpec, ...]:
-    """What stands in a weight's place, on the wire and in a checkpoint.
-
-    Args:
-        spec: ``[n, k]``.
-        activations: whether there is an ``input_scale``.
-
-    Raises:
-        ValueError: the weight has no such form; says why.
-    """
-    if len(spec.shape) != 2 or spec.shape[1] % nvfp4.BLOCK:
-        raise ValueError(
-            f"{spec.name} is {list(spec.shape)}; NVFP4 takes matrices whose rows are a multiple of {nvfp4.BLOCK} "
-            "elements. Leave it in BF16"
-        )
-    n, k = spec.shape
-    names = packed_names(spec.name)
-    found = (
-        TensorSpec(names.weight, (n, k // 2), torch.uint8),
-        TensorSpec(names.weight_scale, (n, k // nvfp4.BLOCK), torch.float8_e4m3fn),
-        TensorSpec(names.weight_scale_2, (), torch.float32),
-    )
-    return (*found, TensorSpec(names.input_scale, (), torch.float32)) if activations else found
-
-
 def packed_tensors(
     name: str, weight: torch.Tensor, scale_2: torch.Tensor, input_scale: torch.Tensor | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A whole weight as :func:`packed_specs` has it.
+    """A whole weight as a checkpoint has it: codes, block scales, global scale, and the scale of the inputs.
 
     Args:
         name: of the weight.

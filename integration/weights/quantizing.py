@@ -1,4 +1,4 @@
-"""A trainer rank that quantizes what it sends, around one that holds unquantized weights."""
+"""What quantized weights travel as, and a trainer rank that quantizes what it sends."""
 
 from __future__ import annotations
 
@@ -8,11 +8,109 @@ from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
 
 import torch
 
-from ..layout import Box, Fragment
+from ..layout import Box, Fragment, local_slice, subtract_all
 from ..packing import Cast
-from ..quantize.formats import Format, encoded_fragments, scales_spec, wire_specs
+from ..quantize import blocks, nvfp4
+from ..quantize.formats import Codes, Format, Scales, WholeBlocks, part_head
+from ..quantize.nvfp4_checkpoint import packed_names
+from ..quantize.partial_blocks import PartialCodes
 from .endpoints import HoldsQuantized, WeightSource
 from .manifest import TensorSpec, dtype_name
+
+# In the reason of a weight that takes the misc path for it.
+CUTS_BLOCKS = "which cuts blocks of"
+
+_SOURCES = (torch.bfloat16, torch.float16)
+
+
+def scales_spec(spec: TensorSpec, format: Format) -> TensorSpec:
+    """The scales that travel beside a weight."""
+    return TensorSpec(
+        spec.name + format.scale_name_end, blocks.scale_shape(spec.shape, format.block), format.scale_dtype
+    )
+
+
+def wire_specs(spec: TensorSpec, format: Format) -> tuple[TensorSpec, TensorSpec]:
+    """What travels in a weight's place: its codes and its scales.
+
+    Raises:
+        ValueError: the weight can't be held in the format; says why.
+    """
+    if len(spec.shape) != 2 or spec.dtype not in _SOURCES:
+        raise ValueError(
+            f"{spec.name} is {dtype_name(spec.dtype)}{list(spec.shape)}; {format.kind} is made of matrices in "
+            f"{' or '.join(map(dtype_name, _SOURCES))}"
+        )
+    return TensorSpec(spec.name, spec.shape, torch.float8_e4m3fn), scales_spec(spec, format)
+
+
+def encoded_fragments(
+    fragment: Fragment, format: Format, device: torch.device, taken: Sequence[Box] = ()
+) -> list[Fragment] | str:
+    """What this rank sends of a held part of a weight.
+
+    Args:
+        fragment: not encoded, or by a :class:`..packing.Cast`.
+        format: in which the weight travels.
+        device: that makes it; the scales of blocks that the part cuts lie there.
+        taken: boxes of the scales that this rank sends of other parts of the weight.
+
+    Returns:
+        Its codes, then its scales, those that are not taken yet; or why no rank can make them of its part.
+    """
+    cast = fragment.encoding
+    rounded = cast.dtype if isinstance(cast, Cast) else None
+    scale_name = fragment.name + format.scale_name_end
+    scale_box = blocks.scale_box(fragment.box, format.block)
+    scale_shape = blocks.scale_shape(fragment.full_shape, format.block)
+    if not blocks.straddled(fragment.box, fragment.full_shape, format.block):
+        method = WholeBlocks(format, rounded)
+        return [
+            Fragment(fragment.name, fragment.full_shape, fragment.box, fragment.view, Codes(method)),
+            Fragment(scale_name, scale_shape, scale_box, fragment.view, Scales(method)),
+        ]
+    partial = format.partial_blocks(rounded)
+    if partial is None:
+        return (
+            f"a rank holds {_ranges(fragment)}, {CUTS_BLOCKS} {' by '.join(map(str, format.block))}: it does not know "
+            "their maxima, so the whole weight is quantized"
+        )
+    size = [stop - start for start, stop in scale_box]
+    # NaN until all ranks have made them: codes made too early show.
+    scales = torch.full(size, float("nan"), dtype=format.scale_dtype, device=device)
+    codes = PartialCodes(partial, part_head(fragment.box, format), scales)
+    return [
+        Fragment(fragment.name, fragment.full_shape, fragment.box, fragment.view, codes),
+        *(
+            Fragment(scale_name, scale_shape, box, scales[local_slice(scale_box, box)])
+            for box in subtract_all(scale_box, taken)
+        ),
+    ]
+
+
+def packed_specs(spec: TensorSpec, activations: bool = True) -> tuple[TensorSpec, ...]:
+    """What stands in a weight's place, on the wire and in a checkpoint.
+
+    Args:
+        spec: ``[n, k]``.
+        activations: whether there is an ``input_scale``.
+
+    Raises:
+        ValueError: the weight has no such form; says why.
+    """
+    if len(spec.shape) != 2 or spec.shape[1] % nvfp4.BLOCK:
+        raise ValueError(
+            f"{spec.name} is {list(spec.shape)}; NVFP4 takes matrices whose rows are a multiple of {nvfp4.BLOCK} "
+            "elements. Leave it in BF16"
+        )
+    n, k = spec.shape
+    names = packed_names(spec.name)
+    found = (
+        TensorSpec(names.weight, (n, k // 2), torch.uint8),
+        TensorSpec(names.weight_scale, (n, k // nvfp4.BLOCK), torch.float8_e4m3fn),
+        TensorSpec(names.weight_scale_2, (), torch.float32),
+    )
+    return (*found, TensorSpec(names.input_scale, (), torch.float32)) if activations else found
 
 
 class QuantizingSource:
@@ -137,3 +235,7 @@ async def quant_weights_by_name(
     for name, tensor in quantizing.export(wanted):
         yield name, tensor
         await asyncio.sleep(0)
+
+
+def _ranges(fragment: Fragment) -> str:
+    return ", ".join(f"{start}:{stop}" for start, stop in fragment.box)

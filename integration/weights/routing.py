@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from ..quantize.formats import CUTS_BLOCKS, Format
+from ..quantize.formats import Format
 from .holdings import Holdings
 from .manifest import Manifest, ManifestEntry, Route, TensorSpec, dtype_name
+from .quantizing import CUTS_BLOCKS
 
 logger = logging.getLogger(__name__)
 

@@ -27,15 +27,14 @@ from rlrefit.integration.quantize.formats import (
     Mxfp8,
     Scales,
     WholeBlocks,
-    encoded_fragments,
     from_json,
     to_json,
-    wire_specs,
 )
 from rlrefit.integration.quantize.jobs import make_jobs
 from rlrefit.integration.quantize.partial_blocks import PartialCodes
 from rlrefit.integration.transport.ipc.copy_order import slices
 from rlrefit.integration.weights.manifest import TensorSpec
+from rlrefit.integration.weights.quantizing import encoded_fragments, wire_specs
 
 from .weights import same
 

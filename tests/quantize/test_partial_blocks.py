@@ -15,11 +15,11 @@ from rlrefit.integration.errors import PlanError
 from rlrefit.integration.layout import Box, Fragment, box_of, local_slice
 from rlrefit.integration.packing import Cast, EncodedView, make_encoders
 from rlrefit.integration.plan import analyse
-from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, encoded_fragments, wire_specs
+from rlrefit.integration.quantize.formats import Format, Fp8Blockwise
 from rlrefit.integration.quantize.partial_blocks import PartialCodes
 from rlrefit.integration.weights.holdings import Holdings, SpecTable
 from rlrefit.integration.weights.manifest import TensorSpec
-from rlrefit.integration.weights.quantizing import QuantizingSource
+from rlrefit.integration.weights.quantizing import QuantizingSource, encoded_fragments, wire_specs
 from tests.refit.synthetic import Layout, SyntheticSource, refit_changed, run_world, value_of
 
 from .test_quantized_refit import SPECS, by_columns, by_rows, config, wanted, whole

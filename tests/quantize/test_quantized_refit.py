@@ -13,10 +13,10 @@ from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch
 from rlrefit.integration.layout import Box, Fragment, box_of
 from rlrefit.integration.layout.fragments import local_slice
-from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8, wire_specs
+from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8
 from rlrefit.integration.session import RefitSession, ServingState
 from rlrefit.integration.weights.manifest import TensorSpec
-from rlrefit.integration.weights.quantizing import quant_weights_by_name
+from rlrefit.integration.weights.quantizing import quant_weights_by_name, wire_specs
 from rlrefit.integration.weights.scale_watch import ScaleWatch
 from tests.refit.synthetic import (
     Layout,

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from ....integration.quantize.formats import Fp8Blockwise, wire_specs
+from ....integration.quantize.formats import Fp8Blockwise
 from ....integration.weights.manifest import TensorSpec
+from ....integration.weights.quantizing import wire_specs
 from .families import architecture_of
 from .quantized import quantized, quantized_names
 from .sections import Architecture, CatalogError, Section

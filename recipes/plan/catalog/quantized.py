@@ -17,7 +17,8 @@ import torch
 
 from ....integration.layout import Box, Fragment
 from ....integration.quantize.blocks import scale_box, scale_shape
-from ....integration.quantize.formats import Fp8Blockwise, encoded_fragments
+from ....integration.quantize.formats import Fp8Blockwise
+from ....integration.weights.quantizing import encoded_fragments
 from .attention_units import QueryKeyValue
 from .expert_units import GatedExperts
 from .fsdp_units import fsdp_params

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ....integration.quantize.nvfp4_checkpoint import packed_specs, packed_tensors
+from ....integration.quantize.nvfp4_checkpoint import packed_tensors
 from ....integration.weights.endpoints import WeightSource, rank_device
 from ....integration.weights.manifest import TensorSpec
+from ....integration.weights.quantizing import packed_specs
 from .config import Linear, QATConfig, select
 from .layers import Quantizer
 from .scales import InputScales, WeightScales

@@ -12,8 +12,9 @@ from typing import Protocol
 import torch
 
 from .....integration.errors import PlanError
-from .....integration.quantize.formats import Format, wire_specs
+from .....integration.quantize.formats import Format
 from .....integration.weights.manifest import TensorSpec, dtype_name
+from .....integration.weights.quantizing import wire_specs
 from .....integration.weights.routing import SAY_REFIT_DTYPE
 from .trace import LoaderTrace, Manifest
 
