@@ -18,7 +18,7 @@ from .boxes import Box, volume
 
 
 class Encoding(Protocol):
-    """What is computed of a view while it is packed, and travels in its place: quantized codes, or their scales."""
+    """How a view is encoded while it is packed: cast to another type, or quantized to codes or scales."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Gather strided views into messages and scatter them out, and the checksums of what travels."""
+"""Copies of strided views into messages and out of them, casts and encodings on the way, and checksums."""
 
 from .casting import Cast
 from .checksum import ChecksumViews, checksum

@@ -1,4 +1,4 @@
-"""Weights that are kept in one floating-point type and travel in another, cast as they are packed."""
+"""Casts: weights that are kept in one floating-point type and sent in another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tables import CAST_DTYPES, CastTable
 
 @dataclass(frozen=True)
 class Cast:
-    """The encoding of a view in another floating-point type, rounded to nearest even as torch does it.
+    """A view in another floating-point type, rounded to nearest even as torch does it: an :class:`..layout.Encoding`.
 
     Attributes:
         dtype: of what travels.

@@ -1,4 +1,4 @@
-"""Views whose bytes are computed while they are packed: read once, and never stored beside the parameters."""
+"""Views that are encoded (cast or quantized) while they are packed: read once, and never stored beside the parameters."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ..layout import Box, Encoding
 from .host import pushed_to
 from .strided import Strided
 
-# Elements that ``ipc`` computes once more at a time for its checks, if a row of blocks has not more.
+# Elements that ``ipc`` encodes again at a time for its checks; one row of blocks may have more.
 CHECKED_AT_ONCE = 16 << 20
 
 
 class NotComputable(ValueError):
-    """A device can't compute an encoding from where its source lies, or to where it goes."""
+    """A device can't encode from the memory of the source, or into the memory of the target."""
 
 
 class Encoder(Protocol):
-    """Prepared computations; ``nbytes`` of results altogether."""
+    """Prepared encodings, which write ``nbytes`` altogether."""
 
     nbytes: int
 
     def launch(self) -> None:
-        """Compute and write the results; on a GPU, enqueue that on the current stream."""
+        """Encode; on a GPU, enqueue that on the current stream."""
 
 
 class EncodingMethod(Protocol):
@@ -35,7 +35,7 @@ class EncodingMethod(Protocol):
 
     @property
     def block(self) -> tuple[int, ...]:
-        """Extents of a view's last dimensions that are computed together; of the others single elements are."""
+        """Extents of the blocks that are encoded together, along a view's last dimensions; 1 along the others."""
 
     def has_kernel(self, source: torch.dtype) -> bool:
         """Whether GPUs compute this from ``source`` by a kernel, which reads and writes any memory they reach."""
@@ -46,7 +46,7 @@ class EncodingMethod(Protocol):
 
 
 class PackedEncoding(Encoding, Protocol):
-    """An encoding that packing can carry out."""
+    """An encoding that packing can do."""
 
     @property
     def method(self) -> EncodingMethod:
@@ -54,16 +54,16 @@ class PackedEncoding(Encoding, Protocol):
 
     @property
     def unit(self) -> tuple[int, ...]:
-        """Extents of a view's last dimensions behind one element; of the others it is one element."""
+        """How many elements of a view one encoded element stands for, along the last dimensions; 1 along the others."""
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedView:
-    """A part of what is computed of a held tensor.
+    """A window of a tensor's encoding.
 
     Attributes:
         held: what is read: a whole fragment, since a scale may depend on more of it than the part.
-        encoding: what is computed.
+        encoding: how it is encoded.
         window: the part, in the encoded tensor's own coordinates; the encoded ``held`` begins at 0.
     """
 
@@ -137,7 +137,7 @@ class EncodedView:
         return EncodedView(self.held, self.encoding, moved)
 
 
-# What is computed, and where it goes: a tensor, or plain memory that a GPU reaches.
+# What is encoded, and where it goes: a tensor, or plain memory that a GPU reaches.
 EncodedPair = tuple[EncodedView, torch.Tensor | Strided]
 
 
@@ -186,7 +186,7 @@ def padded(nbytes: int) -> int:
 
 
 def make_encoders(pairs: Iterable[EncodedPair], device: torch.device) -> list[Encoder]:
-    """Prepare computations, one for each way of computing.
+    """Prepare encodings, one encoder for each method.
 
     Raises:
         ValueError: a part and its target differ in shape or size of items.

@@ -1,7 +1,8 @@
-"""Host-resident memory beside a GPU: what its kernels can read, and the way of what they can't.
+"""Parameters in host memory beside a GPU: what kernels can read, and copies of what they can't.
 
 Kernels read page-locked host memory through its own address (CUDA's unified addressing), so the segment tables
-serve it as they serve the device's own memory. Pageable memory would fault; the host pushes it instead.
+serve it as they serve the device's own memory. A kernel that reads pageable memory faults, so the host copies ("pushes")
+that to the device.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class WeakView:
 class PushedViews:
     """Copies from pageable host memory to a device, one call for each.
 
-    The sources are not kept: parameters that are loaded and offloaded anew would else have their old memory beside
+    The sources are not kept. Otherwise parameters that are loaded and offloaded again would keep their old memory beside
     the new one. ``launch`` reads them before it returns. It may hold up its caller, without a limit of time, until
     the device has done what was enqueued on the current stream before; wait for that first.
     """

@@ -54,9 +54,8 @@ class Analysis:
         pair_bytes: bytes from each rank to each rank, int64 ``[world, world]``; where replicas share the
             sending, exact to one segment. Relays among engine ranks are included.
         links: every link in use, with its load.
-        bound_seconds: the speed of light: the time that some link needs at least, whoever of the
-            replicas sends (max over links of bytes/rate, minimized over the sharing; a proven bound, if what is on the
-            receiver's own GPU stays there).
+        bound_seconds: the time that some link needs at least, whichever replicas send (the largest bytes/rate of all links,
+            minimized over the sharing; a proven bound, if what is on the receiver's own GPU stays there).
         predicted_seconds: simulated time of the rounds at nominal rates.
         fan_out: whether engine ranks of one host that want the same pass it on to each other.
         bucket_bytes: staging memory per direction that messages were cut for.
@@ -140,6 +139,7 @@ def analyse(
     choices = [alone] if fan_out is not True else []
     if fan_out is not False and (fan_out or len(families) < len(alone)):
         choices.append(families)
+    # Fan-out is tried beside the plain plan, and taken only if it is clearly faster.
     layouts = [
         _Layout.make(classes, receivers, train, gen, bucket_bytes, pace, topology) for receivers in choices
     ]
@@ -198,6 +198,7 @@ class _Layout:
         slowest = max((link.seconds for link in links), default=0.0)
         schedules: list[tuple[float, int, Ints]] = []
         amounts = assignment.amounts(train, gen)
+        # The order by rotation is usually good enough; the one by size is tried where pairs are uneven.
         for by_size in (False, True):
             blocks = arrange(amounts, by_size=by_size)
             room = message_room(bucket_bytes, peers_at_a_time(blocks), siblings, pace)

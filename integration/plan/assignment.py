@@ -84,6 +84,7 @@ class Assignment:
         self._want_of: list[dict[int, int]] = []
         self._classes_of_set: dict[int, list[int]] = defaultdict(list)
         amounts: list[Ints] = []
+        # Cut each class once for all its members, and add up what each replica set has to send to each receiver.
         for index, tensor_class in enumerate(classes):
             cuts = self._cut_class(tensor_class, room)
             wants: dict[int, int] = {}
@@ -101,6 +102,7 @@ class Assignment:
                     amounts[number][targets] += nbytes * len(tensor_class.members)
             for number in {segment.replica_set for segments in cuts for segment in segments}:
                 self._classes_of_set[number].append(index)
+        # Dictionaries keep their order, so that all ranks number the sets alike.
         self.sets = list(self._set_numbers)
         self.nbytes = np.stack(amounts) if amounts else np.zeros((0, len(self.receivers)), dtype=np.int64)
         self.same_gpu = self._same_gpu_replicas()
@@ -127,6 +129,7 @@ class Assignment:
                 if segment.replica_set == number:
                     boxes.append((index, segment.box, segment.nbytes))
                     counts.append(len(self._classes[index].members))
+        # A segment's sender and target follow from where its middle lies in the list of all bytes.
         sizes = np.repeat(np.array([nbytes for _, _, nbytes in boxes], dtype=np.int64), counts)
         middles = np.cumsum(sizes) - sizes / 2
         ranks = np.array(self.receivers[receiver].ranks, dtype=np.int64)
@@ -286,9 +289,10 @@ class Assignment:
         return direct
 
     def least_seconds(self) -> float:
-        """The speed of light: seconds that some link needs at least, however the replicas share.
+        """The bound: seconds that some link needs at least, however the replicas share.
 
-        What is on the receiver's own GPU is taken to stay there: a link would load the GPUs' memories as much as the copy.
+        Bytes that the receiver's own GPU holds are taken to stay there: sent over a link, they would load the GPUs' memories
+        as much as the copy does.
         """
         topology = self._topology
         nic, nvlink, copy = (topology.gb_per_s * 1e9).tolist()
@@ -305,7 +309,7 @@ class Assignment:
         local = (self._over_links * (inside == counts)).sum(axis=0)
         total = self._over_links.sum(axis=0)
         on_same_gpu = (self.nbytes - self._over_links).sum(axis=0)
-        # Each rank gets its stripe from outside and all other stripes from its siblings.
+        # With fan-out each rank gets its own stripe from trainers and all other stripes from its siblings.
         relayed = total * (sizes - 1)
         for amounts, rate in (
             (remote, nic),

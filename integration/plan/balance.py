@@ -3,7 +3,7 @@
 A *demand* is an amount of bytes that any of a set of ranks may send to ranks of one host. Which rank
 sends how much is a convex load-balancing problem: filling each demand to a common water level while
 all others stay (block coordinate descent on the loads) converges to loads whose maximum is least.
-The result is not trusted: :func:`least_possible` gives the bound that a set of links proves, by duality.
+The result is checked: :func:`least_possible` gives a bound that holds for any sharing, by duality.
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ def least_possible(demands: Sequence[Demand], shares: Sequence[Floats], topology
     def level(link: tuple[int, int]) -> float:
         return max(seconds[link], 0.0 if link[0] else uplinks[host_of[link[1]]])
 
+    # Links from the busiest down. A demand can avoid the first k of them only if it can use a later one, so it counts at the
+    # place of its least busy link.
     order = sorted(seconds, key=lambda link: (-level(link), link))
     place = {link: i for i, link in enumerate(order)}
     forced = [0] * len(order)

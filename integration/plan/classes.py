@@ -60,6 +60,8 @@ def _classify(
     bulk: npt.NDArray[np.bool_],
     salt: int,
 ) -> list[TensorClass] | None:
+    # A weight's key is a hash of its shape and dtype and of the boxes that each rank holds or wants of it. Weights with equal
+    # keys form a class; ``_whole_classes`` notices if two different ones collide.
     positions = np.flatnonzero(bulk)
     if not positions.size:
         return []

@@ -1,8 +1,9 @@
 """The records of a plan.
 
-From small to large: a **segment** is one box of one weight that travels from one rank to one rank; a
-**message** is a row of segments for one pair of ranks that fits its share of a bucket; in a **round**
-every pair exchanges at most one message, so staging never exceeds one bucket per direction and rank.
+From small to large. A **segment** is the intersection of a sender's and a receiver's fragment: one box of one weight. A
+**message** is what one pair of ranks exchanges in a round: segments that fit the pair's share of a bucket. In a **round**
+every pair exchanges at most one message, so staging never exceeds one bucket per direction and rank. A **bucket** is
+staging memory.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Message:
 
     @property
     def is_relay(self) -> bool:
-        """Whether ``source`` only passes on what it received."""
+        """Whether ``source`` passes on what it received from ``origin``."""
         return self.origin != self.source
 
 

@@ -1,4 +1,4 @@
-"""Formats in which an engine holds weights and a trainer can make them: what stands on the wire in a weight's place.
+"""Formats in which an engine holds quantized weights and a trainer can make them.
 
 A format turns a weight ``[n, k]`` into *codes*, under the weight's own name, and *scales*, under the name that
 checkpoints of the format give them. Both are tensors of the Hugging Face name space like any others: planned, sent,

@@ -24,9 +24,9 @@ class QuantizeJob:
         codes: where codes go, of some rows and columns of ``source``; None if nobody wants them.
         first: row and column of ``source`` at which ``codes`` begins.
         scales: where the scales of all its blocks go; None if nobody wants them here.
-        head: only of a ``source`` that may cut blocks: its row and column in the block where it begins. With ``codes``,
-            which are then of all of it, ``scales`` are those of the blocks that it touches, and are read. Without, the
-            scales that its parts of these blocks would have are written there.
+        head: set if ``source`` may cut blocks: its row and column in the block where it begins. With ``codes``, which are then
+            of all of it, the scales of the blocks that it touches are read from ``scales``. Without, the scales that its
+            parts of these blocks would have are written there.
     """
 
     source: torch.Tensor

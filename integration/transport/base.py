@@ -50,17 +50,17 @@ class Transport(ABC):
 
     @abstractmethod
     def bind(self, fragments: Sequence[Fragment]) -> None:
-        """Make all views and buffers for this rank's fragments; again whenever storages have moved."""
+        """Make all views and buffers for this rank's fragments. Called again whenever storage has moved."""
 
     def describe(self) -> object:
         """After ``bind``: what this rank's peers must know of its storage, as plain data for the rendezvous."""
         return None
 
     def connect(self, described: Sequence[object]) -> None:  # noqa: B027 - most need nothing of their peers
-        """Take note of what all ranks described, in the order of ranks; after it the transport can run.
+        """Read what all ranks described, in the order of ranks. After this the transport can run.
 
         Raises:
-            TransportUnavailable: a peer's storage can't be reached this way; says why.
+            TransportUnavailable: a peer's storage can't be reached by this transport; says why.
         """
 
     def moved(self) -> bool:
@@ -106,7 +106,7 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self, *, failed: bool = False) -> None:
-        """Close communicators and let go of memory; safe to call twice. ``failed``: peers may be gone."""
+        """Close communicators and free memory; safe to call twice. ``failed``: peers may be gone."""
 
     @abstractmethod
     def run(self, clock: StageClock, meanwhile: Callable[[], None] | None = None) -> TransferResult:

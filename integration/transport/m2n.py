@@ -1,10 +1,11 @@
 """NVIDIA's ``nccl.m2n`` (package ``nccl-extensions``): one tensor at a time between two meshes of ranks.
 
-It knows meshes of at most two dimensions with one sharded axis a side, even shards, ranks that follow each other,
-and tensors of one to three dimensions. :func:`mesh_transfer` says for each tensor whether it can be put so, or
-why not. Nothing here is needed where the package is missing: :func:`unavailable` gives the reason.
+It takes meshes of at most two dimensions with one sharded axis on each side, even shards, consecutive ranks, and tensors of
+one to three dimensions. :func:`mesh_transfer` says for each tensor whether it fits, or why not. :func:`unavailable` says why
+the library can't be used in this process.
 
-It is a peer of ``rlrefit bench`` and no transport of refits: ``policy.refit.transport: m2n`` is refused, with the reason.
+``rlrefit bench`` times it beside refits. It is not a transport of refits yet: ``policy.refit.transport: m2n`` is refused, with
+the reason.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def unavailable(device: torch.device) -> str:
 
 
 def mesh_transfer(tensor: WholeTensor) -> MeshTransfer | str:
-    """How ``nccl.m2n`` would move ``tensor``, or the reason in words why it can't."""
+    """How ``nccl.m2n`` moves ``tensor``, or the reason why it can't."""
     if not 1 <= len(tensor.shape) <= _MAX_TENSOR_DIMS:
         return f"it has {len(tensor.shape)} dimensions, nccl.m2n takes 1 to {_MAX_TENSOR_DIMS}"
     if set(tensor.sources) & set(tensor.destinations):
@@ -129,8 +130,8 @@ def _shard(shape: tuple[int, ...], dim: int, shards: int, index: int) -> Box:
 class M2nReshard:
     """Moves tensors one after another through ``nccl.m2n`` on the current stream.
 
-    Sources that are no contiguous view are copied to one for each call (stacked experts), and destinations that are
-    none are received beside and copied in: the library takes contiguous tensors only.
+    The library takes contiguous tensors only. Sources that are not (stacked experts) are copied before each call, and
+    destinations that are not are received into a buffer and copied from it.
     """
 
     def __init__(

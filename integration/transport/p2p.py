@@ -20,17 +20,17 @@ from .streams import Event, make_event, make_stream
 # Rounds that are enqueued ahead of the wire: enough for it never to wait for the host, and few enough that
 # CUDA's queues, where a launch would block without a limit of time, never fill up.
 _AHEAD = 16
-# Number of the round before which all ranks do what is to be done meanwhile: the earlier ones keep the wire busy meanwhile.
+# The round before which all ranks call ``meanwhile``; the rounds before it keep the wire busy during the call.
 _MEANWHILE_BEFORE = 8
 
 
 class P2PTransport(GroupTransport):
     """Grouped sends and receives of packed messages over one process group (NCCL or gloo).
 
-    Packing, wire and unpacking of different rounds overlap: on GPUs each has a stream of its own, and on CPUs gloo's
-    thread has the wire. In each lane of the group a few buckets for each direction take turns. A bare message leaves
-    from, and lands in, the parameter itself where that is contiguous. What a rank passes on leaves from the bucket in
-    which it arrived.
+    Packing, sending and unpacking of different rounds overlap. On GPUs each has a stream of its own; on CPUs gloo's thread
+    sends and receives. Each lane of the group has a few buckets for each direction, which take turns. A bare message is sent
+    from the parameter itself, and received into it, where the parameter is contiguous there. A relay is sent from the bucket
+    in which it arrived.
     """
 
     name = "p2p"
@@ -80,7 +80,7 @@ class P2PTransport(GroupTransport):
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
         device = self.group.device
-        # Before anything is looked up, so that what is given back meanwhile shows.
+        # Before anything is looked up, so that memory that is freed meanwhile shows.
         if device.type == "cuda":
             self._memory = DeviceMemory(device, lambda: (place.range for place in places))
         self._views = LiveViews(fragments, device)
@@ -103,11 +103,11 @@ class P2PTransport(GroupTransport):
         )
         self._views = LiveViews([])
         if self.group.device.type == "cuda":
-            # The tables' way to the device: a refit may run on another stream than this one.
+            # The tables must have reached the device: a refit may run on another stream than this one.
             torch.cuda.current_stream(self.group.device).synchronize()
 
     def unbind(self) -> None:
-        """Let go of the storage and the buckets; bind and connect again before the next run."""
+        """Forget the storage and free the buckets; bind and connect again before the next run."""
         self._views, self._bound, self._host, self._memory = LiveViews([]), None, None, None
 
     def moved(self) -> bool:
@@ -173,14 +173,16 @@ class P2PTransport(GroupTransport):
         behind = self.group.lanes - 1 + self._pace.ahead
         count = len(self._lanes)
         unpacked = 0
+        # One turn of the loop: enqueue the wire of round ``index``, pack the next round, and unpack the round that has been on
+        # the wire for ``behind`` rounds. The first turn only packs; the last ones only unpack.
         for index in range(-1, count + behind):
             if 0 <= index < count:
                 if index == self._meanwhile_at and meanwhile is not None:
                     # In the same place of every rank's order, or with one hardware queue two ranks could wait for
                     # each other: for a round that is behind this on one, and for this behind the round on the other.
                     meanwhile()
-                # Whatever arrives in a bucket comes after its last tenant was unpacked: rounds of a lane can
-                # follow each other more closely than the lanes are many.
+                # The round that used this one's bucket before has to be unpacked first: rounds of a lane can follow each
+                # other more closely than the lanes are many.
                 unpacked = self._unpack_until(
                     bound, refit, unpacked, bound.rounds[index].receive_after + 1, clock
                 )
@@ -202,8 +204,8 @@ class P2PTransport(GroupTransport):
         if one.pack_after >= 0:
             stream.wait_event(self._sent[one.pack_after])
         if one.pack_blocks:
-            # The host brings memory that the GPU can't read. CUDA would keep it waiting for the stream without a limit
-            # of time, and blind to other ranks that give up.
+            # The host copies memory that the GPU can't read. CUDA would block it until the stream is done, without a time
+            # limit, and it would not see that other ranks give up. So it waits for the stream here.
             stream.record(self._idle)
             with clock.waiting():
                 self.group.wait_for([self._idle], "transfer")
@@ -240,7 +242,7 @@ class P2PTransport(GroupTransport):
             bound.unpack(index, refit)
 
     def _compare(self, bound: BoundPlan, clock: StageClock) -> None:
-        """After all rounds: the checksums of what went without staging, and the comparison of all."""
+        """After all rounds: exchange the checksums of bare messages, and compare all checksums."""
         wire = self._wires[0]
         wire.enter()
         # The sums of what goes without staging are made on this stream.

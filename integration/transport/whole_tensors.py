@@ -1,4 +1,4 @@
-"""Weights as others move them: whole tensors between ranks, experts of a layer stacked into one.
+"""Weights as one tensor at a time: whole tensors between ranks, and the experts of a layer stacked into one tensor.
 
 The bulk path cuts weights into segments and packs those. Libraries that reshard one tensor at a time
 (NVIDIA's ``nccl.m2n``, NeMo-RL's ``xferdtensor``) want each weight as one region on each rank, and the
@@ -141,7 +141,7 @@ class RegionStorage:
         self.view = self._as_one_view(tensor.stacked)
 
     def gather(self) -> torch.Tensor:
-        """The region as one tensor: the live view, or a copy of its pieces made now (stacked experts)."""
+        """The region as one tensor: the live view, or a copy of its parts that is made now (stacked experts)."""
         if self.view is not None:
             return self.view
         if self._rows_of_whole():
@@ -165,7 +165,7 @@ class RegionStorage:
         torch._foreach_copy_(self._live, [received[index] for index in self._index])
 
     def _rows_of_whole(self) -> bool:
-        """Whether the pieces, one after another along the first dimension, are the region."""
+        """Whether the parts, one after another along the first dimension, are the region."""
         return [index[0].start for index in self._index] == sorted(
             index[0].start for index in self._index
         ) and all(tuple(live.shape[1:]) == self.shape[1:] for live in self._live)

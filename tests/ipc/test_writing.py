@@ -108,14 +108,14 @@ def test_a_sender_writes_once_its_gpu_has_done_what_was_enqueued_since_it_settle
     assert gpu.log[-2:] == ["record writes", "writes ended"]
 
 
-def test_what_goes_aside_does_so_while_the_writes_are_under_way(gpu: Gpu) -> None:
+def test_the_misc_path_runs_while_the_writes_are_under_way(gpu: Gpu) -> None:
     one = sender(gpu)
     one.synchronize()
-    one.run(CLOCK, lambda: gpu.step("aside"))
-    assert gpu.log.index("record writes") < gpu.log.index("aside") < gpu.log.index("writes ended")
+    one.run(CLOCK, lambda: gpu.step("misc"))
+    assert gpu.log.index("record writes") < gpu.log.index("misc") < gpu.log.index("writes ended")
 
 
-def test_writes_are_waited_for_before_memory_is_unmapped_if_what_goes_aside_fails(gpu: Gpu) -> None:
+def test_writes_are_waited_for_before_memory_is_unmapped_if_the_misc_path_fails(gpu: Gpu) -> None:
     def fail() -> None:
         raise RuntimeError("the export broke")
 
@@ -140,9 +140,9 @@ def test_a_sender_that_finds_its_weights_elsewhere_while_it_writes_says_that_it_
         assert one.check_during_run(lambda: gpu.step("look") or next(looks))
         one.synchronize()
         gpu.log.clear()
-        assert one.run(CLOCK, lambda: gpu.step("aside")).void is void
-        # Bytes are on their way meanwhile, and what goes aside is of the weights where they are now.
-        assert gpu.log.index("copy") < gpu.log.index("look") < gpu.log.index("aside")
+        assert one.run(CLOCK, lambda: gpu.step("misc")).void is void
+        # Bytes are on their way meanwhile, and the misc path sends the weights where they are now.
+        assert gpu.log.index("copy") < gpu.log.index("look") < gpu.log.index("misc")
         assert [step for step in gpu.log if step.startswith("signal")] == signals
         assert ("sum" in gpu.log) is not void
 
