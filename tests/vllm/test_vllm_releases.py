@@ -87,5 +87,5 @@ def test_a_dense_engine_in_bf16_is_asked_for_nothing_of_quantized_weights_expert
     ):
         monkeypatch.setitem(sys.modules, name, None)
     compat.require_supported_vllm()
-    for name in ("fp8", "layouts", "completeness", "reload", "twin", "destination", "worker_refit"):
+    for name in ("fp8", "layouts", "completeness", "reload", "destination", "worker_refit"):
         _anew(name, monkeypatch)

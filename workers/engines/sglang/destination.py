@@ -1,23 +1,29 @@
-"""A live SGLang model as the destination of a refit."""
+"""A live SGLang model as the destination of a refit, and the twin on which its loader is traced.
+
+SGLang builds models on the meta device itself (its ``LayeredModelLoader``), by the same calls. A trace on the live model would
+carry out what a loader writes besides: constants, a vocabulary's padding for example.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from sglang.srt.model_loader.loader import device_loading_context
+from sglang.srt.layers.rotary_embedding import factory
+from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model, device_loading_context
+from sglang.srt.model_loader.utils import set_default_torch_dtype
 from torch import nn
 
 from ....integration.errors import PlanError
+from ..common.loader_trace.modules import IntegerTablesStayReal
 from ..common.loader_trace.trace import Landing
 from ..common.loader_trace.unreached import require_reached
 from ..common.traced_destination import Routes, Traced, TracedDestination
 from .fp8 import BlockFp8, block_modules, follow_scales, staged_scales
 from .layouts import SglangLayout, module_layout
-from .twin import meta_twin
 
 
 @dataclass(frozen=True)
@@ -150,3 +156,32 @@ def _require_loadable(traced: Traced[SglangLayout, BlockFp8]) -> None:
                     stage="trace",
                     parameter=name,
                 )
+
+
+@contextmanager
+def meta_twin(runner: Any) -> Iterator[nn.Module]:
+    """A second model of ``runner`` for this rank with all weights on the meta device, before any post-load step.
+
+    Raises:
+        PlanError: the live model is of another class than the one that SGLang would build.
+    """
+    config = runner.model_config
+    # SGLang shares rotary embeddings in the process; later models must not get the twin's.
+    rotary = dict(factory._ROPE_DICT)
+    try:
+        with set_default_torch_dtype(config.dtype), torch.device("meta"), IntegerTablesStayReal():
+            quantization = _get_quantization_config(config, runner.load_config)
+            twin = _initialize_model(config, runner.load_config, quantization).eval()
+        if type(twin) is not type(runner.model):
+            raise PlanError(
+                f"the live model is a {type(runner.model).__name__} where SGLang's loader builds a {type(twin).__name__}: "
+                "something wrapped or replaced it after loading. Start the engine without the feature that does so",
+                stage="trace",
+            )
+        # It computes from weights that are not there; on the live model it runs at the end of a refit.
+        if hasattr(twin, "post_load_weights"):
+            twin.post_load_weights = lambda *args, **kwargs: None
+        yield twin
+    finally:
+        factory._ROPE_DICT.clear()
+        factory._ROPE_DICT.update(rotary)

@@ -39,7 +39,7 @@ class TransformersSleeper:
         self._pages = _mapped(engine.model)
 
     def sleep(self, level: int) -> None:
-        """As :meth:`~...integration.stages.SleepingEngine.sleep`; until a refit commits nothing is generated.
+        """As :meth:`~rlrefit.integration.colocated.stages.SleepingEngine.sleep`; until a refit commits nothing is generated.
 
         Raises:
             StageRefused: level 1, which would keep the weights where they are: in host memory.
@@ -55,7 +55,7 @@ class TransformersSleeper:
         self._asleep = TAGS
 
     def wake(self, tags: Sequence[str]) -> None:
-        """As :meth:`~...integration.stages.SleepingEngine.wake`; weights are NaN until a refit brings them.
+        """As :meth:`~rlrefit.integration.colocated.stages.SleepingEngine.wake`; weights are NaN until a refit brings them.
 
         Raises:
             StageRefused: a tag is unknown, or awake already.
@@ -72,15 +72,15 @@ class TransformersSleeper:
         self._asleep -= set(tags)
 
     def asleep(self) -> frozenset[str]:
-        """As :meth:`~...integration.stages.SleepingEngine.asleep`."""
+        """As :meth:`~rlrefit.integration.colocated.stages.SleepingEngine.asleep`."""
         return self._asleep
 
     def empty_cache(self) -> None:
-        """As :meth:`~...integration.stages.SleepingEngine.empty_cache`."""
+        """As :meth:`~rlrefit.integration.colocated.stages.SleepingEngine.empty_cache`."""
         empty_cache(self._engine.model.device)
 
     def memory(self, *, restart: bool = False) -> list[ProcessMemory]:
-        """As :meth:`~...integration.stages.SleepingEngine.memory`."""
+        """As :meth:`~rlrefit.integration.colocated.stages.SleepingEngine.memory`."""
         found = self._watch.read("engine rank 0")
         if restart:
             self._watch.restart()

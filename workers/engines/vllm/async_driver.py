@@ -15,18 +15,7 @@ from ....integration.config import RefitConfig
 from ....integration.errors import EngineDirty, RefitError
 from ..common.answers import raise_refit_errors
 from .compat import SERVER, SERVER_HOLDS, require_driver
-from .driver import (
-    NOT_RESET,
-    BaseDriver,
-    Generated,
-    PauseMode,
-    cut_off,
-    described,
-    on_any_worker,
-    one_version,
-    others_workers,
-    stale_prefixes,
-)
+from .driver import BaseDriver, Generated, PauseMode
 from .patches import DROPPED, require_kept_tokens
 
 logger = logging.getLogger(__name__)
@@ -67,7 +56,7 @@ class AsyncVllmDriver(BaseDriver):
         except RefitError:
             raise
         except Exception as error:
-            raise others_workers(error) from error
+            raise self._no_answer(error) from error
         answers = await self._rpc("join_refit", *arguments)
         self._met(engine, config)
         return answers
@@ -116,7 +105,7 @@ class AsyncVllmDriver(BaseDriver):
 
     async def serving_version(self) -> int:
         """As :meth:`~.driver.VllmDriver.serving_version`."""
-        return one_version(await self._rpc("refit_serving_version"))
+        return self._one_version(await self._rpc("refit_serving_version"))
 
     async def close_refit(self) -> None:
         """End the epoch on all workers."""
@@ -125,7 +114,7 @@ class AsyncVllmDriver(BaseDriver):
 
     async def asleep(self) -> frozenset[str]:
         """As :meth:`~.driver.VllmDriver.asleep`."""
-        return on_any_worker(await self._rpc("refit_asleep"))
+        return self._on_any_worker(await self._rpc("refit_asleep"))
 
     @property
     def busy(self) -> bool:
@@ -194,7 +183,7 @@ class AsyncVllmDriver(BaseDriver):
         return raise_refit_errors(await self._cores.ask_workers(method, *arguments))
 
     async def _refit(self, version: int, mode: PauseMode) -> list[dict[str, Any]]:
-        earlier, self._unusable = self._unusable, cut_off(version)
+        earlier, self._unusable = self._unusable, self._cut_off(version)
         received = False
         try:
             # What sleeps is paused, and has ended what ran. To be paused anew, data-parallel replicas take steps together,
@@ -225,7 +214,9 @@ class AsyncVllmDriver(BaseDriver):
                 return False
             await self._resume()
         except Exception as error:
-            logger.warning("after refit %d failed, the engine stays paused: %s", version, described(error))
+            logger.warning(
+                "after refit %d failed, the engine stays paused: %s", version, self._described(error)
+            )
             return False
         self._unusable = None
         return True
@@ -236,12 +227,13 @@ class AsyncVllmDriver(BaseDriver):
             await self._llm.resume_generation()
 
     def _end_requests(self, error: BaseException) -> None:
-        """Let nobody wait for tokens of an engine that stays paused."""
+        """End the waits of running requests: the engine stays paused."""
         self._unusable = error
         for queue in self._queues.values():
             queue.put(
                 EngineDirty(
-                    f"a refit failed in the middle of this request: {described(error)}", stage="generate"
+                    f"a refit failed in the middle of this request: {self._described(error)}",
+                    stage="generate",
                 )
             )
 
@@ -250,16 +242,16 @@ class AsyncVllmDriver(BaseDriver):
         try:
             done = await self._cores.reset_prefix_cache(connector=config.kv_transfer_config is not None)
         except Exception as error:
-            raise stale_prefixes(described(error)) from error
+            raise self._stale_prefixes(error) from error
         if not done:
-            raise stale_prefixes(NOT_RESET)
+            raise self._stale_prefixes()
         if config.model_config.is_multimodal_model:
             await self._llm.reset_encoder_cache()
 
 
 @asynccontextmanager
 async def none_begins(drivers: Sequence[AsyncVllmDriver]) -> AsyncIterator[None]:
-    """No request and no refit of these engines, nor a sleep of one alone, begins within it, nor is one beginning."""
+    """A context in which no request, refit or sleep of these engines begins."""
     async with AsyncExitStack() as held:
         for driver in drivers:
             await held.enter_async_context(driver._admission.lock)
@@ -267,7 +259,7 @@ async def none_begins(drivers: Sequence[AsyncVllmDriver]) -> AsyncIterator[None]
 
 
 class Admission:
-    """Who holds ``lock`` begins a request, or does what changes the engine as a whole."""
+    """Lets either a request begin, or one call that changes the engine as a whole; each holds ``lock`` meanwhile."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -345,20 +337,20 @@ class EngineCores:
         return await self.while_alive(all_answers(asked))
 
     async def while_alive[Answer](self, work: Awaitable[Answer]) -> Answer:
-        """What ``work`` gives; of an engine that has ended vLLM would let it wait for ever.
+        """What ``work`` returns. If the engine ends meanwhile, vLLM alone would let it wait for ever.
 
         Raises:
             RefitError: the engine ended meanwhile.
         """
         task = asyncio.ensure_future(work)
-        # Of an engine built outside an event loop it starts with the first request only, and it alone ends with a core.
+        # If the engine was built outside an event loop, the handler starts with the first request only. It ends with a core.
         self._llm._run_output_handler()
         try:
             await asyncio.wait({task, self._llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise RefitError(
-                    "the engine ended, or its outputs are read no longer, before it answered; vLLM's log has the cause. "
-                    "Start it anew",
+                    "the engine ended before it answered, or its outputs are no longer read. vLLM's log has the cause. "
+                    "Start the engine anew",
                     stage="engine",
                 )
             return task.result()
@@ -367,7 +359,7 @@ class EngineCores:
 
 
 async def all_answers[Answer](asked: Iterable[Awaitable[Answer]]) -> list[Answer]:
-    """What all give; also where one fails, the others' answers are awaited: until then their workers are at work.
+    """What all return. If one fails, the others are awaited all the same, since their workers are busy until then.
 
     Raises:
         BaseException: the first that failed, in the order of asking.
@@ -382,7 +374,7 @@ async def all_answers[Answer](asked: Iterable[Awaitable[Answer]]) -> list[Answer
 
 
 class _Mark:
-    """Stands behind all outputs that came before it, in vLLM's own queue; who looks at it has processed those.
+    """An entry of vLLM's own queue of outputs. When vLLM reads it, all outputs before it have been processed.
 
     To vLLM it is a core's step without outputs and statistics.
     """

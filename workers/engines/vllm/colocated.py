@@ -33,7 +33,7 @@ class VllmSleeper:
         _require_sleep_mode(self._drivers)
 
     def sleep(self, level: int) -> None:
-        """As :meth:`~...integration.stages.SleepingEngine.sleep`.
+        """As :meth:`~rlrefit.integration.colocated.stages.SleepingEngine.sleep`.
 
         Raises:
             StageRefused: requests are unfinished, whose tokens vLLM would drop.
@@ -43,7 +43,7 @@ class VllmSleeper:
             driver.sleep(level)
 
     def wake(self, tags: Sequence[str]) -> None:
-        """As :meth:`~...integration.stages.SleepingEngine.wake`; CUDA graphs of vLLM never sleep.
+        """As :meth:`~rlrefit.integration.colocated.stages.SleepingEngine.wake`; CUDA graphs of vLLM never sleep.
 
         Raises:
             StageRefused: vLLM knows no such tag, or its memory is there already: it would pass over the call.
@@ -53,16 +53,16 @@ class VllmSleeper:
             driver.wake_up(tags)
 
     def asleep(self) -> frozenset[str]:
-        """As :meth:`~...integration.stages.SleepingEngine.asleep`."""
+        """As :meth:`~rlrefit.integration.colocated.stages.SleepingEngine.asleep`."""
         return frozenset().union(*(driver.asleep() for driver in self._drivers))
 
     def empty_cache(self) -> None:
-        """As :meth:`~...integration.stages.SleepingEngine.empty_cache`."""
+        """As :meth:`~rlrefit.integration.colocated.stages.SleepingEngine.empty_cache`."""
         for driver in self._drivers:
             driver.empty_cache()
 
     def memory(self, *, restart: bool = False) -> list[ProcessMemory]:
-        """As :meth:`~...integration.stages.SleepingEngine.memory`."""
+        """As :meth:`~rlrefit.integration.colocated.stages.SleepingEngine.memory`."""
         return _numbered(driver.memory(restart=restart) for driver in self._drivers)
 
 

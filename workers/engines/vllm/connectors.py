@@ -1,4 +1,4 @@
-"""What keeps keys and values, or encoder outputs, where no refit reaches them is refused before the first refit.
+"""Engines that keep keys and values, or encoder outputs, where no refit can drop them are refused before the first refit.
 
 vLLM hands blocks to a connector, which finds them again by the hash of their tokens: the weights are no part of it. When
 prefixes are dropped with ``reset_connector=True``, the scheduler calls the connector's ``reset_cache()`` and takes all but

@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 EXTENSION = "rlrefit.workers.engines.vllm.extension.VllmRefitExtension"
 # keep: requests go on with the new weights; wait: they end with the old ones first; abort: they end as they are.
 PauseMode = Literal["keep", "wait", "abort"]
-# What vLLM's answer means where it does not raise.
-NOT_RESET = "a part of its cache was not reset"
 _REMEDY = (
     f'Start the engine with worker_extension_cls="{EXTENSION}" (driver.EXTENSION), or with '
     "weight_transfer_config=plugin.transfer_config()"
@@ -130,7 +128,7 @@ class BaseDriver:
         if self._unusable is not None:
             raise EngineDirty(
                 f"the last refit failed and left the engine paused, so that nothing would be generated: "
-                f"{described(self._unusable)}. Refit again, which resumes it, or start the engine anew",
+                f"{self._described(self._unusable)}. Refit again, which resumes it, or start the engine anew",
                 stage="generate",
             )
 
@@ -159,6 +157,58 @@ class BaseDriver:
         """The workers have met a trainer."""
         self._engine, self._adapter = engine, config.lora == "adapter"
 
+    @staticmethod
+    def _described(error: BaseException) -> str:
+        """What happened; of errors that are not rlrefit's also their kind, since their text may be empty."""
+        return str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}"
+
+    @staticmethod
+    def _cut_off(version: int) -> RefitError:
+        """What is left by a refit that neither succeeds nor raises an ordinary error."""
+        return RefitError(
+            f"refit {version} was interrupted, so the engine may hold the weights before it, or its own, beside cached "
+            "prefixes of the others",
+            stage="commit",
+        )
+
+    def _no_answer(self, error: Exception) -> RefitError:
+        """The workers don't know the refit's methods: they have another extension, or the engine ended."""
+        return RefitError(
+            f"the engine's workers do not answer the refit's first question, refit_asleep ({self._described(error)}). If their "
+            f"worker_extension_cls does not inherit rlrefit's: {_REMEDY}",
+            stage="start",
+        )
+
+    def _stale_prefixes(self, error: Exception | None = None) -> RefitError:
+        """Why the engine may not serve the weights that it holds; without ``error`` vLLM answered False."""
+        cause = "a part of its cache was not reset" if error is None else self._described(error)
+        return RefitError(
+            f"vLLM keeps cached prefixes of the old weights ({cause}), so new requests would mix both; the engine is "
+            "paused and generate() refuses. End what holds them (a KV connector's transfers) and refit again",
+            stage="post_load",
+        )
+
+    @staticmethod
+    def _one_version(answers: Sequence[dict[str, Any]]) -> int:
+        """The version that all workers answered.
+
+        Raises:
+            RefitError: they hold different ones.
+        """
+        found = [answer["version"] for answer in answers]
+        if len(set(found)) != 1:
+            raise RefitError(
+                f"the workers of one engine hold different versions: {found}; what it generates is no version's. "
+                "Refit again",
+                stage="commit",
+            )
+        return int(found[0])
+
+    @staticmethod
+    def _on_any_worker(answers: Sequence[dict[str, Any]]) -> frozenset[str]:
+        """What sleeps on any of the workers that answered ``refit_asleep``."""
+        return frozenset(tag for answer in answers for tag in answer["asleep"])
+
 
 class VllmDriver(BaseDriver):
     """Drives a ``vllm.LLM`` whose workers have :class:`~.extension.VllmRefitExtension`.
@@ -182,7 +232,7 @@ class VllmDriver(BaseDriver):
         except RefitError:
             raise
         except Exception as error:
-            raise others_workers(error) from error
+            raise self._no_answer(error) from error
 
     def init_refit(
         self,
@@ -225,7 +275,7 @@ class VllmDriver(BaseDriver):
         if running and mode == "keep":
             require_kept_tokens(self._vllm_config)
         # So that an exception of any kind, an interrupt too, leaves an engine that generate() refuses.
-        earlier, self._unusable = self._unusable, cut_off(version)
+        earlier, self._unusable = self._unusable, self._cut_off(version)
         try:
             if running:
                 self._pause(mode)
@@ -302,7 +352,7 @@ class VllmDriver(BaseDriver):
             EngineDirty: a worker holds weights that are not whole.
             RefitError: the workers hold different versions.
         """
-        return one_version(self._rpc("refit_serving_version"))
+        return self._one_version(self._rpc("refit_serving_version"))
 
     def close_refit(self) -> None:
         """End the epoch on all workers."""
@@ -311,7 +361,7 @@ class VllmDriver(BaseDriver):
 
     def asleep(self) -> frozenset[str]:
         """What of ``weights`` and ``kv_cache`` has no memory on any worker at the moment."""
-        return on_any_worker(self._rpc("refit_asleep"))
+        return self._on_any_worker(self._rpc("refit_asleep"))
 
     @property
     def busy(self) -> bool:
@@ -345,7 +395,9 @@ class VllmDriver(BaseDriver):
                 return False
             self._resume()
         except Exception as error:
-            logger.warning("after refit %d failed, the engine stays paused: %s", version, described(error))
+            logger.warning(
+                "after refit %d failed, the engine stays paused: %s", version, self._described(error)
+            )
             return False
         self._unusable = None
         return True
@@ -397,62 +449,9 @@ class VllmDriver(BaseDriver):
                 reset_running_requests=True, reset_connector=config.kv_transfer_config is not None
             )
         except Exception as error:
-            raise stale_prefixes(described(error)) from error
+            raise self._stale_prefixes(error) from error
         if not done:
-            raise stale_prefixes(NOT_RESET)
+            raise self._stale_prefixes()
         if config.model_config.is_multimodal_model:
             # The workers dropped their encoder outputs; the scheduler must not count on them.
             self._llm.llm_engine.reset_encoder_cache()
-
-
-def described(error: BaseException) -> str:
-    """What happened; of errors that are not rlrefit's also their kind, since their text may be empty."""
-    return str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}"
-
-
-def cut_off(version: int) -> RefitError:
-    """What an engine is left with by a refit that neither succeeds nor raises an ordinary error."""
-    return RefitError(
-        f"refit {version} was cut off, so the engine may hold the weights before it, or its own, beside cached "
-        "prefixes of the others",
-        stage="commit",
-    )
-
-
-def others_workers(error: Exception) -> RefitError:
-    """The workers don't know the refit's methods: an extension of somebody else's, or an engine that ended."""
-    return RefitError(
-        f"the engine's workers do not answer the refit's first question, refit_asleep ({described(error)}). If their "
-        f"worker_extension_cls does not inherit rlrefit's: {_REMEDY}",
-        stage="start",
-    )
-
-
-def stale_prefixes(cause: str) -> RefitError:
-    """Why an engine may not serve the weights that it holds."""
-    return RefitError(
-        f"vLLM keeps cached prefixes of the old weights ({cause}), so new requests would mix both; the engine is "
-        "paused and generate() refuses. End what holds them (a KV connector's transfers) and refit again",
-        stage="post_load",
-    )
-
-
-def one_version(answers: Sequence[dict[str, Any]]) -> int:
-    """The version that all workers answered.
-
-    Raises:
-        RefitError: they hold different ones.
-    """
-    found = [answer["version"] for answer in answers]
-    if len(set(found)) != 1:
-        raise RefitError(
-            f"the workers of one engine hold different versions: {found}; what it generates is no version's. "
-            "Refit again",
-            stage="commit",
-        )
-    return int(found[0])
-
-
-def on_any_worker(answers: Sequence[dict[str, Any]]) -> frozenset[str]:
-    """What sleeps on any of the workers that answered ``refit_asleep``."""
-    return frozenset(tag for answer in answers for tag in answer["asleep"])

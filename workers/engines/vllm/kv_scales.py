@@ -50,7 +50,7 @@ _DERIVED_BY_IMPL = ("bmm1_scale", "bmm2_scale", "o_sf_scale")
 
 
 class VllmScaledCache:
-    """Implements :class:`rlrefit.workers.kv_scales.ScaledCache` for one worker.
+    """Implements :class:`rlrefit.workers.kv_scales.endpoints.ScaledCache` for one worker.
 
     Args:
         model: the live model.

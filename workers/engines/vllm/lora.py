@@ -53,7 +53,7 @@ class VllmAdapterDestination:
 
     Args:
         worker: vLLM's worker, started with ``enable_lora=True``.
-        require_base: called before an adapter is put in; raises if the base weights are nobody's.
+        require_base: called before an adapter is put in; raises if the base weights are no version's.
 
     Raises:
         RefitError: the engine serves no LoRA, or its base weights are random.
@@ -110,7 +110,7 @@ class VllmAdapterDestination:
 
         Raises:
             RefitMismatch: settings of other layers than the factors.
-            EngineDirty: the base weights are nobody's.
+            EngineDirty: the base weights are no version's.
         """
         factors = dict(weights)
         settings = AdapterSettings.from_tensor(factors.pop(SETTINGS_NAME))

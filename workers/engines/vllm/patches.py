@@ -286,7 +286,7 @@ def _drop_what_old_weights_made(core: Any) -> None:
             raise RuntimeError("the KV connector did not drop its cache")
         if config.model_config.is_multimodal_model:
             core.reset_encoder_cache()
-    # Of any kind, since connectors are anybody's code: whatever it is, the engine must not resume.
+    # Any exception: connectors may be of any library, and the engine must not resume after one.
     except Exception as error:
         setattr(core, KEPT, f"{type(error).__name__}: {error}")
         # To pause again would have data-parallel replicas step until all of them have.
@@ -427,7 +427,7 @@ def end_with_parents(every_s: float = 1.0) -> None:
     """Watch, from a worker's process, the engine core and the driver, and end with them; once per process.
 
     vLLM's own watch goes one way: a worker ends with its engine core. An engine core whose driver was killed lives on, and
-    its workers with it, in GPU memory that nobody can use any more. A signal on the parent's death (``PR_SET_PDEATHSIG``)
+    its workers with it, and their GPU memory can't be used any more. A signal on the parent's death (``PR_SET_PDEATHSIG``)
     comes already when the *thread* that started the process ends, so the parents are looked at instead.
 
     Does nothing in processes that vLLM's launcher did not start: Ray ends its own actors, and a script decides for itself.

@@ -136,16 +136,16 @@ class ScopedReload:
                 stage="post_load",
                 parameter=names[0],
             )
-        unheard = self._unheard()
-        if unheard:
+        untouched = self._untouched()
+        if untouched:
             self.abandon()
             raise RefitError(
-                f"{len(unheard)} modules took none of their tensors in the engine's layerwise reload; the first is {unheard[0]}. "
+                f"{len(untouched)} modules took none of their tensors in the engine's layerwise reload; the first is {untouched[0]}. "
                 f"The loader of {type(self._model).__name__} writes into these parameters itself and not by their weight loaders, "
                 "which the reload follows, so they would keep the older weights. Start vLLM so that it computes with them as "
                 "they are loaded (experts on GPUs: moe_backend='triton').",
                 stage="post_load",
-                parameter=min(self._required[unheard[0]]),
+                parameter=min(self._required[untouched[0]]),
             )
         if self._active:
             try:
@@ -174,7 +174,7 @@ class ScopedReload:
         self._active = False
         self._arrived.clear()
 
-    def _unheard(self) -> list[str]:
+    def _untouched(self) -> list[str]:
         """Modules for which nothing has come to the reload, though their tensors have; vLLM would only log that."""
         if not self._active:
             return []

@@ -70,18 +70,18 @@ def spread_over_modules(
     for name, modules in modules_of.items():
         for module in modules:
             names_in.setdefault(module, []).append(name)
-    settled: set[str] = set()
+    done: set[str] = set()
     pending = deque(reasons)
     while pending:
-        culprit = pending.popleft()
-        for module in modules_of[culprit]:
-            if module in settled:
+        cause = pending.popleft()
+        for module in modules_of[cause]:
+            if module in done:
                 continue
-            settled.add(module)
+            done.add(module)
             for name in names_in[module]:
                 if name not in reasons:
                     reasons[name] = (
-                        f"layer {module}: {culprit} takes the misc path ({reasons[culprit]}), and one module is "
+                        f"layer {module}: {cause} takes the misc path ({reasons[cause]}), and one module is "
                         "never written by both"
                     )
                     pending.append(name)

@@ -1,7 +1,7 @@
 """Recording tensors: stand-ins for checkpoint tensors that watch what a loader does with them.
 
 A recording tensor has a checkpoint tensor's shape and dtype and no storage. Views of it are followed;
-a ``copy_`` into a parameter is written down; any other operation condemns its tensor, with the reason,
+a ``copy_`` into a parameter is written down; any other operation sends its tensor to the misc path, with the reason,
 because only views and plain copies can be replayed as a transfer of bytes.
 """
 
