@@ -206,7 +206,7 @@ def require_equal_settings(
     stage: str,
     rank: int = -1,
 ) -> None:
-    """Compare what the ranks were set up with: what differs would show as a hang or a puzzling digest later.
+    """Compare what the ranks were set up with. A difference would show later as a hang or a digest that differs.
 
     Args:
         told: each rank's values by name.
@@ -231,13 +231,13 @@ def require_equal_settings(
 
 
 def unknown_key(prefix: str, key: str, known: Collection[str], elsewhere: Sequence[str] = ()) -> str:
-    """What is told of a key that is not there: the one that may have been meant, or those that there are.
+    """The message about an unknown key: names the key that may have been meant, or lists the known ones.
 
     Args:
         prefix: of the section; empty for the outermost one.
         key: as it was given.
         known: keys of the section.
-        elsewhere: dotted keys of other sections that may have been meant, if none of this one is near.
+        elsewhere: dotted keys of other sections that may have been meant, if no key of this section is similar.
     """
     within = f"{prefix}." if prefix else ""
     meant = [within + near for near in get_close_matches(key, known, n=1, cutoff=0.7)] or elsewhere
@@ -249,12 +249,12 @@ def unknown_key(prefix: str, key: str, known: Collection[str], elsewhere: Sequen
 
 
 def wrong_type(path: str, value: Any, wanted: Any) -> str:
-    """What is told of a value whose key wants another type; ``wanted`` is one of the schema's types."""
+    """The message about a value of the wrong type; ``wanted`` is one of the schema's types."""
     return f"{path}: {_shown(value)} is not {_WANTED[wanted]}; give one"
 
 
 def not_a_section(path: str, value: Any) -> str:
-    """What is told of a value in the place of a whole section."""
+    """The message about a single value where a section belongs."""
     return f"{path}: {_shown(value)} stands for a whole section; give its keys, {path}.KEY"
 
 

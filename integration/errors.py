@@ -1,4 +1,4 @@
-"""Errors of a refit, and how what is open ends after one.
+"""Errors of a refit, and a function that closes all that is open after one.
 
 Each error says what happened, where, what it means for the engine, and what to do.
 """
@@ -69,22 +69,22 @@ class EngineDirty(RefitError):
 
 
 def end_all(steps: Iterable[Callable[[], object]], cause: BaseException | None = None) -> None:
-    """Take all steps in their order, whichever of them fail.
+    """Run all steps in order, even if some of them fail.
 
     Args:
-        steps: that close or give back one thing each.
-        cause: the error that these steps follow, which the caller raises afterwards; what fails here is logged, and noted on
-            it.
+        steps: each closes one thing.
+        cause: the error that made the caller close, which the caller raises afterwards. What fails here is logged, and noted
+            on it.
 
     Raises:
-        BaseException: without a cause, what the first step that failed has raised, with the others' errors noted on it. An
-            interrupt of a step in any case, with the cause noted on it: it is no consequence of that.
+        BaseException: without a cause, the error of the first step that failed, with the errors of the others noted on it. An
+            interrupt is raised in any case, with the cause noted on it, since it does not follow from the cause.
     """
     failures: list[BaseException] = []
     for step in steps:
         try:
             step()
-        except BaseException as error:  # an interrupt, too: what is still open would stay so
+        except BaseException as error:  # an interrupt too: else the remaining steps would not run
             failures.append(error)
     if not failures:
         return

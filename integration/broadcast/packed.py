@@ -95,7 +95,7 @@ class PackedBroadcast:
     @staticmethod
     def open(
         channel: Channel,
-        wire: GroupChoice,
+        choice: GroupChoice,
         specs: Sequence[TensorSpec],
         config: RefitConfig,
         device: torch.device,
@@ -111,7 +111,7 @@ class PackedBroadcast:
         group = None
         if specs and place is not None:
             room = min(bucket_bytes, sum(spec.nbytes for spec in specs))
-            group = open_group(channel, wire, "misc", place, device, 1, room)
+            group = open_group(channel, choice, "misc", place, device, 1, room)
             try:
                 group.prepare_broadcast(0)
             except BaseException as error:

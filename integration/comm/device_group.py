@@ -97,7 +97,7 @@ class DeviceGroup(SharedGroup):
         return self._links[peer][lane]
 
     def make_room(self, calls: int, stage: str) -> None:
-        """Wait until few enough calls are under way for ``calls`` more; raises as :meth:`wait_for`."""
+        """Wait until the streams' queues have room for ``calls`` more calls; raises as :meth:`wait_for`."""
         while self._under_way and self._under_way[0][0].query():
             self._under_way.popleft()
         while self._under_way and calls + sum(n for _, n in self._under_way) > _MOST_CALLS:
@@ -105,13 +105,13 @@ class DeviceGroup(SharedGroup):
             self._under_way.popleft()
 
     def follow(self, lane: int, stream: torch.cuda.Stream) -> None:
-        """Hold ``stream`` up until the lane's last exchange is over: its buckets are counted in one row."""
+        """Let ``stream`` wait for the lane's last exchange: all exchanges of a lane share its counters."""
         last = self._last.get(lane)
         if last is not None and last[0] != stream:
             stream.wait_event(last[1])
 
     def began(self, lane: int, stream: torch.cuda.Stream, ended: torch.cuda.Event, calls: int) -> None:
-        """An exchange has been enqueued, whose end ``ended`` tells."""
+        """Note an exchange that has been enqueued; ``ended`` is recorded after it."""
         self._last[lane] = (stream, ended)
         self._under_way.append((ended, calls))
 
@@ -120,7 +120,7 @@ class DeviceGroup(SharedGroup):
         return self._drain(_DRAIN_WITHIN, release=True)
 
     def close(self, *, failed: bool = False) -> None:
-        """Give the memory back; safe to call twice. As of :class:`Group`."""
+        """As :meth:`Group.close`; gives the memory back."""
         if not failed and not self._drain(self.timeout_s, release=False):
             logger.warning("rank %d gives up an exchange as it closes its group", self.rank)
         if not self.abort():
@@ -147,7 +147,7 @@ class DeviceGroup(SharedGroup):
         return len(self._own) * self.lanes * BUCKETS * self._bucket_bytes
 
     def _drain(self, within_s: float, *, release: bool) -> bool:
-        """Wait until all that was enqueued has ended; whether it has. ``release``: ends waits for peers."""
+        """Wait until all that was enqueued has ended; returns whether it has. ``release``: end waits for peers."""
 
         def ended() -> bool:
             if all(event.query() for event, _ in self._under_way):
@@ -168,7 +168,7 @@ class DeviceGroup(SharedGroup):
 
     def check_peers(self, stage: str) -> None:
         gone = [peer for peer, pair in self._pairs.items() if any(map(_ended, pair.connections))]
-        # Its own reason comes first, if it could tell one.
+        # The peer's own reason comes first, if it could give one.
         super().check_peers(stage)
         if gone:
             self.abort()

@@ -93,9 +93,9 @@ class HostGroup(SharedGroup):
 
 
 class HostExchange(Exchange):
-    """Is done when :meth:`start` returns, for tensors of a GPU too: their buckets are copied on the current stream.
+    """An exchange that is done when :meth:`start` returns, also for GPU tensors, whose buckets are copied on the current stream.
 
-    All that can go on does, in whichever order the peers come.
+    All peers are served at once, in whichever order they come.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class HostExchange(Exchange):
 
 
 class Flow:
-    """All that goes over one link in one direction, bucket by bucket.
+    """The buffers that travel over one link in one direction, bucket by bucket.
 
     Attributes:
         link: the link.
@@ -182,7 +182,7 @@ class Flow:
         return self._copied is not None
 
     def step(self) -> bool:
-        """Go on as far as is possible at once; whether that was any further."""
+        """Move one bucket on if that is possible without waiting; returns whether anything moved."""
         if not self.left:
             return False
         if self._copied is not None:
@@ -212,7 +212,7 @@ class Flow:
 
 
 def _pause(flows: Sequence[Flow], limit_s: float) -> None:
-    """Until a signal comes, but for ``limit_s`` at most; or for a moment, while a GPU copies."""
+    """Wait until a signal comes, for ``limit_s`` at most; while a GPU copies, only for a moment."""
     if any(flow.copying for flow in flows):
         time.sleep(PAUSE_S)
         return
@@ -279,7 +279,7 @@ class HostLink:
         self._signal(_FREED)
 
     def close(self) -> None:
-        """Let go of the buckets, whoever keeps the link, as a traceback does; the connection is its maker's."""
+        """Drop the buckets, since a traceback may keep the link; the connection belongs to its :class:`Pair`."""
         self._outgoing, self._incoming = [], []
 
     def _signal(self, signal: bytes) -> None:

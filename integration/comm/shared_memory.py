@@ -32,7 +32,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 # cudaHostRegisterPortable and cudaHostRegisterMapped.
 _PORTABLE_AND_MAPPED = 3
 _STAGE = "process group"
-# What the higher rank says once it has mapped the memory.
+# Sent by the higher rank once it has mapped the memory.
 _HERE = b"h"
 
 
@@ -99,9 +99,9 @@ class SharedMemory:
 
 
 class Pair:
-    """Memory that this rank shares with a peer, and a connection in each lane.
+    """Memory that this rank shares with a peer, and a connection for each lane.
 
-    A connection ends when either process does, however it ends: that is how the other one hears of it.
+    A connection ends when either process does, however it ends. The other process notices it so.
 
     Attributes:
         peer: the other rank of the group.
@@ -118,7 +118,7 @@ class Pair:
 
     @staticmethod
     def make(peer: int, nbytes: int, lanes: int, timeout_s: float) -> tuple[Pair, dict[str, str]]:
-        """What a peer will fetch, and what to tell it."""
+        """The lower rank's half, and what the peer needs to fetch the other half."""
         shared, descriptor = SharedMemory.make(nbytes)
         both = [socket.socketpair() for _ in range(lanes)]
         pair = Pair(peer, shared, [ours for ours, _ in both])
@@ -130,7 +130,7 @@ class Pair:
 
     @staticmethod
     def fetch(peer: int, told: dict[str, Any], nbytes: int, lanes: int, timeout_s: float) -> Pair:
-        """The peer's half.
+        """The higher rank's half.
 
         Raises:
             OSError: it can't be reached.
@@ -287,10 +287,12 @@ def _fetched(peer: int, told: dict[str, Any], rank: int, nbytes: int, lanes: int
 
 
 class SharedGroup(Group):
-    """A group in which a broadcast is an exchange between its root and each of the others, and a maximum one of all.
+    """A group over memory that ranks of one host share, pair by pair.
+
+    A broadcast is an exchange between its root and each other rank; a maximum is an exchange among all ranks.
 
     Attributes:
-        most_bucket_bytes: of a bucket, unless told otherwise.
+        most_bucket_bytes: size of a bucket, if none is given.
     """
 
     most_bucket_bytes: int

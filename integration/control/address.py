@@ -22,8 +22,8 @@ class Rendezvous:
         train_ranks: number of trainer ranks.
         gen_ranks: number of generation ranks over all replicas.
         epoch: number of the membership.
-        token: 32 random bytes in hex, made anew for each rendezvous. Whoever has it can join; it is left out
-            of ``repr``, and must be handed over by a way that strangers can't read (the launcher's own).
+        token: 32 random bytes in hex, new for each rendezvous. Whoever has it can join. It is left out of ``repr``. Hand it
+            over by a channel that strangers can't read, such as the launcher's own.
     """
 
     host: str
@@ -74,9 +74,9 @@ class Rendezvous:
 
     @property
     def turn(self) -> int:
-        """At which message sampled checks begin: drawn anew with each token, and the same on all ranks; below 2^63.
+        """The message at which sampled checks begin: derived from the token, so the same on all ranks; below 2^63.
 
-        With a start of its own for each epoch, epochs that are short come to all messages too.
+        Each epoch begins elsewhere, so that even short epochs check all messages over time.
 
         Raises:
             RefitError: as :attr:`key`.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# For the last words of a rank: who listens may be what it gave up on, and its own error must come out.
+# Seconds for telling the others that this rank gives up. The rendezvous may be what failed, and the rank's error must be raised.
 _FAREWELL_S = 5.0
 
 
@@ -44,8 +44,8 @@ class Channel:
     """Votes and meetings among the ranks of one epoch; used from one thread.
 
     Attributes:
-        held_back: topic of the last meeting of which the rendezvous has answered that it let no rank through; empty
-            before. A connection that breaks, or an interrupt, leaves open whether others went on.
+        held_back: topic of the last meeting that, as the rendezvous answered, no rank has passed; empty before. After a broken
+            connection or an interrupt it is not known whether others passed.
     """
 
     def __init__(self, rendezvous: Rendezvous, world: RefitWorld, timeout_s: float):
@@ -98,8 +98,8 @@ class Channel:
         left = self._until - time.monotonic()
         if left <= 0:
             raise RefitTimeout(
-                f"this rank did not come to an end within {self.timeout_s:.1f} s, the limit for all of it. If peers or its "
-                "own work are only slow, raise policy.refit.timeout_s",
+                f"this rank did not finish within {self.timeout_s:.1f} s, the limit for the whole act. If peers or its own "
+                "work are only slow, raise policy.refit.timeout_s",
                 stage="open",
                 rank=self.world.rank,
             )
@@ -141,25 +141,25 @@ class Channel:
         return self.exchange(topic, parts, {})[0]
 
     def exchange(
-        self, topic: str, parts: Sequence[Any], letters: Mapping[int, Any]
+        self, topic: str, parts: Sequence[Any], direct: Mapping[int, Any]
     ) -> tuple[list[list[Any]], dict[int, Any]]:
         """As :meth:`vote_parts`, with plain data beside it that only one rank gets.
 
         Args:
             topic: the same on all ranks, and new for each exchange.
             parts: plain data for all.
-            letters: plain data by the rank that gets it.
+            direct: plain data by the rank that gets it.
 
         Returns:
-            The parts of each rank, and the letters to this one by their senders.
+            The parts of each rank, and the direct data for this one by their senders.
         """
-        values = [self._packed(topic, data) for data in (*letters.values(), *parts)]
-        _, answer = self._meet(topic, values, letters=list(letters), compare=False, flag=False)
+        values = [self._packed(topic, data) for data in (*direct.values(), *parts)]
+        _, answer = self._meet(topic, values, direct=list(direct), compare=False, flag=False)
         rows = self._rows(answer[0], topic)
         senders = unpack_numbers(answer[1])
         return rows, {
-            sender: self._unpacked(letter, topic, sender)
-            for sender, letter in zip(senders, answer[2:], strict=True)
+            sender: self._unpacked(data, topic, sender)
+            for sender, data in zip(senders, answer[2:], strict=True)
         }
 
     def barrier(self, topic: str, flag: bool = False, agree: Any = None) -> bool:
@@ -194,7 +194,7 @@ class Channel:
 
         Args:
             reason: what the others are told.
-            symptom: whether it only follows from another rank's end, which is then what all are told, if it is known soon.
+            symptom: whether it only follows from another rank's end. All ranks are then told that end, if it is known soon.
         """
         fields = [reason.encode()]
         if symptom:
@@ -210,11 +210,11 @@ class Channel:
         self.abort(f"{type(error).__name__}: {error}", symptom=_is_symptom(error))
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """What to raise for an ``error`` with which this rank gave up: itself, or why the rank gave up that did so first.
+        """What to raise after this rank gave up with ``error``: why the first rank gave up, if that is known, or ``error``.
 
-        A wire that breaks shows the neighbour alone. The rendezvous knows who ended, or soon will. To be called when this
-        rank has closed its wires, so that ranks that wait for it can say what they saw. On trainer rank 0 it takes until
-        all others know as well, or a moment has passed: the rendezvous may end with this process.
+        A connection that breaks names only the neighbour. The rendezvous knows who ended, or soon will. Call this after this
+        rank has closed its connections, so that ranks that wait for it can report what they saw. Trainer rank 0 waits a moment
+        until all others know too, since the rendezvous may end with its process.
         """
         if not isinstance(error, RefitError):
             return error
@@ -248,11 +248,11 @@ class Channel:
         try:
             self._connection.request(Op.LEAVE, [], stage="close", limit_s=self._farewell)
         except PeerLost as error:
-            logger.debug("nobody to say good-bye to: %s", error)
+            logger.debug("the rendezvous is gone as this rank leaves: %s", error)
         self._connection.close()
 
     def _meet(
-        self, topic: str, values: Sequence[bytes], *, letters: Sequence[int] = (), compare: bool, flag: bool
+        self, topic: str, values: Sequence[bytes], *, direct: Sequence[int] = (), compare: bool, flag: bool
     ) -> tuple[Status, list[bytes]]:
         wait = self.limit()
         fields = [
@@ -260,7 +260,7 @@ class Channel:
             pack_wait(wait),
             b"\1" if compare else b"\0",
             b"\1" if flag else b"\0",
-            pack_numbers(letters),
+            pack_numbers(direct),
             *values,
         ]
         status, answer = self._ask(Op.MEET, fields, topic, wait)

@@ -38,12 +38,12 @@ from .frames import (
 )
 
 _RETRY_S = 0.05
-# A server under a flood of strangers drops those that have not opened, which looks like the refusal of a token.
+# A server that too many strangers connect to drops connections that have not opened, which looks like a refused token.
 _ATTEMPTS = 4
 _READ = 1 << 18
-# Beyond a wait that a rank asks for, what the server may take to say that it ran out.
+# Seconds beyond a wait that the server may take to answer that it ran out.
 _GRACE_S = 5.0
-# Of an answer that may come, beside the table of all values: what else it says.
+# Bytes of an answer: the table of all values, and what comes with it.
 _MOST_ANSWER = MAX_ANSWER + (16 << 20)
 
 
@@ -52,11 +52,11 @@ class _ClosedUnopened(Exception):
 
 
 class Connection:
-    """One request at a time and its answer, each within a limit; safe to share between threads.
+    """Sends one request at a time and receives its answer, each within a limit; safe to share between threads.
 
-    The server answers waits itself when they run out. One that does not answer at all (its host is frozen)
-    is given the wait and a few seconds more, and then counts as lost. The limit is for the whole request, however
-    its answer trickles in; the kernel keeps it (``SO_RCVTIMEO``), so that a request costs one send and one receive.
+    When a wait runs out, the server answers so. A server that does not answer at all (its host is frozen) gets the wait and a
+    few seconds more, then counts as lost. The limit is for the whole request, even if the answer comes in small parts. The
+    kernel keeps it (``SO_RCVTIMEO``), so that a request costs one send and one receive.
     """
 
     def __init__(self, rendezvous: Rendezvous, rank: int, timeout_s: float, role: Role = Role.MEMBER):
@@ -157,7 +157,7 @@ class Connection:
                 raise
 
     def _tell(self, op: Op, body: Body, stage: str) -> tuple[Status, list[bytes]]:
-        """Say without an answer that this rank ends, which is all that it can do once it has lost its place in the answers."""
+        """Send ``body`` without reading the answer: after an interrupt, what comes may be the answer to the earlier request."""
         if op not in (Op.ABORT, Op.LEAVE):
             self._lost(stage, "an earlier request was interrupted, and what comes may be its answer")
         try:
@@ -285,7 +285,7 @@ class Connection:
         return taken
 
     def _limit_the_rest(self) -> None:
-        """What comes in parts has one limit for all of them."""
+        """Keep one limit for all parts of what is sent or received."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise BlockingIOError

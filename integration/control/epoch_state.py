@@ -1,4 +1,4 @@
-"""What the rendezvous knows and whom it still owes an answer: plain logic, without sockets or clocks."""
+"""The state of an epoch at the rendezvous: values, meetings, waits, and why it ended. No sockets and no clocks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .meeting import Answer, Arrival, Caller, Meeting
 from .world import RefitWorld
 
 _OK = pack_body(Status.OK)
-# Of what a rank saw of another one's end: how long the end itself may take to be told, in seconds, and as a share of
-# the limit of the wait that saw it.
+# A rank may report a broken connection before it is known whose end broke it. How long to wait for that cause: in seconds,
+# and as a share of the limit of the wait that failed.
 PATIENCE_S, PATIENCE_SHARE = 1.0, 0.25
 
 
@@ -48,9 +48,9 @@ class EpochState:
     Each call takes what happened and returns the answers that are due. A caller has one request at a time.
     Once it is known why the epoch ends, every wait is answered with that.
 
-    A rank's own failure, its death and its leaving are causes. A wire that breaks, or a wait that runs out, only
-    follows from one: it may be told before its cause, which is then waited for. If none comes, the ranks that have
-    said nothing are to blame.
+    A rank's own failure, its death and its leaving are causes. A connection that breaks, or a wait that runs out, is a
+    symptom. A symptom may be told before its cause, which is then waited for. If no cause comes, the ranks that have said
+    nothing are to blame.
 
     Args:
         world: of trainer rank 0; for the number of ranks and their names.
@@ -96,9 +96,9 @@ class EpochState:
                 deadline = now + unpack_int(milliseconds) / 1e3
                 ranks = unpack_numbers(addressed)
                 if len(values) < len(ranks) or any(other >= self._world.size for other in ranks):
-                    raise Malformed("letters to ranks that are not there, or none for a rank")
-                letters = dict(zip(ranks, values, strict=False))
-                arrival = Arrival(caller, flag == b"\1", tuple(values[len(ranks) :]), letters)
+                    raise Malformed("direct data for ranks that do not exist, or none for a rank")
+                direct = dict(zip(ranks, values, strict=False))
+                arrival = Arrival(caller, flag == b"\1", tuple(values[len(ranks) :]), direct)
                 return self._meet(rank, topic, now, deadline, compare == b"\1", arrival)
             case Op.ABORT, [reason]:
                 text = f"{self._world.describe(rank)} gave up: {reason.decode(errors='replace')}"

@@ -74,7 +74,7 @@ class Role(IntEnum):
 class Op(IntEnum):
     """Requests, with their fields."""
 
-    MEET = 1  # topic, milliseconds, compare?, flag, ranks that get letters, letters…, values for all…
+    MEET = 1  # topic, milliseconds, compare?, flag, ranks that get direct data, the data…, values for all…
     ABORT = 2  # reason; of what only may follow from another rank's end also milliseconds to wait for that
     CAUSE = 3  # milliseconds; why the epoch ends; a rank asks that has given up
     LOOK = 4  # whether a rank has given up
@@ -90,7 +90,7 @@ class Op(IntEnum):
 class Status(IntEnum):
     """Answers, with their fields."""
 
-    OK = 1  # as the request has it; of a meeting that does not compare: all values, the letters' senders, letters…
+    OK = 1  # as the request has it; of a meeting that does not compare: all values, who sent direct data, the data…
     DIFFER = 2  # all values: a comparing meeting had different ones
     ABORTED = 3  # rank that is to blame or -1, a sentence
     TIMEOUT = 4  # missing ranks…

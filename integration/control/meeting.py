@@ -15,22 +15,22 @@ Answer = tuple[Caller, Body]
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a rank brings to a meeting: values that all get, and letters that one rank gets each."""
+    """What a rank brings to a meeting: values that all get, and direct data that one rank gets each."""
 
     caller: Caller
     flag: bool
     values: tuple[bytes, ...]
-    letters: dict[int, bytes]
+    direct: dict[int, bytes]
 
     @property
     def nbytes(self) -> int:
         """Of all that it brings."""
-        return sum(map(len, (*self.values, *self.letters.values())))
+        return sum(map(len, (*self.values, *self.direct.values())))
 
 
 @dataclass
 class Meeting:
-    """A barrier in progress: what each rank that has arrived brought, and what comes together for one rank at most."""
+    """A barrier in progress: what each rank that has arrived brought, and the bytes that one rank may have to be told."""
 
     compare: bool
     deadline: float
@@ -38,7 +38,7 @@ class Meeting:
     arrived: dict[int, Arrival] = field(default_factory=dict)
     different: set[bytes] = field(default_factory=set)
     nbytes: int = 0
-    letter_bytes: dict[int, int] = field(default_factory=dict)
+    direct_bytes: dict[int, int] = field(default_factory=dict)
 
     def arrive(self, rank: int, arrival: Arrival) -> None:
         """Take note of a rank."""
@@ -46,13 +46,13 @@ class Meeting:
         new = {*arrival.values} - self.different
         self.different |= new
         self.nbytes += sum(map(len, new))
-        for other, letter in arrival.letters.items():
-            self.letter_bytes[other] = self.letter_bytes.get(other, 0) + len(letter)
+        for other, data in arrival.direct.items():
+            self.direct_bytes[other] = self.direct_bytes.get(other, 0) + len(data)
 
     @property
     def too_large(self) -> bool:
         """Whether some rank could not be told all that it has to be."""
-        most = self.nbytes + max(self.letter_bytes.values(), default=0)
+        most = self.nbytes + max(self.direct_bytes.values(), default=0)
         return most > MAX_ANSWER or len(self.different) > MAX_FIELDS
 
     def why_too_large(self, topic: str, world: RefitWorld) -> tuple[int, str]:
@@ -61,7 +61,7 @@ class Meeting:
         most = max(sizes, key=sizes.__getitem__)
         return most, (
             f"what the ranks tell of {topic} comes to {self.nbytes} bytes in {len(self.different)} values, and up to "
-            f"{max(self.letter_bytes.values(), default=0)} bytes for one rank alone, with {len(sizes)} of {world.size} ranks "
+            f"{max(self.direct_bytes.values(), default=0)} bytes for one rank alone, with {len(sizes)} of {world.size} ranks "
             f"there. That is above the limit of {MAX_ANSWER} bytes or {MAX_FIELDS} values. Most is told by "
             f"{world.describe(most)}: {sizes[most]} bytes"
         )
@@ -80,16 +80,15 @@ class Meeting:
         return [(arrived[rank].caller, told[rank]) for rank in reversed(range(size))]
 
     def _told(self, values: bytes, size: int) -> list[Body]:
-        """The values of all, and each rank's own letters."""
-        if not self.letter_bytes:
+        """The values of all, and the direct data for each rank."""
+        if not self.direct_bytes:
             return [pack_body(Status.OK, [values, b""])] * size
         senders: list[list[int]] = [[] for _ in range(size)]
-        letters: list[list[bytes]] = [[] for _ in range(size)]
+        direct: list[list[bytes]] = [[] for _ in range(size)]
         for sender, arrival in sorted(self.arrived.items()):
-            for rank, letter in arrival.letters.items():
+            for rank, data in arrival.direct.items():
                 senders[rank].append(sender)
-                letters[rank].append(letter)
+                direct[rank].append(data)
         return [
-            pack_body(Status.OK, [values, pack_numbers(senders[rank]), *letters[rank]])
-            for rank in range(size)
+            pack_body(Status.OK, [values, pack_numbers(senders[rank]), *direct[rank]]) for rank in range(size)
         ]

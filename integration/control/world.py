@@ -1,4 +1,4 @@
-"""The refit world: trainer ranks first, then generation ranks, numbered in one row."""
+"""The refit world: trainer ranks, then generation ranks, numbered from 0."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class RefitWorld:
 
 
 def host_identity() -> str:
-    """What tells this host from others: its name, and the boot's number where the kernel gives one.
+    """Names this host: its host name, and the kernel's boot id where there is one.
 
-    Containers of one host may have one boot number and different names; they then count as different hosts.
+    Containers of one host may share the boot id and differ in name. They then count as different hosts.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"

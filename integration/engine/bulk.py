@@ -34,7 +34,7 @@ class BulkPath:
     def __init__(
         self,
         channel: Channel,
-        wire: GroupChoice,
+        choice: GroupChoice,
         config: RefitConfig,
         device: torch.device,
         plan: Plan | BroadcastPlan,
@@ -47,7 +47,7 @@ class BulkPath:
 
         Args:
             channel: of the epoch.
-            wire: of the transport's communicators.
+            choice: of the transport's communicators.
             config: the same on all ranks.
             device: of the parameters.
             plan: this rank's.
@@ -63,7 +63,13 @@ class BulkPath:
         self.name, self.reason = chosen
         self._falls_back = config.transport == "auto" and self.name != FALLBACK
         self._make = partial(
-            make_transport, channel=channel, wire=wire, device=device, plan=plan, config=config, sleeps=sleeps
+            make_transport,
+            channel=channel,
+            choice=choice,
+            device=device,
+            plan=plan,
+            config=config,
+            sleeps=sleeps,
         )
         self._transport = self._make(self.name)
         try:
@@ -118,8 +124,8 @@ class BulkPath:
             described = self._transport.describe()
         except TransportUnavailable as error:
             reason = str(error)
-        common, letters = _addressed(described)
-        told, own = self._channel.exchange(f"bound/{self._bindings}", [common, reason], letters)
+        common, direct = _addressed(described)
+        told, own = self._channel.exchange(f"bound/{self._bindings}", [common, reason], direct)
         self._require_none([reason for _, reason in told])
         try:
             self._transport.connect(_delivered([common for common, _ in told], own, self._channel.world.rank))
@@ -175,17 +181,17 @@ def _addressed(described: object) -> tuple[object, dict[int, dict[str, Any]]]:
     """
     if not isinstance(described, dict):
         return described, {}
-    letters: dict[int, dict[str, Any]] = defaultdict(dict)
+    direct: dict[int, dict[str, Any]] = defaultdict(dict)
     for key, by_rank in described.items():
         for rank, part in by_rank.items() if isinstance(by_rank, dict) else ():
-            letters[int(rank)][key] = part
-    return {key: {} if isinstance(part, dict) else part for key, part in described.items()}, dict(letters)
+            direct[int(rank)][key] = part
+    return {key: {} if isinstance(part, dict) else part for key, part in described.items()}, dict(direct)
 
 
-def _delivered(common: Sequence[Any], letters: Mapping[int, Any], rank: int) -> list[Any]:
+def _delivered(common: Sequence[Any], direct: Mapping[int, Any], rank: int) -> list[Any]:
     """Inverse of :func:`_addressed` for what all ranks described, as far as it concerns ``rank``."""
     whole = list(common)
-    for sender, own in letters.items():
+    for sender, own in direct.items():
         if isinstance(own, dict) and isinstance(whole[sender], dict):
             whole[sender] = {**whole[sender], **{key: {str(rank): part} for key, part in own.items()}}
     return whole

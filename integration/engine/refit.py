@@ -131,7 +131,7 @@ class RefitEngine:
             self.manifest = Manifest(tuple(ManifestEntry(spec, "misc", reason) for spec in specs))
         else:
             self._plan(places, specs, formats, fragments, refused)
-        self._wire = choose_group(places, self.way.shared_memory)
+        self._group_choice = choose_group(places, self.way.shared_memory)
         self._initial = fragments
         self._agreed = self._agreed_of(fragments, refused)
         return self.manifest
@@ -183,7 +183,7 @@ class RefitEngine:
         if not self.way.all_misc:
             self._bulk = BulkPath(
                 self.channel,
-                self._wire,
+                self._group_choice,
                 self.config,
                 device,
                 self.plan,
@@ -191,7 +191,7 @@ class RefitEngine:
                 fragments,
                 sleeps=gives_memory_back(self._endpoint),
             )
-            self._shared_scales = SharedScales.open(self.channel, self._wire, self._cut_slots, device)
+            self._shared_scales = SharedScales.open(self.channel, self._group_choice, self._cut_slots, device)
             if self._shared_scales is not None:
                 self._shared_scales.bind(fragments)
         self._watch_scales(fragments)
@@ -199,7 +199,7 @@ class RefitEngine:
         misc = self.manifest.specs("misc")
         # Kept, since a refit must not walk through thousands of weights.
         self._misc_names = [spec.name for spec in misc]
-        self._misc = PackedBroadcast.open(self.channel, self._wire, misc, self.config, device)
+        self._misc = PackedBroadcast.open(self.channel, self._group_choice, misc, self.config, device)
 
     def stale(self) -> bool:
         """Whether storage on this rank has moved since it was bound; asked at the beginning of each refit."""
@@ -331,7 +331,7 @@ class RefitEngine:
         if not self.way.shared_memory or self.transport_name == "ipc":
             return reason
         # The reason may already name two ranks of one GPU.
-        return f"{reason}; {self._wire.how if self._wire.why in reason else self._wire.reason}"
+        return f"{reason}; {self._group_choice.how if self._group_choice.why in reason else self._group_choice.reason}"
 
     @property
     def staging_bytes(self) -> int:

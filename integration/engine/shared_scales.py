@@ -94,7 +94,7 @@ class SharedScales:
 
     @staticmethod
     def open(
-        channel: Channel, wire: GroupChoice, slots: CutSlots, device: torch.device
+        channel: Channel, choice: GroupChoice, slots: CutSlots, device: torch.device
     ) -> SharedScales | None:
         """With a group of all trainer ranks; None where no blocks are cut, and on generation ranks.
 
@@ -108,7 +108,7 @@ class SharedScales:
         if world.train_ranks == 1:
             return SharedScales(slots, device, None)
         group = open_group(
-            channel, wire, "scales", place, device, 1, slots.count * 4 * (world.train_ranks - 1)
+            channel, choice, "scales", place, device, 1, slots.count * 4 * (world.train_ranks - 1)
         )
         scales = SharedScales(slots, device, group)
         try:

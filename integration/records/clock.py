@@ -1,4 +1,4 @@
-"""The clock of a refit: seconds by stage, on the host and on the device, without holding either up."""
+"""The clock of a refit: seconds by stage on the host and on the device, measured without waiting for either."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the adapters leave their records: a folder that is tried before anything moves, and lines that fail no refit."""
+"""Record files of the framework adapters. The folder is checked before anything moves; a failed write fails no refit."""
 
 from __future__ import annotations
 

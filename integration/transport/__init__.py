@@ -63,7 +63,7 @@ def choose(transport: str, told: Sequence[GpuFacts], train_ranks: int) -> tuple[
 def make_transport(
     transport: str,
     channel: Channel,
-    wire: GroupChoice,
+    choice: GroupChoice,
     device: torch.device,
     plan: Plan | BroadcastPlan,
     config: RefitConfig,
@@ -72,7 +72,7 @@ def make_transport(
 ) -> Transport:
     """A transport by name, for a plan of its kind, with communicators of its own; all ranks at the same time.
 
-    ``wire``: what its communicators are made of, if it has some. ``sleeps``: whether this rank frees the memory
+    ``choice``: what its communicators are made of, if it has some. ``sleeps``: whether this rank frees the memory
     of its parameters between refits, as engines with a sleep mode do.
 
     Raises:
@@ -82,7 +82,9 @@ def make_transport(
     world = channel.world
 
     def group(lanes: int) -> Group:
-        return open_group(channel, wire, "bulk", (world.rank, world.size), device, lanes, config.bucket_bytes)
+        return open_group(
+            channel, choice, "bulk", (world.rank, world.size), device, lanes, config.bucket_bytes
+        )
 
     if transport == "p2p" and isinstance(plan, Plan):
         # Over gloo the rounds of one lane follow each other closely, and a second one's thread would compete for cores

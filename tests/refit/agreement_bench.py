@@ -49,11 +49,11 @@ class Ranks:
         ]
         self.joined = time.monotonic() - start
 
-    def meet(self, topic: str, told: list[list[Any]], letters: list[dict[int, Any]] | None = None) -> Any:
+    def meet(self, topic: str, told: list[list[Any]], direct: list[dict[int, Any]] | None = None) -> Any:
         """(Seconds, bytes of rank 1's answer, CPU seconds in which it reads them, what it reads)."""
         frames = []
         for rank, channel in enumerate(self.channels):
-            own = letters[rank] if letters is not None else {}
+            own = direct[rank] if direct is not None else {}
             values = [pack_json(data) for data in (*own.values(), *told[rank])]
             fields = [topic.encode(), pack_wait(LIMIT_S), b"\0", b"\0", pack_numbers(list(own)), *values]
             frames.append(channel._connection._ours.frame(pack_body(Op.MEET, fields)))
@@ -128,9 +128,9 @@ def main() -> None:
         }
         for rank in range(512)
     ]
-    # Every rank's letters are as large as those of the first of its side.
-    letters = [_turns_of_relays(LocalMessages(analysis.compile(first))) for first in (0, 256)]
-    both = [letters[rank // 256] for rank in range(512)]
+    # Every rank's direct data is as large as those of the first of its side.
+    direct = [_turns_of_relays(LocalMessages(analysis.compile(first))) for first in (0, 256)]
+    both = [direct[rank // 256] for rank in range(512)]
     meetings: list[tuple[str, list[list[Any]], list[dict[int, Any]] | None]] = [
         ("settings", [[settings]] * 512, None),
         ("specs", [[[spec.to_json() for spec in specs]], *[[None]] * 511], None),

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -230,15 +231,40 @@ def test_a_vote_of_more_than_one_message_may_hold_reaches_all_ranks(
     assert on_all_ranks(server, lambda rank, channel: channel.vote("v", told[rank])) == [told] * 4
 
 
-def test_letters_reach_the_ranks_that_they_are_for_beside_what_all_are_told(server: RendezvousServer) -> None:
-    def body(rank: int, channel: Channel) -> Any:
-        letters = {other: f"{rank} to {other}" for other in range(4) if other < rank}
-        return channel.exchange("bound/1", [rank, {"alike": 1}], letters)
+@dataclass(frozen=True)
+class Told:
+    name: str
+    sizes: tuple[int, ...] = ()
 
-    for rank, (rows, letters) in enumerate(on_all_ranks(server, body)):
+
+def test_a_vote_with_a_dataclass_gives_every_rank_the_ones_of_all(server: RendezvousServer) -> None:
+    found = on_all_ranks(server, lambda rank, channel: channel.vote_as("told", Told(str(rank), (rank,))))
+    assert found == [[Told(str(rank), (rank,)) for rank in range(4)]] * 4
+
+
+def test_a_rank_whose_answer_has_another_form_is_named_with_the_field(server: RendezvousServer) -> None:
+    def body(rank: int, channel: Channel) -> Any:
+        if rank == 2:
+            channel.vote("told", {"name": "2", "sizes": [1, "x"]})
+            return None
+        with pytest.raises(RefitMismatch) as raised:
+            channel.vote_as("told", Told(str(rank)))
+        return raised.value.blamed, "sizes[1]" in str(raised.value)
+
+    assert on_all_ranks(server, body) == [(2, True), (2, True), None, (2, True)]
+
+
+def test_direct_data_reaches_the_ranks_that_it_is_for_beside_what_all_are_told(
+    server: RendezvousServer,
+) -> None:
+    def body(rank: int, channel: Channel) -> Any:
+        direct = {other: f"{rank} to {other}" for other in range(4) if other < rank}
+        return channel.exchange("bound/1", [rank, {"alike": 1}], direct)
+
+    for rank, (rows, direct) in enumerate(on_all_ranks(server, body)):
         assert rows == [[other, {"alike": 1}] for other in range(4)]
         assert len({id(alike) for _, alike in rows}) == 1, "what is told alike is one object"
-        assert letters == {sender: f"{sender} to {rank}" for sender in range(rank + 1, 4)}
+        assert direct == {sender: f"{sender} to {rank}" for sender in range(rank + 1, 4)}
 
 
 def test_what_512_ranks_are_told_of_equal_holdings_is_not_512_times_as_much() -> None:
