@@ -14,6 +14,7 @@ from rlrefit.integration.errors import EngineDirty, RefitError, RefitMismatch, R
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.workers.engines.trtllm import compat
 from rlrefit.workers.engines.trtllm.driver import TrtllmDriver
+from rlrefit.workers.engines.trtllm.payload import restricted_loads
 from rlrefit.workers.engines.trtllm.sender import TrtllmSender
 
 from .engine_double import DoubleLLM, answered
@@ -360,4 +361,4 @@ def test_a_package_whose_modules_have_moved_again_is_told(monkeypatch: pytest.Mo
     package.__path__ = []
     monkeypatch.setitem(__import__("sys").modules, "tensorrt_llm", package)
     with pytest.raises(RefitError, match=r"tensorrt_llm\.llmapi\.serialization"):
-        compat.restricted_loads(b"", {})
+        restricted_loads(b"", {})

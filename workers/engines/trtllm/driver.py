@@ -1,4 +1,4 @@
-"""The driver's side: reach the workers of running TensorRT-LLM engines.
+"""The driver's side: calls the workers of running TensorRT-LLM engines.
 
 ``orchestrator_type="ray"`` with ``ray_worker_extension_cls=EXTENSION`` gives the workers
 :class:`~.extension.TrtllmRefit`. :class:`~.sender.TrtllmSender` on the trainer's ranks does a refit through one driver.
@@ -16,7 +16,7 @@ from ....integration.weights.manifest import TensorSpec
 from ..common.answers import raise_refit_errors
 
 EXTENSION = "rlrefit.workers.engines.trtllm.extension.TrtllmRefit"
-# Slept weights come back by a refit.
+# The sleep level after which a refit brings the weights.
 DISCARDING = 2
 # Futures of the workers' answers and seconds → the answers, in order; TimeoutError if they take longer.
 Wait = Callable[[Sequence[Any], float], list[Any]]
@@ -51,8 +51,8 @@ class TrtllmDriver:
         self._tags: list[str] = list(found[0]["tags"])
         if len(set(self.devices)) != len(self.devices):
             raise RefitError(
-                f"two workers share a GPU ({', '.join(sorted(self.devices))}), and payloads are told apart by GPU; give "
-                "each worker one of its own",
+                f"two workers share a GPU ({', '.join(sorted(self.devices))}), but each payload is addressed to one GPU; give each "
+                "worker a GPU of its own",
                 stage="settings",
             )
 
@@ -73,7 +73,7 @@ class TrtllmDriver:
         return int(versions.pop())
 
     def require_servable(self) -> None:
-        """To be called before requests are given to the engines, which answer late what they can't serve.
+        """Check before requests are given to the engines, which otherwise report late that they can't serve.
 
         Raises:
             EngineDirty: weights are not whole, or memory is asleep.
@@ -81,7 +81,7 @@ class TrtllmDriver:
         self._rpc("refit_require_servable")
 
     def begin(self, version: int, specs: Sequence[TensorSpec]) -> None:
-        """Let the engines end their requests and refuse steps until ``version``, these weights, has committed.
+        """Let the engines end their requests, and refuse steps until these weights have committed as ``version``.
 
         Raises:
             RefitError: of the worker's kind; nothing was written.
@@ -108,14 +108,14 @@ class TrtllmDriver:
         """Release weights and KV cache, once the running requests have ended. :class:`~...integration.stages.SleepingEngine`'s.
 
         Raises:
-            StageRefused: level 1: whether slept weights are kept, TensorRT-LLM settles when it starts, and rlrefit takes
-                them for lost. Nothing has changed.
+            StageRefused: level 1: TensorRT-LLM decides when it starts whether a sleep keeps the weights, and rlrefit assumes
+                that it does not. Nothing has changed.
             RefitError: TensorRT-LLM was started without its sleep feature.
         """
         if level != DISCARDING:
             raise StageRefused(
-                f"sleep level {level} was asked for, and TensorRT-LLM can't be told at the call to keep its weights in host "
-                f"memory. Nothing has changed; take level {DISCARDING}, after which a refit brings the weights",
+                f"sleep level {level} would keep the weights in host memory, which TensorRT-LLM can't be asked for at a call. "
+                f"Nothing has changed; use level {DISCARDING}, after which a refit brings the weights",
                 stage="sleep",
             )
         self._rpc("refit_sleep", self._engine_tags(TAGS))
@@ -124,13 +124,12 @@ class TrtllmDriver:
         """Take memory again: ``weights`` (all but the KV cache) before a refit, ``kv_cache`` once the trainer freed its own.
 
         Raises:
-            StageRefused: a tag is unknown, or its memory is there already. Nothing has changed.
+            StageRefused: a tag is unknown, or its memory is awake. Nothing has changed.
         """
         wrong = sorted(set(tags) - self.asleep())
         if wrong:
             raise StageRefused(
-                f"{', '.join(wrong)} can't wake: each of {', '.join(sorted(TAGS))} does so once after a sleep. Nothing has "
-                "changed",
+                f"{', '.join(wrong)} can't wake: each of {', '.join(sorted(TAGS))} wakes once after a sleep. Nothing has changed",
                 stage="wake_up",
             )
         self._rpc("refit_wake", self._engine_tags(tags))
@@ -161,9 +160,9 @@ class TrtllmDriver:
             answers = self._wait(futures, self._timeout_s)
         except TimeoutError as error:
             raise RefitTimeout(
-                f"TensorRT-LLM's workers did not answer {method} within {self._timeout_s:.0f} s: a running request that "
-                "does not end, a worker that died, or a step that was refused and ended the executor. Weights that were "
-                "being written are served by nobody; start the engine anew, or raise timeout_s",
+                f"TensorRT-LLM's workers did not answer {method} within {self._timeout_s:.0f} s: a running request does not end, a "
+                "worker died, or a refused step ended the executor. Weights that were written in part are not served; restart the "
+                "engine, or raise timeout_s",
                 stage="transfer",
             ) from error
         return raise_refit_errors(answers, "TensorRT-LLM worker")

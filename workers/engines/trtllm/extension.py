@@ -1,4 +1,4 @@
-"""Worker extension: what rlrefit adds to each TensorRT-LLM worker (``ray_worker_extension_cls``).
+"""The worker extension: what rlrefit adds to each TensorRT-LLM worker (``ray_worker_extension_cls``).
 
 Start TensorRT-LLM with ``orchestrator_type="ray"`` and ``ray_worker_extension_cls=driver.EXTENSION``, and reach the
 methods through :mod:`.driver`. TensorRT-LLM imports this module in its workers; nothing else does.
@@ -26,8 +26,8 @@ _update_weights = compat.uncontrolled(WorkerExtension.update_weights)
 class TrtllmRefit(WorkerExtension):
     """Mixed into TensorRT-LLM's worker, beside what its own extension offers.
 
-    ``update_weights`` keeps TensorRT-LLM's contract and raises. The other methods answer with plain data, errors
-    too, which :func:`..common.answers.raise_refit_errors` raises on the driver's side.
+    ``update_weights`` keeps TensorRT-LLM's contract and raises. The other methods answer with plain data, including
+    errors, which :func:`..common.answers.raise_refit_errors` raises on the driver's side.
     """
 
     # Of TensorRT-LLM's worker.
@@ -41,7 +41,7 @@ class TrtllmRefit(WorkerExtension):
     refit_timeout_s: ClassVar[float] = 300.0
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Guard the weights from the moment when a worker has its engine.
+        """Guard the weights as soon as a worker has its engine.
 
         TensorRT-LLM makes a class of its worker's and the extension's (``RayWorkerWrapper._inject_worker_extension``), and
         an extension may have no method that the worker has. What it inherits may be wrapped there, though: ``setup_engine``
@@ -51,7 +51,7 @@ class TrtllmRefit(WorkerExtension):
         super().__init_subclass__(**options)
         setup = getattr(cls, "setup_engine", None)
         if setup is None:
-            return  # an extension, and no worker yet
+            return  # an extension, not yet a worker
 
         @functools.wraps(setup)
         def setup_engine(self: TrtllmRefit) -> Any:
@@ -65,9 +65,9 @@ class TrtllmRefit(WorkerExtension):
     def update_weights(self, ipc_handles: dict[str, Any] | None = None) -> None:
         """Load a bucket, ``{device UUID: payload}``, or with None, on all workers, finalize and serve the weights.
 
-        They are served once all workers of this engine have them. One that fails before it hears of that refuses to step,
-        until a refit has brought all workers to one version. Of other replicas this knows nothing: who has several
-        asks each one before anything is generated, or uses :mod:`.driver`.
+        They are served once all workers of this engine have them. A worker that fails before it learns of that refuses to
+        step until a refit has brought all workers to one version. Other replicas are not covered: with several, check each
+        one before anything is generated, or use :mod:`.driver`.
         """
         self._refit.update_weights(ipc_handles)
 
@@ -83,12 +83,12 @@ class TrtllmRefit(WorkerExtension):
 
     @compat.control_action
     def refit_finish(self) -> dict[str, Any]:
-        """Make what derives from the weights; an error if some are missing."""
+        """Recompute what derives from the weights; an error if some are missing."""
         return _done(self._refit.finish)
 
     @compat.control_action
     def refit_commit(self, version: int) -> dict[str, Any]:
-        """Serve the weights; to be called once all workers have finished."""
+        """Serve the weights; called once all workers have finished."""
         return _done(lambda: self._refit.commit(version))
 
     def refit_describe(self) -> dict[str, Any]:

@@ -10,14 +10,15 @@ The first form is TensorRT-LLM's own (``WorkerExtension.update_weights`` of ``te
 tensor_handle``), whose senders put float8 tensors in it as they are (``RefHFModelWithIPCHandles`` of its tests). The second one is
 that of verl's rollout (``trtllm_rollout.py`` at 84270ebc: ``(name, handle, orig_dtype_str)``), and what is made here: allow-lists in
 use know no float8 dtype, and bytes without their dtype would be taken for numbers (the engine's loaders convert what they get to their
-parameter's type). An extension that does not know it fails on unpacking it, before it loads anything. All three are read,
-with the dtype by its name or as itself.
+parameter's type). An extension that does not know this form fails to unpack it, before it loads anything. All three are read,
+with the dtype given by name or as itself.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import inspect
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -27,18 +28,20 @@ from torch.multiprocessing import reductions
 
 from ....integration.errors import RefitError
 from ....integration.quantize.float8 import FLOAT8, as_bytes, from_bytes, is_float8
+from .compat import first_module
 
 Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 Reduce = Callable[[torch.Tensor], Handle]
 Imports = Mapping[str, tuple[str, ...]]
-# bytes and what may be imported from where → the object; a restricted unpickler of the engine's.
-Loads = Callable[[bytes, Imports], Any]
 
+_SERIALIZATION = ("tensorrt_llm.llmapi.serialization", "tensorrt_llm.serialization")
+# What TensorRT-LLM's own extension refuses, and what would undo the approvals.
+_DISALLOWED = {"torch.storage": ["_load_from_bytes"], "torch.hub": ["_load_local"], "torch": ["save", "load"]}
 # Of rebuild_cuda_tensor's arguments the dtype, and the one that the receiver replaces by its own number of the device.
 _DTYPE, _DEVICE = 5, 6
-# Numbers as they are; every allow-list in use has these.
+# Dtypes that travel as they are; every allow-list in use has these.
 _PLAIN = ("float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
-# All that is read: what a payload needs that is made here, which is a part of the strictest allow-list in use (that of verl's
+# All that may be imported: what rlrefit's own payloads need, which is part of the strictest allow-list in use (that of verl's
 # extension for vision models), and the dtypes of the float8 tensors that others send as they are.
 APPROVED: Imports = {
     "torch.multiprocessing.reductions": ("rebuild_cuda_tensor",),
@@ -105,12 +108,11 @@ def encode(weights: Iterable[tuple[str, torch.Tensor]], reduce: Reduce = cuda_ha
     return base64.b64encode(pickle.dumps(entries, protocol=pickle.HIGHEST_PROTOCOL)).decode("ascii")
 
 
-def decode(payload: object, loads: Loads, approved: Imports = APPROVED) -> list[Entry]:
+def decode(payload: object, approved: Imports = APPROVED) -> list[Entry]:
     """The entries of a payload, none of them opened yet.
 
     Args:
         payload: text as :func:`encode` made it, or the list itself, as callers inside one cluster may pass it.
-        loads: the engine's restricted unpickler.
         approved: what a payload may import.
 
     Raises:
@@ -121,11 +123,49 @@ def decode(payload: object, loads: Loads, approved: Imports = APPROVED) -> list[
             data = base64.b64decode(payload, validate=True)
         except binascii.Error as error:
             raise _malformed(f"it is not base64: {error}") from error
-        payload = loads(data, approved)
+        payload = restricted_loads(data, approved)
     if not isinstance(payload, list):
         raise _malformed(f"it holds a {type(payload).__name__}, not a list")
     rebuilds = {(module, name) for module, names in approved.items() for name in names}
     return [_entry(found, rebuilds) for found in payload]
+
+
+def restricted_loads(data: bytes, approved: Imports) -> Any:
+    """Unpickle with the engine's own restricted unpickler.
+
+    It has had two generations: one that imports only what is approved (``approved_imports``), and one that can refuse imports as
+    well (``disallowed_imports``), to which TensorRT-LLM's own extension at times gives nothing but a list of refusals. What
+    rlrefit reads is approved explicitly, by the argument that both have.
+
+    Args:
+        data: the pickle.
+        approved: what it may import.
+
+    Raises:
+        RefitError: the payload imports something else, or is no pickle; or this TensorRT-LLM's unpickler takes no
+            approvals.
+    """
+    loads = first_module(_SERIALIZATION).loads
+    known = inspect.signature(loads).parameters
+    if "approved_imports" not in known:
+        raise RefitError(
+            "the unpickler of this TensorRT-LLM (serialization.loads) takes no approved_imports, so a payload could import "
+            "anything that the unpickler does not refuse. Nothing was read; use a version that has approved_imports",
+            stage="transfer",
+        )
+    # Lists and a dict of its own: a version that widens what it is given must not widen ours.
+    limits: dict[str, Any] = {"approved_imports": {module: list(names) for module, names in approved.items()}}
+    if "disallowed_imports" in known:
+        limits["disallowed_imports"] = {module: list(names) for module, names in _DISALLOWED.items()}
+    try:
+        return loads(data, **limits)
+    # Of any kind: a hostile or damaged pickle makes the unpickler raise whatever it likes.
+    except Exception as error:
+        raise RefitError(
+            f"TensorRT-LLM's restricted unpickler refused a payload of weights: {type(error).__name__}: {error}. Nothing "
+            "of it was loaded. A payload of rlrefit imports only what is approved, so this one is damaged or not from rlrefit",
+            stage="transfer",
+        ) from error
 
 
 def _entry(found: object, rebuilds: set[tuple[str, str]]) -> Entry:
@@ -145,15 +185,16 @@ def _entry(found: object, rebuilds: set[tuple[str, str]]) -> Entry:
     source = getattr(rebuild, "__module__", ""), getattr(rebuild, "__name__", "")
     if source not in rebuilds or isinstance(rebuild, type):
         called = ".".join(filter(None, source)) or repr(rebuild)
-        raise _malformed(f"{called} is no function that rebuilds tensors", name)
+        raise _malformed(f"{called} is not a function that rebuilds tensors", name)
     told = {_dtype_name(dtype) for dtype in (*inside, *beside) if dtype is not None}
     if len(told) > 1:
-        raise _malformed(f"it is told to be {' and '.join(sorted(told))}", name)
+        raise _malformed(f"its dtype is given as {' and '.join(sorted(told))}", name)
     held = _dtype_name(args[_DTYPE])
     told -= {held}
     if told and (held != "uint8" or not told <= FLOAT8.keys()):
         raise _malformed(
-            f"its handle is of {held}, and told to be {told.pop()}, which is no float8 dtype in bytes", name
+            f"its handle is of {held} and its dtype is given as {told.pop()}, which is not a float8 dtype in bytes",
+            name,
         )
     return Entry(name, (rebuild, args), told.pop() if told else "")
 
@@ -165,8 +206,8 @@ def _dtype_name(dtype: object) -> str:
 
 def _malformed(what: str, name: str = "") -> RefitError:
     return RefitError(
-        f"a payload of weights is malformed: {what}. Nothing of it was loaded; do trainer and engine run the same "
-        "rlrefit?",
+        f"a payload of weights is malformed: {what}. Nothing of it was loaded; check that trainer and engine run the same "
+        "version of rlrefit",
         stage="transfer",
         parameter=name,
     )

@@ -1,8 +1,11 @@
 """The refits of one TensorRT-LLM worker: what has arrived, and whether it may be served.
 
 A refit is ``begin``, ``load`` for each bucket, ``finish``, and ``commit`` once all workers have finished. ``begin`` and
-``commit`` change what may be served, so all workers do them at the same step of the engine: a worker that refused a step
-while another computed it would leave the other waiting in a collective.
+``commit`` change what may be served, so all workers do them at the same step of the engine. If a worker refused a step that
+another computed, the other would wait in a collective.
+
+TensorRT-LLM loads bucket by bucket, and runs any request that comes between two buckets on weights of two versions.
+``sleep`` unmaps memory, and keeps weights only if its configuration says so. So the worker's weights are guarded.
 """
 
 from __future__ import annotations
@@ -10,21 +13,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ....integration.colocated.memory import MemoryWatch
 from ....integration.colocated.stages import KV_CACHE
-from ....integration.errors import RefitError, RefitMismatch
+from ....integration.errors import PeerLost, RefitError, RefitMismatch
 from ....integration.session import ServingState
 from ....integration.weights.endpoints import rank_device
 from ....integration.weights.manifest import TensorSpec, dtype_name
 from ..common.guard import WeightsGuard, call_after, call_before
 from . import compat
 from .payload import APPROVED, Entry, Imports, decode
-from .peers import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +38,12 @@ class _Arriving:
 
     Attributes:
         version: that it brings.
-        awaited: all of its weights; None if the sender did not say which there are.
+        awaited: all of its weights; None if the sender did not announce them.
         due: names that have to arrive.
-        whole: whether these are all weights of the model.
+        whole: whether ``due`` are all weights of the model.
         losses: how often weights had lost their memory when it began.
         arrived: names so far.
-        failed: why it can't go on, or empty.
+        failed: why it can't continue, or empty.
         finished: whether the engine has made all that it derives from the weights.
     """
 
@@ -66,10 +70,10 @@ class WorkerRefit:
 
     Args:
         worker: TensorRT-LLM's worker, with ``engine``, ``device_id`` and ``llm_args``.
-        update: TensorRT-LLM's own ``update_weights``, to be called while the engine's loop is held: it loads and
-            finalizes, in whatever way this version does.
+        update: TensorRT-LLM's own ``update_weights``, called while the engine's loop waits: it loads and finalizes as this
+            version does.
         approved: what a payload may import.
-        timeout_s: how long to wait for the other workers, where the caller settles nothing among them.
+        timeout_s: how long ``update_weights(None)`` waits for the other workers.
 
     Attributes:
         state: version and dirtiness of the weights.
@@ -88,15 +92,17 @@ class WorkerRefit:
         self._worker = worker
         self._update = update
         self._approved = approved
-        self._peers = Peers(timeout_s)
+        self._timeout_s = timeout_s
+        # Of all workers of the engine, on host memory.
+        self._group: dist.ProcessGroup | None = None
         self._arriving: _Arriving | None = None
-        # As it was before the first reload since graphs were last looked at; failed refits move tensors, too.
+        # From before the first reload since graphs were last checked; failed refits move tensors, too.
         self._baked_in: Hashable | None = None
-        # What the last refit brought that committed. A reload of the engine's begins by giving up what it holds.
+        # Names that the last committed refit brought. An engine's reload begins by dropping the weights that it holds.
         self._known: set[str] = set()
         # Whether these are all weights of the model.
         self._known_whole = False
-        # What refits wrote since that did not commit: the next one has to bring all of it.
+        # Names that refits have written since without committing: the next one has to bring all of them.
         self._owed: set[str] = set()
         self.device = rank_device()
         self.memory = MemoryWatch(self.device)
@@ -104,15 +110,15 @@ class WorkerRefit:
         self.guard = _guarded(worker, self.state)
 
     def begin(self, version: int, specs: Sequence[TensorSpec] | None) -> None:
-        """Forbid steps until ``version`` has committed. A refit that was left unfinished is given up.
+        """Refuse steps until ``version`` has committed. An unfinished refit is given up.
 
         Args:
             version: of the weights to come.
-            specs: all of them, as they are sent; None expects those of the last refit, and all that the model's
-                checkpoint has where the engine holds no weights that another refit or a checkpoint brought.
+            specs: all of them, as they are sent. None expects those of the last refit, or all of the model's checkpoint if
+                neither a refit nor a checkpoint has brought the engine's weights.
 
         Raises:
-            RefitError: the weights are asleep, or nothing tells which they are. Nothing has changed.
+            RefitError: the weights are asleep, or their names are not known. Nothing has changed.
         """
         self.guard.require_awake()
         arriving = self._expected(version, specs)
@@ -130,7 +136,7 @@ class WorkerRefit:
         whole = awaited is not None or self._known_whole
         undefined = self.guard.undefined
         if undefined and not whole:
-            # What no refit brings, the engine would have from nowhere.
+            # Weights that no refit brings would stay undefined.
             due, whole = self._known | compat.checkpoint_names(self._worker, undefined), True
         return _Arriving(version, awaited, due, whole, self.guard.losses)
 
@@ -138,14 +144,14 @@ class WorkerRefit:
         """Load a bucket: ``{device UUID: payload}``, of which this worker takes its own.
 
         Raises:
-            RefitError: there is none for this worker's GPU, or it is refused. Nothing of it was loaded.
-            RefitMismatch: it holds a weight that is not awaited, another shape or dtype, or one for the second time.
-                Nothing of it was loaded.
+            RefitError: there is no payload for this worker's GPU, or it is refused. Nothing of it was loaded.
+            RefitMismatch: it holds a weight that was not announced, has another shape or dtype, or came before. Nothing of it
+                was loaded.
         """
         arriving = self._require_arriving()
         with self._failing(arriving):
             self.guard.require_awake()
-            entries = decode(self._own(handles), compat.restricted_loads, self._approved)
+            entries = decode(self._own(handles), self._approved)
             self._check_names(arriving, entries)
             in_parts = compat.loads_in_parts(self._worker)
             if not in_parts:
@@ -155,7 +161,7 @@ class WorkerRefit:
             self._owed.update(entry.name for entry in entries)
             self._give(weights, in_parts)
             arriving.arrived.update(entry.name for entry in entries)
-        # The sender frees its bucket once this worker has answered: nothing may read it or map it any more.
+        # The sender frees its bucket once this worker has answered: nothing may read or map it any more.
         weights.clear()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -163,7 +169,7 @@ class WorkerRefit:
         return {"weights": len(entries), "bytes": nbytes}
 
     def finish(self) -> None:
-        """Have the engine make what it derives from the weights, and drop what it cached with the old ones.
+        """Have the engine recompute what it derives from the weights, and drop what it cached with the old ones.
 
         Raises:
             RefitMismatch: weights are missing. The engine keeps refusing steps.
@@ -181,12 +187,12 @@ class WorkerRefit:
         """Serve the weights.
 
         Raises:
-            RefitError: they are not all there and finished, or of another version.
+            RefitError: the refit is not finished, or is of another version.
         """
         arriving = self._require_arriving()
         if not arriving.finished or arriving.version != version:
             raise RefitError(
-                f"version {version} can't be committed: refit {arriving.version} is under way and "
+                f"version {version} can't be committed: the present refit is {arriving.version}, "
                 f"{'finished' if arriving.finished else 'not finished'}. Refit again",
                 stage="commit",
             )
@@ -198,13 +204,13 @@ class WorkerRefit:
         self.guard.refitted()
 
     def update_weights(self, handles: dict[str, Any] | None) -> None:
-        """TensorRT-LLM's contract, for callers who know no more: buckets, then None. Versions count up by themselves.
+        """TensorRT-LLM's contract, for callers who know only that: buckets, then None. Versions count up by themselves.
 
-        With None all workers of the engine settle whether they serve the refit, so all have to be called. Of a refit that
-        was begun with its weights announced, None finishes it, and :meth:`commit` is the caller's.
+        With None, all workers of the engine agree whether they serve the refit, so all have to be called. If the refit's weights
+        were announced, None only finishes it, and the caller calls :meth:`commit`.
 
         Raises:
-            RefitError: as :meth:`begin`, :meth:`load` and :meth:`finish`; or another worker failed, and none serves it.
+            RefitError: as :meth:`begin`, :meth:`load` and :meth:`finish`; or another worker failed, and no worker serves it.
             PeerLost: another worker did not come.
         """
         arriving = self._arriving
@@ -216,12 +222,64 @@ class WorkerRefit:
             self.finish()
         else:
             with self._failing(arriving):
-                version = self._require_arriving().version = self._peers.settle(self._finished)
+                version = self._require_arriving().version = self._finished_by_all()
                 self.commit(version)
+
+    def _finished_by_all(self) -> int:
+        """Finish on all workers of the engine; the version, once all of them have finished.
+
+        A caller who knows only TensorRT-LLM's contract ends a refit with one call to all workers, ``update_weights(None)``. If one
+        worker served after it while another refused, it would compute a step whose collectives the other never joins.
+
+        Each worker counts versions by itself, and one that failed before it learned of the last version is behind the others.
+        The largest count is the version, by which such a worker catches up.
+
+        Raises:
+            RefitError: this worker's own error; or another worker failed.
+            PeerLost: a worker did not come.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return self._finished()
+        met: Exception | None = None
+        version, failure = -1, ""
+        try:
+            version = self._finished()
+        # Any exception: the loader raises what it likes, and the other workers have to learn of it.
+        except Exception as error:
+            met, failure = error, f"{type(error).__name__}: {error}"
+        everyone = self._gathered((version, failure), met)
+        if met is not None:
+            raise met
+        failed = [f"worker {rank}: {text}" for rank, (_, text) in enumerate(everyone) if text]
+        if failed:
+            raise RefitError(
+                f"refit {version} is finished on this worker, but no worker serves it, because others failed: "
+                f"{'; '.join(failed)}. The engine refuses to generate; refit again with all weights",
+                stage="commit",
+            )
+        return max(found for found, _ in everyone)
 
     def _finished(self) -> int:
         self.finish()
         return self._require_arriving().version
+
+    def _gathered(self, own: tuple[int, str], met: Exception | None) -> list[tuple[int, str]]:
+        everyone: list[tuple[int, str]] = [own] * dist.get_world_size()
+        try:
+            if self._group is None:
+                # TensorRT-LLM's Ray workers make their engine's process group before the worker (RayWorkerWrapper). A group
+                # of its own keeps this apart from the executor's collectives, and has its own time limit.
+                limit = timedelta(seconds=self._timeout_s)
+                self._group = dist.new_group(backend="gloo", timeout=limit)
+            dist.all_gather_object(everyone, own, group=self._group)
+        except RuntimeError as error:
+            here = f"finished refit {own[0]}" if met is None else f"failed ({own[1]})"
+            raise PeerLost(
+                f"this worker {here}, and not all workers of its engine reported their result within {self._timeout_s:.0f} s: "
+                f"{error}. Those that did refuse to generate; call update_weights(None) on all workers, and restart the engine",
+                stage="commit",
+            ) from met or error
+        return everyone
 
     def _require_complete(self, arriving: _Arriving) -> None:
         due = sorted(self._owed | arriving.due)
@@ -230,16 +288,16 @@ class WorkerRefit:
             return
         told = (
             f"{len(missing)} of {len(due)} weights that refit {arriving.version} has to bring did not arrive: those that it "
-            "began with or the last one brought, and what failed ones wrote since. "
+            "announced or the last refit brought, and those that failed refits have written since. "
         )
         undefined = self.guard.undefined
         if undefined and arriving.awaited is None:
             told += (
-                f"Since {undefined}, all that its checkpoint names are among them; of these the engine would serve undefined "
-                f"values. It refuses to generate; refit again with all weights, or {compat.ANNOUNCE}"
+                f"Because {undefined}, all weights of its checkpoint are among them, and the engine would serve undefined values. "
+                f"It refuses to generate; refit again with all weights, or {compat.ANNOUNCE}"
             )
         else:
-            told += "The engine would serve old values of them. It refuses to generate; refit again with all weights"
+            told += "The engine would serve their old values. It refuses to generate; refit again with all weights"
         raise RefitMismatch(told, stage="misc", parameter=missing[0])
 
     def _own(self, handles: dict[str, Any]) -> object:
@@ -257,15 +315,14 @@ class WorkerRefit:
         for name, *_ in entries:
             if name in seen or name in arriving.arrived:
                 raise RefitMismatch(
-                    f"it came twice in refit {arriving.version}; one of two values would be served. Each weight is sent "
-                    "once",
+                    f"it came twice in refit {arriving.version}, and either value might be served. Send each weight once",
                     stage="transfer",
                     parameter=name,
                 )
             if arriving.awaited is not None and name not in arriving.awaited:
                 raise RefitMismatch(
-                    f"it came with refit {arriving.version}, which began without it; prepare the refit again after the "
-                    "model has changed",
+                    f"it came with refit {arriving.version}, which did not announce it; prepare the refit again after the model "
+                    "has changed",
                     stage="transfer",
                     parameter=name,
                 )
@@ -276,7 +333,7 @@ class WorkerRefit:
         spec = arriving.awaited[entry.name] if arriving.awaited is not None else None
         if spec is not None and (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
             raise RefitMismatch(
-                f"it arrived as {dtype_name(tensor.dtype)}{list(tensor.shape)}, and refit {arriving.version} began with "
+                f"it arrived as {dtype_name(tensor.dtype)}{list(tensor.shape)}, but refit {arriving.version} announced "
                 f"{dtype_name(spec.dtype)}{list(spec.shape)}. Nothing of its bucket was loaded",
                 stage="transfer",
                 parameter=entry.name,
@@ -284,7 +341,7 @@ class WorkerRefit:
         return entry.name, tensor
 
     def _give(self, weights: Sequence[tuple[str, torch.Tensor]], in_parts: bool) -> None:
-        """To TensorRT-LLM's own loading, in its form for tensors that no unpickler has to see."""
+        """Pass weights to TensorRT-LLM's own loading, in its form for tensors that need no unpickling."""
         # Its call replaces the argument of the device, the seventh.
         opened = [(name, (partial(_given, tensor), (None,) * 7)) for name, tensor in weights]
         handles = {compat.device_uuid(self._worker.device_id): opened}
@@ -304,8 +361,8 @@ class WorkerRefit:
             )
         if self._arriving.losses != self.guard.losses:
             raise RefitError(
-                f"weights of the engine have slept since refit {self._arriving.version} began, which does not keep them: what "
-                "had arrived is lost. The engine refuses to generate; begin a new refit once they are awake",
+                f"weights of the engine have slept since refit {self._arriving.version} began, and a sleep does not keep them: "
+                "what had arrived is lost. The engine refuses to generate; begin a new refit once they are awake",
                 stage="handshake",
             )
         return self._arriving
@@ -346,12 +403,11 @@ def _given(tensor: torch.Tensor, *_: object) -> torch.Tensor:
 
 
 def _check_whole(arriving: _Arriving, entries: Sequence[Entry]) -> None:
-    """Its loader would leave the rest as it is, or lose what came before."""
+    """Check that a bucket has all weights: this loader would leave the others as they are, or lose what came before."""
     if arriving.arrived or (arriving.awaited is not None and len(entries) != len(arriving.awaited)):
         raise RefitError(
-            f"a bucket brings {len(entries)} weights, and {len(arriving.arrived)} came before; this model's load_weights "
-            "takes no allow_partial_loading, so all weights of a refit have to come in one bucket. Nothing of it was "
-            "loaded",
+            f"a bucket brings {len(entries)} weights after {len(arriving.arrived)} others, but this model's load_weights has no "
+            "allow_partial_loading: all weights of a refit have to come in one bucket. Nothing of it was loaded",
             stage="transfer",
         )
 
