@@ -216,16 +216,8 @@ class PackedBroadcast:
     def _check_arrived(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         found = torch.empty(2, dtype=torch.int64, device=buffer.device)
         self._checksum(buffer, found)
-        if not torch.equal(found, buffer[-CHECKSUM_BYTES:].view(torch.int64)):
-            names = [spec.name for spec, _ in bucket.slots]
-            raise VerificationError(
-                f"a bucket of {len(names)} weights arrived with other bytes than were sent: {', '.join(names[:5])}"
-                f"{' …' if len(names) > 5 else ''}. Nothing of it was loaded; the engine stays dirty. The wire or a "
-                "device's memory corrupts data: run the refit again, and replace the hardware if it comes back",
-                stage="verify",
-                rank=self._rank,
-                parameter=names[0],
-            )
+        names = [spec.name for spec, _ in bucket.slots]
+        require_same_checksums(buffer[-CHECKSUM_BYTES:].view(torch.int64), found, names, self._rank)
         self.verified_bytes += sum(spec.nbytes for spec, _ in bucket.slots)
 
     def _check(self, spec: TensorSpec, name: str, tensor: torch.Tensor | None) -> None:
@@ -243,3 +235,28 @@ class PackedBroadcast:
 
 def _slot(buffer: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tensor:
     return buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
+
+
+def require_same_checksums(
+    sent: torch.Tensor, arrived: torch.Tensor, names: Sequence[str], rank: int
+) -> None:
+    """Compare a bucket's checksum with what was sent.
+
+    Args:
+        sent: int64 ``[2]``, as it travelled.
+        arrived: int64 ``[2]``, of the bytes that arrived.
+        names: of the weights in the bucket.
+        rank: that reports.
+
+    Raises:
+        VerificationError: they differ; names the weights.
+    """
+    if not torch.equal(arrived, sent):
+        raise VerificationError(
+            f"a bucket of {len(names)} weights arrived with other bytes than were sent: {', '.join(names[:5])}"
+            f"{' …' if len(names) > 5 else ''}. Nothing of it was given to the engine, which must not generate before the next "
+            "refit. The network or a device's memory corrupts data: refit again, and replace the hardware if it comes back",
+            stage="verify",
+            rank=rank,
+            parameter=names[0] if names else "",
+        )

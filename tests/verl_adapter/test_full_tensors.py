@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.broadcast import wire
-from rlrefit.integration.broadcast.epoch import FullTensorEpoch, FullTensorSettings
-from rlrefit.integration.broadcast.pieces import (
+from rlrefit.integration.broadcast import messages
+from rlrefit.integration.broadcast.full_tensors import FullTensorEpoch, FullTensorSettings
+from rlrefit.integration.broadcast.messages import (
     LAST,
-    Head,
-    Piece,
+    MessageHead,
+    TensorPart,
     read_description,
     read_head,
     write_description,
@@ -194,7 +194,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[list[list[Any]]], Any], str]] = {
     "no name": (_changed(0, 3), ""),
     "twice": (lambda rows: [rows[0], [rows[0][0], *rows[1][1:]], *rows[2:]], NAME),
     "fewer fields": (lambda rows: [rows[0][:5], *rows[1:]], ""),
-    "no list": (lambda rows: {"pieces": rows}, ""),
+    "no list": (lambda rows: {"parts": rows}, ""),
 }
 
 
@@ -204,10 +204,10 @@ def test_what_contradicts_itself_is_refused_by_name_before_the_engine_sees_it_an
 ) -> None:
     change, name = CONTRADICTIONS[kind]
 
-    def described(pieces: list[Piece]) -> bytes:
-        return json.dumps(change(json.loads(write_description(pieces)))).encode()
+    def described(parts: list[TensorPart]) -> bytes:
+        return json.dumps(change(json.loads(write_description(parts)))).encode()
 
-    monkeypatch.setattr(wire, "write_description", described)
+    monkeypatch.setattr(messages, "write_description", described)
     loaded: list[str] = []
     start = time.monotonic()
     sent, found = run_epoch(sending(TENSORS), receiving(loader=loaded.append), timeout_s=60.0)
@@ -221,7 +221,7 @@ def test_what_contradicts_itself_is_refused_by_name_before_the_engine_sees_it_an
 def test_text_that_is_no_json_is_a_typed_error_even_where_its_digest_is_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(wire, "write_description", lambda pieces: b"\xff" * 8)
+    monkeypatch.setattr(messages, "write_description", lambda parts: b"\xff" * 8)
     sent, found = run_epoch(sending(TENSORS), receiving(), timeout_s=60.0)
     assert isinstance(found, RefitMismatch)
     assert isinstance(sent, PeerLost)
@@ -231,12 +231,12 @@ def test_text_that_is_no_json_is_a_typed_error_even_where_its_digest_is_right(
 def test_a_weight_of_which_pieces_are_missing_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
-    """It has three pieces of a bucket each: the second one is left out, or the last one."""
+    """It has three parts of a bucket each: the second one is left out, or the last one."""
 
-    def described(pieces: list[Piece]) -> bytes:
-        return write_description([piece for piece in pieces if piece.start != 4096 * kept])
+    def described(parts: list[TensorPart]) -> bytes:
+        return write_description([part for part in parts if part.start != 4096 * kept])
 
-    monkeypatch.setattr(wire, "write_description", described)
+    monkeypatch.setattr(messages, "write_description", described)
     sent, found = run_epoch(sending([("wide", torch.ones(3 * 1024))]), receiving(), timeout_s=60.0)
     assert isinstance(found, RefitMismatch)
     assert found.parameter == "wide"
@@ -244,11 +244,11 @@ def test_a_weight_of_which_pieces_are_missing_is_refused_by_name(
 
 
 def test_every_bit_of_what_a_message_says_of_itself_counts() -> None:
-    description = write_description([Piece(*WHOLE)])
-    head = Head(1200, len(description), 0, LAST)
+    description = write_description([TensorPart(*WHOLE)])
+    head = MessageHead(1200, len(description), 0, LAST)
     words = write_head(head, description)
     assert read_head(words, 0, 4096, 1) == head
-    assert read_description(description, words, 1) == [Piece(*WHOLE)]
+    assert read_description(description, words, 1) == [TensorPart(*WHOLE)]
     for bit in range(7 * 64):
         flipped = torch.tensor(words)
         flipped.view(torch.uint8)[bit // 8] ^= 1 << bit % 8

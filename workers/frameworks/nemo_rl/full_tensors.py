@@ -15,7 +15,7 @@ from typing import Any
 import ray
 import torch
 
-from ....integration.broadcast.epoch import FullTensorEpoch, FullTensorSettings
+from ....integration.broadcast.full_tensors import FullTensorEpoch, FullTensorSettings
 from ....integration.config import read_settings
 from ....integration.control import Rendezvous, RendezvousServer, listen
 from ....integration.errors import RefitError, RefitMismatch

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from verl.checkpoint_engine import base as verl_base
 
-from ....integration.broadcast.epoch import FullTensorEpoch, FullTensorSettings, Weights
+from ....integration.broadcast.full_tensors import FullTensorEpoch, FullTensorSettings, Weights
 from ....integration.config import read_settings
 from ....integration.control import Rendezvous, RendezvousServer
 from ....integration.errors import RefitError
