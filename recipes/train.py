@@ -54,14 +54,14 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
     Args:
         config: checked by ``load_config``.
         console: where progress is shown.
-        refits: makes the object that moves the weights; another one than the recipe's may watch or withhold them.
+        refits: makes the object that moves the weights; None for the recipe's.
 
     Returns:
         The run's folder, with ``metrics.jsonl``, ``refits.jsonl``, ``config.yaml`` and ``report.png``.
 
     Raises:
-        ConfigError: the model, its checkpoint, the data or the reward function can't serve, or an earlier run has the name;
-            all of it, told before anything is started.
+        ConfigError: all that is wrong with the model, its checkpoint, the data, the reward function and the run's name.
+            Nothing has been started.
         RewardError: the reward function failed; names the record.
         RunError: a rank or resource failed; names it.
         Interrupted: stopped by the user; says what is saved.
@@ -136,7 +136,7 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
 
 
 def _with_dtype(config: TrainConfig, gpus: int) -> TrainConfig:
-    """The configuration with ``model.dtype: auto`` settled."""
+    """The configuration with ``model.dtype: auto`` resolved."""
     if config.model.dtype != "auto":
         return config
     # FP8 codes are made of 16 bits, on CPUs too.

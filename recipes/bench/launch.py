@@ -20,7 +20,7 @@ from ..plan.catalog import CatalogError, LayoutError
 from .options import RunOptions
 
 _HOST = "127.0.0.1"
-# Who fails first tells why; the others only lost their peer. They are given this long to say more.
+# The first failure has the cause; the others lost their peer. Wait this long for their errors.
 _GRACE_S = 2.0
 
 

@@ -206,7 +206,7 @@ def _timelines(scene: Scene, session: RefitSession) -> list[list[tuple[str, floa
 
 
 def peer(scene: Scene, name: str) -> PeerResult:
-    """Time a peer, after one run that is checked; what stops it is told and does not end the benchmark."""
+    """Time a peer after one checked run. A peer's error is part of its result and does not end the benchmark."""
     ranks = scene.ranks
     kind = PEERS[name]
     reason = _first(ranks, kind.unavailable(scene))

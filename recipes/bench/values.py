@@ -1,9 +1,9 @@
 """True values of weights: any box of any weight in any version, computed anew without a trainer.
 
-The benchmark's oracle. A value depends on the weight's name, the element's place in the full tensor and the
-version, so that bytes of another weight, place or refit are told apart; both sides compute it for themselves and
-share nothing. Values are finite, below 2 in size, and never the poison. The largest of a block of 128 by 128 depends on
-the block, over sixteen powers of two, so that scales of other blocks, weights and refits are told apart as well.
+The benchmark compares what landed with them. A value depends on the weight's name, the element's place in the full
+tensor and the version, so that bytes of another weight, place or refit differ. Both sides compute it and share nothing.
+Values are finite, below 2 in size, and never the poison. The largest value of a block of 128 by 128 depends on the
+block, over sixteen powers of two, so that scales of other blocks, weights and refits differ too.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def needs_bfloat16(config: TrainConfig) -> bool:
-    """Whether the trainer can leave its GPU only if the optimizer has masters beside the model's weights."""
+    """Whether the trainer can free its GPU only with separate master weights, which Megatron has in bfloat16."""
     return config.generation.colocated.enabled and config.trainer.backend == "megatron"
 
 

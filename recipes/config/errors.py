@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, gathered and told at once."""
+"""All violations of a configuration in one error."""
 
 from __future__ import annotations
 

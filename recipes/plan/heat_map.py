@@ -1,4 +1,4 @@
-"""Bytes by pair of ranks and by link, as a picture or as a page that needs nothing beside itself."""
+"""Bytes by pair of ranks and by link, as a picture or as a self-contained page."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _page(study: Study) -> str:
     largest = int(matrix.max()) if matrix.size else 0
     levels = np.zeros(matrix.shape, dtype=np.uint8)
     if largest:
-        # A pair that exchanges anything at all is told from one that doesn't.
+        # Level 0 is for pairs that exchange nothing.
         levels = np.where(matrix > 0, 1 + np.floor(matrix * (254 / largest)), 0).astype(np.uint8)
     links = sorted(analysis.links, key=lambda link: -link.seconds)[:200]
     data: dict[str, Any] = {

@@ -22,7 +22,7 @@ _FOLDER = "fsdp"
 
 
 class _HashedFiles(FileSystem):
-    """The local file system, which tells what was written through it."""
+    """The local file system; it keeps the hashes of the files that are written through it."""
 
     def __init__(self) -> None:
         self.written: dict[Path, Written] = {}

@@ -63,7 +63,7 @@ def math_verify(*, prompt: str, completion: str, answer: str, finished: bool) ->
 
 
 def reference_answer(answer: str) -> str:
-    """What a record's answer comes to: behind GSM8K's mark, in the last box, or as it is."""
+    """The final answer of a record: what follows GSM8K's mark, the last box's content, or else the whole text."""
     behind = answer.rpartition(_GSM8K_MARK)[2].strip()
     return last_boxed(behind) or behind
 

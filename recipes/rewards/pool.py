@@ -1,4 +1,4 @@
-"""Rewards in processes of their own, many answers at a time, each within a limit."""
+"""Reward functions in parallel processes, with a time limit for each answer."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion that is to be judged.
+    """A completion to be scored.
 
     Attributes:
         prompt: that it answers.

@@ -15,7 +15,7 @@ from ..config.schema import TrainConfig
 
 
 def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Keyword arguments of ``vllm.LLM`` for one engine of the recipe; ``model.dtype`` must be settled.
+    """Keyword arguments of ``vllm.LLM`` for one engine of the recipe; ``model.dtype`` must be resolved.
 
     ``hf_config`` is the checkpoint's config.json; without it, the model is taken for one without experts.
     """
@@ -41,8 +41,8 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
     if vllm.max_num_seqs is not None:
         arguments["max_num_seqs"] = vllm.max_num_seqs
     if hf_config is not None and _has_plain_experts(hf_config) and generation.weight_dtype != "fp8":
-        # Left to itself, vLLM takes FlashInfer's kernels where they can be imported, which rearrange the experts as
-        # they are loaded: then none of them can be written in place.
+        # By default vLLM takes FlashInfer's kernels where it finds them. They rearrange the experts while loading, and no
+        # refit can then write them in place.
         arguments["moe_backend"] = "triton"
     if generation.weight_dtype == "fp8" and not quantization_of(hf_config or {}):
         arguments |= _fp8_weights(config, hf_config or {})
@@ -53,7 +53,7 @@ def _fp8_weights(config: TrainConfig, hf_config: Mapping[str, Any]) -> dict[str,
     """Of an engine that holds the weights of an unquantized checkpoint in FP8 blocks."""
     if not config.policy.refit.trainer_quantize_fp8:
         return {"quantization": "fp8_per_block"}
-    # As if the checkpoint were one of FP8 blocks: its tensors can't be read so, and the first refit brings all.
+    # The engine expects FP8 blocks, which the checkpoint lacks, so the first refit brings all weights.
     return {"hf_overrides": {"quantization_config": block_fp8(hf_config)}, "load_format": "dummy"}
 
 
@@ -75,7 +75,7 @@ _CUMEM = "NCCL_CUMEM_ENABLE"
 def sglang_arguments(
     config: TrainConfig, hf_config: Mapping[str, Any] | None, gpus: int, replica: int
 ) -> dict[str, Any]:
-    """Keyword arguments of ``sglang.Engine`` for one engine of the recipe; ``model.dtype`` must be settled.
+    """Keyword arguments of ``sglang.Engine`` for one engine of the recipe; ``model.dtype`` must be resolved.
 
     Args:
         config: the recipe.
@@ -103,10 +103,10 @@ def sglang_arguments(
         if (value := getattr(sglang, name)) is not None:
             arguments[name] = value
     if hf_config is not None and has_experts(hf_config):
-        # Others rearrange the experts as they are loaded: then none of them can be written in place.
+        # Other backends rearrange the experts while loading, and no refit can then write them in place.
         arguments["moe_runner_backend"] = "triton"
     if generation.weight_dtype == "fp8" and not quantization_of(hf_config or {}):
-        # As if the checkpoint were one of FP8 blocks: its tensors can't be read so, and the first refit brings all.
+        # The engine expects FP8 blocks, which the checkpoint lacks, so the first refit brings all weights.
         overrides = {"quantization_config": block_fp8(hf_config or {})}
         arguments |= {"json_model_override_args": json.dumps(overrides), "load_format": "dummy"}
     if gpus:

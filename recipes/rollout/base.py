@@ -68,7 +68,7 @@ class RolloutGroup(ABC):
         return self._group.submit("refit", version)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on all processes of the engines; those of :class:`SleepCalls` in a colocated run."""
+        """Call a method on all processes of the engines, e.g. one of :class:`SleepCalls`."""
         return self._group.call(method, *arguments)
 
     def submit(self, method: str, *arguments: Any) -> Calls:

@@ -45,11 +45,11 @@ class EngineActor(SleepCalls):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop the engine's own processes, which outlive a killed actor for a while."""
+        """Stop the engine's own processes, which do not end with the actor at once."""
 
 
 class EngineRollouts(RolloutGroup):
-    """Replicas of an engine; ``beside`` are trainer ranks whose places they share."""
+    """Replicas of an engine; colocated ones share the places of the trainer ranks ``beside``."""
 
     _actor: type[EngineActor]
 
@@ -88,7 +88,7 @@ class EngineRollouts(RolloutGroup):
         """Keyword arguments of one replica.
 
         Args:
-            config: with ``model.dtype`` settled.
+            config: with ``model.dtype`` resolved.
             hf_config: the checkpoint's config.json.
             gpus: of each rank; 0 on a machine without.
             replica: its number.
@@ -117,7 +117,7 @@ class EngineRollouts(RolloutGroup):
         try:
             gather(self._group.submit("close"), _CLOSE_S)
         except RunError as error:
-            # Of an engine that failed before: its own error is what the user has to see.
+            # Not raised: it would hide the error of an engine that failed before.
             logger.warning("an engine did not stop in order: %s", error)
         finally:
             self._group.shutdown()

@@ -59,7 +59,7 @@ class TransformersActor(RankActor, SleepCalls):
 
 
 class TransformersRollouts(RolloutGroup):
-    """Replicas of a tensor-parallel transformers model; ``beside`` are trainer ranks whose places they share."""
+    """Replicas of a tensor-parallel transformers model; colocated ones share the places of the trainer ranks ``beside``."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ class Checkpoint:
         folder: where its files are.
         step: training step after which it was saved.
         layout: the run's layout as its configuration gave it.
-        extra: what the driver stored beside (the position in the data, say).
+        extra: what the driver stored, e.g. the position in the data.
     """
 
     folder: Path
@@ -48,7 +48,7 @@ class Unfinished:
 
     Attributes:
         folder: that the ranks save into.
-        files: what they wrote there, by path in the folder; to be filled by whoever has them save.
+        files: what they wrote there, by path in the folder; the caller fills it.
     """
 
     folder: Path
@@ -75,7 +75,7 @@ class CheckpointStore:
     """The checkpoint folders ``step_000010`` … under one root, on a file system that all ranks share.
 
     The driver opens a step with :meth:`writing`, has the ranks save into the folder it gets, which hash what they write,
-    and leaves the block: what they told is then written into a manifest, and the folder takes its name. A crash at any
+    and leaves the block. Their hashes are then written into a manifest, and the folder gets its name. A crash at any
     point leaves the earlier checkpoints as they were.
 
     Args:
@@ -106,7 +106,7 @@ class CheckpointStore:
 
         Raises:
             FileExistsError: there is a checkpoint of that step already.
-            ValueError: the block told of no file, or of one that is not in the folder as it was told.
+            ValueError: the block listed no file, or a file that is not in the folder or has another size.
         """
         final = self.root / f"step_{step:06d}"
         if final.exists():
@@ -228,7 +228,7 @@ def _layout_change(checkpoint: Checkpoint, layout: dict[str, Any]) -> str:
 
 
 def _size(path: Path) -> int | None:
-    """Of a file as it is now; None if there is none. It is opened, as a network's file system may remember another size."""
+    """A file's present size; None if there is none. It is opened because a network file system may cache an old size."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_size

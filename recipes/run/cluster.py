@@ -207,10 +207,10 @@ class ActorGroup:
 
 
 class GuestGroup(ActorGroup):
-    """Actors on the places of another group's, whose GPUs they share.
+    """Actors that share the places and the GPUs of another group's actors.
 
-    Ray counts the GPUs as the hosts'; a guest is told which ones it has, since Ray would give several halves of one GPU
-    as soon as a guest has more than one.
+    Ray assigns the GPUs to the other group alone. Each guest gets their numbers from here, since Ray would give a guest
+    with more than one GPU several halves of the same one.
 
     Args:
         name: what users call the ranks.
@@ -254,17 +254,17 @@ class GuestGroup(ActorGroup):
 
 
 def _seeing(gpus: Sequence[str]) -> dict[str, str]:
-    """Environment of a process that sees these GPUs in this order; of none if there are none."""
+    """Environment of a process that sees these GPUs in this order; empty without GPUs."""
     if not gpus:
         return {}
-    # The second one has Ray leave the first as it is, which a process without GPUs of its own may find emptied.
+    # Without the second variable Ray may empty the first for a process to which it assigned no GPUs.
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 def bundles_by_host(host_of: Mapping[int, str]) -> list[int]:
-    """Numbers of the bundles, those of one host together; hosts in the order of their first bundles.
+    """Numbers of the bundles, grouped by host; hosts in the order of their first bundles.
 
-    Ray fills host after host, but promises nothing of which bundle lies where.
+    Ray does not promise which host a bundle is on.
     """
     first: dict[str, int] = {}
     for bundle in sorted(host_of):

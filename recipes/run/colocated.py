@@ -24,13 +24,13 @@ from .files import append_json_lines, keep_json_lines
 
 Result = TypeVar("Result")
 
-# For all ranks together, after a failure: those that wait for the failed one never answer.
+# Limit for all ranks together after a failure. Ranks that wait for the failed one never answer.
 _ASKED_S = 3.0
 _ADVICE = "The run has ended; once the cause is gone, resume=true goes on from the last checkpoint"
 
 
 class LateTrainer(CalledTrainer):
-    """Trainer ranks that are built when they are brought to the GPU first, so that they never meet an engine awake."""
+    """Trainer ranks whose models are built at the first :meth:`onload`, when the engines sleep."""
 
     def __init__(self, trainers: TrainerGroup) -> None:
         super().__init__(trainers.call)
@@ -47,7 +47,7 @@ class LateTrainer(CalledTrainer):
         self._built = True
 
     def submit_memory(self) -> list[tuple[str, ray.ObjectRef]]:
-        """Ask all ranks for their memory that are built; what they answer is for :meth:`numbered`."""
+        """Ask all built ranks for their memory; :meth:`numbered` takes the answers."""
         return self._trainers.submit("memory", False) if self._built else []
 
     def empty_cache(self) -> None:
@@ -61,10 +61,10 @@ class LateTrainer(CalledTrainer):
 
 
 class ColocatedRefits(Refits):
-    """As :class:`~..refits.Refits`, with the stages that each refit, generation and training needs before it.
+    """:class:`~..refits.Refits` for trainer and engines that take turns on the same GPUs.
 
-    Every move is a line of ``stages.jsonl`` beside the refits' records, and the metrics of a step hold the seconds and the
-    largest device memory of its moves.
+    Before each refit, generation and training it moves memory. Every move is a line of ``stages.jsonl``, and a step's metrics
+    have the seconds and the largest device memory of its moves.
 
     Args:
         config: with ``generation.colocated.enabled``.
@@ -126,7 +126,7 @@ class ColocatedRefits(Refits):
         }
 
     def _meet_and_move(self, version: int) -> list[RefitRecord]:
-        # Here, and not at the start: those that meet must have their weights.
+        # Not at the start: a rank needs its weights to meet the others.
         if not self.routes:
             self._meet()
         return self._move(version)
@@ -147,9 +147,9 @@ class ColocatedRefits(Refits):
 
 @contextmanager
 def _run_errors() -> Iterator[None]:
-    """A stage that failed ends the run; its text tells the stage, the memory and the remedy.
+    """Turn the failure of a stage into a :class:`RunError` that names the stage, the memory and the remedy.
 
-    What the work between two moves raises on its own account (a reward function's error) stays what it is.
+    Errors of the work between two moves, such as a reward function's, are raised unchanged.
     """
     try:
         yield
@@ -158,5 +158,5 @@ def _run_errors() -> Iterator[None]:
             raise error.__cause__ from None
         raise RunError(str(error)) from error
     except RefitError as error:
-        # The cycle's notes tell the stage and what to do.
+        # The cycle's notes name the stage and the remedy.
         raise RunError(" ".join([str(error), *getattr(error, "__notes__", ())])) from error

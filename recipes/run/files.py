@@ -28,8 +28,7 @@ def write_whole(path: Path, text: str) -> None:
 def append_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Append rows, each whole on a line of its own.
 
-    A file that can't be written, as on a full disk, is told of in the log, once until it can be again: what the rows
-    are of has happened, and a run does not fail for its account.
+    A file that can't be written (a full disk) does not end the run. The log says so once, until it can be written again.
     """
     text = "".join(json.dumps(row) + "\n" for row in rows)
     try:

@@ -19,8 +19,8 @@ def join_update_group(
 ) -> ProcessGroup:
     """The group of the trainer, rank 0, and an engine's workers, as SGLang's ``init_custom_process_group`` makes it.
 
-    It lies beside the trainer's world, whose ranks are no members, which ``dist.new_group`` can't express; so this goes the
-    way of SGLang's workers, and with them of verl's and slime's trainers, through torch's helper.
+    ``dist.new_group`` can't make it, since the engine's workers are not ranks of the trainer's world. SGLang's workers, and
+    verl's and slime's trainers, use torch's helper likewise.
     """
     store, rank, members = next(rendezvous(f"tcp://{host}:{port}", rank, members, timeout=timeout))
     store.set_timeout(timeout)
