@@ -33,7 +33,8 @@ from .control.channel import Channel
 from .control.world import RefitWorld
 from .engine.refit import Moved, RefitEngine
 from .errors import EngineDirty, RefitError, RefitTimeout, end_all
-from .records.record import RefitRecord, StageClock
+from .records.clock import StageClock
+from .records.record import RefitRecord
 from .weights.endpoints import WeightDestination, WeightSource
 from .weights.manifest import Manifest
 

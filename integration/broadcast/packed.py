@@ -20,7 +20,7 @@ from ..control.channel import Channel
 from ..errors import RefitMismatch, VerificationError, end_all
 from ..packing import Checksums, make_checksums
 from ..plan import CHECKSUM_BYTES, aligned
-from ..records.record import StageClock
+from ..records.clock import StageClock
 from ..weights.manifest import TensorSpec, dtype_name
 
 # Bytes of a bucket on CPUs at most: larger ones go no faster over gloo, and the checksum of one would take long.

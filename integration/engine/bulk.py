@@ -17,7 +17,7 @@ from ..control.world import RefitWorld
 from ..errors import TransportUnavailable, end_all
 from ..layout import Fragment
 from ..plan import BroadcastPlan, Plan
-from ..records.record import StageClock
+from ..records.clock import StageClock
 from ..transport import FALLBACK, TransferResult, make_transport
 
 logger = logging.getLogger(__name__)

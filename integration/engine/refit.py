@@ -24,7 +24,7 @@ from ..gpu_memory.availability import GpuFacts, facts
 from ..layout import Fragment
 from ..plan import GLOO_PACE, NCCL_PACE, BroadcastPlan, Plan, Topology, analyse, plan_broadcast
 from ..quantize.formats import Format
-from ..records.record import StageClock
+from ..records.clock import StageClock
 from ..transport import TransferResult, choose
 from ..weights.endpoints import WeightDestination, WeightSource, gives_memory_back, holdings_of
 from ..weights.holdings import Holdings, HoldingsReader, SpecTable

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .clock import STAGES, Interval, StageClock
-
-__all__ = ["STAGES", "Interval", "RefitRecord", "RefitSummary", "StageClock", "summarize"]
+from .clock import STAGES, Interval
 
 
 @dataclass(frozen=True)

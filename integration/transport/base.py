@@ -11,7 +11,7 @@ from ..comm.group import Group
 from ..errors import VerificationError, end_all
 from ..layout import Fragment
 from ..plan import Message
-from ..records.record import StageClock
+from ..records.clock import StageClock
 from .storage import DeviceMemory
 
 

@@ -11,7 +11,7 @@ from ..comm.group import Group
 from ..layout import Fragment
 from ..packing import Checksums, Copy, make_checksums, make_copy
 from ..plan import CHECKSUM_BYTES, BroadcastPlan, Message
-from ..records.record import StageClock
+from ..records.clock import StageClock
 from .base import GroupTransport, TransferResult, damaged
 from .storage import HostMemory, LiveViews, in_memory
 

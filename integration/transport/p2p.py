@@ -10,7 +10,7 @@ import torch
 from ..comm.group import Group
 from ..layout import Fragment
 from ..plan import Plan
-from ..records.record import StageClock
+from ..records.clock import StageClock
 from .base import GroupTransport, TransferResult, damaged
 from .bound_plan import BoundPlan
 from .messages import LocalMessages

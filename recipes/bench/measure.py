@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from ...integration.control import Rendezvous, RendezvousServer, open_rendezvous
 from ...integration.plan import Plan
-from ...integration.records.record import STAGES, RefitRecord
+from ...integration.records.clock import STAGES
+from ...integration.records.record import RefitRecord
 from ...integration.session import RefitSession
 from .peers import PEERS, Peer
 from .ranks import Ranks

@@ -25,7 +25,7 @@ from rlrefit.integration.errors import TransportUnavailable
 from rlrefit.integration.gpu_memory.description import Description
 from rlrefit.integration.layout import Box, Fragment
 from rlrefit.integration.plan import Message, Plan, Segment
-from rlrefit.integration.records.record import StageClock
+from rlrefit.integration.records.clock import StageClock
 from rlrefit.integration.transport.ipc import IpcTransport
 from rlrefit.integration.transport.storage import LiveViews
 from tests.ipc.played_driver import CHUNK, Bytes, PlayedDriver, played

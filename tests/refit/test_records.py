@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.integration.records.record import Interval, RefitRecord, StageClock, summarize
+from rlrefit.integration.records.clock import Interval, StageClock
+from rlrefit.integration.records.record import RefitRecord, summarize
 
 
 def record(rank: int, role: str, seconds: float, **fields: object) -> RefitRecord:

@@ -27,7 +27,7 @@ from rlrefit.integration.errors import (
     RefitTimeout,
     VerificationError,
 )
-from rlrefit.integration.records.record import StageClock
+from rlrefit.integration.records.clock import StageClock
 from rlrefit.integration.session import RefitSession, ServingState
 from rlrefit.integration.weights.manifest import TensorSpec
 

@@ -27,7 +27,7 @@ from ...layout import Fragment, volume
 from ...packing import CopyTable, EncodedView, Encoder, NotComputable, Strided, make_encoders
 from ...packing.host import kernels_read
 from ...plan import Message, Plan, Segment
-from ...records.record import StageClock
+from ...records.clock import StageClock
 from ..base import TransferResult, Transport, damaged
 from ..storage import DeviceMemory, HostMemory, LiveViews, Place
 from .checksums import BoundMessage, MessageChecksums

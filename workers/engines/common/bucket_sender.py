@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from ....integration.errors import PeerLost, RefitError, RefitMismatch
 from ....integration.quantize.formats import Format
-from ....integration.records.record import RefitRecord, StageClock
+from ....integration.records.clock import StageClock
+from ....integration.records.record import RefitRecord
 from ....integration.weights.endpoints import WeightSource
 from ....integration.weights.manifest import TensorSpec, dtype_name
 from ....integration.weights.quantizing import QuantizingSource
