@@ -43,7 +43,7 @@ class OnceShareable(P2PTransport):
 def make(
     transport: str,
     channel: Channel,
-    wire: Any,
+    choice: Any,
     device: torch.device,
     plan: Any,
     config: RefitConfig,
@@ -51,7 +51,7 @@ def make(
     sleeps: bool,
 ) -> Transport:
     if transport != "ipc":
-        return make_transport(transport, channel, wire, device, plan, config, sleeps=sleeps)
+        return make_transport(transport, channel, choice, device, plan, config, sleeps=sleeps)
     rank = channel.world.rank
     group = TorchGroup.open(
         channel.store, "one-sided", rank, RANKS, device, channel.timeout_s, channel.check_abort
