@@ -41,14 +41,14 @@ class TransformersAdapterDestination:
 
     def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
         factors = {spec.name: spec for spec in specs if spec.name != SETTINGS_NAME}
-        strange = [name for name in factors if split_name(name) is None]
-        if strange or len(factors) == len(specs):
+        others = [name for name in factors if split_name(name) is None]
+        if others or len(factors) == len(specs):
             raise RefitError(
                 "policy.refit.lora is adapter, but the trainer sends no LoRA adapter"
-                f"{f' alone (of {len(strange)} weights the first is {strange[0]})' if strange else ''}. Nothing has moved; "
+                f"{f' alone (of {len(others)} weights the first is {others[0]})' if others else ''}. Nothing has moved; "
                 "give both sides the same policy.refit",
                 stage="handshake",
-                parameter=strange[0] if strange else SETTINGS_NAME,
+                parameter=others[0] if others else SETTINGS_NAME,
             )
         self._inject(factors)
         held = [

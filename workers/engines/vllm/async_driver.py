@@ -36,9 +36,9 @@ class AsyncVllmDriver(BaseDriver):
         require_driver(engine, SERVER, SERVER_HOLDS)
         super().__init__(engine.vllm_config)
         self._llm = engine
-        self._cores = EngineCores(engine)
+        self._cores = _EngineCores(engine)
         # Closed while weights move, so that no request begins with an unknown version.
-        self._admission = Admission()
+        self._admission = _Admission()
         # Where the outputs of running requests come.
         self._queues: dict[str, Any] = {}
 
@@ -64,7 +64,7 @@ class AsyncVllmDriver(BaseDriver):
     async def refit(self, version: int, mode: PauseMode = "keep") -> list[dict[str, Any]]:
         """As :meth:`~.driver.VllmDriver.refit`; requests that come meanwhile wait.
 
-        A caller that is cancelled is as :meth:`Admission.alone` has it: the refit goes on to its end.
+        A caller that is cancelled is as :meth:`_Admission.alone` has it: the refit goes on to its end.
         """
         self._require_joined()
         if mode == "keep":
@@ -258,7 +258,7 @@ async def none_begins(drivers: Sequence[AsyncVllmDriver]) -> AsyncIterator[None]
         yield
 
 
-class Admission:
+class _Admission:
     """Lets either a request begin, or one call that changes the engine as a whole; each holds ``lock`` meanwhile."""
 
     def __init__(self) -> None:
@@ -291,7 +291,7 @@ def _tell(what: str, task: asyncio.Task[Any]) -> None:
         logger.error("%s, whose caller was cancelled, has failed: %s", what, error)
 
 
-class EngineCores:
+class _EngineCores:
     """All engine cores of one ``AsyncLLM``, a core for each data-parallel replica that it manages.
 
     vLLM 0.21 has no public call for what a driver needs of them. With data parallelism ``AsyncLLM`` asks all cores and returns

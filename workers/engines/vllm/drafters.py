@@ -1,8 +1,8 @@
-"""What becomes of a drafter, the model of its own by which vLLM decodes speculatively: no refit reaches it.
+"""Drafters, the separate models by which vLLM decodes speculatively. No refit reaches them.
 
-vLLM lets the refitted model verify each token of a draft, so that a drafter of old weights changes no text; fewer of its
-tokens are accepted. MTP layers that the policy trains with its other weights were meant to follow, and are refused; ones that
-the trainer doesn't have stay as they are, like a drafter of another checkpoint.
+The refitted model verifies each token of a draft. So a drafter with old weights changes no text, but fewer of its tokens are
+accepted. MTP layers that the policy trains are refused, because users expect them to follow. MTP layers that the trainer doesn't
+have keep their weights, like a drafter of another checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STAYS: Final = "refits don't reach the drafter, which would go on with the weigh
 
 
 def has_weights(method: str | None) -> bool:
-    """Whether a method of ``speculative_config`` drafts with a model; None is the one that vLLM finds out."""
+    """Whether a method of ``speculative_config`` drafts with a model; with None, vLLM finds the method itself."""
     return method not in _WITHOUT_WEIGHTS
 
 

@@ -100,8 +100,8 @@ class RlrefitTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]
     def start(self, worker: Any, is_checkpoint_format: bool = True) -> dict[str, Any]:
         """Open an update. ``is_checkpoint_format`` has no meaning here: each module takes its own way.
 
-        One that is open is opened again: another replica may have refused, or the engine's core could not drop what the
-        old weights made and wants weights anew.
+        An open update may be opened again: another replica refused, or the engine's core could not drop what the
+        old weights made and needs weights once more.
         """
         refit = self._opened()
         refit.guard.require_awake()

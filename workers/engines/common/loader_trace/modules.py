@@ -1,4 +1,4 @@
-"""The modules of an engine's model: which hold a parameter, how they take new weights, and why all of one take one path."""
+"""The modules of an engine's model: which hold a parameter, how they take new weights, and by which path."""
 
 from __future__ import annotations
 
