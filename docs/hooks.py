@@ -89,7 +89,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     for source, name in PAGES.items():
         markdown = re.sub(rf"\]\((?:\.\./)?{re.escape(source)}", f"]({name}", markdown)
     return (
-        re.sub(r"\]\(docs/(\w+\.md)", r"](\1", markdown) if page.file.src_uri in PAGES.values() else markdown
+        re.sub(r"\]\(docs/(\w+\.(?:md|svg))", r"](\1", markdown)
+        if page.file.src_uri in PAGES.values()
+        else markdown
     )
 
 
