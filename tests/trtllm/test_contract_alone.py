@@ -202,7 +202,7 @@ def test_a_worker_serves_only_where_all_of_its_engine_do() -> None:
 
 
 def serve_healed(rank: int) -> list[str]:
-    """What one of two workers says, of which worker 1 is interrupted in the second refit, when all have settled to serve it."""
+    """What one of two workers says, of which worker 1 is interrupted in the second refit, when all have agreed to serve it."""
     extension = install("both")
     extension.refit_timeout_s = 20.0
     worker = DoubleLLM(extension, ListSource(some_weights()).specs(), first=rank).workers[0]
@@ -251,4 +251,4 @@ def serve_alone(rank: int) -> str:
 def test_a_worker_does_not_wait_for_ever_for_its_peers_and_does_not_serve_alone() -> None:
     said, _ = run_ranks(serve_alone, 2)
     assert said.startswith("PeerLost: ")
-    assert "start the engine anew" in said
+    assert "update_weights(None) on all workers" in said
