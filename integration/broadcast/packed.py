@@ -119,6 +119,11 @@ class PackedBroadcast:
                 raise
         return PackedBroadcast(group, specs, bucket_bytes, world.rank, config.verify, channel.turn)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its group's own buckets, which are held between refits."""
+        return self._group.staging_bytes if self._group is not None else 0
+
     def close(self, *, failed: bool = False) -> None:
         """Close the group; safe to call twice. ``failed``: peers may be gone."""
         group, self._group = self._group, None

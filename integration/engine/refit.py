@@ -342,7 +342,8 @@ class RefitEngine:
     def held_bytes(self) -> int:
         """Those of :attr:`staging_bytes` that are held between refits; the others are taken anew in each."""
         bulk = self._bulk.staging_bytes if self._bulk is not None else 0
-        return bulk + self._scales.nbytes
+        misc = self._misc.held_bytes if self._misc is not None else 0
+        return bulk + misc + self._scales.nbytes
 
     @property
     def _open_bulk(self) -> BulkPath:
