@@ -22,7 +22,7 @@ _HOST = torch.device("cpu")
 
 
 class ColocatedRank(ABC):
-    """What all kinds share; each is a :class:`~...integration.stages.ColocatedTrainer` of one rank.
+    """What all kinds share; each is a :class:`~rlrefit.integration.colocated.stages.ColocatedTrainer` of one rank.
 
     Args:
         device: GPU of this rank.

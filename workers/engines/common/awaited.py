@@ -58,7 +58,7 @@ class Forwarded:
 
 
 class AwaitedCycle(Forwarded):
-    """:class:`~...integration.colocated.cycle.ColocatedCycle` for coroutines. Make it with :meth:`open`.
+    """:class:`~rlrefit.integration.colocated.cycle.ColocatedCycle` for coroutines. Make it with :meth:`open`.
 
     Every method of the cycle is a coroutine here. Calls made during a move raise as there. The callbacks of the cycle run in
     its threads.

@@ -40,7 +40,7 @@ class _Called:
 
 
 class CalledTrainer(_Called):
-    """A :class:`~...integration.stages.ColocatedTrainer` whose ranks each have its methods.
+    """A :class:`~rlrefit.integration.colocated.stages.ColocatedTrainer` whose ranks each have its methods.
 
     Args:
         call: on all ranks at once; raises what a rank raised.
@@ -62,7 +62,7 @@ class CalledTrainer(_Called):
 
 
 class CalledEngine(_Called):
-    """A :class:`~...integration.stages.SleepingEngine` whose replicas each have its methods.
+    """A :class:`~rlrefit.integration.colocated.stages.SleepingEngine` whose replicas each have its methods.
 
     Args:
         call: on all replicas at once; raises what a replica raised. It may raise ``StageRefused`` only if no replica

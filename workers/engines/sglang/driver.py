@@ -32,7 +32,7 @@ DISCARDING = 2
 class SglangRefit:
     """Drives an SGLang engine that was started with ``custom_weight_loader=[LOADER]``.
 
-    It is a :class:`~...integration.stages.SleepingEngine`, and what a :class:`~.sender.SglangSender` calls.
+    It is a :class:`~rlrefit.integration.colocated.stages.SleepingEngine`, and what a :class:`~.sender.SglangSender` calls.
 
     Args:
         caller: the way to the engine.
@@ -217,7 +217,7 @@ class SglangRefit:
         return bool(self.calls.settings["enable_memory_saver"]) or self.calls.settings["device"] == "cpu"
 
     def sleep(self, level: int = DISCARDING, mode: PauseMode | None = None) -> None:
-        """Release KV cache and weights. :class:`~...integration.stages.SleepingEngine`'s.
+        """Release KV cache and weights. :class:`~rlrefit.integration.colocated.stages.SleepingEngine`'s.
 
         Requests that come meanwhile wait until everything is awake. Requests that would crash SGLang's scheduler are rejected
         first.
@@ -301,7 +301,7 @@ class SglangRefit:
         """Let no request run until :meth:`resume`, the end of the next refit or the end of a sleep; new requests wait.
 
         Before a sleep, pause with ``abort``, so that rollouts return the tokens that they have, or with ``wait``. A
-        :class:`~...integration.colocated.cycle.ColocatedCycle` asks the workers before it lets the engine sleep, and SGLang
+        :class:`~rlrefit.integration.colocated.cycle.ColocatedCycle` asks the workers before it lets the engine sleep, and SGLang
         answers once running requests have ended: pause before ``to_training``.
 
         Args:

@@ -25,7 +25,7 @@ Wait = Callable[[Sequence[Any], float], list[Any]]
 class TrtllmDriver:
     """Drives ``tensorrt_llm.LLM`` or ``AsyncLLM`` engines, replicas of one model.
 
-    It is a :class:`~...integration.stages.SleepingEngine` too, for engines that were started with their sleep feature.
+    It is a :class:`~rlrefit.integration.colocated.stages.SleepingEngine` too, for engines that were started with their sleep feature.
 
     Args:
         llms: the engines. All get the same weights, and none serves a version before all can.
@@ -105,7 +105,7 @@ class TrtllmDriver:
         self._rpc("refit_commit", version)
 
     def sleep(self, level: int = DISCARDING) -> None:
-        """Release weights and KV cache, once the running requests have ended. :class:`~...integration.stages.SleepingEngine`'s.
+        """Release weights and KV cache, once the running requests have ended. :class:`~rlrefit.integration.colocated.stages.SleepingEngine`'s.
 
         Raises:
             StageRefused: level 1: TensorRT-LLM decides when it starts whether a sleep keeps the weights, and rlrefit assumes

@@ -30,7 +30,7 @@ class TrtllmSender(BucketSender):
 
     Args:
         source: of the weights as the engines load them: a trainer's own, a
-            :class:`~...integration.weights.quantizing.QuantizingSource` around it for engines that hold block-scaled FP8, or
+            :class:`~rlrefit.integration.weights.quantizing.QuantizingSource` around it for engines that hold block-scaled FP8, or
             :class:`~...trainers.qat.source.PackedSource` for NVFP4.
         engines: a :class:`~.driver.TrtllmDriver`, or a proxy of one; on rank 0 of ``group``, None on the others.
         device: UUID of this rank's GPU, :func:`~..common.bucket_sender.own_device`.

@@ -124,7 +124,7 @@ class VllmRefitExtension(Refitted):
         """In which formats this worker holds weights that a trainer can quantize for it, for whoever sends full tensors.
 
         Refits ask for themselves. The answers of all workers together are the ``formats`` of
-        :func:`~...integration.weights.quantizing.quant_weights_by_name`, each by ``from_json`` of
+        :func:`~rlrefit.integration.weights.quantizing.quant_weights_by_name`, each by ``from_json`` of
         ``integration.quantize.formats``.
 
         Args:

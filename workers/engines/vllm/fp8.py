@@ -12,7 +12,7 @@ and scales as they were loaded; what happens then is up to the kernel that was c
   dynamic kernel processes weights as DeepGEMM's.
 - Experts. Triton and CUTLASS take them as loaded, DeepGEMM as above. For FlashInfer's CUTLASS the halves of ``w13`` and of
   its scales change places, and scales below 1e-10 are raised to that, below which no scale of
-  :mod:`...integration.quantize.fp8_blockwise` is. All others rearrange them (``convert_to_fp8_moe_kernel_format``).
+  :mod:`rlrefit.integration.quantize.fp8_blockwise` is. All others rearrange them (``convert_to_fp8_moe_kernel_format``).
 
 Others put functions of their own in the place of vLLM's ``process_weights_after_loading`` (NeMo-RL with ``precision: fp8``
 does, on the same classes). None of the above is known of those, so such modules take vLLM's reload, which calls them.

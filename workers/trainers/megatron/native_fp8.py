@@ -68,7 +68,7 @@ def native_blocks(weight: Any) -> NativeBlocks:
 
 
 def native_storage_key(weights: Iterable[Any]) -> Hashable:
-    """As :func:`~...integration.endpoints.storage_key`, of parameters' codes and scales, and of which there are."""
+    """As :func:`~rlrefit.integration.weights.endpoints.storage_key`, of parameters' codes and scales, and of which there are."""
     found = [
         weight.get_metadata()[key] for weight in weights for key in ("rowwise_data", "rowwise_scale_inv")
     ]
