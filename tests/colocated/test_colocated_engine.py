@@ -47,6 +47,15 @@ def test_the_engine_says_what_carries_the_bytes_and_why() -> None:
         assert "its parameters are not on a GPU" in reason
 
 
+def test_the_buckets_of_the_misc_path_are_held_between_refits() -> None:
+    def body(rank: int, session: RefitSession, endpoint: Any) -> int:
+        return session.engine.held_bytes - session.engine._open_bulk.staging_bytes
+
+    held = run_world(*world(), body, CONFIG, "colocated_ipc")
+    # Trainer rank 1 has no part in the broadcast.
+    assert [nbytes > 0 for nbytes in held] == [True, False, True, True, True]
+
+
 def test_float8_and_a_tensor_larger_than_a_bucket_arrive_and_damage_on_the_way_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
