@@ -17,6 +17,9 @@ os.environ.update(
     {
         # Threads wait for one another by spinning, which takes many times what they compute where others want the cores.
         "OMP_NUM_THREADS": "1",
+        # torch's flight recorder adds each new group to a map before it takes its lock (FlightRecorderDetail.hpp, record), which
+        # has crashed where ranks are threads of one process.
+        "TORCH_FR_BUFFER_SIZE": "0",
         # As for clusters that a run starts, so that runs that join one ask for its token too.
         "RAY_AUTH_MODE": "token",
         # Not behind all others on the machine, where Ray puts its workers: runs would starve on a busy one.
