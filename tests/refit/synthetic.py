@@ -17,6 +17,7 @@ from rlrefit.integration.weights.endpoints import storage_key
 from rlrefit.integration.weights.manifest import TensorSpec
 
 Layout = dict[str, list[Box]]
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def value_of(spec: TensorSpec, version: int) -> torch.Tensor:
@@ -133,6 +134,77 @@ class SyntheticDestination:
 
     def storage_key(self) -> Hashable:
         return storage_key(self._wanted.values())
+
+
+def whole(specs: Iterable[TensorSpec]) -> Layout:
+    """All of each weight."""
+    return {spec.name: [box_of(spec.shape)] for spec in specs}
+
+
+def pair(specs: Sequence[TensorSpec]) -> tuple[list[SyntheticSource], list[SyntheticDestination]]:
+    """A trainer and an engine of one rank each, with whole weights."""
+    return [SyntheticSource(specs, whole(specs))], [SyntheticDestination(specs, whole(specs))]
+
+
+def held_by(endpoint: Any) -> dict[Any, torch.Tensor]:
+    """The storages of a rank of either side, by name and box."""
+    held: dict[Any, torch.Tensor] = getattr(endpoint, "_held" if hasattr(endpoint, "_held") else "_wanted")
+    return held
+
+
+def move(endpoint: Any) -> None:
+    """All weights come to lie elsewhere with the same values, as after an offload."""
+    held = held_by(endpoint)
+    held.update({key: storage.clone() for key, storage in held.items()})
+
+
+def rows(total: int, parts: int, index: int, columns: int) -> list[Any]:
+    size = total // parts
+    return [((index * size, (index + 1) * size), (0, columns))]
+
+
+def columns(total: int, parts: int, index: int, rows: int) -> list[Any]:
+    size = total // parts
+    return [((0, rows), (index * size, (index + 1) * size))]
+
+
+SPECS = [
+    TensorSpec("column", (24, 10), BF16),
+    TensorSpec("row", (7, 12), BF16),
+    TensorSpec("norm", (5,), FP32),
+    TensorSpec("odd", (13, 3), torch.float16),
+    TensorSpec("router", (4, 6), BF16),
+]
+
+
+def layout_of(rank: int, size: int) -> Layout:
+    """Two weights are cut by rows and by columns, all others are replicated."""
+    cut = {"column": rows(24, size, rank, 10), "row": columns(12, size, rank, 7)}
+    return whole(SPECS) | cut
+
+
+def world(engines: int = 3) -> tuple[list[SyntheticSource], list[SyntheticDestination]]:
+    """Two trainers, and engines; the router takes the misc path."""
+    sources = [SyntheticSource(SPECS, layout_of(rank, 2), {"router": "MoE router"}) for rank in range(2)]
+    return sources, [SyntheticDestination(SPECS, layout_of(rank, engines)) for rank in range(engines)]
+
+
+def refit_versions(*versions: int) -> Callable[[int, RefitSession, Any], list[Any]]:
+    """A rank's record, what is wrong, and the version that is served, after each refit."""
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> list[Any]:
+        return [(*refit_changed(session, endpoint, v), session.state.version) for v in versions]
+
+    return body
+
+
+def ended(session: RefitSession, version: int) -> BaseException | None:
+    """What a refit ends with."""
+    try:
+        session.refit(version)
+    except BaseException as error:
+        return error
+    return None
 
 
 def refit_changed(session: RefitSession, endpoint: Any, version: int) -> tuple[Any, list[str]]:

@@ -26,8 +26,7 @@ from rlrefit.integration.session import RefitSession
 from tests.spawn import processes
 
 from .meeting import join, on_all_ranks
-from .synthetic import run_world
-from .test_session import refit_versions, world
+from .synthetic import ended, refit_changed, run_world, world
 
 SIZE = 4
 PATIENCE = pack_int(1000)
@@ -183,24 +182,17 @@ def test_a_survivor_whose_wire_breaks_first_raises_the_cause_with_the_wires_erro
 
 @pytest.mark.parametrize("failing", [1, 3])
 def test_an_exception_of_one_rank_is_what_all_the_others_blame_whatever_they_were_doing(failing: int) -> None:
-    sources, destinations = world(2)
+    def fail(*_: Any) -> None:
+        raise ValueError("out of memory")
 
     def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
-        refit_versions(1)(rank, session, endpoint)
+        refit_changed(session, endpoint, 1)
         if rank == failing:
-
-            def fail(*_: Any) -> None:
-                raise ValueError("out of memory")
-
             # In the middle of the exchanges that the others wait for.
             setattr(session.engine, "send_weights" if session.world.is_source else "receive_weights", fail)
-        try:
-            session.refit(2)
-        except (RefitError, ValueError) as error:
-            return error
-        return None
+        return ended(session, 2)
 
-    results = run_world(sources, destinations, body, RefitConfig(bucket_mb=1, timeout_s=20.0))
+    results = run_world(*world(2), body, RefitConfig(bucket_mb=1, timeout_s=20.0))
     assert isinstance(results.pop(failing), ValueError)
     for error in results:
         assert isinstance(error, PeerLost)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,17 +11,8 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from rlrefit.integration.control import (
-    GroupStore,
-    RendezvousServer,
-    client,
-    frames,
-    meeting,
-    open_rendezvous,
-)
+from rlrefit.integration.control import GroupStore, RendezvousServer, client, frames, meeting, open_rendezvous
 from rlrefit.integration.control import server as server_module
 from rlrefit.integration.control.channel import Channel
 from rlrefit.integration.control.frames import pack_json, pack_values
@@ -67,22 +57,15 @@ def test_ranks_that_do_not_agree_are_all_told_what_each_gave(server: RendezvousS
     assert all("generation rank 0 (refit rank 2): 8" in str(result) for result in results)
 
 
-def test_a_vote_brings_all_values_in_the_order_of_ranks(server: RendezvousServer) -> None:
-    long = "weight" * 50_000
-    results = on_all_ranks(server, lambda rank, channel: channel.vote("v", [rank, {"name": long}, None]))
-    assert results == [[[rank, {"name": long}, None] for rank in range(4)]] * 4
-
-
 def test_a_meeting_that_runs_out_names_all_missing_ranks_on_all_that_came(server: RendezvousServer) -> None:
     def body(rank: int, channel: Channel) -> Any:
         start = time.monotonic()
         if rank in (1, 3):
             time.sleep(1.5)
             return None
-        try:
-            return channel.vote("v", rank)
-        except RefitTimeout as error:
-            return str(error), time.monotonic() - start
+        with pytest.raises(RefitTimeout) as caught:
+            channel.vote("v", rank)
+        return str(caught.value), time.monotonic() - start
 
     results = on_all_ranks(server, body, timeout_s=1.0)
     for text, seconds in (results[0], results[2]):
@@ -104,17 +87,6 @@ def test_a_rank_that_dies_ends_the_waits_of_all_others_at_once(server: Rendezvou
         return time.monotonic() - start
 
     assert all(seconds < 1.5 for seconds in on_all_ranks(server, body)[:3])
-
-
-def test_a_rank_that_has_closed_its_session_is_not_waited_for(server: RendezvousServer) -> None:
-    def body(rank: int, channel: Channel) -> Any:
-        if rank == 2:
-            return None
-        with pytest.raises(PeerLost, match=r"generation rank 0 .*closed its session"):
-            channel.barrier("b")
-        return "told"
-
-    assert on_all_ranks(server, body) == ["told", "told", None, "told"]
 
 
 def test_the_first_abort_is_the_cause_that_every_rank_hears(server: RendezvousServer) -> None:
@@ -163,21 +135,6 @@ def test_what_is_too_large_or_a_bomb_is_refused_before_it_is_unpacked(
     channel.close()
 
 
-def test_process_groups_are_made_from_the_store_and_it_closes_with_the_channel(
-    server: RendezvousServer,
-) -> None:
-    def body(rank: int, channel: Channel) -> Any:
-        store = dist.PrefixStore("group", channel.store)
-        group = dist.ProcessGroupGloo(store, rank, 4, timedelta(seconds=5))
-        tensor = torch.tensor([float(rank)])
-        options = dist.AllreduceOptions()
-        options.timeout = timedelta(seconds=5)
-        group.allreduce([tensor], options).wait()
-        return tensor.item()
-
-    assert on_all_ranks(server, body) == [6.0] * 4
-
-
 def test_the_group_store_sets_counts_waits_and_clones(server: RendezvousServer) -> None:
     store = GroupStore(server.rendezvous, 1, lambda: 1.0)
     assert not store.check(["a"])
@@ -193,15 +150,6 @@ def test_the_group_store_sets_counts_waits_and_clones(server: RendezvousServer) 
     with pytest.raises(RefitTimeout, match="were not all set"):
         store.wait(["a", "b"], timedelta(seconds=0.2))
     assert time.monotonic() - start < 0.9
-    store.close()
-
-
-def test_a_group_that_waits_for_a_rank_which_gave_up_is_told(server: RendezvousServer) -> None:
-    store, channel = GroupStore(server.rendezvous, 1, lambda: 5.0), join(server, 0)
-    threading.Timer(0.1, lambda: channel.abort("no NCCL here")).start()
-    with pytest.raises(PeerLost, match="no NCCL here"):
-        dist.PrefixStore("bulk", store).get("unique id")
-    channel.close()
     store.close()
 
 
@@ -237,21 +185,21 @@ class Told:
     sizes: tuple[int, ...] = ()
 
 
-def test_a_vote_with_a_dataclass_gives_every_rank_the_ones_of_all(server: RendezvousServer) -> None:
-    found = on_all_ranks(server, lambda rank, channel: channel.vote_as("told", Told(str(rank), (rank,))))
-    assert found == [[Told(str(rank), (rank,)) for rank in range(4)]] * 4
-
-
-def test_a_rank_whose_answer_has_another_form_is_named_with_the_field(server: RendezvousServer) -> None:
+def test_a_vote_with_a_dataclass_gives_all_or_names_the_rank_and_the_field_of_another_form(
+    server: RendezvousServer,
+) -> None:
     def body(rank: int, channel: Channel) -> Any:
+        told = channel.vote_as("told", Told(str(rank), (rank,)))
         if rank == 2:
-            channel.vote("told", {"name": "2", "sizes": [1, "x"]})
-            return None
+            channel.vote("again", {"name": "2", "sizes": [1, "x"]})
+            return told
         with pytest.raises(RefitMismatch) as raised:
-            channel.vote_as("told", Told(str(rank)))
-        return raised.value.blamed, "sizes[1]" in str(raised.value)
+            channel.vote_as("again", Told(str(rank)))
+        assert raised.value.blamed == 2
+        assert "sizes[1]" in str(raised.value)
+        return told
 
-    assert on_all_ranks(server, body) == [(2, True), (2, True), None, (2, True)]
+    assert on_all_ranks(server, body) == [[Told(str(rank), (rank,)) for rank in range(4)]] * 4
 
 
 def test_direct_data_reaches_the_ranks_that_it_is_for_beside_what_all_are_told(

@@ -7,7 +7,7 @@ import zlib
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.control.epoch_state import EpochState
@@ -35,6 +35,8 @@ from rlrefit.integration.control.frames import (
 from rlrefit.integration.control.world import RefitWorld
 
 KEY = b"k" * 32
+# The machine may be busy with others.
+at_leisure = settings(deadline=None)
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
@@ -42,6 +44,7 @@ PLAIN = st.recursive(
 )
 
 
+@at_leisure
 @given(st.binary(max_size=400))
 def test_bytes_of_any_kind_are_content_or_malformed(raw: bytes) -> None:
     for read in (unpack_body, unpack_json):
@@ -57,6 +60,7 @@ def test_bytes_of_any_kind_are_content_or_malformed(raw: bytes) -> None:
         check_hello(KEY, b"n" * 16, raw.ljust(HELLO_BYTES)[:HELLO_BYTES])
 
 
+@at_leisure
 @given(st.integers(0, 255), st.lists(st.binary(max_size=50), max_size=8))
 def test_a_body_comes_back_as_it_was_packed_and_cut_short_it_does_not(code: int, fields: list[bytes]) -> None:
     packed = pack_body(code, fields)
@@ -66,6 +70,7 @@ def test_a_body_comes_back_as_it_was_packed_and_cut_short_it_does_not(code: int,
             assert unpack_body(packed[:end]) != (code, fields)
 
 
+@at_leisure
 @given(st.lists(st.lists(st.sampled_from([b"", b"a", b"ab" * 600]) | st.binary(max_size=20), max_size=4)))
 def test_what_all_ranks_told_comes_back_by_rank_and_equal_values_travel_once(rows: list[list[bytes]]) -> None:
     packed = pack_values(rows)
@@ -74,6 +79,7 @@ def test_what_all_ranks_told_comes_back_by_rank_and_equal_values_travel_once(row
     assert len(table) == len(set(table)) == len({value for row in rows for value in row})
 
 
+@at_leisure
 @given(PLAIN)
 def test_plain_data_comes_back_as_it_was_packed(data: Any) -> None:
     assert unpack_json(pack_json(data)) == data
@@ -86,6 +92,7 @@ def test_json_that_is_nested_without_end_is_malformed_and_no_crash() -> None:
         unpack_json(b"[" * 1_000_000)
 
 
+@at_leisure
 @given(st.integers(0, 1 << 31), st.sampled_from(Role), st.integers(0, HELLO_BYTES * 8 - 1))
 def test_an_opening_is_accepted_whole_and_with_any_bit_turned_refused(
     rank: int, role: Role, bit: int
@@ -119,6 +126,7 @@ def test_a_frame_is_accepted_once_in_its_place_and_in_its_direction() -> None:
             check(other, frame)
 
 
+@at_leisure
 @given(
     st.lists(
         st.tuples(
@@ -155,9 +163,7 @@ def test_requests_in_any_order_are_answered_once_each_or_malformed(
             unpack_body(body)
             owed[caller] -= 1
             assert owed[caller] == 0, "an answer that nobody waits for would be read as the next one's"
-    for caller, _ in [
-        *state.expire(1e30),
-        *state.expire(2e30),
-    ]:  # the time of waits, and then that of doubts
+    # The time of waits, and then that of doubts.
+    for caller, _ in [*state.expire(1e30), *state.expire(2e30)]:
         owed[caller] -= 1  # type: ignore[index]
     assert not any(owed.values()), "somebody would wait for ever"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.layout import Box, coverage_gap, intersect, overlap, split, subtract, volume
 from rlrefit.integration.layout.fragments import local_slice
 
 SHAPE = (5, 4, 6)
+at_leisure = settings(deadline=None)
 
 
 @st.composite
@@ -26,12 +27,14 @@ def elements(box: Box) -> set[int]:
     return set(whole[tuple(slice(a, b) for a, b in box)].flatten().tolist())
 
 
+@at_leisure
 @given(boxes(), boxes())
 def test_an_intersection_holds_the_common_elements_and_nothing_else(a: Box, b: Box) -> None:
     common = intersect(a, b)
     assert (elements(common) if common else set()) == elements(a) & elements(b)
 
 
+@at_leisure
 @given(boxes(), boxes())
 def test_a_difference_is_disjoint_and_holds_what_is_left(a: Box, b: Box) -> None:
     pieces = [elements(p) for p in subtract(a, b)]
@@ -39,6 +42,7 @@ def test_a_difference_is_disjoint_and_holds_what_is_left(a: Box, b: Box) -> None
     assert sum(map(len, pieces)) == len(elements(a) - elements(b))
 
 
+@at_leisure
 @given(boxes(), st.integers(1, 30))
 def test_a_split_box_keeps_every_element_once_and_its_pieces_fit(box: Box, limit: int) -> None:
     pieces = split(box, limit)
@@ -46,6 +50,7 @@ def test_a_split_box_keeps_every_element_once_and_its_pieces_fit(box: Box, limit
     assert sorted(e for p in pieces for e in elements(p)) == sorted(elements(box))
 
 
+@at_leisure
 @given(st.lists(boxes(), max_size=6))
 def test_an_overlap_is_found_exactly_when_there_is_one(candidates: list[Box]) -> None:
     found = overlap(candidates)
@@ -56,6 +61,7 @@ def test_an_overlap_is_found_exactly_when_there_is_one(candidates: list[Box]) ->
         assert elements(candidates[found[0]]) & elements(candidates[found[1]])
 
 
+@at_leisure
 @given(boxes(), st.lists(boxes(), max_size=5))
 def test_a_gap_is_reported_exactly_when_an_element_is_uncovered(target: Box, pieces: list[Box]) -> None:
     gap = coverage_gap(target, pieces)
@@ -65,6 +71,7 @@ def test_a_gap_is_reported_exactly_when_an_element_is_uncovered(target: Box, pie
         assert elements(gap) <= missing
 
 
+@at_leisure
 @given(boxes(), boxes())
 def test_a_local_slice_finds_the_part_inside_its_box(box: Box, other: Box) -> None:
     part = intersect(box, other)

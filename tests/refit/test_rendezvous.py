@@ -14,24 +14,15 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from rlrefit.integration.control import (
-    Rendezvous,
-    RendezvousServer,
-    client,
-    listen,
-    open_rendezvous,
-)
-from rlrefit.integration.control import (
-    server as server_module,
-)
+from rlrefit.integration.control import Rendezvous, RendezvousServer, client, listen, open_rendezvous
+from rlrefit.integration.control import server as server_module
 from rlrefit.integration.control.channel import Channel
 from rlrefit.integration.control.epoch_state import EpochState
 from rlrefit.integration.control.frames import (
     GREETING_BYTES,
-    HEADER_BYTES,
     HELLO_BYTES,
     MAGIC,
     MAX_MESSAGE,
@@ -39,7 +30,6 @@ from rlrefit.integration.control.frames import (
     PROTOCOL_VERSION,
     Op,
     Role,
-    Status,
     pack_body,
     pack_greeting,
     pack_hello,
@@ -48,6 +38,8 @@ from rlrefit.integration.control.frames import (
 )
 from rlrefit.integration.control.world import RefitWorld
 from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch, RefitTimeout
+from tests.faults.network import Network
+from tests.faults.trials import Kind
 from tests.spawn import processes
 
 from .meeting import join, on_all_ranks
@@ -64,7 +56,7 @@ def server() -> Iterator[RendezvousServer]:
 
 def knock(meeting: Rendezvous) -> tuple[socket.socket, bytes]:
     """Connect without the token; the socket, and the nonce that the server greeted with."""
-    sock = socket.create_connection((meeting.host, meeting.port), 5.0)
+    sock = knock_only(meeting)
     greeting = b""
     while len(greeting) < GREETING_BYTES:
         greeting += sock.recv(GREETING_BYTES)
@@ -84,7 +76,6 @@ def test_the_token_is_random_stays_out_of_texts_and_travels_only_as_plain_data(
     meeting = server.rendezvous
     other = open_rendezvous("127.0.0.1", 1, 1)
     other.close()
-    assert len(meeting.token) == 64
     assert meeting.token != other.rendezvous.token
     assert meeting.token not in f"{meeting} {meeting!r}"
     assert Rendezvous.from_json(meeting.to_json()) == meeting
@@ -171,18 +162,7 @@ def test_a_rank_of_another_protocol_version_and_all_others_hear_of_both_versions
         assert error.blamed == 1
         assert f"version {PROTOCOL_VERSION}" in str(error)
         assert f"version {PROTOCOL_VERSION + 1}" in str(error)
-        assert "install the same rlrefit on all ranks" in str(error)
     first.close()
-
-
-def test_a_stranger_of_another_protocol_version_ends_nothing(server: RendezvousServer) -> None:
-    first = join(server, 0)
-    sock, nonce = knock(server.rendezvous)
-    sock.sendall(pack_hello(b"x" * 32, nonce, b"c" * 16, 1, Role.MEMBER, PROTOCOL_VERSION + 1))
-    assert closed_by_the_server(sock)
-    first.check_abort("still there")
-    first.close()
-    sock.close()
 
 
 def test_a_recorded_opening_does_not_admit_a_stranger(server: RendezvousServer) -> None:
@@ -210,10 +190,10 @@ def test_a_member_that_sends_what_no_member_would_is_cut_off_and_the_others_are_
         raw.sendall((MAX_MESSAGE + 1).to_bytes(4, "little") + b"\0" * 16)
     else:
         raw.sendall(bad._connection._ours.frame(pack_body(200, [b"?"])))
-    with pytest.raises(PeerLost, match=r"trainer rank 0 .*connection to the rendezvous ended"):
-        good.barrier("b")
-    with pytest.raises(PeerLost, match="rendezvous on trainer rank 0"):
-        bad.barrier("b")
+    for channel in (good, bad):
+        with pytest.raises(PeerLost) as lost:
+            channel.barrier("b")
+        assert lost.value.blamed == 0
     bad.close()
     good.close()
 
@@ -234,26 +214,18 @@ def test_garbage_of_any_kind_leaves_a_running_epoch_alone(
 ) -> None:
     rng = random.Random(7)
     done = threading.Event()
-    sent = 0
+    sent: list[bytes] = []
 
     def stranger() -> None:
-        nonlocal sent
         while not done.is_set():
             sock, nonce = knock(server.rendezvous)
             hello = pack_hello(b"x" * 32, nonce, b"c" * 16, 0, Role.MEMBER)
-            # The server may refuse it before it has sent all.
-            with contextlib.suppress(OSError):
-                sock.sendall(
-                    [
-                        rng.randbytes(rng.randrange(1, 4000)),
-                        hello,
-                        hello[: rng.randrange(HELLO_BYTES)],
-                        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4,
-                        b"\xff" * (1 << 20),
-                    ][sent % 5]
-                )
+            kinds = [rng.randbytes(rng.randrange(1, 4000)), hello, hello[: rng.randrange(HELLO_BYTES)]]
+            kinds += [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4, b"\xff" * (1 << 20)]
+            sent.append(kinds[len(sent) % 5])
+            with contextlib.suppress(OSError):  # the server may refuse it before it has sent all
+                sock.sendall(sent[-1])
             sock.close()
-            sent += 1
 
     thread = threading.Thread(target=stranger)
 
@@ -269,20 +241,24 @@ def test_garbage_of_any_kind_leaves_a_running_epoch_alone(
     done.set()
     thread.join()
     assert results == [True, True]
-    assert sent >= 10
+    assert len(sent) >= 10
     refusals = [record for record in caplog.records if "was refused" in record.getMessage()]
     assert 1 <= len(refusals) <= 3, "strangers must not be able to fill the log"
     assert server.rendezvous.token not in caplog.text
 
 
-@given(garbage=st.binary(min_size=HELLO_BYTES, max_size=300))
+@given(garbage=st.binary(min_size=HELLO_BYTES, max_size=300) | st.none())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_opening_but_a_members_is_closed_without_an_answer(
-    server: RendezvousServer, garbage: bytes
+@example(garbage=None)
+def test_any_opening_but_a_members_is_closed_without_an_answer_and_ends_nothing(
+    server: RendezvousServer, garbage: bytes | None
 ) -> None:
-    sock, _ = knock(server.rendezvous)
-    sock.sendall(garbage)
+    sock, nonce = knock(server.rendezvous)
+    # A stranger may be of another protocol version, too.
+    other = pack_hello(b"x" * 32, nonce, b"c" * 16, 1, Role.MEMBER, PROTOCOL_VERSION + 1)
+    sock.sendall(other if garbage is None else garbage)
     assert closed_by_the_server(sock)
+    assert server._thread.is_alive()
     sock.close()
 
 
@@ -310,20 +286,18 @@ def test_what_listens_there_without_the_token_is_recognized_as_no_rendezvous(gre
         held = []
 
         def answer() -> None:
-            while True:
-                try:
+            with contextlib.suppress(OSError):
+                while True:
                     held.append(impostor.accept()[0])
-                except OSError:
-                    return
-                held[-1].sendall(greeting)
+                    held[-1].sendall(greeting)
 
         thread = threading.Thread(target=answer)
         thread.start()
         start = time.monotonic()
         # An empty greeting is a host that is frozen: the connection stands and nothing comes.
-        kind = RefitError if greeting else RefitTimeout
-        with pytest.raises(kind, match="frozen" if not greeting else "no rendezvous|impostor"):
+        with pytest.raises(RefitError) as caught:
             Channel(meeting, WORLD, 1.0)
+        assert isinstance(caught.value, RefitTimeout) is (not greeting)
         assert time.monotonic() - start < 2.0
         impostor.shutdown(socket.SHUT_RDWR)
         thread.join()
@@ -350,63 +324,29 @@ def test_a_rendezvous_that_freezes_in_the_middle_ends_every_wait_in_time(
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_an_answer_that_trickles_in_has_one_limit_for_all_of_it(joined: bool) -> None:
+def test_an_answer_that_trickles_in_has_one_limit_for_all_of_it(
+    server: RendezvousServer, joined: bool
+) -> None:
     limit = 2.0
-    server = open_rendezvous("127.0.0.1", 1, 1)
-    stop = threading.Event()
-
-    def slowly(source: socket.socket, target: socket.socket) -> None:
-        """Pass on the first answers at once if ranks may join, and all others a byte at a time."""
-        left = GREETING_BYTES + PROOF_BYTES + HEADER_BYTES + len(opened) if joined else 0
-        with contextlib.suppress(OSError):
-            while data := source.recv(max(1, left) if left else 1):
-                target.sendall(data)
-                left = max(0, left - len(data))
-                if not left and stop.wait(0.4):
-                    return
-
-    opened = pack_body(Status.OK, [pack_int(n) for n in (1, 1, 0)])
-    with socket.create_server(("127.0.0.1", 0)) as proxy:
-        meeting = dataclasses.replace(server.rendezvous, port=proxy.getsockname()[1])
-        held: list[socket.socket] = []
-
-        def forward() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    here, there = proxy.accept()[0], knock_only(server.rendezvous)
-                    held.extend((here, there))
-                    threading.Thread(target=slowly, args=(there, here), daemon=True).start()
-                    threading.Thread(target=pass_on, args=(here, there), daemon=True).start()
-
-        thread = threading.Thread(target=forward)
-        thread.start()
-        start = time.monotonic()
-        if joined:
-            channel = Channel(meeting, WORLD, limit)
-            with pytest.raises(PeerLost) as caught:
-                channel.check_abort("transfer")
-            channel.close()
-        else:
-            with pytest.raises(RefitTimeout) as caught:  # type: ignore[assignment]
-                Channel(meeting, WORLD, limit)
-        assert time.monotonic() - start < 2 * limit + 1.0
-        assert caught.value.blamed == 0
-        stop.set()
-        proxy.shutdown(socket.SHUT_RDWR)
-        thread.join()
-        for sock in held:
-            sock.close()
-    server.close()
+    network = Network(server.rendezvous, 0.4)
+    start = time.monotonic()
+    if joined:
+        channel = Channel(network.rendezvous, WORLD, limit)
+        network.go_bad(Kind.DRIPPED, 0.0)
+        with pytest.raises(PeerLost) as caught:
+            channel.check_abort("transfer")
+        channel.close()
+    else:
+        network.go_bad(Kind.DRIPPED, 0.0)
+        with pytest.raises(RefitTimeout) as caught:  # type: ignore[assignment]
+            Channel(network.rendezvous, WORLD, limit)
+    assert time.monotonic() - start < 2 * limit + 1.0
+    assert caught.value.blamed == 0
+    network.close()
 
 
 def knock_only(meeting: Rendezvous) -> socket.socket:
     return socket.create_connection((meeting.host, meeting.port), 5.0)
-
-
-def pass_on(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(1 << 16):
-            target.sendall(data)
 
 
 class Exhausted:
@@ -414,6 +354,7 @@ class Exhausted:
 
     def __init__(self, listener: socket.socket):
         self._listener = listener
+        self.fileno, self.close = listener.fileno, listener.close
         self.out, self.asked = threading.Event(), 0
 
     def accept(self) -> tuple[socket.socket, object]:
@@ -421,12 +362,6 @@ class Exhausted:
         if self.out.is_set():
             raise OSError(errno.EMFILE, "Too many open files")
         return self._listener.accept()
-
-    def fileno(self) -> int:
-        return self._listener.fileno()
-
-    def close(self) -> None:
-        self._listener.close()
 
 
 def test_a_server_without_descriptors_serves_who_is_there_at_rest_and_drops_nobody() -> None:
@@ -462,14 +397,11 @@ def test_a_rank_that_counts_the_ranks_otherwise_is_refused_by_both_numbers_and_a
 ) -> None:
     good = join(server, 0)
     other = dataclasses.replace(server.rendezvous, gen_ranks=3)
-    with pytest.raises(
-        RefitMismatch, match=r"1 trainer and 3 generation .* 1 trainer and 1 generation"
-    ) as caught:
+    with pytest.raises(RefitMismatch, match=r"3 generation .* 1 generation") as caught:
         Channel(other, RefitWorld(1, 1, 3), 2.0)
-    assert caught.value.blamed == 1
     with pytest.raises(PeerLost) as heard:
         good.barrier("b")
-    assert heard.value.blamed == 1
+    assert caught.value.blamed == heard.value.blamed == 1
     good.close()
 
 
