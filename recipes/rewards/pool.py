@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -105,6 +106,8 @@ class RewardPool:
         context = mp.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_judge, args=(theirs, *self._arguments), daemon=True)
+        # Or it would start with the first process, and unblock interrupts as it does.
+        resource_tracker.ensure_running()
         # A new process inherits the mask, so that an interrupt cannot end it before _judge ignores interrupts.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,11 @@ def make_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
 
 def test_values_are_those_of_one_process_but_for_answers_that_take_too_long_and_interrupts_change_nothing(
-    make_pool: Callable[..., RewardPool],
+    make_pool: Callable[..., RewardPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # As where nothing has started multiprocessing's tracker yet, which unblocks interrupts as it starts.
+    for name in ("_fd", "_pid"):
+        monkeypatch.setattr(resource_tracker._resource_tracker, name, None)
     pool = make_pool(2)
     # As they load, and as they serve.
     for worker in pool._workers:
