@@ -35,50 +35,44 @@ def random_batch(rows=12, columns=6, seed=0):
     }
 
 
-def test_the_sequence_loss_is_the_mean_over_completions_of_their_tokens_mean():
-    # Ratios 1 on 3 tokens with A = 2: mean -2. One token of ratio 1.1 with A = -1: 1.1. (-2 + 1.1) / 2.
+@pytest.mark.parametrize(
+    ("config", "normalizer", "expected"),
+    [
+        # Ratios 1 on 3 tokens with A = 2: mean -2. One token of ratio 1.1 with A = -1: 1.1. (-2 + 1.1) / 2.
+        (GRPO, 2.0, -0.45),
+        # The same tokens: (3 * -2 + 1.1) / 4.
+        (DAPO, 4.0, -1.225),
+    ],
+)
+def test_the_loss_is_a_mean_over_completions_of_their_tokens_mean_or_over_all_tokens(
+    config, normalizer, expected
+):
     new, old = of_ratios([[1.0, 1.0, 1.0], [1.1, 1.0, 1.0]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
-    loss, _ = policy_loss(new, old, torch.tensor([2.0, -1.0]), mask, GRPO, normalizer=2.0)
-    assert loss.item() == pytest.approx(-0.45)
-
-
-def test_the_token_loss_is_the_mean_over_all_tokens_of_the_batch():
-    # The same tokens: (3 * -2 + 1.1) / 4.
-    new, old = of_ratios([[1.0, 1.0, 1.0], [1.1, 1.0, 1.0]])
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
-    loss, _ = policy_loss(new, old, torch.tensor([2.0, -1.0]), mask, DAPO, normalizer=4.0)
-    assert loss.item() == pytest.approx(-1.225)
+    assert loss_normalizer(torch.cat([mask, torch.zeros(1, 3)]), config.aggregation) == normalizer
+    loss, _ = policy_loss(new, old, torch.tensor([2.0, -1.0]), mask, config, normalizer=normalizer)
+    assert loss.item() == pytest.approx(expected)
 
 
 def test_a_ratio_above_the_upper_clip_stops_the_gradient_of_a_good_token_only():
-    new, old = of_ratios([[1.5, 1.1, 0.5], [1.5, 0.9, 0.5]])
-    loss, _ = policy_loss(new, old, torch.tensor([1.0, -1.0]), torch.ones(2, 3), DAPO, normalizer=1.0)
+    new, old = of_ratios([[1.5, 1.25, 0.5, 1.0], [1.5, 0.9, 0.5, 1.0]])
+    old.requires_grad_()
+    advantages = torch.tensor([1.0, -1.0], requires_grad=True)
+    loss, sums = policy_loss(new, old, advantages, torch.ones(2, 4), DAPO, normalizer=1.0)
     loss.backward()
-    # d(-r A)/dlogp = -r A where it isn't clipped. A > 0: 1.5 > 1.28 is clipped, 0.5 may still rise.
-    # A < 0: 0.5 < 0.8 is clipped, 1.5 may still fall.
-    assert new.grad[0].tolist() == pytest.approx([0.0, -1.1, -0.5])
-    assert new.grad[1].tolist() == pytest.approx([1.5, 0.9, 0.0])
-    assert new.grad[0, 0].item() == 0.0
-    assert new.grad[1, 2].item() == 0.0
-    # -1.28 - 1.1 - 0.5 + 1.5 + 0.9 + 0.8
-    assert loss.item() == pytest.approx(0.32)
-
-
-def test_clip_higher_lets_a_good_token_rise_where_the_symmetric_clip_stops_it():
-    gradients = []
-    for config in (GRPO, DAPO):
-        new, old = of_ratios([[1.25]])
-        policy_loss(new, old, torch.ones(1), torch.ones(1, 1), config, normalizer=1.0)[0].backward()
-        gradients.append(new.grad.item())
-    assert gradients == [0.0, pytest.approx(-1.25)]
-
-
-def test_the_first_on_policy_step_has_the_policy_gradient():
-    new, old = of_ratios([[1.0, 1.0]])
-    loss, _ = policy_loss(new, old, torch.tensor([0.7]), torch.ones(1, 2), GRPO, normalizer=1.0)
-    loss.backward()
-    assert new.grad.tolist() == [pytest.approx([-0.35, -0.35])]
+    # d(-r A)/dlogp = -r A where it isn't clipped. A > 0: 1.5 > 1.28 is clipped, 1.25 is not as it were at 1.2, and
+    # 0.5 may still rise. A < 0: 0.5 < 0.8 is clipped, 1.5 may still fall.
+    assert new.grad[0].tolist() == pytest.approx([0.0, -1.25, -0.5, -1.0])
+    assert new.grad[1].tolist() == pytest.approx([1.5, 0.9, 0.0, 1.0])
+    # -1.28 - 1.25 - 0.5 - 1 + 1.5 + 0.9 + 0.8 + 1
+    assert loss.item() == pytest.approx(0.17)
+    assert old.grad is advantages.grad is None
+    means = metric_means([sums])
+    assert means["tokens"] == 8
+    assert [means[name] for name in ("clip_high", "clip_low", "clip_fraction")] == [1 / 8, 1 / 8, 2 / 8]
+    assert means["ratio"] == pytest.approx((1.5 + 1.25 + 0.5 + 1 + 1.5 + 0.9 + 0.5 + 1) / 8)
+    assert not any(value.requires_grad for value in sums.values())
+    assert metric_means([]) == {"tokens": 0.0}
 
 
 def test_the_kl_penalty_is_added_with_its_weight_and_pulls_towards_the_reference():
@@ -152,21 +146,6 @@ def test_losses_gradients_and_metrics_of_micro_batches_add_up_to_the_whole_batch
     assert split[2] == pytest.approx(whole[2], rel=1e-12)
 
 
-def test_rows_that_pad_a_micro_batch_change_nothing():
-    batch = random_batch()
-    empty = torch.zeros(3, 6, dtype=torch.int64)
-    for aggregation in ("sequence", "token"):
-        assert loss_normalizer(torch.cat([batch["mask"], empty]), aggregation) == loss_normalizer(
-            batch["mask"], aggregation
-        )
-
-
-def test_normalizers_count_completions_or_tokens():
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
-    assert loss_normalizer(mask, "sequence") == 2.0
-    assert loss_normalizer(mask, "token") == 4.0
-
-
 def test_what_padding_positions_hold_reaches_neither_loss_nor_gradient():
     mask = torch.tensor([[1, 0]])
     for junk in (math.nan, math.inf, -math.inf):
@@ -187,32 +166,6 @@ def test_what_padding_positions_hold_reaches_neither_loss_nor_gradient():
         assert loss.item() == -1.0
         assert new.grad.tolist() == [[-1.0, 0.0]]
         assert all(math.isfinite(value) for value in metric_means([metrics]).values())
-
-
-def test_metrics_tell_which_side_clipped_and_carry_no_gradient():
-    new, old = of_ratios([[1.5, 1.1, 0.5, 1.0], [1.5, 0.5, 0.7, 1.0]])
-    _, sums = policy_loss(new, old, torch.tensor([1.0, -1.0]), torch.ones(2, 4), DAPO, normalizer=1.0)
-    means = metric_means([sums])
-    assert means["tokens"] == 8
-    assert means["clip_high"] == pytest.approx(1 / 8)
-    assert means["clip_low"] == pytest.approx(2 / 8)
-    assert means["clip_fraction"] == pytest.approx(3 / 8)
-    assert means["ratio"] == pytest.approx((1.5 + 1.1 + 0.5 + 1 + 1.5 + 0.5 + 0.7 + 1) / 8)
-    assert not any(value.requires_grad for value in sums.values())
-
-
-def test_metrics_of_no_tokens_are_no_nan():
-    assert metric_means([]) == {"tokens": 0.0}
-
-
-def test_no_gradient_flows_into_anything_but_the_new_log_probabilities():
-    new, old = of_ratios([[1.1, 0.9]])
-    old = old.clone().requires_grad_()
-    advantages = torch.ones(1, requires_grad=True)
-    policy_loss(new, old, advantages, torch.ones(1, 2), GRPO, normalizer=1.0)[0].backward()
-    assert old.grad is None
-    assert advantages.grad is None
-    assert new.grad is not None
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlrefit.recipes.config.load import ConfigError, load_config
+from rlrefit.recipes.config.load import ConfigError, TrainConfig, load_config
 
 
 @pytest.fixture
@@ -18,7 +21,7 @@ def data(tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def violations(data: list[str]):
+def violations(data: list[str]) -> Callable[..., tuple[str, ...]]:
     """The violations of a recipe with some overrides; empty if it can run."""
 
     def of(*overrides: str, recipe: str = "grpo_tiny") -> tuple[str, ...]:
@@ -29,3 +32,17 @@ def violations(data: list[str]):
         return ()
 
     return of
+
+
+@pytest.fixture(scope="session")
+def config_of() -> Callable[[dict[str, Any]], TrainConfig]:
+    """The schema's defaults with some values changed."""
+
+    def make(values: dict[str, Any]) -> TrainConfig:
+        config = TrainConfig()
+        for key, value in values.items():
+            *sections, name = key.split(".")
+            setattr(reduce(getattr, sections, config), name, value)
+        return config
+
+    return make

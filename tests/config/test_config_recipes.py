@@ -12,26 +12,6 @@ from rlrefit.recipes.config.load import TrainConfig, bundled_recipes, load_confi
 from rlrefit.recipes.configs import BUNDLED
 
 
-def test_the_bundled_recipes_are_listed_without_their_bases() -> None:
-    assert bundled_recipes() == [
-        "dapo_qwen3_32b",
-        "dapo_tiny",
-        "grpo_deepseek_v3",
-        "grpo_nemotron_nano",
-        "grpo_qwen3_235b_a22b",
-        "grpo_qwen3_30b_a3b",
-        "grpo_qwen3_30b_a3b_fp8",
-        "grpo_qwen3_4b",
-        "grpo_qwen3_4b_fp8_kv",
-        "grpo_qwen3_8b_colocated",
-        "grpo_tiny",
-        "grpo_tiny_moe",
-        "grpo_tiny_pp",
-        "grpo_tiny_sglang",
-        "grpo_tiny_vllm",
-    ]
-
-
 @pytest.mark.parametrize("recipe", bundled_recipes())
 def test_every_bundled_recipe_runs_as_it_is_and_is_named_like_its_file(recipe: str) -> None:
     config = load_config(recipe)
@@ -41,69 +21,46 @@ def test_every_bundled_recipe_runs_as_it_is_and_is_named_like_its_file(recipe: s
     assert Path(resolve_data_path(config.data.train)).is_file() == ("tiny" in recipe)
 
 
-def test_the_recipes_differ_in_what_their_names_say(data) -> None:
-    recipes = {name: load_config(name, data) for name in bundled_recipes() if "tiny" in name}
-    assert recipes["dapo_tiny"].algorithm.dynamic_sampling
-    assert recipes["dapo_tiny"].algorithm.aggregation == "token"
-    assert recipes["grpo_tiny_moe"].trainer.expert_parallel == 2
-    assert recipes["grpo_tiny_moe"].model.path == "tiny:qwen3-moe"
-    assert recipes["grpo_tiny_pp"].trainer.pipeline_parallel == 2
-    assert recipes["grpo_tiny_sglang"].generation.backend == "sglang"
-    assert recipes["grpo_tiny_vllm"].generation.backend == "vllm"
-
-
 def test_overrides_reach_typed_values_in_hydras_grammar(data) -> None:
     overrides = [
         "trainer.optimizer.lr=2e-4",
-        "+seed=7",
+        "seed=1",
+        "+seed=7",  # the last one wins
         "++resume=yes",
         "algorithm.tis_cap=null",
         "reward.kwargs={format: 0.5, tags: [a, b]}",
         "name='a=b, c'",
         "run_root=${name}/runs",
         "algorithm.minibatches=${trainer.ranks}",
+        "algorithm.max_sampling_rounds=${generation.replicas}",  # a key that only the schema has
     ]
     config = load_config("grpo_tiny", [*data, *overrides])
     assert config.trainer.optimizer.lr == 2e-4
     assert (config.seed, config.resume, config.algorithm.tis_cap) == (7, True, None)
     assert config.reward.kwargs == {"format": 0.5, "tags": ["a", "b"]}
     assert (config.name, config.run_root) == ("a=b, c", "a=b, c/runs")
-    assert config.algorithm.minibatches == 2
+    assert (config.algorithm.minibatches, config.algorithm.max_sampling_rounds) == (2, 1)
 
 
-def test_the_last_of_two_overrides_wins(data) -> None:
-    assert load_config("grpo_tiny", [*data, "seed=1", "seed=2"]).seed == 2
-
-
-def test_a_value_may_refer_to_a_key_that_only_the_schema_has(data) -> None:
-    assert load_config("grpo_tiny", [*data, "algorithm.max_sampling_rounds=${generation.replicas}"])
-
-
-def test_a_users_file_builds_on_a_bundled_recipe(data, tmp_path: Path) -> None:
+def test_a_users_file_builds_on_a_bundled_recipe_with_config_groups_and_a_search_path_of_its_own(
+    data, tmp_path: Path
+) -> None:
+    for folder, name, text in (
+        ("cluster", "small", "# @package _global_\ngeneration:\n  replicas: 1\n"),
+        ("cluster", "large", "# @package _global_\ngeneration:\n  replicas: 4\n"),
+        ("shared", "site", "seed: 11\n"),
+    ):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / f"{name}.yaml").write_text(text)
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text("defaults:\n  - grpo_tiny_moe\n  - _self_\nname: mine\nalgorithm:\n  steps: 3\n")
+    recipe.write_text(
+        "defaults: [grpo_tiny_moe, site, cluster: small, _self_]\nname: mine\nalgorithm:\n  steps: 3\n"
+        f"hydra:\n  searchpath: ['file://{tmp_path}/shared']\n"
+    )
     config = load_config(str(recipe), data)
     assert (config.name, config.algorithm.steps, config.trainer.expert_parallel) == ("mine", 3, 2)
-
-
-def test_a_users_config_groups_are_selected_on_the_command_line(data, tmp_path: Path) -> None:
-    (tmp_path / "cluster").mkdir()
-    for name, replicas in (("small", 1), ("large", 4)):
-        text = f"# @package _global_\ngeneration:\n  replicas: {replicas}\n"
-        (tmp_path / "cluster" / f"{name}.yaml").write_text(text)
-    (tmp_path / "mine.yaml").write_text("defaults: [grpo_tiny, cluster: small, _self_]\n")
-    path = f"{tmp_path}/mine.yaml"
-    assert load_config(path, data).generation.replicas == 1
-    assert load_config(path, [*data, "cluster=large"]).generation.replicas == 4
-
-
-def test_a_users_own_search_path_is_kept(data, tmp_path: Path) -> None:
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared" / "site.yaml").write_text("seed: 11\n")
-    recipe = tmp_path / "mine.yaml"
-    search = f"hydra:\n  searchpath: ['file://{tmp_path}/shared']\n"
-    recipe.write_text(f"defaults: [grpo_tiny, site, _self_]\n{search}")
-    assert load_config(str(recipe), data).seed == 11
+    assert (config.seed, config.generation.replicas) == (11, 1)
+    assert load_config(str(recipe), [*data, "cluster=large"]).generation.replicas == 4
 
 
 def test_reading_a_recipe_inside_a_hydra_application_leaves_its_state_alone(data) -> None:

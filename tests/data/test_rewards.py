@@ -57,28 +57,23 @@ def test_the_arithmetic_rewards_weights_are_settings():
 
 @pytest.mark.parametrize("spec", ["plugin_rewards:length", "plugin_rewards.length"])
 def test_a_plug_in_is_loaded_by_its_path_and_gets_its_settings(plugin, spec):
-    scorer = RewardScorer(load_reward(spec, {"scale": 0.5}))
-    assert scorer(PROMPT, "abc", True) == 1.5
-    assert scorer.score(PROMPT, "abc", True).parts == {"length": 3}
-
-
-def test_a_boolean_is_a_number(plugin):
-    value = RewardScorer(load_reward("plugin_rewards:positional"))(PROMPT, "x", True)
-    assert value == 1.0
-    assert type(value) is float
+    result = RewardScorer(load_reward(spec, {"scale": 0.5})).score(PROMPT, "abc", True)
+    assert result == RewardResult(1.5, {"length": 3})
+    boolean = RewardScorer(load_reward("plugin_rewards:positional"))(PROMPT, "x", True)
+    assert (boolean, type(boolean)) == (1.0, float)
 
 
 @pytest.mark.parametrize(
     ("spec", "kwargs", "message"),
     [
         ("arithmetics", {}, "neither bundled"),
-        ("no_such_module:f", {}, "importing no_such_module failed with ModuleNotFoundError"),
-        ("plugin_broken:f", {}, "importing plugin_broken failed with ZeroDivisionError"),
+        ("no_such_module:f", {}, "ModuleNotFoundError"),
+        ("plugin_broken:f", {}, "ZeroDivisionError"),
         ("plugin_rewards:absent", {}, "has no such name"),
-        ("plugin_rewards:number", {}, "has a value of type int there"),
+        ("plugin_rewards:number", {}, "type int"),
         ("plugin_rewards:too_few", {}, "unexpected keyword argument"),
         ("plugin_rewards:length", {"scales": 2}, "unexpected keyword argument 'scales'"),
-        ("arithmetic", {"answer": "8"}, "sets answer, which the recipe passes"),
+        ("arithmetic", {"answer": "8"}, "sets answer"),
     ],
 )
 def test_a_reward_that_cannot_be_called_is_refused_before_training(plugin, spec, kwargs, message):
@@ -93,23 +88,19 @@ def raising(**_):
 @pytest.mark.parametrize(
     ("reward", "problem"),
     [
-        (raising, "raised KeyError: 'gone'"),
-        (lambda **_: math.nan, "returned nan, which is not finite"),
-        (lambda **_: RewardResult(math.inf), "returned inf, which is not finite"),
-        (lambda **_: None, "returned None of type NoneType, which is not a number"),
-        (lambda **_: "1", "returned '1' of type str, which is not a number"),
+        (raising, "KeyError: 'gone'"),
+        (lambda **_: math.nan, "nan, which is not finite"),
+        (lambda **_: RewardResult(math.inf), "inf, which is not finite"),
+        (lambda **_: None, "type NoneType"),
+        (lambda **_: "1", "type str"),
     ],
 )
 def test_a_reward_that_fails_names_function_record_and_completion(reward, problem):
     with pytest.raises(RewardError) as caught:
         RewardScorer(reward)(PROMPT, "x" * 500, True)
     message = str(caught.value)
-    assert f"reward {reward.__module__}.{reward.__qualname__} {problem}" in message
+    assert f"{reward.__module__}.{reward.__qualname__}" in message
+    assert problem in message
     assert "train.jsonl line 7 (answer '8')" in message
     assert repr("x" * 200 + "…") in message
-
-
-def test_what_a_reward_raised_is_kept_as_the_cause():
-    with pytest.raises(RewardError) as caught:
-        RewardScorer(raising)(PROMPT, "", True)
-    assert isinstance(caught.value.__cause__, KeyError)
+    assert isinstance(caught.value.__cause__, KeyError) is (reward is raising)
