@@ -11,10 +11,10 @@ ARGS ?=
 PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu docs lint typecheck format clean
+.PHONY: help setup demo test test-all test-sglang test-gpu docs lint typecheck format clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make .venv with the locked requirements and rlrefit (3.3 GB to download the first time)
 	@requirements/setup.sh $(VENV)
@@ -30,6 +30,11 @@ test: setup ## run the tests (ARGS="…" goes to pytest)
 
 test-all: setup ## run the tests, and those that make test leaves out (ARGS="…" goes to pytest)
 	$(BIN)/python -m pytest -m "" $(ARGS)
+
+# Beside .venv, since vLLM and frameworks look for SGLang and behave differently where they find it.
+test-sglang: setup ## run the tests that need SGLang's own code, on the CPU (25 MB to download the first time)
+	@requirements/setup.sh --sglang .venv-sglang
+	.venv-sglang/bin/python -m pytest $(or $(ARGS),tests/sglang)
 
 # Not of .venv, whose vLLM is the CPU's: a GPU host has its own torch, Transformer Engine, vLLM and SGLang.
 test-gpu: ## run the GPU tests that this host and the packages of PYTHON allow; it ends with what was left out

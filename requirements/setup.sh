@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Makes the virtual environment in which rlrefit's demo and tests run, or the one that builds the site:
+# Makes the virtual environment in which rlrefit's demo and tests run, the one that builds the site, or the one in which
+# SGLang's own code is tested:
 #
-#     requirements/setup.sh [VENV]          (VENV: where it goes, default .venv of this checkout)
-#     requirements/setup.sh --docs [VENV]   (default .venv-docs; without rlrefit)
+#     requirements/setup.sh [VENV]            (VENV: where it goes, default .venv of this checkout)
+#     requirements/setup.sh --docs [VENV]     (default .venv-docs; without rlrefit)
+#     requirements/setup.sh --sglang [VENV]   (default .venv-sglang; over .venv, whose packages and rlrefit it finds)
 #
 # Every step is safe to repeat. A finished environment carries a stamp and costs well under a second; a
 # changed lock file installs only what differs; an interrupted set-up is found and completed by the next run.
@@ -16,6 +18,11 @@ if [[ ${1:-} == --docs ]]; then
   lock=requirements/docs.lock.txt
   size="20 MB to download, 160 MB on disk"
   folder=.venv-docs
+  shift
+elif [[ ${1:-} == --sglang ]]; then
+  lock=requirements/sglang-cpu.lock.txt
+  size="25 MB to download, 140 MB on disk"
+  folder=.venv-sglang
   shift
 fi
 venv=${1:-$root/$folder}
@@ -104,6 +111,13 @@ if [[ -f $making ]] || ! is_usable "$python" || ! "$python" -m pip --version >/d
   touch "$making"
   "$base" -m venv "$venv"
   rm "$making"
+fi
+
+if [[ $folder == .venv-sglang ]]; then
+  below=$("$root/.venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  # A site folder, so that the links of what is installed editable are followed too.
+  printf 'import site; site.addsitedir("%s")\n' "$below" \
+    >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/rlrefit-venv.pth"
 fi
 
 wanted=$venv/.rlrefit-setup.wanted
