@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,19 +12,10 @@ from rlrefit.recipes.bench.launch import BenchFailed, run_ranks
 from rlrefit.recipes.bench.options import BenchOptions
 from rlrefit.recipes.cli import main
 from rlrefit.recipes.plan.catalog import parse_gen, parse_train
-from tests.catalog.shrunken import CONFIGS
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIGS["qwen3_moe"]))
-    return str(path)
-
-
-def _bench(model: str, *arguments: str, layouts: tuple[str, str] = ("tp=1", "tp=1")) -> int:
-    train, gen = layouts
-    given = ("--device", "cpu", "--model", model, "--train", train, "--gen", gen, *arguments)
+def _bench(moe: str, *arguments: str) -> int:
+    given = ("--device", "cpu", "--model", moe, "--train", "tp=1", "--gen", "tp=1", *arguments)
     return main(["bench", *given])
 
 
@@ -36,20 +26,21 @@ def _bench(model: str, *arguments: str, layouts: tuple[str, str] = ("tp=1", "tp=
         (("--json", "/"), "--json: / is a folder"),
         (("--timeline", "x.abc"), "--timeline: x.abc ends in none of .png, .svg, .pdf"),
         (("--transport", "p2p,ipc"), "--transport: ipc needs GPUs"),
+        (("--train", ""), "train: the layout is empty"),
         (("--streams", "99"), "--streams: 99 is not between 1 and"),
         (("--bucket-mb", "0"), "--bucket-mb: 0 leaves no room"),
         (("--layers", "0"), "--layers: 0 is too small"),
     ],
 )
 def test_an_option_that_cannot_work_is_the_only_complaint_and_nothing_starts(
-    model: str,
+    moe: str,
     arguments: tuple[str, ...],
     complaint: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(command, "run_ranks", lambda *_: pytest.fail("it started"))
-    assert _bench(model, *arguments) == 2
+    assert _bench(moe, *arguments) == 2
     said = capsys.readouterr().err.strip()
     assert said.startswith(complaint)
     assert "\n" not in said
@@ -64,20 +55,15 @@ def test_an_option_that_cannot_work_is_the_only_complaint_and_nothing_starts(
     ],
 )
 def test_an_option_of_the_other_kind_of_run_is_refused_by_name(
-    model: str, arguments: tuple[str, ...], foreign: list[str], capsys: pytest.CaptureFixture[str]
+    moe: str, arguments: tuple[str, ...], foreign: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _bench(model, *arguments) == 2
+    assert _bench(moe, *arguments) == 2
     said = capsys.readouterr().err.splitlines()
     assert [line.partition(":")[0] for line in said] == foreign
 
 
-def test_an_empty_layout_is_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _bench(model, layouts=("", "tp=1")) == 2
-    assert "train: the layout is empty" in capsys.readouterr().err
-
-
 def test_a_file_that_cannot_be_written_is_told_after_the_figures(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    moe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, picture = tmp_path / "bench.json", tmp_path / "stages.png"
 
@@ -86,7 +72,7 @@ def test_a_file_that_cannot_be_written_is_told_after_the_figures(
 
     monkeypatch.setattr(command, "write_json", full)
     quick = ("--layers", "1", "--refits", "1", "--peers", "none", "--no-check")
-    assert _bench(model, *quick, "--json", str(target), "--timeline", str(picture)) == 1
+    assert _bench(moe, *quick, "--json", str(target), "--timeline", str(picture)) == 1
     said = capsys.readouterr()
     assert "refit p2p" in said.out
     assert f"{target} can't be written: [Errno 28] No space left on device" in said.err
@@ -103,10 +89,10 @@ def _break(rank: int, options: BenchOptions, store: object) -> None:
 
 @pytest.mark.parametrize(("fault", "is_traced"), [(_refuse, False), (_break, True)])
 def test_only_unexpected_errors_of_a_rank_come_with_a_traceback(
-    model: str, fault: object, is_traced: bool
+    moe: str, fault: object, is_traced: bool
 ) -> None:
     options = BenchOptions(
-        model, parse_train("tp=1"), parse_gen("tp=1"), "tp=1", "tp=1", device="cpu", timeout_s=30
+        moe, parse_train("tp=1"), parse_gen("tp=1"), "tp=1", "tp=1", device="cpu", timeout_s=30
     )
     with pytest.raises(BenchFailed) as failed:
         run_ranks(fault, options)  # type: ignore[arg-type]

@@ -50,15 +50,12 @@ def test_the_explanation_is_what_the_ranks_do(name: str, topology: str, tmp_path
     assert bool(relayed) == (topology != "gpus_per_host=1")
 
 
-def test_a_bucket_that_is_too_small_is_a_violation(tmp_path: Path) -> None:
-    options = replace(_options(tmp_path, ""), bucket_bytes=64)
+def test_a_bucket_that_is_too_small_and_a_part_of_a_name_are_violations(tmp_path: Path) -> None:
+    options = _options(tmp_path, "")
     with pytest.raises(PlanProblems, match="bucket"):
-        study(options)
-
-
-def test_a_part_of_a_name_is_answered_with_names_that_have_it(tmp_path: Path) -> None:
+        study(replace(options, bucket_bytes=64))
     with pytest.raises(PlanProblems) as refused:
-        study(replace(_options(tmp_path, ""), explain="q_proj"))
+        study(replace(options, explain="q_proj"))
     [problem] = refused.value.violations
     assert "model.layers.0.self_attn.q_proj.weight" in problem
 
@@ -71,20 +68,14 @@ def _options(folder: Path, topology: str) -> PlanOptions:
     return read_options(parser.parse_args(["--model", str(folder), *layouts, "--topology", topology]))
 
 
-def test_ranks_are_told_as_runs() -> None:
-    assert ranges([0, 1, 2, 3]) == "0-3"
-    assert ranges([5]) == "5"
-    assert ranges([]) == ""
-    assert ranges([0, 4, 8, 12, 13]) == "0-12 by 4, 13"
-    assert ranges([1, 2, 9]) == "1-2, 9"
-    assert ranges([1, 5]) == "1, 5"
-
-
-def test_sizes_have_three_digits() -> None:
-    assert [size(n) for n in (0, 999, 1000, 15_260_000_000, 2.05e12)] == [
-        "0 B",
-        "999 B",
-        "1 kB",
-        "15.3 GB",
-        "2.05 TB",
-    ]
+def test_ranks_are_told_as_runs_and_sizes_with_three_digits() -> None:
+    runs = {
+        "0-3": [0, 1, 2, 3],
+        "": [],
+        "0-12 by 4, 13": [0, 4, 8, 12, 13],
+        "1-2, 9": [1, 2, 9],
+        "1, 5": [1, 5],
+    }
+    assert {text: ranges(ranks) for text, ranks in runs.items()} == {text: text for text in runs}
+    sizes = {"0 B": 0, "999 B": 999, "1 kB": 1000, "15.3 GB": 15_260_000_000, "2.05 TB": 2.05e12}
+    assert {text: size(n) for text, n in sizes.items()} == {text: text for text in sizes}

@@ -12,63 +12,24 @@ from typing import Any
 
 import pytest
 
-from rlrefit.recipes.cli import main
-from tests.catalog.shrunken import BLOCK_CONFIGS, CONFIGS
-
 KEYS = [
-    "model",
-    "train",
-    "gen",
-    "quantize",
-    "bulk_share",
-    "bytes",
-    "routes",
-    "ranks",
-    "links",
-    "staging_bytes",
-    "round_bytes",
-    "misc_reasons",
-    "seconds_compile_max",
-    "peak_rss_bytes",
-    "busiest_link_ratio",
-    "predicted_seconds",
-    "bound_seconds",
-    "misc_seconds",
-    "violations",
-]
+    "model", "train", "gen", "quantize", "bulk_share", "bytes", "routes", "ranks", "links", "staging_bytes", "round_bytes",
+    "misc_reasons", "seconds_compile_max", "peak_rss_bytes", "busiest_link_ratio", "predicted_seconds", "bound_seconds",
+    "misc_seconds", "violations",
+]  # fmt: skip
+GATE = "model.layers.1.mlp.experts.6.gate_proj.weight"
+KEY_SCALES = "model.layers.1.self_attn.k_proj.weight_scale_inv"
 
 
-@pytest.fixture
-def moe(tmp_path: Path) -> str:
-    """The path of a tiny mixture of experts."""
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIGS["qwen3_moe"]))
-    return str(path)
-
-
-@pytest.fixture
-def blocks(tmp_path: Path) -> str:
-    """The path of a mixture of experts whose shards are whole blocks."""
-    path = tmp_path / "blocks.json"
-    path.write_text(json.dumps(BLOCK_CONFIGS["qwen3_moe"]))
-    return str(path)
-
-
-def _plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = main(["plan", *arguments])
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
-
-
-def test_json_has_the_promised_keys_and_full_bytes(capsys: pytest.CaptureFixture[str], moe: str) -> None:
-    code, out, _ = _plan(capsys, "--model", moe, "--train", "tp=2,ep=4", "--gen", "tp=2,dp=2", "--json")
-    found = json.loads(out)
-    assert code == 0
+def test_json_has_the_promised_keys_and_full_bytes(plan, moe: str) -> None:
+    told = plan(moe, "tp=2,ep=4", "tp=2,dp=2", "--json")
+    found = told.json
+    assert told.code == 0
     assert list(found) == KEYS
     router = 4 * 8 * 64 * 2
-    reason = "trainer: MoE router: engines keep it in a dtype or layout of their own"
-    assert found["misc_reasons"] == {reason: router}
-    assert found["bytes"]["misc"] == router
+    ((reason, misc),) = found["misc_reasons"].items()
+    assert reason.startswith("trainer: MoE router")
+    assert misc == found["bytes"]["misc"] == router
     assert found["bulk_share"] == pytest.approx(found["bytes"]["bulk"] / (found["bytes"]["bulk"] + router))
     assert found["violations"] == []
     assert 1.0 <= found["busiest_link_ratio"] < 1.5
@@ -99,61 +60,41 @@ def test_the_scale_goal_holds_and_neither_megatron_nor_vllm_is_loaded() -> None:
     assert found["seconds_compile_max"] <= 8
 
 
-def test_tables_tell_routes_links_and_what_planning_took(
-    capsys: pytest.CaptureFixture[str], moe: str
+@pytest.mark.parametrize(
+    ("layouts", "options", "told"),
+    [
+        (("tp=2,pp=2", "tp=4"), (), ["MoE router", "NVLink", "2 x 2 streams x 537 MB = 2.15 GB at most"]),
+        (("tp=1", "tp=1"), ("--bucket-mb", "64", "--streams", "1"), ["2 x 1 stream x 67.1 MB = 134 MB"]),
+        # Stages that the planner chose, by Megatron's setting.
+        (("pp=3", "tp=1"), (), ["1,1,2 layers", "num_layers_in_last_pipeline_stage=2"]),
+        # Ranks that are measured.
+        (("tp=2", "tp=2"), ("--compile-ranks", "3"), ["3 of 4"]),
+        (("tp=2", "tp=2"), ("--compile-ranks", "all"), ["4 of 4"]),
+    ],
+)
+def test_tables_tell_routes_memory_stages_and_what_planning_took(
+    plan, moe: str, layouts: tuple[str, str], options: tuple[str, ...], told: list[str]
 ) -> None:
-    code, out, _ = _plan(capsys, "--model", moe, "--train", "tp=2,pp=2", "--gen", "tp=4")
+    code, out, _ = plan(moe, *layouts, *options)
     assert code == 0
-    for text in (
-        "MoE router",
-        "trainers send",
-        "engines receive",
-        "NVLink",
-        "speed of light T",
-        "staging memory",
-        "2 x 2 streams x 537 MB = 2.15 GB at most",
-        "predicted, total",
-        "all on one host",
-    ):
-        assert text in " ".join(out.split())
-    # A line of more than the terminal's 80 columns.
-    assert len(out.splitlines()[0]) > 80
-    assert out.splitlines()[0].endswith("ranks 0-3 train, ranks 4-7 generate")
-    code, out, _ = _plan(
-        capsys, "--model", moe, "--train", "tp=1", "--gen", "tp=1", "--bucket-mb", "64", "--streams", "1"
+    assert [text for text in told if text not in out] == []
+    assert ("stages of" in out) is (layouts[0] == "pp=3")
+
+
+def test_all_violations_are_told_at_once_with_exit_code_2(plan, moe: str) -> None:
+    arguments = (
+        *("--topology", "nic=0,port=1", "--bucket-mb", "0"),
+        *("--heat-map", "picture.gif", "--compile-ranks", "some"),
     )
-    out = " ".join(out.split())
-    assert "rank 0 trains, rank 1 generates" in out
-    assert "2 x 1 stream x 67.1 MB = 134 MB at most" in out
-
-
-def test_all_violations_are_told_at_once_with_exit_code_2(
-    capsys: pytest.CaptureFixture[str], moe: str
-) -> None:
-    arguments = [
-        *("--model", moe, "--train", "tp=3,ep=5", "--gen", "tp=2,ep=7", "--topology", "nic=0,port=1"),
-        *("--bucket-mb", "0", "--heat-map", "picture.gif", "--compile-ranks", "some"),
-    ]
-    code, out, err = _plan(capsys, *arguments)
-    assert code == 2
-    assert not out
-    for text in (
-        "tp = 3",
-        "ep = 5",
-        "ep is 7",
-        "nic is '0'",
-        "port is none of",
-        "bucket-mb",
-        "picture.gif",
-        "'some'",
-    ):
-        assert text in err
-    code, out, _ = _plan(capsys, *arguments, "--json")
-    found = json.loads(out)
-    assert code == 2
-    assert list(found) == KEYS
-    assert len(found["violations"]) >= 8
-    assert found["bound_seconds"] is None
+    code, out, err = plan(moe, "tp=3,ep=5", "tp=2,ep=7", *arguments)
+    assert (code, out) == (2, "")
+    wanted = ("tp = 3", "ep = 5", "ep is 7", "nic is '0'", "port is", "bucket-mb", "picture.gif", "'some'")
+    assert [text for text in wanted if text not in err] == []
+    told = plan(moe, "tp=3,ep=5", "tp=2,ep=7", *arguments, "--json")
+    assert told.code == 2
+    assert list(told.json) == KEYS
+    assert len(told.json["violations"]) >= 8
+    assert told.json["bound_seconds"] is None
 
 
 @pytest.mark.parametrize(
@@ -161,131 +102,90 @@ def test_all_violations_are_told_at_once_with_exit_code_2(
     [
         (("--train", ""), "train: the layout is empty"),
         (("--train", "first=1"), "first and last are layers of pipeline stages"),
-        (("--train", "tp=-1"), "tp is '-1'; give a whole number of at least 1"),
-        (("--streams", "99"), "--streams: 99 is not between 1 and"),
-        (("--topology", "bogus"), "'bogus' is neither key=value pairs"),
+        (("--train", "tp=-1"), "tp is '-1'"),
+        (("--streams", "99"), "--streams: 99"),
+        (("--topology", "bogus"), "'bogus'"),
         (("--json", "--explain", "lm_head.weight"), "explain: tables for people"),
+        (("--model", "nothing-like-it"), "no bundled model"),
+        (("generation.replicas=2",), "overrides keys of a recipe, and none is given"),
     ],
 )
 def test_one_wrong_option_is_the_only_violation(
-    capsys: pytest.CaptureFixture[str], moe: str, changed: tuple[str, ...], complaint: str
+    plan, moe: str, changed: tuple[str, ...], complaint: str
 ) -> None:
-    code, out, err = _plan(capsys, "--model", moe, "--train", "tp=1", "--gen", "tp=1", *changed, "--json")
-    found = json.loads(out)
-    assert code == 2
-    assert not err
-    (violation,) = found["violations"]
+    told = plan(moe, "tp=1", "tp=1", *changed, "--json")
+    assert (told.code, told.err) == (2, "")
+    (violation,) = told.json["violations"]
     assert complaint in violation
 
 
-def test_what_options_take_the_place_of_in_a_recipe_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    layouts = ("--recipe", "grpo_tiny", "--train", "tp=1", "--streams", "1")
-    code, out, err = _plan(capsys, *layouts)
+def test_a_recipe_is_planned_with_overrides_and_what_options_take_the_place_of_is_told(plan) -> None:
+    options = ("--recipe", "grpo_tiny", "--train", "tp=1", "--streams", "1")
+    code, out, err = plan(None, "", "", *options)
     assert (code, err) == (0, "")
-    assert (
-        "recipe grpo_tiny: --train tp=1 in place of tp=2, --streams 1 in place of 2; still the recipe's: model"
-        in out
-    )
+    assert "--train tp=1 in place of tp=2, --streams 1 in place of 2; still the recipe's: model" in out
     assert "gen tp=2" in out
-    code, out, err = _plan(capsys, *layouts, "--json")
-    assert (code, json.loads(out)["gen"]) == (0, "tp=2")
-    assert "still the recipe's" in err
-    code, out, _ = _plan(capsys, "--recipe", "grpo_tiny")
-    assert "in place of" not in out
-
-
-def test_keys_of_a_recipe_are_overridden_as_for_training(
-    capsys: pytest.CaptureFixture[str], moe: str
-) -> None:
     overrides = ("generation.tensor_parallel=1", "generation.replicas=2")
-    code, out, _ = _plan(capsys, "--recipe", "grpo_tiny", *overrides, "--json")
-    assert (code, json.loads(out)["gen"]) == (0, "dp=2")
-    code, _, err = _plan(capsys, "--recipe", "grpo_tiny", "generation.tensor_paralel=1")
+    told = plan(None, "", "", *options, *overrides, "--json")
+    assert (told.code, told.json["gen"]) == (0, "dp=2")
+    assert "still the recipe's" in told.err
+    code, _, err = plan(None, "", "", "--recipe", "grpo_tiny", "generation.tensor_paralel=1")
     assert code == 2
     assert "did you mean generation.tensor_parallel?" in err
-    code, _, err = _plan(capsys, "--model", moe, "--train", "tp=1", "--gen", "tp=1", *overrides)
-    assert code == 2
-    assert "key=value overrides keys of a recipe, and none is given" in " ".join(err.split())
 
 
-def test_misc_bytes_take_their_time_in_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    layouts = (
-        "--model",
-        "gpt-oss-20b",
-        "--train",
-        "tp=2",
-        "--gen",
-        "tp=2",
-        "--topology",
-        "gpus_per_host=2,nic=25",
-    )
-    code, out, _ = _plan(capsys, *layouts, "--json")
-    found = json.loads(out)
-    assert code == 0
+def test_a_recipe_says_whether_its_trainer_quantizes_and_shards_by_fsdp(plan) -> None:
+    recipe = ("--recipe", "grpo_qwen3_30b_a3b", "--compile-ranks", "1", "--json", "trainer=fsdp")
+    quantized = ("policy.refit.trainer_quantize_fp8=true", "generation.weight_dtype=fp8")
+    told = plan(None, "", "", *recipe, *quantized)
+    assert (told.code, told.json["quantize"]) == (0, "fp8")
+    assert told.json["train"].startswith("fsdp=")
+
+
+def test_misc_bytes_take_their_time_in_every_figure(plan) -> None:
+    layouts = ("gpt-oss-20b", "tp=2", "tp=2", "--topology", "gpus_per_host=2,nic=25")
+    found = plan(*layouts, "--json").json
     assert found["bulk_share"] < 0.9
     misc = found["bytes"]["misc"] / 25e9
     # Two trainers share out the bulk, and each engine rank keeps half of it at most.
     bulk = found["bytes"]["bulk"] / 2 / 25e9
     assert misc + 0.5 * bulk < found["bound_seconds"] <= found["predicted_seconds"] < misc + 3 * bulk
-    code, out, _ = _plan(capsys, *layouts)
-    out = " ".join(out.split())
+    out = plan(*layouts).out
     assert f"warning: only {found['bulk_share']:.1%} of the bytes go shard to shard" in out
     assert f"predicted, total {found['predicted_seconds']:.3f} s" in out
     assert f"predicted, misc at least {misc:.3f} s" in out
 
 
-def test_stages_that_the_planner_chose_are_told_with_megatrons_setting(
-    capsys: pytest.CaptureFixture[str], moe: str
-) -> None:
-    code, out, _ = _plan(capsys, "--model", moe, "--train", "pp=3", "--gen", "tp=1")
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "model.layers.1.mlp.experts.6.up_proj.weight",
+            ["bfloat16[32, 64]", "route: bulk", "[8:16, 0:64]"],
+        ),
+        ("model.layers.1.mlp.gate.weight", ["goes over the misc path: trainer: MoE router"]),
+    ],
+)
+def test_a_weight_is_explained(plan, moe: str, name: str, told: list[str]) -> None:
+    code, out, _ = plan(moe, "tp=2,dp=2,ep=4", "tp=4", "--explain", name)
     assert code == 0
-    assert "stages of 1,1,2 layers; in Megatron set num_layers_in_last_pipeline_stage=2" in out
-    code, out, _ = _plan(capsys, "--model", moe, "--train", "pp=2", "--gen", "tp=1")
-    assert "stages of" not in out
+    assert [text for text in told if text not in out] == []
+    assert ("held by" in out) is ("misc" not in told[0])
 
 
-def test_a_model_that_is_not_known_is_a_violation(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = _plan(capsys, "--model", "nothing-like-it", "--train", "tp=1", "--gen", "tp=1")
-    assert code == 2
-    assert "no bundled model" in err
-
-
-def test_an_unknown_weight_gets_a_suggestion(capsys: pytest.CaptureFixture[str], moe: str) -> None:
+def test_an_unknown_weight_gets_a_suggestion(plan, moe: str) -> None:
     name = "model.layers.2.mlp.experts.5.gate.weight"
-    code, _, err = _plan(capsys, "--model", moe, "--train", "tp=1", "--gen", "tp=1", "--explain", name)
+    code, _, err = plan(moe, "tp=1", "tp=1", "--explain", name)
     assert code == 2
     assert f"no weight '{name}'; did you mean" in err
     assert "model.layers.2.mlp.experts.5.gate_proj.weight" in err
 
 
-def test_a_weight_is_explained(capsys: pytest.CaptureFixture[str], moe: str) -> None:
-    layouts = ("--train", "tp=2,dp=2,ep=4", "--gen", "tp=4")
-    code, out, _ = _plan(
-        capsys, "--model", moe, *layouts, "--explain", "model.layers.1.mlp.experts.6.up_proj.weight"
-    )
-    assert code == 0
-    assert "bfloat16[32, 64]" in out
-    assert "route: bulk" in out
-    assert "[8:16, 0:64]" in out
-    code, out, _ = _plan(capsys, "--model", moe, *layouts, "--explain", "model.layers.1.mlp.gate.weight")
-    assert "goes over the misc path: trainer: MoE router" in out
-    assert "held by" not in out
-    assert "sent" not in out
-
-
-def test_codes_and_scales_are_half_the_bytes_also_where_ranks_cut_blocks(
-    capsys: pytest.CaptureFixture[str], blocks: str
-) -> None:
-    def plan(ranks: int, quantize: str) -> dict[str, Any]:
-        layouts = ("--train", f"fsdp={ranks}", "--gen", "tp=2", "--quantize", quantize)
-        code, out, _ = _plan(capsys, "--model", blocks, *layouts, "--json")
-        found: dict[str, Any] = json.loads(out)
-        assert (code, found["quantize"]) == (0, quantize)
-        return found
-
+def test_codes_and_scales_are_half_the_bytes_also_where_ranks_cut_blocks(plan, blocks: str) -> None:
     # Of four ranks each has 64 of the 256 rows that keys, values and the output projection have; two ranks cut none.
     for ranks in (2, 4):
-        plain, quantized = plan(ranks, "off"), plan(ranks, "fp8")
+        layouts = (blocks, f"fsdp={ranks}", "tp=2", "--json", "--quantize")
+        plain, quantized = plan(*layouts, "off").json, plan(*layouts, "fp8").json
         assert plain["bytes"]["misc"] == quantized["bytes"]["misc"] == 0
         embeddings = 2 * 300 * 256 * 2
         linear = plain["bytes"]["bulk"] - embeddings
@@ -295,87 +195,79 @@ def test_codes_and_scales_are_half_the_bytes_also_where_ranks_cut_blocks(
 
 
 @pytest.mark.parametrize(
-    ("quantize", "needs"), [("off", "ipc needs none"), ("fp8", "ipc needs 16.8 MB at most")]
+    ("train", "options", "told"),
+    [
+        # The memory that checks take.
+        ("fsdp=4", ("--quantize", "off"), ["ipc needs none"]),
+        ("fsdp=4", ("--quantize", "fp8"), ["ipc needs 16.8 MB at most"]),
+        (
+            "fsdp=4",
+            ("--quantize", "fp8", "--explain", GATE),
+            ["float8_e4m3fn[256, 256]", "[128:256, 0:256]"],
+        ),
+        (
+            "fsdp=4",
+            ("--quantize", "fp8", "--explain", f"{GATE}_scale_inv"),
+            ["float32[2, 2], 16 B", "[1:2, 0:2]"],
+        ),
+        # Two ranks hold halves of each block, and both know its scale; Megatron's export gathers it.
+        ("fsdp=4", ("--quantize", "fp8", "--explain", KEY_SCALES), ["route: bulk", "[0:1, 0:2]"]),
+        (
+            "tp=4",
+            ("--quantize", "fp8", "--explain", KEY_SCALES),
+            ["gathers its weight on the trainers, which quantize it"],
+        ),
+    ],
 )
-def test_the_memory_that_checks_of_quantized_weights_take_is_told(
-    capsys: pytest.CaptureFixture[str], blocks: str, quantize: str, needs: str
+def test_codes_and_scales_are_explained(
+    plan, blocks: str, train: str, options: tuple[str, ...], told: list[str]
 ) -> None:
-    layouts = ("--train", "fsdp=4", "--gen", "tp=2", "--quantize", quantize)
-    code, out, _ = _plan(capsys, "--model", blocks, *layouts)
+    code, out, _ = plan(blocks, train, "tp=2", *options)
     assert code == 0
-    assert needs in " ".join(out.split())
+    assert [text for text in told if text not in out] == []
 
 
-def test_codes_and_scales_are_explained(capsys: pytest.CaptureFixture[str], blocks: str) -> None:
-    layouts = ("--model", blocks, "--train", "fsdp=4", "--gen", "tp=2", "--quantize", "fp8", "--explain")
-    gate = "model.layers.1.mlp.experts.6.gate_proj.weight"
-    code, out, _ = _plan(capsys, *layouts, gate)
-    assert code == 0
-    assert "float8_e4m3fn[256, 256]" in out
-    assert "[128:256, 0:256]" in out
-    code, out, _ = _plan(capsys, *layouts, f"{gate}_scale_inv")
-    assert "float32[2, 2], 16 B" in out
-    assert "[1:2, 0:2]" in out
-    code, out, _ = _plan(capsys, *layouts, "model.layers.1.self_attn.k_proj.weight_scale_inv")
-    # Two ranks hold halves of each block, and both know its scale.
-    assert "route: bulk" in out
-    assert "[0:1, 0:2]" in out
-    layouts = (*layouts[:3], "tp=4", *layouts[4:])
-    code, out, _ = _plan(capsys, *layouts, "model.layers.1.self_attn.k_proj.weight_scale_inv")
-    assert "Megatron-Bridge's export gathers its weight on the trainers, which quantize it" in out
-
-
+@pytest.mark.parametrize(
+    ("model", "layouts", "options", "told"),
+    [
+        (
+            "",
+            ("ep=4", "tp=4"),
+            ("--dtype", "fp32", "--enumerate-with-bridge"),
+            [
+                "gate_proj.weight it would have 64; give another tp (or, for experts, ep = tp)",
+                "fp8 is made of bf16 or fp16",
+                "Bridge exports what is not quantized yet",
+            ],
+        ),
+        ("", ("fsdp=2", "tp=4"), ("--enumerate-with-bridge",), ["not FSDP2's"]),
+        ("gpt-oss-20b", ("ep=4", "tp=1"), (), ["gpt_oss model in blocks of FP8 is not in the catalogue"]),
+    ],
+)
 def test_blocks_that_an_engine_would_cut_and_what_cannot_be_quantized_are_violations(
-    capsys: pytest.CaptureFixture[str], blocks: str
+    plan, blocks: str, model: str, layouts: tuple[str, str], options: tuple[str, ...], told: list[str]
 ) -> None:
-    layouts = ("--model", blocks, "--train", "ep=4", "--gen", "tp=4", "--quantize", "fp8")
-    code, _, err = _plan(capsys, *layouts, "--dtype", "fp32", "--enumerate-with-bridge")
+    code, _, err = plan(model or blocks, *layouts, "--quantize", "fp8", *options)
     assert code == 2
-    for text in (
-        "gate_proj.weight it would have 64; give another tp (or, for experts, ep = tp)",
-        "quantize: fp8 is made of bf16 or fp16",
-        "Bridge exports what is not quantized yet",
-    ):
-        assert text in err
-    code, _, err = _plan(capsys, *layouts[:3], "fsdp=2", *layouts[4:6], "--enumerate-with-bridge")
-    assert (code, "Bridge exports Megatron's models, not FSDP2's" in err) == (2, True)
-    code, _, err = _plan(capsys, "--model", "gpt-oss-20b", *layouts[2:4], "--gen", "tp=1", *layouts[6:])
-    assert (code, "gpt_oss model in blocks of FP8 is not in the catalogue" in err) == (2, True)
+    assert [text for text in told if text not in err] == []
 
 
-def test_a_recipe_says_whether_its_trainer_quantizes_and_shards_by_fsdp(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    recipe = ("--recipe", "grpo_qwen3_30b_a3b", "--compile-ranks", "1", "--json", "trainer=fsdp")
-    code, out, _ = _plan(
-        capsys, *recipe, "policy.refit.trainer_quantize_fp8=true", "generation.weight_dtype=fp8"
-    )
-    found = json.loads(out)
-    assert (code, found["quantize"]) == (0, "fp8")
-    assert found["train"].startswith("fsdp=")
-
-
-def test_a_topology_is_read_from_a_file(capsys: pytest.CaptureFixture[str], moe: str, tmp_path: Path) -> None:
+def test_a_topology_is_read_from_a_file(plan, moe: str, tmp_path: Path) -> None:
     file = tmp_path / "hosts.yaml"
     file.write_text("gpus_per_host: 2\nnic: 25\nhost: 30\ncolocated: true\n")
-    code, out, _ = _plan(capsys, "--model", moe, "--train", "tp=4", "--gen", "tp=4", "--topology", str(file))
+    code, out, _ = plan(moe, "tp=4", "tp=4", "--topology", str(file))
     assert code == 0
     assert "2 GPUs a host, NIC 25 GB/s" in out
     assert "host 0 uplink out" in out
     file.write_text("- 1\n")
-    code, _, err = _plan(capsys, "--model", moe, "--train", "", "--gen", "", "--topology", str(file))
+    code, _, err = plan(moe, "tp=4", "tp=4", "--topology", str(file))
     assert code == 2
     assert "no mapping" in err
 
 
-def test_a_heat_map_page_holds_the_bytes_and_needs_nothing_else(
-    capsys: pytest.CaptureFixture[str], moe: str, tmp_path: Path
-) -> None:
+def test_a_heat_map_page_holds_the_bytes_and_needs_nothing_else(plan, moe: str, tmp_path: Path) -> None:
     page = tmp_path / "map.html"
-    code, out, _ = _plan(
-        capsys, *("--model", moe, "--train", "tp=2", "--gen", "tp=4", "--heat-map", str(page), "--json")
-    )
-    assert code == 0
+    told = plan(moe, "tp=2", "tp=4", "--heat-map", str(page), "--json")
     text = page.read_text()
     assert "http" not in text
     payload = re.search(r"const d=(\{.*?\});\n", text)
@@ -383,26 +275,12 @@ def test_a_heat_map_page_holds_the_bytes_and_needs_nothing_else(
     data: dict[str, Any] = json.loads(payload.group(1))
     assert (data["rows"], data["columns"]) == (2, 4)
     assert len(base64.b64decode(data["levels"])) == 8
-    moved = sum(map(sum, data["megabytes"])) * 1e6
-    assert moved >= json.loads(out)["bytes"]["bulk"] * 0.99
+    assert sum(map(sum, data["megabytes"])) * 1e6 >= told.json["bytes"]["bulk"] * 0.99
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("layouts", [("tp=2", "tp=4"), ("tp=1", "tp=1"), ("tp=2,pp=2", "tp=2,dp=2")])
-def test_a_heat_map_picture_is_written(
-    capsys: pytest.CaptureFixture[str], moe: str, tmp_path: Path, layouts: tuple[str, str]
-) -> None:
-    train, gen = layouts
+@pytest.mark.parametrize("layouts", [("tp=1", "tp=1"), ("tp=2,pp=2", "tp=2,dp=2")])
+def test_a_heat_map_picture_is_written(plan, moe: str, tmp_path: Path, layouts: tuple[str, str]) -> None:
     picture = tmp_path / "map.png"
-    code, _, _ = _plan(capsys, "--model", moe, "--train", train, "--gen", gen, "--heat-map", str(picture))
-    assert code == 0
+    assert plan(moe, *layouts, "--heat-map", str(picture)).code == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("count", ["1", "3", "all"])
-def test_as_many_ranks_are_measured_as_asked(
-    capsys: pytest.CaptureFixture[str], moe: str, count: str
-) -> None:
-    code, out, _ = _plan(capsys, "--model", moe, "--train", "tp=2", "--gen", "tp=2", "--compile-ranks", count)
-    assert code == 0
-    assert f"{'4' if count == 'all' else count} of 4" in " ".join(out.split())
