@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from rlrefit.integration.colocated.memory import ProcessMemory
 from rlrefit.integration.colocated.stages import KV_CACHE, TAGS, WEIGHTS
 from rlrefit.integration.records.record import RefitRecord
 
 WEIGHTS_SIZE, KV_SIZE, OPTIMIZER_SIZE = 20, 60, 70
+
+
+def in_a_loop(scene: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that runs in an event loop of its own."""
+
+    @functools.wraps(scene)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(asyncio.wait_for(scene(*arguments, **named), 60))
+
+    return run
 
 
 class OutOfMemory(RuntimeError):

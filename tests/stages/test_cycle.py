@@ -36,30 +36,22 @@ def take_a_turn(cycle: ColocatedCycle) -> None:
     cycle.to_generation(7)
 
 
-def test_both_caches_are_emptied_before_every_wake_and_the_kv_cache_wakes_last() -> None:
-    device, cycle, _ = make(TIGHT)
+@pytest.mark.parametrize("multi", [True, False])
+def test_both_caches_are_emptied_before_every_wake_and_the_kv_cache_wakes_last(multi: bool) -> None:
+    device, cycle, _ = make(TIGHT if multi else AMPLE, multi=multi)
     for version in range(3):
         device.calls.clear()
         cycle.to_training()
         cycle.train(lambda: None)
         cycle.to_generation(version)
+        woken, left = ("weights", ["empty engine", "wake kv_cache"]) if multi else ("weights kv_cache", [])
         assert device.calls == [
             *("sleep", "onload", "offload"),
-            *("empty trainer", "empty engine", "wake weights", f"refit {version}"),
-            *("free", "empty trainer", "empty engine", "wake kv_cache"),
+            *("empty trainer", "empty engine", f"wake {woken}", f"refit {version}"),
+            *("free", "empty trainer", *left),
         ]
+        assert cycle.state.stage is Stage.AWAKE
         assert cycle.generate(lambda: "text") == "text"
-
-
-def test_without_stages_all_wakes_before_the_refit() -> None:
-    device, cycle, _ = make(AMPLE, multi=False)
-    cycle.to_training()
-    cycle.to_generation(4)
-    assert device.calls == [
-        *("sleep", "onload", "offload"),
-        *("empty trainer", "empty engine", "wake weights kv_cache", "refit 4", "free", "empty trainer"),
-    ]
-    assert cycle.state.stage is Stage.AWAKE
 
 
 def test_what_fits_in_stages_runs_out_of_memory_without_them() -> None:
@@ -68,15 +60,12 @@ def test_what_fits_in_stages_runs_out_of_memory_without_them() -> None:
     assert cycle.to_generation(0)
     _, cycle, records = make(TIGHT, multi=False)
     cycle.to_training()
-    with pytest.raises(
-        StageFailed, match=r"wake_all failed: OutOfMemory: .*Stage: lost\. Start the engine anew"
-    ) as caught:
+    with pytest.raises(StageFailed, match=r"Stage: lost\. Start the engine anew") as caught:
         cycle.to_generation(0)
     assert isinstance(caught.value.__cause__, OutOfMemory)
-    assert "were in use at the most meanwhile" in str(caught.value)
-    assert records[-1].move == "wake_all"
+    assert (records[-1].move, cycle.state.stage) == ("wake_all", Stage.LOST)
     assert records[-1].failed.startswith("OutOfMemory: engine ")
-    with pytest.raises(StageError, match="stage 'lost'"):
+    with pytest.raises(StageError):
         cycle.to_training()
 
 
@@ -173,9 +162,7 @@ def test_after_a_failure_only_those_are_asked_that_the_caller_names_and_its_advi
     def never(*, restart: bool = False) -> list[ProcessMemory]:
         raise AssertionError("a rank that waits for rank 0 was asked")
 
-    with pytest.raises(
-        StageFailed, match=r"ValueError: rank 0 is gone\. Stage: training\. Start over\. Of 0\.00"
-    ):
+    with pytest.raises(StageFailed, match=r"rank 0 is gone\. Stage: training\. Start over\."):
         cycle.train(fail)
     assert [process.process for process in records[-1].processes] == ["engine rank 0"]
 
@@ -233,39 +220,6 @@ def test_a_refit_that_the_trainer_refuses_leads_back_to_it_by_a_sleep(multi: boo
     assert device.calls == [*rest, "sleep", "onload"]
     cycle.to_generation(1)
     assert cycle.generate(lambda: "text") == "text"
-
-
-def test_weights_that_came_back_in_part_are_not_refitted() -> None:
-    device, cycle, _ = make(AMPLE)
-    device.fails["onload"] = OutOfMemory("no room")
-    with pytest.raises(StageFailed, match=r"Make room and repeat it \(load_trainer\)"):
-        cycle.to_training()
-    with pytest.raises(
-        StageError, match=r"trainer partly there.*The way to refit: load_trainer, offload_trainer"
-    ):
-        cycle.to_generation(0)
-    cycle.to_training()
-    assert cycle.to_generation(0)
-
-
-def test_weights_are_refitted_once_before_they_generate_and_not_without_a_sleep() -> None:
-    device, cycle, _ = make(AMPLE)
-    with pytest.raises(
-        StageError, match=r"refit was asked for at stage 'awake'.*The way to refit: sleep, wake_weights"
-    ):
-        cycle.to_generation(0)
-    assert not device.calls
-    cycle.sleep()
-    cycle.wake_weights()
-    with pytest.raises(StageError, match="generate was asked for at stage 'weights awake'"):
-        cycle.generate(lambda: None)
-    cycle.refit(0)
-    cycle.free_trainer()
-    with pytest.raises(StageError, match="refit was asked for at stage 'trainer freed'"):
-        cycle.to_generation(1)
-    cycle.to_generation(0)
-    assert cycle.state.stage is Stage.AWAKE
-    assert device.calls.count("refit 0") == 1
 
 
 def test_a_cycle_begins_with_an_engine_that_is_awake_or_asleep_as_a_whole() -> None:

@@ -73,11 +73,10 @@ def test_what_other_threads_ask_for_meanwhile_is_refused_by_the_moves_name(work:
         scene.cycle.to_training()
     with scene.under_way(work) as running:
         before = scene.seen()
-        with pytest.raises(
-            StageBusy,
-            match=rf"^\S*{asked} was asked for while {work} is under way \(for [\d.]+ s, in thread 'rollouts_0'\).*"
-            rf"{asked} has changed nothing, and {work} goes on\. Wait for that call to return",
-        ) as caught:
+        told = (
+            rf"^\S*{asked} was asked for while {work} is under way \(for [\d.]+ s, in thread 'rollouts_0'\)"
+        )
+        with pytest.raises(StageBusy, match=told) as caught:
             CALLS[asked](scene.cycle)
         assert caught.value.stage == scene.cycle.state.stage
         assert scene.seen() == before
