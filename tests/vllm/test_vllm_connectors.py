@@ -14,21 +14,20 @@ from rlrefit.workers.engines.vllm.connectors import require_droppable_caches
 from rlrefit.workers.engines.vllm.patches import _require_rest
 
 
-class DroppingConnector(KVConnectorBase_V1):
-    """Of a caller's own."""
-
+class _OwnConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+
+
+class DroppingConnector(_OwnConnector):
+    """Of a caller's own."""
 
     def reset_cache(self) -> bool:
         return True
 
 
-class NixlConnector(KVConnectorBase_V1):
+class NixlConnector(_OwnConnector):
     """Of a caller's own too, with a name of vLLM's, and without the method."""
-
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
 
 
 def _kv(connector: str, **more: Any) -> dict[str, Any]:
@@ -66,8 +65,7 @@ def _config(transfer: dict[str, Any] | None, encoder: ECTransferConfig | None = 
 def test_a_connector_that_would_serve_blocks_of_old_weights_is_refused_by_name(
     transfer: dict[str, Any], named: str
 ):
-    told = rf"kv_transfer_config: {named} does not drop.*reset_cache.*old weights made.*kv_offloading_size"
-    with pytest.raises(RefitError, match=told):
+    with pytest.raises(RefitError, match=f"kv_transfer_config: {named}"):
         require_droppable_caches(_config(transfer))
 
 
@@ -84,17 +82,10 @@ def test_a_connector_that_drops_its_blocks_or_keeps_none_is_taken(transfer: dict
     require_droppable_caches(_config(transfer))
 
 
-def test_all_that_would_be_kept_is_told_at_once():
+def test_all_that_would_be_kept_is_told_at_once_by_vllms_own_calls_too():
     encoder = ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_both")
-    with pytest.raises(
-        RefitError, match=r"OffloadingConnector does.*; ec_transfer_config: ECExampleConnector"
-    ):
+    with pytest.raises(RefitError, match=r"OffloadingConnector.*ec_transfer_config: ECExampleConnector"):
         require_droppable_caches(_config(_kv("OffloadingConnector"), encoder))
-    with pytest.raises(RefitError, match="ec_transfer_config: ECExampleConnector keeps encoder outputs"):
-        require_droppable_caches(_config(None, encoder))
-
-
-@pytest.mark.parametrize("method", ["start_weight_update", "update_weights"])
-def test_weight_updates_by_vllms_own_calls_refuse_it_too(method: str):
-    with pytest.raises(RefitError, match="kv_transfer_config: OffloadingConnector"):
-        _require_rest(SimpleNamespace(vllm_config=_config(_kv("OffloadingConnector"))), method)
+    for method in ("start_weight_update", "update_weights"):
+        with pytest.raises(RefitError, match="ec_transfer_config: ECExampleConnector"):
+            _require_rest(SimpleNamespace(vllm_config=_config(None, encoder)), method)

@@ -33,28 +33,23 @@ if __name__ == "__main__":
 
 
 def _running(process: int) -> bool:
-    try:
-        status = Path(f"/proc/{process}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def _left_after_the_drivers_end(core: str, worker: str, within_s: float) -> set[int]:
     command = [sys.executable, "-c", SCRIPT, core, worker]
-    driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert driver.stdin is not None
-    assert driver.stdout is not None
-    started = {int(driver.stdout.readline()) for _ in range(2)}
-    time.sleep(0.3)
-    assert all(_running(process) for process in started)
-    driver.stdin.write("end\n")
-    driver.stdin.flush()
-    driver.wait(10)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
+        started = {int(driver.stdout.readline()) for _ in range(2)}
+        time.sleep(0.3)
+        assert all(map(_running, started))
+        driver.stdin.write("end\n")
+        driver.stdin.flush()
+        driver.wait(10)
     until = time.monotonic() + within_s
     while any(map(_running, started)) and time.monotonic() < until:
         time.sleep(0.02)
-    left = {process for process in started if _running(process)}
+    left = set(filter(_running, started))
     for process in left:
         os.kill(process, 9)
     return left

@@ -79,15 +79,20 @@ class _Run:
         self.scheduler.update_from_output(*self._flying.pop(0))
 
 
-def test_a_request_that_is_preempted_while_paused_loses_no_token(config: Any):
-    keep_tokens_of_preempted_requests()
+def _preempted_while_paused(config: Any, times: int) -> _Run:
     run = _Run(config)
     run.steps(4)
     run.drain()
-    run.preempt()
-    run.preempt()
+    for _ in range(times):
+        run.preempt()
     run.steps(5)
     run.drain()
+    return run
+
+
+def test_a_request_that_is_preempted_while_paused_loses_no_token(config: Any):
+    keep_tokens_of_preempted_requests()
+    run = _preempted_while_paused(config, times=2)
     assert run.tokens == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert run.request.num_output_placeholders == 0
 
@@ -109,13 +114,8 @@ def test_without_the_plug_in_an_asynchronous_scheduler_is_refused(
     keep_tokens_of_preempted_requests()
     require_kept_tokens(config)
     monkeypatch.setattr(AsyncScheduler, "reset_prefix_cache", AsyncScheduler.__mro__[1].reset_prefix_cache)
-    run = _Run(config)
-    run.steps(4)
-    run.drain()
-    run.preempt()
-    run.steps(5)
-    run.drain()
-    assert run.tokens == [1, 2, 3, 4, 6, 7, 8, 9], "vLLM has mended it: this patch can go"
+    lost = _preempted_while_paused(config, times=1).tokens
+    assert lost == [1, 2, 3, 4, 6, 7, 8, 9], "vLLM has mended it: this patch can go"
     with pytest.raises(RefitError, match="VLLM_PLUGINS"):
         require_kept_tokens(config)
     monkeypatch.setattr(config.scheduler_config, "async_scheduling", False)

@@ -1,4 +1,4 @@
-"""What a vLLM worker says at its start and at its end: what this vLLM lacks, errors with their type, sleep, the backend."""
+"""What a vLLM worker says at its start and at its end: what this vLLM lacks, errors with their type, sleep."""
 
 from __future__ import annotations
 
@@ -13,29 +13,18 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from rlrefit.integration.errors import EngineDirty, PlanError, RefitError, RefitTimeout
+from rlrefit.integration.errors import EngineDirty, PeerLost, PlanError, RefitError, RefitTimeout
 from rlrefit.integration.quantize.formats import Fp8Blockwise
 from rlrefit.integration.session import ServingState
 from rlrefit.workers.engines.common.answers import answer, raise_refit_errors
-from rlrefit.workers.engines.vllm import compat, plugin
-from rlrefit.workers.engines.vllm.compat import (
-    CORE,
-    WEIGHT_TRANSFER,
-    WORKER,
-    Needed,
-    require_core,
-    require_supported_vllm,
-)
+from rlrefit.workers.engines.vllm import plugin
+from rlrefit.workers.engines.vllm.compat import Needed, require_core, require_supported_vllm
 from rlrefit.workers.engines.vllm.destination import VllmRoutes
 from rlrefit.workers.engines.vllm.driver import TokenVersions
 from rlrefit.workers.engines.vllm.guard import guard_worker
 from rlrefit.workers.engines.vllm.patches import Refitted, guard_loaded_models
 from rlrefit.workers.engines.vllm.reload import ScopedReload
 from rlrefit.workers.engines.vllm.worker_refit import WorkerRefit
-
-
-def test_the_installed_vllm_has_all_that_refits_rely_on():
-    require_supported_vllm((*WORKER, *CORE, *WEIGHT_TRANSFER))
 
 
 def test_all_that_a_vllm_lacks_is_told_at_once_with_its_version():
@@ -49,15 +38,18 @@ def test_all_that_a_vllm_lacks_is_told_at_once_with_its_version():
         Needed(f"{reload}.types", "LayerReloadingInfo", ("load_numel", "loaded_bytes")),
         Needed(reload, "finalize_layerwise_reload", ("takes_any_keyword",)),
     )
-    with pytest.raises(RefitError, match=f"vLLM {vllm.__version__} differs from vLLM 0.21") as caught:
+    with pytest.raises(RefitError) as caught:
         require_supported_vllm(lacking)
     text = str(caught.value)
-    assert "in 4 things" in text
-    assert f"{reload}.gone.anything: the module can't be imported" in text
-    assert "initialize_layerwise_reload.phase: phase does not exist" in text
-    assert "initialize_layerwise_reload: has no device and no phase" in text
-    assert "LayerReloadingInfo: has no loaded_bytes" in text
-    assert "vllm>=0.21,<0.22" in text
+    assert vllm.__version__ in text
+    for part in (
+        "gone.anything",
+        "initialize_layerwise_reload.phase",
+        "no device and no phase",
+        "loaded_bytes",
+    ):
+        assert part in text
+    assert "takes_any_keyword" not in text
 
 
 def test_an_engines_core_that_lacks_what_the_plug_in_touches_is_refused_by_name_and_asked_once():
@@ -68,24 +60,12 @@ def test_an_engines_core_that_lacks_what_the_plug_in_touches_is_refused_by_name_
     core = _Core()
     with pytest.raises(RefitError) as caught:
         require_core(core)
-    assert "_Core.model_executor.is_sleeping: does not exist\n" in str(caught.value)
-    assert "_Core.scheduler.running: does not exist\n" in str(caught.value)
+    for name in ("model_executor.is_sleeping", "scheduler.running"):
+        assert name in str(caught.value)
     core.model_executor.is_sleeping, core.scheduler = False, SimpleNamespace(running=[])
     require_core(core)
     del core.scheduler
     require_core(core)
-
-
-@pytest.mark.parametrize(("version", "warnings"), [("0.21.0+cpu", 0), ("0.25.1", 1), ("0.210.0", 1)])
-def test_a_vllm_that_no_test_has_run_is_taken_with_a_warning(
-    version: str, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(compat, "_version", lambda: version)
-    require_supported_vllm(WORKER[:2])
-    texts = [record.getMessage() for record in caplog.records]
-    assert [
-        text.startswith(f"rlrefit is tested with vLLM 0.21, and this is {version}") for text in texts
-    ] == [True] * warnings
 
 
 def test_model_runner_v2_is_refused_before_its_model_is_loaded(monkeypatch: pytest.MonkeyPatch):
@@ -112,28 +92,21 @@ def _failing(error: Exception) -> dict[str, Any]:
 
 
 def test_a_workers_error_comes_back_with_its_type_and_place():
+    assert raise_refit_errors([{"version": 1}]) == [{"version": 1}]
     failed = _failing(PlanError("a hole", stage="plan", rank=3, parameter="w"))
-    with pytest.raises(
-        PlanError, match=r"^vLLM worker 1: a hole \[stage plan, rank 3, parameter w\]$"
-    ) as caught:
+    with pytest.raises(PlanError, match="vLLM worker 1: a hole") as caught:
         raise_refit_errors([{}, failed])
     assert (caught.value.stage, caught.value.rank, caught.value.parameter) == ("plan", 3, "w")
+    with pytest.raises(RefitError, match="ZeroDivisionError"):
+        raise_refit_errors([_failing(ZeroDivisionError("by zero"))])
 
 
 def test_of_several_failing_workers_the_one_with_the_cause_is_heard():
-    from rlrefit.integration.errors import PeerLost
-
     lost, late = _failing(PeerLost("rank 3 gave up")), _failing(RefitTimeout("too late"))
-    with pytest.raises(RefitTimeout, match="vLLM worker 1: too late"):
+    with pytest.raises(RefitTimeout, match="vLLM worker 1"):
         raise_refit_errors([lost, late, lost])
     with pytest.raises(PeerLost, match="vLLM worker 0"):
         raise_refit_errors([lost, lost])
-
-
-def test_an_error_that_is_not_ours_keeps_its_name():
-    with pytest.raises(RefitError, match="vLLM worker 0: ZeroDivisionError: by zero"):
-        raise_refit_errors([_failing(ZeroDivisionError("by zero"))])
-    assert raise_refit_errors([{"version": 1}]) == [{"version": 1}]
 
 
 def test_vllm_takes_the_backends_name_and_still_refuses_unknown_ones():
@@ -141,32 +114,18 @@ def test_vllm_takes_the_backends_name_and_still_refuses_unknown_ones():
     plugin.register()
     assert plugin.transfer_config().backend == WeightTransferConfig(backend="rlrefit").backend == "rlrefit"
     assert WeightTransferConfig().backend == "nccl"
-    with pytest.raises(ValueError, match="'nccl', 'ipc' or 'rlrefit'"):
+    with pytest.raises(ValueError, match="nonsense"):
         WeightTransferConfig(backend="nonsense")
     assert list(WeightTransferEngineFactory._registry) == ["nccl", "ipc", "rlrefit"]
 
 
-def test_the_command_line_takes_the_backends_name():
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    found = parser.parse_args(["--weight-transfer-config", '{"backend": "rlrefit"}'])
-    assert found.weight_transfer_config.backend == "rlrefit"
-
-
-def test_a_vllm_that_lacks_a_name_starts_without_the_plug_in_and_the_log_says_so(
+def test_a_vllm_that_lacks_a_name_starts_without_the_plug_in(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    from vllm.v1.engine.core import EngineCore
-
     monkeypatch.delattr(EngineCore, "resume_scheduler")
     monkeypatch.setattr(plugin, "accept_backend", lambda config: {}["backend"])
     plugin.register()
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2
-    assert "_register_backend: KeyError" in told[0]
-    assert "stay_paused_while_asleep: AttributeError" in told[1]
+    assert len(caplog.records) == 2
 
 
 def test_a_later_vllm_whose_backend_is_a_plain_string_is_left_alone():
@@ -237,31 +196,23 @@ def test_weights_that_were_written_in_part_are_not_run(worker: Any):
     assert worker.run(3) == "ran 3"
 
 
-@pytest.mark.parametrize(("tags", "awake"), [(["kv_cache"], False), (["weights"], True), (None, True)])
-def test_a_refit_needs_the_weights_awake(worker: Any, tags: list[str] | None, awake: bool):
+def test_a_refit_needs_the_weights_awake_and_a_step_all_of_it(worker: Any):
     worker.guard.require_awake()
-    worker.sleep(level=1)
-    assert worker.slept == [1]
-    with pytest.raises(RefitError, match="asleep"):
-        worker.guard.require_awake()
-    worker.wake_up(tags)
-    if awake:
-        worker.guard.require_awake()
-    else:
-        with pytest.raises(RefitError, match="asleep"):
-            worker.guard.require_awake()
-
-
-def test_nothing_runs_before_weights_and_kv_cache_are_awake(worker: Any):
-    worker.sleep(level=1)
-    for tags, asleep in ((["weights"], "kv_cache of the engine are asleep"), (["kv_cache"], "")):
-        worker.wake_up(tags)
-        assert worker.run(0, tokens=0) == "ran 0"
-        if asleep:
-            with pytest.raises(EngineDirty, match=asleep):
+    for tags in (["kv_cache"], ["weights"]), (["weights"], ["kv_cache"]), (None,):
+        worker.sleep(level=1)
+        awake: set[str] = set()
+        for woken in tags:
+            with pytest.raises(EngineDirty, match="asleep"):
                 worker.run(1)
-        else:
-            assert worker.run(1) == "ran 1"
+            assert worker.run(0, tokens=0) == "ran 0"
+            if "weights" not in awake:
+                with pytest.raises(RefitError, match="asleep"):
+                    worker.guard.require_awake()
+            worker.wake_up(woken)
+            awake.update(woken or ["weights", "kv_cache"])
+        worker.guard.require_awake()
+        assert worker.run(1) == "ran 1"
+    assert worker.slept == [1] * 3
 
 
 def test_discarded_weights_are_not_run_before_a_refit(worker: Any):
@@ -271,7 +222,7 @@ def test_discarded_weights_are_not_run_before_a_refit(worker: Any):
     # A later sleep of level 1 keeps what is undefined.
     worker.sleep(1)
     worker.wake_up()
-    with pytest.raises(EngineDirty, match="level 2 sleep discarded"):
+    with pytest.raises(EngineDirty, match="level 2"):
         worker.run(1)
     worker.guard.refitted()
     assert worker.run(2) == "ran 2"
