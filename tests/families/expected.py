@@ -1,7 +1,7 @@
 """What takes the misc path in each family, and why: on the trainer's side, and on each engine's.
 
 The trainer's side is held against Megatron-Bridge by ``test_families``, vLLM's against its own models by
-``tests/vllm/test_vllm_families.py``, transformers' by ``test_transformers_engine``; SGLang's by
+``tests/vllm/test_vllm_layouts.py``, transformers' by ``test_transformers_engine``; SGLang's by
 ``tests/sglang/test_real_engine.py`` wherever SGLang is installed.
 """
 

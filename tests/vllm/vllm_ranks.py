@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +19,10 @@ from vllm_refit import refit
 
 if TYPE_CHECKING:
     from rlrefit.workers.engines.vllm.destination import VllmDestination
+
+Tensors = dict[str, torch.Tensor]
+# The class inside of the one with an image encoder, by which alone vLLM's registry knows the family.
+_INNER = {"Qwen3_5MoeForCausalLM": "vllm.model_executor.models.qwen3_5"}
 
 
 @dataclass(frozen=True)
@@ -31,48 +38,69 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """Two checkpoints of one architecture and the layout in which vLLM holds them."""
+    """Two checkpoints of one architecture and the layout in which vLLM holds them.
+
+    Attributes:
+        packed: float32, linear weights packed for oneDNN as vLLM does without the plug-in.
+        family: all of the model is poisoned before each refit, so that it must have no padding, which refits leave alone;
+            and one more refit brings all through the loader.
+        more: arguments of the engine.
+    """
 
     path_a: str
     path_b: str
     layout: Layout = Layout()
-    packed: bool = False  # float32, linear weights packed for oneDNN as vLLM does without the plug-in
-    quantization: str | None = None  # what the engine makes of BF16 weights as it loads them
+    packed: bool = False
+    family: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank saw: the routes, the boxes that it wants, and the parameters that differ after refits."""
+    """What one rank saw.
+
+    Attributes:
+        bulk: by name the boxes that it wants in place.
+        misc: names that it takes through vLLM's loader, with the reason.
+        unused: names that it takes not at all.
+        parameters: their shapes.
+        differing: parameters, buffers, tensors derived from them and outputs that are not those of a model that vLLM itself
+            loaded; by occasion.
+        alike: parameters that both checkpoints fill with the same, so that no refit of them was seen. Those of zeros are
+            left out: so has vLLM biases of what all ranks add up, on all but the first.
+        process_state_untouched: whether the trace left nothing in vLLM's tables.
+        failures: of refits that had to fail, the error, and the difference to the old weights afterwards.
+        processed: how often the first and the second refit processed an FP8 layer after loading it.
+        bare_load: why an FP8 model's own loader can't take new weights after it was started.
+        without: tensors of the first layer, and those of no layer, without which a manifest is refused, and not refused.
+    """
 
     bulk: dict[str, list[tuple[tuple[int, int], ...]]]
     misc: dict[str, str]
+    unused: list[str]
     parameters: dict[str, tuple[int, ...]]
-    differing: list[str]
-    differing_after_return: list[str]
+    differing: dict[str, list[str]]
+    alike: list[str]
     process_state_untouched: bool
-    version: int
-    failures: dict[str, str]
-    processed: list[
-        set[int]
-    ]  # how often the first and the second refit processed an FP8 layer after loading it
-    bare_load: str  # why an FP8 model's own loader can't take new weights after it was started
-    without: dict[str, str]  # by tensor: why a manifest without it is refused; empty if it isn't
+    failures: dict[str, tuple[str, list[str]]]
+    processed: list[set[int]]
+    bare_load: str
+    without: tuple[set[str], set[str]]
 
 
 def _config(path: str, case: Case) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    layout = case.layout
     return EngineArgs(
         model=path,
-        tensor_parallel_size=layout.tensor,
-        pipeline_parallel_size=layout.pipeline,
-        enable_expert_parallel=layout.expert,
+        tensor_parallel_size=case.layout.tensor,
+        pipeline_parallel_size=case.layout.pipeline,
+        enable_expert_parallel=case.layout.expert,
         skip_tokenizer_init=True,
         enforce_eager=True,
         dtype="float32" if case.packed else "bfloat16",
         max_model_len=256,
-        quantization=case.quantization,
+        **case.more,
     ).create_engine_config()
 
 
@@ -81,55 +109,31 @@ def raw(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _differing(live: torch.nn.Module, expected: torch.nn.Module) -> list[str]:
-    """Parameters with other bytes, and linear layers with other outputs (packed weights show only there)."""
-    other = dict(expected.named_parameters())
-    found = [
-        name
-        for name, parameter in live.named_parameters()
-        if not torch.equal(raw(parameter), raw(other[name]))
-    ]
-    dtype = next(iter(live.parameters())).dtype  # the embedding's, which is never emptied
-    for name, module in live.named_modules():
+def _state(model: torch.nn.Module) -> Tensors:
+    """Bytes of parameters and buffers, of tensors beside them, such as the absorbed projections of latent attention, and of
+    what linear layers give that compute with packed weights."""
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, module in model.named_modules():
+        found |= {
+            f"{name}.{key}": held for key, held in vars(module).items() if isinstance(held, torch.Tensor)
+        }
         linear = getattr(module, "cpu_linear", None)
-        if linear is None:
-            continue
-        twin = expected.get_submodule(name)
-        width = next(
-            getattr(module, key)
-            for key in ("input_size_per_partition", "input_size", "embedding_dim")
-            if hasattr(module, key)
-        )
-        x = torch.randn(3, width, generator=torch.Generator().manual_seed(7)).to(dtype)
-        if not torch.equal(linear(x, module.weight, None), twin.cpu_linear(x, twin.weight, None)):
-            found.append(name)
-    return found
+        if linear is not None:
+            sizes = ("input_size_per_partition", "input_size", "embedding_dim")
+            width = next(getattr(module, key) for key in sizes if hasattr(module, key))
+            x = torch.randn(3, width, generator=torch.Generator().manual_seed(7)).to(module.weight.dtype)
+            found[f"outputs of {name}"] = linear(x, module.weight, None)
+    return {name: raw(tensor).clone() for name, tensor in found.items()}
 
 
-def _failures(
-    destination: VllmDestination, live: torch.nn.Module, misc: dict[str, str], case: Case
-) -> dict[str, str]:
-    """Refits that must fail, and what the errors say; afterwards the model still computes with A."""
-    from rlrefit.integration.errors import RefitError
+def _unequal(live: torch.nn.Module, expected: Tensors) -> list[str]:
+    found = _state(live)
+    assert found.keys() == expected.keys()
+    return [name for name, held in found.items() if not torch.equal(held, expected[name])]
 
-    b = read_checkpoint(case.path_b)
-    texts = {}
 
-    def attempt(what: str, *batches: list[str]) -> None:
-        try:
-            for names in batches:
-                destination.load_weights((name, b[name]) for name in names)
-            destination.finish(1)
-        except RefitError as error:
-            texts[what] = str(error)
-        unchanged = not _differing(live, loaded(case)[0])
-        texts[f"{what}, old weights back"] = str(unchanged)
-
-    q_only = [name for name in misc if "layers.0.self_attn.q_proj" in name]
-    attempt("a part of a fused module", q_only)
-    attempt("nothing at all")
-    attempt("twice", q_only, q_only)
-    return texts
+def _differing(live: torch.nn.Module, expected: torch.nn.Module) -> list[str]:
+    return _unequal(live, _state(expected))
 
 
 @contextmanager
@@ -158,11 +162,44 @@ def groups_of(rank: int, case: Case) -> Iterator[None]:
 
 def refit_there_and_back(rank: int, cases: Sequence[Case]) -> list[RankResult]:
     """For each case load A, refit to B, compare with a model that vLLM itself loaded from B; back to A."""
+    _accept_latent_attention()
+    _accept_experts_without_gates()
     results = []
     for case in cases:
+        if case.family:
+            _know_architecture(case.path_a)
         with groups_of(rank, case):
             results.append(_one_case(case))
     return results
+
+
+def _accept_latent_attention() -> None:
+    """The CPU platform has no kernels for it. All else of the layer is vLLM's, with what it derives from weights."""
+    from vllm.model_executor.layers.attention import mla_attention
+
+    class Kernels:
+        def __init__(self, **_: Any) -> None:
+            pass
+
+    backend = SimpleNamespace(get_name=lambda: "none", get_impl_cls=lambda: Kernels)
+    mla_attention.get_attn_backend = lambda *_, **__: backend
+    mla_attention.get_mla_prefill_backend = lambda config: Kernels
+
+
+def _accept_experts_without_gates() -> None:
+    """vLLM refuses them on CPUs for want of kernels; how their weights are held and loaded is Python."""
+    from vllm.model_executor.layers.fused_moe import layer
+
+    layer.current_platform = SimpleNamespace(is_cuda_alike=lambda: True)
+
+
+def _know_architecture(path: str) -> None:
+    """vLLM would start a process to learn what a class can do, for ten seconds where it has never asked before."""
+    from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel, _RegisteredModel
+
+    [name] = json.loads((Path(path) / "config.json").read_text())["architectures"]
+    known = ModelRegistry.models.get(name) or _LazyRegisteredModel(_INNER[name], name)
+    ModelRegistry.models[name] = _RegisteredModel.from_model_cls(known.load_model_cls())
 
 
 def _one_case(case: Case) -> RankResult:
@@ -173,8 +210,8 @@ def _one_case(case: Case) -> RankResult:
 
     live, config = loaded(case)
     context = config.compilation_config.static_forward_context
-    registered = list(context.items())
-    remembered, rotary = set(_model_to_pp_missing_layer_names), dict(_ROPE_DICT)
+    registered, rotary = list(context.items()), dict(_ROPE_DICT)
+    remembered = set(_model_to_pp_missing_layer_names)
     a, b = read_checkpoint(case.path_a), read_checkpoint(case.path_b)
     destination = VllmDestination(live, config, torch.device("cpu"))
     fragments, misc = destination.fragments(manifest_of(a))
@@ -183,27 +220,37 @@ def _one_case(case: Case) -> RankResult:
         and set(_model_to_pp_missing_layer_names) <= remembered
         and rotary == _ROPE_DICT
     )
-    failures = _failures(destination, live, misc, case) if case.packed else {}
-    without = _refused_without(destination, a)
+    names = [name for name, _ in live.named_parameters()]
+    as_a, as_b = _state(live), _state(loaded(case, case.path_b)[0])
+    failures = _failures(destination, live, misc, b, as_a) if case.packed else {}
+    without = (set(), set()) if case.family else _refused_without(destination, a)
     bare_load = _bare_load(live, b) if _fp8_methods(live) else ""
     counts = _count_processing(live)
-    refit(destination, fragments, misc, b, version=1)
-    processed = [set(counts.values())]
-    differing = _differing(live, loaded(case, case.path_b)[0])
-    counts.update(dict.fromkeys(counts, 0))
-    refit(destination, fragments, misc, a, version=2)
-    processed.append(set(counts.values()))
+    processed, differing = [], {}
+    for version, (occasion, tensors, expected) in enumerate([("there", b, as_b), ("back", a, as_a)]):
+        counts.update(dict.fromkeys(counts, 0))
+        if case.family:
+            _poison(live)
+        refit(destination, fragments, misc, tensors, version)
+        assert destination.version == version
+        differing[occasion] = _unequal(live, expected)
+        processed.append(set(counts.values()))
+    if case.family:
+        _poison(live)
+        # What the trainer can't place comes this way, wherever the engine would have taken it in place.
+        refit(destination, [], dict.fromkeys(b, ""), b, 2)
+        differing["all through the loader"] = _unequal(live, as_b)
     bulk: dict[str, list[tuple[tuple[int, int], ...]]] = {}
     for fragment in fragments:
         bulk.setdefault(fragment.name, []).append(fragment.box)
     return RankResult(
         bulk=bulk,
         misc=misc,
+        unused=sorted(a.keys() - bulk.keys() - misc.keys()),
         parameters={name: tuple(parameter.shape) for name, parameter in live.named_parameters()},
         differing=differing,
-        differing_after_return=_differing(live, loaded(case)[0]),
+        alike=[name for name in names if as_a[name].any() and torch.equal(as_a[name], as_b[name])],
         process_state_untouched=untouched,
-        version=destination.version,
         failures=failures,
         processed=processed,
         bare_load=bare_load,
@@ -211,18 +258,43 @@ def _one_case(case: Case) -> RankResult:
     )
 
 
-def _refused_without(destination: VllmDestination, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Why manifests are refused that lack one tensor: each of the first layer, and those of no layer."""
+def _poison(live: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in live.parameters():
+            parameter.fill_(torch.nan)
+
+
+def _failures(
+    destination: VllmDestination, live: torch.nn.Module, misc: dict[str, str], b: Tensors, as_a: Tensors
+) -> dict[str, tuple[str, list[str]]]:
+    """Refits that must fail; afterwards the model still computes with A."""
+    from rlrefit.integration.errors import RefitError
+
+    q_only = [name for name in misc if "layers.0.self_attn.q_proj" in name]
+    found = {}
+    for what, batches in {"a part": [q_only], "nothing": [], "twice": [q_only, q_only]}.items():
+        told = ""
+        try:
+            for names in batches:
+                destination.load_weights((name, b[name]) for name in names)
+            destination.finish(1)
+        except RefitError as error:
+            told = str(error)
+        found[what] = told, _unequal(live, as_a)
+    return found
+
+
+def _refused_without(destination: VllmDestination, tensors: Tensors) -> tuple[set[str], set[str]]:
     from rlrefit.integration.errors import PlanError
 
-    texts = {}
+    refused, taken = set(), set()
     for name in [name for name in tensors if ".layers.0." in name or ".layers." not in name]:
         try:
             destination.routes(manifest_of({n: tensor for n, tensor in tensors.items() if n != name}))
-            texts[name] = ""
-        except PlanError as error:
-            texts[name] = str(error)
-    return texts
+            taken.add(name)
+        except PlanError:
+            refused.add(name)
+    return refused, taken
 
 
 def _scaled_fp8_quant(
@@ -240,7 +312,7 @@ def _fp8_methods(live: torch.nn.Module) -> list[Any]:
     return [method for method in methods if re.fullmatch(r"Fp8\w*LinearMethod", type(method).__name__)]
 
 
-def _bare_load(live: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> str:
+def _bare_load(live: torch.nn.Module, tensors: Tensors) -> str:
     """The error of ``model.load_weights`` without a reload, tried on a copy since it may write a part."""
     try:
         with torch.no_grad():
