@@ -5,121 +5,115 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from vllm_fp8_ranks import Fp8Case, Fp8Result, refit_fp8, write_pair
+from vllm_fp8_ranks import Fp8Result, refit_fp8, refit_under_verl, write_case
 
 from rlrefit.integration.quantize.formats import Fp8Blockwise
 from tests.ahead import FoundAhead
 from tests.spawn import run_ranks
+from tests.verl_adapter.vllm_name import named_vllm
 from tests.vllm_processes import vllm_processes
 
 CASES = {
     "dense": {},
     "dense, rearranged": {"rearranged": True},
     "experts": {"experts": True},
-    "experts in parallel": {"experts": True, "expert_parallel": True},
+    "experts in parallel": {"experts": True, "in_parallel": True},
     "experts, another library's": {"experts": True, "replaced": True},
 }
+# Post-load functions that verl has wrapped: refits do with them what they do with vLLM's own.
+VERL = {"dense, rearranged, under verl": {"rearranged": True}, "experts, under verl": {"experts": True}}
+ALL = [*CASES, *VERL]
+IN_PLACE = ["dense", "experts", "experts in parallel", "experts, under verl"]
 LAYER = "model.layers.0"
+Results = dict[str, list[Fp8Result]]
 
 
-def refit_all_cases(folder: Path) -> dict[str, list[Fp8Result]]:
+def refit_all_cases(folder: Path) -> Results:
     """In one pair of processes."""
-    listed = []
-    for name, options in CASES.items():
-        experts = options.get("experts", False)
-        trained, served = zip(
-            *(write_pair(folder / name, seed, experts=experts) for seed in (1, 2)), strict=True
-        )
-        listed.append(Fp8Case(trained, served, **options))
+    listed = [write_case(folder / name, **options) for name, options in CASES.items()]
     by_rank = run_ranks(refit_fp8, 2, listed, timeout_s=550, made_by=vllm_processes)
-    return {name: [found[i] for found in by_rank] for i, name in enumerate(CASES)}
+    return dict(zip(CASES, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
-AHEAD = (refit_all_cases,)
+def refit_verls_cases(folder: Path) -> Results:
+    """In another one, which verl patches."""
+    listed = [write_case(folder / name, **options) for name, options in VERL.items()]
+    path = named_vllm(folder)
+    by_rank = run_ranks(refit_under_verl, 2, listed, path, timeout_s=550, made_by=vllm_processes)
+    return dict(zip(VERL, map(list, zip(*by_rank, strict=True)), strict=True))
+
+
+AHEAD = (refit_all_cases, refit_verls_cases)
 
 
 @pytest.fixture(scope="module")
-def results(found_ahead: FoundAhead) -> dict[str, list[Fp8Result]]:
-    found: dict[str, list[Fp8Result]] = found_ahead.by(refit_all_cases)
-    return found
+def results(found_ahead: FoundAhead) -> Results:
+    return found_ahead.by(refit_all_cases) | found_ahead.by(refit_verls_cases)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_codes_and_scales_of_the_trainer_make_the_engine_that_vllm_loads(results, case):
+@pytest.mark.parametrize("case", ALL)
+def test_codes_and_scales_of_the_trainer_make_the_engine_that_vllm_loads(results: Results, case: str):
     for rank in results[case]:
         assert not any(rank.differing.values()), rank.differing
         assert len(rank.differing) == 12
         assert rank.kept[0] == rank.kept[1]
 
 
-@pytest.mark.parametrize("case", ["dense", "experts", "experts in parallel"])
-def test_codes_and_scales_go_straight_into_the_live_parameters(results, case):
-    for rank in results[case]:
+@pytest.mark.parametrize("case", IN_PLACE)
+def test_codes_and_scales_go_shard_to_shard_into_the_live_parameters(results: Results, case: str):
+    first, second = results[case]
+    for rank in (first, second):
         assert rank.misc == {}
-        assert {f"{name}_scale_inv" for name in rank.own} < set(rank.bulk)
-        assert set(rank.own) < set(rank.bulk)
+        assert {*rank.own, *(f"{name}_scale_inv" for name in rank.own)} < {*rank.bulk}
+    assert first.routes["nccl_xfer"] == {"bulk": len({*first.bulk, *second.bulk}), "misc": 0, "unused": 0}
 
 
-def test_trainer_ranks_send_codes_and_scales_shard_to_shard(results):
-    for case in ("dense", "experts", "experts in parallel"):
-        first, second = results[case]
-        names = {*first.bulk, *second.bulk}
-        assert first.routes["nccl_xfer"] == {"bulk": len(names), "misc": 0, "unused": 0}
-    quantized = 2 * len(results["dense, rearranged"][0].own)
-    assert results["dense, rearranged"][0].routes["nccl_xfer"]["misc"] == quantized
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("dense, rearranged", "of Rearranging may rewrite the layout"),
+        ("dense, rearranged, under verl", "of Rearranging may rewrite the layout"),
+        ("experts, another library's", "was replaced by a function of vllm_fp8_ranks"),
+    ],
+)
+def test_what_may_be_processed_after_loading_takes_the_misc_path_with_all_codes_and_scales(
+    results: Results, case: str, why: str
+):
+    for rank in results[case]:
+        assert {*rank.misc} == {*rank.own, *(f"{name}_scale_inv" for name in rank.own)}
+        assert all(why in reason for reason in rank.misc.values())
+    quantized = {name for rank in results[case] for name in rank.own}
+    assert results[case][0].routes["nccl_xfer"]["misc"] == 2 * len(quantized)
 
 
-def test_a_kernel_that_is_not_known_to_keep_the_layout_takes_the_misc_path_with_all_codes_and_scales(results):
-    for rank in results["dense, rearranged"]:
-        assert set(rank.misc) == set(rank.own) | {f"{name}_scale_inv" for name in rank.own}
-        assert set(rank.misc.values()) == {
-            f"layer {LAYER}.{module}: process_weights_after_loading of Rearranging may rewrite the layout"
-            for module in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-        }
-
-
-def test_post_load_functions_of_another_library_are_called_on_all_that_arrives(results):
-    for rank in results["experts, another library's"]:
-        assert set(rank.misc) == set(rank.own) | {f"{name}_scale_inv" for name in rank.own}
-        assert all("was replaced by a function of vllm_fp8_ranks" in why for why in rank.misc.values())
-
-
-def test_the_engine_names_what_it_holds_quantized_and_nothing_else(results):
+def test_the_engine_names_what_it_holds_quantized_and_each_rank_its_own_experts(results: Results):
     attention = {f"{LAYER}.self_attn.{part}_proj.weight" for part in "qkvo"}
     parts = ("gate", "up", "down")
-    for rank in results["dense"]:
-        assert set(rank.own) == attention | {f"{LAYER}.mlp.{part}_proj.weight" for part in parts}
-        assert set(rank.own.values()) == {Fp8Blockwise()}
-    for rank in results["experts"]:
-        experts = {f"{LAYER}.mlp.experts.{e}.{part}_proj.weight" for e in range(4) for part in parts}
-        assert set(rank.own) == attention | experts
+    experts = [{f"{LAYER}.mlp.experts.{e}.{part}_proj.weight" for part in parts} for e in range(4)]
+    for case, of_ranks in {
+        "dense": [{f"{LAYER}.mlp.{part}_proj.weight" for part in parts}] * 2,
+        "experts": [set.union(*experts)] * 2,
+        "experts in parallel": [experts[0] | experts[1], experts[2] | experts[3]],
+    }.items():
+        assert [rank.own.keys() for rank in results[case]] == [attention | own for own in of_ranks]
+        assert {format for rank in results[case] for format in rank.own.values()} == {Fp8Blockwise()}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_worker_extension_tells_whoever_sends_full_tensors_the_same(results, case):
-    for rank in results[case]:
-        assert rank.told == rank.own
+@pytest.mark.parametrize("case", ALL)
+def test_the_worker_extension_tells_whoever_sends_full_tensors_the_same(results: Results, case: str):
+    assert all(rank.told == rank.own for rank in results[case])
 
 
-def test_ranks_of_expert_parallel_engines_name_their_own_experts(results):
-    experts = [
-        {name.split(".")[5] for name in r.own if ".experts." in name} for r in results["experts in parallel"]
-    ]
-    assert experts == [{"0", "1"}, {"2", "3"}]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_weights_that_the_loader_would_cast_without_their_scale_are_refused(results, case):
-    for rank in results[case]:
-        text = rank.refused["BF16"]
-        assert "cast" in text
-        assert "trainer_quantize_fp8=true" in text
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL)
 @pytest.mark.parametrize(
-    ("missing", "parameter"), [("no scales", "weight_scale_inv"), ("no codes", "weight")]
+    ("brought", "told"),
+    [
+        ("BF16", "trainer_quantize_fp8=true"),
+        ("no scales", f"{LAYER}.self_attn.o_proj.weight_scale_inv"),
+        ("no codes", f"{LAYER}.self_attn.o_proj.weight;"),
+    ],
 )
-def test_codes_without_scales_and_scales_without_codes_are_refused_by_name(results, case, missing, parameter):
-    for rank in results[case]:
-        assert f"of {LAYER}.self_attn.o_proj.{parameter}; they" in rank.refused[missing]
+def test_weights_without_their_scales_and_scales_without_their_codes_are_refused_by_name(
+    results: Results, case: str, brought: str, told: str
+):
+    assert all(told in rank.refused[brought] for rank in results[case])

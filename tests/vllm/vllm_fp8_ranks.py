@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from vllm_checkpoints import manifest_of, read_checkpoint, write_checkpoint
 from vllm_fp8_kernels import choose_kernels
 from vllm_fp8_trainer import Halves, Tensors
+from vllm_ranks import Case, Layout, groups_of, loaded
 from vllm_refit import refit
 
 from rlrefit.integration.weights.manifest import TensorSpec
@@ -54,16 +56,12 @@ class Fp8Case:
     Attributes:
         trained: two checkpoints in BF16, as a trainer has the weights.
         served: the same in FP8 blocks, as vLLM loads them.
-        experts: a mixture of experts.
-        expert_parallel: its experts are spread over the ranks whole.
         rearranged: the kernels of linear layers turn the rows of their weights round after loading.
         replaced: another library's functions stand where vLLM's methods process loaded weights.
     """
 
     trained: tuple[str, str]
-    served: tuple[str, str]
-    experts: bool = False
-    expert_parallel: bool = False
+    served: Case
     rearranged: bool = False
     replaced: bool = False
 
@@ -93,36 +91,42 @@ class Fp8Result:
     routes: dict[str, dict[str, int]]
 
 
-def write_pair(folder: Path, seed: int, *, experts: bool) -> tuple[str, str]:
-    """One model in BF16 and in FP8 blocks, the latter as block-FP8 checkpoints of the hub have it."""
+def write_case(folder: Path, *, experts: bool = False, in_parallel: bool = False, **options: bool) -> Fp8Case:
+    """Two models in BF16 and in FP8 blocks, the latter as block-FP8 checkpoints of the hub have it."""
     config: Any = Qwen3MoeConfig(**_SHAPE, **_EXPERTS) if experts else Qwen3Config(**_SHAPE)
-    trained = write_checkpoint(folder / f"bf16_{seed}", config, seed)
-    served = write_checkpoint(folder / f"fp8_{seed}", config, seed)
-    quantize_in_blocks(served)
-    return str(trained), str(served)
+    trained, served = (
+        [write_checkpoint(folder / f"{kind}_{seed}", config, seed) for seed in (1, 2)]
+        for kind in ("bf16", "fp8")
+    )
+    for path in served:
+        quantize_in_blocks(path)
+    more = {"moe_backend": "triton"} if experts else {}
+    layout = Layout(tensor=2, expert=in_parallel)
+    return Fp8Case(
+        (str(trained[0]), str(trained[1])), Case(str(served[0]), str(served[1]), layout, more=more), **options
+    )
 
 
 def refit_fp8(rank: int, cases: list[Fp8Case]) -> list[Fp8Result]:
-    os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
-    from vllm import _custom_ops
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import (
-        destroy_model_parallel,
-        init_distributed_environment,
-        initialize_model_parallel,
-    )
-
-    _custom_ops._supports_onednn = False
     results = []
     for case in cases:
-        choose_kernels(rearranged=case.rearranged)
-        with set_current_vllm_config(_config(case, 0)):
-            init_distributed_environment(2, rank, "env://", rank, "gloo")
-            initialize_model_parallel(2, 1)
-        with _post_load_functions(case):
+        with groups_of(rank, case.served), _post_load_functions(case):
+            choose_kernels(rearranged=case.rearranged)
             results.append(_one_case(rank, case))
-        destroy_model_parallel()
     return results
+
+
+def refit_under_verl(rank: int, cases: list[Fp8Case], path: str) -> list[Fp8Result]:
+    """In a process that verl has patched; ``path`` has vLLM by the name that verl asks for."""
+    os.environ.update(VERL_USE_EXTERNAL_MODULES="tests.verl_adapter.cpu_platform", VERL_PLATFORM="cpu")
+    sys.path.insert(0, path)
+    from verl.utils.vllm.vllm_quant_utils import apply_vllm_quant_patches
+    from vllm.model_executor.layers.quantization import fp8
+
+    apply_vllm_quant_patches()
+    for method in (fp8.Fp8LinearMethod, fp8.Fp8MoEMethod):
+        assert method.process_weights_after_loading.__module__ == "verl.utils.vllm.vllm_fp8_utils"
+    return refit_fp8(rank, cases)
 
 
 @contextmanager
@@ -160,8 +164,10 @@ def _post_load_functions(case: Fp8Case) -> Iterator[None]:
 def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     from rlrefit.workers.engines.vllm.destination import VllmDestination
 
-    live, config = _loaded(case, 0)
-    expected = [bytes_of(_held(_loaded(case, index)[0])) for index in (0, 1)]
+    live, config = loaded(case.served)
+    expected = [
+        bytes_of(_held(loaded(case.served, path)[0])) for path in (case.served.path_a, case.served.path_b)
+    ]
     destination = VllmDestination(live, config, torch.device("cpu"))
     trained = [read_checkpoint(path) for path in case.trained]
     specs = [TensorSpec(*entry) for entry in manifest_of(trained[0])]
@@ -183,7 +189,7 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
         look(occasion, index)
     refit(destination, [], dict.fromkeys(wire[1], ""), wire[1], 3)
     look("all through the loader", 1)
-    _reload_by_vllm(live, config, read_checkpoint(case.served[1]))
+    _reload_by_vllm(live, config, read_checkpoint(case.served.path_b))
     fragments, misc = destination.fragments(manifest_of(wire[0]))
     refit(destination, fragments, misc, wire[0], 4)
     look("after vLLM's own reload", 0)
@@ -271,27 +277,3 @@ def _held(model: torch.nn.Module) -> Tensors:
             found[f"{name}, first scales of its kernel"] = config.w1_scale
             found[f"{name}, second scales of its kernel"] = config.w2_scale
     return found
-
-
-def _config(case: Fp8Case, index: int) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    return EngineArgs(
-        model=case.served[index],
-        tensor_parallel_size=2,
-        enable_expert_parallel=case.expert_parallel,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="bfloat16",
-        max_model_len=256,
-        **({"moe_backend": "triton"} if case.experts else {}),
-    ).create_engine_config()
-
-
-def _loaded(case: Fp8Case, index: int) -> tuple[torch.nn.Module, Any]:
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader import get_model
-
-    config = _config(case, index)
-    with set_current_vllm_config(config):
-        return get_model(vllm_config=config), config
