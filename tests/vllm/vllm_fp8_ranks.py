@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,10 @@ import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 from vllm_checkpoints import manifest_of, read_checkpoint, write_checkpoint
 from vllm_fp8_kernels import choose_kernels
-from vllm_fp8_trainer import Halves, Tensors
-from vllm_ranks import Case, Layout, groups_of, loaded
+from vllm_ranks import Case, Layout, Tensors, groups_of, loaded
 from vllm_refit import refit
 
+from rlrefit.integration.layout import Fragment
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.integration.weights.quantizing import quant_weights_by_name
 from tests.fp8_refits import CONFIG, Sessions, bytes_of, differing, poison, refit_by_both_engines, refusal
@@ -47,6 +47,46 @@ _EXPERTS = {
     "num_experts_per_tok": 2,
     "decoder_sparse_step": 1,
 }
+
+
+class Halves:
+    """A trainer rank that has a half of each weight's rows in BF16 where both halves are whole blocks, else all."""
+
+    def __init__(self, rank: int, checkpoints: Sequence[Tensors]) -> None:
+        self.device = torch.device("cpu")
+        self._rank, self._checkpoints = rank, checkpoints
+        self._now = checkpoints[0]
+        self._held = {name: self._part(tensor).clone() for name, tensor in self._now.items()}
+
+    def take_on(self, index: int) -> None:
+        self._now = self._checkpoints[index]
+        for name, tensor in self._now.items():
+            self._held[name].copy_(self._part(tensor))
+
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec(*entry) for entry in manifest_of(self._now)]
+
+    def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
+        found = []
+        for name, part in self._held.items():
+            shape = tuple(self._now[name].shape)
+            start = self._rank * part.shape[0] if part.shape[0] < shape[0] else 0
+            box = ((start, start + part.shape[0]), *((0, n) for n in shape[1:]))
+            found.append(Fragment(name, shape, box, part))
+        return found, {}
+
+    def settle(self) -> None:
+        pass
+
+    def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, self._now[name]) for name in names)
+
+    def storage_key(self) -> Hashable:
+        return tuple(part.data_ptr() for part in self._held.values())
+
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        half, rest = divmod(tensor.shape[0], 2)
+        return tensor if rest or half % 128 else tensor[self._rank * half : (self._rank + 1) * half]
 
 
 @dataclass(frozen=True)
