@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from ..comm.group import Group, members
+from ..comm.group import members
 from ..comm.torch_group import TorchGroup
 from ..config import require_equal_settings
 from ..control import Rendezvous, RendezvousServer
@@ -30,6 +30,7 @@ from ..records.clock import StageClock
 from ..records.record import RefitRecord
 from ..weights.endpoints import rank_device
 from ..weights.manifest import dtype_name, dtype_of
+from .buckets import AT_ONCE
 from .messages import Arrived, Messages, TensorPart
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,6 @@ class FullTensorEpoch:
         self._clock = StageClock(self.device)
         self._refits = 0
         self._channel: Channel | None = None
-        self._group: Group | None = None
         self._messages: Messages | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rlrefit-messages")
         self._last: Future[object] | None = None
@@ -106,8 +106,8 @@ class FullTensorEpoch:
             if self._channel is None:
                 raise
             self._channel.give_up(error)
-            if self._group is not None:
-                self._group.close(failed=True)
+            if self._messages is not None:
+                self._messages.close(failed=True)
             cause = self._channel.cause_of(error)
             if cause is error:
                 raise
@@ -238,7 +238,7 @@ class FullTensorEpoch:
         )
         place = members([0, *world.destinations], world.rank)
         if place is not None:
-            self._group = TorchGroup.open(
+            group = TorchGroup.open(
                 channel.store,
                 "full",
                 *place,
@@ -246,16 +246,14 @@ class FullTensorEpoch:
                 timeout_s=settings.timeout_s,
                 watch=channel.check_abort,
             )
-            self._messages = Messages(
-                self._group, world.rank, settings.bucket_bytes, settings.verify, channel.turn
-            )
+            self._messages = Messages(group, world.rank, settings.bucket_bytes, settings.verify, channel.turn)
         channel.barrier("ready")
 
     def _disconnect(self, reason: str) -> None:
         steps: list[Callable[[], object]] = []
         if self._channel is not None and reason:
             steps.append(partial(self._channel.abort, reason))
-        steps += [partial(self._group.close, failed=bool(reason))] if self._group is not None else []
+        steps += [partial(self._messages.close, failed=bool(reason))] if self._messages is not None else []
         steps += [one.close for one in (self._channel, self._server) if one is not None]
         try:
             end_all(steps)
@@ -355,7 +353,7 @@ class BucketSender:
     def __init__(self, messages: Messages, submit: Submit, clock: StageClock):
         self._messages, self._submit, self._clock = messages, submit, clock
         self._sending: Future[None] | None = None
-        self._buffers: list[torch.Tensor] = []
+        self._bucket: torch.Tensor | None = None
         self._parts: list[TensorPart] = []
         self._names: set[str] = set()
         self._cursor = self._buckets = 0
@@ -396,8 +394,8 @@ class BucketSender:
 
     @property
     def staging_bytes(self) -> int:
-        """Of the buckets that were taken."""
-        return sum(buffer.numel() for buffer in self._buffers)
+        """Of the buckets at their most."""
+        return min(AT_ONCE, self._buckets) * self._messages.bucket_bytes
 
     def _bytes_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
@@ -418,19 +416,16 @@ class BucketSender:
         )
 
     def _buffer(self) -> torch.Tensor:
-        # They take turns: the bucket before the last has left the device.
-        place = self._buckets % 2
-        if place == len(self._buffers):
-            size, device = self._messages.bucket_bytes, self._messages.device
-            self._buffers.append(torch.empty(size, dtype=torch.uint8, device=device))
-        return self._buffers[place]
+        if self._bucket is None:
+            self._bucket = self._messages.to_pack()
+        return self._bucket
 
     async def _flush(self, *, last: bool) -> None:
         bucket, packed = self._buffer()[: self._cursor], self._messages.packed()
         await self._drain()
         self._sending = self._submit(self._messages.send, bucket, self._parts, self._buckets, last, packed)
         self._buckets += 1
-        self._parts, self._cursor = [], 0
+        self._bucket, self._parts, self._cursor = None, [], 0
 
     async def _drain(self) -> None:
         if self._sending is not None:
@@ -469,18 +464,25 @@ class BucketReceiver:
         while coming is not None:
             with self._clock.stage("misc"), self._clock.waiting():
                 arrived = await asyncio.wrap_future(coming)
-            index += 1
-            coming = None if arrived.last else self._submit(self._messages.receive, index)
+            index, coming = index + 1, None
+            # The engine's own variable still holds the last tensor of the bucket before, until it has the first one of this.
+            ahead = self._messages.free()
             self.staging_bytes = max(self.staging_bytes, before + arrived.bucket.numel())
             before = arrived.bucket.numel()
             if arrived.bucket.is_cuda:  # taken on the messages' stream, used on this one
                 arrived.bucket.record_stream(torch.cuda.current_stream(self._messages.device))
             for part in arrived.parts:
+                if ahead and coming is None and not arrived.last:
+                    coming = self._submit(self._messages.receive, index)
                 self.nbytes += part.nbytes
                 self.verified += part.nbytes if arrived.checked else 0
                 tensor = self._put_together(part, arrived.bucket)
                 if tensor is not None:
                     yield part.name, tensor
+                    ahead = True
+                del tensor
+            if coming is None and not arrived.last:
+                coming = self._submit(self._messages.receive, index)
             del arrived  # unless the loader keeps a part of it
 
     def _put_together(self, part: TensorPart, bucket: torch.Tensor) -> torch.Tensor | None:

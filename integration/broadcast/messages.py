@@ -20,10 +20,9 @@ import torch
 
 from ..comm.group import Group
 from ..errors import RefitMismatch, VerificationError
-from ..packing import make_checksums
 from ..plan import aligned
 from ..weights.manifest import dtype_of
-from .packed import require_same_checksums
+from .buckets import Buckets
 
 LAST, CHECKED = 1, 2
 # Of a head, the digest of the description (two words), the seal of all these, and the checksum of the bucket (two words).
@@ -78,12 +77,19 @@ class Messages:
         # Whole units of alignment, so that what fits by its bytes fits by its place.
         self.bucket_bytes = max(aligned(1), bucket_bytes - bucket_bytes % aligned(1))
         self._group = group
-        self._verify = verify
-        self._turn = turn
-        self._refits = 0
+        # Not held between updates: an inference engine on the same GPU needs the memory then.
+        self._buckets = Buckets(group, rank, verify, turn)
         self._last_count = 1
         self._assembly = Assembly(rank)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def to_pack(self) -> torch.Tensor:
+        """A bucket to be packed while the one before is sent: uint8 ``[bucket_bytes]``."""
+        return self._buckets.to_pack(self.bucket_bytes)
+
+    def free(self) -> bool:
+        """As :meth:`Buckets.free`."""
+        return self._buckets.free()
 
     def packed(self) -> torch.cuda.Event | None:
         """To be called where a bucket was packed: what :meth:`send` waits for on a GPU."""
@@ -104,19 +110,20 @@ class Messages:
         """Send one bucket, and return once it has left the device."""
         with self._on_stream(packed):
             described = write_description(parts)
-            checked = bucket.numel() > 0 and self._checks(index)
+            checked = bucket.numel() > 0 and self._buckets.checks(index, self._last_count)
             flags = (LAST if last else 0) | (CHECKED if checked else 0)
             words = write_head(MessageHead(bucket.numel(), len(described), index, flags), described)
             head = torch.tensor(words, dtype=torch.int64, device=self.device)
             if checked:
-                make_checksums([(bucket, 0)], self.device).compute(sums_of(head))
+                self._buckets.checksum(bucket, sums_of(head))
             self._group.broadcast(head, 0, "misc")
             tail = torch.frombuffer(bytearray(described), dtype=torch.uint8).to(self.device)
             self._group.broadcast(tail, 0, "misc")
             if bucket.numel():
-                self._group.broadcast(bucket, 0, "misc")
+                self._buckets.send(bucket)
+                self._buckets.drain()
         if last:
-            self._refits += 1
+            self._buckets.refits += 1
             self._last_count = index + 1
 
     def receive(self, index: int) -> Arrived:
@@ -137,24 +144,20 @@ class Messages:
             if index == 0:
                 self._assembly = Assembly(self.rank)
             self._assembly.take(head, parts)
-            bucket = torch.empty(head.nbytes, dtype=torch.uint8, device=self.device)
+            bucket = torch.empty(0, dtype=torch.uint8, device=self.device)
             if head.nbytes:
-                self._group.broadcast(bucket, 0, "misc")
+                self._buckets.receive(head.nbytes)
+                bucket = self._buckets.arrived()
             checked = bool(head.flags & CHECKED)
             if checked:
-                self._compare(bucket, parts, sums_of(words))
+                self._buckets.compare(
+                    bucket, sums_of(words), list(dict.fromkeys(part.name for part in parts))
+                )
         return Arrived(parts, bucket, bool(head.flags & LAST), checked)
 
-    def _checks(self, index: int) -> bool:
-        # Sampled among as many messages as the last refit had, since the end of this one is not known yet.
-        sampled = index % self._last_count == (self._turn + self._refits) % self._last_count
-        return self._verify == "full" or (self._verify == "sampled" and sampled)
-
-    def _compare(self, bucket: torch.Tensor, parts: Sequence[TensorPart], sent: torch.Tensor) -> None:
-        found = torch.empty(2, dtype=torch.int64, device=self.device)
-        make_checksums([(bucket, 0)], self.device).compute(found)
-        names = list(dict.fromkeys(part.name for part in parts))
-        require_same_checksums(sent, found, names, self.rank)
+    def close(self, *, failed: bool = False) -> None:
+        """Close the group; safe to call twice. ``failed``: peers may be gone."""
+        self._buckets.close(failed=failed)
 
     @contextmanager
     def _on_stream(self, after: torch.cuda.Event | None) -> Iterator[None]:

@@ -54,8 +54,9 @@ class Exchange(ABC):
             PeerLost, RefitTimeout: as :meth:`Group.exchange`.
         """
 
-    def finish(self, stage: str) -> None:  # noqa: B027 - only gloo's exchanges are still running
-        """Wait for what :meth:`start` left running on the host. The time limit counts from this call.
+    def finish(self, stage: str) -> None:  # noqa: B027 - most have nothing left to wait for
+        """Wait for what :meth:`start` left running: on a CPU the caller waits, on a GPU the current stream. The time limit
+        counts from this call.
 
         Raises:
             PeerLost, RefitTimeout: as :meth:`Group.exchange`.
@@ -121,7 +122,11 @@ class Group(ABC):
         """
 
     @abstractmethod
-    def prepare_broadcast(self, root: int) -> None:
+    def prepare_broadcast(self, buffer: torch.Tensor, root: int) -> Exchange:
+        """A broadcast of a contiguous buffer from the group's rank ``root``; all ranks start their broadcasts in the same order."""
+
+    @abstractmethod
+    def connect_broadcast(self, root: int) -> None:
         """Connect ahead of use what broadcasts from ``root`` need; all ranks at the same time.
 
         Raises:
@@ -133,8 +138,8 @@ class Group(ABC):
         """Broadcast a contiguous buffer from the group's rank ``root`` and wait; raises as :meth:`exchange`."""
 
     @abstractmethod
-    def prepare_maximum(self, row: torch.Tensor) -> None:
-        """Connect ahead of use what :meth:`maximum` of such a row needs; as :meth:`prepare_broadcast`."""
+    def connect_maximum(self, row: torch.Tensor) -> None:
+        """Connect ahead of use what :meth:`maximum` of such a row needs; as :meth:`connect_broadcast`."""
 
     @abstractmethod
     def maximum(self, row: torch.Tensor, stage: str) -> None:
@@ -171,6 +176,10 @@ class Group(ABC):
         """
         exchange = self.prepare(sends, receives)
         exchange.start(stage)
+        self.finish(exchange, stage)
+
+    def finish(self, exchange: Exchange, stage: str) -> None:
+        """Wait on the host until an exchange has ended that was started on the current stream; raises as :meth:`exchange`."""
         exchange.finish(stage)
         self._wait_for_stream(stage)
 
@@ -197,6 +206,15 @@ class Group(ABC):
         except RefitError:
             self.abort()
             raise
+
+    def _others(self, root: int) -> list[int]:
+        return [rank for rank in range(self.size) if rank != root]
+
+    def _fan_out(self, buffer: torch.Tensor, root: int) -> tuple[list[PeerBuffer], list[PeerBuffer]]:
+        """What this rank sends and receives in a broadcast that ``root`` sends to each rank by itself."""
+        if self.rank == root:
+            return [PeerBuffer(rank, buffer) for rank in self._others(root)], []
+        return [], [PeerBuffer(root, buffer)]
 
     def _wait_for_stream(self, stage: str) -> None:
         """Wait for what was enqueued on the current stream."""

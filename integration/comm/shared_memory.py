@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from ..errors import PeerLost, RefitError, RefitMismatch, RefitTimeout, end_all
 from ..gpu_memory.descriptors import DescriptorServer, fetch
-from .group import Group, PeerBuffer
+from .group import Exchange, Group, PeerBuffer
 from .waiting import wait_until
 
 logger = logging.getLogger(__name__)
@@ -329,15 +329,18 @@ class SharedGroup(Group):
     def _begin(self) -> None:
         """Note that nobody is connected yet."""
 
-    def prepare_broadcast(self, root: int) -> None:
+    def prepare_broadcast(self, buffer: torch.Tensor, root: int) -> Exchange:
+        return self.prepare(*self._fan_out(buffer, root))
+
+    def connect_broadcast(self, root: int) -> None:
         self.connect(self._others(root) if self.rank == root else [root])
 
     def broadcast(self, buffer: torch.Tensor, root: int, stage: str) -> None:
-        here = self.rank == root
-        sends = [PeerBuffer(rank, buffer) for rank in self._others(root)] if here else []
-        self.exchange(sends, [] if here else [PeerBuffer(root, buffer)], stage)
+        exchange = self.prepare_broadcast(buffer, root)
+        exchange.start(stage)
+        self.finish(exchange, stage)
 
-    def prepare_maximum(self, row: torch.Tensor) -> None:
+    def connect_maximum(self, row: torch.Tensor) -> None:
         self.connect(self._others(self.rank))
 
     def maximum(self, row: torch.Tensor, stage: str) -> None:
@@ -349,6 +352,3 @@ class SharedGroup(Group):
         )
         for one in theirs.values():
             torch.maximum(row, one, out=row)
-
-    def _others(self, root: int) -> list[int]:
-        return [rank for rank in range(self.size) if rank != root]

@@ -139,8 +139,14 @@ class TorchGroup(Group):
 
             self._guarded(partial(self._run_at_once, partial(exchange.start, "connect")))
 
-    def prepare_broadcast(self, root: int) -> None:
-        """As :meth:`Group.prepare_broadcast`. NCCL connects in the first broadcast, and would block there without a limit."""
+    def prepare_broadcast(self, buffer: torch.Tensor, root: int) -> Exchange:
+        if self.device.type == "cuda":
+            return NcclBroadcast(self, buffer, root)
+        # Not gloo's own broadcast: it can't be given up, and would hold its connections open until its time is up.
+        return self.prepare(*self._fan_out(buffer, root))
+
+    def connect_broadcast(self, root: int) -> None:
+        """As :meth:`Group.connect_broadcast`. NCCL connects in the first broadcast, and would block there without a limit."""
         if self.device.type == "cuda" and not self._broadcast_connected:
             for lane in range(self.lanes):
                 self._guarded(partial(self._run_at_once, partial(self._first_broadcast, lane)))
@@ -148,11 +154,11 @@ class TorchGroup(Group):
 
     def broadcast(self, buffer: torch.Tensor, root: int, stage: str) -> None:
         with classifying(stage, self.rank, f"from group rank {root}"):
-            self._start_broadcast(buffer, root, 0)
+            self.start_broadcast(buffer, root, 0).wait()
         self._wait_for_stream(stage)
 
-    def prepare_maximum(self, row: torch.Tensor) -> None:
-        """As :meth:`Group.prepare_maximum`.
+    def connect_maximum(self, row: torch.Tensor) -> None:
+        """As :meth:`Group.connect_maximum`.
 
         NCCL connects separately for each of its algorithms, and chooses one by size: so this is a maximum of that size.
         """
@@ -204,7 +210,7 @@ class TorchGroup(Group):
                 make = partial(self._make, PrefixStore(f"{name}/{lane}", store))
                 self._backends.append(self._guarded(make))
             # NCCL connects all ranks at the first use, and a rank without messages would never come to it.
-            self.prepare_broadcast(0)
+            self.connect_broadcast(0)
         except RefitError:
             raise
         except RuntimeError as error:
@@ -240,11 +246,17 @@ class TorchGroup(Group):
                 )
                 self.abort()
 
-    def _start_broadcast(self, buffer: torch.Tensor, root: int, lane: int) -> None:
+    def start_broadcast(self, buffer: torch.Tensor, root: int, lane: int) -> Any:
+        """Begin a broadcast behind what the current stream has been given; returns the backend's handle.
+
+        Raises:
+            RefitError: the group is closed.
+            RuntimeError: of the backend.
+        """
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.timeout = timedelta(seconds=self.timeout_s)
-        self._backends[lane].broadcast([buffer], options).wait()
+        return self.backend(lane).broadcast([buffer], options)
 
     def _start_maximum(self, row: torch.Tensor) -> None:
         options = dist.AllreduceOptions()
@@ -253,7 +265,7 @@ class TorchGroup(Group):
         self.backend(0).allreduce([row], options).wait()
 
     def _first_broadcast(self, lane: int) -> None:
-        self._start_broadcast(torch.zeros(1, device=self.device), 0, lane)
+        self.start_broadcast(torch.zeros(1, device=self.device), 0, lane).wait()
 
     def _run_at_once(self, start: Callable[[], None]) -> None:
         """Enqueue something and wait for it; may block without a limit."""
@@ -377,6 +389,34 @@ class NcclExchange(_TorchExchange):
         for call, buffers, peer in self._calls:
             call(buffers, peer, 0)
         self._backend._end_coalescing().wait()
+
+
+class NcclBroadcast(Exchange):
+    """NCCL's broadcast. The stream that starts it waits for it in :meth:`finish` only: until then it can be given other work."""
+
+    def __init__(self, group: TorchGroup, buffer: torch.Tensor, root: int):
+        """
+        Args:
+            group: with NCCL.
+            buffer: contiguous.
+            root: the group's rank that sends.
+        """
+        own = PeerBuffer(root, buffer)
+        super().__init__(0, *(([own], []) if group.rank == root else ([], [own])))
+        self._group, self._buffer, self._root = group, buffer, root
+        self._work: Any = None
+
+    def start(self, stage: str) -> None:
+        with classifying(stage, self._group.rank, f"from group rank {self._root}"):
+            self._work = self._group.start_broadcast(self._buffer, self._root, self._lane)
+
+    def finish(self, stage: str) -> None:
+        work, self._work = self._work, None
+        with classifying(stage, self._group.rank, f"from group rank {self._root}"):
+            work.wait()
+
+    def drop(self) -> None:
+        self._work = None
 
 
 def _watch_nothing(stage: str) -> None:

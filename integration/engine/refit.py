@@ -199,7 +199,14 @@ class RefitEngine:
         misc = self.manifest.specs("misc")
         # Kept, since a refit must not walk through thousands of weights.
         self._misc_names = [spec.name for spec in misc]
-        self._misc = PackedBroadcast.open(self.channel, self._group_choice, misc, self.config, device)
+        self._misc = PackedBroadcast.open(
+            self.channel,
+            self._group_choice,
+            misc,
+            self.config,
+            device,
+            sleeps=gives_memory_back(self._endpoint),
+        )
 
     def stale(self) -> bool:
         """Whether storage on this rank has moved since it was bound; asked at the beginning of each refit."""
@@ -336,7 +343,7 @@ class RefitEngine:
     @property
     def staging_bytes(self) -> int:
         """Bytes of buffers on this rank at their largest."""
-        return self.held_bytes + self._open_misc.staging_bytes
+        return self.held_bytes + self._open_misc.taken_bytes
 
     @property
     def held_bytes(self) -> int:

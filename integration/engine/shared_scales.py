@@ -125,7 +125,7 @@ class SharedScales:
             PeerLost, RefitTimeout: a trainer rank does not take part.
         """
         if self._group is not None:
-            self._group.prepare_maximum(self._row)
+            self._group.connect_maximum(self._row)
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
         """Prepare for this rank's fragments; again whenever they have moved. Keeps their scales, but no weight.

@@ -136,7 +136,7 @@ class Transfers:
             )
             compiled.turn += 1
             golden.bind(fragments)
-            self.group.prepare_broadcast(0)
+            self.group.connect_broadcast(0)
             return golden.run(compiled.clock)
         return self._exchange(compiled, part.plan, request.verify, fragments)
 

@@ -11,8 +11,7 @@ from unittest import mock
 
 import torch
 
-from rlrefit.integration.broadcast.packed import PackedBroadcast
-from rlrefit.integration.comm.torch_group import TorchGroup
+from rlrefit.integration.broadcast.buckets import Buckets
 from rlrefit.integration.plan import CHECKSUM_BYTES
 from rlrefit.integration.transport.bound_plan import BoundPlan
 from rlrefit.integration.transport.messages import LocalMessage
@@ -64,7 +63,7 @@ class Flips:
     def __enter__(self) -> Flips:
         flips = self
         pack, unpack = BoundPlan.pack, BoundPlan.unpack
-        broadcast, checked = TorchGroup.broadcast, PackedBroadcast._checked
+        send, arrived, checks = Buckets.send, Buckets.arrived, Buckets.checks
 
         def packing(bound: Any, index: int, refit: int) -> None:
             pack(bound, index, refit)
@@ -76,23 +75,28 @@ class Flips:
                 flips._hit_round(bound, index, refit, bound._messages.receives, "_receives", "arrived")
             unpack(bound, index, refit)
 
-        def broadcasting(group: Any, buffer: torch.Tensor, root: int, stage: str) -> None:
-            if flips._armed and stage == "misc" and group.rank == root:
-                flips._hit_misc(buffer)
-            broadcast(group, buffer, root, stage)
-            if flips._armed and stage == "misc" and group.rank != root:
-                flips._hit_misc(buffer)
+        def sending(buckets: Any, bucket: torch.Tensor) -> None:
+            if flips._armed:
+                flips._hit_misc(bucket)
+            send(buckets, bucket)
 
-        def checking(packed: Any, index: int) -> bool:
-            found = checked(packed, index)
+        def arriving(buckets: Any) -> torch.Tensor:
+            bucket = arrived(buckets)
+            if flips._armed:
+                flips._hit_misc(bucket)
+            return bucket
+
+        def checking(buckets: Any, index: int, count: int) -> bool:
+            found = checks(buckets, index, count)
             flips._checked(found)
             return found
 
         for owner, name, patched in (
             (BoundPlan, "pack", packing),
             (BoundPlan, "unpack", unpacking),
-            (TorchGroup, "broadcast", broadcasting),
-            (PackedBroadcast, "_checked", checking),
+            (Buckets, "send", sending),
+            (Buckets, "arrived", arriving),
+            (Buckets, "checks", checking),
         ):
             self._patches.enter_context(mock.patch.object(owner, name, patched))
         return self

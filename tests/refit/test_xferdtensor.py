@@ -334,7 +334,7 @@ def test_ranks_connect_within_the_limit_before_anything_goes_from_one_to_another
     """NCCL would connect in the first use of a pair, or in the first broadcast, and wait there without a limit."""
     connected: dict[int, set[int]] = {rank: set() for rank in range(RANKS)}
     greeted: set[int] = set()
-    connect, greet = TorchGroup.connect, TorchGroup.prepare_broadcast
+    connect, greet = TorchGroup.connect, TorchGroup.connect_broadcast
     exchange, broadcast = TorchGroup.exchange, TorchGroup.broadcast
 
     def connects(group: TorchGroup, peers: Any) -> None:
@@ -355,7 +355,7 @@ def test_ranks_connect_within_the_limit_before_anything_goes_from_one_to_another
 
     for name, call in (
         ("connect", connects),
-        ("prepare_broadcast", greets),
+        ("connect_broadcast", greets),
         ("exchange", exchanges),
         ("broadcast", broadcasts),
     ):
