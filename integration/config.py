@@ -36,7 +36,7 @@ class RefitConfig:
             held fragment to everyone (slow, the oracle); ``auto`` takes ``ipc`` where it can work, else
             ``p2p``, and says why. ``m2n`` (NVIDIA's ``nccl.m2n``) is refused, since it carries no refits yet.
         bucket_mb: size of a bucket in MiB. ``p2p`` stages through two of them for each direction and stream,
-            so that packing, wire and unpacking overlap; ``ipc`` needs none. The packed misc path uses one.
+            so that packing, wire and unpacking overlap; ``ipc`` needs none. The packed misc path uses two.
         streams: rounds of ``p2p`` that are on the wire of GPUs at a time, each with a communicator of its own.
         timeout_s: seconds that any wait of a refit may take before it fails with the rank and stage, and that opening
             a session may take as a whole.
