@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import json
 import threading
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
+from .crew import Result, run_trials
 from .judge import holds
-from .run import run_trials
-from .table import Result, table, write
-from .trials import Trial
+from .trials import Kind, Trial
+
+_COUNTED = ("errors", "typed", "named", "hangs", "corrupt", "unguarded", "escapes", "healed")
+
+
+def table(results: Sequence[Result], title: str) -> Table:
+    """One row for each kind of fault, and one for all."""
+    made = Table("fault", "trials", *_COUNTED, "longest s", title=title)
+    rows = {str(kind): [result for result in results if result[0].trial.kind is kind] for kind in Kind}
+    for kind, found in {**rows, "all": results}.items():
+        counted = [sum(getattr(verdict, of) for _, verdict in found) for of in _COUNTED]
+        longest = max((seen.seconds for seen, _ in found), default=0.0)
+        made.add_row(kind, str(len(found)), *map(str, counted), f"{longest:.1f}")
+    return made
 
 
 def main() -> int:
@@ -32,8 +48,7 @@ def main() -> int:
         seen, verdict = result
         if verdict.faults:
             with lock:
-                how = seen.struck.how if seen.struck is not None else "never struck"
-                console.print(f"{seen.trial.told}; {how}", style="bold", markup=False, highlight=False)
+                console.print(f"{seen.told}", style="bold", markup=False, highlight=False)
                 for fault in verdict.faults:
                     console.print(f"    {fault}", markup=False, highlight=False)
 
@@ -44,7 +59,10 @@ def main() -> int:
     results = run_trials(asked.seed, asked.trials, asked.crews, chosen, told)
     console.print(table(results, f"{len(results)} faults, seed {asked.seed}"))
     if asked.json is not None:
-        write(asked.json, asked.seed, results)
+        rows = [{"seen": asdict(seen), "verdict": asdict(verdict)} for seen, verdict in results]
+        asked.json.write_text(
+            json.dumps({"seed": asked.seed, "trials": rows}, indent=1, default=str, skipkeys=True)
+        )
     missed = [seen.trial.number for seen, _ in results if seen.struck is None]
     if missed:
         console.print(f"Trials whose fault never came to be: {missed}")

@@ -6,57 +6,28 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from tests.servers import processes
 
+from .judge import Verdict, judge
 from .moments import Place
-from .rank import Ended, Order, Part, Struck, work
-from .trials import HEALED, STEPPED, VERSIONS, Counts, Kind, Trial, World
+from .rank import GRACE_S, Ended, Observed, Order, Part, Struck, work
+from .trials import HEALED, STEPPED, VERSIONS, WORLDS, Counts, Kind, Trial, World, draw
 
-# Beyond the limit: what a rank waits for a rendezvous that does not answer (half the limit, from 1 to 5 s), its
-# farewell to it, and a busy machine.
-GRACE_S = 8.0
+Result = tuple[Observed, Verdict]
+
 # For how long a rank that hangs is still watched: how late it is belongs into the table.
 _WATCH_S = 20.0
 _HEALING_S = 30.0
 _ATTEMPTS = 4
-
-
-@dataclass
-class Observed:
-    """All that a trial has shown.
-
-    Attributes:
-        trial: as it was run in the end: with a longer limit if the machine was too slow for the first one.
-        struck: the fault, or None if it never came to be.
-        ended: the ranks that ended by themselves, the victim among them if it lived.
-        hung: ranks that did not, with their stacks.
-        killed: whether the victim's process was ended by the fault.
-        healed: the ranks in the next epoch.
-        heal_hung: ranks that did not end there.
-        seconds: from the fault to the end of the slowest rank but the victim.
-        victim_seconds: the same for the victim, from when it could go on.
-    """
-
-    trial: Trial
-    struck: Struck | None = None
-    ended: dict[int, Ended] = field(default_factory=dict)
-    hung: dict[int, str] = field(default_factory=dict)
-    killed: bool = False
-    healed: dict[int, Ended] = field(default_factory=dict)
-    heal_hung: list[int] = field(default_factory=list)
-    seconds: float = 0.0
-    victim_seconds: float = 0.0
-
-    @property
-    def limit_s(self) -> float:
-        """What is taken as a hang."""
-        return self.trial.timeout_s + GRACE_S
 
 
 class _Member:
@@ -103,10 +74,10 @@ class Crew:
 
     def count(self, world: World) -> Sequence[Mapping[Place, int]]:
         """Points of the library that each rank of a world passes without any fault, by part and window."""
-        ended = self._epoch(world, VERSIONS, 60.0, "sampled", 0, counts=True)
-        failed = [e for e in ended.values() if e.error]
+        first = Order(self._host(world, 0), world, 0, VERSIONS, 60.0, "sampled", counts=True)
+        ended = self._epoch(first, {*range(sum(world))})
         assert len(ended) == sum(world), f"only ranks {sorted(ended)} of {world} ended without any fault"
-        assert not failed, f"without any fault: {failed}"
+        assert not any(e.error for e in ended.values()), f"without any fault: {ended}"
         return [ended[rank].seen for rank in range(sum(world))]
 
     def run(self, trial: Trial, counts: Counts) -> Observed:
@@ -122,7 +93,6 @@ class Crew:
 
     def _inject(self, seen: Observed, counts: Counts) -> None:
         trial = seen.trial
-        self._staff(trial.size)
         rendezvous = self._host(trial.world, 0)
         at = 0
         if trial.kind in STEPPED:
@@ -144,56 +114,37 @@ class Crew:
         """The survivors with what they hold, and fresh processes for those that died or hung, meet anew."""
         trial = seen.trial
         # A victim whose model was changed is started anew with the right one.
-        fresh = {*seen.hung} | (
-            {trial.victim} if seen.killed or (seen.struck and seen.struck.weight) else set()
-        )
-        seen.healed = self._epoch(trial.world, (HEALED,), _HEALING_S, trial.verify, 1, fresh=fresh)
+        fresh = {*seen.hung}
+        if seen.killed or (seen.struck is not None and seen.struck.weight):
+            fresh.add(trial.victim)
+        first = Order(self._host(trial.world, 1), trial.world, 0, (HEALED,), _HEALING_S, trial.verify)
+        seen.healed = self._epoch(first, fresh)
         seen.heal_hung = sorted(set(range(trial.size)) - set(seen.healed))
         for rank in seen.heal_hung:
             self._replace(rank)
 
-    def _epoch(
-        self,
-        world: World,
-        versions: tuple[int, ...],
-        timeout_s: float,
-        verify: str,
-        epoch: int,
-        *,
-        fresh: set[int] | None = None,
-        counts: bool = False,
-    ) -> dict[int, Ended]:
-        """An epoch without faults."""
-        size = sum(world)
-        self._staff(size)
-        rendezvous = self._host(world, epoch)
+    def _epoch(self, first: Order, fresh: set[int]) -> dict[int, Ended]:
+        """An epoch without faults, of ranks with the order of the ``first`` one."""
+        size = sum(first.world)
         for rank in range(size):
-            anew = fresh is None or rank in fresh
-            order = Order(rendezvous, world, rank, versions, timeout_s, verify, counts=counts, fresh=anew)
-            self._members[rank].pipe.send(order)
+            self._members[rank].pipe.send(replace(first, rank=rank, fresh=rank in fresh))
         waiting = {self._members[rank].pipe: rank for rank in range(size)}
         ended: dict[int, Ended] = {}
-        deadline = time.monotonic() + timeout_s + GRACE_S + _WATCH_S
-        while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
+        deadline = time.monotonic() + first.timeout_s + GRACE_S + _WATCH_S
+        while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[call-overload]
-                try:
+                with suppress(EOFError):  # it died
                     ended[rank] = pipe.recv()  # type: ignore[union-attr]
-                except EOFError:
-                    continue  # it died
         return ended
 
     def _host(self, world: World, epoch: int) -> Any:
+        """Have a process for each rank, and the rendezvous of an epoch at the first."""
+        while len(self._members) < sum(world):
+            self._members.append(self._make())
         pipe = self._members[0].pipe
         pipe.send((*world, epoch))
         return pipe.recv()
-
-    def _staff(self, size: int) -> None:
-        while len(self._members) < size:
-            self._members.append(self._make())
 
     def _replace(self, rank: int) -> None:
         self._members[rank].end()
@@ -211,10 +162,7 @@ def _again(seen: Observed, counts: Counts) -> tuple[Trial, Counts]:
         return replace(trial, timeout_s=2 * trial.timeout_s), counts
     if trial.kind in STEPPED:  # the victim has not passed as many points
         passed = seen.ended[trial.victim].seen.get(trial.place, 0)
-        return trial, {
-            **counts,
-            trial.world: [{**of, trial.place: passed} for of in counts[trial.world]],
-        }
+        return trial, {**counts, trial.world: [{**of, trial.place: passed} for of in counts[trial.world]]}
     return replace(trial, seed=trial.seed + "+", fraction=trial.fraction * 0.8), counts
 
 
@@ -246,18 +194,16 @@ class _Watch:
                 break
         if seen.struck is not None:
             struck = seen.struck.at
-            others = [e.at for rank, e in seen.ended.items() if rank != trial.victim]
-            seen.seconds = max([at - struck for at in others] + [0.0])
+            others = [e.at - struck for rank, e in seen.ended.items() if rank != trial.victim]
+            seen.seconds = max(others, default=0.0)
             if trial.victim in seen.ended:
                 seen.victim_seconds = seen.ended[trial.victim].at - max(struck, self._released_at)
 
     def _deadline(self) -> float:
         """Till when ranks are watched; those that a victim's end is to follow may take the whole limit after it."""
-        since = max(
-            self._seen.struck.at if self._seen.struck is not None else self._started_at + 20.0,
-            self._released_at,
-        )
-        return since + self._seen.limit_s + _WATCH_S
+        struck = self._seen.struck
+        since = struck.at if struck is not None else self._started_at + 20.0
+        return max(since, self._released_at) + self._seen.limit_s + _WATCH_S
 
     def _take(self, pipe: Any) -> None:
         seen, rank = self._seen, self._waiting[pipe]
@@ -299,3 +245,38 @@ class _Watch:
         for rank in self._waiting.values():
             self._members[rank].signal(signal.SIGCONT)
             self._seen.hung[rank] = self._members[rank].stack()
+
+
+def run_trials(
+    seed: int,
+    count: int,
+    crews: int,
+    chosen: Callable[[Trial], bool] = lambda trial: True,
+    done: Callable[[Result], None] = lambda result: None,
+) -> list[Result]:
+    """What came of the chosen ones of ``count`` trials, ``crews`` at a time, since most of them wait.
+
+    ``done`` is told of each as it ends, from threads.
+    """
+    with ExitStack() as stack, ThreadPoolExecutor(crews) as pool:
+        idle: SimpleQueue[Crew] = SimpleQueue()
+        for _ in range(crews):
+            idle.put(stack.enter_context(Crew()))
+
+        def with_a_crew[T](work: Callable[[Crew], T]) -> T:
+            crew = idle.get()
+            try:
+                return work(crew)
+            finally:
+                idle.put(crew)
+
+        counted = pool.map(lambda world: with_a_crew(lambda crew: crew.count(world)), WORLDS)
+        counts = dict(zip(WORLDS, counted, strict=True))
+
+        def run(trial: Trial) -> Result:
+            seen = with_a_crew(lambda crew: crew.run(trial, counts))
+            result = seen, judge(seen)
+            done(result)
+            return result
+
+        return list(pool.map(run, filter(chosen, draw(seed, count, counts))))

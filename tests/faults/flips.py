@@ -21,19 +21,12 @@ from .weights import MISC
 
 @dataclass(frozen=True)
 class Flipped:
-    """What was changed.
-
-    Attributes:
-        how: for a person.
-        due: whether it lies in what is checked in that refit.
-        ends: refit ranks that have to do with it; nothing that landed can tell them apart.
-        weights: one of them was damaged.
-    """
+    """What was changed."""
 
     how: str
-    due: bool
-    ends: tuple[int, ...]
-    weights: tuple[str, ...]
+    due: bool  # it lies in what is checked in that refit
+    ends: tuple[int, ...]  # refit ranks that have to do with it; nothing that landed can tell them apart
+    weights: tuple[str, ...]  # one of them was damaged
 
 
 class Flips:
@@ -43,13 +36,6 @@ class Flips:
     """
 
     def __init__(self, rank: int, *, is_source: bool, rng: Random, told: Callable[[Flipped], None]):
-        """
-        Args:
-            rank: refit rank of this process.
-            is_source: whether it is a trainer, which packs and sends.
-            rng: chooses where and how.
-            told: called once the bytes are changed.
-        """
         self._rank, self._is_source, self._rng, self._told = rank, is_source, rng, told
         self._armed = False
         # Of the misc path's buckets, the one that is hit; of the messages, (round, place in it), once it is chosen.
@@ -61,34 +47,33 @@ class Flips:
         self._patches = ExitStack()
 
     def __enter__(self) -> Flips:
-        flips = self
         pack, unpack = BoundPlan.pack, BoundPlan.unpack
         send, arrived, checks = Buckets.send, Buckets.arrived, Buckets.checks
 
         def packing(bound: Any, index: int, refit: int) -> None:
             pack(bound, index, refit)
-            if flips._armed and flips._is_source:
-                flips._hit_round(bound, index, refit, bound._messages.sends, "_sends", "packed")
+            if self._armed and self._is_source:
+                self._hit_round(bound, index, refit, bound._messages.sends, "_sends")
 
         def unpacking(bound: Any, index: int, refit: int) -> None:
-            if flips._armed and not flips._is_source:
-                flips._hit_round(bound, index, refit, bound._messages.receives, "_receives", "arrived")
+            if self._armed and not self._is_source:
+                self._hit_round(bound, index, refit, bound._messages.receives, "_receives")
             unpack(bound, index, refit)
 
         def sending(buckets: Any, bucket: torch.Tensor) -> None:
-            if flips._armed:
-                flips._hit_misc(bucket)
+            if self._armed:
+                self._hit_misc(bucket)
             send(buckets, bucket)
 
         def arriving(buckets: Any) -> torch.Tensor:
             bucket = arrived(buckets)
-            if flips._armed:
-                flips._hit_misc(bucket)
+            if self._armed:
+                self._hit_misc(bucket)
             return bucket
 
         def checking(buckets: Any, index: int, count: int) -> bool:
             found = checks(buckets, index, count)
-            flips._checked(found)
+            self._checked(found)
             return found
 
         for owner, name, patched in (
@@ -111,19 +96,14 @@ class Flips:
             self._bucket = self._rng.randrange(len(MISC))
 
     def _hit_round(
-        self, bound: Any, index: int, refit: int, rounds: list[list[LocalMessage]], parcels: str, when: str
+        self, bound: Any, index: int, refit: int, rounds: list[list[LocalMessage]], parcels: str
     ) -> None:
         if self._bucket >= 0:
             return
         if self._message is None:
             # Relays leave from the bucket in which they arrived, whose change is another case.
-            choices = [
-                (i, k)
-                for i, messages in enumerate(rounds)
-                for k, one in enumerate(messages)
-                if one.relay_of is None
-            ]
-            self._message = self._rng.choice(choices)
+            places = [(i, k) for i, messages in enumerate(rounds) for k in range(len(messages))]
+            self._message = self._rng.choice([(i, k) for i, k in places if rounds[i][k].relay_of is None])
         if index != self._message[0]:
             return
         one = rounds[index][self._message[1]]
@@ -134,14 +114,10 @@ class Flips:
         turn, of = bound._messages.turns[one]
         due = bound._verify == "full" or refit % of == turn
         message = one.message
-        self._tell(
-            Flipped(
-                f"{how} of {segment.name} {when}, message {turn} of {of} from {message.source} to {message.destination}",
-                due,
-                tuple(sorted({message.source, message.destination, message.origin})),
-                tuple(sorted({s.name for s in message.segments})),
-            )
-        )
+        ends = {message.source, message.destination, message.origin}
+        names = {s.name for s in message.segments}
+        how = f"{how} of {segment.name} in {parcels}, message {turn} of {of}"
+        self._tell(Flipped(how, due, tuple(sorted(ends)), tuple(sorted(names))))
 
     def _hit_misc(self, buffer: torch.Tensor) -> None:
         if self._bucket < 0 or self._undecided:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .crew import Observed
-from .rank import Ended, Raised
+from .rank import Ended, Observed, Raised
 from .trials import CHANGES, FLIPS, HEALED, INTERRUPTS
 
 # Of all errors that name the cause.
@@ -15,29 +14,19 @@ ENOUGH = 0.95
 
 @dataclass
 class Verdict:
-    """Of one trial.
+    """Of one trial."""
 
-    Attributes:
-        errors: of the ranks that the fault did not hit.
-        typed: those that are a refit's.
-        named: those that name the cause: the rank, and the weight where one was changed.
-        hangs: ranks that did not end within the limit.
-        corrupt: clean engines with other bytes than those of the version that they claim, or of two versions.
-        escapes: engines with bytes that were changed in a message which ``sampled`` did not check.
-        unguarded: clean engines into which a sender may have written already.
-        healed: whether the next epoch brought all engines to one version, whole.
-        faults: all that is wrong, for a person.
-    """
-
-    errors: int = 0
-    typed: int = 0
-    named: int = 0
-    hangs: int = 0
-    corrupt: int = 0
-    escapes: int = 0
-    unguarded: int = 0
-    healed: bool = True
-    faults: list[str] = field(default_factory=list)
+    errors: int = 0  # of the ranks that the fault did not hit
+    typed: int = 0  # those that are a refit's
+    named: int = 0  # those that name the cause: the rank, and the weight where one was changed
+    hangs: int = 0  # ranks that did not end within the limit
+    corrupt: int = (
+        0  # clean engines with other bytes than those of the version that they claim, or of two versions
+    )
+    escapes: int = 0  # engines with bytes that were changed in a message which `sampled` did not check
+    unguarded: int = 0  # clean engines into which a sender may have written already
+    healed: bool = True  # the next epoch brought all engines to one version, whole
+    faults: list[str] = field(default_factory=list)  # all that is wrong, for a person
 
 
 def judge(seen: Observed) -> Verdict:
@@ -62,22 +51,17 @@ def holds(verdicts: Sequence[Verdict]) -> bool:
 
 
 def _hangs(seen: Observed, found: Verdict) -> None:
-    for rank, stack in seen.hung.items():
-        found.hangs += 1
-        found.faults.append(f"rank {rank} hung:\n{stack}")
-    late = seen.seconds > seen.limit_s
-    if late:
-        found.hangs += 1
-        found.faults.append(f"the slowest rank took {seen.seconds:.1f} s at a limit of {seen.limit_s:.1f}")
-    if seen.victim_seconds > seen.limit_s:
-        found.hangs += 1
-        found.faults.append(f"the victim took {seen.victim_seconds:.1f} s at a limit of {seen.limit_s:.1f}")
+    faults = [f"rank {rank} hung:\n{stack}" for rank, stack in seen.hung.items()]
+    for who, seconds in (("the slowest rank", seen.seconds), ("the victim", seen.victim_seconds)):
+        if seconds > seen.limit_s:
+            faults.append(f"{who} took {seconds:.1f} s at a limit of {seen.limit_s:.1f}")
+    found.hangs += len(faults)
+    found.faults += faults
 
 
 def _engines(seen: Observed, found: Verdict) -> None:
-    trial = seen.trial
-    escaped = seen.struck is not None and seen.struck.flipped is not None and not seen.struck.flipped.due
-    escaped = escaped and trial.verify == "sampled"
+    flipped = seen.struck.flipped if seen.struck is not None else None
+    escaped = flipped is not None and not flipped.due and seen.trial.verify == "sampled"
     serving: dict[int, int] = {}
     for rank, ended in seen.ended.items():
         if ended.clean is None:
@@ -96,7 +80,7 @@ def _engines(seen: Observed, found: Verdict) -> None:
             if begun:
                 found.unguarded += 1
                 found.faults.append(
-                    f"rank {rank} is clean with version {ended.version}, and trainers began to send {sorted(begun)}"
+                    f"rank {rank} is clean at {ended.version}, and trainers send {sorted(begun)}"
                 )
     if len({*serving.values()}) > 1:
         found.corrupt += 1
@@ -107,39 +91,29 @@ def _errors(seen: Observed, found: Verdict) -> None:
     trial, struck = seen.trial, seen.struck
     if struck is None:
         return
+    errors = {rank: ended.error for rank, ended in sorted(seen.ended.items()) if ended.error is not None}
     to_blame = {trial.victim}
     if trial.kind in FLIPS and struck.flipped is not None:
-        to_blame |= {*struck.flipped.ends}
         # Which end changed them, or a rank that passed them on, nobody can tell.
-        to_blame |= {
-            rank
-            for rank, e in seen.ended.items()
-            if e.error is not None and e.error.kind == "VerificationError"
-        }
-    for rank, ended in sorted(seen.ended.items()):
-        error = ended.error
-        if error is None:
-            continue
+        to_blame |= {*struck.flipped.ends}
+        to_blame |= {rank for rank, error in errors.items() if error.kind == "VerificationError"}
+    for rank, error in errors.items():
         if rank == trial.victim:
-            _of_victim(seen, ended, error, found)
+            _of_victim(seen, error, found)
             continue
         found.errors += 1
         found.typed += error.is_refit_error
-        if not error.is_refit_error:
-            found.faults.append(f"rank {rank} raised {error.kind}: {error.text}")
-        # Which end changed them the rank that finds it can't tell.
         finds_it = error.kind == "VerificationError" and trial.kind in FLIPS
-        blames = finds_it or error.blamed in to_blame
-        if error.rank not in (-1, rank):
-            blames = False
-            found.faults.append(f"the error of rank {rank} says that it is rank {error.rank}'s")
+        blames = (finds_it or error.blamed in to_blame) and error.rank in (-1, rank)
         if error.is_refit_error and blames and _names_weight(seen, error):
             found.named += 1
         else:
-            found.faults.append(f"rank {rank} blames {error.blamed}: {error.kind}: {error.text}")
+            found.faults.append(
+                f"rank {rank} (says {error.rank}) blames {error.blamed}: {error.kind}: {error.text}"
+            )
 
 
-def _of_victim(seen: Observed, ended: Ended, error: Raised, found: Verdict) -> None:
+def _of_victim(seen: Observed, error: Raised, found: Verdict) -> None:
     trial = seen.trial
     own = error.injected or (trial.kind in INTERRUPTS and error.kind == "KeyboardInterrupt")
     if not error.is_refit_error and not own:
@@ -156,13 +130,11 @@ def _of_victim(seen: Observed, ended: Ended, error: Raised, found: Verdict) -> N
 
 def _names_weight(seen: Observed, error: Raised) -> bool:
     struck = seen.struck
-    if struck is None:
-        return False
-    if seen.trial.kind in CHANGES:
-        return struck.weight == error.parameter or struck.weight in error.text
+    assert struck is not None
+    names: tuple[str, ...] = (struck.weight,) if seen.trial.kind in CHANGES else ("",)
     if struck.flipped is not None:
-        return any(name == error.parameter or name in error.text for name in struck.flipped.weights)
-    return True
+        names = struck.flipped.weights
+    return any(name == error.parameter or name in error.text for name in names)
 
 
 def _healing(seen: Observed, found: Verdict) -> None:
@@ -170,10 +142,12 @@ def _healing(seen: Observed, found: Verdict) -> None:
     for rank, ended in sorted(seen.healed.items()):
         if ended.error is not None:
             wrong.append(f"rank {rank} raised {ended.error.kind}: {ended.error.text}")
-        if ended.clean is not None and (not ended.clean or ended.version != HEALED or ended.left_wrong):
-            wrong.append(
-                f"rank {rank} clean {ended.clean}, version {ended.version}, wrong {ended.left_wrong}"
-            )
+        if ended.clean is not None and not _is_healed(ended):
+            wrong.append(f"rank {rank} clean {ended.clean}, at {ended.version}, wrong {ended.left_wrong}")
     if wrong:
         found.healed = False
         found.faults.append(f"not healed: {'; '.join(wrong)}")
+
+
+def _is_healed(ended: Ended) -> bool:
+    return bool(ended.clean) and ended.version == HEALED and not ended.left_wrong

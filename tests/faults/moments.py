@@ -70,13 +70,7 @@ class Moments:
     ) -> None:
         """Count the points from now on; once ``at`` of them have passed, call ``strike`` at the next, with where it is.
 
-        What it raises is raised there.
-
-        Args:
-            place: whose points count for that; None for any.
-            at: how many pass before.
-            strike: is called once.
-        """
+        What it raises is raised there."""
         self._armed = _Armed(place, at, strike) if strike is not None else None
         self._watches = True
         events = _EVENTS.PY_START | _EVENTS.CALL | _EVENTS.C_RETURN | _EVENTS.C_RAISE | _EVENTS.JUMP

@@ -16,12 +16,7 @@ from .trials import Kind
 class Network:
     """Passes all connections of a rank on to the rendezvous, until it is told to do otherwise.
 
-    Args:
-        rendezvous: the real one.
-        drip_s: seconds between two bytes once it drips.
-
-    Attributes:
-        rendezvous: what the rank is given.
+    The rank is given its ``rendezvous``. Once it drips, ``drip_s`` are between two bytes.
     """
 
     def __init__(self, rendezvous: Rendezvous, drip_s: float):
@@ -29,7 +24,6 @@ class Network:
         self._drip_s = drip_s
         self._bad: Kind | None = None
         self._until = 0.0
-        self._ended = False
         self._socks: list[socket.socket] = []
         self._listener = socket.create_server((rendezvous.host, 0))
         self.rendezvous = replace(rendezvous, port=self._listener.getsockname()[1])
@@ -44,7 +38,6 @@ class Network:
 
     def close(self) -> None:
         """End all connections."""
-        self._ended = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -56,17 +49,15 @@ class Network:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
-        while not self._ended:
-            try:
+        with suppress(OSError):
+            while True:
                 near, _ = self._listener.accept()
                 far = socket.create_connection(self._to)
-            except OSError:
-                return
-            for sock in (near, far):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socks += (near, far)
-            for source, sink, to_rank in ((near, far, False), (far, near, True)):
-                threading.Thread(target=self._pump, args=(source, sink, to_rank), daemon=True).start()
+                for sock in (near, far):
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._socks += (near, far)
+                for pump in ((near, far, False), (far, near, True)):
+                    threading.Thread(target=self._pump, args=pump, daemon=True).start()
 
     def _pump(self, source: socket.socket, sink: socket.socket, to_rank: bool) -> None:
         with suppress(OSError):

@@ -23,12 +23,13 @@ from rlrefit.integration.control.channel import Channel
 from rlrefit.integration.engine.refit import RefitEngine
 from rlrefit.integration.errors import EngineDirty, RefitError
 from rlrefit.integration.session import RefitSession, ServingState
+from tests.refit.synthetic import move
 
 from .flips import Flipped, Flips
 from .moments import Moments, Place
 from .network import Network
 from .trials import CHANGES, FLIPS, NETWORK, Kind, Trial
-from .weights import Engine, SmallBuckets, Trainer, changed, moved
+from .weights import Engine, SmallBuckets, Trainer, changed
 
 _ERRORS: dict[str, type[BaseException]] = {
     "ValueError": ValueError,
@@ -40,56 +41,40 @@ _ERRORS: dict[str, type[BaseException]] = {
 }
 INJECTED = "injected by the trial"
 _SLOW_S = 0.4
+# Beyond the limit: what a rank waits for a rendezvous that does not answer (half the limit, from 1 to 5 s), its
+# farewell to it, and a busy machine.
+GRACE_S = 8.0
 # As many as a rank passes from an interrupt to the end of its session.
 _POINTS_OF_CLEARING_UP = 200
 
 
 @dataclass(frozen=True)
 class Order:
-    """An epoch that a rank is to take part in.
-
-    Attributes:
-        rendezvous: of the epoch.
-        world: trainer and generation ranks.
-        rank: this one's.
-        versions: of the refits, in order.
-        timeout_s: of the configuration.
-        verify: of the configuration.
-        trial: the fault, for its victim.
-        at: number of the point that is hit, for faults that hit one.
-        slow_part: part of the session in which this rank is slow; -1 for none.
-        counts: whether to count points.
-        fresh: whether the rank begins with an endpoint of its own making, and not with what an earlier epoch left.
-    """
+    """An epoch that a rank is to take part in."""
 
     rendezvous: Rendezvous
-    world: tuple[int, int]
+    world: tuple[int, int]  # trainer and generation ranks
     rank: int
     versions: tuple[int, ...]
     timeout_s: float
     verify: str
-    trial: Trial | None = None
-    at: int = 0
-    slow_part: int = -1
-    counts: bool = False
-    fresh: bool = True
+    trial: Trial | None = None  # the fault, for its victim
+    at: int = 0  # number of the point that is hit, for faults that hit one
+    slow_part: int = -1  # part of the session in which this rank is slow
+    counts: bool = False  # points
+    fresh: bool = (
+        True  # it begins with an endpoint of its own making, and not with what an earlier epoch left
+    )
 
 
 @dataclass(frozen=True)
 class Struck:
-    """The fault has been injected.
+    """The fault has been injected."""
 
-    Attributes:
-        at: seconds of the monotonic clock, which all processes of a host share.
-        how: for a person: what was done, and where in the library's code.
-        flipped: what bytes were changed.
-        weight: the weight that was changed.
-    """
-
-    at: float
-    how: str
+    at: float  # seconds of the monotonic clock, which all processes of a host share
+    how: str  # for a person: what was done, and where in the library's code
     flipped: Flipped | None = None
-    weight: str = ""
+    weight: str = ""  # that was changed
 
 
 @dataclass(frozen=True)
@@ -108,31 +93,20 @@ class Raised:
 
 @dataclass
 class Ended:
-    """What became of a rank in an epoch.
-
-    Attributes:
-        rank: refit rank.
-        error: that ended it.
-        at: when, by the monotonic clock.
-        committed: versions that committed here.
-        wrong: what was not right, by committed version.
-        clean: whether the engine serves; None for trainers.
-        version: that the engine claims.
-        left_wrong: what is not right in the end of the version that a clean engine claims.
-        sent: versions whose bytes this trainer began to send.
-        seen: points that were passed, if they were counted.
-    """
+    """What became of a rank in an epoch."""
 
     rank: int
     error: Raised | None = None
-    at: float = 0.0
+    at: float = 0.0  # by the monotonic clock
     committed: list[int] = field(default_factory=list)
-    wrong: dict[int, list[str]] = field(default_factory=dict)
-    clean: bool | None = None
-    version: int = -1
-    left_wrong: list[str] = field(default_factory=list)
-    sent: list[int] = field(default_factory=list)
-    seen: dict[Place, int] = field(default_factory=dict)
+    wrong: dict[int, list[str]] = field(default_factory=dict)  # by committed version
+    clean: bool | None = None  # whether the engine serves; None for trainers
+    version: int = -1  # that the engine claims
+    left_wrong: list[str] = field(
+        default_factory=list
+    )  # in the end, of the version that a clean engine claims
+    sent: list[int] = field(default_factory=list)  # versions whose bytes this trainer began to send
+    seen: dict[Place, int] = field(default_factory=dict)  # points that were passed, if they were counted
 
 
 @dataclass(frozen=True)
@@ -140,6 +114,33 @@ class Part:
     """A rank's session has come to the next part."""
 
     part: int
+
+
+@dataclass
+class Observed:
+    """All that a trial has shown."""
+
+    trial: (
+        Trial  # as it was run in the end: with a longer limit if the machine was too slow for the first one
+    )
+    struck: Struck | None = None  # None if the fault never came to be
+    ended: dict[int, Ended] = field(default_factory=dict)  # by themselves, the victim among them if it lived
+    hung: dict[int, str] = field(default_factory=dict)  # with their stacks
+    killed: bool = False  # the victim's process, by the fault
+    healed: dict[int, Ended] = field(default_factory=dict)  # the ranks in the next epoch
+    heal_hung: list[int] = field(default_factory=list)
+    seconds: float = 0.0  # from the fault to the end of the slowest rank but the victim
+    victim_seconds: float = 0.0  # the same for the victim, from when it could go on
+
+    @property
+    def limit_s(self) -> float:
+        """What is taken as a hang."""
+        return self.trial.timeout_s + GRACE_S
+
+    @property
+    def told(self) -> str:
+        """For a person."""
+        return f"{self.trial}; {self.struck.how if self.struck is not None else 'never struck'}"
 
 
 def work(pipe: Any, stacks: str) -> None:
@@ -161,27 +162,22 @@ class Hand:
 
     def __init__(self, pipe: Any):
         self._pipe = pipe
-        self._moments = Moments()
+        self.moments = Moments()
         self._server: RendezvousServer | None = None
-        self._endpoint: Any = None
+        self.endpoint: Any = None
         self._state = ServingState()
         self._in_library = False
         self._patches = ExitStack()
-        self._hooks: dict[str, Callable[[], None]] = {}
+        self.hooks: dict[str, Callable[[], None]] = {}
         self._sent: list[int] = []
 
     def __enter__(self) -> Hand:
         signal.signal(signal.SIGINT, self._on_sigint)
-        for method, window in {
-            "prepare": "prepare",
-            "init_process_group": "connect",
-            "rebind": "rebind",
-            "send_weights": "transfer",
-            "receive_weights": "transfer",
-        }.items():
+        windows = {"prepare": "prepare", "init_process_group": "connect", "rebind": "rebind"}
+        for method, window in {**windows, "send_weights": "transfer", "receive_weights": "transfer"}.items():
             self._patch(RefitEngine, method, window)
         for method in ("barrier", "vote"):
-            self._patch_meetings(method)
+            self._patch(Channel, method)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -202,15 +198,14 @@ class Hand:
         train, gen = order.world
         is_source = order.rank < train
         if order.fresh:
-            self._hooks.clear()
+            self.hooks.clear()
             self._state = ServingState()
-            make = (
+            self.endpoint = (
                 Trainer(order.rank, train, self._hook)
                 if is_source
                 else Engine(order.rank - train, gen, self._hook)
             )
-            self._endpoint = make
-        endpoint, state, moments = self._endpoint, self._state, self._moments
+        endpoint, state, moments = self.endpoint, self._state, self.moments
         self._sent = []
         config = SmallBuckets(transport="p2p", bucket_mb=1, timeout_s=order.timeout_s, verify=order.verify)
         with ExitStack() as stack:
@@ -238,7 +233,7 @@ class Hand:
             except BaseException as error:
                 ended.error = _as_data(error)
             finally:
-                self._hooks.clear()
+                self.hooks.clear()
                 if session is not None:
                     try:
                         session.close()
@@ -263,29 +258,11 @@ class Hand:
         """Tell the one that runs the trial."""
         self._pipe.send(message)
 
-    def arm(self, method: str, act: Callable[[], None]) -> None:
-        """Call ``act`` when that method of the endpoint is called."""
-        self._hooks[method] = act
-
-    def disarm(self, method: str) -> None:
-        """Take that back."""
-        self._hooks.pop(method, None)
-
-    @property
-    def moments(self) -> Moments:
-        """Where the library is."""
-        return self._moments
-
-    @property
-    def endpoint(self) -> Any:
-        """Of this rank."""
-        return self._endpoint
-
     def _enter_part(self, part: int, window: str, order: Order, fault: _Fault | None) -> None:
-        self._moments.begin(part, window)
-        self._hooks.pop("slow", None)
+        self.moments.begin(part, window)
+        self.hooks.pop("slow", None)
         if order.slow_part == part:
-            self._hooks["slow"] = lambda: time.sleep(_SLOW_S)
+            self.hooks["slow"] = lambda: time.sleep(_SLOW_S)
         if order.trial is not None and order.trial.kind is Kind.SIGNALLED:
             self.tell(Part(part))
         if fault is not None:
@@ -293,44 +270,34 @@ class Hand:
 
     def _make_endpoint(self) -> Any:
         self._hook("make")
-        return self._endpoint
+        return self.endpoint
 
     def _hook(self, method: str) -> None:
-        act = self._hooks.get(method)
+        act = self.hooks.get(method)
         if act is not None:
             act()
-        slow = self._hooks.get("slow")
+        slow = self.hooks.get("slow")
         if slow is not None and method in ("make", "settle", "load_weights", "finish"):
-            del self._hooks["slow"]
+            del self.hooks["slow"]
             slow()
 
-    def _patch(self, owner: type, method: str, window: str) -> None:
+    def _patch(self, owner: type, method: str, fixed: str = "") -> None:
+        """Tell the moments of the window in which a method runs; that of a meeting is its topic."""
         original = getattr(owner, method)
-        hand = self
 
-        def told(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        def told(called: Any, *args: Any, **kwargs: Any) -> Any:
             if method == "send_weights":
-                hand._sent.append(args[0])
+                self._sent.append(args[0])
             if method == "receive_weights":
                 # Only now: until a refit writes, an engine holds what it had.
-                hand._endpoint.poison()
-            with hand._moments.within(window):
-                return original(engine, *args, **kwargs)
+                self.endpoint.poison()
+            window = fixed or args[0].split("/")[0]
+            if not fixed and window not in ("begin", "follow", "commit", "ready", "settings"):
+                return original(called, *args, **kwargs)
+            with self.moments.within(window):
+                return original(called, *args, **kwargs)
 
         self._patches.enter_context(mock.patch.object(owner, method, told))
-
-    def _patch_meetings(self, method: str) -> None:
-        original = getattr(Channel, method)
-        hand = self
-
-        def told(channel: Channel, topic: str, *args: Any, **kwargs: Any) -> Any:
-            window = topic.split("/")[0]
-            if window not in ("begin", "follow", "commit", "ready", "settings"):
-                return original(channel, topic, *args, **kwargs)
-            with hand._moments.within(window):
-                return original(channel, topic, *args, **kwargs)
-
-        self._patches.enter_context(mock.patch.object(Channel, method, told))
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -371,7 +338,7 @@ class _Fault:
         if part != hit:
             if part == hit + 1:
                 for method in (trial.method, "settle", "load_weights"):
-                    hand.disarm(method)
+                    hand.hooks.pop(method, None)
             return
         match trial.kind:
             case Kind.KILLED | Kind.FROZEN | Kind.PAUSED | Kind.INTERRUPTED | Kind.TWICE:
@@ -380,10 +347,10 @@ class _Fault:
                 hand.moments.watch((part, window), self._order.at, self._spoil)
             case Kind.RAISED:
                 if trial.method == "fragments" and part > 0:
-                    moved(hand.endpoint)  # which is what has the session ask for them
+                    move(hand.endpoint)  # which is what has the session ask for them
                 calls = 1 + int(trial.fraction * 3) if trial.method in ("export", "load_weights") else 1
                 self._left = calls
-                hand.arm(trial.method, self._raise)
+                hand.hooks[trial.method] = self._raise
             case kind if kind in CHANGES:
                 weight, how = changed(hand.endpoint, CHANGES[kind], self._rng)
                 if isinstance(hand.endpoint, Engine):
@@ -415,7 +382,7 @@ class _Fault:
         self._left -= 1
         if self._left:
             return
-        self._hand.disarm(self._trial.method)
+        del self._hand.hooks[self._trial.method]
         self._hand.tell(Struck(time.monotonic(), f"in {self._trial.method}"))
         raise _ERRORS[self._trial.error](INJECTED)
 
@@ -425,14 +392,7 @@ class _Fault:
 
 
 def _as_data(error: BaseException) -> Raised:
-    refit = error if isinstance(error, RefitError) else None
-    return Raised(
-        type(error).__name__,
-        str(error),
-        refit is not None,
-        refit is None and str(error) == INJECTED,
-        refit.stage if refit is not None else "",
-        refit.rank if refit is not None else -1,
-        refit.parameter if refit is not None else "",
-        refit.blamed if refit is not None else -1,
-    )
+    told = type(error).__name__, str(error)
+    if not isinstance(error, RefitError):
+        return Raised(*told, False, str(error) == INJECTED)
+    return Raised(*told, True, False, error.stage, error.rank, error.parameter, error.blamed)

@@ -9,11 +9,9 @@ import pytest
 
 from tests.ahead import FoundAhead, keeping_time
 
-from .crew import Crew, Observed
+from .crew import Crew, Result, run_trials
 from .judge import ENOUGH, Verdict, holds, judge
-from .rank import Ended, Raised, Struck
-from .run import run_trials
-from .table import Result
+from .rank import Ended, Observed, Raised, Struck
 from .trials import HEALED, PATIENT_S, ROUND, VERSIONS, WORLDS, Kind, Trial, draw
 
 SEED = 5
@@ -38,48 +36,37 @@ def results(found_ahead: FoundAhead) -> list[Result]:
     return found_ahead.by(run_a_round)
 
 
-def told(results: list[Result], of: str) -> str:
+def told(results: list[Result]) -> str:
     """The trials in which something was not as it has to be, with the seed that repeats them."""
-    lines = [
-        f"seed {SEED}, {seen.trial.told}; {seen.struck.how if seen.struck else 'never struck'}\n    "
-        + "\n    ".join(verdict.faults)
-        for seen, verdict in results
-        if verdict.faults
-    ]
-    return f"{of}:\n" + "\n".join(lines)
+    wrong = [(seen, verdict) for seen, verdict in results if verdict.faults]
+    return "".join(f"\nseed {SEED}, {seen.told}\n    " + "\n    ".join(found.faults) for seen, found in wrong)
 
 
 def test_every_kind_of_fault_comes_to_be(results: list[Result]) -> None:
     assert {seen.trial.kind for seen, _ in results if seen.struck is not None} == {*Kind}
 
 
-def test_no_engine_serves_other_bytes_than_those_of_its_version(results: list[Result]) -> None:
-    assert not any(verdict.corrupt for _, verdict in results), told(results, "silent corruption")
-
-
-def test_no_engine_counts_as_clean_into_which_a_sender_may_have_written(results: list[Result]) -> None:
-    assert not any(verdict.unguarded for _, verdict in results), told(results, "unguarded engines")
-
-
-def test_every_rank_ends_within_the_limit(results: list[Result]) -> None:
-    assert not any(verdict.hangs for _, verdict in results), told(results, "hangs")
+@pytest.mark.parametrize("count", ["corrupt", "unguarded", "hangs"])
+def test_no_engine_serves_wrong_bytes_or_is_clean_while_it_may_be_written_and_every_rank_ends_in_time(
+    results: list[Result], count: str
+) -> None:
+    assert not any(getattr(verdict, count) for _, verdict in results), told(results)
 
 
 def test_the_errors_of_the_other_ranks_are_refit_errors_that_name_the_cause(results: list[Result]) -> None:
     errors = sum(verdict.errors for _, verdict in results)
-    assert sum(verdict.typed for _, verdict in results) == errors, told(results, "errors of other types")
+    assert sum(verdict.typed for _, verdict in results) == errors, told(results)
     named = sum(verdict.named for _, verdict in results)
-    assert named >= ENOUGH * errors, told(results, f"only {named} of {errors} errors name the cause")
+    assert named >= ENOUGH * errors, told(results)
 
 
 def test_the_next_epoch_brings_every_engine_to_one_version(results: list[Result]) -> None:
-    assert all(verdict.healed for _, verdict in results), told(results, "what did not heal")
+    assert all(verdict.healed for _, verdict in results), told(results)
 
 
 def test_a_seed_stands_for_the_same_trials_each_time() -> None:
-    counts = {
-        world: [{(0, "open"): 100, (1, "begin"): 50, (2, "begin"): 50}] * sum(world) for world in WORLDS
-    }
+    passed = {(0, "open"): 100, (1, "begin"): 50, (2, "begin"): 50}
+    counts = {world: [passed] * sum(world) for world in WORLDS}
     assert draw(7, 40, counts) == draw(7, 40, counts)
     assert draw(7, 40, counts) != draw(8, 40, counts)
     assert {trial.kind for trial in draw(7, len(ROUND), counts)} == {*Kind}
@@ -91,17 +78,10 @@ PEER_LOST = Raised("PeerLost", "refit rank 1 gave up", True, False, blamed=1)
 
 def observed() -> Observed:
     """Rank 1 was killed, and all went as it has to."""
-    healed = {
-        0: Ended(0, committed=[HEALED]),
-        **{rank: Ended(rank, committed=[HEALED], clean=True, version=HEALED) for rank in (1, 2)},
-    }
-    return Observed(
-        TRIAL,
-        Struck(0.0, ""),
-        ended={0: Ended(0, PEER_LOST, sent=[2]), 2: Ended(2, PEER_LOST, clean=False, version=1)},
-        killed=True,
-        healed=healed,
-    )
+    healed = {rank: Ended(rank, committed=[HEALED], clean=True, version=HEALED) for rank in (1, 2)}
+    healed[0] = Ended(0, committed=[HEALED])
+    ended = {0: Ended(0, PEER_LOST, sent=[2]), 2: Ended(2, PEER_LOST, clean=False, version=1)}
+    return Observed(TRIAL, Struck(0.0, ""), ended, killed=True, healed=healed)
 
 
 def test_the_judge_finds_nothing_where_all_went_as_it_has_to() -> None:
@@ -148,7 +128,6 @@ def test_the_judge_sees_hangs_and_engines_that_do_not_heal() -> None:
 
 def test_engines_that_serve_different_versions_are_silent_corruption() -> None:
     seen = observed()
-    seen.ended = {
-        rank: Ended(rank, clean=True, version=version) for rank, version in ((1, VERSIONS[0]), (2, 2))
-    }
+    versions = {1: VERSIONS[0], 2: 2}
+    seen.ended = {rank: Ended(rank, clean=True, version=version) for rank, version in versions.items()}
     assert judge(seen).corrupt == 1

@@ -52,80 +52,41 @@ STEPPED = frozenset({Kind.KILLED, Kind.FROZEN, Kind.PAUSED, Kind.INTERRUPTED, Ki
 # Faults that nobody notices before a limit is over.
 SILENT = frozenset({Kind.FROZEN, Kind.PAUSED, Kind.LOST, Kind.DELAYED, Kind.DRIPPED})
 
-# How often each kind comes in as many trials as there are entries.
-_SHARES = {
-    Kind.INTERRUPTED: 7,
-    Kind.KILLED: 4,
-    Kind.RAISED: 4,
-    Kind.TWICE: 2,
-    Kind.SIGNALLED: 2,
-    Kind.FROZEN: 2,
-    Kind.DTYPE: 2,
-    Kind.FLIPPED_SAMPLED: 2,
-}
+# How often kinds come in a round; all others once.
+_SHARES = {Kind.INTERRUPTED: 7, Kind.KILLED: 4, Kind.RAISED: 4} | dict.fromkeys(
+    (Kind.TWICE, Kind.SIGNALLED, Kind.FROZEN, Kind.DTYPE, Kind.FLIPPED_SAMPLED), 2
+)
 ROUND = tuple(kind for kind in Kind for _ in range(_SHARES.get(kind, 1)))
 
 # Windows that are hit more often than others.
 _WEIGHTS = {"transfer": 3, "connect": 2, "begin": 2, "commit": 2}
 _TRAINER_METHODS = ("make", "specs", "fragments", "settle", "export", "storage_key", "before")
 _ENGINE_METHODS = ("make", "fragments", "load_weights", "finish", "storage_key", "before")
-_AT_OPENING = frozenset({"make", "specs", "fragments"})
 _ERRORS = ("ValueError", "RuntimeError", "OutOfMemoryError", "MemoryError", "SystemExit", "CancelledError")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One fault in one epoch.
-
-    Attributes:
-        number: in the seed's list.
-        seed: of this trial alone, for what is chosen on the victim.
-        kind: of the fault.
-        world: trainer and generation ranks.
-        victim: refit rank.
-        verify: of the configuration.
-        timeout_s: of the configuration.
-        place: part of the session and window that the fault hits; a window of "" is any moment of the part.
-        fraction: of the points of the place, or of its time, that have passed by then.
-        method: of the endpoint that raises.
-        error: what it raises.
-        way: for how much of the limit a rank or a message is held up; how far the second interrupt is from the first.
-        slow: a rank that is slow in that part, so that the others wait; -1 for none.
-    """
+    """One fault in one epoch."""
 
     number: int
-    seed: str
+    seed: str  # of this trial alone, for what is chosen on the victim
     kind: Kind
     world: World
     victim: int
     verify: str
     timeout_s: float
-    place: Place
-    fraction: float
-    method: str = ""
+    place: Place  # that the fault hits; a window of "" is any moment of the part
+    fraction: float  # of the points of the place, or of its time, that have passed by then
+    method: str = ""  # of the endpoint that raises
     error: str = ""
-    way: float = 0.0
-    slow: int = -1
+    way: float = 0.0  # the share of the limit for which something is held up; how far a second interrupt is
+    slow: int = -1  # a rank that is slow in that part, so that the others wait
 
     @property
     def size(self) -> int:
         """Ranks of both sides."""
         return sum(self.world)
-
-    @property
-    def is_source(self) -> bool:
-        """Whether the victim is a trainer."""
-        return self.victim < self.world[0]
-
-    @property
-    def told(self) -> str:
-        """For a person."""
-        what = f"{self.method} raises {self.error}" if self.method else ""
-        slow = f", rank {self.slow} slow" if self.slow >= 0 else ""
-        return (
-            f"trial {self.number}: {self.kind}{' (' + what + ')' if what else ''}, world {self.world[0]}+{self.world[1]}, "
-            f"rank {self.victim}, part {self.place[0]} {self.place[1]!r} at {self.fraction:.3f}{slow}, verify {self.verify}"
-        )
 
 
 # Points that a rank of a world passes in each place, as a refit without faults counted them.
@@ -146,8 +107,7 @@ def _draw(seed: int, number: int, kind: Kind, counts: Counts) -> Trial:
     own = f"{seed}/{number}"
     rng = Random(own)
     world = rng.choice(WORLDS)
-    size = sum(world)
-    victim = rng.randrange(size)
+    victim = rng.randrange(sum(world))
     verify = rng.choice(("sampled", "full"))
     if kind in FLIPS:
         verify = "full" if kind is Kind.FLIPPED else "sampled"
@@ -160,13 +120,13 @@ def _draw(seed: int, number: int, kind: Kind, counts: Counts) -> Trial:
         place = rng.choices(places, [_WEIGHTS.get(window, 1) for _, window in places])[0]
     elif kind is Kind.SIGNALLED:
         place = (rng.choice((0, 1, 2)), "")
-        slow = rng.choice([-1, *(rank for rank in range(size) if rank != victim)])
+        slow = rng.choice([-1, *(rank for rank in range(sum(world)) if rank != victim)])
     elif kind is Kind.RAISED:
         method = rng.choice(_TRAINER_METHODS if victim < world[0] else _ENGINE_METHODS)
         error = rng.choice(_ERRORS)
         if method in ("make", "specs"):
             place = (0, "")
-        elif method in _AT_OPENING or method == "storage_key":
+        elif method in ("fragments", "storage_key"):
             place = (rng.choice((0, 1, 2)), "")
     elif kind in CHANGES:
         place = (rng.choice((1, 2, 2, 3)), "")
@@ -176,18 +136,7 @@ def _draw(seed: int, number: int, kind: Kind, counts: Counts) -> Trial:
         way = rng.random()
     elif kind is Kind.DELAYED:
         way = rng.choice((rng.uniform(0.1, 0.4), rng.uniform(1.5, 2.5)))
+    limit = SHORT_S if kind in SILENT else PATIENT_S
     return Trial(
-        number,
-        own,
-        kind,
-        world,
-        victim,
-        verify,
-        SHORT_S if kind in SILENT else PATIENT_S,
-        place,
-        rng.random(),
-        method,
-        error,
-        way,
-        slow,
+        number, own, kind, world, victim, verify, limit, place, rng.random(), method, error, way, slow
     )

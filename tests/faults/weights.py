@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from random import Random
 from typing import Any
 
 import torch
 
 from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.layout import Box, Fragment
+from rlrefit.integration.layout import Box, Fragment, box_of
 from rlrefit.integration.weights.manifest import TensorSpec
-from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource, value_of
+from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource, held_by, value_of, whole
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -30,9 +30,13 @@ MISC = [
     TensorSpec("scale", (60, 64), FP16),
 ]
 SPECS = [*BULK[:3], *MISC[:1], *BULK[3:], *MISC[1:]]
+_BY_NAME = {spec.name: spec for spec in SPECS}
+_REFUSED = {spec.name: "it is misc" for spec in MISC}
 # The version that an engine has before its first refit.
 LOADED = -1
 _GUARD = 77.0
+
+Hook = Callable[[str], None]
 
 
 class SmallBuckets(RefitConfig):
@@ -43,78 +47,46 @@ class SmallBuckets(RefitConfig):
         return 12 << 10
 
 
-def _rows(spec: TensorSpec, parts: int, index: int) -> Box:
-    size = spec.shape[0] // parts
-    return ((index * size, (index + 1) * size), *((0, n) for n in spec.shape[1:]))
+def _cut(dim: int, parts: int, index: int, *names: str) -> Layout:
+    """One of the parts into which weights are cut along a dimension."""
+    found: Layout = {}
+    for name in names:
+        box = list(box_of(_BY_NAME[name].shape))
+        size = box[dim][1] // parts
+        box[dim] = (index * size, (index + 1) * size)
+        found[name] = [tuple(box)]
+    return found
 
 
-def _columns(spec: TensorSpec, parts: int, index: int) -> Box:
-    size = spec.shape[1] // parts
-    return ((0, spec.shape[0]), (index * size, (index + 1) * size))
+def _hooked(method: str) -> Any:
+    """The endpoint's method, which may fail before it does anything."""
 
+    def call(self: Any, *args: Any) -> Any:
+        self._hook(method)
+        return getattr(super(type(self), self), method)(*args)
 
-def _whole(spec: TensorSpec) -> Box:
-    return tuple((0, n) for n in spec.shape)
-
-
-def trainer_layout(rank: int, ranks: int) -> Layout:
-    embed, up, down, norm, gate = BULK
-    return {
-        "embed": [_rows(embed, ranks, rank)],
-        "up": [_columns(up, ranks, rank)],
-        "down": [_rows(down, ranks, rank)],
-        "norm": [_whole(norm)],
-        "gate": [_rows(gate, ranks, rank)],
-    }
-
-
-def engine_layout(rank: int, ranks: int) -> Layout:
-    embed, up, down, norm, gate = BULK
-    return {
-        "embed": [_rows(embed, ranks, rank)],
-        "up": [_rows(up, ranks, rank)],
-        "down": [_columns(down, ranks, rank)],
-        "norm": [_whole(norm)],  # replicated, so that engines pass it on
-        "gate": [_whole(gate)],
-    } | {spec.name: [_whole(spec)] for spec in MISC}
-
-
-Hook = Callable[[str], None]
+    return call
 
 
 class Trainer(SyntheticSource):
     """A trainer rank whose every method can be made to fail."""
 
+    specs = _hooked("specs")
+    fragments = _hooked("fragments")
+    settle = _hooked("settle")
+    storage_key = _hooked("storage_key")
+
     def __init__(self, rank: int, ranks: int, hook: Hook):
-        super().__init__(SPECS, trainer_layout(rank, ranks), {spec.name: "it is misc" for spec in MISC})
+        cut = _cut(0, ranks, rank, "embed", "down", "gate") | _cut(1, ranks, rank, "up")
+        super().__init__(SPECS, cut | whole([_BY_NAME["norm"]]), _REFUSED)
         self._hook = hook
         self.exported_as: dict[str, torch.dtype | tuple[int, ...]] = {}
-
-    @property
-    def held(self) -> dict[tuple[str, Box], torch.Tensor]:
-        return self._held
-
-    def specs(self) -> list[TensorSpec]:
-        self._hook("specs")
-        return super().specs()
-
-    def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
-        self._hook("fragments")
-        return super().fragments()
-
-    def settle(self) -> None:
-        self._hook("settle")
-        super().settle()
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in super().export(names):
             self._hook("export")
             other = self.exported_as.get(name, tensor.dtype)
             yield name, tensor.to(other) if isinstance(other, torch.dtype) else tensor.reshape(other)
-
-    def storage_key(self) -> Hashable:
-        self._hook("storage_key")
-        return super().storage_key()
 
 
 class Engine(SyntheticDestination):
@@ -123,16 +95,17 @@ class Engine(SyntheticDestination):
     Before its first refit it holds version ``LOADED``.
     """
 
+    finish = _hooked("finish")
+    storage_key = _hooked("storage_key")
+
     def __init__(self, rank: int, ranks: int, hook: Hook):
-        super().__init__(SPECS, engine_layout(rank, ranks))
+        # The norm is replicated, so that engines pass it on.
+        cut = _cut(0, ranks, rank, "embed", "up") | _cut(1, ranks, rank, "down")
+        super().__init__(SPECS, whole(SPECS) | cut)
         self._hook = hook
         for (name, box), storage in self._wanted.items():
             storage.copy_(_part(name, box, LOADED))
         self.fence()
-
-    @property
-    def held(self) -> dict[tuple[str, Box], torch.Tensor]:
-        return self._wanted
 
     def fence(self) -> None:
         """Set all memory around the weights to a value that must stay."""
@@ -143,20 +116,20 @@ class Engine(SyntheticDestination):
 
     def wrong(self, version: int) -> list[str]:
         """Weights that are not, bit for bit, those of ``version``, and those beside which something was written."""
-        found = [
-            f"{name} {box}"
-            for (name, box), view in self._wanted.items()
-            if not _same_bits(view, _part(name, box, version))
-        ]
-        return found + [
-            f"beside {name} {box}" for (name, box), view in self._wanted.items() if _overrun(view)
-        ]
+        found = []
+        for (name, box), view in self._wanted.items():
+            if not _same_bits(view, _part(name, box, version)):
+                found.append(f"{name} {box}")
+            rest = _ground_of(view).clone()
+            rest.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(_GUARD)
+            if (rest != _GUARD).any():
+                found.append(f"beside {name} {box}")
+        return found
 
     def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
         self._hook("fragments")
         wanted, refused = super().fragments(specs)
-        misc = {spec.name for spec in MISC}
-        return [f for f in wanted if f.name not in misc], refused | dict.fromkeys(misc, "it is misc")
+        return [f for f in wanted if f.name not in _REFUSED], refused | _REFUSED
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         def passing() -> Iterator[tuple[str, torch.Tensor]]:
@@ -166,75 +139,46 @@ class Engine(SyntheticDestination):
 
         super().load_weights(passing())
 
-    def finish(self, version: int) -> None:
-        self._hook("finish")
-        super().finish(version)
-
-    def storage_key(self) -> Hashable:
-        self._hook("storage_key")
-        return super().storage_key()
-
-
-def moved(endpoint: Any) -> None:
-    """All weights come to lie elsewhere, with the same values, as after an offload."""
-    for key, storage in endpoint.held.items():
-        endpoint.held[key] = storage.clone(memory_format=torch.preserve_format)
-
 
 def changed(endpoint: Any, what: str, rng: Random) -> tuple[str, str]:
-    """Change one weight as no refit may: (its name, how it was changed). The values stay as near as they can.
+    """Change one weight's ``dtype``, ``strides`` or ``shape`` as no refit may: (its name, how it was changed).
 
-    Args:
-        endpoint: of the rank.
-        what: ``dtype``, ``strides`` or ``shape``.
-        rng: chooses the weight and the way.
+    The values stay as near as they can.
     """
-    misc = {spec.name for spec in MISC}
+    held = held_by(endpoint)
     if what != "strides" and isinstance(endpoint, Trainer) and rng.random() < 0.2:
         spec = rng.choice(MISC)
-        others = [d for d in (BF16, FP16, FP32) if d != spec.dtype]
-        other = rng.choice(others) if what == "dtype" else (spec.shape[1], spec.shape[0])
-        endpoint.exported_as[spec.name] = other
-        return spec.name, f"exported as {other}"
-    choices = [key for key in endpoint.held if key[0] not in misc and (what != "strides" or len(key[1]) > 1)]
+        dtypes = [d for d in (BF16, FP16, FP32) if d != spec.dtype]
+        endpoint.exported_as[spec.name] = rng.choice(dtypes) if what == "dtype" else spec.shape[::-1]
+        return spec.name, f"exported as {endpoint.exported_as[spec.name]}"
+    choices = [key for key in held if key[0] not in _REFUSED and (what != "strides" or len(key[1]) > 1)]
     key = name, box = rng.choice(choices)
-    old = endpoint.held[key]
+    old = held[key]
     same_address = rng.random() < 0.5
     if what == "dtype":
-        others = [d for d in (BF16, FP16, FP32) if d != old.dtype]
-        new_dtype = rng.choice(others)
-        same_address = same_address and new_dtype.itemsize == old.dtype.itemsize
-        values = old.to(new_dtype)
+        dtype = rng.choice([d for d in (BF16, FP16, FP32) if d != old.dtype])
+        same_address = same_address and dtype.itemsize == old.dtype.itemsize
+        new = values = old.to(dtype)
         if same_address:
-            new = old.view(new_dtype)
+            new = old.view(dtype)
             new.copy_(values)
-        else:
-            new = values
-        endpoint.held[key] = new
-        return name, f"{old.dtype} to {new_dtype} {_where(same_address)}"
-    if what == "strides":
-        values = old.clone()
-        strides = (1, old.shape[0])
+        how = f"{old.dtype} to {dtype}"
+    elif what == "strides":
+        values, strides = old.clone(), (1, old.shape[0])
+        new = torch.empty_strided(old.shape, strides, dtype=old.dtype)
         if same_address:
             new = old.as_strided(old.shape, strides, old.storage_offset())
-        else:
-            new = torch.empty_strided(old.shape, strides, dtype=old.dtype)
         new.copy_(values)
-        endpoint.held[key] = new
-        return name, f"strides {old.stride()} to {strides} {_where(same_address)}"
-    # A row less, as after a resharding: the box says so, and the view is that of what is left.
-    (start, stop), *others_of_box = box
-    del endpoint.held[key]
-    new = old[: stop - start - 1]
-    endpoint.held[name, ((start, stop - 1), *others_of_box)] = new if same_address else new.clone()
-    return name, f"a row less {_where(same_address)}"
-
-
-def _where(same_address: bool) -> str:
-    return "at the same address" if same_address else "elsewhere"
-
-
-_BY_NAME = {spec.name: spec for spec in SPECS}
+        how = f"strides {old.stride()} to {strides}"
+    else:
+        # A row less, as after a resharding: the box says so, and the view is that of what is left.
+        (start, stop), *others = box
+        del held[key]
+        key = name, ((start, stop - 1), *others)
+        new = old[: stop - start - 1] if same_address else old[: stop - start - 1].clone()
+        how = "a row less"
+    held[key] = new
+    return name, f"{how} {'at the same address' if same_address else 'elsewhere'}"
 
 
 def _part(name: str, box: Box, version: int) -> torch.Tensor:
@@ -248,12 +192,6 @@ def _same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
         return torch.equal(found.to(torch.float64), expected.to(found.dtype).to(torch.float64))
     bits = torch.int32 if expected.dtype == FP32 else torch.int16
     return torch.equal(found.contiguous().view(bits), expected.contiguous().view(bits))
-
-
-def _overrun(view: torch.Tensor) -> bool:
-    rest = _ground_of(view).clone()
-    rest.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(_GUARD)
-    return not bool((rest == _GUARD).all())
 
 
 def _ground_of(view: torch.Tensor) -> torch.Tensor:
