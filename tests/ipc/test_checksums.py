@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -81,14 +83,6 @@ def test_what_broke_off_while_it_was_prepared_is_not_taken_for_whole(monkeypatch
             one.prepare(0)
 
 
-def test_plain_memory_is_taken_as_addresses_which_its_owner_answers_for() -> None:
-    segment = Segment("w", ((0, 4),), 0, 8)
-    pairs: dict[int, list[BoundMessage]] = {
-        1: [(Message(0, 1, 0, (segment,), 32, 0), [Strided.packed(1 << 20, (4,), 2)])]
-    }
-    assert not MessageChecksums(pairs, "sampled", CPU, ahead=False).expired()
-
-
 def test_many_small_weights_are_computed_at_once_each_in_a_place_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -96,20 +90,13 @@ def test_many_small_weights_are_computed_at_once_each_in_a_place_of_its_own(
     monkeypatch.setattr(module, "make_encoders", lambda pairs, device: calls.append(list(pairs)) or [])
     weights = [torch.ones(3 + place % 5, 7) for place in range(50)]
     one = MessageChecksums(bound(weights), "full", CPU, ahead=True)
-    places = sorted(place.address for _, place in calls[0])
-    ends = [place.address + place.nbytes for _, place in sorted(calls[0], key=lambda pair: pair[1].address)]
-    assert len(calls) == 1
+    [together] = calls
+    places = sorted((place.address, place.address + place.nbytes) for _, place in together)
     assert len(places) == 50
-    assert all(end <= following for end, following in zip(ends, places[1:], strict=False))
-    assert ends[-1] - places[0] <= one.scratch_bytes
-
-
-def test_codes_that_do_not_fit_together_are_computed_in_several_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[int] = []
-    monkeypatch.setattr(module, "make_encoders", lambda pairs, device: calls.append(len(pairs)) or [])
+    assert all(end <= start for (_, end), (start, _) in pairwise(places))
+    assert places[-1][1] - places[0][0] <= one.scratch_bytes
+    # What does not fit together takes several steps: 40 bytes each, 48 with what aligns the next.
+    calls.clear()
     monkeypatch.setattr(module, "CHECKED_AT_ONCE", 100)
     MessageChecksums(bound([torch.ones(4, 5) for _ in range(6)]), "full", CPU, ahead=True)
-    # 40 bytes each, 48 with what aligns the next.
-    assert calls == [2, 2, 2]
+    assert [len(pairs) for pairs in calls] == [2, 2, 2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,44 +17,37 @@ from rlrefit.integration.gpu_memory.availability import GpuFacts, availability, 
 from rlrefit.integration.plan import Message, Plan, Segment
 from rlrefit.integration.transport import IpcTransport, choose
 from rlrefit.integration.weights.manifest import TensorSpec
-from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world
+from tests.refit.synthetic import pair, refit_changed, run_world
 
 GPU = GpuFacts("a/1", "", "GPU-0", visible=("GPU-0", "GPU-1"), reaches=("GPU-0", "GPU-1"))
 OTHER = replace(GPU, device="GPU-1")
 
 
-def test_gpus_of_one_host_that_reach_each_other_can_be_joined() -> None:
-    able, reason = availability([GPU, OTHER], 1)
-    assert able
-    assert "one host" in reason
-
-
 @pytest.mark.parametrize(
-    ("told", "reason"),
+    ("told", "able", "reason"),
     [
-        ([GPU, replace(OTHER, host="b/1")], "2 hosts"),
-        ([replace(GPU, reaches=("GPU-0",)), OTHER], "refit rank 0 can't reach the GPU of refit rank 1"),
-        ([GPU, GpuFacts("a/1", "its parameters are not on a GPU")], "refit rank 1: its parameters"),
+        ([GPU, OTHER], True, "one host"),
+        ([GPU, replace(OTHER, host="b/1")], False, "2 hosts"),
+        (
+            [replace(GPU, reaches=("GPU-0",)), OTHER],
+            False,
+            "refit rank 0 can't reach the GPU of refit rank 1",
+        ),
+        ([GPU, GpuFacts("a/1", "its parameters are not on a GPU")], False, "refit rank 1: its parameters"),
+        ([facts(torch.device("cpu"))] * 2, False, "refit rank 0: its parameters are not on a GPU"),
+        # One that the sender does not see is left to the attempt.
+        ([replace(GPU, visible=("GPU-0",), reaches=("GPU-0",)), OTHER], True, ""),
+        # A receiver need not reach its senders.
+        ([GPU, replace(OTHER, reaches=("GPU-1",))], True, ""),
     ],
 )
-def test_ranks_that_can_not_be_joined_are_named_with_the_reason(told: list[Any], reason: str) -> None:
-    able, why = availability(told, 1)
-    assert not able
-    assert reason in why
-
-
-def test_a_gpu_that_the_sender_does_not_see_is_left_to_the_attempt() -> None:
-    hidden = replace(GPU, visible=("GPU-0",), reaches=("GPU-0",))
-    assert availability([hidden, OTHER], 1)[0]
-
-
-def test_a_receiver_need_not_reach_its_senders() -> None:
-    assert availability([GPU, replace(OTHER, reaches=("GPU-1",))], 1)[0]
-
-
-def test_a_rank_on_a_cpu_says_so() -> None:
-    told = facts(torch.device("cpu"))
-    assert availability([told, told], 1) == (False, "refit rank 0: its parameters are not on a GPU")
+def test_ipc_joins_gpus_of_one_host_that_senders_reach_and_names_the_ranks_that_it_can_not_join(
+    told: list[Any], able: bool, reason: str
+) -> None:
+    assert availability(told, 1)[0] is able
+    assert reason in availability(told, 1)[1]
+    assert choose("auto", told, 1)[0] == ("ipc" if able else "p2p")
+    assert able or reason in choose("auto", told, 1)[1]
 
 
 @pytest.mark.parametrize(
@@ -69,14 +61,6 @@ def test_what_a_peer_tells_of_its_gpu_is_not_trusted(told: Any) -> None:
 
 def test_what_a_rank_tells_of_its_gpu_survives_json() -> None:
     assert decode(GpuFacts, json.loads(json.dumps(asdict(GPU)))) == GPU
-
-
-def test_auto_takes_ipc_where_it_can_work_and_else_p2p_and_says_why() -> None:
-    assert choose("auto", [GPU, OTHER], 1)[0] == "ipc"
-    name, reason = choose("auto", [GPU, replace(OTHER, host="b/1")], 1)
-    assert name == "p2p"
-    assert "2 hosts" in reason
-    assert choose("golden", [], 1)[0] == "golden"
 
 
 def transport(plan: Plan) -> IpcTransport:
@@ -95,38 +79,28 @@ def test_parameters_on_a_cpu_are_refused_when_it_binds_and_it_closes_all_the_sam
     one.close(failed=True)
 
 
-def open_on_cpus(transport: str) -> list[Any]:
-    specs = [TensorSpec("w", (8, 4), torch.float32)]
-    box = {"w": [((0, 8), (0, 4))]}
-    config = RefitConfig(bucket_mb=1, timeout_s=20.0, transport=transport)
+SPECS = [TensorSpec("w", (8, 4), torch.float32)]
 
+
+def open_on_cpus(transport: str) -> list[Any]:
     def body(rank: int, session: Any, endpoint: Any) -> Any:
         return refit_changed(session, endpoint, 1), session.engine.transport_reason
 
-    return run_world([SyntheticSource(specs, box)], [SyntheticDestination(specs, box)], body, config)
+    return run_world(*pair(SPECS), body, RefitConfig(bucket_mb=1, timeout_s=20.0, transport=transport))
 
 
-def test_a_session_over_ipc_between_cpus_fails_on_all_ranks_with_the_reason() -> None:
+def test_a_session_between_cpus_fails_over_ipc_on_all_ranks_and_takes_p2p_under_auto_with_the_reason() -> (
+    None
+):
     for error in open_on_cpus("ipc"):
         assert isinstance(error, TransportUnavailable)
         assert "not on a GPU" in str(error)
-
-
-def test_a_session_under_auto_between_cpus_takes_p2p_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    why = "auto: not ipc, since refit rank 0: its parameters are not on a GPU"
-    with caplog.at_level(logging.INFO):
-        opened = open_on_cpus("auto")
-    for (record, wrong), reason in opened:
-        assert record.transport == "p2p"
-        assert wrong == []
-        assert why in reason
-    assert f"nccl_xfer over p2p ({why}" in caplog.text
+    for (record, wrong), reason in open_on_cpus("auto"):
+        assert (record.transport, wrong) == ("p2p", [])
+        assert "refit rank 0: its parameters are not on a GPU" in reason
 
 
 def test_memory_that_moved_under_its_addresses_on_one_rank_is_bound_anew_on_all() -> None:
-    specs = [TensorSpec("w", (8, 4), torch.float32)]
-    box = {"w": [((0, 8), (0, 4))]}
-
     def body(rank: int, session: Any, endpoint: Any) -> Any:
         bulk = session.engine._bulk
         counts = []
@@ -137,8 +111,7 @@ def test_memory_that_moved_under_its_addresses_on_one_rank_is_bound_anew_on_all(
         return counts
 
     config = RefitConfig(bucket_mb=1, timeout_s=20.0, transport="p2p")
-    ends = run_world([SyntheticSource(specs, box)], [SyntheticDestination(specs, box)], body, config)
-    assert ends == [[1, 2, 2]] * 2
+    assert run_world(*pair(SPECS), body, config) == [[1, 2, 2]] * 2
 
 
 def test_a_plan_with_relays_is_refused() -> None:
