@@ -40,22 +40,14 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Memory:
-    """Physical memory: there as long as a handle or a mapping refers to it.
-
-    Attributes:
-        number: never used again.
-        handle: of a chunk; the smallest one that is free, so that stale handles name other memory soon.
-        classic: whether cudaMalloc made it.
-        references: handles that are held, and mappings.
-        held: its bytes.
-    """
+    """Physical memory: there as long as a handle or a mapping refers to it."""
 
     def __init__(self, number: int, handle: int, held: Bytes, *, classic: bool):
-        self.number = number
-        self.handle = handle
+        self.number = number  # never used again
+        self.handle = handle  # the smallest one that is free, so that stale handles name other memory soon
         self.held = held
-        self.classic = classic
-        self.references = 1
+        self.classic = classic  # whether cudaMalloc made it
+        self.references = 1  # handles that are held, and mappings
 
     @property
     def size(self) -> int:
@@ -90,14 +82,7 @@ class AddressSpace:
 
 
 class PlayedDriver:
-    """Its methods with names of the driver's functions are what :func:`..driver.call` would call.
-
-    Attributes:
-        spaces: address space of each rank.
-        alive: memory by its handle.
-        signals: where each rank has its signal buffer.
-        chunked_signals: the ranks whose signal buffers lie in chunks.
-    """
+    """Its methods with names of the driver's functions are what :func:`..driver.call` would call."""
 
     def __init__(self, ranks: int):
         # Addresses of its own, which nothing else in the process has. Its memory is never touched: pages of it are made
@@ -105,9 +90,9 @@ class PlayedDriver:
         self._arena = torch.empty(ranks * _SPAN + CHUNK, dtype=torch.uint8)
         start = -(-self._arena.data_ptr() // CHUNK) * CHUNK
         self.spaces = [AddressSpace(start + rank * _SPAN) for rank in range(ranks)]
-        self.alive: dict[int, Memory] = {}
-        self.signals: dict[int, int] = {}
-        self.chunked_signals: set[int] = set()
+        self.alive: dict[int, Memory] = {}  # by its handle
+        self.signals: dict[int, int] = {}  # where each rank has its signal buffer
+        self.chunked_signals: set[int] = set()  # the ranks whose signal buffers lie in chunks
         self._ever: list[Memory] = []
         self._failing: Counter[str] = Counter()
         self._now = threading.local()
@@ -320,14 +305,8 @@ class _Sums(_Table):
     def add_to(self, out: torch.Tensor) -> None:
         for a, offset, shape, strides, packed, slot in self._rows:
             values = self._driver.load(a, shape, strides).astype(np.int64)
-            place = (
-                1
-                + offset
-                + sum(
-                    np.arange(n).reshape([-1 if axis == k else 1 for k in range(3)]) * stride
-                    for axis, (n, stride) in enumerate(zip(shape, packed, strict=True))
-                )
-            )
+            grid = np.ogrid[tuple(slice(n) for n in shape)]
+            place = 1 + offset + sum(axis * stride for axis, stride in zip(grid, packed, strict=True))
             out[slot, 0] += int((values * place).sum())
             out[slot, 1] += int((values * place * place).sum())
 

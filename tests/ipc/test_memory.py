@@ -157,6 +157,9 @@ def test_what_is_lent_is_let_go_of_and_found_again_where_it_was(blocks: Blocks) 
         assert not exported.moved()
         assert blocks.held == [CHUNK, 2 * CHUNK]
     exported.release()
+    # What does not sleep has to be there still.
+    blocks.space.mapped[blocks.base] = blocks.driver.make(CHUNK, classic=True)
+    assert not exported.find_again()
     exported.close()
     assert blocks.held == []
 

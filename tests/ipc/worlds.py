@@ -22,7 +22,7 @@ from rlrefit.integration.records.clock import StageClock
 from rlrefit.integration.transport import IpcTransport
 from rlrefit.integration.weights.holdings import Holdings
 from rlrefit.integration.weights.manifest import TensorSpec
-from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource
+from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource, whole
 
 HIDDEN, INTERMEDIATE, EXPERTS = 256, 384, 4
 
@@ -31,32 +31,23 @@ HIDDEN, INTERMEDIATE, EXPERTS = 256, 384, 4
 class Scenario:
     """What every rank does.
 
-    Attributes:
-        meeting: a file that does not exist yet.
-        sources: trainer ranks, which hold whole experts.
-        destinations: engine ranks, which want a part of every expert.
-        action: ``refits``, ``move`` (the engines' storage moves before the last refit), ``remap`` (it is given back
-            to the driver before the last refit, and comes anew, at the same addresses if they are free), ``sleep`` (so it
-            is after every refit, and the engines say so), ``kill`` (the ``victim``
-            dies instead of the second refit), ``late`` (the trainers' storage moves before the third, which is void), ``busy`` (trainer rank 0 has its GPU busy beyond the timeout when it
-            comes to write the second), ``lie`` (trainer rank 0 tells another checksum in the second), or
-            ``epochs`` (as many epochs as ``times``).
-        times: refits or epochs.
-        victim: the rank that dies.
-        expandable: whether parameters lie in torch's expandable segments.
-        rows: of an additional large weight; 0 for none.
+    The ``action`` is one of ``refits``; ``move`` (the engines' storage moves before the last refit); ``remap`` (it is given
+    back to the driver before the last refit, and comes anew, at the same addresses if they are free); ``sleep`` (so it is
+    after every refit, and the engines say so); ``kill`` (the victim dies instead of the second refit); ``late`` (the
+    trainers' storage moves before the third, which is void); ``busy`` (trainer rank 0 has its GPU busy beyond the timeout
+    when it comes to write the second); ``lie`` (it tells another checksum in the second); and ``epochs``.
     """
 
-    meeting: str
-    sources: int = 2
-    destinations: int = 2
+    meeting: str  # a file that does not exist yet
+    sources: int = 2  # trainer ranks, which hold whole experts
+    destinations: int = 2  # engine ranks, which want a part of every expert
     action: str = "refits"
-    times: int = 3
+    times: int = 3  # refits or epochs
     victim: int = 0
     verify: str = "full"
     timeout_s: float = 60.0
-    expandable: bool = False
-    rows: int = 0
+    expandable: bool = False  # whether parameters lie in torch's expandable segments
+    rows: int = 0  # of an additional large weight
     bucket_bytes: int = 1 << 20
 
     @property
@@ -103,28 +94,20 @@ class Rank:
         self.bind()
 
     def make_transport(self) -> IpcTransport:
+        scenario = self.scenario
         positions = {spec.name: i for i, spec in enumerate(self.specs)}
         held = [
-            Holdings.from_fragments(rank, _fragments(self.scenario, self.specs, rank), {}, positions)
-            for rank in range(self.scenario.size)
+            Holdings.from_fragments(rank, _fragments(scenario, self.specs, rank), {}, positions)
+            for rank in range(scenario.size)
         ]
-        analysis = analyse(
-            self.specs,
-            held[: self.scenario.sources],
-            held[self.scenario.sources :],
-            bucket_bytes=self.scenario.bucket_bytes,
-            fan_out=False,
+        sides = held[: scenario.sources], held[scenario.sources :]
+        plan = analyse(self.specs, *sides, bucket_bytes=scenario.bucket_bytes, fan_out=False).compile(
+            self.rank
         )
         return IpcTransport(
-            self.rank,
-            analysis.compile(self.rank),
-            self.scenario.verify,
-            self.device,
-            self.scenario.timeout_s,
-            lambda stage: None,
-            lambda rank: f"refit rank {rank}",
-            sleeps=self.scenario.action == "sleep" and not self.is_source,
-        )
+            self.rank, plan, scenario.verify, self.device, scenario.timeout_s, lambda stage: None,
+            lambda rank: f"refit rank {rank}", sleeps=scenario.action == "sleep" and not self.is_source,
+        )  # fmt: skip
 
     def fragments(self) -> list[Fragment]:
         found, _ = self.endpoint.fragments() if self.is_source else self.endpoint.fragments(self.specs)
@@ -151,12 +134,8 @@ class Rank:
         result = self.transport.run(self.clock)
         wrong = [] if self.is_source else self.endpoint.wrong(version)
         self.meeting.vote()
-        return {
-            "wrong": wrong,
-            "payload": result.payload_bytes,
-            "verified": result.verified_bytes,
-            "void": result.void,
-        }
+        told = {"payload": result.payload_bytes, "verified": result.verified_bytes, "void": result.void}
+        return told | {"wrong": wrong}
 
 
 def _specs(scenario: Scenario) -> list[TensorSpec]:
@@ -173,20 +152,26 @@ def _specs(scenario: Scenario) -> list[TensorSpec]:
 
 
 def _layout(scenario: Scenario, rank: int) -> Layout:
-    whole = {spec.name: [tuple((0, n) for n in spec.shape)] for spec in _specs(scenario)}
+    specs = _specs(scenario)
     if rank < scenario.sources:
-        return {
-            name: boxes
-            for name, boxes in whole.items()
-            if not name.startswith("experts") or int(name.split(".")[1]) % scenario.sources == rank
-        }
+        own = (
+            spec
+            for spec in specs
+            if not spec.name.startswith("experts") or _expert(spec) % scenario.sources == rank
+        )
+        return whole(own)
     part = INTERMEDIATE // scenario.destinations
     index = rank - scenario.sources
     cut = (index * part, (index + 1) * part)
+    layout = whole(specs)
     for expert in range(EXPERTS):
-        whole[f"experts.{expert}.gate"] = [(cut, (0, HIDDEN))]
-        whole[f"experts.{expert}.down"] = [((0, HIDDEN), cut)]
-    return whole
+        layout[f"experts.{expert}.gate"] = [(cut, (0, HIDDEN))]
+        layout[f"experts.{expert}.down"] = [((0, HIDDEN), cut)]
+    return layout
+
+
+def _expert(spec: TensorSpec) -> int:
+    return int(spec.name.split(".")[1])
 
 
 def _fragments(scenario: Scenario, specs: list[TensorSpec], rank: int) -> Any:
@@ -229,11 +214,23 @@ def run(scenario: Scenario, limit_s: float = 120.0) -> list[Any]:
     return [ended[rank] for rank in range(scenario.size)]
 
 
+def _ended(rank: Rank) -> str:
+    """How the ``transport``'s refit ends."""
+    try:
+        rank.transport.run(rank.clock)
+    except RefitError as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
 def _refits(rank: Rank) -> dict[str, Any]:
-    rank.open()
     rows, resources = [], []
     for version in range(1, rank.scenario.times + 1):
+        if version == 1 or rank.scenario.action == "epochs":
+            rank.open()
         rows.append(rank.refit(version))
+        if rank.scenario.action == "epochs":
+            rank.transport.close()
         resources.append(_resources(rank))
     rank.transport.close()
     return {"refits": rows, "resources": resources}
@@ -334,13 +331,10 @@ def _kill(rank: Rank) -> dict[str, Any]:
         rank.endpoint.set_version(2)
         time.sleep(1)
     start = time.monotonic()
-    try:
-        rank.transport.run(rank.clock)
-        wrong = [] if rank.is_source else rank.endpoint.wrong(2)
-        ended = f"wrong: {wrong}" if wrong else "done"
-    except RefitError as error:
-        ended = f"{type(error).__name__}: {error}"
+    ended = _ended(rank)
     seconds = time.monotonic() - start
+    if ended == "done" and not rank.is_source and (wrong := rank.endpoint.wrong(2)):
+        ended = f"wrong: {wrong}"
     rank.transport.close(failed=True)
     return {"ended": ended, "seconds": seconds}
 
@@ -355,11 +349,7 @@ def _busy(rank: Rank) -> dict[str, Any]:
         # Some 3e9 cycles are 1.5 s and more, on any GPU.
         for _ in range(int(rank.scenario.timeout_s) + 2):
             torch.cuda._sleep(3_000_000_000)
-    try:
-        rank.transport.run(rank.clock)
-        ended = "done"
-    except RefitError as error:
-        ended = f"{type(error).__name__}: {error}"
+    ended = _ended(rank)
     torch.cuda.synchronize()
     rank.meeting.vote()
     # What trainer rank 0 holds must not have come, however late.
@@ -382,24 +372,10 @@ def _lie(rank: Rank) -> dict[str, Any]:
         rank.transport._sent_checksums.compute = wrongly  # type: ignore[method-assign]
     rank.transport.synchronize()
     rank.meeting.vote()
-    try:
-        rank.transport.run(rank.clock)
-        return {"ended": "done"}
-    except RefitError as error:
-        return {"ended": f"{type(error).__name__}: {error}"}
-    finally:
-        rank.meeting.vote()
-        rank.transport.close(failed=True)
-
-
-def _epochs(rank: Rank) -> dict[str, Any]:
-    rows, resources = [], []
-    for version in range(1, rank.scenario.times + 1):
-        rank.open()
-        rows.append(rank.refit(version))
-        rank.transport.close()
-        resources.append(_resources(rank))
-    return {"refits": rows, "resources": resources}
+    ended = _ended(rank)
+    rank.meeting.vote()
+    rank.transport.close(failed=True)
+    return {"ended": ended}
 
 
 def _resources(rank: Rank) -> tuple[int, int]:
@@ -421,5 +397,5 @@ _ACTIONS = {
     "kill": _kill,
     "busy": _busy,
     "lie": _lie,
-    "epochs": _epochs,
+    "epochs": _refits,
 }
