@@ -12,12 +12,13 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from itertools import chain, zip_longest
 
 import torch
 
 from ..errors import PeerLost, RefitError, end_all
-from ..gpu_memory.buckets import OwnBuckets, PeerBuckets
+from ..gpu_memory.buckets import OwnBuckets, PeerBuckets, ToldBuckets
 from ..gpu_memory.driver import DriverError, call, on_device
 from .group import Exchange, PeerBuffer, classified
 from .shared_memory import BUCKETS, Pair, SharedGroup, hear, open_pairs, tell
@@ -82,12 +83,13 @@ class DeviceGroup(SharedGroup):
         own: dict[int, OwnBuckets] = {}
         for peer in new:
             own[peer] = self._make_buckets(nbytes, limit)
-            tell(self._store, f"{self._name}/{self.rank}>{peer}", own[peer].told)
+            tell(self._store, f"{self._name}/{self.rank}>{peer}", asdict(own[peer].told))
         words = self.lanes * LANE_WORD_BYTES
         opened = open_pairs(self._store, self._name, self.rank, new, words, 1, limit, self._watch)
         self._pairs |= opened
         for peer, pair in opened.items():
-            told = hear(self._store, f"{self._name}/{peer}>{self.rank}", peer, self.rank, limit)
+            key = f"{self._name}/{peer}>{self.rank}"
+            told = hear(ToldBuckets, self._store, key, peer, self.rank, limit)
             mapped = PeerBuckets(told, nbytes, peer, self.device, limit)
             self._mapped.append(mapped)
             self._links[peer] = self._make_links(pair, mapped.address, own[peer].address)

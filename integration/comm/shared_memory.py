@@ -11,13 +11,14 @@ import socket
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
 
+from ..control.decoding import decode
 from ..errors import PeerLost, RefitError, RefitMismatch, RefitTimeout, end_all
 from ..gpu_memory.descriptors import DescriptorServer, fetch
 from .group import Exchange, Group, PeerBuffer
@@ -98,6 +99,14 @@ class SharedMemory:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
 
+@dataclass(frozen=True)
+class OtherHalf:
+    """Where a peer fetches its half of a :class:`Pair`."""
+
+    address: str
+    token: str
+
+
 class Pair:
     """Memory that this rank shares with a peer, and a connection for each lane.
 
@@ -117,7 +126,7 @@ class Pair:
         self._theirs: list[int] = []
 
     @staticmethod
-    def make(peer: int, nbytes: int, lanes: int, timeout_s: float) -> tuple[Pair, dict[str, str]]:
+    def make(peer: int, nbytes: int, lanes: int, timeout_s: float) -> tuple[Pair, OtherHalf]:
         """The lower rank's half, and what the peer needs to fetch the other half."""
         shared, descriptor = SharedMemory.make(nbytes)
         both = [socket.socketpair() for _ in range(lanes)]
@@ -126,10 +135,10 @@ class Pair:
             ours.setblocking(False)
         pair._theirs = [descriptor, *(theirs.detach() for _, theirs in both)]
         server = pair._server = DescriptorServer(pair._hand_over, 1 + lanes, 1, timeout_s)
-        return pair, {"address": server.address, "token": server.token}
+        return pair, OtherHalf(server.address, server.token)
 
     @staticmethod
-    def fetch(peer: int, told: dict[str, Any], nbytes: int, lanes: int, timeout_s: float) -> Pair:
+    def fetch(peer: int, told: OtherHalf, nbytes: int, lanes: int, timeout_s: float) -> Pair:
         """The higher rank's half.
 
         Raises:
@@ -138,9 +147,7 @@ class Pair:
         """
         found: list[int] = []
         try:
-            with closing(
-                fetch(str(told["address"]), str(told["token"]), [(0, 1 + lanes)], timeout_s)
-            ) as following:
+            with closing(fetch(told.address, told.token, [(0, 1 + lanes)], timeout_s)) as following:
                 found.extend(following)
             pair = Pair(peer, SharedMemory(found[0], nbytes), [])
             while len(found) > 1:
@@ -197,9 +204,9 @@ def open_pairs(
     try:
         for peer in (peer for peer in peers if peer > rank):
             opened[peer], told = Pair.make(peer, nbytes, lanes, timeout_s)
-            tell(store, f"{name}/{rank}+{peer}", told)
+            tell(store, f"{name}/{rank}+{peer}", asdict(told))
         for peer in (peer for peer in peers if peer < rank):
-            told = hear(store, f"{name}/{peer}+{rank}", peer, rank, timeout_s)
+            told = hear(OtherHalf, store, f"{name}/{peer}+{rank}", peer, rank, timeout_s)
             opened[peer] = _fetched(peer, told, rank, nbytes, lanes, timeout_s)
             opened[peer].connections[0].send(_HERE)
         # Or a rank that is done early could take its memory away before a late peer has mapped it.
@@ -243,8 +250,8 @@ def tell(store: Store, key: str, data: object) -> None:
     store.set(key, json.dumps(data))
 
 
-def hear(store: Store, key: str, peer: int, rank: int, timeout_s: float) -> dict[str, Any]:
-    """What ``peer`` told; waits for it.
+def hear[T](kind: type[T], store: Store, key: str, peer: int, rank: int, timeout_s: float) -> T:
+    """What ``peer`` told, as a dataclass; waits for it.
 
     Raises:
         RefitTimeout: it did not come.
@@ -262,20 +269,19 @@ def hear(store: Store, key: str, peer: int, rank: int, timeout_s: float) -> dict
             rank=rank,
         ) from error
     try:
-        found = json.loads(raw)
+        return decode(kind, json.loads(raw))
     except ValueError as error:
         raise RefitMismatch(
             f"what group rank {peer} tells of its memory is malformed: {error}. Do all ranks run the same rlrefit?",
             stage=_STAGE,
             rank=rank,
         ) from error
-    return found if isinstance(found, dict) else {}
 
 
-def _fetched(peer: int, told: dict[str, Any], rank: int, nbytes: int, lanes: int, timeout_s: float) -> Pair:
+def _fetched(peer: int, told: OtherHalf, rank: int, nbytes: int, lanes: int, timeout_s: float) -> Pair:
     try:
         return Pair.fetch(peer, told, nbytes, lanes, timeout_s)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         # Most often since it has ended meanwhile.
         raise PeerLost(
             f"the memory that group rank {peer} shares can't be opened ({type(error).__name__}: {error}); nothing was "

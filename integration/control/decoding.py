@@ -19,7 +19,8 @@ def decode[T](kind: type[T], data: object, path: str = "") -> T:
     Args:
         kind: a dataclass; or ``bool``, ``int``, ``float``, ``str``, ``bytes`` (hex digits), ``list[X]``, ``tuple[X, ...]``,
             ``tuple[X, Y]``, ``dict[str, X]`` or ``dict[int, X]`` (decimal keys), or a union of some of these and None. A
-            dataclass is an object with its fields as keys; fields with a default may be left out.
+            dataclass is an object with its fields as keys; fields with a default may be left out. ``object`` is anything,
+            for the caller to decode.
         data: as :func:`json.loads` gave it.
         path: of the value, as errors name it.
 
@@ -62,6 +63,8 @@ def _decode(kind: Any, data: object, path: str) -> Any:
         return float(data) if _is_number(data) else _refuse("a finite number", data, path)  # type: ignore[arg-type]
     if kind is bytes:
         return _bytes(data, path)
+    if kind is object:
+        return data
     origin = get_origin(kind)
     if origin is UnionType:
         return _one_of(get_args(kind), data, path)

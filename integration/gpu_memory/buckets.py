@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,18 @@ from .memory import ExportedMemory, device_uuid, process_name
 _BLOCK_BYTES = 2 << 20
 
 
+@dataclass(frozen=True)
+class ToldBuckets:
+    """What a peer needs to map :class:`OwnBuckets`: the memory, by :class:`.description.Description`, and their place in it."""
+
+    memory: object
+    offset: int
+
+    def __post_init__(self) -> None:
+        if self.offset < 0:
+            raise ValueError(f"buckets at byte {self.offset} of their memory")
+
+
 class OwnBuckets:
     """Memory of this process that one peer fills.
 
@@ -23,7 +36,7 @@ class OwnBuckets:
 
     Attributes:
         address: of the first byte.
-        told: what the peer needs to map it, as plain data.
+        told: to the peer.
     """
 
     def __init__(self, nbytes: int, device: torch.device, timeout_s: float):
@@ -47,10 +60,7 @@ class OwnBuckets:
             self.close()
             raise
         memory = Description(process_name(), device_uuid(device), timeout_s, exported.allocations)
-        self.told: dict[str, Any] = {
-            "memory": memory.to_json(),
-            "offset": exported.place(self.address).offset,
-        }
+        self.told = ToldBuckets(memory.to_json(), exported.place(self.address).offset)
 
     def close(self) -> None:
         """Give it back; nothing on the device may use it any more. Safe to call twice."""
@@ -67,7 +77,7 @@ class PeerBuckets:
         address: of the first byte.
     """
 
-    def __init__(self, told: dict[str, Any], nbytes: int, peer: int, device: torch.device, timeout_s: float):
+    def __init__(self, told: ToldBuckets, nbytes: int, peer: int, device: torch.device, timeout_s: float):
         """
         Args:
             told: by the peer; nothing in it is trusted.
@@ -80,13 +90,12 @@ class PeerBuckets:
             RefitMismatch: the peer told something else.
             TransportUnavailable: they can't be opened from here.
         """
-        description = Description.from_json(told.get("memory"), peer)
+        description = Description.from_json(told.memory, peer)
         self._mapped = ImportedMemory(description, device, timeout_s)
         try:
-            offset = told.get("offset")
-            if len(description.allocations) != 1 or not isinstance(offset, int) or offset < 0:
+            if len(description.allocations) != 1:
                 raise ValueError("not one piece of memory")
-            self.address = description.region(Place(0, offset), nbytes, self._mapped.bases)
+            self.address = description.region(Place(0, told.offset), nbytes, self._mapped.bases)
         except ValueError as error:
             self._mapped.close()
             raise RefitMismatch(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
+from ..control.decoding import decode
 from ..layout import Box
 from ..packing.encoded import EncodedPair, Encoder
 from . import blocks, fp8_blockwise, mxfp8
@@ -172,7 +173,8 @@ class Scales:
 
 def to_json(format: Format) -> dict[str, Any]:
     """Plain data for the handshake."""
-    return {"kind": format.kind, **asdict(cast(Any, format))}
+    plain = asdict(cast(Any, format))
+    return {"kind": format.kind, **{key: list(v) if isinstance(v, tuple) else v for key, v in plain.items()}}
 
 
 def from_json(data: object) -> Format:
@@ -185,13 +187,7 @@ def from_json(data: object) -> Format:
         raise ValueError(
             f"{data!r} is no weight format of {', '.join(FORMATS)}; do both sides run the same rlrefit?"
         )
-    values: dict[str, Any] = {
-        key: tuple(v) if isinstance(v, list) else v for key, v in data.items() if key != "kind"
-    }
-    try:
-        return FORMATS[data["kind"]](**values)
-    except TypeError as error:
-        raise ValueError(f"malformed weight format {data!r}: {error}") from error
+    return decode(FORMATS[data["kind"]], {key: value for key, value in data.items() if key != "kind"})
 
 
 def part_head(box: Box, format: Format) -> tuple[int, int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..comm.group import Group, PeerBuffer
 from ..config import require_equal_settings
+from ..control.decoding import decode
 from ..errors import RefitMismatch
 from ..layout import Mesh, boxes_of, layout_of, local_shape, mesh_of, placements_of
 from ..transport import TransferResult
@@ -42,6 +43,25 @@ class _End:
     side: Side
     local: torch.Tensor | None
     full_shape: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """What ranks tell each other of a call.
+
+    Attributes:
+        settings: the same on all.
+        shapes: of the local tensors, by ``src`` and ``dst``.
+        turn: where the rank would have sampled checks begin; the first rank's counts.
+    """
+
+    settings: Mapping[str, object]
+    shapes: dict[str, tuple[int, ...]]
+    turn: int
+
+    def __post_init__(self) -> None:
+        if self.turn < 0:
+            raise ValueError(f"sampled checks begin at {self.turn}")
 
 
 def xferdtensor(
@@ -256,7 +276,7 @@ def _agree(
 ) -> Request:
     """Compare what all ranks were called with, and complete the request with the full shape."""
     group = transfers.group
-    own = {
+    settings = {
         **{
             f"{end.name}_mesh": _digest((end.side.mesh.shape, end.side.mesh.ranks))
             for end in (source, destination)
@@ -268,17 +288,16 @@ def _agree(
         "bucket_bytes": request.bucket_bytes,
         "verify": request.verify,
         "timeout_s": group.timeout_s,
-        **{end.name: None if end.local is None else tuple(end.local.shape) for end in (source, destination)},
-        # Where the rank would have sampled checks begin; the first rank's counts.
-        "turn": secrets.randbits(_TURN_BITS),
     }
+    local = {end.name: tuple(end.local.shape) for end in (source, destination) if end.local is not None}
+    own = _Arguments(settings, local, secrets.randbits(_TURN_BITS))
     told = [
-        _read(raw, rank, own.keys()) for rank, raw in zip(members, gather(group, members, own), strict=True)
+        _read(_Arguments, raw, rank)
+        for rank, raw in zip(members, gather(group, members, asdict(own)), strict=True)
     ]
     describe = [f"rank {rank}" for rank in members].__getitem__
-    alike = own.keys() - {"src", "dst", "turn"}
     require_equal_settings(
-        [{name: theirs[name] for name in own if name in alike} for theirs in told],
+        [theirs.settings for theirs in told],
         describe,
         remedy="Bytes would land in the wrong place or be read as other numbers: give all ranks of both meshes the same",
         stage=_STAGE,
@@ -303,13 +322,13 @@ def _agree(
     if not transfers.agreed(complete):
         plan = {"plan": transfers.compile(complete).digest}
         plans = [
-            _read(raw, rank, plan.keys())
+            _read(dict[str, str], raw, rank)
             for rank, raw in zip(members, gather(group, members, plan), strict=True)
         ]
         require_equal_settings(
             plans, describe, remedy="Do all ranks run the same rlrefit?", stage=_STAGE, rank=group.rank
         )
-        transfers.agree(complete, told[0]["turn"])
+        transfers.agree(complete, told[0].turn)
     return complete
 
 
@@ -343,34 +362,25 @@ def gather(group: Group, members: Sequence[int], own: Mapping[str, object]) -> l
     return [bytes(row.tolist()) for row in everyone.cpu()]
 
 
-def _read(raw: bytes, rank: int, names: Collection[str]) -> dict[str, Any]:
-    """What ``rank`` said, which has to be of these names; the types of what is computed with are checked."""
+def _read[T](kind: type[T], raw: bytes, rank: int) -> T:
+    """What ``rank`` said."""
     try:
-        told = json.loads(raw.rstrip(b"\0"))
-        if not isinstance(told, dict) or told.keys() != set(names):
-            raise TypeError("other names")
-        if "turn" in told and (type(told["turn"]) is not int or told["turn"] < 0):
-            raise TypeError("a turn that is no number")
-        for end in ("src", "dst"):
-            if told.get(end) is not None:
-                told[end] = tuple(int(n) for n in told[end])
-    except (ValueError, TypeError) as error:
+        return decode(kind, json.loads(raw.rstrip(b"\0")))
+    except ValueError as error:
         raise RefitMismatch(
             f"rank {rank} did not send its arguments but something else ({error}); nothing was written. All ranks of both "
             "meshes must call xferdtensor in the same order, with the same rlrefit",
             stage=_STAGE,
             rank=rank,
         ) from error
-    return told
 
 
-def _local_shapes(end: _End, told: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[int, ...]]:
+def _local_shapes(end: _End, told: Mapping[int, _Arguments]) -> dict[int, tuple[int, ...]]:
     """The shape of the local tensor of each rank of the end's mesh."""
-    shapes = {rank: told[rank][end.name] for rank in end.side.mesh.ranks}
-    for rank, shape in shapes.items():
-        if shape is None:
+    for rank in end.side.mesh.ranks:
+        if end.name not in told[rank].shapes:
             raise ValueError(f"rank {rank} is in {end.name}_mesh but gave no tensor")
-    return shapes
+    return {rank: told[rank].shapes[end.name] for rank in end.side.mesh.ranks}
 
 
 def _digest(what: object) -> str:

@@ -190,7 +190,9 @@ def test_formats_cross_processes_as_plain_data() -> None:
     for data, message in (
         ({"kind": "fp7"}, "no weight format"),
         ([1], "no weight format"),
-        ({"kind": "mxfp8", "colour": 1}, "malformed"),
+        ({"kind": "mxfp8", "colour": 1}, "colour"),
+        ({"kind": "mxfp8", "rounding": 1}, "rounding"),
+        ({"kind": "fp8_blockwise", "block": [128]}, "block"),
     ):
         with pytest.raises(ValueError, match=message):
             from_json(data)

@@ -230,7 +230,7 @@ def test_a_layout_is_compared_once_when_the_shape_is_given_and_at_each_call_othe
     original = op.gather
 
     def counting(group: Group, members: Sequence[int], own: Any) -> list[bytes]:
-        asked[group.rank] += "src_mesh" in own
+        asked[group.rank] += "settings" in own
         return original(group, members, own)
 
     monkeypatch.setattr(op, "gather", counting)
