@@ -34,7 +34,7 @@ test-all: setup ## run the tests, and those that make test leaves out (ARGS="…
 # Beside .venv, since vLLM and frameworks look for SGLang and behave differently where they find it.
 test-sglang: setup ## run the tests that need SGLang's own code, on the CPU (25 MB to download the first time)
 	@requirements/setup.sh --sglang .venv-sglang
-	.venv-sglang/bin/python -m pytest $(or $(ARGS),tests/sglang)
+	.venv-sglang/bin/python -m pytest $(or $(ARGS),tests/engines tests/sglang)
 
 # Not of .venv, whose vLLM is the CPU's: a GPU host has its own torch, Transformer Engine, vLLM and SGLang.
 test-gpu: ## run the GPU tests that this host and the packages of PYTHON allow; it ends with what was left out

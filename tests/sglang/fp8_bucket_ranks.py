@@ -25,7 +25,8 @@ from tests.fp8_refits import ENGINE_RANKS, bytes_of, differing, poison
 from tests.gpu.vllm_trainer import CheckpointSource
 
 from .engine_double import EngineDouble, ManagerDouble
-from .fp8_ranks import CPU, Fp8Case, _begin, _expected, _held, _kernels, _loaded, _numbers
+from .fp8_ranks import CPU, Fp8Case, _expected, _held, _kernels, _numbers
+from .models import begin, load_model
 from .ways import WAYS
 
 # Several buckets; a weight and its scale are kept together in all of them.
@@ -88,7 +89,7 @@ def refit_in_buckets(
         expert_model_parallel_size=ENGINE_RANKS if share_experts else 1,
     )
     with mock.patch.object(parallel_state, "initialize_model_parallel", initialize):
-        _begin(rank, cases[0].blocks)
+        begin(rank, cases[0].blocks.served[0])
     results = []
     for case in cases:
         with _kernels(case.blocks):
@@ -104,7 +105,7 @@ class _Worker:
 
         self.taken: set[str] = set()
         self._rank = rank
-        runner = _loaded(path)
+        runner = load_model(path)
         runner.ps, runner.device, runner.gpu_id = SimpleNamespace(tp_rank=rank), "cpu", rank
         runner.forward = self._never
         self.runner = runner
@@ -155,7 +156,7 @@ class _Scene:
         self._case = case
         blocks = case.blocks
         self._worker = _Worker(rank, blocks.served[0])
-        self._loaded = [_loaded(path).model for path in blocks.served]
+        self._loaded = [load_model(path).model for path in blocks.served]
         self._expected = _expected(blocks, self._loaded)
         self._held = blocks.served if blocks.quantized_before else blocks.trained
         self._differing: dict[str, list[str]] = {}

@@ -1,12 +1,7 @@
-"""SGLang's models in FP8 blocks on two ranks without an engine, refitted with codes and scales; SGLang does all the loading.
-
-SGLang's CPU build computes with FP8 by AMX alone, so the branches of GPUs are taken, whose loading and processing is Python and
-torch, and nothing is computed.
-"""
+"""SGLang's models in FP8 blocks on two ranks without an engine, refitted with codes and scales; SGLang does all the loading."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +26,8 @@ from tests.fp8_refits import (
 )
 from tests.gpu.vllm_checkpoints import read_checkpoint
 from tests.gpu.vllm_trainer import CheckpointSource
+
+from .models import begin, load_model
 
 if TYPE_CHECKING:
     from rlrefit.integration.quantize.formats import Format
@@ -103,33 +100,12 @@ class Fp8Result:
 
 
 def refit_fp8(rank: int, cases: Sequence[Fp8Case]) -> list[Fp8Result]:
-    _begin(rank, cases[0])
+    begin(rank, cases[0].served[0])
     results = []
     for case in cases:
         with _kernels(case):
             results.append(_one_case(rank, case))
     return results
-
-
-def _begin(rank: int, case: Fp8Case) -> None:
-    # SGLang takes a NCCL that it finds for a sign of GPUs.
-    os.environ["SGLANG_NCCL_SO_PATH"] = os.devnull
-    from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
-    from sglang.srt.layers import linear
-    from sglang.srt.layers.dp_attention import initialize_dp_attention
-    from sglang.srt.layers.moe.fused_moe_triton import layer
-    from sglang.srt.layers.moe.utils import initialize_moe_config
-    from sglang.srt.layers.quantization import fp8
-    from sglang.srt.server_args import set_global_server_args_for_scheduler
-
-    for module in (fp8, linear, layer):
-        module._is_cpu = False
-    arguments = _arguments(case.served[0])
-    set_global_server_args_for_scheduler(arguments)
-    initialize_moe_config(arguments)
-    init_distributed_environment(2, rank, "env://", rank, "gloo")
-    initialize_model_parallel(2)
-    initialize_dp_attention(arguments, _model_config(case.served[0]))
 
 
 @contextmanager
@@ -191,8 +167,8 @@ def _stand_in_for_deep_gemm() -> dict[str, ModuleType]:
 def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     from rlrefit.workers.engines.sglang.destination import SglangDestination
 
-    live = _loaded(case.served[0])
-    loaded = [_loaded(path).model for path in case.served]
+    live = load_model(case.served[0])
+    loaded = [load_model(path).model for path in case.served]
     expected = _expected(case, loaded)
     destination = SglangDestination(live, CPU)
     held = case.served if case.quantized_before else case.trained
@@ -258,7 +234,7 @@ def _expected(case: Fp8Case, loaded: Sequence[torch.nn.Module]) -> list[State]:
 
     found = []
     with _kernels(replace(case, blackwell=False, runner="triton")):
-        plain = [_loaded(path).model for path in case.served]
+        plain = [load_model(path).model for path in case.served]
     for model in plain:
         parameters = dict(model.named_parameters())
         state = _held(model)
@@ -301,38 +277,3 @@ def _numbers(model: torch.nn.Module) -> State:
             )
             found[name] = torch.stack([fp8_blockwise.dequantize(c, s) for c, s in matrices])
     return found
-
-
-def _loaded(path: str) -> Any:
-    """What a refit uses of a ``ModelRunner``, its model loaded from a checkpoint by SGLang."""
-    from sglang.srt.configs.device_config import DeviceConfig
-    from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.model_loader import get_model
-
-    config, load_config = _model_config(path), LoadConfig(load_format="auto")
-    model = get_model(model_config=config, load_config=load_config, device_config=DeviceConfig("cpu"))
-    return SimpleNamespace(
-        model=model, model_config=config, load_config=load_config, server_args=_arguments(path)
-    )
-
-
-def _model_config(path: str) -> Any:
-    from sglang.srt.configs.model_config import ModelConfig
-
-    return ModelConfig.from_server_args(_arguments(path))
-
-
-def _arguments(path: str) -> Any:
-    from sglang.srt.server_args import ServerArgs
-
-    return ServerArgs(
-        model_path=path,
-        device="cpu",
-        dtype="bfloat16",
-        tp_size=2,
-        skip_tokenizer_init=True,
-        attention_backend="torch_native",
-        sampling_backend="pytorch",
-        grammar_backend="none",
-        moe_runner_backend="triton",
-    )

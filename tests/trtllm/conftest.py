@@ -20,16 +20,16 @@ def generation(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def extension(generation: str) -> Iterator[type]:
     """Our worker extension, over the package's double of each generation, in this process."""
-    yield from _extension_over(generation)
+    yield from extension_over(generation)
 
 
 @pytest.fixture
 def newest_extension() -> Iterator[type]:
     """The same over the newest generation alone, for what does not depend on it."""
-    yield from _extension_over("both")
+    yield from extension_over("both")
 
 
-def _extension_over(generation: str) -> Iterator[type]:
+def extension_over(generation: str) -> Iterator[type]:
     with pytest.MonkeyPatch.context() as patch:
         for name, module in modules_of(generation).items():
             patch.setitem(sys.modules, name, module)

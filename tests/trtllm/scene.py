@@ -25,8 +25,16 @@ class Scene:
         llms: engines of one worker each, on GPUs that count up from 0; the trainer rank runs on the first.
     """
 
-    def __init__(self, extension: type, *, bucket_bytes: int = 600, engines: int = 1, **options: Any) -> None:
-        self.source = ListSource(some_weights())
+    def __init__(
+        self,
+        extension: type,
+        *,
+        weights: dict[str, torch.Tensor] | None = None,
+        bucket_bytes: int = 600,
+        engines: int = 1,
+        **options: Any,
+    ) -> None:
+        self.source = ListSource(weights or some_weights())
         specs = self.source.specs()
         self.llms = [DoubleLLM(extension, specs, first=i, **options) for i in range(engines)]
         self.workers = [worker for llm in self.llms for worker in llm.workers]
