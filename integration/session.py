@@ -309,7 +309,7 @@ class RefitSession:
         clock = self._clock
         if self.world.is_source:
             with clock.stage("export"):
-                cast(WeightSource, self._endpoint).settle()
+                cast(WeightSource, self._endpoint).prepare()
             moved = self.engine.send_weights(version, clock)
         else:
             moved = self.engine.receive_weights(version, clock)

@@ -26,7 +26,7 @@ def wait_until(
         done: polled; it may do a part of the work each time.
         timeout_s: limit of the whole wait, in seconds from this call.
         stage: given to ``watch``.
-        watch: called twice a second; raises if another rank has given up.
+        watch: called twice a second, and once the limit has passed; raises if another rank has given up.
         late: called once the limit has passed; its error is raised.
         pause: waits between two polls, for the given number of seconds at most. Without it the thread sleeps for 20 µs.
     """
@@ -34,11 +34,13 @@ def wait_until(
     next_watch = start + _WATCH_EVERY
     while not done():
         now = time.monotonic()
-        if now - start > timeout_s:
-            raise late()
-        if now >= next_watch:
+        over = now - start > timeout_s
+        # Once more at the end: a rank that gave up meanwhile is the cause, and not the time.
+        if over or now >= next_watch:
             watch(stage)
             next_watch = now + _WATCH_EVERY
+        if over:
+            raise late()
         if pause is None:
             time.sleep(PAUSE_S)
         else:

@@ -259,7 +259,7 @@ class RefitEngine:
 
         if self._shared_scales is not None:
             with clock.stage("export"):
-                self._shared_scales.settle()
+                self._shared_scales.make()
         bulk = self._run(clock, send_misc)
         sends_misc = misc.nbytes if self.world.rank == 0 else 0
         return Moved(bulk.payload_bytes, sends_misc, bulk.verified_bytes, bulk.void)

@@ -152,7 +152,7 @@ class SharedScales:
         self._encoders: list[Encoder] = make_encoders(pairs, self._device)
         self._places, self._at = (_indices(found, self._device) for found in (places, slots))
 
-    def settle(self) -> None:
+    def make(self) -> None:
         """Make all scales of this refit's weights; all trainer ranks at the same time.
 
         Raises:

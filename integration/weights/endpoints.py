@@ -28,7 +28,7 @@ class WeightSource(Protocol):
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
         """What this rank holds, and the weights that must not go shard to shard with the reason."""
 
-    def settle(self) -> None:
+    def prepare(self) -> None:
         """Called before each refit: finish what still has to write the parameters (a delayed gather, say)."""
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -144,8 +144,8 @@ class QuantizingSource:
     def specs(self) -> list[TensorSpec]:
         return self._specs
 
-    def settle(self) -> None:
-        self._source.settle()
+    def prepare(self) -> None:
+        self._source.prepare()
 
     def storage_key(self) -> Hashable:
         return self._source.storage_key()

@@ -135,7 +135,7 @@ class BenchSource:
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
         return [f for f in self.storage.fragments if f.name not in self._refused], self._refused
 
-    def settle(self) -> None:
+    def prepare(self) -> None:
         """Nothing writes these parameters between two refits but :meth:`advance`."""
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -157,7 +157,7 @@ def train_in_turns(rank: int) -> dict[str, Any]:
         copies.free([leaves])
         away = {view.untyped_storage().nbytes() for view in views}
         try:
-            source.settle()
+            source.prepare()
         except RefitError as error:
             told = str(error)
         for one in views:  # all but it have come back
@@ -165,14 +165,14 @@ def train_in_turns(rank: int) -> dict[str, Any]:
             for storage in sizes:
                 storage.resize_(4)
             try:
-                source.settle()
+                source.prepare()
                 partly.append("accepted")
             except RefitError as error:
                 partly.append(str(error).partition(":")[0])
             for storage in sizes:
                 storage.resize_(0)
         copies.restore()
-        source.settle()
+        source.prepare()
     refused = under_tensor_parallelism_alone()
     gathered = [still_gathered(reshard_after_forward) for reshard_after_forward in (True, False)]
     same = [

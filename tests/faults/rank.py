@@ -277,7 +277,7 @@ class Hand:
         if act is not None:
             act()
         slow = self.hooks.get("slow")
-        if slow is not None and method in ("make", "settle", "load_weights", "finish"):
+        if slow is not None and method in ("make", "prepare", "load_weights", "finish"):
             del self.hooks["slow"]
             slow()
 
@@ -337,7 +337,7 @@ class _Fault:
         hit, window = trial.place
         if part != hit:
             if part == hit + 1:
-                for method in (trial.method, "settle", "load_weights"):
+                for method in (trial.method, "prepare", "load_weights"):
                     hand.hooks.pop(method, None)
             return
         match trial.kind:

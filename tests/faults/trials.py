@@ -60,7 +60,7 @@ ROUND = tuple(kind for kind in Kind for _ in range(_SHARES.get(kind, 1)))
 
 # Windows that are hit more often than others.
 _WEIGHTS = {"transfer": 3, "connect": 2, "begin": 2, "commit": 2}
-_TRAINER_METHODS = ("make", "specs", "fragments", "settle", "export", "storage_key", "before")
+_TRAINER_METHODS = ("make", "specs", "fragments", "prepare", "export", "storage_key", "before")
 _ENGINE_METHODS = ("make", "fragments", "load_weights", "finish", "storage_key", "before")
 _ERRORS = ("ValueError", "RuntimeError", "OutOfMemoryError", "MemoryError", "SystemExit", "CancelledError")
 

@@ -73,7 +73,7 @@ class Trainer(SyntheticSource):
 
     specs = _hooked("specs")
     fragments = _hooked("fragments")
-    settle = _hooked("settle")
+    prepare = _hooked("prepare")
     storage_key = _hooked("storage_key")
 
     def __init__(self, rank: int, ranks: int, hook: Hook):

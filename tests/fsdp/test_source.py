@@ -127,7 +127,7 @@ def test_parameters_kept_in_fp32_are_cast_as_they_are_packed_and_buffers_are_not
     assert head.view.data_ptr() == model.lm_head.weight.data_ptr()
     for value in (1.2345, 2.3456):
         model.lm_head.weight.data.fill_(value)
-        source.settle()
+        source.prepare()
         assert torch.equal(as_sent(head), model.lm_head.weight.bfloat16())
 
 

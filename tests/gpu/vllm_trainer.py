@@ -43,7 +43,7 @@ class CheckpointSource:
         ]
         return found, {}
 
-    def settle(self) -> None:
+    def prepare(self) -> None:
         pass
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -54,7 +54,7 @@ def _wrong(source: FSDPSource, model: Any) -> list[str]:
     for fragment in held.values():
         if any(fragment.name.endswith(f"{kind}.weight") for kind in ("q_proj", "down_proj")):
             fragment.view.fill_(float("nan"))
-    source.settle()
+    source.prepare()
     expected = copy.deepcopy(model).merge_and_unload().state_dict()
     exported = dict(source.export(list(expected)))
     wrong = sorted(expected.keys() ^ held.keys())
@@ -95,17 +95,17 @@ def test_disabled_adapters_leave_the_base_model_and_merged_ones_are_not_added_tw
     (held,) = (fragment for fragment in source.fragments()[0] if fragment.name == name)
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     with model.disable_adapter():
-        source.settle()
+        source.prepare()
         assert held.view.equal(layer.base_layer.weight)
-    source.settle()
+    source.prepare()
     merged = held.view.clone()
     assert not merged.equal(layer.base_layer.weight)
     model.merge_adapter()
-    source.settle()
+    source.prepare()
     assert held.view.equal(merged)
     layer.enable_adapters(False)
     with pytest.raises(RefitError, match="merged into the weight and disabled at once"):
-        source.settle()
+        source.prepare()
 
 
 def test_adapters_that_came_after_the_preparation_end_the_refit() -> None:
@@ -114,13 +114,13 @@ def test_adapters_that_came_after_the_preparation_end_the_refit() -> None:
     source.fragments()
     model.add_adapter("late", LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(RefitError, match="an adapter 'late' that it had not"):
-        source.settle()
+        source.prepare()
     plain = _base()
     source = FSDPSource(plain)
     source.fragments()
     get_peft_model(plain, LoraConfig(**_PLAIN))
     with pytest.raises(RefitError, match="adapters that it had not"):
-        source.settle()
+        source.prepare()
 
 
 def test_another_copy_of_a_trained_module_ends_the_refit() -> None:
@@ -128,7 +128,7 @@ def test_another_copy_of_a_trained_module_ends_the_refit() -> None:
     source = FSDPSource(model)
     source.fragments()
     with model.disable_adapter(), pytest.raises(RefitError, match=r"lm_head is computed by 'its original"):
-        source.settle()
+        source.prepare()
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -157,7 +157,7 @@ def test_an_adapter_goes_by_the_names_of_its_checkpoint() -> None:
     source = AdapterSource(model)
     held, refused = source.fragments()
     assert list(refused) == ["adapter_config.json"]
-    source.settle()
+    source.prepare()
     assert {fragment.name for fragment in held} == expected.keys()
     assert all(fragment.view.equal(expected[fragment.name]) for fragment in held)
     exported = dict(source.export([spec.name for spec in source.specs()]))
@@ -171,7 +171,7 @@ def test_an_adapter_whose_settings_changed_ends_the_refit() -> None:
     source = AdapterSource(model, torch.bfloat16)
     model.base_model.model.model.layers[0].self_attn.q_proj.scaling["default"] = 9.0
     with pytest.raises(RefitError, match="another rank, scaling or set of layers"):
-        source.settle()
+        source.prepare()
 
 
 def test_more_than_an_adapter_is_refused_with_all_reasons() -> None:

@@ -93,13 +93,13 @@ def _faults(rank: int, case: Case, source: Any, qat: Any) -> dict[str, Any]:
         }
     packed = PackedSource(source, qat)
     if rank == 1:
-        source.settle = _raise
-    found["settle"] = _error_of(packed.settle)
-    source.__dict__.pop("settle", None)
+        source.prepare = _raise
+    found["prepare"] = _error_of(packed.prepare)
+    source.__dict__.pop("prepare", None)
     calibrated = qat.state_dict()
     if rank == 1:
         qat.load_state_dict({name: 2 * value for name, value in calibrated.items()})
-    found["other scales"] = _error_of(packed.settle)
+    found["other scales"] = _error_of(packed.prepare)
     qat.load_state_dict(calibrated)
     return found | {"left behind": [path.name for path in folder.iterdir()] if folder.exists() else []}
 
@@ -223,7 +223,7 @@ def _report(model: Any, qat: Any, packed: Any) -> dict[str, Any]:
 def _slices(packed: Any) -> dict[str, Any]:
     """What this rank would send: box and bytes of each packed tensor."""
     fragments, refused = packed.fragments()
-    packed.settle()
+    packed.prepare()
     return {
         "refused": refused,
         "held": [(f.name, f.box, as_bytes(f.view.to(f.dtype))) for f in fragments],

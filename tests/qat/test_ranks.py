@@ -118,7 +118,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_training_goes_on(reports: dict[
     for report in reports["fsdp"]:
         assert "the checkpoint" in report["full disk"]
         assert "was not written: SafetensorError" in report["full disk"]
-        assert "failed on trainer rank 1 of 2: OSError: the host's memory" in report["settle"]
+        assert "failed on trainer rank 1 of 2: OSError: the host's memory" in report["prepare"]
         assert (
             "trainer ranks have different scales for the inputs of model.layers.0" in report["other scales"]
         )

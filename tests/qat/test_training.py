@@ -224,7 +224,7 @@ def test_an_export_that_fails_beside_the_weights_leaves_the_scales_of_training(
         fault = "saw no inputs of"  # no batch has run yet
     else:
         fault = "no shards here"
-        monkeypatch.setattr(source, "settle", lambda: _raise(RuntimeError(fault)))
+        monkeypatch.setattr(source, "prepare", lambda: _raise(RuntimeError(fault)))
     for _ in range(2):
         with pytest.raises(RuntimeError, match=fault):  # RefitError is one, which other ranks would raise
             write_checkpoint(tmp_path / "new", checkpoints("qwen3"), source, qat)
@@ -232,7 +232,7 @@ def test_an_export_that_fails_beside_the_weights_leaves_the_scales_of_training(
     with torch.no_grad():
         model.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(1.5)
     monkeypatch.undo()
-    monkeypatch.setattr(source, "settle", lambda: _raise(RuntimeError("no shards here")))
+    monkeypatch.setattr(source, "prepare", lambda: _raise(RuntimeError("no shards here")))
     with pytest.raises(RuntimeError, match="no shards here"):
         write_checkpoint(tmp_path / "new", checkpoints("qwen3"), source, qat)
     with pytest.raises(

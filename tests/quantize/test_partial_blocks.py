@@ -236,7 +236,7 @@ def test_any_parts_of_cut_codes_are_those_of_the_whole_even_of_nan(
         expected.append(full[index])
     assert (seen == 1).all()
     for _ in range(2):
-        shared.settle()
+        shared.make()
         for encoder in make_encoders([(view, to) for view, to in pairs if to is not None], CPU):
             encoder.launch()
         for (view, target), right in zip(pairs, expected, strict=True):

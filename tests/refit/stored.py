@@ -101,7 +101,7 @@ class StoredSource(StoredRank):
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
         return self.held_fragments(), self.refused
 
-    def settle(self) -> None:
+    def prepare(self) -> None:
         return None
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:

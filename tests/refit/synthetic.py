@@ -66,8 +66,8 @@ class SyntheticSource:
         ]
         return held, self.refused
 
-    def settle(self) -> None:
-        self.settled = self.version
+    def prepare(self) -> None:
+        self.prepared = self.version
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:

@@ -173,7 +173,7 @@ def test_a_rank_that_never_comes_ends_in_a_timeout_that_names_it(
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
-@pytest.mark.parametrize("where", ["settle", "begin"])
+@pytest.mark.parametrize("where", ["prepare", "begin"])
 def test_an_interrupt_ends_the_refit_on_all_ranks_at_once_and_closes_as_after_a_failure(
     interrupt: type[BaseException], where: str
 ) -> None:
@@ -197,8 +197,8 @@ def test_an_interrupt_ends_the_refit_on_all_ranks_at_once_and_closes_as_after_a_
 
         session.engine.finalize = recorded  # type: ignore[method-assign]
         refit_changed(session, endpoint, 1)
-        if rank == 1 and where == "settle":
-            endpoint.settle = stop
+        if rank == 1 and where == "prepare":
+            endpoint.prepare = stop
         if rank == 1 and where == "begin":
             # As a signal does: after the request has gone out, before its answer is read.
             connection._receive_frame = stop_once  # type: ignore[method-assign]

@@ -89,7 +89,7 @@ class Holder:
         for name, tensor in loaded:
             self.held[name].copy_(tensor)
 
-    def settle(self) -> None:
+    def prepare(self) -> None:
         pass
 
     def finish(self, version: int) -> None:
@@ -170,7 +170,7 @@ class WorkerDouble(DestinationRefitMixin):
         self.holder.load_weights(unpacked(bucket))
         return {}
 
-    def settle(self) -> dict[str, Any]:
+    def synchronize(self) -> dict[str, Any]:
         return {}
 
     def finish(self, version: int) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Failing:
         "pause_generation",
         "begin",
         "update_weights_from_tensor",
-        "settle",
+        "synchronize",
         "finish",
         "commit",
         "flush_cache",

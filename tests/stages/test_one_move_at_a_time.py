@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from rlrefit.integration.colocated.cycle import ColocatedCycle
+from rlrefit.integration.colocated.cycle import ColocatedCycle, UnderWay
 from rlrefit.integration.colocated.memory import StageRecord
 from rlrefit.integration.colocated.stages import Stage, StageBusy, StageError, StageFailed, StageRefused
-from rlrefit.integration.colocated.under_way import UnderWay
 
 from .pool import Device, PoolEngine, PoolTrainer, refit_on
 

@@ -66,7 +66,7 @@ def _refits(rank: int, checkpoint: str, generation: str, socket: Path) -> dict[s
         if qat is not None:
             qat.refresh()
         record = sender.refit(version)
-        source.settle()
+        source.prepare()
         whole = {name: tensor.clone() for name, tensor in source.export([s.name for s in source.specs()])}
         report["seen"].append(
             (record.bytes_misc, record.peak_extra_bytes, sum(t.nbytes for t in whole.values()))

@@ -16,13 +16,13 @@ class ListSource:
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         self.weights = weights
-        self.settled = 0
+        self.prepared = 0
 
     def specs(self) -> list[TensorSpec]:
         return [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in self.weights.items()]
 
-    def settle(self) -> None:
-        self.settled += 1
+    def prepare(self) -> None:
+        self.prepared += 1
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((name, self.weights[name]) for name in names)

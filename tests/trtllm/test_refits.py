@@ -38,7 +38,7 @@ def test_two_consecutive_refits_bring_every_tensor_bit_for_bit(scene: Scene) -> 
     counts = scene.worker.counts()
     assert counts["buckets"] >= 12
     assert (counts["reloads"], counts["prefix_resets"]) == (2, 2), "once a refit, not once a bucket"
-    assert scene.source.settled == 2
+    assert scene.source.prepared == 2
 
 
 def test_the_sender_holds_one_bucket_at_a_time(extension: type) -> None:

@@ -75,7 +75,7 @@ class Halves:
             found.append(Fragment(name, shape, box, part))
         return found, {}
 
-    def settle(self) -> None:
+    def prepare(self) -> None:
         pass
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -174,8 +174,8 @@ class KvScaleSource:
             return weights.quantized_fragments(formats)
         return [], {}, frozenset()
 
-    def settle(self) -> None:
-        self._weights.settle()
+    def prepare(self) -> None:
+        self._weights.prepare()
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         weights = [name for name in names if name not in self._values]

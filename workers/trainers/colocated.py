@@ -65,7 +65,7 @@ class ColocatedRank(ABC):
     def _on_gpu(self) -> bool:
         return self._device.type == "cuda"
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
 
@@ -110,7 +110,7 @@ class TorchRank(ColocatedRank):
             values, name = self._moved[-1]
             values[name] = values[name].to(self._device, non_blocking=True)
             self._moved.pop()
-        self._settle()
+        self._synchronize()
 
     def offload(self) -> None:
         gc.collect()  # what of the last step only cycles of references keep
@@ -124,7 +124,7 @@ class TorchRank(ColocatedRank):
                     self._moved.append((values, name))
         if self._on_gpu:
             self._frozen_copies.free(self._frozen)
-        self._settle()
+        self._synchronize()
 
     def free(self) -> None:
         if self._on_gpu:
@@ -174,21 +174,21 @@ class MegatronRank(ColocatedRank):
         self._buffers("reload_from_cpu", move_params=self._on_gpu, move_grads=True)
         if self._on_gpu:
             self._optimizer.restore_from_cpu()
-        self._settle()
+        self._synchronize()
 
     def offload(self) -> None:
         gc.collect()
-        self._settle()
+        self._synchronize()
         self._buffers("offload_to_cpu", move_params=False, move_grads=True)
         self._optimizer.offload_to_cpu()
         if self._on_gpu:
             self._frozen_copies.free(self._frozen)
-        self._settle()
+        self._synchronize()
 
     def free(self) -> None:
-        self._settle()
+        self._synchronize()
         self._buffers("offload_to_cpu", move_params=self._on_gpu, move_grads=True)
-        self._settle()
+        self._synchronize()
 
     def _buffers(self, method: str, **what: bool) -> None:
         for chunk in self._chunks:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ....workers.engines.sglang.worker_refit import WorkerRefit, also_serve
 from .memory import memory, restart_peak
-from .worker_checks import checksums, poison, settle
+from .worker_checks import checksums, poison, synchronize
 
 
 def load(model: Any, named_tensors: Any) -> None:
@@ -23,17 +23,17 @@ def _poison(worker: WorkerRefit) -> dict[str, Any]:
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     nbytes = poison(worker.model, VocabParallelEmbedding, _has_padding)
-    settle(worker.device)
+    synchronize(worker.device)
     return {"bytes": nbytes}
 
 
 def _checksums(worker: WorkerRefit) -> dict[str, Any]:
-    settle(worker.device)
+    synchronize(worker.device)
     return dict(checksums(worker.model, worker.device))
 
 
 def _memory(worker: WorkerRefit, restart: bool) -> dict[str, Any]:
-    settle(worker.device)
+    synchronize(worker.device)
     if restart:
         restart_peak(worker.device)
     return dict(memory(worker.device))

@@ -8,7 +8,7 @@ from ....workers.engines.vllm.extension import VllmRefitExtension
 from ....workers.engines.vllm.layouts import has_padding
 from .engine import Checksums
 from .memory import Memory, memory, restart_peak
-from .worker_checks import checksums, poison, settle
+from .worker_checks import checksums, poison, synchronize
 
 
 class LiveExtension(VllmRefitExtension):
@@ -17,17 +17,17 @@ class LiveExtension(VllmRefitExtension):
     def live_poison(self) -> int:
         """As :func:`.worker_checks.poison`."""
         nbytes = poison(self.model_runner.get_model(), VocabParallelEmbedding, has_padding)
-        settle(self.model_runner.device)
+        synchronize(self.model_runner.device)
         return nbytes
 
     def live_checksums(self) -> Checksums:
         """As :func:`.worker_checks.checksums`."""
-        settle(self.model_runner.device)
+        synchronize(self.model_runner.device)
         return checksums(self.model_runner.get_model(), self.model_runner.device)
 
     def live_memory(self, restart: bool) -> Memory:
         """This worker's memory; ``restart`` lets the peak count anew from here."""
-        settle(self.model_runner.device)
+        synchronize(self.model_runner.device)
         if restart:
             restart_peak(self.model_runner.device)
         return memory(self.model_runner.device)

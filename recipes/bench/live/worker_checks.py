@@ -40,7 +40,7 @@ def checksums(model: nn.Module, device: torch.device) -> Checksums:
     return {name: [*pair, nan] for name, pair, nan in zip(parameters, sums.tolist(), nans, strict=True)}
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait for what the device still does."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -137,7 +137,7 @@ class BucketSender(ABC):
         clock = self._clock
         clock.restart()
         with clock.stage("handshake"):
-            self._all_do(self._settled, lambda engines, devices: _check_devices(engines.devices, devices))
+            self._all_do(self._prepared, lambda engines, devices: _check_devices(engines.devices, devices))
             told = self._source.specs()
             needed, in_parts, formats = self._leader_does(
                 lambda engines: (
@@ -176,8 +176,8 @@ class BucketSender(ABC):
             peak_extra_bytes=largest,
         )
 
-    def _settled(self) -> str:
-        self._source.settle()
+    def _prepared(self) -> str:
+        self._source.prepare()
         return self._device
 
     def _send(

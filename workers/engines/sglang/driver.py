@@ -196,7 +196,7 @@ class SglangRefit:
             else:
                 self.calls.update(payloads, "flattened_bucket")
             # SGLang answers once its copies are queued, and the sender frees what they read.
-            self.calls.ask("settle")
+            self.calls.ask("synchronize")
 
     def finish(self) -> None:
         """After the last bucket: derived state. Raises as :meth:`load`."""

@@ -30,7 +30,7 @@ COMMANDS = frozenset(
         "formats",
         "begin",
         "load",
-        "settle",
+        "synchronize",
         "finish",
         "commit",
         "discard",
@@ -179,7 +179,7 @@ class WorkerRefit(DestinationRefitMixin):
         self.bucketed.load_weights(FlattenedTensorBucket(**bucket).reconstruct_tensors())
         return {}
 
-    def settle(self) -> dict[str, Any]:
+    def synchronize(self) -> dict[str, Any]:
         """Wait for the copies that SGLang's loader has queued."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -75,7 +75,7 @@ class AdapterSource:
                 held.extend(exported(fragment, self._dtypes[name]) for fragment in found)
         return held, refused
 
-    def settle(self) -> None:
+    def prepare(self) -> None:
         if self._now() != self._settings:
             raise RefitError(
                 f"the adapter {self._adapter!r} has another rank, scaling or set of layers than when the refit was "

@@ -35,7 +35,7 @@ class FSDPSource:
     Raises:
         RefitError: a model whose weights can't be told from its tensors; lists all reasons.
 
-    Nothing is a collective but ``export``, and under adapters ``settle``, which gathers their factors.
+    Nothing is a collective but ``export``, and under adapters ``prepare``, which gathers their factors.
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None):
@@ -93,7 +93,7 @@ class FSDPSource:
                 held.extend(exported(cut, self._dtype(weight)) for cut in cuts if cut)
         return held, refused
 
-    def settle(self) -> None:
+    def prepare(self) -> None:
         # What FSDP has gathered needs nothing: the shards are read, which the optimizer writes.
         self._require_memory()
         if self._adapters is not None:

@@ -128,7 +128,7 @@ class MegatronSource:
                 refused.update(dict.fromkeys(names, str(reason)))
         return held, refused, frozenset(native)
 
-    def settle(self) -> None:
+    def prepare(self) -> None:
         # With this setting the optimizer leaves other data-parallel ranks' shards to be gathered by the next
         # forward pass; until then the parameters hold old values.
         for chunk in self._model:

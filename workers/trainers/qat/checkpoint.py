@@ -52,7 +52,7 @@ def write_checkpoint(
     Raises:
         RefitError: on all ranks; nothing is left behind.
     """
-    qat.prepare_export(source.settle)
+    qat.prepare_export(source.prepare)
     specs = source.specs()
     writes = not dist.is_initialized() or dist.get_rank(group) == 0
     writer = _Writer(Path(folder), shard_bytes)

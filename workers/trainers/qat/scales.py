@@ -111,7 +111,7 @@ class WeightScales:
         self._take(maximum_over(self._group, len(self.names), self._local, _COMPUTING))
 
     def refresh_for_export(
-        self, inputs: InputScales | None, settle: Callable[[], None] | None = None
+        self, inputs: InputScales | None, prepare: Callable[[], None] | None = None
     ) -> None:
         """As :meth:`refresh`, in one collective with more that an export needs.
 
@@ -119,7 +119,7 @@ class WeightScales:
 
         Args:
             inputs: scales to make those of all ranks.
-            settle: of the source that is exported from, which may raise on one rank alone.
+            prepare: of the source that is exported from, which may raise on one rank alone.
 
         Raises:
             RefitError: on all ranks, as :meth:`refresh`, and where inputs have no scales.
@@ -128,8 +128,8 @@ class WeightScales:
 
         def work() -> torch.Tensor:
             found = self._local()  # first, as making the source may be a collective
-            if settle is not None:
-                settle()
+            if prepare is not None:
+                prepare()
             return found if inputs is None else torch.cat([found, inputs.noted()])
 
         size = count if inputs is None else count + 2 * len(inputs.names)
@@ -201,7 +201,7 @@ class WeightScales:
     def _local(self) -> torch.Tensor:
         """The largest magnitudes of what this rank holds."""
         source = self._source = self._source or self._make_source()
-        source.settle()
+        source.prepare()
         if (storage := source.storage_key()) != self._storage:
             self._held, self._storage = self._views(source), storage
         self._versions = {at: [(view, view._version) for view in views] for at, views in self._held.items()}

@@ -41,7 +41,7 @@ class PackedSource:
         source: of the unquantized weights, in the engine's dtype.
         qat: of the same model.
 
-    :meth:`settle` is a collective of all trainer ranks.
+    :meth:`prepare` is a collective of all trainer ranks.
     """
 
     def __init__(self, source: WeightSource, qat: QAT):
@@ -72,8 +72,8 @@ class PackedSource:
                 packed += self._pack(fragment)
         return packed, {name: refused[origin] for name, origin in self._origin.items() if origin in refused}
 
-    def settle(self) -> None:
-        self._qat.prepare_export(self._source.settle)
+    def prepare(self) -> None:
+        self._qat.prepare_export(self._source.prepare)
         with torch.no_grad():
             for part in self._parts:
                 scale_2 = self._scale_2(part.name)
