@@ -2,8 +2,8 @@
 
 from .casting import Cast
 from .checksum import ChecksumViews, checksum
-from .copies import Checksums, Copy, JoinedCopies, PairedViews, make_checksums, make_copy
-from .encoded import EncodedView, Encoder, NotComputable, PushedEncodings, make_encoders
+from .copies import Checksums, Copy, CpuCopies, JoinedCopies, make_checksums, make_copy
+from .encoded import EncodedView, Encoder, EncodingsByHost, NotComputable, make_encoders
 from .rows import row_bytes
 from .strided import Strided
 from .tables import CastTable, ChecksumTable, CopyTable, copy_rows
@@ -16,12 +16,12 @@ __all__ = [
     "Checksums",
     "Copy",
     "CopyTable",
+    "CpuCopies",
     "EncodedView",
     "Encoder",
+    "EncodingsByHost",
     "JoinedCopies",
     "NotComputable",
-    "PairedViews",
-    "PushedEncodings",
     "Strided",
     "checksum",
     "copy_rows",

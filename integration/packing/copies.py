@@ -9,7 +9,7 @@ import torch
 
 from .checksum import ChecksumViews
 from .encoded import EncodedView, make_encoders
-from .host import PushedViews, pushed_to
+from .host import CopiesByHost, copied_by_host
 from .strided import Strided
 from .tables import ChecksumTable, CopyTable
 
@@ -35,7 +35,7 @@ class Checksums(Protocol):
         """Add the checksums to ``out``, modulo 2^64."""
 
 
-class PairedViews:
+class CpuCopies:
     """Copies between CPU tensors."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]):
@@ -65,8 +65,8 @@ class JoinedCopies:
 def make_copy(pairs: Sequence[tuple[torch.Tensor | EncodedView, torch.Tensor]], device: torch.device) -> Copy:
     """Copies from the first to the second of each pair, in any order; what is encoded is computed on the way.
 
-    On a GPU the first may be host memory: its kernels read what is page-locked, and the host pushes the rest
-    (:class:`.host.PushedViews`, which says when it blocks). The tensors must stay where they are as long as the copies
+    On a GPU the first may be host memory: its kernels read what is page-locked, and the host copies the rest
+    (:class:`.host.CopiesByHost`, which says when it blocks). The tensors must stay where they are as long as the copies
     are used.
 
     Raises:
@@ -88,12 +88,12 @@ def make_copy(pairs: Sequence[tuple[torch.Tensor | EncodedView, torch.Tensor]], 
     if len(plain) < len(pairs):
         copies += make_encoders([(s, t) for s, t in pairs if isinstance(s, EncodedView)], device)
     if device.type != "cuda":
-        copies.append(PairedViews(plain))
+        copies.append(CpuCopies(plain))
     else:
-        pushed = [pair for pair in plain if pushed_to(device, pair[0])]
-        read = [pair for pair in plain if not pushed_to(device, pair[0])] if pushed else plain
-        if pushed:
-            copies.append(PushedViews(pushed))
+        by_host = [pair for pair in plain if copied_by_host(device, pair[0])]
+        read = [pair for pair in plain if not copied_by_host(device, pair[0])] if by_host else plain
+        if by_host:
+            copies.append(CopiesByHost(by_host))
         copies.append(
             CopyTable.build(((Strided.of(source), Strided.of(target)) for source, target in read), device)
         )
@@ -116,9 +116,9 @@ def make_checksums(
     if device.type != "cuda":
         return ChecksumViews(views, slots)
     for view, _ in views:
-        if pushed_to(device, view):
+        if copied_by_host(device, view):
             raise ValueError(
                 f"{view.dtype}{list(view.shape)} lies in pageable host memory, which kernels of {device} can't add up; add "
-                "up its bytes where the host has pushed them to"
+                "up its bytes where the host has copied them to"
             )
     return ChecksumTable.build([(Strided.of(view), offset) for view, offset in views], device, slots)

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ..layout import Box, Encoding
-from .host import pushed_to
+from .host import copied_by_host
 from .strided import Strided
 
 # Elements that ``ipc`` encodes again at a time for its checks; one row of blocks may have more.
@@ -141,11 +141,11 @@ class EncodedView:
 EncodedPair = tuple[EncodedView, torch.Tensor | Strided]
 
 
-class PushedEncodings:
-    """Encodings of host memory that the device has no kernel for: the host computes them and pushes them there.
+class EncodingsByHost:
+    """Encodings of host memory that the device has no kernel for: the host computes them and copies them there.
 
     One held tensor at a time, through one buffer in host memory. Nothing that is read is kept, and ``launch`` may hold up
-    its caller, as :class:`.host.PushedViews` has it.
+    its caller, as :class:`.host.CopiesByHost` has it.
     """
 
     def __init__(self, pairs: Sequence[tuple[EncodedView, torch.Tensor]]):
@@ -156,14 +156,14 @@ class PushedEncodings:
         self._buffer = torch.empty(max(needs, default=0), dtype=torch.uint8)
         self._steps: list[tuple[list[Encoder], list[tuple[torch.Tensor, torch.Tensor]]]] = []
         for group in by_held.values():
-            computed, pushes, cursor = [], [], 0
+            computed, copies, cursor = [], [], 0
             for view, target in group:
                 raw = self._buffer[cursor : cursor + view.nbytes]
                 made = raw.view(view.dtype).view(view.shape)
                 cursor += padded(view.nbytes)
                 computed.append((view, made))
-                pushes.append((made, target))
-            self._steps.append((make_encoders(computed, torch.device("cpu")), pushes))
+                copies.append((made, target))
+            self._steps.append((make_encoders(computed, torch.device("cpu")), copies))
         self.nbytes = sum(view.nbytes for view, _ in pairs)
 
     def launch(self) -> None:
@@ -172,10 +172,10 @@ class PushedEncodings:
         Raises:
             RefitError: the memory of a source was freed.
         """
-        for encoders, pushes in self._steps:
+        for encoders, copies in self._steps:
             for encoder in encoders:
                 encoder.launch()
-            for made, target in pushes:
+            for made, target in copies:
                 # CUDA has read pageable memory when it returns, so the buffer can be used again.
                 target.copy_(made, non_blocking=True)
 
@@ -193,7 +193,7 @@ def make_encoders(pairs: Iterable[EncodedPair], device: torch.device) -> list[En
         NotComputable: ``device`` has no kernel for a format and its target is plain memory, or can't read a source.
     """
     groups: dict[EncodingMethod, list[EncodedPair]] = {}
-    pushed: list[tuple[EncodedView, torch.Tensor]] = []
+    by_host: list[tuple[EncodedView, torch.Tensor]] = []
     for view, target in pairs:
         itemsize = target.itemsize if isinstance(target, Strided) else target.element_size()
         if tuple(target.shape) != view.shape or itemsize != view.dtype.itemsize:
@@ -203,7 +203,7 @@ def make_encoders(pairs: Iterable[EncodedPair], device: torch.device) -> list[En
             )
         on_device = view.held.device.type == device.type
         has_kernel = device.type != "cuda" or view.encoding.method.has_kernel(view.held.dtype)
-        if on_device or (has_kernel and not pushed_to(device, view.held)):
+        if on_device or (has_kernel and not copied_by_host(device, view.held)):
             if not has_kernel and isinstance(target, Strided):
                 raise NotComputable(
                     f"there is no kernel that makes {view.dtype} of {view.held.dtype} in a peer's memory; set "
@@ -211,11 +211,11 @@ def make_encoders(pairs: Iterable[EncodedPair], device: torch.device) -> list[En
                 )
             groups.setdefault(view.encoding.method, []).append((view, target))
         elif isinstance(target, torch.Tensor):
-            pushed.append((view, target))
+            by_host.append((view, target))
         else:
             raise NotComputable(
                 f"{view.held.dtype}{list(view.held.shape)} lies in host memory, from where {device} can't make "
                 f"{view.dtype}; offload parameters to pinned memory, or set policy.refit.transport to p2p"
             )
     made = [method.prepare(group, device) for method, group in groups.items()]
-    return [*made, PushedEncodings(pushed)] if pushed else made
+    return [*made, EncodingsByHost(by_host)] if by_host else made

@@ -1,7 +1,7 @@
 """Parameters in host memory beside a GPU: what kernels can read, and copies of what they can't.
 
 Kernels read page-locked host memory through its own address (CUDA's unified addressing), so the segment tables
-serve it as they serve the device's own memory. A kernel that reads pageable memory faults, so the host copies ("pushes")
+serve it as they serve the device's own memory. A kernel that reads pageable memory faults, so the host copies
 that to the device.
 """
 
@@ -22,8 +22,8 @@ def kernels_read(view: torch.Tensor) -> bool:
     return view.is_pinned() and view[(-1,) * view.dim()].is_pinned()
 
 
-def pushed_to(device: torch.device, view: torch.Tensor) -> bool:
-    """Whether the host has to push a view to ``device``, whose kernels don't reach it."""
+def copied_by_host(device: torch.device, view: torch.Tensor) -> bool:
+    """Whether the host has to copy a view to ``device``, whose kernels don't reach it."""
     return device.type == "cuda" and not kernels_read(view)
 
 
@@ -56,7 +56,7 @@ class WeakView:
         return torch.empty(0, dtype=dtype, device=self._device).set_(storage, offset, shape, strides)
 
 
-class PushedViews:
+class CopiesByHost:
     """Copies from pageable host memory to a device, one call for each.
 
     The sources are not kept. Otherwise parameters that are loaded and offloaded again would keep their old memory beside
@@ -65,7 +65,7 @@ class PushedViews:
     """
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]):
-        self._pushes = [(WeakView(source), target) for source, target in pairs]
+        self._copies = [(WeakView(source), target) for source, target in pairs]
         self.nbytes = sum(source.nbytes for source, _ in pairs)
 
     def launch(self) -> None:
@@ -74,5 +74,5 @@ class PushedViews:
         Raises:
             RefitError: the memory of a source was freed.
         """
-        for source, target in self._pushes:
+        for source, target in self._copies:
             target.copy_(source.view(), non_blocking=True)

@@ -15,12 +15,12 @@ from ..packing import (
     Copy,
     EncodedView,
     Encoder,
-    PushedEncodings,
+    EncodingsByHost,
     make_checksums,
     make_copy,
     make_encoders,
 )
-from ..packing.host import PushedViews, pushed_to
+from ..packing.host import CopiesByHost, copied_by_host
 from ..plan import CHECKSUM_BYTES, Pace, Segment, aligned
 from .checksums import ChecksumRows
 from .messages import LocalMessage, LocalMessages
@@ -51,7 +51,7 @@ class Round:
         receive_after: the round that used the incoming bucket before, or -1.
         relayed_from: the rounds in which what this one passes on arrived.
         readers: the later rounds that pass on what arrives in this one.
-        pushed: host memory that the device can't read, copied to the outgoing bucket by the host.
+        by_host: host memory that the device can't read, copied to the outgoing bucket by the host.
         encoders: what is encoded into the outgoing bucket.
         packed: all other copies into the outgoing bucket.
         unpacked: copies from the incoming bucket to the parameters.
@@ -67,7 +67,7 @@ class Round:
     receive_after: int
     relayed_from: list[int]
     readers: list[int]
-    pushed: PushedViews
+    by_host: CopiesByHost
     encoders: list[Encoder]
     packed: Copy
     unpacked: Copy
@@ -139,9 +139,9 @@ class BoundPlan:
     def pack(self, index: int, refit: int) -> None:
         """Fill a round's bucket, with the checksums that are due in refit number ``refit``."""
         one = self.rounds[index]
-        # What the host pushes or what is encoded is added up in the bucket, so it comes first; the copies come last, since
+        # What the host copies or what is encoded is added up in the bucket, so it comes first; the copies come last, since
         # they carry the checksums into the messages.
-        one.pushed.launch()
+        one.by_host.launch()
         for encoder in one.encoders:
             encoder.launch()
         for turn, of, checksums in one.sent_checks:
@@ -173,7 +173,7 @@ class BoundPlan:
         sends, receives = messages.sends[index], messages.receives[index]
         staged_out, staged_in = self._staged_out[index], self._staged_in[index]
         own = [m for m in sends if m.relay_of is None]
-        pushed = self._pushed_views(staged_out)
+        by_host = self._copies_by_host(staged_out)
         encoders = self._encoders(staged_out)
         return Round(
             exchange=self._group.prepare(
@@ -183,12 +183,12 @@ class BoundPlan:
             ),
             packs=bool(own),
             unpacks=bool(receives),
-            pack_blocks=pushed.nbytes > 0 or any(isinstance(one, PushedEncodings) for one in encoders),
+            pack_blocks=by_host.nbytes > 0 or any(isinstance(one, EncodingsByHost) for one in encoders),
             pack_after=self.outgoing.before[index],
             receive_after=self.incoming.before[index],
             relayed_from=sorted({m.relay_of.index for m in sends if m.relay_of is not None}),
             readers=messages.readers[index],
-            pushed=pushed,
+            by_host=by_host,
             encoders=encoders,
             packed=self._pack_copy(staged_out),
             unpacked=self._unpack_copy(staged_in),
@@ -225,8 +225,10 @@ class BoundPlan:
             return self._buffers[one]
         return unowned(flat_bytes(in_memory(self._views.of(one.message.segments[0]))))
 
-    def _pushed_views(self, messages: Sequence[LocalMessage]) -> PushedViews:
-        return PushedViews([pair for pair in self._plain(messages) if pushed_to(self._group.device, pair[0])])
+    def _copies_by_host(self, messages: Sequence[LocalMessage]) -> CopiesByHost:
+        return CopiesByHost(
+            [pair for pair in self._plain(messages) if copied_by_host(self._group.device, pair[0])]
+        )
 
     def _encoders(self, messages: Sequence[LocalMessage]) -> list[Encoder]:
         pairs = [pair for one in messages for pair in self._segments(one)]
@@ -234,7 +236,7 @@ class BoundPlan:
         return make_encoders(encoded, self._group.device)
 
     def _pack_copy(self, messages: Sequence[LocalMessage]) -> Copy:
-        pairs = [pair for pair in self._plain(messages) if not pushed_to(self._group.device, pair[0])]
+        pairs = [pair for pair in self._plain(messages) if not copied_by_host(self._group.device, pair[0])]
         rows = self.checksums.sent_rows
         pairs += [
             (self.checksums.sent[rows[one]], self._checksum_slot(one)) for one in self._framed(messages)
@@ -270,9 +272,11 @@ class BoundPlan:
         return self._buffers[one][-CHECKSUM_BYTES:].view(torch.int64)
 
     def _readable(self, one: LocalMessage, segment: Segment) -> torch.Tensor:
-        """A segment to be sent where the device can read it: live, or in its bucket if it is pushed or encoded there."""
+        """A segment to be sent where the device can read it: live, or in its bucket if it is copied there by the host or encoded."""
         live = self._views.of(segment)
-        if isinstance(live, EncodedView) or (one in self._buffers and pushed_to(self._group.device, live)):
+        if isinstance(live, EncodedView) or (
+            one in self._buffers and copied_by_host(self._group.device, live)
+        ):
             return packed_view(self._buffers[one], segment, live.dtype)
         return live
 

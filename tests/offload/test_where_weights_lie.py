@@ -12,8 +12,8 @@ from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import PeerLost, RefitError
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.packing import make_checksums, make_copy
-from rlrefit.integration.packing.copies import JoinedCopies, PairedViews
-from rlrefit.integration.packing.host import PushedViews, kernels_read
+from rlrefit.integration.packing.copies import CpuCopies, JoinedCopies
+from rlrefit.integration.packing.host import CopiesByHost, kernels_read
 from rlrefit.integration.plan import Message, Plan, Segment
 from rlrefit.integration.transport import bound_plan
 from rlrefit.integration.transport.messages import LocalMessages
@@ -53,7 +53,7 @@ def test_pageable_memory_is_not_for_kernels_and_empty_memory_is() -> None:
     assert kernels_read(torch.zeros(3, 0))
 
 
-def test_what_the_host_pushes_is_what_the_others_copy() -> None:
+def test_what_the_host_copies_is_what_the_others_copy() -> None:
     views = [
         torch.randn(7, 9)[:, 2:5],
         torch.randn(64),
@@ -62,7 +62,7 @@ def test_what_the_host_pushes_is_what_the_others_copy() -> None:
     ]
     targets = [torch.full(view.shape, float("nan")) for view in views]
     pairs = list(zip(views, targets, strict=True))
-    copies = JoinedCopies([PushedViews([*pairs[:2], pairs[3]]), PairedViews([pairs[2]])])
+    copies = JoinedCopies([CopiesByHost([*pairs[:2], pairs[3]]), CpuCopies([pairs[2]])])
     for _ in range(2):
         copies.launch()
         assert all(torch.equal(a, b) for a, b in pairs)
@@ -71,16 +71,16 @@ def test_what_the_host_pushes_is_what_the_others_copy() -> None:
     assert copies.nbytes == sum(view.nbytes for view in views)
 
 
-def test_what_the_host_pushes_is_not_kept_and_an_error_once_it_is_freed() -> None:
+def test_what_the_host_copies_is_not_kept_and_an_error_once_it_is_freed() -> None:
     source = torch.randn(5, 7)
-    pushed = PushedViews([(source[1:3], torch.zeros(2, 7))])
+    by_host = CopiesByHost([(source[1:3], torch.zeros(2, 7))])
     watched = weakref.ref(source)
     del source
     assert watched() is None
     with pytest.raises(
         RefitError, match=r"torch\.float32\[2, 7\] weight was freed after the refit had begun"
     ):
-        pushed.launch()
+        by_host.launch()
 
 
 def test_a_gpu_does_not_add_up_pageable_memory() -> None:
@@ -89,7 +89,7 @@ def test_a_gpu_does_not_add_up_pageable_memory() -> None:
 
 
 @pytest.mark.parametrize("verify", ["sampled", "full"])
-def test_what_the_host_pushes_is_added_up_in_its_bucket_and_verified(
+def test_what_the_host_copies_is_added_up_in_its_bucket_and_verified(
     monkeypatch: pytest.MonkeyPatch, verify: str
 ) -> None:
     specs = [TensorSpec(f"w{i}", (33, 7), torch.bfloat16) for i in range(9)]
@@ -97,7 +97,7 @@ def test_what_the_host_pushes_is_added_up_in_its_bucket_and_verified(
     source, destination = SyntheticSource(specs, whole), SyntheticDestination(specs, whole)
     pageable = [storage.data_ptr() for storage in source._held.values()][::2]
     # As if a GPU sent: every second weight is out of its kernels' reach.
-    monkeypatch.setattr(bound_plan, "pushed_to", lambda _, view: view.data_ptr() in pageable)
+    monkeypatch.setattr(bound_plan, "copied_by_host", lambda _, view: view.data_ptr() in pageable)
     added: list[torch.Tensor] = []
 
     def making(views: list[tuple[torch.Tensor, int]], *rest: object) -> object:

@@ -15,8 +15,8 @@ from rlrefit.integration.layout import Box, Fragment, box_of
 from rlrefit.integration.packing import (
     Cast,
     EncodedView,
+    EncodingsByHost,
     NotComputable,
-    PushedEncodings,
     Strided,
     make_encoders,
 )
@@ -158,18 +158,18 @@ def test_only_a_part_that_cuts_no_block_makes_its_scales_alone() -> None:
     assert isinstance(encoded_fragments(narrow, Mxfp8(), CPU), str)
 
 
-def test_the_host_computes_what_it_pushes_and_keeps_nothing_of_it() -> None:
+def test_the_host_computes_what_it_copies_and_keeps_nothing_of_it() -> None:
     weights = [torch.randn(200, 160).bfloat16(), torch.randn(130, 64).bfloat16()]
     pairs = []
     for held in weights:
         for encoding in (Codes(WholeBlocks(FP8)), Scales(WholeBlocks(FP8)), Cast(torch.float32)):
             view = EncodedView(held, encoding, box_of(encoding.shape(held.shape)))
             pairs.append((view, torch.empty(view.shape, dtype=view.dtype)))
-    pushed = PushedEncodings(pairs)
+    by_host = EncodingsByHost(pairs)
     for sign in (1, -1):  # changed weights before the second launch
         for held in weights:
             held.mul_(sign)
-        pushed.launch()
+        by_host.launch()
         for (view, target), held in zip(pairs, [w for w in weights for _ in range(3)], strict=True):
             whole = {Cast(torch.float32): held.float()}
             whole |= dict(
@@ -181,7 +181,7 @@ def test_the_host_computes_what_it_pushes_and_keeps_nothing_of_it() -> None:
     gc.collect()
     assert freed() is None
     with pytest.raises(RefitError, match="was freed after the refit had begun"):
-        pushed.launch()
+        by_host.launch()
 
 
 def test_formats_cross_processes_as_plain_data() -> None:
