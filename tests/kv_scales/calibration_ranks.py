@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 LAYERS, ROWS, TOKENS, MARGIN = 4, 4, 16, 1.25
 # Of a Megatron trainer, and the attention of an FSDP one.
@@ -15,7 +18,6 @@ ATTENTIONS = ("eager", "sdpa")
 
 
 def write_checkpoint(folder: Path) -> Path:
-    import torch
     import transformers
 
     torch.manual_seed(0)
@@ -39,8 +41,6 @@ def write_checkpoint(folder: Path) -> Path:
 
 
 def token_ids(step: int) -> Any:
-    import torch
-
     return torch.randint(0, 64, (ROWS, TOKENS), generator=torch.Generator().manual_seed(step))
 
 
@@ -50,8 +50,19 @@ def calibrated(rank: int, path: str) -> dict[str, list[dict[str, float]]]:
     return found | {name: _by_fsdp(rank, path, name) for name in ATTENTIONS}
 
 
+def _twice(worker: Any, chunks: Sequence[Any]) -> list[dict[str, float]]:
+    """What a worker calibrates, before and after its weights change."""
+    found = []
+    for step in (1, 2):
+        found.append(
+            worker.calibrate_kv_scales(lambda step=step: worker.forward(token_ids(step)), margin=MARGIN)
+        )
+        for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+            parameter.data.mul_(1.5)
+    return found
+
+
 def _by_megatron(path: str, layout: dict[str, Any]) -> list[dict[str, float]]:
-    import torch
     from megatron.core import parallel_state
 
     from rlrefit.integration.config import RefitConfig
@@ -82,12 +93,7 @@ def _by_megatron(path: str, layout: dict[str, Any]) -> list[dict[str, float]]:
             )
 
     worker = Worker()
-    found = [worker.calibrate_kv_scales(lambda: worker.forward(token_ids(1)), margin=MARGIN)]
-    with torch.no_grad():
-        for chunk in worker.model:
-            for parameter in chunk.parameters():
-                parameter.mul_(1.5)
-    found.append(worker.calibrate_kv_scales(lambda: worker.forward(token_ids(2)), margin=MARGIN))
+    found = _twice(worker, worker.model)
     hooks = [m._forward_pre_hooks for chunk in worker.model for m in chunk.modules()]
     assert not any(any("watched" in str(h) for h in each.values()) for each in hooks)
     parallel_state.destroy_model_parallel()
@@ -95,7 +101,6 @@ def _by_megatron(path: str, layout: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def _by_fsdp(rank: int, path: str, attention: str) -> list[dict[str, float]]:
-    import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
@@ -123,10 +128,6 @@ def _by_fsdp(rank: int, path: str, attention: str) -> list[dict[str, float]]:
 
     functions = dict(ALL_ATTENTION_FUNCTIONS)
     worker = Worker()
-    found = [worker.calibrate_kv_scales(lambda: worker.forward(token_ids(1)), margin=MARGIN)]
-    with torch.no_grad():
-        for parameter in worker.model.parameters():
-            parameter.mul_(1.5)
-    found.append(worker.calibrate_kv_scales(lambda: worker.forward(token_ids(2)), margin=MARGIN))
+    found = _twice(worker, [worker.model])
     assert dict(ALL_ATTENTION_FUNCTIONS) == functions
     return found
