@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -65,7 +66,42 @@ def _arguments(path: str) -> dict[str, Any]:
     }
 
 
-class ScriptEngine:
+class Engine:
+    """What both have; ``driver`` is rlrefit's."""
+
+    driver: Any
+
+    def done(self, found: Any) -> Any:
+        """What a call gave, or what it is awaited for."""
+        return found
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """The result of every worker, by rank."""
+        raise NotImplementedError
+
+    def generate(self, prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS) -> list[Sampled]:
+        return self.generate_through(lambda count: None, prompts, tokens)
+
+    def generate_through(
+        self, meanwhile: Callable[[int], None], prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS
+    ) -> list[Sampled]:
+        """Generate, and call ``meanwhile`` as it goes on with a number that grows."""
+        raise NotImplementedError
+
+    def init(self, rendezvous: dict[str, Any]) -> None:
+        self.done(self.driver.init_refit(rendezvous, RANKS, RefitConfig(**CONFIG)))
+
+    def refit(self, version: int, mode: PauseMode = "keep") -> list[dict[str, Any]]:
+        return self.done(self.driver.refit(version, mode))
+
+    def version(self) -> int:
+        return self.done(self.driver.serving_version())
+
+    def close_refit(self) -> None:
+        self.done(self.driver.close_refit())
+
+
+class ScriptEngine(Engine):
     """``vllm.LLM``, started with rlrefit as its weight-transfer backend."""
 
     def __init__(self, path: str) -> None:
@@ -73,41 +109,21 @@ class ScriptEngine:
 
         self.llm = LLM(**_arguments(path), weight_transfer_config=transfer_config())
         self.driver = VllmDriver(self.llm)
+        self.sleep, self.wake_up = self.llm.sleep, self.llm.wake_up
+        self.shutdown = self.llm.llm_engine.engine_core.shutdown
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """The result of every worker, by rank."""
         return self.llm.collective_rpc(method, args=args)
-
-    def generate(self, prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS) -> list[Sampled]:
-        return self.generate_through(lambda refit: None, prompts, tokens)
 
     def generate_through(
         self, meanwhile: Callable[[int], None], prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS
     ) -> list[Sampled]:
-        """Generate, and call ``meanwhile`` with the number of the step after each of them."""
-        steps = iter(range(10_000))
+        """Calls it with the number of the step after each of them."""
+        steps = itertools.count()
         found = self.driver.generate(
             [{"prompt_token_ids": p} for p in prompts], _parameters(tokens), lambda: meanwhile(next(steps))
         )
         return [_sampled(f) for f in found]
-
-    def init(self, rendezvous: dict[str, Any]) -> None:
-        self.driver.init_refit(rendezvous, RANKS, RefitConfig(**CONFIG))
-
-    def refit(self, version: int, mode: PauseMode = "keep") -> list[dict[str, Any]]:
-        return self.driver.refit(version, mode)
-
-    def version(self) -> int:
-        return self.driver.serving_version()
-
-    def close_refit(self) -> None:
-        self.driver.close_refit()
-
-    def sleep(self, level: int) -> None:
-        self.llm.sleep(level)
-
-    def wake_up(self, tags: list[str]) -> None:
-        self.llm.wake_up(tags)
 
     def sleeper(self) -> VllmSleeper:
         return VllmSleeper([self.driver])
@@ -124,41 +140,33 @@ class ScriptEngine:
 
         patch.setattr(core, "call_utility", ask)
 
-    def shutdown(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
 
-
-class ServerEngine:
+class ServerEngine(Engine):
     """``AsyncLLM`` in an event loop of its own."""
 
     def __init__(self, path: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._requests = itertools.count()
+        self.done(self._start(path))
+
+    async def _start(self, path: str) -> None:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._requests = iter(range(10_000))
+        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**_arguments(path)))
+        self.driver = AsyncVllmDriver(self.engine)
 
-        async def start() -> None:
-            self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**_arguments(path)))
-            self.driver = AsyncVllmDriver(self.engine)
-
-        self._run(start())
+    def done(self, found: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(found, self._loop).result(240)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        return self._run(self.engine.collective_rpc(method, args=args))
-
-    def generate(self, prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS) -> list[Sampled]:
-        return self.generate_through(None, prompts, tokens)
+        return self.done(self.engine.collective_rpc(method, args=args))
 
     def generate_through(
-        self,
-        meanwhile: Callable[[int], None] | None,
-        prompts: list[list[int]] = PROMPTS,
-        tokens: int = TOKENS,
+        self, meanwhile: Callable[[int], None], prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS
     ) -> list[Sampled]:
-        """Generate; ``meanwhile`` is called in another thread with the number of outputs that the first request
-        has given."""
+        """Calls it in another thread with the number of outputs that the first request has given."""
 
         calls: list[asyncio.Task[None]] = []
 
@@ -167,7 +175,7 @@ class ServerEngine:
                 {"prompt_token_ids": prompt}, _parameters(tokens), f"request {next(self._requests)}"
             ):
                 last = found
-                if meanwhile is not None and index == 0:
+                if index == 0:
                     count = len(found.output.outputs[0].token_ids)
                     calls.append(asyncio.create_task(asyncio.to_thread(meanwhile, count)))
             return _sampled(last)
@@ -179,31 +187,18 @@ class ServerEngine:
                 # Also when a request has failed: what the calls found is known only after them.
                 await asyncio.gather(*calls)
 
-        return self._run(all_of_them())
-
-    def init(self, rendezvous: dict[str, Any]) -> None:
-        self._run(self.driver.init_refit(rendezvous, RANKS, RefitConfig(**CONFIG)))
-
-    def refit(self, version: int, mode: PauseMode = "keep") -> list[dict[str, Any]]:
-        return self._run(self.driver.refit(version, mode))
-
-    def version(self) -> int:
-        return self._run(self.driver.serving_version())
-
-    def close_refit(self) -> None:
-        self._run(self.driver.close_refit())
+        return self.done(all_of_them())
 
     def sleep(self, level: int) -> None:
-        self._run(self.driver.sleep(level))
+        self.done(self.driver.sleep(level))
 
     def wake_up(self, tags: list[str]) -> None:
-        self._run(self.driver.wake_up(tags))
+        self.done(self.driver.wake_up(tags))
 
     def sleeper(self) -> AwaitedVllmSleeper:
         return AwaitedVllmSleeper([self.driver], self._loop)
 
     def replace_utility(self, patch: pytest.MonkeyPatch, utility: str, error: Exception) -> None:
-        """Have the engine's core raise when it is asked for ``utility``."""
         core = self.engine.engine_core
         asked = core._call_utility_async
 
@@ -231,9 +226,3 @@ class ServerEngine:
     def shutdown(self) -> None:
         self.engine.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(240)
-
-
-Engine = ScriptEngine | ServerEngine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,10 @@ class Scene:
         """Weights without a shard rule: the router of each layer."""
         return CONFIGS[self.model].num_hidden_layers if self.model == "qwen3-moe" else 0
 
+    def serves_a(self) -> bool:
+        """Whether the engine generates as it did at its start."""
+        return [s.values() for s in self.engine.generate()] == [s.values() for s in self.sampled_a]
+
     def send(self, index: int) -> Future[list[Any]]:
         """The trainer takes on A (0) or B (1) and sends it."""
         self.version += 1
@@ -60,6 +65,35 @@ class Scene:
         records = self.engine.refit(self.version)
         assert all(isinstance(record, dict) for record in sending.result())
         return records
+
+    def generate_and(
+        self, act: Callable[[], None], after: int, prompts: list[list[int]], tokens: int
+    ) -> list[Sampled]:
+        """What requests give in which ``act`` is called once, when they have gone so far."""
+        begun: list[int] = []
+
+        def turn(count: int) -> None:
+            if count >= after and not begun:
+                begun.append(count)
+                act()
+
+        found = self.engine.generate_through(turn, prompts, tokens)
+        assert begun
+        return found
+
+    def refit_in(
+        self, index: int, mode: Any, after: int, prompts: list[list[int]], tokens: int
+    ) -> list[Sampled]:
+        """What requests give in which the engine is refitted with A (0) or B (1)."""
+        sending: list[Any] = []
+
+        def act() -> None:
+            sending.append(self.send(index))
+            self.engine.refit(self.version, mode)
+
+        found = self.generate_and(act, after, prompts, tokens)
+        assert all(isinstance(record, dict) for record in sending[0].result())
+        return found
 
     def kl(self, sampled: list[Sampled], index: int) -> float:
         """Generation KL, in nats, of what the engine gave to ``PROMPTS``, with A (0) or B (1) in the trainer."""

@@ -19,15 +19,7 @@ def test_running_requests_go_on_with_the_new_weights(scene: Scene):
     scene.refit(0)
     first, tokens = scene.version, 40
     prompts = PROMPTS[:3]
-    sending: list[Any] = []
-
-    def turn(step: int) -> None:
-        if step >= 4 and not sending:
-            sending.append(scene.send(1))
-            scene.engine.refit(scene.version, "keep")
-
-    found = scene.engine.generate_through(turn, prompts, tokens)
-    assert all(isinstance(record, dict) for record in sending[0].result())
+    found = scene.refit_in(1, "keep", 4, prompts, tokens)
     before = [s.versions.count(first) for s in found]
     assert all(0 < n < tokens for n in before)
     assert all(
@@ -52,11 +44,8 @@ def test_outputs_that_wait_to_be_read_when_a_refit_begins_are_of_the_old_weights
     scene.refit(0)
     first, tokens = scene.version, 120
     sending: list[Any] = []
-    refits = iter(["one"])
 
-    def turn(count: int) -> None:
-        if count < 4 or not next(refits, ""):
-            return
+    def act() -> None:
         with monkeypatch.context() as patch:
             release = scene.engine.hold_outputs(patch)
             time.sleep(0.1)  # tokens that nobody reads
@@ -66,7 +55,7 @@ def test_outputs_that_wait_to_be_read_when_a_refit_begins_are_of_the_old_weights
             scene.engine.refit(scene.version)
             releasing.join()
 
-    [found] = scene.engine.generate_through(turn, PROMPTS[:1], tokens)
+    [found] = scene.generate_and(act, 4, PROMPTS[:1], tokens)
     sending[0].result()
     before = found.versions.count(first)
     assert 4 < before < tokens
@@ -84,15 +73,7 @@ def test_outputs_that_wait_to_be_read_when_a_refit_begins_are_of_the_old_weights
 def test_requests_that_may_not_go_on_hold_tokens_of_one_version(scene: Scene, mode: Any, reason: str):
     scene.refit(0)
     first = scene.version
-    sending: list[Any] = []
-
-    def turn(step: int) -> None:
-        if step >= 3 and not sending:
-            sending.append(scene.send(1))
-            scene.engine.refit(scene.version, mode)
-
-    found = scene.engine.generate_through(turn, PROMPTS[:2], 40)
-    sending[0].result()
+    found = scene.refit_in(1, mode, 3, PROMPTS[:2], 40)
     assert [s.reason for s in found] == [reason] * 2
     assert {v for s in found for v in s.versions} == {first}
     assert scene.engine.generate(PROMPTS[:1])[0].versions == [scene.version] * TOKENS

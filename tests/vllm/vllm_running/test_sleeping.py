@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from vllm_engines import GEN_RANKS, ScriptEngine
+from vllm_engines import GEN_RANKS, PROMPTS, ScriptEngine
 
 from rlrefit.integration.colocated.cycle import ColocatedCycle
 from rlrefit.integration.colocated.memory import StageRecord
@@ -62,7 +62,7 @@ def test_weights_that_are_asleep_are_not_written_and_discarded_ones_not_served(s
     scene.refit(0)
     scene.engine.wake_up(["kv_cache"])
     assert scene.engine.version() == scene.version
-    assert [s.values() for s in scene.engine.generate()] == [s.values() for s in scene.sampled_a]
+    assert scene.serves_a()
 
 
 def test_the_colocated_cycle_leads_an_engine_through_its_stages(scene: Scene):
@@ -75,16 +75,12 @@ def test_the_colocated_cycle_leads_an_engine_through_its_stages(scene: Scene):
         lambda version: [RefitRecord(**record) for record in scene.refit(version % 2)],
         on_stage=stages.append,
     )
-    tried: list[int] = []
 
-    def meanwhile(step: int) -> None:
-        if not tried:
-            tried.append(step)
-            with pytest.raises(StageRefused, match="engine 0 has unfinished requests"):
-                cycle.sleep()
+    def meanwhile() -> None:
+        with pytest.raises(StageRefused, match="engine 0 has unfinished requests"):
+            cycle.sleep()
 
-    scene.engine.generate_through(meanwhile, tokens=60)
-    assert tried
+    scene.generate_and(meanwhile, 0, PROMPTS, 60)
     for _ in range(2):
         version = scene.version + 1
         cycle.to_training()
