@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,14 @@ _NEMOTRON: dict[str, Any] = {
     "n_group": 2,
     "topk_group": 1,
 }
+_QWEN3_5 = {"model_type": "qwen3_5_moe_text", **_COMMON, **_EXPERTS, **_DELTA_NET}
 
 # Family → keys of its configuration.
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **_COMMON},
-    "qwen3": {"model_type": "qwen3", **_COMMON},
+    **dict.fromkeys(
+        ("qwen3", "qwen3-exchanged", "qwen3-shifted", "qwen3-broken"), {"model_type": "qwen3", **_COMMON}
+    ),
     "qwen3-tied": {"model_type": "qwen3", **_COMMON, "tie_word_embeddings": True},
     "qwen3-few-groups": {"model_type": "qwen3", **_COMMON, "num_key_value_heads": 2},
     "qwen3-tied-twice": {"model_type": "qwen3", **_COMMON, "tie_word_embeddings": True},
@@ -88,18 +92,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
     },
     "qwen3_next": {"model_type": "qwen3_next", **_COMMON, **_EXPERTS, **_DELTA_NET},
-    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **_COMMON, **_EXPERTS, **_DELTA_NET},
-    "qwen3_5_moe-stacked": {"model_type": "qwen3_5_moe_text", **_COMMON, **_EXPERTS, **_DELTA_NET},
-    "qwen3_5_moe-transposed": {
-        "model_type": "qwen3_5_moe_text",
-        **_COMMON,
-        **_EXPERTS,
-        **_DELTA_NET,
-        "moe_intermediate_size": 24,
-    },
-    "qwen3-exchanged": {"model_type": "qwen3", **_COMMON},
-    "qwen3-shifted": {"model_type": "qwen3", **_COMMON},
-    "qwen3-broken": {"model_type": "qwen3", **_COMMON},
+    "qwen3_5_moe": _QWEN3_5,
+    "qwen3_5_moe-stacked": _QWEN3_5,
+    "qwen3_5_moe-transposed": {**_QWEN3_5, "moe_intermediate_size": 24},
     "gemma2": {"model_type": "gemma2", **_COMMON, "tie_word_embeddings": True},
     "gemma3": {"model_type": "gemma3_text", **_COMMON, "tie_word_embeddings": True},
 }
@@ -136,6 +131,27 @@ def write_checkpoint(
     return str(folder)
 
 
+def write_pair(
+    family: str, folder: Path, changes: Mapping[str, Any], *, router_dtype: torch.dtype = torch.bfloat16
+) -> tuple[str, str]:
+    """Two checkpoints of a family; every tensor of them has other values, norms and biases too.
+
+    All is in BF16 but for biases of routers.
+    """
+    first = write_checkpoint(family, folder / "a", short=True, changes=changes)
+    second = str(shutil.copytree(first, folder / "b"))
+    for seed, path in enumerate((first, second)):
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {
+            name: torch.randn(tensor.shape, generator=generator).to(
+                router_dtype if name.endswith("e_score_correction_bias") else tensor.dtype
+            )
+            for name, tensor in load_file(f"{path}/model.safetensors").items()
+        }
+        save_file(tensors, f"{path}/model.safetensors", {"format": "pt"})
+    return first, second
+
+
 def _with_prediction_layer(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
     """DeepSeek-V3's multi-token-prediction layer, which transformers leaves out."""
     count, hidden = keys["num_hidden_layers"], keys["hidden_size"]
@@ -145,11 +161,6 @@ def _with_prediction_layer(tensors: dict[str, Tensor], keys: dict[str, Any]) -> 
         more[f"{added}{norm}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
     more[f"{added}eh_proj.weight"] = torch.randn(hidden, 2 * hidden).to(torch.bfloat16)
     return tensors | more
-
-
-def _with_published_embedding(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
-    """NemotronH's embedding under its published name."""
-    return {k.replace("backbone.embedding.", "backbone.embeddings."): v for k, v in tensors.items()}
 
 
 def _with_stacked_experts(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
@@ -167,24 +178,19 @@ def _with_stacked_experts(tensors: dict[str, Tensor], keys: dict[str, Any]) -> d
     return kept
 
 
-def _with_transposed_experts(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
-    """The same transposed, as Qwen3-VL's are."""
-    return {
-        k: v.transpose(1, 2).contiguous() if ".experts." in k else v
-        for k, v in _with_stacked_experts(tensors, keys).items()
-    }
-
-
-def _with_output_layer(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
-    """A tied embedding that the checkpoint has under both names."""
-    return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
-
-
 # What transformers writes, and the keys that it was written for, turned into what is published.
 _AS_PUBLISHED: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tensor]]] = {
     "deepseek_v3": _with_prediction_layer,
-    "nemotron_h": _with_published_embedding,
-    "qwen3-tied-twice": _with_output_layer,
+    "nemotron_h": lambda tensors, keys: {
+        k.replace("backbone.embedding.", "backbone.embeddings."): v for k, v in tensors.items()
+    },
+    "qwen3-tied-twice": lambda tensors, keys: (
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    ),
     "qwen3_5_moe-stacked": _with_stacked_experts,
-    "qwen3_5_moe-transposed": _with_transposed_experts,
+    # As Qwen3-VL's are.
+    "qwen3_5_moe-transposed": lambda tensors, keys: {
+        k: v.transpose(1, 2).contiguous() if ".experts." in k else v
+        for k, v in _with_stacked_experts(tensors, keys).items()
+    },
 }

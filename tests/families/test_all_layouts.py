@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from .cases import REST, Case
 from .report import Report, examine_covering, examine_rest
 from .table import PAGE, SUPPORT, page, support, written
-from .test_families import CHECKS
+from .test_families import check
 
 AHEAD = (examine_covering, examine_rest)
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("case", REST, ids=str)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_a_family_in_a_layout(check: Callable[[Case, Report], None], case: Case, rest: Report) -> None:
+def test_a_family_in_a_layout(case: Case, rest: Report) -> None:
     check(case, rest)
 
 

@@ -15,13 +15,14 @@ from rlrefit.workers.trainers.megatron.rules import Refused, experts, fragments_
 
 from . import mappings
 from .cases import BROKEN, CASES, CHANGED, CONVERSIONS, COPIED, COVERING, FEW_GROUPS, Case
-from .checkpoints import CONFIGS
+from .checkpoints import config_of
 from .expected import MISC
 from .report import Report, examine_covering
 
 AHEAD = (examine_covering,)
 pytestmark = pytest.mark.timeout(900)  # the first test to ask for the report waits for all cases
 
+_TWO_GROUPS = {"mamba_num_heads": 8, "mamba_head_dim": 4, "mamba_state_dim": 3, "mamba_num_groups": 2}
 # One key size, so that TP 4 divides neither the heads nor the rows.
 _TWO_KEY_HEADS = {
     "linear_num_key_heads": 2,
@@ -31,26 +32,19 @@ _TWO_KEY_HEADS = {
 }
 
 
-def is_exported_bit_for_bit(case: Case, report: Report) -> None:
+def check(case: Case, report: Report) -> None:
+    """All is exported bit for bit, and takes the misc path for known reasons alone."""
     found = report.of(case)
     assert found["wrong"] == []
     assert found["weights"] > 20
-
-
-def takes_the_misc_path_for_known_reasons_alone(case: Case, report: Report) -> None:
-    reasons = report.of(case)["reasons"]
     expected = MISC.get(case.family, ())
-    assert {reason for _, reason in expected} == set(reasons.values())
-    for name, reason in reasons.items():
+    assert {reason for _, reason in expected} == set(found["reasons"].values())
+    for name, reason in found["reasons"].items():
         assert any(part in name and reason == why for part, why in expected), (name, reason)
 
 
-CHECKS = (is_exported_bit_for_bit, takes_the_misc_path_for_known_reasons_alone)
-
-
 @pytest.mark.parametrize("case", COVERING, ids=str)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_a_family_in_a_layout(check: Callable[[Case, Report], None], case: Case, report: Report) -> None:
+def test_a_family_in_a_layout(case: Case, report: Report) -> None:
     check(case, report)
 
 
@@ -66,39 +60,34 @@ def test_the_layouts_of_each_change_have_every_family_and_every_part_of_a_layout
     assert parts(COVERING) == parts(CASES)
 
 
-def test_projections_whose_heads_ranks_can_not_share_take_the_misc_path(report: Report) -> None:
-    found = report.of(FEW_GROUPS)
+_CHANGED = "this version of Megatron-Bridge converts {} in another way than its rule"
+_QKV = ("q_proj", "k_proj", "v_proj")
+
+
+@pytest.mark.parametrize(
+    ("case", "parts", "per_layer", "why"),
+    [
+        (FEW_GROUPS, _QKV, 3, "QKV: 2 query groups can't be split over TP 4"),
+        (CHANGED[0], _QKV, 3, _CHANGED.format("QKVMapping")),
+        (CHANGED[1], ("norm",), 4, _CHANGED.format("AutoMapping")),
+    ],
+    ids=str,
+)
+def test_heads_that_ranks_can_not_share_and_rules_that_bridge_no_longer_follows_take_the_misc_path(
+    case: Case, parts: tuple[str, ...], per_layer: int, why: str, report: Report
+) -> None:
+    found = report.of(case)
     assert found["wrong"] == []
-    assert set(found["reasons"].values()) == {"QKV: 2 query groups can't be split over TP 4"}
-    assert {name.rsplit(".", 2)[1] for name in found["reasons"]} == {"q_proj", "k_proj", "v_proj"}
+    assert set(found["reasons"].values()) == {why}
+    assert all(any(part in name for part in parts) for name in found["reasons"])
+    of_layers = [name for name in found["reasons"] if ".layers." in name]
+    assert len(of_layers) == per_layer * config_of(case.family, short=case.checkpoint[1])["num_hidden_layers"]
 
 
 def test_the_copy_of_a_tied_embedding_takes_the_misc_path(report: Report) -> None:
     found = report.of(COPIED)
     assert found["wrong"] == []
-    assert found["reasons"] == {
-        "lm_head.weight": "made of model.embed_tokens.weight by Bridge's export, and no part of "
-        "embedding.word_embeddings.weight"
-    }
-
-
-@pytest.mark.parametrize(
-    ("case", "parts", "mapping"),
-    [(CHANGED[0], ("q_proj", "k_proj", "v_proj"), "QKVMapping"), (CHANGED[1], ("norm",), "AutoMapping")],
-    ids=str,
-)
-def test_a_rule_that_bridge_no_longer_follows_is_not_used(
-    case: Case, parts: tuple[str, ...], mapping: str, report: Report
-) -> None:
-    found = report.of(case)
-    assert found["wrong"] == []
-    why = f"this version of Megatron-Bridge converts {mapping} in another way than its rule"
-    assert set(found["reasons"].values()) == {why}
-    layers = CONFIGS[case.family]["num_hidden_layers"]
-    of_layers = [name for name in found["reasons"] if ".layers." in name]
-    per_layer = len(of_layers) // layers
-    assert all(any(part in name for part in parts) for name in found["reasons"])
-    assert per_layer == {"QKVMapping": 3, "AutoMapping": 4}[mapping]
+    assert found["reasons"].keys() == {"lm_head.weight"}
 
 
 def test_a_rule_that_raises_on_one_rank_ends_the_preparation_on_all(report: Report) -> None:
@@ -108,15 +97,11 @@ def test_a_rule_that_raises_on_one_rank_ends_the_preparation_on_all(report: Repo
 
 
 @pytest.mark.parametrize("tensor_parallel", CONVERSIONS, ids=str)
-@pytest.mark.parametrize("name", mappings.CONVERSIONS)
-def test_a_rule_places_what_its_mapping_class_converts(
+@pytest.mark.parametrize("name", [*mappings.CONVERSIONS, "unclassified"])
+def test_a_rule_places_what_its_mapping_class_converts_and_every_class_of_bridges_has_one_or_a_reason(
     name: str, tensor_parallel: Case, report: Report
 ) -> None:
     assert report.of(tensor_parallel)[name] == []
-
-
-def test_every_mapping_class_of_bridges_own_module_has_a_rule_or_a_reason(report: Report) -> None:
-    assert report.of(CONVERSIONS[0])["unclassified"] == []
 
 
 def test_a_class_that_only_bears_a_known_name_is_refused() -> None:
@@ -137,30 +122,10 @@ def test_a_class_that_only_bears_a_known_name_is_refused() -> None:
 @pytest.mark.parametrize(
     ("rule", "names", "sizes", "told"),
     [
-        (
-            state_space.mamba_projection,
-            "w",
-            {"mamba_num_heads": 8, "mamba_head_dim": 4, "mamba_state_dim": 3, "mamba_num_groups": 2},
-            "rows of a block of w",
-        ),
-        (
-            state_space.mamba_convolution,
-            "w",
-            {"mamba_num_heads": 8, "mamba_head_dim": 4, "mamba_state_dim": 3, "mamba_num_groups": 2},
-            "rows of a block of w",
-        ),
-        (
-            state_space.gdn_projection,
-            {"qkvz": "x", "ba": "y"},
-            _TWO_KEY_HEADS,
-            "key heads of a gated delta net",
-        ),
-        (
-            state_space.gdn_projections,
-            {"qkv": "x", "z": "z", "b": "b", "a": "a"},
-            _TWO_KEY_HEADS,
-            "rows of a gated delta net's block",
-        ),
+        (state_space.mamba_projection, "w", _TWO_GROUPS, "rows of a block of w"),
+        (state_space.mamba_convolution, "w", _TWO_GROUPS, "rows of a block of w"),
+        (state_space.gdn_projection, {"qkvz": "x", "ba": "y"}, _TWO_KEY_HEADS, "key heads"),
+        (state_space.gdn_projections, {k: k for k in ("qkv", "z", "b", "a")}, _TWO_KEY_HEADS, "net's block"),
         (state_space.gdn_convolution, "w", _TWO_KEY_HEADS, "rows of a block of w"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.ahead import FoundAhead
 from tests.spawn import run_ranks
 
-from .checkpoints import config_of, write_checkpoint
+from .checkpoints import config_of, write_pair
 from .expected import TRANSFORMERS, is_prediction
 
 FAMILIES = (*TRANSFORMERS.misc, *TRANSFORMERS.refused)
@@ -23,14 +22,7 @@ _EVEN = {"vocab_size": 64}
 
 @dataclass(frozen=True)
 class Result:
-    """What one rank saw of one family.
-
-    Attributes:
-        refused: what the engine raised; empty if it takes the model.
-        misc: weights that it takes through its loader.
-        unused: weights that it takes not at all.
-        differing: parameters and buffers that are not as transformers loads them.
-    """
+    """What one rank saw of one family: why it is refused, names by route, and what is not as transformers loads it."""
 
     refused: str
     misc: list[str]
@@ -43,7 +35,7 @@ Results = dict[tuple[str, int], list[Result]]
 
 def refit_all(folder: Path) -> Results:
     """By family and tensor parallelism, for each rank."""
-    pairs = {family: _write_pair(family, folder / family) for family in FAMILIES}
+    pairs = {family: write_pair(family, folder / family, _EVEN) for family in FAMILIES}
     ranks = run_ranks(_refit, 2, pairs, timeout_s=300)
     alone = {(family, 1): [found[0]] for family, found in ranks[0].items()}
     return alone | {(family, 2): [rank[family][1] for rank in ranks] for family in pairs}
@@ -51,19 +43,6 @@ def refit_all(folder: Path) -> Results:
 
 AHEAD = (refit_all,)
 pytestmark = pytest.mark.timeout(600)  # the first test to ask waits for all
-
-
-def _write_pair(family: str, folder: Path) -> tuple[str, str]:
-    """Two checkpoints with other values in every tensor."""
-    first = write_checkpoint(family, folder / "a", short=True, changes=_EVEN)
-    second = str(shutil.copytree(first, folder / "b"))
-    generator = torch.Generator().manual_seed(1)
-    tensors = {
-        name: torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-        for name, tensor in load_file(f"{second}/model.safetensors").items()
-    }
-    save_file(tensors, f"{second}/model.safetensors", {"format": "pt"})
-    return first, second
 
 
 def _refit(rank: int, pairs: dict[str, tuple[str, str]]) -> dict[str, tuple[Result, Result]]:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.fsdp.ranks import Layout, adam_of, mesh_of
 from tests.meeting import meeting_in, tell_meeting, wait_for
 from tests.spawn import run_ranks, run_together
+from tests.vllm_follower import CONFIG
 
 TRAIN_RANKS, GEN_RANKS, VERSIONS = 4, 2, 2
 TOKENS = ((3, 1, 4, 1, 5),)
@@ -25,13 +26,9 @@ class Case:
     """A trainer whose adapters change between refits, and engines that follow.
 
     Attributes:
-        folder: its own.
-        checkpoint: the base model, where both sides start from.
         layout: of the trainer; ranks beyond it stay out.
         adapters: fields of the ``LoraConfig`` of each adapter; all of them are active.
-        lora: ``policy.refit.lora``.
         gen_tp: tensor parallelism of an engine.
-        engine: name of the checkpoint engine.
         refit_dtype: what the trainer exports in.
     """
 
@@ -47,20 +44,11 @@ class Case:
     @property
     def config(self) -> dict[str, Any]:
         transport = "auto" if self.engine == "packed_broadcast" else "p2p"
-        return {
-            "transport": transport,
-            "bucket_mb": 1,
-            "timeout_s": 120.0,
-            "verify": "full",
-            "lora": self.lora,
-        }
+        return {"transport": transport, **CONFIG, "lora": self.lora}
 
     def saved(self, version: int) -> Path:
         """What peft makes of the whole model: the merged model, or the adapter."""
         return self.folder / f"version{version}"
-
-    def meet(self) -> dict[str, Any]:
-        return meeting_in(self.folder)
 
 
 @dataclass
@@ -106,19 +94,19 @@ def shard(peft: Any, layout: Layout, mesh: Any) -> Any:
             plan = {}
             for name, module in layer.named_modules():
                 column = name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
-                row = name.endswith(("o_proj", "down_proj"))
-                if not column and not row:
+                if not column and not name.endswith(("o_proj", "down_proj")):
                     continue
                 style = ColwiseParallel if column else RowwiseParallel
-                if not hasattr(module, "base_layer"):
-                    plan[name] = style()
-                    continue
-                plan[f"{name}.base_layer"] = style()
-                for adapter in module.lora_A:
+                adapters = getattr(module, "lora_A", {})
+                plan[f"{name}.base_layer" if adapters else name] = style()
+                for adapter in adapters:
                     plan[f"{name}.lora_{'B' if column else 'A'}.{adapter}"] = style()
             parallelize_module(layer, mesh["tp"], plan)
-    options: dict[str, Any] = {"mesh": mesh["shard"], "reshard_after_forward": layout.reshard}
-    options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    options: dict[str, Any] = {
+        "mesh": mesh["shard"],
+        "reshard_after_forward": layout.reshard,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    }
     if layout.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     for layer in layers:
@@ -164,7 +152,7 @@ def _train(rank: int, case: Case, mesh: Any) -> Report:
     if rank == 0:
         rendezvous = worker.open_refit_rendezvous("127.0.0.1", case.layout.ranks, GEN_RANKS)
         tell_meeting(case.folder, rendezvous)
-    report.manifest = worker.join_refit(case.meet(), rank, case.engine)
+    report.manifest = worker.join_refit(meeting_in(case.folder), rank, case.engine)
     shards = case.engine == "nccl_xfer"
     send = worker.nccl_xfer_refit if shards else worker.broadcast_weights_for_collective
     for version in range(VERSIONS):
@@ -214,10 +202,10 @@ def _serve(rank: int, case: Case) -> Report:
     from rlrefit.workers.engines.transformers.engine import TransformersEngine
 
     worker, report = TransformersEngine(case.checkpoint, torch.bfloat16, case.gen_tp), Report()
-    place = case.layout.ranks + rank
-    report.manifest = worker.join_refit(case.meet(), place, case.config, case.engine)
+    worker.join_refit(meeting_in(case.folder), case.layout.ranks + rank, case.config, case.engine)
     shards = case.engine == "nccl_xfer"
     receive = worker.nccl_xfer_refit if shards else worker.update_weights_from_collective
+    difference = _merged_difference if case.lora == "merge" else _adapter_difference
     for version in range(VERSIONS):
         for name, parameter in worker.model.named_parameters():
             if case.lora == "merge" or ".lora_" in name:
@@ -225,7 +213,6 @@ def _serve(rank: int, case: Case) -> Report:
         report.records.append(receive(version))
         assert worker.refit_state.version == version
         wait_for(case.saved(version).with_suffix(".done"))
-        difference = _merged_difference if case.lora == "merge" else _adapter_difference
         report.wrong += [f"v{version} {name}" for name in difference(case, version, worker.model)]
     worker.close_refit()
     return report

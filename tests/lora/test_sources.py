@@ -109,25 +109,22 @@ def test_disabled_adapters_leave_the_base_model_and_merged_ones_are_not_added_tw
 
 
 def test_adapters_that_came_after_the_preparation_end_the_refit() -> None:
-    model = _adapted(_PLAIN)
-    source = FSDPSource(model)
-    source.fragments()
-    model.add_adapter("late", LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(RefitError, match="an adapter 'late' that it had not"):
-        source.prepare()
-    plain = _base()
-    source = FSDPSource(plain)
-    source.fragments()
-    get_peft_model(plain, LoraConfig(**_PLAIN))
-    with pytest.raises(RefitError, match="adapters that it had not"):
-        source.prepare()
+    for late, base in (("an adapter 'late'", _adapted(_PLAIN)), ("adapters", _base())):
+        source = FSDPSource(base)
+        source.fragments()
+        if late == "adapters":
+            get_peft_model(base, LoraConfig(**_PLAIN))
+        else:
+            base.add_adapter("late", LoraConfig(r=2, target_modules=["q_proj"]))
+        with pytest.raises(RefitError, match=f"{late} that it had not"):
+            source.prepare()
 
 
 def test_another_copy_of_a_trained_module_ends_the_refit() -> None:
     model = _adapted(_WIDE)
     source = FSDPSource(model)
     source.fragments()
-    with model.disable_adapter(), pytest.raises(RefitError, match=r"lm_head is computed by 'its original"):
+    with model.disable_adapter(), pytest.raises(RefitError, match="lm_head"):
         source.prepare()
 
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_checkpoints import dense_config, moe_config, quantize_checkpoint, write_checkpoint
-from vllm_families import FAMILIES, write_pair
+from vllm_checkpoints import PLAIN_EXPERTS, dense_config, moe_config, quantize_checkpoint, write_checkpoint
 from vllm_ranks import Case, Layout, RankResult, refit_there_and_back
 
 from tests.ahead import FoundAhead
-from tests.families.checkpoints import config_of
+from tests.families.checkpoints import config_of, write_pair
 from tests.families.expected import VLLM, is_of, is_prediction
 from tests.spawn import run_ranks
 from tests.vllm_processes import vllm_processes
@@ -48,6 +47,19 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8 TP2": ("fp8", {"layout": Layout(tensor=2)}),
 }
 PACKED = [name for name, (_, options) in LAYOUTS.items() if options.get("packed")]
+_EXPERTS = {"moe_intermediate_size": PLAIN_EXPERTS}
+# Family → what its configuration has in published checkpoints, and vLLM goes by; and experts of a size that stays as it is loaded.
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{
+        name: {}
+        for name in ("llama", "qwen2", "qwen3", "qwen3-tied", "mistral", "gemma2", "gemma3", "nemotron_h")
+    },
+    **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe-stacked"), _EXPERTS),
+    **{name: {"intermediate_size": PLAIN_EXPERTS} for name in ("mixtral", "gpt_oss")},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, **_EXPERTS},
+}
+# A vocabulary that vLLM does not pad on two ranks.
+UNPADDED = {"vocab_size": 64, "max_position_embeddings": 256}
 IN_FAMILIES = [f"{family} TP{size}" for family, size in itertools.product(FAMILIES, (1, 2))]
 Results = dict[str, list[RankResult]]
 
@@ -63,8 +75,11 @@ def refit_all_cases(folder: Path) -> Results:
             quantize_checkpoint(b)
         pairs[name] = str(a), str(b)
     cases = {name: Case(*pairs[model], **options) for name, (model, options) in LAYOUTS.items()}
-    for family in FAMILIES:
-        pair = write_pair(folder / "families" / family, family)
+    for family, changes in FAMILIES.items():
+        # Published biases of routers are in FP32.
+        pair = write_pair(
+            family, folder / "families" / family, UNPADDED | changes, router_dtype=torch.float32
+        )
         for size in (1, 2):
             cases[f"{family} TP{size}"] = Case(*pair, Layout(tensor=size), family=True)
     found: Results = {}
