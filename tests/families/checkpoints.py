@@ -72,9 +72,8 @@ _QWEN3_5 = {"model_type": "qwen3_5_moe_text", **_COMMON, **_EXPERTS, **_DELTA_NE
 # Family → keys of its configuration.
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **_COMMON},
-    **dict.fromkeys(
-        ("qwen3", "qwen3-exchanged", "qwen3-shifted", "qwen3-broken"), {"model_type": "qwen3", **_COMMON}
-    ),
+    **{name: {"model_type": "qwen3", **_COMMON} for name in ("qwen3", "qwen3-exchanged", "qwen3-shifted")},
+    "qwen3-broken": {"model_type": "qwen3", **_COMMON},
     "qwen3-tied": {"model_type": "qwen3", **_COMMON, "tie_word_embeddings": True},
     "qwen3-few-groups": {"model_type": "qwen3", **_COMMON, "num_key_value_heads": 2},
     "qwen3-tied-twice": {"model_type": "qwen3", **_COMMON, "tie_word_embeddings": True},
