@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ...integration.layout import Box, volume
 from ...integration.weights.manifest import TensorSpec
-from .ranks import Ranks
+from .ranks import BenchRanks
 from .storage import Storage
 
 _EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
@@ -94,7 +94,7 @@ def _unit(members: Sequence[tuple[TensorSpec, dict[int, tuple[Cut, ...]]]]) -> G
 class Gather:
     """Carries out units on the trainers."""
 
-    def __init__(self, units: Sequence[GatherUnit], ranks: Ranks, storage: Storage):
+    def __init__(self, units: Sequence[GatherUnit], ranks: BenchRanks, storage: Storage):
         """Make the groups; all ranks of both sides do so at the same time.
 
         Args:

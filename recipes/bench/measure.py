@@ -18,7 +18,7 @@ from ...integration.records.clock import STAGES
 from ...integration.records.record import RefitRecord
 from ...integration.session import RefitSession
 from .peers import PEERS, Peer
-from .ranks import Ranks
+from .ranks import BenchRanks
 from .scene import Scene
 
 Ints = npt.NDArray[np.int64]
@@ -83,7 +83,7 @@ class PeerResult:
     reason: str = ""
 
 
-def pairwise_rate(ranks: Ranks, nbytes: int) -> float | None:
+def pairwise_rate(ranks: BenchRanks, nbytes: int) -> float | None:
     """GB/s at which trainer i sends to engine i, all pairs at once, each ``nbytes`` in one message; the median.
 
     Where these share a GPU, which NCCL would not join, trainer i sends to trainer i + 1; None if there is no other GPU.
@@ -116,7 +116,7 @@ def pairwise_rate(ranks: Ranks, nbytes: int) -> float | None:
     return nbytes / median(seconds) / 1e9
 
 
-def copy_rate(ranks: Ranks, nbytes: int) -> float:
+def copy_rate(ranks: BenchRanks, nbytes: int) -> float:
     """GB/s at which each trainer's device copies between two allocations of ``nbytes``, all at once; the median.
 
     Bytes count once, though each is read and written.
@@ -235,7 +235,7 @@ def peer(scene: Scene, name: str) -> PeerResult:
     return PeerResult(Timing.of(ranks.maxima(seconds)))
 
 
-def _attempt(ranks: Ranks, work: Callable[[], Any]) -> str:
+def _attempt(ranks: BenchRanks, work: Callable[[], Any]) -> str:
     """Run another library's ``work`` on all ranks; the first rank's error in words if any rank had one."""
     try:
         work()
@@ -246,7 +246,7 @@ def _attempt(ranks: Ranks, work: Callable[[], Any]) -> str:
     return _first(ranks, error)
 
 
-def _first(ranks: Ranks, reason: str) -> str:
+def _first(ranks: BenchRanks, reason: str) -> str:
     return next((found for found in ranks.collect(reason) if found), "")
 
 
@@ -265,5 +265,5 @@ def _open(scene: Scene, transport: str) -> tuple[RefitSession, RendezvousServer 
     return session, server
 
 
-def _repeat(ranks: Ranks, work: Callable[[], Any], times: int) -> list[float]:
+def _repeat(ranks: BenchRanks, work: Callable[[], Any], times: int) -> list[float]:
     return ranks.maxima([ranks.timed(work) for _ in range(times)])

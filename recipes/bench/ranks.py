@@ -1,4 +1,4 @@
-"""The benchmark's own process group: host barriers, maxima, and subgroups for the peers.
+"""The benchmark's own process groups: host barriers, maxima, and subgroups for the peers.
 
 The refit makes communicators of its own; these serve what is measured beside it.
 """
@@ -18,30 +18,90 @@ from .options import BenchOptions
 
 
 class Ranks:
-    """All ranks of a run, trainers first, seen from one of them.
+    """All ranks of a run, seen from one of them, and what their hosts tell each other.
 
     Attributes:
         rank: this rank.
-        train_ranks: number of trainer ranks.
-        size: ranks on both sides.
-        colocated: whether trainer rank i and engine rank i share a GPU.
+        size: all ranks.
         device: of this rank.
+    """
+
+    def __init__(self, rank: int, size: int, gpu: int | None):
+        """
+        Args:
+            rank: this rank.
+            size: all ranks.
+            gpu: number of this rank's; None on CPUs.
+        """
+        self.rank, self.size = rank, size
+        # Gloo, in which the hosts meet; None for the default group.
+        self._hosts: Any = None
+        if gpu is None:
+            self.device = torch.device("cpu")
+            torch.set_num_threads(1)
+        else:
+            self.device = torch.device("cuda", gpu)
+            torch.cuda.set_device(self.device)
+
+    def synchronize(self) -> None:
+        """Wait for this rank's device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def barrier(self) -> None:
+        """Wait for all ranks' hosts."""
+        dist.barrier(group=self._hosts)
+
+    def timed(self, work: Callable[[], Any]) -> float:
+        """Seconds that ``work`` takes on this rank, its device included, started by all ranks at once."""
+        self.synchronize()
+        self.barrier()
+        start = time.perf_counter()
+        work()
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def maxima(self, numbers: Iterable[float]) -> list[float]:
+        """Of each number, the largest of all ranks; every rank passes as many."""
+        tensor = torch.tensor(list(numbers), dtype=torch.float64)
+        if tensor.numel():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._hosts)
+        return [float(x) for x in tensor]
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's ``value`` on all ranks."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._hosts)
+        return box[0]
+
+    def collect(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in the order of ranks, on all ranks."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._hosts)
+        return found
+
+    def close(self) -> None:
+        """Leave; all ranks do so at the same time."""
+        self.synchronize()
+        self.barrier()
+        dist.destroy_process_group()
+
+
+class BenchRanks(Ranks):
+    """The ranks of a refit of shapes, trainers first, and subgroups for its peers.
+
+    Attributes:
+        train_ranks: number of trainer ranks.
+        colocated: whether trainer rank i and engine rank i share a GPU.
     """
 
     def __init__(self, rank: int, options: BenchOptions, store: TCPStore):
         """Meet the others; all ranks do so at the same time."""
-        self.rank = rank
+        on_gpu = options.device == "cuda"
+        super().__init__(rank, options.world_size, options.gpu_of(rank) if on_gpu else None)
         self.train_ranks = options.train_ranks
-        self.size = options.world_size
         self.colocated = options.colocated
-        if options.device == "cuda":
-            self.device = torch.device("cuda", options.gpu_of(rank))
-            torch.cuda.set_device(self.device)
-            self._backend = "nccl"
-        else:
-            self.device = torch.device("cpu")
-            torch.set_num_threads(1)
-            self._backend = "gloo"
+        self._backend = "nccl" if on_gpu else "gloo"
         self._timeout = timedelta(seconds=options.timeout_s)
         dist.init_process_group(
             "gloo",
@@ -83,50 +143,7 @@ class Ranks:
             self._groups[key] = made
         return self._groups[key]
 
-    def synchronize(self) -> None:
-        """Wait for this rank's device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def free(self) -> None:
         """Give memory that nothing uses any more back to the device."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def barrier(self) -> None:
-        """Wait for all ranks' hosts."""
-        dist.barrier()
-
-    def timed(self, work: Callable[[], Any]) -> float:
-        """Seconds that ``work`` takes on this rank, its device included, started by all ranks at once."""
-        self.synchronize()
-        self.barrier()
-        start = time.perf_counter()
-        work()
-        self.synchronize()
-        return time.perf_counter() - start
-
-    def maxima(self, numbers: Iterable[float]) -> list[float]:
-        """Of each number, the largest of all ranks; every rank passes as many."""
-        tensor = torch.tensor(list(numbers), dtype=torch.float64)
-        if tensor.numel():
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return [float(x) for x in tensor]
-
-    def share(self, value: Any) -> Any:
-        """Rank 0's ``value`` on all ranks."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
-
-    def collect(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, in the order of ranks, on all ranks."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
-
-    def close(self) -> None:
-        """Leave; all ranks do so at the same time."""
-        self.synchronize()
-        self.barrier()
-        dist.destroy_process_group()

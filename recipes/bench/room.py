@@ -13,7 +13,7 @@ from ...integration.errors import RefitError
 from ...integration.weights.manifest import TensorSpec
 from ..plan.catalog import Param
 from .options import BenchOptions
-from .ranks import Ranks
+from .ranks import BenchRanks
 
 # Temporary memory of making and comparing true values, in bytes and at most in copies of the parameters.
 _CHECKS, _CHECKS_OF_WEIGHTS = 1 << 30, 4
@@ -39,7 +39,7 @@ class Need:
 
 
 def require_room(
-    options: BenchOptions, ranks: Ranks, params: Sequence[Param], whole: Sequence[TensorSpec]
+    options: BenchOptions, ranks: BenchRanks, params: Sequence[Param], whole: Sequence[TensorSpec]
 ) -> None:
     """Refuse, on all ranks alike, what does not fit; all ranks call it at the same time.
 
@@ -95,7 +95,7 @@ def _name(rank: int, train_ranks: int) -> str:
     return f"trainer rank {rank}" if rank < train_ranks else f"engine rank {rank - train_ranks}"
 
 
-def _device(ranks: Ranks) -> str:
+def _device(ranks: BenchRanks) -> str:
     return f"GPU {ranks.device.index}" if ranks.device.type == "cuda" else "this host"
 
 

@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import TCPStore
 from . import measure
 from .measure import PeerResult, RefitResult
 from .options import BenchOptions
-from .ranks import Ranks
+from .ranks import BenchRanks
 from .scene import set_up
 
 
@@ -40,7 +40,7 @@ def run_rank(rank: int, options: BenchOptions, store: TCPStore) -> BenchResult:
     Raises:
         RefitError, CatalogError: what went wrong.
     """
-    ranks = Ranks(rank, options, store)
+    ranks = BenchRanks(rank, options, store)
     rate = measure.pairwise_rate(ranks, options.probe_bytes)
     copy = measure.copy_rate(ranks, options.probe_bytes) if options.colocated else None
     scene = set_up(options, ranks)

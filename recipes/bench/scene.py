@@ -22,7 +22,7 @@ from ..plan.catalog import (
     violations,
 )
 from .options import DTYPES, BenchOptions, RunOptions
-from .ranks import Ranks
+from .ranks import BenchRanks
 from .room import require_room
 from .storage import BenchDestination, BenchSource, Storage
 
@@ -42,7 +42,7 @@ class Scene:
     """
 
     options: BenchOptions
-    ranks: Ranks
+    ranks: BenchRanks
     specs: list[TensorSpec]
     held: dict[int, dict[str, list[Box]]]
     wanted: dict[int, dict[str, list[Box]]]
@@ -76,7 +76,7 @@ class Scene:
         ]
 
 
-def set_up(options: BenchOptions, ranks: Ranks) -> Scene:
+def set_up(options: BenchOptions, ranks: BenchRanks) -> Scene:
     """Allocate and fill this rank's storage.
 
     Raises:

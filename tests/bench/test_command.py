@@ -14,7 +14,7 @@ import pytest
 from rlrefit.recipes.bench import launch, measure
 from rlrefit.recipes.bench.launch import BenchFailed, run_ranks
 from rlrefit.recipes.bench.options import BenchOptions
-from rlrefit.recipes.bench.ranks import Ranks
+from rlrefit.recipes.bench.ranks import BenchRanks
 from rlrefit.recipes.bench.scene import set_up
 from rlrefit.recipes.cli import main
 from rlrefit.recipes.plan.catalog import parse_gen, parse_train
@@ -172,7 +172,7 @@ def options(moe, **changes):
 def _raise_on_one_rank(rank, options, store):
     if rank == 1:
         raise RuntimeError("the second rank broke")
-    Ranks(rank, options, store).barrier()
+    BenchRanks(rank, options, store).barrier()
 
 
 def test_a_rank_that_fails_ends_all_with_its_error(moe):
@@ -181,7 +181,7 @@ def test_a_rank_that_fails_ends_all_with_its_error(moe):
 
 
 def _damage_what_lands(rank, options, store):
-    ranks = Ranks(rank, options, store)
+    ranks = BenchRanks(rank, options, store)
     scene = set_up(options, ranks)
     endpoint = scene.endpoint
     if not ranks.is_source:

@@ -10,11 +10,11 @@ import pytest
 
 from rlrefit.recipes.bench import measure
 from rlrefit.recipes.bench.peers import PEERS, Peer
-from rlrefit.recipes.bench.ranks import Ranks
+from rlrefit.recipes.bench.ranks import BenchRanks
 from rlrefit.recipes.bench.scene import Scene
 
 
-class OneRank(Ranks):
+class OneRank(BenchRanks):
     """The only rank, whose kernels start in :attr:`queue` and run when the device is waited for at last."""
 
     def __init__(self) -> None:

@@ -172,7 +172,7 @@ def measure(stage: Stage, name: str, refits: int, warm_up: int, oracle: Oracle) 
         return PathResult(name, not_run=reason)
     before = _memory(stage, 0, restart=True)
     routes: list[Routes] = []
-    open_seconds = ranks.timed(lambda: routes.append(path.open()))
+    open_seconds = max(ranks.collect(ranks.timed(lambda: routes.append(path.open()))))
     seconds: list[float] = []
     summaries: list[RefitSummary] = []
     points: list[MemoryPoint] = []
@@ -185,7 +185,7 @@ def measure(stage: Stage, name: str, refits: int, warm_up: int, oracle: Oracle) 
         if compared and stage.engine is not None:
             stage.engine.call("poison")
         rows: list[Any] = []
-        taken = ranks.timed(lambda: rows.extend(path.refit(number)))
+        taken = max(ranks.collect(ranks.timed(lambda: rows.extend(path.refit(number)))))
         records = [record for rank in ranks.collect(rows) for record in rank]
         if records:
             summaries.append(summarize(records))

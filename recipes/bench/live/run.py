@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from ..options import DTYPES, LiveOptions
@@ -72,8 +71,7 @@ def _run(rank: int, options: LiveOptions, store: TCPStore, scratch: Path) -> Liv
     finally:
         if engine is not None:
             engine.close()
-    dist.barrier()
-    dist.destroy_process_group()
+    ranks.close()
     return result
 
 

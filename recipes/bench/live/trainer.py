@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 import zlib
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,68 +16,42 @@ from ....workers.trainers.megatron.mixin import MegatronRefitMixin
 from ....workers.trainers.megatron.model import build_megatron
 from ....workers.trainers.megatron.source import MegatronSource
 from ..options import DTYPES, LiveOptions
+from ..ranks import Ranks
 from .memory import Memory, memory, restart_peak
 
 _HOST = "127.0.0.1"
 
 
-class TrainerRanks:
-    """All trainer ranks, seen from one of them: a world for Megatron, and a group of hosts for the benchmark."""
+class TrainerRanks(Ranks):
+    """All trainer ranks: a world for Megatron, and a group of hosts for the benchmark."""
 
     def __init__(self, rank: int, options: LiveOptions, store: TCPStore):
         """Meet the others; all ranks do so at the same time."""
-        self.rank, self.size = rank, options.world_size
         # Libraries read these beside the arguments of init_process_group.
         os.environ.update(
             RANK=str(rank),
             LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(self.size),
+            WORLD_SIZE=str(options.world_size),
             MASTER_ADDR=_HOST,
             MASTER_PORT=str(store.port),
         )
         agree_with_engine(options.backend)
-        if options.device == "cuda":
-            self.device = torch.device("cuda", rank)
-            torch.cuda.set_device(self.device)
-            backend = "nccl"
-        else:
-            self.device = torch.device("cpu")
-            torch.set_num_threads(1)
-            backend = "gloo"
+        on_gpu = options.device == "cuda"
+        super().__init__(rank, options.world_size, rank if on_gpu else None)
         timeout = timedelta(seconds=options.timeout_s)
         dist.init_process_group(
-            backend, store=PrefixStore("live", store), rank=rank, world_size=self.size, timeout=timeout
+            "nccl" if on_gpu else "gloo",
+            store=PrefixStore("live", store),
+            rank=rank,
+            world_size=self.size,
+            timeout=timeout,
         )
-        self._hosts: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self._hosts = dist.new_group(backend="gloo", timeout=timeout)
 
     @property
     def leads(self) -> bool:
         """Whether this is rank 0, which has the engine."""
         return self.rank == 0
-
-    def collect(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, in the order of ranks."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._hosts)
-        return found
-
-    def share(self, value: Any) -> Any:
-        """Rank 0's ``value`` on all ranks."""
-        return self.collect(value)[0]
-
-    def timed(self, work: Callable[[], None]) -> float:
-        """Seconds of the slowest rank for ``work``, its device included, begun by all ranks at once."""
-        self.synchronize()
-        dist.barrier(group=self._hosts)
-        start = time.perf_counter()
-        work()
-        self.synchronize()
-        return max(self.collect(time.perf_counter() - start))
-
-    def synchronize(self) -> None:
-        """Wait for this rank's device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def memory(self, *, restart: bool = False) -> Memory:
         """This rank's memory; ``restart`` lets the peak count anew from here."""
