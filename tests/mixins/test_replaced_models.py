@@ -16,10 +16,9 @@ from rlrefit.integration.errors import PeerLost, RefitError
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.workers.trainers.megatron.places import Places
 from rlrefit.workers.trainers.source_mixin import SourceRefitMixin
-from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world
+from tests.refit.synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world, whole
 
 SPECS = [TensorSpec("w", (8, 4), torch.float32)]
-WHOLE: Any = {"w": [((0, 8), (0, 4))]}
 CONFIG = RefitConfig(bucket_mb=1, timeout_s=20.0, verify="full")
 
 
@@ -28,7 +27,7 @@ class Worker(SourceRefitMixin):
 
     def __init__(self) -> None:
         self.refit_config = CONFIG
-        self.model = [SyntheticSource(SPECS, WHOLE)]
+        self.model = [SyntheticSource(SPECS, whole(SPECS))]
 
     def _make_refit_source(self) -> SyntheticSource:
         return self.model[0]
@@ -39,20 +38,14 @@ def test_a_source_is_made_anew_for_another_model_and_kept_for_the_same_one() -> 
     first = worker._prepared_source()
     worker.model = list(worker.model)
     assert worker._prepared_source() is first
-    worker.model = [SyntheticSource(SPECS, WHOLE)]
-    assert worker._prepared_source() is worker.model[0]
-
-
-def test_a_source_that_could_not_be_made_is_not_taken_for_the_new_model_s() -> None:
-    worker = Worker()
-    worker._prepared_source()
-    worker.model = [None]
+    worker.model = [SyntheticSource(SPECS, whole(SPECS))]
     worker._make_refit_source = lambda: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         worker._prepared_source()
     del worker._make_refit_source
-    worker.model = [SyntheticSource(SPECS, WHOLE)]
-    assert worker._prepared_source() is worker.model[0]
+    assert worker._prepared_source() is worker.model[0], (
+        "what could not be made is not taken for the new one's"
+    )
 
 
 def test_a_model_that_is_another_object_at_each_access_is_refused_when_it_is_prepared() -> None:
@@ -76,7 +69,7 @@ def test_a_worker_that_has_closed_its_refit_keeps_no_model() -> None:
 def test_a_refit_of_a_model_that_the_ranks_did_not_meet_with_is_refused_on_all_of_them(
     prepares: bool,
 ) -> None:
-    worker, engine = Worker(), SyntheticDestination(SPECS, WHOLE)
+    worker, engine = Worker(), SyntheticDestination(SPECS, whole(SPECS))
     trainer = worker._prepared_source()
     parts = worker._refit_source_of
 
@@ -90,7 +83,7 @@ def test_a_refit_of_a_model_that_the_ranks_did_not_meet_with_is_refused_on_all_o
             assert endpoint.wrong(1) == []
             return
         worker._refit_session, worker._refit_session_of = session, parts
-        worker.model = [SyntheticSource(SPECS, WHOLE)]
+        worker.model = [SyntheticSource(SPECS, whole(SPECS))]
         if prepares:
             worker.prepare_refit_info()
         with pytest.raises(RefitError, match="not the one that the ranks met with"):

@@ -165,7 +165,7 @@ def test_what_shares_a_bucket_is_in_order_and_nothing_waits_on_an_earlier_refit(
     begun: list[int] = []
     meanwhile: list[list[int]] = []
     for i, one in enumerate(bound.rounds):
-        _note(one.exchange, i, begun)
+        one.exchange.start = partial(_begin, one.exchange.start, begun, i)
     for work.refit in (1, 2):
         begun.clear()
         transport.run(StageClock(torch.device("cpu")), lambda: meanwhile.append([*begun]))
@@ -176,11 +176,6 @@ def test_what_shares_a_bucket_is_in_order_and_nothing_waits_on_an_earlier_refit(
     assert begun == [*range(len(numbers))]
 
 
-def _note(exchange: Any, index: int, begun: list[int]) -> None:
-    start = exchange.start
-
-    def noted(stage: str) -> None:
-        start(stage)
-        begun.append(index)
-
-    exchange.start = noted
+def _begin(start: Any, begun: list[int], index: int, stage: str) -> None:
+    start(stage)
+    begun.append(index)

@@ -19,7 +19,7 @@ from rlrefit.integration.records.clock import StageClock
 from rlrefit.integration.transport import P2PTransport, TransferResult
 from rlrefit.integration.weights.holdings import Holdings, HoldingsReader, SpecTable
 from rlrefit.integration.weights.manifest import TensorSpec
-from tests.refit.synthetic import SyntheticDestination, SyntheticSource
+from tests.refit.synthetic import SyntheticDestination, SyntheticSource, held_by
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Rank:
 
 def contiguous(endpoint: Any) -> Any:
     """The same endpoint with storage without gaps."""
-    held = "_held" if isinstance(endpoint, SyntheticSource) else "_wanted"
-    setattr(endpoint, held, {key: view.contiguous() for key, view in getattr(endpoint, held).items()})
+    held = held_by(endpoint)
+    held.update({key: view.contiguous() for key, view in held.items()})
     return endpoint
 
 
@@ -95,15 +95,9 @@ def open_rank(
     ours = Holdings.from_fragments(rank, fragments, refused, table.positions)
     read = HoldingsReader(table)
     everyone = [read.holdings(rank, parts) for rank, parts in enumerate(exchange(ours.to_parts()))]
-    analysis = analyse(
-        specs,
-        everyone[: sides[0]],
-        everyone[sides[0] :],
-        bucket_bytes=setting.bucket_bytes,
-        fan_out=setting.fan_out,
-        pace=setting.pace,
-    )
-    plan = analysis.compile(rank)
+    held, wanted = everyone[: sides[0]], everyone[sides[0] :]
+    how: Any = {"bucket_bytes": setting.bucket_bytes, "fan_out": setting.fan_out, "pace": setting.pace}
+    plan = analyse(specs, held, wanted, **how).compile(rank)
     device = endpoint.device
     group = TorchGroup.open(
         store, "bulk", rank, size, device, setting.timeout_s, lambda stage: None, setting.lanes
@@ -139,3 +133,12 @@ def run_threads(
 
     with ThreadPoolExecutor(len(endpoints)) as pool:
         return list(pool.map(run, range(len(endpoints))))
+
+
+def run_well(*args: Any) -> list[Any]:
+    """The same, but a failure of any rank is raised."""
+    results = run_threads(*args)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
