@@ -46,14 +46,7 @@ class Mapping:
         broadcast_bytes: int = 1 << 14,
         verify: str = "full",
     ):
-        """
-        Args:
-            specs: of all weights.
-            held: parameters of each trainer rank.
-            wanted: parameters of each engine rank.
-            bucket_bytes: bucket of p2p.
-            broadcast_bytes: bucket of golden.
-            verify: of the transports.
+        """Plan what each rank of both sides stores; buckets of p2p, and of golden.
 
         Raises:
             PlanError: as :func:`analyse` does.

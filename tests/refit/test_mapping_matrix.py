@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,11 @@ def try_all_cases(folder: Path) -> dict[tuple[str, TrainLayout], str]:
     """What is wrong with each case; two processes share them, since the ranks of one are its threads."""
 
     def wrong(cases: list[tuple[str, TrainLayout]]) -> Any:
-        return run_alone(wrong_mappings, cases, environment={}, timeout_s=900)
+        return zip(cases, run_alone(wrong_mappings, cases, environment={}, timeout_s=900), strict=True)
 
     cases = EXPERTS + DENSE
-    halves = [cases[::2], cases[1::2]]
     with ThreadPoolExecutor(2) as pool:
-        found = pool.map(wrong, halves)
-        return {
-            case: text
-            for half, texts in zip(halves, found, strict=True)
-            for case, text in zip(half, texts, strict=True)
-        }
+        return dict(chain.from_iterable(pool.map(wrong, [cases[::2], cases[1::2]])))
 
 
 @given(
@@ -89,15 +84,8 @@ def wrong(found_ahead: FoundAhead) -> dict[tuple[str, TrainLayout], str]:
 
 
 @pytest.mark.timeout(900)  # the first test to ask for it waits for all cases
-@pytest.mark.parametrize("case", EXPERTS, ids=lambda case: name_of(case[1]))
-def test_every_mapping_of_experts_lands_bit_for_bit_by_p2p_and_by_golden(
-    wrong: dict[tuple[str, TrainLayout], str], case: tuple[str, TrainLayout]
-) -> None:
-    assert wrong[case] == ""
-
-
-@pytest.mark.parametrize("case", DENSE, ids=lambda case: name_of(case[1]))
-def test_every_mapping_of_a_dense_model_lands_bit_for_bit(
+@pytest.mark.parametrize("case", EXPERTS + DENSE, ids=lambda case: f"{case[0]}-{name_of(case[1])}")
+def test_every_mapping_lands_bit_for_bit_by_p2p_and_by_golden(
     wrong: dict[tuple[str, TrainLayout], str], case: tuple[str, TrainLayout]
 ) -> None:
     assert wrong[case] == ""

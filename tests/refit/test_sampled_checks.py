@@ -20,12 +20,11 @@ from rlrefit.integration.xferdtensor import op, xferdtensor
 
 from . import synthetic
 from .groups import GroupWorld
-from .synthetic import SyntheticDestination, SyntheticSource, refit_changed, run_world
+from .synthetic import pair, refit_changed, run_world
 
 # Three messages for each transport: buckets of 1 MiB, or four for each two of 2 MiB over gloo.
 SPECS = [TensorSpec(name, (rows, 1024), torch.float32) for name, rows in (("a", 250), ("b", 245), ("c", 200))]
 MESSAGES = 3
-WHOLE = {spec.name: [((0, spec.shape[0]), (0, 1024))] for spec in SPECS}
 TOTAL = sum(spec.nbytes for spec in SPECS)
 
 
@@ -58,9 +57,7 @@ def epoch(
         return RendezvousServer(listener, Rendezvous(host, port, train_ranks, gen_ranks, 0, token))
 
     monkeypatch.setattr(synthetic, "open_rendezvous", opened)
-    return run_world(
-        [SyntheticSource(SPECS, WHOLE)], [SyntheticDestination(SPECS, WHOLE)], body, config, engine
-    )
+    return run_world(*pair(SPECS), body, config, engine)
 
 
 def test_epochs_begin_at_messages_that_are_spread_evenly() -> None:
@@ -72,20 +69,21 @@ def test_epochs_begin_at_messages_that_are_spread_evenly() -> None:
 @pytest.mark.parametrize(
     ("transport", "engine"), [("p2p", "nccl_xfer"), ("golden", "nccl_xfer"), ("auto", "packed_broadcast")]
 )
-def test_epochs_of_one_refit_come_to_every_message(
+def test_epochs_of_one_refit_and_refits_of_one_epoch_come_to_every_message_whatever_the_versions_are(
     monkeypatch: pytest.MonkeyPatch, transport: str, engine: str
 ) -> None:
     bucket_mb = 2 if transport == "p2p" else 1
     config = RefitConfig(bucket_mb=bucket_mb, timeout_s=20.0, verify="sampled", transport=transport)
 
     def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
-        record, wrong = refit_changed(session, endpoint, 1)
-        assert wrong == []
-        return record.bytes_verified
+        refits = [refit_changed(session, endpoint, version) for version in range(0, 2 * MESSAGES, 2)]
+        assert all(wrong == [] for _, wrong in refits)
+        return [record.bytes_verified for record, _ in refits]
 
     verified = [epoch(monkeypatch, token, body, config, engine)[1] for token in tokens_for(MESSAGES)]
-    assert all(0 < nbytes < TOTAL for nbytes in verified)
-    assert sum(verified) == TOTAL
+    assert all(0 < nbytes < TOTAL for of_epoch in verified for nbytes in of_epoch)
+    for together in (*verified, *zip(*verified, strict=True)):
+        assert sum(together) == TOTAL
 
 
 @pytest.mark.parametrize("message", range(MESSAGES))
