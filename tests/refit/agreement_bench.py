@@ -8,9 +8,10 @@ are what the server takes; its thread's CPU time is given beside them. What a ra
 from __future__ import annotations
 
 import multiprocessing
-import sys
 import time
 from typing import Any
+
+from rich.console import Console
 
 from rlrefit.integration.control import Rendezvous, open_rendezvous
 from rlrefit.integration.control.channel import Channel
@@ -32,10 +33,7 @@ from rlrefit.recipes.plan.catalog import all_holdings, exported_specs, open_mode
 LIMIT_S = 120.0
 
 
-def say(line: str) -> None:
-    """Write a line."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+say = Console(highlight=False, soft_wrap=True).print
 
 
 class Ranks:
@@ -43,10 +41,8 @@ class Ranks:
 
     def __init__(self, meeting: Rendezvous):
         start = time.monotonic()
-        self.channels = [
-            Channel(meeting, RefitWorld(rank, meeting.train_ranks, meeting.gen_ranks), LIMIT_S)
-            for rank in range(meeting.size)
-        ]
+        worlds = [RefitWorld(rank, meeting.train_ranks, meeting.gen_ranks) for rank in range(meeting.size)]
+        self.channels = [Channel(meeting, world, LIMIT_S) for world in worlds]
         self.joined = time.monotonic() - start
 
     def meet(self, topic: str, told: list[list[Any]], direct: list[dict[int, Any]] | None = None) -> Any:
@@ -95,7 +91,6 @@ def main() -> None:
     sources, destinations = all_holdings(model, train, gen, table.positions)
     holdings: list[Holdings] = [*sources, *destinations]
     analysis = analyse(specs, sources, destinations, bucket_bytes=256 << 20)
-    # Turns of relays are the most of what is told of storage; masks of contiguous messages come on top.
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,), daemon=True)
@@ -115,19 +110,11 @@ def main() -> None:
         "streams": 2,
         "verify": "sampled",
     }
-    gpus = [
-        {
-            "host": f"node-{rank // 8}/{'0' * 36}",
-            "gpu": {
-                "host": f"node-{rank // 8}/{'0' * 36}",
-                "lacks": "",
-                "device": f"GPU-{rank:036d}",
-                "visible": [f"GPU-{rank // 8 * 8 + i:036d}" for i in range(8)],
-                "reaches": [f"GPU-{rank // 8 * 8 + i:036d}" for i in range(8)],
-            },
-        }
-        for rank in range(512)
-    ]
+    gpus = []
+    for rank in range(512):
+        host, seen = f"node-{rank // 8}/{'0' * 36}", [f"GPU-{rank // 8 * 8 + i:036d}" for i in range(8)]
+        gpu = {"lacks": "", "device": f"GPU-{rank:036d}", "visible": seen, "reaches": seen}
+        gpus.append({"host": host, "gpu": {"host": host, **gpu}})
     # Every rank's direct data is as large as those of the first of its side.
     direct = [_turns_of_relays(LocalMessages(analysis.compile(first))) for first in (0, 256)]
     both = [direct[rank // 256] for rank in range(512)]

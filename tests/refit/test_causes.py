@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -113,7 +112,6 @@ def test_trainer_rank_0_hears_the_cause_last_since_the_rendezvous_may_end_with_i
     epoch = Epoch()
     epoch.notice(0, 10.0)
     epoch.lose(3)
-    assert 0 not in epoch.heard
     epoch.notice(1, 10.2)
     assert epoch.blamed(1) == {3}
     assert 0 not in epoch.heard
@@ -156,28 +154,6 @@ def test_a_cause_replaces_a_guess_but_what_becomes_of_those_who_know_does_not() 
     epoch.ask(0, Op.LOOK, [], 13.0)
     assert epoch.blamed(0) == {3}
     assert epoch.heard[0][1][1] != guess
-
-
-def test_a_survivor_whose_wire_breaks_first_raises_the_cause_with_the_wires_error_behind_it() -> None:
-    server = open_rendezvous("127.0.0.1", 2, 2)
-
-    def body(rank: int, channel: Channel) -> Any:
-        channel.barrier("all are here")
-        if rank == 3:
-            time.sleep(0.3)
-            channel._connection._sock.shutdown(socket.SHUT_RDWR)  # as the kernel does for a killed process
-            return None
-        broken = PeerLost("the connection with refit ranks [0, 1] broke", stage="transfer", rank=rank)
-        channel.give_up(broken)
-        return channel.cause_of(broken), broken
-
-    results = on_all_ranks(server, body)[:3]
-    server.close()
-    for cause, broken in results:
-        assert isinstance(cause, PeerLost)
-        assert cause is not broken
-        assert cause.blamed == 3
-        assert cause.stage == "transfer"
 
 
 @pytest.mark.parametrize("failing", [1, 3])
@@ -238,21 +214,19 @@ def test_a_rank_that_freezes_while_gloo_connects_is_named_within_the_limit() -> 
     frozen = processes().Process(target=_freeze_while_it_connects, args=(server.rendezvous.to_json(),))
     frozen.start()
 
-    def open_together(rank: int, channel: Channel) -> None:
-        # One of two ranks may believe that it is connected.
-        TorchGroup.open(channel.store, "g", rank, 3, torch.device("cpu"), limit, channel.check_abort)
-        channel.barrier("ready")
-
     def run(rank: int) -> Any:
         channel = join(server, rank, limit)
         start = time.monotonic()
-        with channel.within(start), pytest.raises((PeerLost, RefitTimeout)) as caught:
-            open_together(rank, channel)
-        channel.give_up(caught.value)
-        cause = channel.cause_of(caught.value)
-        seconds = time.monotonic() - start
-        channel.close()
-        return cause, seconds
+        try:
+            with channel.within(start):
+                TorchGroup.open(channel.store, "g", rank, 3, torch.device("cpu"), limit, channel.check_abort)
+                channel.barrier("ready")  # one of two ranks may believe that it is connected
+        except (PeerLost, RefitTimeout) as error:
+            channel.give_up(error)
+            return channel.cause_of(error), time.monotonic() - start
+        finally:
+            channel.close()
+        raise AssertionError("nothing was noticed")
 
     try:
         with ThreadPoolExecutor(2) as pool:
@@ -271,17 +245,17 @@ def test_opening_has_one_limit_for_all_of_its_waits() -> None:
     limit = 2.0
     server = open_rendezvous("127.0.0.1", 2, 2)
 
-    def late_in_turn(rank: int, channel: Channel) -> None:
-        for index in range(SIZE):
-            if index == rank:
-                time.sleep(0.5 * limit)
-            channel.barrier(f"b/{index}")
-
     def body(rank: int, channel: Channel) -> Any:
         start = time.monotonic()
-        with channel.within(start), pytest.raises(RefitError) as caught:
-            late_in_turn(rank, channel)
-        return caught.value, time.monotonic() - start
+        try:
+            with channel.within(start):
+                for index in range(SIZE):
+                    if index == rank:
+                        time.sleep(0.5 * limit)
+                    channel.barrier(f"b/{index}")
+        except RefitError as error:
+            return error, time.monotonic() - start
+        raise AssertionError("no limit was noticed")
 
     results = on_all_ranks(server, body, timeout_s=limit)
     server.close()

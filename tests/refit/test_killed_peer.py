@@ -130,10 +130,6 @@ def test_the_death_of_a_rank_ends_the_refit_on_all_others_at_once(moment: str, k
     kill_a_rank(moment, on_gpu=False, killed=killed)
 
 
-@pytest.mark.parametrize("moment", ["transfer", "post-load"])
-def test_a_rank_that_freezes_is_named_by_all_others_in_time(moment: str) -> None:
-    kill_a_rank(moment, on_gpu=False, killed=2, how=signal.SIGSTOP)
-
-
-def test_trainer_rank_0_whose_host_freezes_ends_the_refit_on_all_others_in_time() -> None:
-    kill_a_rank("transfer", on_gpu=False, killed=0, how=signal.SIGSTOP)
+@pytest.mark.parametrize(("moment", "killed"), [("transfer", 2), ("post-load", 2), ("transfer", 0)])
+def test_a_rank_that_freezes_is_named_by_all_others_in_time(moment: str, killed: int) -> None:
+    kill_a_rank(moment, on_gpu=False, killed=killed, how=signal.SIGSTOP)

@@ -114,12 +114,12 @@ def transfer(
     return world.run(body)
 
 
+def all_well(results: list[Any]) -> None:
+    assert all(isinstance(result, TransferResult) for result in results), results
+
+
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), told=st.booleans(), small=st.booleans())
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_two_layouts_meet_bit_for_bit_twice(
     world: GroupWorld, data: st.DataObject, dtype: torch.dtype, told: bool, small: bool
 ) -> None:
@@ -131,16 +131,16 @@ def test_any_two_layouts_meet_bit_for_bit_twice(
         options["bucket_bytes"] = 5 * 32 * 2
     for transport in ("p2p", "golden") if everyone else ("p2p",):
         results = transfer(world, shape, dtype, source, destination, (1, 2), transport=transport, **options)
-        assert all(isinstance(result, TransferResult) for result in results), results
+        all_well(results)
 
 
 HALVES = (Mesh.line([0, 1]), (Shard(0),))
 OTHERS = (Mesh.line([2, 3, 4]), (Shard(1),))
 
 
-def call(group: Group, rank: int, dtype: torch.dtype = torch.float32, **changed: Any) -> Any:
-    """The transfer of a tensor of (4, 6) from HALVES to OTHERS, with some arguments changed."""
-    arguments: dict[str, Any] = {
+def arguments(group: Group, rank: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Of the transfer of a tensor of (4, 6) from HALVES to OTHERS."""
+    return {
         "src": torch.zeros(2, 6, dtype=dtype) if rank < 2 else None,
         "src_mesh": [0, 1],
         "src_placements": [Shard(0)],
@@ -149,12 +149,16 @@ def call(group: Group, rank: int, dtype: torch.dtype = torch.float32, **changed:
         "dst_placements": [Shard(1)],
         "process_group": group,
     }
-    arguments |= changed
+
+
+def call(group: Group, rank: int, dtype: torch.dtype = torch.float32, **changed: Any) -> Any:
+    """That transfer with some arguments changed."""
+    given = arguments(group, rank, dtype) | changed
     try:
-        return xferdtensor(**arguments)
+        return xferdtensor(**given)
     finally:
-        if isinstance(arguments["dst"], torch.Tensor) and changed:
-            assert (arguments["dst"] == 7).all(), "something was written"
+        if isinstance(given["dst"], torch.Tensor) and changed:
+            assert (given["dst"] == 7).all(), "something was written"
 
 
 @pytest.mark.parametrize(
@@ -208,19 +212,7 @@ def test_arguments_that_are_wrong_on_their_own_are_refused_at_once(
     world: GroupWorld, changed: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((ValueError, RefitMismatch), match=message):
-        xferdtensor(
-            **{
-                "src": torch.zeros(2, 6),
-                "src_mesh": [0, 1],
-                "src_placements": [Shard(0)],
-                "dst": None,
-                "dst_mesh": [2, 3, 4],
-                "dst_placements": [Shard(1)],
-                "process_group": world.groups[0],
-                "timeout_s": 2.0,
-            }
-            | changed
-        )
+        xferdtensor(**(arguments(world.groups[0], 0) | {"timeout_s": 2.0} | changed))
 
 
 def test_a_layout_is_compared_once_when_the_shape_is_given_and_at_each_call_otherwise(
@@ -235,7 +227,7 @@ def test_a_layout_is_compared_once_when_the_shape_is_given_and_at_each_call_othe
 
     monkeypatch.setattr(op, "gather", counting)
     results = transfer(world, (4, 9), torch.float16, HALVES, OTHERS, (1, 2, 3))
-    assert all(isinstance(result, TransferResult) for result in results), results
+    all_well(results)
     assert asked == [1] * RANKS
     transfer(world, (4, 9), torch.float16, HALVES, OTHERS, (1, 2, 3), told=False)
     assert asked == [4] * RANKS
@@ -263,7 +255,7 @@ def test_layouts_that_were_dropped_are_agreed_upon_anew_by_all_whatever_else_som
             results = transfer(world, (2, other + 1), torch.float64, *pair, (step,))
             assert not any(isinstance(result, Exception) for result in results), results
         results = transfer(world, (6, columns), torch.float64, HALVES, OTHERS, (1, 2))
-        assert all(isinstance(result, TransferResult) for result in results), results
+        all_well(results)
     assert asked == [{0, 1, 5, 6}] * RANKS
     compiled = Transfers.of(world.groups[0], torch.device("cpu"), 300.0)._compiled
     assert [len(compiled[frozenset(members)]) for members in (range(RANKS), range(2))] == [2, 2]
@@ -297,7 +289,7 @@ def test_buckets_are_kept_until_a_transfer_that_broke_has_been_given_up(
     assert done == [("abort", True), ("unbind", True), ("abort", False)]
 
 
-def test_no_tensor_is_kept_alive_by_the_cache(world: GroupWorld) -> None:
+def test_the_cache_keeps_no_tensor_alive_and_ends_with_its_process_group() -> None:
     def body(rank: int, group: Group) -> weakref.ref[torch.UntypedStorage]:
         src = torch.zeros(2, 6) if rank < 2 else None
         dst = torch.zeros(4, 2) if rank >= 2 else None
@@ -306,14 +298,10 @@ def test_no_tensor_is_kept_alive_by_the_cache(world: GroupWorld) -> None:
         assert tensor is not None
         return weakref.ref(tensor.untyped_storage())
 
-    storages = world.run(body)
-    gc.collect()
-    assert [storage() for storage in storages] == [None] * RANKS
-
-
-def test_the_cache_ends_with_its_process_group() -> None:
     with GroupWorld(RANKS) as small:
-        small.run(lambda rank, group: call(group, rank))
+        storages = small.run(body)
+        gc.collect()
+        assert [storage() for storage in storages] == [None] * RANKS
         kept = weakref.ref(Transfers.of(small.groups[0], torch.device("cpu"), 300.0))
     gc.collect()
     assert kept() is None
@@ -361,7 +349,7 @@ def test_ranks_connect_within_the_limit_before_anything_goes_from_one_to_another
     ):
         monkeypatch.setattr(TorchGroup, name, call)
     results = transfer(world, (6, 5), torch.float32, HALVES, OTHERS, (1,), transport=transport, told=False)
-    assert all(isinstance(result, TransferResult) for result in results), results
+    all_well(results)
 
 
 def test_a_bucket_without_room_is_told_on_every_rank(world: GroupWorld) -> None:
