@@ -82,7 +82,7 @@ class Owner:
             at += size
 
     def stays(self) -> None:
-        pass
+        """Nothing happens."""
 
     def sleeps(self) -> None:
         self.sleep()
@@ -310,12 +310,14 @@ class World:
 
     def _vote(self, do: Callable[[IpcTransport], object]) -> None:
         unable: list[TransportUnavailable] = []
-        for transport in self._transports:
+
+        def attempt(transport: IpcTransport) -> None:
             try:
-                with self._driver.on(transport.rank):
-                    do(transport)
+                do(transport)
             except TransportUnavailable as error:
                 unable.append(error)
+
+        self._each(attempt)
         if unable:
             raise unable[0]
 

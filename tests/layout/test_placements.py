@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
 
@@ -115,16 +115,9 @@ def test_a_strided_shard_is_fsdp_over_tensor_parallelism(data: int, tensor: int,
         assert torch.cat([torch.arange(*box[0]) for box, _ in boxes]).equal(expected)
 
 
-def test_a_plain_shard_stays_one_box_and_a_strided_one_is_several() -> None:
-    mesh = Mesh.of([[0, 1], [2, 3]])
-    assert boxes_of((8, 3), mesh, [Shard(0), Shard(0)], 1) == [(((2, 4), (0, 3)), (slice(0, 2), slice(0, 3)))]
-    assert boxes_of((8,), Mesh.line([5, 6]), [StridedShard(0, 2)], 6) == [
-        (((2, 4),), (slice(0, 2),)),
-        (((6, 8),), (slice(2, 4),)),
-    ]
-
-
-def test_a_scalar_is_one_box_and_a_rank_outside_of_the_mesh_holds_nothing() -> None:
+def test_a_plain_shard_and_a_scalar_are_one_box_and_a_rank_outside_of_the_mesh_holds_nothing() -> None:
+    plain = boxes_of((8, 3), Mesh.of([[0, 1], [2, 3]]), [Shard(0), Shard(0)], 1)
+    assert plain == [(((2, 4), (0, 3)), (slice(0, 2), slice(0, 3)))]
     mesh = Mesh.line([3, 4])
     assert boxes_of((), mesh, [Replicate()], 4) == [((), ())]
     assert boxes_of((), mesh, [Replicate()], 0) == []
@@ -150,8 +143,7 @@ def test_a_scalar_is_one_box_and_a_rank_outside_of_the_mesh_holds_nothing() -> N
         (lambda: placement_of(Partial()), "Shard or Replicate first"),
     ],
 )
-def test_what_is_no_layout_is_refused_with_a_reason(make: object, message: str) -> None:
-    assert callable(make)
+def test_what_is_no_layout_is_refused_with_a_reason(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -228,20 +220,15 @@ def test_a_local_tensor_of_another_shape_is_refused_by_name() -> None:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_dtensor_with_partial_values_is_refused() -> None:
-    device_mesh = init_device_mesh("cpu", (8,))
-    tensor = DTensor.from_local(torch.zeros(3), device_mesh, [Partial()])
-    with pytest.raises(ValueError, match="Shard or Replicate first"):
-        dtensor_fragments("w", tensor)
-
-
-@pytest.mark.usefixtures("process_group")
-def test_a_dtensor_cut_in_another_order_of_mesh_dimensions_is_refused() -> None:
+def test_a_dtensor_with_partial_values_or_cut_in_another_order_of_mesh_dimensions_is_refused() -> None:
+    partial = DTensor.from_local(torch.zeros(3), init_device_mesh("cpu", (8,)), [Partial()])
     spec = DTensorSpec(
         init_device_mesh("cpu", (2, 4)),
         (TheirShard(0), TheirShard(0)),
         TensorMeta(torch.Size([8]), (1,), torch.float32),
         shard_order=(ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),),
     )
-    with pytest.raises(ValueError, match="left to right"):
-        dtensor_fragments("w", DTensor(torch.zeros(1), spec, requires_grad=False))
+    reordered = DTensor(torch.zeros(1), spec, requires_grad=False)
+    for tensor, told in ((partial, "Shard or Replicate first"), (reordered, "left to right")):
+        with pytest.raises(ValueError, match=told):
+            dtensor_fragments("w", tensor)

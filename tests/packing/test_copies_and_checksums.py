@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlrefit.integration.packing import ChecksumViews, Strided, checksum, make_checksums, make_copy
+from rlrefit.integration.packing import ChecksumViews, CopyTable, Strided, checksum, make_checksums, make_copy
 from rlrefit.integration.packing.rows import COLUMNS, WIDEST, Table, build_tables, collapse
 
 CPU = torch.device("cpu")
@@ -73,10 +74,9 @@ def test_a_table_pairs_every_byte_of_the_source_with_its_byte_of_the_destination
     a = Strided.of(source)
     for b in (Strided.packed(1 << 20 | address, source.shape, a.itemsize), Strided.of(source.clone())):
         tables = build_tables(collapse([(a, b, 0)], most), tile_units=4)
-        for table in tables:
-            assert all(table.rows[:, 2] * table.unit <= max(most, WIDEST))
         moved: dict[int, int] = {}
         for table in tables:
+            assert all(table.rows[:, 2] * table.unit <= max(most, WIDEST))
             assert table.rows.shape[1] == COLUMNS
             assert all(int(v) % table.unit == 0 for v in table.rows[:, :2].ravel())
             moved |= walk(table)
@@ -115,23 +115,14 @@ def test_a_checksum_goes_on_beyond_the_block_in_which_its_weights_are_made() -> 
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        lambda m: m.view(torch.int32)[[3, 90]].flip(0).view(torch.uint8),  # two words change places
-        lambda m: m[[12, 13, 14, 15]] ^ 1,
-        lambda m: torch.cat((m[4:], m[:4])),
-    ],
+    ("places", "others", "flip"),
+    [([3, 90], [90, 3], 0), ([3], [3], 0x01010101), ([*range(100)], [*range(1, 100), 0], 0)],
+    ids=["two words change places", "bits flip", "all move"],
 )
-def test_bytes_that_change_or_move_change_both_sums(damage) -> None:  # type: ignore[no-untyped-def]
+def test_bytes_that_change_or_move_change_both_sums(places: list[int], others: list[int], flip: int) -> None:
     message = torch.randint(0, 256, (400,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    other = message.clone()
-    changed = damage(message.clone())
-    if changed.numel() == 400:
-        other = changed
-    elif changed.numel() == 8:
-        other.view(torch.int32)[[3, 90]] = changed.view(torch.int32)
-    else:
-        other[12:16] = changed
+    words, other = message.view(torch.int32), message.clone()
+    other.view(torch.int32)[places] = words[others] ^ flip
     assert (checksum(message) != checksum(other)).all()
 
 
@@ -177,12 +168,31 @@ def test_a_slice_of_memory_is_the_memory_of_the_slice() -> None:
 
 
 def test_memory_of_more_bytes_than_a_row_may_have_is_split() -> None:
-    wide = Strided.flat(1 << 40, 3 << 30)
-    tall = Strided(1 << 41, (40_000, 40_000), (160_000, 2), 2)
-    pairs = [
-        (wide, Strided.flat(0, 3 << 30), 0),
-        (tall, Strided.packed(1 << 42, (40_000, 40_000), 2), 0),
-    ]
-    tables = build_tables(collapse(pairs), 1 << 20)
-    assert sum(t.nbytes for t in tables) == wide.nbytes + tall.nbytes
+    wide = Strided.flat(1 << 40, 3 << 30), Strided.flat(0, 3 << 30), 0
+    tall = (
+        Strided(1 << 41, (40_000, 40_000), (160_000, 2), 2),
+        Strided.packed(1 << 42, (40_000, 40_000), 2),
+        0,
+    )
+    tables = build_tables(collapse([wide, tall]), 1 << 20)
+    assert sum(t.nbytes for t in tables) == wide[0].nbytes + tall[0].nbytes
     assert all((t.rows[:, 2] * t.unit < 1 << 30).all() for t in tables)
+
+
+@pytest.mark.parametrize("part", [lambda t: t, lambda t: t.imag])
+def test_a_view_that_has_other_values_than_its_memory_is_refused(
+    part: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    lazy = part(torch.ones(2, 3, dtype=torch.complex64).conj())
+    with pytest.raises(ValueError, match="lazy"):
+        Strided.of(lazy)
+    assert Strided.of(lazy.resolve_conj().resolve_neg()).nbytes == lazy.nbytes
+
+
+def test_an_expanded_destination_is_refused_and_an_expanded_source_is_not_its_concern() -> None:
+    expanded, whole = Strided.of(torch.zeros(1, 4).expand(3, 4)), Strided.of(torch.zeros(3, 4))
+    with pytest.raises(ValueError, match="share one place"):
+        CopyTable.build([(whole, expanded)], CPU)
+    assert expanded.repeats
+    assert not whole.repeats
+    assert not Strided.of(torch.zeros(1, 4).expand(1, 4)).repeats

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.triton_interpreter import run_interpreted
 
 
@@ -24,32 +26,32 @@ def compare_kernels_with_torch() -> None:
         deep[1, 2, 3, 0, 4],
         torch.arange(3001, dtype=torch.int64)[1:],
     ]
-    targets = [torch.full([n + 2 for n in v.shape], 9, dtype=v.dtype) for v in views]
-    inner = [t[tuple(slice(1, n + 1) for n in v.shape)] for t, v in zip(targets, views, strict=True)]
-    expected = [t.clone() for t in targets]
-    for e, v in zip(expected, views, strict=True):
-        e[tuple(slice(1, n + 1) for n in v.shape)] = v
-    pairs = [(Strided.of(v), Strided.of(t)) for v, t in zip(views, inner, strict=True)]
-    CopyTable.build(pairs, cpu).launch()
-    for e, t in zip(expected, targets, strict=True):
-        assert torch.equal(e.view(torch.uint8) if e.dim() else e, t.view(torch.uint8) if t.dim() else t)
+
+    def framed(
+        held: list[torch.Tensor], kind: torch.dtype | None = None
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Storages with a margin around the views' shapes, the places inside, and what the storages have to hold."""
+        storages = [torch.full([n + 2 for n in v.shape], 9, dtype=kind or v.dtype) for v in held]
+        middle = [tuple(slice(1, n + 1) for n in v.shape) for v in held]
+        wanted = [t.clone() for t in storages]
+        for w, v, at in zip(wanted, held, middle, strict=True):
+            w[at] = v.to(w.dtype)
+        return storages, [Strided.of(t[at]) for t, at in zip(storages, middle, strict=True)], wanted
+
+    storages, places, wanted = framed(views)
+    CopyTable.build(list(zip(map(Strided.of, views), places, strict=True)), cpu).launch()
+    assert all(map(torch.equal, storages, wanted))
     for source, kind in (
         (deep.contiguous(), torch.bfloat16),
         (weight.float() * 1e-3, torch.float16),
         (weight, torch.float32),
     ):
         held = [source, source[1:], source[..., 1:4], source.mT, source[..., 0]]
-        cast = [torch.full([n + 2 for n in v.shape], 9, dtype=kind) for v in held]
-        wanted = [t.clone() for t in cast]
-        middle = [tuple(slice(1, n + 1) for n in v.shape) for v in held]
-        for w, v, at in zip(wanted, held, middle, strict=True):
-            w[at] = v.to(kind)
-        places = [Strided.of(t[at]) for t, at in zip(cast, middle, strict=True)]
+        storages, places, wanted = framed(held, kind)
         table = CastTable.build(zip(map(Strided.of, held), places, strict=True), source.dtype, kind, cpu)
         assert table.nbytes == sum(v.numel() for v in held) * kind.itemsize
         table.launch()
-        for w, t in zip(wanted, cast, strict=True):
-            assert torch.equal(w, t)
+        assert all(map(torch.equal, storages, wanted))
     offsets, end = [], 0
     for v in views:
         offsets.append(end)
