@@ -20,6 +20,8 @@ _NO_M2N = (
     "dimensions, and is not joined with the checksums of verify; 'rlrefit bench --peers m2n' times it)"
 )
 VERIFY_MODES = ("off", "sampled", "full")
+DELTA_MODES = ("off", "auto", "always")
+DELTA_BASES = ("gpu", "host")
 LORA_MODES = ("merge", "adapter")
 # Each stream has a communicator, whose kernels take up to 32 of a GPU's multiprocessors.
 MOST_STREAMS = 4
@@ -43,6 +45,10 @@ class RefitConfig:
         verify: position-sensitive checksums of the landed bytes against the sent ones: ``off``,
             ``sampled`` (one message per pair of ranks and refit, another one each time, beginning anywhere;
             docs/verify.md says what may escape) or ``full``.
+        delta: ``always`` sends only what differs from the version that both sides hold, wherever they hold one; ``auto`` does so
+            as long as it is faster than a dense refit; ``off`` sends all weights each time.
+        delta_base: where each trainer rank keeps what it last sent, as much again as it sends: ``gpu``, or ``host`` for
+            page-locked host memory, which a GPU reads at the rate of PCIe.
         trainer_quantize_fp8: the trainer quantizes what the engine stores as block-scaled FP8 (E4M3 in 128 by 128
             blocks, or MXFP8), as it packs it: half the bytes travel, and the engine does not quantize again.
         lora: what travels of a model under LoRA: ``merge`` merges the adapters into each shard as it is sent, under
@@ -61,6 +67,8 @@ class RefitConfig:
     streams: int = 2
     timeout_s: float = 300.0
     verify: str = "sampled"
+    delta: str = "off"
+    delta_base: str = "gpu"
     trainer_quantize_fp8: bool = False
     lora: str = "merge"
     port: int = 0
@@ -101,6 +109,14 @@ class RefitConfig:
             found.append(f"{prefix}.transport: {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         if self.verify not in VERIFY_MODES:
             found.append(f"{prefix}.verify: {self.verify!r} is not one of {', '.join(VERIFY_MODES)}")
+        if self.delta not in DELTA_MODES:
+            found.append(f"{prefix}.delta: {self.delta!r} is not one of {', '.join(DELTA_MODES)}")
+        elif self.delta != "off" and self.transport == "golden":
+            found.append(
+                f"{prefix}.delta: golden sends all weights to everyone; give off, or another {prefix}.transport"
+            )
+        if self.delta_base not in DELTA_BASES:
+            found.append(f"{prefix}.delta_base: {self.delta_base!r} is not one of {', '.join(DELTA_BASES)}")
         if self.lora not in LORA_MODES:
             found.append(f"{prefix}.lora: {self.lora!r} is not one of {', '.join(LORA_MODES)}")
         if self.bucket_mb < 1:

@@ -40,6 +40,9 @@ from .weights.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
+# Of a meeting before a refit, beside those of :mod:`.delta.choice`: this rank's storage has moved.
+_STALE = 1
+
 
 class ServingState:
     """Which weights an engine rank holds, and whether they may be served."""
@@ -251,8 +254,9 @@ class RefitSession:
         clock.restart(timeline=timeline)
         earlier = self.state.dirty_since
         with clock.stage("handshake"):
-            stale = self._begin(version)
-        if stale:
+            flags = self._begin(version)
+        self.engine.decide(flags)
+        if flags & _STALE:
             # Nobody writes before all ranks have followed and met again.
             self.state.take_back(earlier)
             self._follow(version)
@@ -260,6 +264,7 @@ class RefitSession:
         if void:
             # Once more with all weights where they are now; nothing of it has been committed.
             self._follow(version)
+            self.engine.again()
             moved, void = self._move(version, may_be_void=False)
             if void:
                 raise RefitError(
@@ -271,6 +276,7 @@ class RefitSession:
                 )
         if not self.world.is_source:
             self.state.commit(version)
+        self.engine.commit(version)
         # Counted once it is over on all ranks: a refit that failed here has no successor in this epoch.
         self._refits += 1
         peak_extra_bytes = self._peak_extra_bytes(memory_before)
@@ -286,6 +292,8 @@ class RefitSession:
             bytes_misc=moved.bytes_misc,
             bytes_kept=self._kept_bytes,
             bytes_verified=moved.bytes_verified,
+            bytes_wire=moved.bytes_wire,
+            changed_share=moved.changed_share,
             # Last, so that they count what the record itself takes.
             seconds_total=clock.wall_seconds,
             host_seconds=clock.host_seconds,
@@ -331,18 +339,22 @@ class RefitSession:
                 void = True
         self._moves += 1
         with clock.stage("commit"), clock.waiting():
-            void = self._channel.barrier(f"commit/{self._moves}", void)
+            void = bool(self._channel.barrier(f"commit/{self._moves}", void))
         return moved, void
 
-    def _begin(self, version: int) -> bool:
-        """Meet all ranks over the version; returns whether storages moved on any of them.
+    def _begin(self, version: int) -> int:
+        """Meet all ranks over the version; returns the flags of any: whether storages moved, and what is wished.
 
         The meeting is counted and not named by version: ranks that disagree on the version must still meet.
         """
-        return self._meet_to_write(f"begin/{self._refits}", version, self.engine.stale())
+        moved = self.engine.stale()
+        # An engine whose storage moved may hold other weights there.
+        held = None if moved or self.state.dirty else self.state.version
+        flags = self.engine.wishes(held) | (_STALE if moved else 0)
+        return self._meet_to_write(f"begin/{self._refits}", version, flags)
 
-    def _meet_to_write(self, topic: str, version: int, flag: bool = False) -> bool:
-        """Meet all ranks, after which senders write; returns whether any rank's flag is set.
+    def _meet_to_write(self, topic: str, version: int, flags: int = 0) -> int:
+        """Meet all ranks, after which senders write; returns the flags that are set on any rank.
 
         They may do so before this rank hears that all have come. So an engine is dirty from before it says that it is
         there, and stays so if it does not hear, unless the rendezvous itself has answered that it let no rank through.
@@ -352,7 +364,7 @@ class RefitSession:
             self.state.mark_dirty(version)
         try:
             with self._clock.waiting():
-                return self._channel.barrier(topic, flag, agree={"version": version})
+                return self._channel.barrier(topic, flags, agree={"version": version})
         except BaseException:
             if self._channel.held_back == topic:
                 self.state.take_back(earlier)

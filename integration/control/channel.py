@@ -154,7 +154,7 @@ class Channel:
             The parts of each rank, and the direct data for this one by their senders.
         """
         values = [self._packed(topic, data) for data in (*direct.values(), *parts)]
-        _, answer = self._meet(topic, values, direct=list(direct), compare=False, flag=False)
+        _, answer = self._meet(topic, values, direct=list(direct), compare=False, flags=0)
         rows = self._rows(answer[0], topic)
         senders = unpack_numbers(answer[1])
         return rows, {
@@ -162,23 +162,23 @@ class Channel:
             for sender, data in zip(senders, answer[2:], strict=True)
         }
 
-    def barrier(self, topic: str, flag: bool = False, agree: Any = None) -> bool:
+    def barrier(self, topic: str, flags: int = 0, agree: Any = None) -> int:
         """Wait until all ranks are here.
 
         Args:
             topic: the same on all ranks, and new for each barrier.
-            flag: this rank's.
+            flags: this rank's, up to 8 bits.
             agree: plain data that has to be equal on all ranks.
 
         Returns:
-            Whether any rank's flag is set.
+            The flags that are set on any rank.
 
         Raises:
             RefitMismatch: on every rank, if ``agree`` differs; lists what the ranks gave.
             RefitTimeout: ranks do not come in time; names them, on all ranks that did.
             PeerLost: another rank gave up.
         """
-        status, answer = self._meet(topic, [self._packed(topic, agree)], compare=True, flag=flag)
+        status, answer = self._meet(topic, [self._packed(topic, agree)], compare=True, flags=flags)
         if status is Status.DIFFER:
             given = [row[0] for row in self._rows(answer[0], topic)]
             listed = ", ".join(f"{self.world.describe(r)}: {v}" for r, v in enumerate(given))
@@ -187,7 +187,7 @@ class Channel:
                 stage=topic,
                 rank=self.world.rank,
             )
-        return answer[0] == b"\1"
+        return answer[0][0]
 
     def abort(self, reason: str, *, symptom: bool = False) -> None:
         """Tell all ranks that this one gives up, so that none waits for it.
@@ -252,14 +252,14 @@ class Channel:
         self._connection.close()
 
     def _meet(
-        self, topic: str, values: Sequence[bytes], *, direct: Sequence[int] = (), compare: bool, flag: bool
+        self, topic: str, values: Sequence[bytes], *, direct: Sequence[int] = (), compare: bool, flags: int
     ) -> tuple[Status, list[bytes]]:
         wait = self.limit()
         fields = [
             topic.encode(),
             pack_wait(wait),
             b"\1" if compare else b"\0",
-            b"\1" if flag else b"\0",
+            bytes((flags,)),
             pack_numbers(direct),
             *values,
         ]

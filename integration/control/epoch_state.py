@@ -92,13 +92,13 @@ class EpochState:
     def _request(self, caller: Caller, rank: int, code: int, fields: list[bytes], now: float) -> list[Answer]:
         self._heard[rank] = now
         match code, fields:
-            case Op.MEET, [topic, milliseconds, compare, flag, addressed, *values]:
+            case Op.MEET, [topic, milliseconds, compare, flags, addressed, *values] if len(flags) == 1:
                 deadline = now + unpack_int(milliseconds) / 1e3
                 ranks = unpack_numbers(addressed)
                 if len(values) < len(ranks) or any(other >= self._world.size for other in ranks):
                     raise Malformed("direct data for ranks that do not exist, or none for a rank")
                 direct = dict(zip(ranks, values, strict=False))
-                arrival = Arrival(caller, flag == b"\1", tuple(values[len(ranks) :]), direct)
+                arrival = Arrival(caller, flags[0], tuple(values[len(ranks) :]), direct)
                 return self._meet(rank, topic, now, deadline, compare == b"\1", arrival)
             case Op.ABORT, [reason]:
                 text = f"{self._world.describe(rank)} gave up: {reason.decode(errors='replace')}"

@@ -28,7 +28,7 @@ from typing import Any
 
 MAGIC = b"rlrefit"
 # Raised with every change to what ranks tell each other, and to what each of them computes that must be alike on all.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 _GREETING = struct.Struct(f"<{len(MAGIC)}sB{NONCE_BYTES}s")
@@ -74,7 +74,9 @@ class Role(IntEnum):
 class Op(IntEnum):
     """Requests, with their fields."""
 
-    MEET = 1  # topic, milliseconds, compare?, flag, ranks that get direct data, the data…, values for all…
+    MEET = (
+        1  # topic, milliseconds, compare?, flags (u8), ranks that get direct data, the data…, values for all…
+    )
     ABORT = 2  # reason; of what only may follow from another rank's end also milliseconds to wait for that
     CAUSE = 3  # milliseconds; why the epoch ends; a rank asks that has given up
     LOOK = 4  # whether a rank has given up

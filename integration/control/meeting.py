@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 
 from .frames import MAX_ANSWER, MAX_FIELDS, Body, Status, pack_body, pack_numbers, pack_values
 from .world import RefitWorld
@@ -15,10 +17,10 @@ Answer = tuple[Caller, Body]
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a rank brings to a meeting: values that all get, and direct data that one rank gets each."""
+    """What a rank brings to a meeting: flags (of 8 bits), values that all get, and direct data that one rank gets each."""
 
     caller: Caller
-    flag: bool
+    flags: int
     values: tuple[bytes, ...]
     direct: dict[int, bytes]
 
@@ -75,7 +77,8 @@ class Meeting:
         elif len(set(rows)) > 1:
             told = [pack_body(Status.DIFFER, [pack_values(rows)])] * size
         else:
-            told = [pack_body(Status.OK, [b"\1" if any(a.flag for a in arrived) else b"\0"])] * size
+            flags = reduce(or_, (a.flags for a in arrived))
+            told = [pack_body(Status.OK, [bytes((flags,))])] * size
         # Rank 0 last: it shares the interpreter with the server, and once it runs on it would hold up the rest.
         return [(arrived[rank].caller, told[rank]) for rank in reversed(range(size))]
 

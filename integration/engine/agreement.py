@@ -295,7 +295,7 @@ class AgreedFragments:
             changed = error.name, str(error)
         topic = f"unchanged/{self._asked}"
         self._asked += 1
-        if channel.barrier(topic, flag=changed is not None):
+        if channel.barrier(topic, flags=changed is not None):
             rank, name, how = next(
                 (rank, *told) for rank, told in enumerate(channel.vote(f"{topic}/by", changed)) if told
             )

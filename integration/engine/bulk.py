@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..comm.opening import GroupChoice
+from ..comm.opening import GroupChoice, open_group
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..control.world import RefitWorld
+from ..delta.choice import Choice
+from ..delta.path import DeltaPath
 from ..errors import TransportUnavailable, end_all
 from ..layout import Fragment
 from ..plan import BroadcastPlan, Plan
@@ -72,14 +76,37 @@ class BulkPath:
             sleeps=sleeps,
         )
         self._transport = self._make(self.name)
+        self._choice = Choice(config.delta)
+        self._deltas: DeltaPath | None = None
+        self._must_be_sparse = config.delta == "always"
         try:
+            if config.delta != "off" and isinstance(plan, Plan):
+                self._deltas = self._open_deltas(choice, config, device, plan)
             self.bind(fragments)
             # The first refit may be far: an engine sleeps and a trainer trains before it.
             self._transport.release()
         except BaseException as error:
             failed = not isinstance(error, TransportUnavailable)
-            end_all([partial(self._transport.close, failed=failed)], error)
+            end_all([partial(self.close, failed=failed)], error)
             raise
+
+    def _open_deltas(
+        self, choice: GroupChoice, config: RefitConfig, device: torch.device, plan: Plan
+    ) -> DeltaPath:
+        world = self._channel.world
+        group = open_group(
+            self._channel, choice, "delta", (world.rank, world.size), device, 1, config.bucket_bytes
+        )
+        made = DeltaPath(
+            group, world.rank, plan, config.delta_base, config.bucket_bytes, config.verify, world.describe
+        )
+        try:
+            _, wanted = self._channel.exchange("delta", [None], made.describe())
+            made.connect(wanted)
+        except BaseException as error:
+            end_all([partial(made.close, failed=True)], error)
+            raise
+        return made
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
         """Bind the transport to this rank's storage and tell all peers of it; again whenever some rank's has moved.
@@ -88,6 +115,27 @@ class BulkPath:
             TransportUnavailable: names the first rank that can't, and its reason; under ``auto`` only if the
                 fallback can't either, which serves from then on.
         """
+        self._bind_transport(fragments)
+        if self._deltas is not None:
+            self._bind_deltas(self._deltas, fragments)
+
+    def _bind_deltas(self, deltas: DeltaPath, fragments: Sequence[Fragment]) -> None:
+        reason = ""
+        try:
+            deltas.bind(fragments)
+        except TransportUnavailable as error:
+            reason = str(error)
+        reasons = self._channel.vote(f"delta/{self._bindings}", reason)
+        if not any(reasons):
+            return
+        if self._must_be_sparse:
+            self._require_none(reasons, "policy.refit.delta=always", "Set policy.refit.delta to auto or off")
+        end_all([deltas.close])
+        self._deltas = None
+        if self._channel.world.rank == 0:
+            logger.warning("refits are dense from now on: %s", next(filter(None, reasons)))
+
+    def _bind_transport(self, fragments: Sequence[Fragment]) -> None:
         try:
             if self._bindings:
                 self._bind_again(fragments)
@@ -149,26 +197,77 @@ class BulkPath:
         """Before any rank runs a refit; as :meth:`~..transport.Transport.synchronize`."""
         self._transport.synchronize()
 
+    def wishes(self, held: int | None) -> int:
+        """Flags of this rank for the meeting before a refit (:mod:`..delta.choice`).
+
+        Args:
+            held: the version that an engine rank surely holds, if any.
+        """
+        if self._deltas is None:
+            return 0
+        if self._channel.world.is_source:
+            return self._choice.trainer_wishes()
+        return self._choice.engine_wishes(held)
+
+    def decide(self, flags: int) -> None:
+        """Choose between a dense and a sparse refit, from what all ranks wish."""
+        if self._deltas is not None:
+            self._kind = self._choice.decide(flags)
+
+    def again(self) -> None:
+        """The next run repeats a refit that counts for nothing."""
+        if self._deltas is not None:
+            self._kind = self._choice.again()
+
+    def commit(self, version: int) -> None:
+        """All ranks hold ``version``."""
+        if self._deltas is not None:
+            self._choice.commit(version)
+
     def run(self, clock: StageClock, aside: Callable[[], None]) -> TransferResult:
-        """Move all bulk bytes of one refit; as :meth:`~..transport.Transport.run`."""
-        return self._transport.run(clock, aside)
+        """Move all bulk bytes of one refit, or what differs; as :meth:`~..transport.Transport.run`."""
+        if self._deltas is None:
+            return self._transport.run(clock, aside)
+        start = time.perf_counter()
+        if self._kind.sparse:
+            result = self._deltas.run(clock, aside, self._transport.check_moved)
+            self._choice.took(time.perf_counter() - start)
+            return result
+        result = self._transport.run(clock, aside)
+        self._choice.took(time.perf_counter() - start)
+        if self._kind.takes_base:
+            # Even if the run is void, since the other ranks may not know that yet, and take theirs.
+            verified = self._deltas.take(clock, void=result.void)
+            result = replace(result, verified_bytes=max(verified, result.verified_bytes))
+        return result
 
     def close(self, *, failed: bool = False) -> None:
         """End the epoch of the transport; safe to call twice."""
-        self._transport.close(failed=failed)
+        deltas, self._deltas = self._deltas, None
+        closing = [partial(deltas.close, failed=failed)] if deltas is not None else []
+        end_all([*closing, partial(self._transport.close, failed=failed)])
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of buffers on this rank."""
-        return self._transport.staging_bytes
+        return self._transport.staging_bytes + (self._deltas.staging_bytes if self._deltas else 0)
 
-    def _require_none(self, reasons: Sequence[str]) -> None:
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of what this rank keeps on the device to compare its weights with."""
+        return self._deltas.base_bytes if self._deltas else 0
+
+    def _require_none(
+        self,
+        reasons: Sequence[str],
+        what: str = "",
+        remedy: str = "Set policy.refit.transport to p2p, or to auto",
+    ) -> None:
         world: RefitWorld = self._channel.world
         for rank, reason in enumerate(reasons):
             if reason:
                 raise TransportUnavailable(
-                    f"{self.name} can't be used, says {world.describe(rank)}: {reason}. Set policy.refit.transport to "
-                    "p2p, or to auto",
+                    f"{what or self.name} can't be used, says {world.describe(rank)}: {reason}. {remedy}",
                     stage="connect",
                     rank=world.rank,
                 )

@@ -70,12 +70,17 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Moved:
-    """What one rank moved in one refit, in bytes; ``void`` if all of it counts for nothing, and has to be moved again."""
+    """What one rank moved in one refit, in bytes; ``void`` if all of it counts for nothing, and has to be moved again.
+
+    ``bytes_wire`` is what travelled of it, and ``changed_share`` the share of bulk elements that differed, after a sparse refit.
+    """
 
     bytes_bulk: int
     bytes_misc: int
     bytes_verified: int
     void: bool = False
+    bytes_wire: int = 0
+    changed_share: float | None = None
 
 
 class RefitEngine:
@@ -232,6 +237,31 @@ class RefitEngine:
         """What tells moved storage. An export is made anew in each refit, so that alone needs no look."""
         return None if self.way.all_misc and self.world.is_source else self._endpoint.storage_key()
 
+    def wishes(self, held: int | None) -> int:
+        """Flags of this rank for the meeting before a refit: whether it has to be dense.
+
+        Args:
+            held: the version that an engine rank holds, if it is clean.
+        """
+        # Memory that was given back may have come back with other content.
+        surely = None if gives_memory_back(self._endpoint) else held
+        return self._bulk.wishes(surely) if self._bulk is not None else 0
+
+    def decide(self, flags: int) -> None:
+        """Choose between a dense and a sparse refit, from what all ranks wish."""
+        if self._bulk is not None:
+            self._bulk.decide(flags)
+
+    def again(self) -> None:
+        """What was moved counts for nothing, and is moved once more."""
+        if self._bulk is not None:
+            self._bulk.again()
+
+    def commit(self, version: int) -> None:
+        """All ranks hold ``version``."""
+        if self._bulk is not None:
+            self._bulk.commit(version)
+
     def rebind(self) -> None:
         """Follow moved storages. A collective: called on all ranks if any is stale, before the engine is dirty.
 
@@ -262,7 +292,7 @@ class RefitEngine:
                 self._shared_scales.make()
         bulk = self._run(clock, send_misc)
         sends_misc = misc.nbytes if self.world.rank == 0 else 0
-        return Moved(bulk.payload_bytes, sends_misc, bulk.verified_bytes, bulk.void)
+        return _moved(bulk, sends_misc, bulk.verified_bytes)
 
     def receive_weights(self, version: int, clock: StageClock) -> Moved:
         """Generation ranks: receive all weights once, into live storage or the engine's loader."""
@@ -277,7 +307,7 @@ class RefitEngine:
             with clock.stage("verify"):
                 self._scales.look()
         verified = bulk.verified_bytes + misc.verified_bytes
-        return Moved(bulk.payload_bytes, misc.nbytes, verified, bulk.void)
+        return _moved(bulk, misc.nbytes, verified)
 
     def _run(self, clock: StageClock, move_misc: Callable[[], None]) -> TransferResult:
         if self.way.all_misc:
@@ -348,7 +378,7 @@ class RefitEngine:
     @property
     def held_bytes(self) -> int:
         """Those of :attr:`staging_bytes` that are held between refits; the others are taken anew in each."""
-        bulk = self._bulk.staging_bytes if self._bulk is not None else 0
+        bulk = self._bulk.staging_bytes + self._bulk.base_bytes if self._bulk is not None else 0
         misc = self._misc.held_bytes if self._misc is not None else 0
         return bulk + misc + self._scales.nbytes
 
@@ -400,3 +430,10 @@ class RefitEngine:
             return cast(WeightDestination, self._endpoint).fragments(list(specs))
         # On the conventional path a trainer's shards do not matter: it exports whole weights.
         return ([], {}) if self.way.all_misc else cast(WeightSource, self._endpoint).fragments()
+
+
+def _moved(bulk: TransferResult, bytes_misc: int, bytes_verified: int) -> Moved:
+    wire = bulk.payload_bytes if bulk.wire_bytes is None else bulk.wire_bytes
+    return Moved(
+        bulk.payload_bytes, bytes_misc, bytes_verified, bulk.void, wire + bytes_misc, bulk.changed_share
+    )

@@ -21,7 +21,7 @@ _CAST_TILE = 512
 CAST_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
-class _Launch:
+class Launch:
     """One kernel launch with its table on the device.
 
     It is compiled when it is made, so that the first refit does not wait for the compiler, and launched
@@ -39,7 +39,7 @@ class _Launch:
     ):
         self._tensors = (torch.from_numpy(table.tiles).to(device), torch.from_numpy(table.rows).to(device))
         self._constants = constants
-        programs = len(table.tiles)
+        self.programs = programs = len(table.tiles)
         if device.type == "cuda":
             with torch.cuda.device(device):
                 compiled = kernel.warmup(*self._tensors, *out, *constants, grid=(programs,), num_warps=warps)
@@ -57,7 +57,7 @@ class CopyTable:
     Addresses must be reachable from ``device``: its own memory, page-locked host memory, or a peer's that is mapped.
     """
 
-    def __init__(self, launches: Sequence[_Launch], nbytes: int):
+    def __init__(self, launches: Sequence[Launch], nbytes: int):
         self._launches = launches
         self.nbytes = nbytes
 
@@ -78,7 +78,7 @@ class CopyTable:
 
         tables = build_tables(rows, _COPY_TILE)
         launches = [
-            _Launch(copy_segments, _COPY_WARPS, t, _constants(t, _COPY_TILE, COPY_WORDS), device, ())
+            Launch(copy_segments, _COPY_WARPS, t, _constants(t, _COPY_TILE, COPY_WORDS), device, ())
             for t in tables
         ]
         return CopyTable(launches, sum(t.nbytes for t in tables))
@@ -92,7 +92,7 @@ class CopyTable:
 class CastTable:
     """Casts between strided memory of two floating-point types; as :class:`CopyTable` otherwise."""
 
-    def __init__(self, launches: Sequence[_Launch], nbytes: int):
+    def __init__(self, launches: Sequence[Launch], nbytes: int):
         self._launches = launches
         self.nbytes = nbytes
 
@@ -122,9 +122,7 @@ class CastTable:
         tables = build_tables(rows, _CAST_TILE)
         types = (FLOATS[source], source.itemsize, FLOATS[target], target.itemsize)
         launches = [
-            _Launch(
-                cast_segments, _COPY_WARPS, t, (COLUMNS, *types, t.unit, _CAST_TILE, t.nested), device, ()
-            )
+            Launch(cast_segments, _COPY_WARPS, t, (COLUMNS, *types, t.unit, _CAST_TILE, t.nested), device, ())
             for t in tables
         ]
         return CastTable(launches, sum(t.nbytes for t in tables) * target.itemsize)
@@ -138,7 +136,7 @@ class CastTable:
 class ChecksumTable:
     """Checksums of strided memory, as :func:`.checksum.checksum` defines them for the packed bytes."""
 
-    def __init__(self, launches: Sequence[_Launch], nbytes: int):
+    def __init__(self, launches: Sequence[Launch], nbytes: int):
         self._launches = launches
         self.nbytes = nbytes
 
@@ -169,7 +167,7 @@ class ChecksumTable:
         tables = build_tables(collapse(triples), _CHECKSUM_TILE)
         like = torch.empty(2, dtype=torch.int64, device=device)
         launches = [
-            _Launch(
+            Launch(
                 checksum_segments,
                 _CHECKSUM_WARPS,
                 t,

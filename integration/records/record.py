@@ -24,6 +24,9 @@ class RefitRecord:
         bytes_misc: misc bytes that this rank sent or received.
         bytes_kept: bytes of the parameters that a generation rank keeps (its shard of the model); 0 on trainers.
         bytes_verified: bytes whose checksums were compared.
+        bytes_wire: bytes that travelled of all these: fewer than ``bytes_bulk + bytes_misc`` after a sparse refit.
+        changed_share: of the bulk elements that this rank sends or receives, the share that differed from the version before;
+            None after a dense refit.
         seconds_total: wall time on this rank, until all its work on the device is done, every rank has said so
             and this record is made.
         seconds: time by stage, as :class:`~.clock.StageClock` defines it; stages may overlap, so that
@@ -47,6 +50,8 @@ class RefitRecord:
     bytes_kept: int
     bytes_verified: int
     seconds_total: float
+    bytes_wire: int = 0
+    changed_share: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     host_seconds: float = 0.0
     peak_extra_bytes: int = 0

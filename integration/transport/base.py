@@ -19,12 +19,15 @@ from .storage import DeviceMemory
 class TransferResult:
     """Bulk bytes of one refit on one rank: ``payload`` sent or received, ``verified`` of them checked.
 
-    ``void``: a sender's weights lay elsewhere than was thought, so that what came of it counts for nothing.
+    ``void``: a sender's weights lay elsewhere than was thought, so that what came of it counts for nothing. Of a delta refit also
+    ``wire_bytes``, that travelled in place of the payload, and ``changed_share``, of its elements that differed from the base.
     """
 
     payload_bytes: int
     verified_bytes: int
     void: bool = False
+    wire_bytes: int | None = None
+    changed_share: float | None = None
 
 
 class Transport(ABC):
@@ -87,7 +90,7 @@ class Transport(ABC):
         if self._memory is not None:
             self._memory.confirm_unmoved()
 
-    def _check_moved(self) -> bool:
+    def check_moved(self) -> bool:
         """Call what :meth:`check_during_run` accepted, if anything; whether weights have moved."""
         have_moved, self._have_moved = self._have_moved, None
         return have_moved is not None and have_moved()

@@ -1,0 +1,118 @@
+"""The receiver's side of a stream: live weights that blocks are written to."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..packing import Strided
+from ..transport.storage import LiveViews, in_memory
+from . import blocks
+from .packer import add_weights, stream_rows
+from .streams import Stream
+
+# Elements that one program writes at a time, and its warps.
+_CHUNK, _WARPS = 1024, 4
+
+
+class Applier(Protocol):
+    """Writes blocks to the live weights. On a GPU all of it is only enqueued on the current stream.
+
+    Attributes:
+        total: weight sum of the stream as it is on this rank, int64 ``[1]`` on the device.
+    """
+
+    total: torch.Tensor
+
+    def weigh(self) -> None:
+        """Set ``total`` from all live weights."""
+
+    def apply(self, entries: torch.Tensor, data: torch.Tensor, itemsize: int) -> None:
+        """Write blocks: entries int64 ``[n, 2]`` and data uint8, of elements of one size; ``total`` follows."""
+
+
+def make_applier(stream: Stream, views: LiveViews, total: torch.Tensor, device: torch.device) -> Applier:
+    """An applier to the weights where they lie now; ``total`` as it was left by an earlier one."""
+    kind = DeviceApplier if device.type == "cuda" else HostApplier
+    return kind(stream, views, total, device)
+
+
+class HostApplier:
+    """On a CPU."""
+
+    def __init__(self, stream: Stream, views: LiveViews, total: torch.Tensor, device: torch.device):
+        self.total = total
+        self._parts = stream.parts
+        self._starts = [part.start for part in stream.parts]
+        self._live = [in_memory(views.of(part.segment)).detach() for part in stream.parts]
+
+    def weigh(self) -> None:
+        self.total.zero_()
+        for part, live in zip(self._parts, self._live, strict=True):
+            bits = blocks.bits(live.contiguous())
+            self.total += blocks.weigh(bits, blocks.places(part.start, bits.size, part.itemsize))
+
+    def apply(self, entries: torch.Tensor, data: torch.Tensor, itemsize: int) -> None:
+        raw = data.numpy()
+        for entry in entries.tolist():
+            first, index, values = blocks.unpack(entry, raw, itemsize)
+            place = bisect_right(self._starts, first) - 1
+            live = self._live[place].view(_SIGNED[itemsize])
+            inside = torch.from_numpy((first - self._starts[place]) // itemsize + index)
+            where = torch.unravel_index(inside, live.shape) if live.dim() else (...,)
+            stream = first + itemsize * index
+            old = live[where].reshape(-1).numpy()
+            self.total += blocks.weigh_change(values, old, stream)
+            new = torch.from_numpy(np.array(values))
+            live[where] = new if live.dim() else new[0]
+
+
+# Bits of elements, which fancy indexing takes for any dtype.
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class DeviceApplier:
+    """By a kernel, a program for each block."""
+
+    def __init__(self, stream: Stream, views: LiveViews, total: torch.Tensor, device: torch.device):
+        self.total, self._device = total, device
+        pairs = [
+            (Strided.of(in_memory(views.of(p.segment))), Strided.packed(p.start, p.shape, p.itemsize))
+            for p in stream.parts
+        ]
+        self._by_size = {
+            size: [pair for pair in pairs if pair[0].itemsize == size]
+            for size in dict.fromkeys(part.itemsize for part in stream.parts)
+        }
+        starts, rows = stream_rows(pairs)
+        self._rows = (torch.from_numpy(starts).to(device), torch.from_numpy(rows).to(device))
+        self._last = torch.tensor([len(rows) - 1], dtype=torch.int64, device=device)
+        self._kernels = {size: self._compiled(size) for size in self._by_size}
+
+    def weigh(self) -> None:
+        self.total.zero_()
+        for size, pairs in self._by_size.items():
+            add_weights(pairs, size, self.total)
+
+    def apply(self, entries: torch.Tensor, data: torch.Tensor, itemsize: int) -> None:
+        if len(entries):
+            self._kernels[itemsize](len(entries), (entries, data, *self._rows, self.total, self._last))
+
+    def _compiled(self, itemsize: int) -> Any:
+        """As :class:`..packing.tables.Launch`: compiled now, and launched without a look-up."""
+        from .kernels import WORDS, apply_blocks
+
+        constants = (WORDS[itemsize], itemsize, blocks.alignment(itemsize), _CHUNK)
+        if self._device.type != "cuda":  # Triton's interpreter, in tests
+            return lambda count, held: partial(apply_blocks[(count,)], num_warps=_WARPS)(*held, *constants)
+        entries = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
+        data = torch.zeros(16, dtype=torch.uint8, device=self._device)
+        with torch.cuda.device(self._device):
+            compiled = apply_blocks.warmup(
+                entries, data, *self._rows, self.total, self._last, *constants, grid=(1,), num_warps=_WARPS
+            )
+        return lambda count, held: compiled[(count, 1, 1)](*held, *constants)

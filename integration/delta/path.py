@@ -1,0 +1,470 @@
+"""Delta refits: only what differs from the version that both sides hold travels, from shard to live parameter.
+
+A sender keeps a *base*, what it last sent. In each refit it compares its weights with the base, packs what differs
+(:mod:`.blocks`) and brings the base up to it; the receiver writes it to its live weights. Sections of a stream follow each other:
+while one is packed, the one before is on the wire and the one before that is written. The size of a section's blocks is known
+once it is packed, so it travels ahead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..comm.group import Exchange, Group, PeerBuffer
+from ..errors import RefitMismatch, TransportUnavailable, VerificationError, end_all
+from ..layout import Fragment
+from ..packing import NotComputable
+from ..packing.host import pushed_to
+from ..plan import Plan
+from ..records.clock import StageClock
+from ..transport.base import TransferResult
+from ..transport.storage import LiveViews
+from ..transport.streams import Event, make_event, make_stream
+from .applier import Applier, make_applier
+from .blocks import ENTRY_BYTES, Counts
+from .packer import LEAST_ROOM, Base, Packer, Room, make_packer
+from .streams import Part, Stream, received, sent
+
+# Of a section's dense bytes the share that its blocks have room for; what finds none is packed in a further pass.
+_ROOM_SHARE = 8
+# Sections that are packed or on the wire at a time.
+_SLOTS = 2
+# What is told ahead of a section's blocks, int64: blocks, bytes of their data, bytes of an element, whether it is the last, and
+# then the weight sum, and elements that differed.
+_HEADER = 6
+
+
+@dataclass(eq=False)
+class _Outgoing:
+    """A stream that this rank sends, to all ranks that get it."""
+
+    stream: Stream
+    receivers: list[int]
+    sections: list[tuple[Part, ...]]
+    rooms: list[Room] = field(default_factory=list)
+    base: Base | None = None
+    packer: Packer | None = None
+    # Of the refit under way: sections to pack, and what was packed into each slot.
+    queue: deque[int] = field(default_factory=deque)
+    packed: dict[int, int] = field(default_factory=dict)
+    changed: int = 0
+    sent_bytes: int = 0
+    ended: bool = False
+
+
+@dataclass(eq=False)
+class _Incoming:
+    """A stream that this rank receives."""
+
+    source: int
+    stream: Stream
+    total: torch.Tensor
+    rooms: list[torch.Tensor] = field(default_factory=list)
+    applier: Applier | None = None
+    expected: int = 0
+    changed: int = 0
+    received_bytes: int = 0
+    ended: bool = False
+
+
+class DeltaPath:
+    """The streams of one rank in one epoch, beside the transport that carries dense refits.
+
+    Args:
+        group: of all ranks, its own.
+        rank: of the refit world and of the group.
+        plan: this rank's.
+        where: the base is kept: ``gpu`` or ``host``.
+        bucket_bytes: that all buffers for blocks take together at most in one direction, if there are few streams.
+        verify: ``off``, or any other mode: the weight sums of both sides are compared in each refit.
+        describe_rank: what a user calls a rank.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        rank: int,
+        plan: Plan,
+        where: str,
+        bucket_bytes: int,
+        verify: str,
+        describe_rank: Callable[[int], str],
+    ):
+        self._group, self._rank, self._where, self._verify = group, rank, where, verify
+        self._who = describe_rank
+        self._bucket_bytes = bucket_bytes
+        self._sent, self._received = sent(plan), received(plan)
+        self._device = group.device
+        self._open = [group]
+        self._outgoing: list[_Outgoing] = []
+        self._incoming: list[_Incoming] = []
+        self._pack, self._wire, self._apply = (make_stream(self._device) for _ in range(3))
+        self._events: dict[tuple[str, int], Event] = {}
+        self._under_way: list[Exchange] = []
+
+    def describe(self) -> dict[int, list[list[int]]]:
+        """For each trainer rank which of its messages this rank gets, in the order of its stream."""
+        return {origin: [list(key) for key, _ in held] for origin, held in self._received.items()}
+
+    def connect(self, wanted: Mapping[int, Sequence[Sequence[int]]]) -> None:
+        """Learn who gets what, and connect; all ranks at the same time.
+
+        Args:
+            wanted: what each rank that gets something from this one described for it.
+
+        Raises:
+            RefitMismatch: a rank wants what this rank does not send.
+            RefitTimeout, PeerLost: a peer did not connect.
+        """
+        by_key: dict[Any, _Outgoing] = {}
+        for receiver, keys in sorted(wanted.items()):
+            try:
+                stream = Stream.of(self._sent[int(first), int(number)] for first, number in keys)
+            except (KeyError, TypeError, ValueError) as error:
+                raise RefitMismatch(
+                    f"{self._who(receiver)} expects messages that this rank does not send ({error!r}); nothing was written. "
+                    "Do all ranks run the same rlrefit?",
+                    stage="connect",
+                    rank=self._rank,
+                    blamed=receiver,
+                ) from error
+            if stream.parts:
+                by_key.setdefault(stream.key, _Outgoing(stream, [], [])).receivers.append(receiver)
+        self._outgoing = list(by_key.values())
+        for one in self._outgoing:
+            one.sections = one.stream.sections(self._room_bytes(len(self._outgoing)) * _ROOM_SHARE)
+        for source, held in sorted(self._received.items()):
+            stream = Stream.of(message for _, message in held)
+            if stream.parts:
+                total = torch.zeros(1, dtype=torch.int64, device=self._device)
+                self._incoming.append(_Incoming(source, stream, total))
+        self._group.connect(
+            sorted(
+                {*(r for one in self._outgoing for r in one.receivers), *(i.source for i in self._incoming)}
+            )
+        )
+
+    def bind(self, fragments: Sequence[Fragment]) -> None:
+        """Look at where this rank's weights lie; again whenever they have moved. What the base holds stays.
+
+        Raises:
+            TransportUnavailable: the base finds no memory, or weights lie where the device can't compare them.
+        """
+        views = LiveViews(fragments, self._device)
+        try:
+            for one in self._outgoing:
+                self._require_readable(one.stream, views)
+                if one.base is None:
+                    one.base = Base(one.stream, self._device, self._where)
+                one.packer = make_packer(one.sections, views, one.base, self._device)
+                if not one.rooms:
+                    nbytes = self._room_bytes(len(self._outgoing))
+                    one.rooms = [Room(one.packer.entries, nbytes, self._device) for _ in range(_SLOTS)]
+            for source in self._incoming:
+                source.applier = make_applier(source.stream, views, source.total, self._device)
+        except (NotComputable, torch.OutOfMemoryError) as error:
+            raise TransportUnavailable(
+                f"deltas can't be made: {error}", stage="bind", rank=self._rank
+            ) from error
+        if self._device.type == "cuda":
+            # The tables must have reached the device: a refit may run on another stream than this one.
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _require_readable(self, stream: Stream, views: LiveViews) -> None:
+        for part in stream.parts:
+            live = views.of(part.segment)
+            if pushed_to(self._device, live if isinstance(live, torch.Tensor) else live.held):
+                raise NotComputable(
+                    f"{part.segment.name} lies in host memory that {self._device} can't read; offload to pinned memory"
+                )
+
+    def take(self, clock: StageClock, *, void: bool) -> int:
+        """After a dense refit: take what was sent as the base, and compare all of it with what the receivers hold.
+
+        Args:
+            clock: of the refit.
+            void: whether what this rank sent counts for nothing, so that nobody compares it.
+
+        Returns:
+            Bytes that were compared on this rank.
+
+        Raises:
+            VerificationError: a receiver holds other bytes than were sent.
+            PeerLost, RefitTimeout: from the wire.
+        """
+        with clock.stage("verify"):
+            for one in self._outgoing:
+                assert one.packer is not None, "bind comes before take"
+                one.packer.take()
+            for source in self._incoming:
+                assert source.applier is not None, "bind comes before take"
+                source.applier.weigh()
+            told = {i: torch.zeros(2, dtype=torch.int64, device=self._device) for i in self._incoming}
+            sends = []
+            for one in self._outgoing:
+                assert one.base is not None, "bind comes before take"
+                buffer = torch.cat([one.base.total, torch.full_like(one.base.total, void)]).view(torch.uint8)
+                sends += [PeerBuffer(receiver, buffer) for receiver in one.receivers]
+            receives = [PeerBuffer(i.source, held.view(torch.uint8)) for i, held in told.items()]
+            if sends or receives:
+                self._group.exchange(sends, receives, "verify")
+            for source, held in told.items():
+                source.expected, is_void = held.tolist()
+                if not is_void:
+                    self._compare(source)
+        return sum(i.stream.payload_bytes for i in self._incoming) if self._verify != "off" else 0
+
+    def run(
+        self,
+        clock: StageClock,
+        meanwhile: Callable[[], None] | None,
+        have_moved: Callable[[], bool],
+    ) -> TransferResult:
+        """Move what differs from the base.
+
+        Args:
+            clock: of the refit.
+            meanwhile: as :meth:`..transport.Transport.run`.
+            have_moved: called while blocks are on their way: whether weights lay elsewhere than they were compared.
+
+        Raises:
+            PeerLost, RefitTimeout: from the wire.
+            VerificationError: what a receiver holds now is not what the sender's base holds.
+        """
+        caller = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+        def on_callers_stream() -> None:
+            if caller is not None:
+                torch.cuda.set_stream(caller)
+            if meanwhile is not None:
+                meanwhile()
+
+        try:
+            void = self._run(clock, on_callers_stream, have_moved)
+        except BaseException:
+            for exchange in self._under_way:
+                exchange.drop()
+            raise
+        finally:
+            self._under_way = []
+            if caller is not None:
+                torch.cuda.set_stream(caller)
+        return self._result(void)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Close the group and free the base and all buffers; safe to call twice."""
+        opened, self._open = self._open, []
+        end_all(partial(group.close, failed=failed) for group in opened)
+        self._outgoing, self._incoming = [], []
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the buffers that this rank has for blocks."""
+        rooms = sum(room.nbytes for one in self._outgoing for room in one.rooms)
+        return self._group.staging_bytes + rooms + sum(r.nbytes for i in self._incoming for r in i.rooms)
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of the bases that this rank keeps on the device."""
+        kept = [one.base.memory for one in self._outgoing if one.base is not None]
+        return sum(memory.nbytes for memory in kept if memory.device.type == self._device.type)
+
+    def _room_bytes(self, streams: int) -> int:
+        return max(LEAST_ROOM, self._bucket_bytes // (_SLOTS * max(1, streams)))
+
+    def _run(self, clock: StageClock, meanwhile: Callable[[], None], have_moved: Callable[[], bool]) -> bool:
+        for stream in (self._pack, self._wire, self._apply):
+            stream.wait_caller()
+        for one in self._outgoing:
+            one.queue, one.packed = deque(range(len(one.sections))), {}
+            one.changed, one.sent_bytes, one.ended = 0, 0, False
+        for source in self._incoming:
+            source.ended, source.received_bytes = False, 0
+        self._pack_next(0, clock)
+        # In the same place of every rank's order of exchanges.
+        meanwhile()
+        void = have_moved()
+        step = 0
+        while not all(one.ended for one in self._outgoing) or not all(i.ended for i in self._incoming):
+            self._step(step, clock)
+            step += 1
+        self._end(clock, step)
+        return void
+
+    def _pack_next(self, step: int, clock: StageClock, only: Sequence[_Outgoing] | None = None) -> None:
+        """Pack the next section of each stream into the slot of ``step``."""
+        due = [one for one in (self._outgoing if only is None else only) if one.queue]
+        if not due:
+            return
+        self._pack.enter()
+        if step >= _SLOTS:
+            self._pack.wait_event(self._event("sent", step - _SLOTS))
+        with self._pack.timed(clock, "pack", self._event("packed", step)):
+            for one in due:
+                assert one.packer is not None, "bind comes before run"
+                one.packed[step] = one.queue.popleft()
+                one.packer.pack(one.packed[step], one.rooms[step % _SLOTS])
+                one.rooms[step % _SLOTS].tell()
+
+    def _step(self, step: int, clock: StageClock) -> None:
+        """Send and receive the blocks of one section of each stream that has not ended."""
+        slot = step % _SLOTS
+        self._pack_next(step + 1, clock)
+        sending = [one for one in self._outgoing if not one.ended]
+        receiving = [one for one in self._incoming if not one.ended]
+        with clock.waiting():
+            self._group.wait_for([self._event("packed", step)], "transfer")
+        counts = {one: one.rooms[slot].told() for one in sending}
+        late = []
+        for one in sending:
+            if counts[one].without_room:
+                one.queue.append(one.packed[step])
+                late.append(one)
+            one.ended = not one.queue and step + 1 not in one.packed
+        self._pack_next(step + 1, clock, [one for one in late if step + 1 not in one.packed])
+        headers = self._exchange_headers(step, sending, receiving, counts, clock)
+        receives, arrived = [], []
+        for source in receiving:
+            found, size, itemsize, last, source.expected, source.changed = headers[source.source]
+            source.ended = bool(last)
+            source.received_bytes += found * ENTRY_BYTES + size
+            entries, data = self._room_for(source, slot, found, size)
+            receives += [PeerBuffer(source.source, part) for part in (entries, data) if part.numel()]
+            arrived.append((source, entries.view(torch.int64).view(-1, 2), data, itemsize))
+        sends = []
+        for one in sending:
+            one.changed += counts[one].changed
+            payload = [part for part in one.rooms[slot].payload(counts[one]) if part.numel()]
+            one.sent_bytes += sum(part.nbytes for part in payload) * len(one.receivers)
+            sends += [PeerBuffer(receiver, part) for receiver in one.receivers for part in payload]
+        self._wire.enter()
+        if step >= _SLOTS:
+            self._wire.wait_event(self._event("applied", step - _SLOTS))
+        exchange = self._prepare(sends, receives)
+        event = self._event("sent", step)
+        with self._wire.timed(clock, "transfer", event, exchange.finish):
+            exchange.start("transfer")
+        self._apply.enter()
+        self._apply.wait_event(event)
+        with self._apply.timed(clock, "unpack", self._event("applied", step)):
+            for source, entries, data, itemsize in arrived:
+                assert source.applier is not None, "bind comes before run"
+                source.applier.apply(entries, data, itemsize)
+
+    def _exchange_headers(
+        self,
+        step: int,
+        sending: Sequence[_Outgoing],
+        receiving: Sequence[_Incoming],
+        counts: Mapping[_Outgoing, Counts],
+        clock: StageClock,
+    ) -> dict[int, list[int]]:
+        """What each source tells of its blocks of this step."""
+        on_gpu = self._device.type == "cuda"
+        told = torch.zeros(len(sending), _HEADER, dtype=torch.int64, pin_memory=on_gpu)
+        self._wire.enter()
+        if sending:
+            # The weight sum moves on as the next section is packed, and is read once the last one has been.
+            self._wire.wait_event(self._event("packed", step))
+        for row, one in zip(told, sending, strict=True):
+            assert one.packer is not None, "bind comes before run"
+            found = counts[one]
+            size = one.packer.itemsizes[one.packed[step]]
+            row.copy_(
+                torch.tensor(
+                    [found.blocks, found.nbytes, size, int(one.ended), 0, one.changed + found.changed]
+                )
+            )
+        out = told.to(self._device, non_blocking=True)
+        for row, one in zip(out, sending, strict=True):
+            assert one.base is not None, "bind comes before run"
+            row[4:5].copy_(one.base.total)
+        into = torch.zeros(len(receiving), _HEADER, dtype=torch.int64, device=self._device)
+        exchange = self._prepare(
+            [
+                PeerBuffer(r, row.view(torch.uint8))
+                for row, one in zip(out, sending, strict=True)
+                for r in one.receivers
+            ],
+            [PeerBuffer(i.source, row.view(torch.uint8)) for row, i in zip(into, receiving, strict=True)],
+        )
+        event = self._event("header", step)
+        with self._wire.timed(clock, "transfer", event, exchange.finish):
+            exchange.start("transfer")
+            if on_gpu:
+                arrived = torch.empty(into.shape, dtype=torch.int64, pin_memory=True)
+                arrived.copy_(into, non_blocking=True)
+        with clock.waiting():
+            self._group.wait_for([event], "transfer")
+        rows = (arrived if on_gpu else into).tolist()
+        return {one.source: row for one, row in zip(receiving, rows, strict=True)}
+
+    def _room_for(
+        self, source: _Incoming, slot: int, blocks: int, nbytes: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for the blocks of one section: entries and data, uint8."""
+        head = blocks * ENTRY_BYTES
+        while len(source.rooms) < _SLOTS:
+            source.rooms.append(torch.empty(0, dtype=torch.uint8, device=self._device))
+        if source.rooms[slot].numel() < head + nbytes:
+            # Rounded up, so that the next refits find it large enough.
+            source.rooms[slot] = torch.empty(
+                -(-(head + nbytes) // LEAST_ROOM) * LEAST_ROOM, dtype=torch.uint8, device=self._device
+            )
+        room = source.rooms[slot]
+        return room[:head], room[head : head + nbytes]
+
+    def _end(self, clock: StageClock, steps: int) -> None:
+        """Wait for all, and compare the weight sums."""
+        events = [self._event(kind, step) for step in range(steps) for kind in ("sent", "applied")]
+        with clock.waiting():
+            self._group.wait_for(events, "transfer")
+        with clock.stage("verify"):
+            for source in self._incoming:
+                self._compare(source)
+
+    def _compare(self, source: _Incoming) -> None:
+        if self._verify != "off" and int(source.total) != source.expected:
+            raise VerificationError(
+                f"the weights of this rank are not what {self._who(source.source)} sent: the sums over all {len(source.stream.parts)} "
+                "parts that it sends differ. The engine's weights were written by something else since the last refit, or bytes "
+                "were damaged or lost. The engine stays dirty; open a session with a new epoch, whose first refit is dense",
+                stage="verify",
+                rank=self._rank,
+                parameter=source.stream.parts[0].segment.name,
+                blamed=source.source,
+            )
+
+    def _result(self, void: bool) -> TransferResult:
+        payload = sum(one.stream.payload_bytes * len(one.receivers) for one in self._outgoing)
+        payload += sum(i.stream.payload_bytes for i in self._incoming)
+        verified = sum(i.stream.payload_bytes for i in self._incoming) if self._verify != "off" else 0
+        sides = [(o.changed, o.stream.elements) for o in self._outgoing] or [
+            (i.changed, i.stream.elements) for i in self._incoming
+        ]
+        elements = sum(of for _, of in sides)
+        return TransferResult(
+            payload,
+            verified,
+            void,
+            wire_bytes=sum(o.sent_bytes for o in self._outgoing)
+            + sum(i.received_bytes for i in self._incoming),
+            changed_share=sum(n for n, _ in sides) / elements if elements else 0.0,
+        )
+
+    def _event(self, kind: str, step: int) -> Event:
+        found = self._events.get((kind, step))
+        if found is None:
+            found = self._events[kind, step] = make_event(self._device)
+        return found
+
+    def _prepare(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> Exchange:
+        exchange = self._group.prepare(sends, receives)
+        self._under_way.append(exchange)
+        return exchange
