@@ -1,0 +1,166 @@
+"""The kernels of deltas, interpreted on a CPU, against their counterparts there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlrefit.integration.delta import blocks
+from rlrefit.integration.delta.applier import DeviceApplier, HostApplier
+from rlrefit.integration.delta.packer import Base, DevicePacker, HostPacker, Room
+from rlrefit.integration.delta.streams import Stream
+from rlrefit.integration.layout import Fragment
+from rlrefit.integration.plan import Message, Segment
+from rlrefit.integration.transport.storage import LiveViews
+from tests.triton_interpreter import run_interpreted
+
+CPU = torch.device("cpu")
+INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def strided(shape: Sequence[int], dtype: torch.dtype, kind: str) -> torch.Tensor:
+    """Storage with gaps, or transposed, or plain."""
+    if kind == "gaps":
+        return torch.zeros(*shape[:-1], shape[-1] + 3, dtype=dtype)[..., : shape[-1]]
+    if kind == "transposed":
+        return torch.zeros(tuple(reversed(shape)), dtype=dtype).permute(*reversed(range(len(shape))))
+    return torch.zeros(tuple(shape), dtype=dtype)
+
+
+def fill(view: torch.Tensor, share: float, generator: torch.Generator) -> None:
+    """Change a share of the elements."""
+    other = torch.randint(-100, 100, view.shape, generator=generator, dtype=torch.int64).to(view.dtype)
+    view.copy_(torch.where(torch.rand(view.shape, generator=generator) < share, other, view))
+
+
+class Side:
+    """The weights of one rank."""
+
+    def __init__(self, weights: Sequence[tuple[str, tuple[int, ...], int]], kinds: Sequence[str]):
+        self.views = {
+            name: strided(shape, INTS[size], kind)
+            for (name, shape, size), kind in zip(weights, kinds, strict=True)
+        }
+        boxes = {name: tuple((0, n) for n in shape) for name, shape, _ in weights}
+        self.live = LiveViews([Fragment(name, v.shape, boxes[name], v) for name, v in self.views.items()])
+        segments = tuple(
+            Segment(name, boxes[name], 0, v.numel() * v.element_size()) for name, v in self.views.items()
+        )
+        self.stream = Stream.of([Message(0, 1, 0, segments, 1 << 20, 0)])
+
+
+def packed(packer: Any, room: Room, sections: int) -> list[tuple[torch.Tensor, torch.Tensor, int, blocks.Counts]]:
+    """Blocks of all sections, in as many passes as they need."""
+    found, queue = [], list(range(sections))
+    while queue:
+        section = queue.pop(0)
+        packer.pack(section, room)
+        room.tell()
+        counts = room.told()
+        if counts.without_room:
+            queue.append(section)
+        entries, data = (part.clone() for part in room.payload(counts))
+        found.append((entries.view(torch.int64).view(-1, 2), data, packer.itemsizes[section], counts))
+    return found
+
+
+def compare(weights: Any, kinds: Any, shares: Any, seed: int, section: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sender, receivers = Side(weights, kinds), [Side(weights, kinds[::-1]) for _ in range(2)]
+    sections = sender.stream.sections(section)
+    made = []
+    for kind in (HostPacker, DevicePacker):
+        base = Base(sender.stream, CPU, "gpu")
+        packer = kind(sections, sender.live, base, CPU)
+        made.append((packer, base, Room(packer.entries, 0, CPU)))
+    appliers = [
+        kind(side.stream, side.live, torch.zeros(1, dtype=torch.int64), CPU)
+        for kind, side in zip((HostApplier, DeviceApplier), receivers, strict=True)
+    ]
+    for share in (1.0, *shares):
+        for view in sender.views.values():
+            fill(view, share, generator)
+        if share == 1.0:
+            for packer, _, _ in made:
+                packer.take()
+            for applier, side in zip(appliers, receivers, strict=True):
+                for name, view in side.views.items():
+                    view.copy_(sender.views[name])
+                applier.weigh()
+        else:
+            totals = []
+            # Each side's blocks go to the other kind of receiver.
+            for (packer, _, room), applier in zip(made, reversed(appliers), strict=True):
+                sent = packed(packer, room, len(sections))
+                totals.append(sum(counts.changed for *_, counts in sent))
+                for entries, data, size, _ in sent:
+                    applier.apply(entries, data, size)
+            assert totals[0] == totals[1]
+        for _, base, _ in made:
+            assert torch.equal(base.memory, made[0][1].memory)
+            assert int(base.total) == int(made[0][1].total)
+        for applier, side in zip(appliers, receivers, strict=True):
+            assert int(applier.total) == int(made[0][1].total)
+            for name, view in side.views.items():
+                assert torch.equal(view, sender.views[name]), name
+
+
+def compare_cases() -> None:
+    cases: list[Any] = [
+        # Elements of all sizes, shares for each form of block, and several tiles and sections.
+        ([("a", (130, 300), 2), ("b", (7, 33), 4), ("c", (40, 64, 3), 1), ("d", (), 8)], ["plain"] * 4),
+        ([("a", (61, 47), 2), ("b", (5, 9), 8), ("c", (33, 35), 1), ("e", (3, 4, 5, 6), 4)], ["gaps"] * 4),
+        ([("a", (61, 48), 2), ("c", (33, 40), 1), ("e", (3, 4, 5, 6), 4)], ["transposed", "plain", "gaps"]),
+    ]
+    for number, (weights, kinds) in enumerate(cases):
+        compare(weights, kinds, (0.0, 0.003, 0.2, 0.9), number, 1 << 15)
+
+
+def test_kernels_pack_write_and_weigh_as_a_cpu_does() -> None:
+    run_interpreted(compare_cases)
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_any_difference_is_packed_and_written(data: st.DataObject) -> None:
+    size = data.draw(st.sampled_from(list(INTS)))
+    count = data.draw(st.integers(1, 3 * blocks.BLOCK))
+    start = 16 * data.draw(st.integers(0, 1 << 40))
+    share = data.draw(st.sampled_from([0.0, 0.001, 0.03, 0.4, 1.0]))
+    generator = np.random.default_rng(data.draw(st.integers(0, 99)))
+    base = generator.integers(-100, 100, count).astype(f"<i{size}")
+    new = np.where(generator.random(count) < share, base + 1, base).astype(base.dtype)
+    kept, landed = base.copy(), base.copy()
+    room = blocks.Packed(np.zeros((count, 2), dtype=np.int64), np.zeros(size * count + 64, dtype=np.uint8))
+    counts = [0] * blocks.COUNTS
+    change = blocks.pack(new, kept, start, room, counts)
+    for entry in room.entries[: counts[0]].tolist():
+        first, index, values = blocks.unpack(entry, room.data[: counts[2]], size)
+        landed[(first - start) // size + index] = values
+    places = blocks.places(start, count, size)
+    assert np.array_equal(kept, new)
+    assert np.array_equal(landed, new)
+    assert counts[4] == np.count_nonzero(new != base)
+    assert counts[2] <= new.nbytes + 16 * counts[0]
+    assert blocks.wrapped(blocks.weigh(base, places) + change) == blocks.weigh(new, places)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_block_and_one_for_another_base_change_the_sum(lost: int) -> None:
+    generator = np.random.default_rng(lost)
+    base = generator.integers(0, 9, 5000).astype("<i2")
+    new = np.where(generator.random(5000) < 0.01, base + 1, base).astype("<i2")
+    places = blocks.places(64, 5000, 2)
+    other = base.copy()
+    if lost:
+        other[np.flatnonzero(new != base)[3]] -= 1
+        changed = blocks.weigh_change(new, other, places)
+    else:
+        changed = 0
+    assert blocks.wrapped(blocks.weigh(base, places) + changed) != blocks.weigh(new, places)

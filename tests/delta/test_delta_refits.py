@@ -1,0 +1,236 @@
+"""Sparse refits end with the same bytes as dense ones, refit by refit; threads over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.errors import PeerLost, RefitError, VerificationError
+from rlrefit.integration.session import RefitSession
+from rlrefit.integration.weights.manifest import TensorSpec
+from tests.refit.synthetic import (
+    BF16,
+    FP32,
+    SyntheticDestination,
+    SyntheticSource,
+    columns,
+    held_by,
+    move,
+    rows,
+    run_world,
+    whole,
+)
+
+CONFIG = RefitConfig(bucket_mb=1, timeout_s=20.0, transport="p2p", delta="always")
+SPECS = [
+    TensorSpec("column", (240, 100), BF16),
+    TensorSpec("row", (70, 120), BF16),
+    TensorSpec("norm", (5,), FP32),
+    TensorSpec("code", (130, 30), torch.float8_e4m3fn),
+    TensorSpec("large", (700, 900), BF16),
+    TensorSpec("router", (4, 6), BF16),
+]
+BULK = sum(spec.nbytes for spec in SPECS if spec.name != "router")
+
+
+def value(spec: TensorSpec, share: float, version: int) -> torch.Tensor:
+    """A weight of which a share changes from each version to the next; never a NaN."""
+    generator = torch.Generator().manual_seed(len(spec.name))
+    bits = torch.randint(0, 50, spec.shape, generator=generator)
+    for _ in range(version):
+        bits += torch.rand(spec.shape, generator=generator) < share
+    return (bits / 8).to(spec.dtype)
+
+
+class Source(SyntheticSource):
+    share = 0.01
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+        for (name, box), storage in self._held.items():
+            whole_value = value(self._by_name[name], self.share, version)
+            storage.copy_(whole_value[tuple(slice(a, b) for a, b in box)])
+
+    def export(self, names: Any) -> Any:
+        for name in names:
+            yield name, value(self._by_name[name], self.share, self.version)
+
+
+class Destination(SyntheticDestination):
+    share = 0.01
+
+    def poison(self) -> None:
+        for storage in self._wanted.values():
+            storage.view(torch.uint8).fill_(0x7F)
+
+    def wrong(self, version: int) -> list[str]:
+        return [
+            f"{name} {box}"
+            for (name, box), storage in self._wanted.items()
+            if not torch.equal(
+                storage.view(torch.uint8),
+                value(self._specs[name], self.share, version)[tuple(slice(a, b) for a, b in box)]
+                .contiguous()
+                .view(torch.uint8),
+            )
+        ]
+
+
+def layout(rank: int, size: int) -> Any:
+    cut = {
+        "column": rows(240, size, rank, 100),
+        "row": columns(120, size, rank, 70),
+        "large": columns(900, size, rank, 700),
+    }
+    return whole(SPECS) | cut
+
+
+def world(trainers: int = 2, engines: int = 3) -> tuple[list[Any], list[Any]]:
+    sources = [Source(SPECS, layout(r, trainers), {"router": "MoE router"}) for r in range(trainers)]
+    return sources, [Destination(SPECS, layout(r, engines)) for r in range(engines)]
+
+
+def refit(session: RefitSession, endpoint: Any, version: int) -> Any:
+    """The record and what is wrong; an engine's weights stay what the refit before has left."""
+    if session.world.is_source:
+        endpoint.set_version(version)
+    record = session.refit(version)
+    return record, [] if session.world.is_source else endpoint.wrong(version)
+
+
+def refits(*versions: int) -> Callable[[int, RefitSession, Any], list[Any]]:
+    return lambda rank, session, endpoint: [refit(session, endpoint, version) for version in versions]
+
+
+def run(body: Any, config: RefitConfig = CONFIG, **kwargs: Any) -> list[Any]:
+    results = run_world(*world(**kwargs), body, config)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+@pytest.mark.parametrize("engine", ["nccl_xfer", "colocated_ipc"])
+def test_what_differs_lands_bit_for_bit_in_each_refit_after_the_first(engine: str) -> None:
+    results = run_world(*world(), refits(1, 2, 3, 4), CONFIG, engine)
+    for rank, of_rank in enumerate(results):
+        assert [wrong for _, wrong in of_rank] == [[]] * 4
+        records = [record for record, _ in of_rank]
+        assert records[0].changed_share is None
+        for record in records[1:]:
+            assert 0.005 < record.changed_share < 0.02
+            assert record.bytes_wire < 0.1 * records[0].bytes_wire + 500, rank
+            assert record.bytes_bulk == records[0].bytes_bulk
+
+
+def test_nothing_travels_of_what_is_equal() -> None:
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        refit(session, endpoint, 1)
+        return session.refit(2), [] if session.world.is_source else endpoint.wrong(1)
+
+    for record, wrong in run(body):
+        assert (record.changed_share, wrong) == (0.0, [])
+        assert record.bytes_wire == record.bytes_misc
+
+
+@pytest.mark.parametrize("share", [0.001, 0.05, 0.3, 1.0])
+def test_any_share_of_change_lands_and_never_takes_much_more_than_all_bytes(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Source, "share", share)
+    monkeypatch.setattr(Destination, "share", share)
+    for of_rank in run(refits(1, 2, 3)):
+        dense, *sparse = [record for record, _ in of_rank]
+        assert [wrong for _, wrong in of_rank] == [[]] * 3
+        assert all(record.bytes_wire <= 1.02 * dense.bytes_wire for record in sparse)
+
+
+def test_weights_that_moved_on_a_trainer_are_compared_where_they_lie_now() -> None:
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        refit(session, endpoint, 1)
+        if session.world.is_source:
+            move(endpoint)
+        return refit(session, endpoint, 2)
+
+    for record, wrong in run(body):
+        assert wrong == []
+        assert record.changed_share is not None
+
+
+def test_an_engine_whose_weights_moved_gets_all_of_them_and_the_next_refit_is_sparse() -> None:
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        first = refit(session, endpoint, 1)
+        if session.world.rank == 3:
+            endpoint.poison()
+            move(endpoint)
+        return [first, refit(session, endpoint, 2), refit(session, endpoint, 3)]
+
+    for of_rank in run(body):
+        assert [wrong for _, wrong in of_rank] == [[]] * 3
+        assert [record.changed_share is None for record, _ in of_rank] == [True, True, False]
+
+
+@pytest.mark.parametrize("verify", ["sampled", "full"])
+def test_an_engine_whose_weights_were_written_by_others_is_caught_before_it_commits(verify: str) -> None:
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        refit(session, endpoint, 1)
+        if session.world.rank == 4:
+            endpoint.poison()
+        try:
+            refit(session, endpoint, 2)
+        except RefitError as error:
+            return error, session.state.dirty
+        return None
+
+    results = run(body, replace(CONFIG, verify=verify))
+    assert isinstance(results[4][0], VerificationError)
+    assert results[4][0].blamed in (0, 1)
+    for error, dirty in results[2:]:
+        assert isinstance(error, VerificationError | PeerLost)
+        assert dirty
+
+
+def test_a_new_epoch_begins_dense() -> None:
+    sources, destinations = world()
+    first = run_world(sources, destinations, refits(1, 2), CONFIG)
+    second = run_world(sources, destinations, refits(3, 4), CONFIG)
+    for of_rank in (*first, *second):
+        assert [record.changed_share is None for record, _ in of_rank] == [True, False]
+        assert [wrong for _, wrong in of_rank] == [[], []]
+
+
+def test_auto_goes_back_to_dense_refits_where_sparse_ones_are_slower_and_tries_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from rlrefit.integration.delta.choice import Choice
+
+    def took(self: Choice, seconds: float) -> None:
+        self._sparse_s, self._dense_s = (2.0, self._dense_s) if self._kind.sparse else (self._sparse_s, 1.0)
+
+    monkeypatch.setattr(Choice, "took", took)
+    for of_rank in run(refits(*range(1, 14)), replace(CONFIG, delta="auto")):
+        assert [wrong for _, wrong in of_rank] == [[]] * 13
+        sparse = [record.changed_share is not None for record, _ in of_rank]
+        assert sparse == [False, True, *[False] * 9, True, False]
+
+
+def test_the_bases_memory_is_counted() -> None:
+    for of_rank in run(refits(1, 2), replace(CONFIG, delta="off")):
+        assert all(record.changed_share is None for record, _ in of_rank)
+    dense = run(refits(1, 2), replace(CONFIG, delta="off"))
+    sparse = run(refits(1, 2))
+    for rank in (0, 1):
+        more = sparse[rank][1][0].peak_extra_bytes - dense[rank][1][0].peak_extra_bytes
+        assert more >= sum(storage.nbytes for key, storage in held_by(world()[0][rank]).items()) * 0.4
+
+
+def test_another_transport_than_shard_to_shard_is_refused() -> None:
+    with pytest.raises(ValueError, match="delta"):
+        RefitConfig(delta="auto", transport="golden")
+    with pytest.raises(ValueError, match="delta_base"):
+        RefitConfig(delta_base="disk")
