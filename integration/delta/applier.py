@@ -16,7 +16,7 @@ from .packer import add_weights, stream_rows
 from .streams import Stream
 
 # Elements that one program writes at a time, and its warps.
-_CHUNK, _WARPS = 1024, 4
+_CHUNK, _WARPS = 256, 4
 
 
 class Applier(Protocol):

@@ -55,7 +55,9 @@ class Side:
         self.stream = Stream.of([Message(0, 1, 0, segments, 1 << 20, 0)])
 
 
-def packed(packer: Any, room: Room, sections: int) -> list[tuple[torch.Tensor, torch.Tensor, int, blocks.Counts]]:
+def packed(
+    packer: Any, room: Room, sections: int
+) -> list[tuple[torch.Tensor, torch.Tensor, int, blocks.Counts]]:
     """Blocks of all sections, in as many passes as they need."""
     found, queue = [], list(range(sections))
     while queue:
