@@ -20,7 +20,7 @@ from ..comm.group import Exchange, Group, PeerBuffer
 from ..errors import RefitMismatch, TransportUnavailable, VerificationError, end_all
 from ..layout import Fragment
 from ..packing import NotComputable
-from ..packing.host import pushed_to
+from ..packing.host import copied_by_host
 from ..plan import Plan
 from ..records.clock import StageClock
 from ..transport.base import TransferResult
@@ -179,7 +179,7 @@ class DeltaPath:
     def _require_readable(self, stream: Stream, views: LiveViews) -> None:
         for part in stream.parts:
             live = views.of(part.segment)
-            if pushed_to(self._device, live if isinstance(live, torch.Tensor) else live.held):
+            if copied_by_host(self._device, live if isinstance(live, torch.Tensor) else live.held):
                 raise NotComputable(
                     f"{part.segment.name} lies in host memory that {self._device} can't read; offload to pinned memory"
                 )
