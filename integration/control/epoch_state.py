@@ -10,14 +10,14 @@ from .meeting import Answer, Arrival, Caller, Meeting
 from .world import RefitWorld
 
 _OK = pack_body(Status.OK)
-# A rank may report a broken connection before it is known whose end broke it. How long to wait for that cause: in seconds,
-# and as a share of the limit of the wait that failed.
+# A rank may report a broken connection before the rank that broke it is known. This is how long to wait for the cause: in
+# seconds, and as a share of the limit of the wait that failed.
 PATIENCE_S, PATIENCE_SHARE = 1.0, 0.25
 
 
 @dataclass(frozen=True)
 class _Wait:
-    """A rank's caller that waits for keys; with ``reads`` it gets the first one's value."""
+    """A caller that waits for keys. With ``reads`` it gets the value of the first."""
 
     rank: int
     keys: tuple[bytes, ...]
@@ -27,13 +27,13 @@ class _Wait:
 
 @dataclass
 class _Doubt:
-    """The epoch ends, and nobody has told why yet.
+    """The epoch ends, and no rank has told the cause yet.
 
     Attributes:
         since: when it was noticed.
         until: until when the cause may come.
-        saw: what ranks saw of it, by rank, in the order in which they told.
-        late: the meeting that ran out, if that is how it was noticed, and its name.
+        saw: what each rank noticed, in the order in which they told it.
+        late: the meeting that ran out of time and its name, if that was noticed first.
     """
 
     since: float
@@ -49,8 +49,8 @@ class EpochState:
     Once it is known why the epoch ends, every wait is answered with that.
 
     A rank's own failure, its death and its leaving are causes. A connection that breaks, or a wait that runs out, is a
-    symptom. A symptom may be told before its cause, which is then waited for. If no cause comes, the ranks that have said
-    nothing are to blame.
+    symptom. A symptom may be told before its cause; the state then waits for the cause. If no cause comes, the ranks that
+    have told nothing are blamed.
 
     Args:
         world: of trainer rank 0; for the number of ranks and their names.
@@ -62,15 +62,16 @@ class EpochState:
         self._waits: dict[Caller, _Wait] = {}
         self._meetings: dict[bytes, Meeting] = {}
         self._asking: dict[Caller, int] = {}
-        # Trainer rank 0 that asks, and until when: its process may end once it knows, and the rendezvous with it.
+        # Trainer rank 0's question for the cause, and until when it may wait. Once it is answered, its process may end, and
+        # the rendezvous with it.
         self._host: tuple[Caller, float] | None = None
-        # Whom a guess has named: they may never ask.
+        # Ranks that were blamed because they told nothing. They may never ask.
         self._silent: set[int] = set()
         self._doubt: _Doubt | None = None
         self._end: Body | None = None
-        # Whether a rank has told it, and nobody had to guess.
+        # Whether a rank has told the cause. Otherwise it is a guess.
         self._sure = False
-        # Ranks that have given up or know why the epoch ends: what becomes of them is no cause.
+        # Ranks that have given up or know why the epoch ends. What happens to them later is no cause.
         self._over: set[int] = set()
         self._heard: dict[int, float] = {}
         self._left: set[int] = set()
@@ -78,7 +79,7 @@ class EpochState:
 
     @property
     def entries(self) -> int:
-        """Values, waits and meetings that are held; flat over any number of refits."""
+        """Number of values, waits and meetings that are held. It does not grow with the refits."""
         return len(self._values) + len(self._waits) + len(self._meetings)
 
     def request(self, caller: Caller, rank: int, code: int, fields: list[bytes], now: float) -> list[Answer]:
@@ -145,7 +146,7 @@ class EpochState:
         raise Malformed(f"request {code} with {len(fields)} fields is unknown; another version of rlrefit?")
 
     def lost(self, rank: int) -> list[Answer]:
-        """The connection of ``rank`` has ended; unless it said so before, it is dead."""
+        """The connection of ``rank`` has ended. If the rank did not leave before, it is dead."""
         if rank in self._left:
             return []
         answers = self._conclude(
@@ -157,7 +158,7 @@ class EpochState:
         return [*answers, *self._release_host(0.0)]
 
     def forget(self, caller: Caller) -> None:
-        """A connection has ended: owe it nothing."""
+        """A connection has ended: drop what it waits for."""
         self._waits.pop(caller, None)
         self._asking.pop(caller, None)
         if self._host is not None and self._host[0] == caller:
@@ -170,7 +171,7 @@ class EpochState:
                 del meeting.arrived[rank]
 
     def expire(self, now: float) -> list[Answer]:
-        """End what has waited too long. A meeting that runs out ends the epoch, and names who is missing."""
+        """End what has waited too long. A meeting that runs out of time ends the epoch, and names the missing ranks."""
         answers: list[Answer] = []
         for caller in [caller for caller, wait in self._waits.items() if wait.deadline <= now]:
             del self._waits[caller]
@@ -182,7 +183,7 @@ class EpochState:
                 patience = min(PATIENCE_S, PATIENCE_SHARE * meeting.seconds)
                 self._doubt = _Doubt(now, now + patience, late=(late.decode(errors="replace"), meeting))
         elif self._doubt.until <= now:
-            answers += self._settle(self._doubt)
+            answers += self._guess(self._doubt)
         answers += self._release_host(now)
         deadlines = [wait.deadline for wait in self._waits.values()]
         if self._doubt is not None:
@@ -195,7 +196,7 @@ class EpochState:
         return answers
 
     def _conclude(self, rank: int, text: str, *, sure: bool = True, late: Sequence[int] = ()) -> list[Answer]:
-        """The epoch ends: ``rank`` is to blame, or -1. Who came to a meeting is told who was ``late`` there."""
+        """End the epoch. ``rank`` is blamed; -1 blames none. The ranks at a meeting are told which ranks were ``late``."""
         if (sure and rank in self._over) or (self._end is not None and (self._sure or not sure)):
             return []
         self._end = pack_body(Status.ABORTED, [pack_int(rank), text.encode()])
@@ -217,7 +218,7 @@ class EpochState:
         return answers
 
     def _release_host(self, now: float) -> list[Answer]:
-        """Tell trainer rank 0 why the epoch ends once all others know, or its time is up."""
+        """Tell trainer rank 0 why the epoch ends, once all other ranks know or its time is up."""
         if self._host is None or self._end is None:
             return []
         caller, until = self._host
@@ -228,14 +229,14 @@ class EpochState:
         return [(caller, self._told(0))]
 
     def _told(self, rank: int) -> Body:
-        """What a rank hears that asks why the epoch ends."""
+        """The answer to a rank that asks why the epoch ends."""
         if self._end is None:
             return _OK
         self._over.add(rank)
         return self._end
 
     def _saw(self, rank: int, what: str, now: float, patience: float) -> list[Answer]:
-        """``rank`` gave up for what only follows from another one's end."""
+        """``rank`` gave up because of a symptom: the cause is another rank's."""
         if self._end is None:
             if self._doubt is None:
                 self._doubt = _Doubt(now, now + patience)
@@ -245,13 +246,13 @@ class EpochState:
         return []
 
     def _waiting(self) -> set[int]:
-        """Ranks that are owed an answer."""
+        """Ranks that wait for an answer."""
         waits = {wait.rank for wait in self._waits.values()}
         asking = {*self._asking.values()} | ({0} if self._host is not None else set())
         return waits.union(asking, *(meeting.arrived for meeting in self._meetings.values()))
 
-    def _settle(self, doubt: _Doubt) -> list[Answer]:
-        """No cause has come: those who have not been heard of are to blame, and else who noticed it first."""
+    def _guess(self, doubt: _Doubt) -> list[Answer]:
+        """No cause has come. Blame the ranks that have told nothing, or else the rank that noticed it first."""
         patience = doubt.until - doubt.since
         heard = {rank for rank, when in self._heard.items() if when > doubt.since - patience}
         came = doubt.late[1].arrived if doubt.late is not None else {}
@@ -305,12 +306,12 @@ class EpochState:
         if len(meeting.arrived) < self._world.size:
             return self._give_up_meetings_without(*self._left)
         if self._doubt is not None:
-            return []  # a rank has given up: nobody may go on
+            return []  # a rank has given up, so no rank may go on
         del self._meetings[topic]
         return meeting.answers(self._world.size)
 
     def _give_up_meetings_without(self, *gone: int) -> list[Answer]:
-        """A rank that has left comes to no meeting any more."""
+        """End the epoch if a meeting waits for a rank that has left."""
         for meeting in self._meetings.values():
             missing = [rank for rank in gone if rank not in meeting.arrived and rank not in self._over]
             if missing and meeting.arrived:

@@ -1,4 +1,4 @@
-"""The rendezvous itself: one thread on trainer rank 0 that serves the epoch's state to those who hold the token."""
+"""The rendezvous: one thread on trainer rank 0 serves the epoch's state to the ranks that hold the token."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ from .world import RefitWorld
 
 logger = logging.getLogger(__name__)
 
-# Connections that have not proved the token yet: how many at a time beside the ranks' own (the oldest goes first), and
-# for how long.
+# Connections that have not proved the token yet: how many may be open beside the ranks' own, and for how many seconds. If
+# there are more, the oldest is closed.
 _MAX_STRANGERS = 256
 _OPENING_S = 10.0
-# Without descriptors or memory for another connection: for how long nobody is accepted. Who is there goes on.
+# Seconds without a new connection after descriptors or memory ran out. Open connections are served meanwhile.
 _ACCEPT_AGAIN_S = 0.2
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-# Refusals are logged one by one only as often as this, in seconds; those between are counted.
+# Seconds between two log lines about refusals. The refusals between them are counted.
 _LOG_EVERY = 10.0
-# After close(): how long ranks that still read an answer are served; and when this process is about to exit.
+# Seconds for which ranks that still read an answer are served: after close(), and when this process exits.
 _LINGER_S, _EXIT_LINGER_S = 5.0, 1.0
 _LONGEST_PAUSE_S = 3600.0
 _READ = 1 << 18
-# Of what is sent at once.
+# Parts of answers in one system call.
 _MOST_PARTS = 64
-# Of this process beside those of the ranks; and what one rank may open: itself, its groups, NCCL's watchdogs.
+# Open files of this process without the ranks' connections, and connections of one rank: its own, its groups', NCCL's.
 _FILES, _FILES_A_RANK = 1024, 4
 
 
@@ -116,12 +116,12 @@ class RendezvousServer:
         return self._state.entries
 
     def close(self) -> None:
-        """Admit nobody any more, and end once all ranks have left, or soon after. Does not wait for that."""
+        """Accept no more connections. The thread ends once all ranks have left, or 5 s later; this call does not wait for it."""
         self._end_within(_LINGER_S)
 
     def _exit(self) -> None:
-        # Else the thread would stand still with its connections open until the interpreter is torn down, which
-        # looks like a frozen host to the ranks.
+        # Otherwise the thread stops with its connections open until the interpreter ends, and the ranks take this host for
+        # a frozen one.
         self._end_within(_EXIT_LINGER_S)
         self._thread.join(2 * _EXIT_LINGER_S)
 
@@ -186,7 +186,7 @@ class RendezvousServer:
         except OSError as error:
             self._log_refusal(f"a connection was not accepted: {error}")
             if error.errno in _EXHAUSTED:
-                # It stays ready to be accepted, so that select would return at once, again and again.
+                # The connection stays ready, so select would return at once each time.
                 self._selector.unregister(self._listener)
                 self._accept_at = now + _ACCEPT_AGAIN_S
             return
@@ -224,7 +224,6 @@ class RendezvousServer:
     def _take_in(self, peer: _Peer, now: float) -> None:
         if peer.rank < 0:
             if len(peer.incoming) < HELLO_BYTES:
-                # Who is wrong in the first bytes needs not be waited for, but can't be told from who is slow.
                 return
             self._admit(peer, bytes(peer.incoming[:HELLO_BYTES]), now)
             del peer.incoming[:HELLO_BYTES]
@@ -268,7 +267,7 @@ class RendezvousServer:
         self._refuse(peer, why)
 
     def _end_for_version(self, peer: _Peer, rank: int, version: int, now: float) -> None:
-        """Tell all ranks that ``rank``, which holds the token, can't take part; it has read this side's version and left."""
+        """Tell all ranks that ``rank`` runs another version. It holds the token, and has read this side's version and left."""
         why = (
             f"it runs version {version} of rlrefit's protocol, and trainer rank 0 runs version {PROTOCOL_VERSION}; install "
             "the same rlrefit on all ranks"
@@ -279,12 +278,12 @@ class RendezvousServer:
 
     def _answer(self, answers: list[Answer]) -> None:
         for caller, body in answers:
-            assert isinstance(caller, _Peer), "callers are what requests were handed over with"
+            assert isinstance(caller, _Peer), "requests come from peers alone"
             if caller in self._peers and caller.ours is not None:
                 self._send(caller, caller.ours.header(body), body)
 
     def _send(self, peer: _Peer, *parts: bytes) -> None:
-        """Without copies: all ranks may get the same body, and it may be long."""
+        """Queue parts and send what the connection takes. Nothing is copied: all ranks may get the same long body."""
         waits = bool(peer.outgoing)
         peer.outgoing.extend(map(memoryview, parts))
         if not waits and not self._drain(peer):
@@ -295,7 +294,7 @@ class RendezvousServer:
             self._expect_room(peer, False)
 
     def _drain(self, peer: _Peer) -> bool:
-        """Send what the connection takes; whether that was all."""
+        """Send what the connection takes; returns whether that was all."""
         try:
             while peer.outgoing:
                 sent = peer.sock.sendmsg(list(islice(peer.outgoing, _MOST_PARTS)))
@@ -306,7 +305,7 @@ class RendezvousServer:
         except BlockingIOError:
             return False
         except OSError:
-            peer.outgoing.clear()  # its end is read next, and dealt with there
+            peer.outgoing.clear()  # the next read sees that the connection has ended
         return True
 
     def _expect_room(self, peer: _Peer, expect: bool) -> None:
@@ -339,7 +338,7 @@ class RendezvousServer:
 def open_rendezvous(
     host: str, train_ranks: int, gen_ranks: int, *, epoch: int = 0, port: int = 0
 ) -> RendezvousServer:
-    """Start the rendezvous of an epoch on this host, with a token of its own; trainer rank 0 does.
+    """Start the rendezvous of an epoch on this host, with a new token. Trainer rank 0 calls it.
 
     Args:
         host: address of this host as the other ranks reach it; nothing listens on other interfaces.
@@ -358,7 +357,7 @@ def open_rendezvous(
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A listening socket for a :class:`RendezvousServer` whose ranks are not counted yet; they may connect already.
+    """A listening socket for a :class:`RendezvousServer` that is made later, once the ranks are counted. They may connect at once.
 
     Raises:
         RefitError: the port is taken, or the address is not this host's.
@@ -386,7 +385,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def _allow_files(wanted: int) -> None:
-    """Raise this process' soft limit of open files, as far as it may, where a large world would run into it."""
+    """Raise this process's soft limit of open files to what a large world needs, if the hard limit allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -14,12 +14,12 @@ from .memory import device_uuid, process_name
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What a rank tells of its GPU before any group or transport is chosen.
+    """What a rank tells about its GPU before any group or transport is chosen.
 
     Attributes:
-        host: what tells its host from others.
+        host: identity of its host.
         lacks: why other ranks can't map its memory, as a clause; empty if they can.
-        device: UUID of the GPU; empty on a CPU, as are the rest.
+        device: UUID of the GPU. On a CPU this and all below are empty.
         process: name of the process.
         visible: UUIDs of the GPUs that the process sees.
         reaches: those of them whose memory its GPU can access.
@@ -38,7 +38,7 @@ class GpuFacts:
 
 
 def facts(device: torch.device) -> GpuFacts:
-    """What this rank has to tell; ``device`` is that of its parameters."""
+    """The facts of this rank; ``device`` holds its parameters."""
     if device.type != "cuda":
         return GpuFacts(host_identity(), "its parameters are not on a GPU")
     visible = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -58,9 +58,9 @@ def facts(device: torch.device) -> GpuFacts:
 
 
 def availability(told: Sequence[GpuFacts], train_ranks: int) -> tuple[bool, str]:
-    """Whether ``ipc`` can join these ranks, and why or why not, as a clause for ``transport: auto``.
+    """Whether ``ipc`` can join these ranks, and the reason, as a clause for ``transport: auto``.
 
-    Memory of pools without shareable handles shows only when the transport binds.
+    Memory pools without shareable handles are found later, when the transport binds.
 
     Args:
         told: by all ranks, trainers first.
@@ -75,7 +75,7 @@ def availability(told: Sequence[GpuFacts], train_ranks: int) -> tuple[bool, str]
     for source in range(train_ranks):
         for destination in range(train_ranks, len(told)):
             peer = told[destination].device
-            # CUDA can open the memory of a GPU that a process does not see; connecting tells whether it does.
+            # CUDA may open the memory of a GPU that a process does not see. Only connecting shows whether it can.
             if peer in told[source].visible and peer not in told[source].reaches:
                 return (
                     False,

@@ -1,4 +1,4 @@
-"""Buckets in GPU memory that a peer maps, whatever allocator the process has."""
+"""Buckets in GPU memory that a peer maps. They do not depend on the process's allocator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .driver import call, on_device
 from .mapping import ImportedMemory
 from .memory import ExportedMemory, device_uuid, process_name
 
-# Smaller ones the driver cuts out of a common block, which a peer would map as a whole.
+# The driver cuts smaller allocations out of a common block, and a peer would map the whole block.
 _BLOCK_BYTES = 2 << 20
 
 
@@ -32,7 +32,7 @@ class ToldBuckets:
 class OwnBuckets:
     """Memory of this process that one peer fills.
 
-    Taken from the driver: torch's allocator may give memory of a pool whose chunks can't be exported.
+    The driver allocates it: torch's allocator may give memory of a pool whose chunks can't be exported.
 
     Attributes:
         address: of the first byte.
@@ -63,7 +63,7 @@ class OwnBuckets:
         self.told = ToldBuckets(memory.to_json(), exported.place(self.address).offset)
 
     def close(self) -> None:
-        """Give it back; nothing on the device may use it any more. Safe to call twice."""
+        """Free the memory, which no work on the device may use any more. Safe to call twice."""
         if self._pointer is not None:
             with on_device(self._device):
                 call("cuMemFree", self._pointer)
@@ -83,7 +83,7 @@ class PeerBuckets:
             told: by the peer; nothing in it is trusted.
             nbytes: that this rank will use.
             peer: of the group.
-            device: from which they will be reached.
+            device: that will use them.
             timeout_s: limit of waiting for the peer.
 
         Raises:
@@ -105,5 +105,5 @@ class PeerBuckets:
             ) from error
 
     def close(self) -> None:
-        """Unmap them; nothing on the device may use them any more. Safe to call twice."""
+        """Unmap them. No work on the device may use them any more. Safe to call twice."""
         self._mapped.close()

@@ -1,4 +1,4 @@
-"""What a rank tells its peers about its memory: plain data that is checked before anything is opened."""
+"""How a rank describes its memory to its peers: plain data, which they check before they open anything."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..control.decoding import decode_from
 from ..errors import RefitMismatch
 from ..packing import Strided
 
-# Bounds of what a peer may say; far beyond any real model.
+# Limits of what a peer may say, far above any real model.
 _MOST_CHARACTERS = 256
 _MOST_DIMS = 8
 _MOST_BYTES = 1 << 46
@@ -22,7 +22,7 @@ HANDLE_HEX = 128
 
 @dataclass(frozen=True)
 class Allocation:
-    """Device memory that is opened as a whole.
+    """Device memory that a peer opens as a whole.
 
     Attributes:
         base: its first address in the exporting process.
@@ -31,7 +31,7 @@ class Allocation:
         chunks: sizes of the chunks that are mapped there one after another, in bytes; their file descriptors are
             fetched from the exporter, numbered over all its allocations.
         sleeps: whether its owner gives it back to the driver between refits, so that peers have to unmap it after each.
-        identity: numbers that other memory at these addresses would not have; empty for memory that sleeps.
+        identity: numbers that no other memory at these addresses has; empty for memory that sleeps.
     """
 
     base: int
@@ -73,13 +73,13 @@ class Description:
     """A rank's memory.
 
     Attributes:
-        process: name of the process; equal only inside one.
+        process: name of the process.
         device: UUID of the GPU.
         timeout_s: seconds for which it waits for its senders.
         allocations: all that ``inboxes`` point into.
         address: of the exporter's descriptor server; empty if no allocation has chunks.
-        token: to be shown there, hex.
-        inboxes: by the rank that sends; none on trainer ranks.
+        token: of that server, hex.
+        inboxes: by the sending rank; none on trainer ranks.
     """
 
     process: str

@@ -1,4 +1,4 @@
-"""File descriptors for the processes of this host that hold a token, over a Unix domain socket."""
+"""Sends file descriptors over a Unix domain socket to processes of this host that hold a token."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from contextlib import closing
 
 logger = logging.getLogger(__name__)
 
-# Descriptors that travel at a time: they are open on both sides meanwhile, and a process may have few (1024).
+# Descriptors of one answer. They are open on both sides meanwhile, and a process may have 1024 only.
 _BATCH = 32
 _REQUEST = struct.Struct("<II")
 _CREDENTIALS = struct.Struct("3i")
 TOKEN_BYTES = 32
-# Seconds for showing the token, which readers send as they connect.
+# Seconds until a reader has to have sent the token. Readers send it as they connect.
 _TOKEN_WITHIN = 2.0
 
 
 class DescriptorServer:
-    """Hands out descriptors, which it opens on demand, to readers that know the token; in threads of its own.
+    """Opens descriptors on demand and sends them to readers that know the token.
 
-    It listens on an abstract address, which leaves nothing behind in the file system, and answers processes of
-    its own user only. It ends by itself when all readers have been served. Whoever connects has a thread, so that
-    nobody keeps another one waiting.
+    It listens on an abstract address, which leaves nothing in the file system. It answers processes of its own user only.
+    Each connection has a thread, so that no reader waits for another one. The server ends when all readers have been
+    served.
 
     Attributes:
         address: to connect to, without the leading zero byte.
-        token: hex; to be shown by readers.
+        token: hex; readers send it.
     """
 
     def __init__(self, open_descriptor: Callable[[int], int], count: int, readers: int, timeout_s: float):
         """Begin to serve.
 
         Args:
-            open_descriptor: opens descriptor ``i`` (< ``count``); each is closed here after it was sent. Called
-                by several threads at a time.
-            count: of descriptors.
-            readers: that will come, each once.
+            open_descriptor: opens descriptor ``i`` (< ``count``); the server closes it after it was sent. Several threads
+                call it at the same time.
+            count: number of descriptors.
+            readers: number of readers that will come, each once.
             timeout_s: seconds that a reader may be silent.
         """
         self._open = open_descriptor
@@ -61,7 +61,7 @@ class DescriptorServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, and break off whoever is being served; safe to call twice."""
+        """Stop, and end all connections; safe to call twice."""
         self._end()
         self._thread.join(self._timeout)
         with self._lock:
@@ -72,11 +72,11 @@ class DescriptorServer:
             thread.join(self._timeout)
 
     def _end(self) -> None:
-        """Let nobody in any more."""
+        """Accept no more connections."""
         with self._lock:
             if not self._ended:
                 self._ended = True
-                # Wakes the thread out of its accept.
+                # The thread's accept returns then.
                 _shut(self._listener)
 
     def _serve(self) -> None:
@@ -88,7 +88,7 @@ class DescriptorServer:
                     if not self._ended:
                         logger.warning("GPU memory handles are not served any more: %s", error)
                     return
-                # Before anything is read: a process of another user gets no thread to keep.
+                # Before anything is read, so that a process of another user takes no thread.
                 if not _is_ours(connection):
                     connection.close()
                     continue
@@ -108,7 +108,7 @@ class DescriptorServer:
                 self._answer(connection)
                 served = True
         except Exception as error:
-            # The reader sees its connection end, and says so on its side.
+            # The reader sees its connection end and raises there.
             logger.warning("a reader of GPU memory handles was not served: %s", error)
         finally:
             with self._lock:
@@ -141,12 +141,12 @@ class DescriptorServer:
 
 
 def fetch(address: str, token: str, spans: Sequence[tuple[int, int]], timeout_s: float) -> Generator[int]:
-    """Descriptors of a :class:`DescriptorServer`, in order; the caller closes each, and the generator.
+    """Descriptors of a :class:`DescriptorServer`, in order. The caller closes each of them, and the generator.
 
     Args:
         address: of the server.
-        token: hex, to be shown there.
-        spans: number of the first one and how many, for each run of descriptors; for none the server is not asked.
+        token: hex, of the server.
+        spans: (first descriptor, how many) for each run of descriptors. Without any the server is not asked.
         timeout_s: seconds that the server may be silent.
 
     Raises:
@@ -178,14 +178,14 @@ def fetch(address: str, token: str, spans: Sequence[tuple[int, int]], timeout_s:
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end."""
+    """The process and the user at the other end of a connection."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(raw)
     return pid, user
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether a process of this process's user is at the other end."""
+    """Whether the process at the other end has this process's user."""
     pid, user = _peer(connection)
     if user != os.getuid():
         logger.warning("process %d of user %d, another user, asked for GPU memory handles", pid, user)
@@ -193,7 +193,7 @@ def _is_ours(connection: socket.socket) -> bool:
 
 
 def _shut(connection: socket.socket) -> None:
-    """End it for whoever waits on it, here or at the other end."""
+    """End a connection, so that waits on it return here and at the other end."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError as error:

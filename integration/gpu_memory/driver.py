@@ -25,7 +25,7 @@ class DriverError(RuntimeError):
 
 @cache
 def driver() -> Any:
-    """The module ``cuda.bindings.driver``. Loaded on first use: it is not needed without GPUs.
+    """The module ``cuda.bindings.driver``, loaded on first use. Without GPUs it is not needed.
 
     Raises:
         ImportError: cuda-bindings is not installed.
@@ -37,7 +37,7 @@ def call(function: str, *args: Any) -> Any:
     """Call a driver function and return its result: none, one value, or a tuple of values.
 
     Raises:
-        DriverError: the driver says so.
+        DriverError: the driver returned an error.
     """
     status, *values = getattr(driver(), function)(*args)
     if status != driver().CUresult.CUDA_SUCCESS:
@@ -49,12 +49,12 @@ def call(function: str, *args: Any) -> Any:
 def on_device(device: torch.device) -> Iterator[None]:
     """Let driver calls inside work on ``device``, whatever thread makes them.
 
-    The driver wants a context that is current in the thread. torch's own guard sets none where the device is the
-    thread's already, as the first one is in every new thread: engines call from threads of their own.
+    The driver needs a context that is current in the thread. torch's guard sets none if the device is the thread's already,
+    and the first device is so in every new thread. Engines call from their own threads.
     """
     with torch.cuda.device(device):
         if not int(call("cuCtxGetCurrent")):
-            # The runtime makes the device's context current in a thread that asks it for something.
+            # Any call of the runtime makes the device's context current in the thread.
             torch.cuda.mem_get_info(device)
         yield
 

@@ -17,7 +17,7 @@ from .memory import descriptor_type, device_uuid, process_name
 
 
 class _Classic:
-    """An allocation that was opened by its handle."""
+    """An allocation that is opened by its classic IPC handle."""
 
     def __init__(self, allocation: Allocation):
         handle = driver().CUipcMemHandle()
@@ -31,7 +31,7 @@ class _Classic:
 
 
 class _Row:
-    """Addresses for the chunks of an allocation, and the chunks there, as long as they are mapped."""
+    """A range of reserved addresses for the chunks of an allocation, and the chunks that are mapped there."""
 
     def __init__(self, allocation: Allocation, device: int):
         self._allocation = allocation
@@ -67,7 +67,7 @@ class _Row:
         try:
             call("cuMemMap", address, size, 0, handle, 0)
         finally:
-            # The mapping keeps the memory.
+            # The mapping keeps the memory alive.
             call("cuMemRelease", handle)
         self._mapped.append((address, size))
 
@@ -85,7 +85,7 @@ class ImportedMemory:
 
         Args:
             description: of the peer.
-            device: from which they will be reached.
+            device: that will use them.
             timeout_s: limit of waiting for the peer's descriptors.
 
         Raises:
@@ -99,7 +99,7 @@ class ImportedMemory:
         self._device = device
         self._timeout = timeout_s
         if description.process == process_name():
-            # Rank threads of one process; their memory is here already.
+            # The peer is a thread of this process, so its memory is mapped already.
             if description.device != device_uuid(device):
                 raise TransportUnavailable(
                     "one process drives both GPUs, and ipc joins processes", stage="connect"
@@ -122,7 +122,7 @@ class ImportedMemory:
             self._fill(rows, description)
 
     def release(self) -> None:
-        """Unmap memory that sleeps, which nothing on the device may use until it is mapped again. Its addresses stay reserved."""
+        """Unmap memory that sleeps. No work on the device may use it until it is mapped again. Its addresses stay reserved."""
         with on_device(self._device):
             for row, _ in self._sleeping:
                 row.unmap()
@@ -131,7 +131,7 @@ class ImportedMemory:
         """After :meth:`release`: map memory that sleeps at the same addresses.
 
         Args:
-            description: equal to the first, but for where descriptors are fetched.
+            description: equal to the first, except for where the descriptors are fetched.
 
         Raises:
             TransportUnavailable: it can't be mapped; everything is closed then.
@@ -140,7 +140,7 @@ class ImportedMemory:
             self._fill(self._sleeping, description)
 
     def close(self) -> None:
-        """Unmap everything; nothing on the device may use it any more. Safe to call twice."""
+        """Unmap everything. No work on the device may use it any more. Safe to call twice."""
         self._sleeping = []
         opened, self._open = self._open, []
         with on_device(self._device):
@@ -148,7 +148,7 @@ class ImportedMemory:
 
     def _fill(self, rows: Sequence[tuple[_Row, tuple[int, int]]], description: Description) -> None:
         spans = [span for _, span in rows]
-        # Descriptors come in batches; those of the last one that were not used must not stay open.
+        # Descriptors come in batches. Unused ones of the last batch must not stay open.
         with closing(fetch(description.address, description.token, spans, self._timeout)) as descriptors:
             for row, _ in rows:
                 row.map(descriptors)

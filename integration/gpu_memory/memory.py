@@ -1,9 +1,9 @@
-"""Device memory for other processes of the host: what an exporter offers.
+"""Exports device memory to other processes of the host.
 
-Memory of ``cudaMalloc`` has a classic IPC handle, which is plain data. Memory of virtual-memory pools (torch's
-expandable segments) is made of chunks; each is exported as a file descriptor, if its pool asked for that when it
-made the chunk, and the importer maps all of them in one row. Pools that did not
-(torch_memory_saver; vLLM's sleep mode where the driver offers it no handles) can't be exported at all, and the reason is raised as :class:`TransportUnavailable`.
+Memory of ``cudaMalloc`` has a classic IPC handle, which is plain data. Memory of virtual-memory pools (torch's expandable
+segments) consists of chunks. Each chunk is exported as a file descriptor, and the importer maps all of them one after another.
+That works if the pool asked for it when it made the chunk. Pools that did not (torch_memory_saver; vLLM's sleep mode where the
+driver has no such handles) can't be exported; :class:`TransportUnavailable` says why.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _TOKEN = secrets.token_hex(16)
 
 @dataclass(frozen=True)
 class _Block:
-    """Memory that the driver allocated or mapped as a whole; without a handle it is a chunk.
+    """Memory that the driver allocated or mapped as a whole. Without a handle it is a chunk.
 
-    ``identity`` tells it from other memory at the same address: the driver's number of the allocation, which is
-    never used again, or the chunk's handle, which is not used again while it is retained here. ``sleeps``: its owner
-    gives it back to the driver between refits.
+    ``identity`` differs from that of any other memory at the same address. It is the driver's number of the allocation,
+    which is never used again, or the chunk's handle, which is not used again while it is retained here. ``sleeps``: its
+    owner gives it back to the driver between refits.
     """
 
     base: int
@@ -47,10 +47,10 @@ class _Block:
 
 
 class ExportedMemory:
-    """The allocations that hold some memory of this process.
+    """The allocations that contain given memory of this process.
 
     Attributes:
-        allocations: in ascending order of their bases; chunks that follow each other are one.
+        allocations: in ascending order of their bases. Adjacent chunks are one allocation.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ExportedMemory:
         self._released = False
         try:
             with on_device(device):
-                # Memory that sleeps first: a block that holds both goes as a whole.
+                # Memory that sleeps comes first: a block with both kinds sleeps as a whole.
                 self._look_up(sleeps, sleeps=True)
                 kept = sorted(ranges)
                 self._look_up(kept, sleeps=False)
@@ -88,28 +88,28 @@ class ExportedMemory:
         return Place(index, address - self._bases[index])
 
     def serve(self, readers: int, timeout_s: float) -> tuple[str, str]:
-        """Hand out the chunks' descriptors to ``readers`` processes; returns the address and token, empty if there are none."""
+        """Serve the chunks' descriptors to ``readers`` processes. Returns the address and token; empty if there are no chunks."""
         if not self._chunks or not readers:
             return "", ""
         self._server = DescriptorServer(self._open_chunk, len(self._chunks), readers, timeout_s)
         return self._server.address, self._server.token
 
     def moved(self) -> bool:
-        """Whether other memory than at first lies at the same addresses, or none at all.
+        """Whether other memory now lies at the same addresses, or none.
 
-        So it is after ``empty_cache`` between freeing and allocating again, and after a pool has unmapped its chunks
-        and mapped new ones: no address changes, and peers have the old memory mapped.
+        That happens if ``empty_cache`` is called between freeing and allocating again, and if a pool unmaps its chunks and
+        maps new ones. No address changes then, but peers have the old memory mapped.
         """
         with on_device(self._device):
             return self._released or not all(_is_there(block) for block in self._blocks)
 
     @property
     def can_release(self) -> bool:
-        """Whether all memory that sleeps can be unmapped and come back at the addresses at which peers have it: chunks can."""
+        """Whether peers can unmap all memory that sleeps and map it again at the same addresses. Chunks can, handles can't."""
         return not any(block.sleeps and block.handle for block in self._blocks)
 
     def release(self) -> None:
-        """Stop serving, and let go of memory that sleeps: its owner may give it back."""
+        """Stop serving, and release memory that sleeps, so that its owner can give it back."""
         self._stop()
         self._released = True
         with on_device(self._device):
@@ -118,8 +118,8 @@ class ExportedMemory:
                     _let_go(block)
 
     def find_again(self) -> bool:
-        """After :meth:`release`: whether chunks of the same sizes lie where those that sleep were, and all else is there
-        still. Otherwise look everything up anew."""
+        """After :meth:`release`: whether chunks of the same sizes lie where the sleeping ones were, and all other memory is
+        unchanged. If not, the caller looks everything up anew."""
         before, self._blocks = self._blocks, [block for block in self._blocks if not block.sleeps]
         self._released = False
         with on_device(self._device):
@@ -157,7 +157,7 @@ class ExportedMemory:
                 covered = at = base + size
 
     def _mark_whole(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """A range that sleeps in part sleeps as a whole: peers have it in one row."""
+        """A range that sleeps in part sleeps as a whole, since peers map it as one."""
         for address, nbytes in ranges:
             held = [
                 i
@@ -185,8 +185,8 @@ class ExportedMemory:
 
 
 def process_name() -> str:
-    """Tells this process from all others: memory handles are not opened where they were made."""
-    # Made anew at each use, since a forked process inherits all that was made at import.
+    """A name that no other process has. CUDA does not open memory handles in the process that made them."""
+    # Made at each call, since a forked process inherits what was made at import.
     return f"{_TOKEN}-{os.getpid()}"
 
 
@@ -219,8 +219,8 @@ def _block(base: int, size: int, *, sleeps: bool, known: bool) -> _Block:
     Args:
         base: its first address.
         size: its bytes.
-        sleeps: whether its owner gives it back.
-        known: whether another block could be exported, so that this host lets processes share memory.
+        sleeps: whether its owner gives it back to the driver between refits.
+        known: whether another block could be exported, which shows that this host lets processes share memory.
 
     Raises:
         DriverError: it can't be exported.
@@ -242,7 +242,7 @@ def _block(base: int, size: int, *, sleeps: bool, known: bool) -> _Block:
 
 
 def _has_descriptor(handle: int) -> bool:
-    """Whether a chunk was made to be exported as a descriptor and nothing else; for any other only an attempt tells."""
+    """Whether a chunk was made to be exported as a descriptor alone. For other chunks only an attempt shows it."""
     properties = call("cuMemGetAllocationPropertiesFromHandle", handle)
     return bool(properties.requestedHandleTypes == descriptor_type())
 
@@ -253,7 +253,7 @@ def _let_go(block: _Block) -> None:
     try:
         call("cuMemRelease", block.identity)
     except DriverError as error:
-        # The context is lost, and the chunk with it; what lost it has been raised where it happened.
+        # The CUDA context is lost, and the chunk with it. The cause was raised where it happened.
         logger.warning("a chunk of GPU memory was not released: %s", error)
 
 
@@ -263,7 +263,7 @@ def _is_there(block: _Block) -> bool:
             return _buffer_id(block.base) == block.identity
         retained = _retained(block.base)
     except DriverError as error:
-        # So it says of addresses without memory. Any other trouble shows again when memory is looked up anew.
+        # The driver returns this for addresses without memory. Other causes show again when memory is looked up anew.
         logger.debug("no memory at %#x any more: %s", block.base, error)
         return False
     call("cuMemRelease", retained)
@@ -277,7 +277,7 @@ def _buffer_id(base: int) -> int:
 
 
 def _retained(base: int) -> int:
-    """The handle of the chunk that is mapped at ``base``: the one it was mapped with, to be released once more."""
+    """The handle with which the chunk at ``base`` was mapped. The caller has to release it."""
     return int(call("cuMemRetainAllocationHandle", base))
 
 
@@ -291,16 +291,16 @@ def _chunk_descriptor(base: int) -> int:
 
 
 def descriptor_type() -> object:
-    """How chunks travel to other processes: as file descriptors."""
+    """The handle type of chunks for other processes: file descriptors."""
     return driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 def _joined(blocks: Sequence[_Block]) -> tuple[Allocation, ...]:
-    """Allocations of blocks in ascending order; chunks that follow each other become one."""
+    """Allocations of blocks in ascending order. Adjacent chunks become one."""
     found: list[Allocation] = []
     for block in blocks:
         last = found[-1] if found else None
-        # Memory that sleeps is other memory each time it wakes, and has no lasting identity.
+        # Memory that sleeps is other memory each time it wakes, so it has no identity.
         identity = () if block.sleeps else (block.identity,)
         if block.handle:
             found.append(Allocation(block.base, block.size, block.handle, (), block.sleeps, identity))
