@@ -18,10 +18,6 @@ shapes = st.lists(st.integers(1, 3), max_size=1).flatmap(
 )
 
 
-def random_bytes(shape: tuple[int, ...], top: int = 254) -> torch.Tensor:
-    return torch.randint(0, top, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-
-
 def test_every_e8m0_byte_survives_and_means_its_power() -> None:
     every = torch.arange(256, dtype=torch.uint8)
     scales = e8m0.from_e8m0(every)
@@ -33,16 +29,14 @@ def test_every_e8m0_byte_survives_and_means_its_power() -> None:
 
 @pytest.mark.parametrize("value", [0.0, 1.5, -1.0, 2.0**-128, 1.0 + 2**-23])
 def test_scales_that_e8m0_does_not_have_are_refused(value: float) -> None:
-    with pytest.raises(
-        ValueError, match=r"1 of 2 scales are not powers of two, the first .* ScaleFormat.UE8M0"
-    ):
+    with pytest.raises(ValueError, match="1 of 2 scales"):
         e8m0.to_e8m0(torch.tensor([1.0, value]))
 
 
 @quick
 @given(shapes)
 def test_packed_scales_have_each_byte_where_deepgemm_looks_for_it(shape: tuple[int, ...]) -> None:
-    byte = random_bytes(shape)
+    byte = torch.randint(0, 254, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     packed = e8m0.packed_ue8m0(e8m0.from_e8m0(byte))
     *leading, mn, k = shape
     pitch = (mn + 3) // 4 * 4
@@ -67,10 +61,7 @@ def test_deepgemms_weights_on_blackwell_have_a_packed_scale_for_each_row() -> No
     for row, column in product((0, 127, 128, 299), range(6)):
         exponent = (packed[row, column // 4].item() >> (8 * (column % 4))) & 255
         assert 2.0 ** (exponent - 127) == scales[row // 128, column]
-    with pytest.raises(ValueError, match="3 scales are not those of 400 rows in blocks of 128"):
+    with pytest.raises(ValueError, match="400 rows"):
         e8m0.rows_of_blocks(scales, 400)
-
-
-def test_scales_of_other_dtypes_are_refused() -> None:
-    with pytest.raises(ValueError, match="are not FP32"):
-        e8m0.packed_ue8m0(torch.ones(2, 2).bfloat16())
+    with pytest.raises(ValueError, match="FP32"):
+        e8m0.packed_ue8m0(scales.bfloat16())

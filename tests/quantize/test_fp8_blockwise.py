@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.errors import RefitError
-from rlrefit.integration.layout import Box, box_of, coverage_gap, overlap
+from rlrefit.integration.layout import Box, coverage_gap, overlap
 from rlrefit.integration.quantize import blocks, fp8_blockwise
 from rlrefit.integration.quantize.fp8_blockwise import ScaleFormat
 
@@ -27,29 +27,23 @@ def by_vllm(w: torch.Tensor, block: tuple[int, int], scale: ScaleFormat) -> tupl
         return per_block_cast_to_fp8(w, list(block), use_ue8m0=scale is ScaleFormat.UE8M0)
 
 
+small_blocks = st.tuples(st.integers(1, 9), st.integers(1, 9))
+
+
+@pytest.mark.parametrize(("largest", "blocks"), [(300, st.just((128, 128))), (20, small_blocks)])
 @quick
-@given(weights(st.integers(1, 300), st.integers(1, 300)), FORMATS)
-def test_bytes_and_scales_are_those_of_vllm(w: torch.Tensor, scale: ScaleFormat) -> None:
-    expected_q, expected_scale = by_vllm(w, (128, 128), scale)
-    q, scales = fp8_blockwise.quantize(w, scale=scale)
+@given(st.data())
+def test_bytes_and_scales_are_those_of_vllm(
+    largest: int, blocks: st.SearchStrategy[tuple[int, int]], data: st.DataObject
+) -> None:
+    w = data.draw(weights(st.integers(1, largest), st.integers(1, largest)))
+    block, scale = data.draw(blocks), data.draw(FORMATS)
+    expected_q, expected_scale = by_vllm(w, block, scale)
+    q, scales = fp8_blockwise.quantize(torch.nn.Parameter(w), block, scale)
     assert same(scales, expected_scale)
     assert same(q, expected_q)
     assert q.is_contiguous()
-
-
-@quick
-@given(
-    weights(st.integers(1, 20), st.integers(1, 20)),
-    FORMATS,
-    st.tuples(st.integers(1, 9), st.integers(1, 9)),
-)
-def test_other_blocks_give_what_vllm_gives(
-    w: torch.Tensor, scale: ScaleFormat, block: tuple[int, int]
-) -> None:
-    expected_q, expected_scale = by_vllm(w, block, scale)
-    q, scales = fp8_blockwise.quantize(w, block, scale)
-    assert same(scales, expected_scale)
-    assert same(q, expected_q)
+    assert (q.requires_grad, scales.requires_grad) == (False, False)
 
 
 def test_every_power_of_two_and_its_neighbours_get_the_least_scale_that_holds_them() -> None:
@@ -60,13 +54,6 @@ def test_every_power_of_two_and_its_neighbours_get_the_least_scale_that_holds_th
     scales = fp8_blockwise.scales_of(edges * 448, ScaleFormat.UE8M0)
     wanted = [2.0 ** next(e for e in range(-30, 130) if 2.0**e >= v) for v in (edges * 448 / 448).tolist()]
     assert scales.tolist() == wanted
-
-
-def test_vllms_scale_just_above_a_power_of_two_is_half_of_ours() -> None:
-    w = torch.full((1, 1), 448 * 2**-12 * (1 + 2**-22))
-    _, theirs = by_vllm(w, (128, 128), ScaleFormat.UE8M0)
-    _, ours = fp8_blockwise.quantize(w, scale=ScaleFormat.UE8M0)
-    assert (theirs.item(), ours.item()) == (2**-12, 2**-11)
 
 
 @st.composite
@@ -89,6 +76,12 @@ def test_shards_that_exchange_their_maxima_give_slices_of_the_full_tensor(
         part = fp8_blockwise.block_amax(w[top:bottom, left:right], (top, left), block)
         (r0, r1), (c0, c1) = blocks.scale_box(box, block)
         amax[r0:r1, c0:c1] = torch.maximum(amax[r0:r1, c0:c1], part)
+        shared = torch.zeros(full_scale.shape, dtype=torch.bool)
+        for (a, b), (c, d) in blocks.straddled(box, w.shape, block):
+            shared[a:b, c:d] = True
+        # Blocks that no one else holds need no exchange.
+        own = ~shared[r0:r1, c0:c1]
+        assert same(fp8_blockwise.scales_of(part, scale)[own][None], full_scale[r0:r1, c0:c1][own][None])
     for box in boxes:
         (top, bottom), (left, right) = box
         (r0, r1), (c0, c1) = blocks.scale_box(box, block)
@@ -99,24 +92,6 @@ def test_shards_that_exchange_their_maxima_give_slices_of_the_full_tensor(
         assert same(q, full_q[top:bottom, left:right])
         back = fp8_blockwise.dequantize(q, scales, (top, left), block)
         assert same(back, fp8_blockwise.dequantize(full_q, full_scale, block=block)[top:bottom, left:right])
-
-
-@quick
-@given(cut_weights(), FORMATS)
-def test_blocks_that_no_one_else_holds_need_no_exchange(
-    case: tuple[torch.Tensor, tuple[int, int], list[Box]], scale: ScaleFormat
-) -> None:
-    w, block, boxes = case
-    _, full_scale = fp8_blockwise.quantize(w, block, scale)
-    for box in boxes:
-        (top, bottom), (left, right) = box
-        amax = fp8_blockwise.block_amax(w[top:bottom, left:right], (top, left), block)
-        shared = torch.zeros(full_scale.shape, dtype=torch.bool)
-        for (r0, r1), (c0, c1) in blocks.straddled(box, w.shape, block):
-            shared[r0:r1, c0:c1] = True
-        (r0, r1), (c0, c1) = blocks.scale_box(box, block)
-        own = ~shared[r0:r1, c0:c1]
-        assert same(fp8_blockwise.scales_of(amax, scale)[own][None], full_scale[r0:r1, c0:c1][own][None])
 
 
 @quick
@@ -155,7 +130,6 @@ def test_an_empty_box_needs_no_scales_and_cuts_no_block() -> None:
     assert coverage_gap(blocks.scale_box(box, (128, 128)), []) is None
     q, scales = fp8_blockwise.quantize(torch.empty(0, 256))
     assert (q.shape, scales.shape) == ((0, 256), (0, 2))
-    assert blocks.scale_box(box_of((256, 256)), (128, 128)) == ((0, 2), (0, 2))
 
 
 @quick
@@ -191,10 +165,9 @@ def test_values_that_are_not_finite_are_named_with_their_block() -> None:
     w = torch.ones(2, 256, 256)
     w[1, 200, 3] = float("nan")
     amax = fp8_blockwise.block_amax(w, offset=(128, 0))
-    with pytest.raises(
-        RefitError, match=r"1 of 8 blocks of 128 by 128 .* \[1, 256:384, 0:128\].*parameter gate"
-    ):
+    with pytest.raises(RefitError, match=r"\[1, 256:384, 0:128\]") as error:
         blocks.require_finite(amax, (128, 128), "gate", offset=(128, 0))
+    assert error.value.parameter == "gate"
     blocks.require_finite(amax[:1], (128, 128), "gate")
 
 
@@ -203,21 +176,9 @@ def test_a_maximum_that_was_not_exchanged_gives_nan_and_not_a_number() -> None:
     assert q.float().isnan().tolist() == [[False, True]]
 
 
-def test_negative_zero_keeps_its_sign() -> None:
-    q, _ = fp8_blockwise.quantize(torch.tensor([[-0.0, 0.0]]))
-    assert q.view(torch.uint8).tolist() == [[0x80, 0]]
-
-
-def test_what_cannot_be_quantized_says_so() -> None:
-    with pytest.raises(ValueError, match=r"torch.int32; give BF16"):
-        fp8_blockwise.quantize(torch.ones(2, 2, dtype=torch.int32))
-    with pytest.raises(ValueError, match="keep it in BF16"):
-        fp8_blockwise.quantize(torch.ones(2))
-    with pytest.raises(ValueError, match=r"\(1, 1\) block values do not fit .* it touches \(2, 1\)"):
+@pytest.mark.parametrize("w", [torch.ones(2, 2, dtype=torch.int32), torch.ones(2)])
+def test_what_cannot_be_quantized_is_refused(w: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="BF16"):
+        fp8_blockwise.quantize(w)
+    with pytest.raises(ValueError, match=r"\(2, 1\)"):
         fp8_blockwise.quantize_with_amax(torch.ones(10, 4), torch.ones(1, 1), offset=(120, 0))
-
-
-def test_a_weight_that_requires_grad_is_quantized_without_a_graph() -> None:
-    q, scales = fp8_blockwise.quantize(torch.nn.Parameter(torch.ones(2, 2)))
-    assert not q.requires_grad
-    assert not scales.requires_grad

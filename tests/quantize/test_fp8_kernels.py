@@ -161,20 +161,21 @@ def test_the_kernel_in_tritons_interpreter_gives_torchs_bytes(
     found_ahead.by(interpret)
 
 
-def test_results_that_do_not_fit_their_weight_are_refused() -> None:
-    cpu = torch.device("cpu")
-    w, codes = torch.ones(130, 4), torch.empty(130, 4, dtype=torch.float8_e4m3fn)
-    for job, message in (
-        (QuantizeJob(w, codes, (1, 0), torch.ones(2, 1)), r"do not lie inside a weight of shape \(130, 4\)"),
-        (QuantizeJob(w, codes, (0, 0), torch.ones(1, 1)), r"are of shape \(2, 1\), not \(1, 1\)"),
-        (QuantizeJob(w, codes, (0, 0), torch.ones(1, 1).expand(2, 1)), "share one place"),
-        (
-            QuantizeJob(w, codes[1:], (0, 0), torch.ones(2, 1), (1, 0)),
-            "is quantized as a whole, by scales beside it",
-        ),
-        (QuantizeJob(w, None, (0, 0), torch.ones(2, 1), (127, 0)), r"are of shape \(3, 1\), not \(2, 1\)"),
-        (QuantizeJob(w, codes.bfloat16()), "the codes are torch.float8_e4m3fn, not torch.bfloat16"),
-        (QuantizeJob(w, None, (0, 0), Strided(64, (2, 1), (8, 8), 8)), "items of 4 bytes, not 8"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Fp8Table.build([job], cpu)
+WEIGHT, CODES = torch.ones(130, 4), torch.empty(130, 4, dtype=torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("job", "told"),
+    [
+        (QuantizeJob(WEIGHT, CODES, (1, 0), torch.ones(2, 1)), "inside a weight"),
+        (QuantizeJob(WEIGHT, CODES, (0, 0), torch.ones(1, 1)), r"\(2, 1\), not \(1, 1\)"),
+        (QuantizeJob(WEIGHT, CODES, (0, 0), torch.ones(1, 1).expand(2, 1)), "share one place"),
+        (QuantizeJob(WEIGHT, CODES[1:], (0, 0), torch.ones(2, 1), (1, 0)), "as a whole"),
+        (QuantizeJob(WEIGHT, None, (0, 0), torch.ones(2, 1), (127, 0)), r"\(3, 1\), not \(2, 1\)"),
+        (QuantizeJob(WEIGHT, CODES.bfloat16()), "bfloat16"),
+        (QuantizeJob(WEIGHT, None, (0, 0), Strided(64, (2, 1), (8, 8), 8)), "items of 4 bytes"),
+    ],
+)
+def test_results_that_do_not_fit_their_weight_are_refused(job: QuantizeJob, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Fp8Table.build([job], torch.device("cpu"))

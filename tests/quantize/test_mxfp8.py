@@ -1,4 +1,4 @@
-"""MXFP8 against OCP's formula in exact arithmetic, vLLM and compressed-tensors."""
+"""MXFP8 against OCP's formula in exact arithmetic, and vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from compressed_tensors.quantization.utils.mxfp_utils import generate_mx_scales
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,40 +49,17 @@ def test_every_byte_is_what_exact_arithmetic_gives(w: torch.Tensor, rounding: Ro
 
 
 @quick
-@given(weights(st.integers(1, 6), rows_of_blocks, special=False, dtypes=(torch.bfloat16,)))
-def test_ocps_scales_are_those_of_vllms_fallback_moved_by_eight(w: torch.Tensor) -> None:
-    from vllm.model_executor.layers.quantization.utils.mxfp8_utils import _mxfp8_e4m3_quantize_torch
-
-    _, theirs = _mxfp8_e4m3_quantize_torch(w)
-    _, ours = mxfp8.quantize(w, Rounding.DOWN)
-    assert torch.equal(ours.int(), (theirs.int() - 8).clamp(min=0))
-
-
-@quick
-@given(weights(st.integers(1, 6), rows_of_blocks, special=False, dtypes=(torch.bfloat16,)))
-def test_scales_rounded_up_are_those_of_compressed_tensors_but_at_its_tie(w: torch.Tensor) -> None:
-    amax = mxfp8.block_amax(w)
-    theirs = generate_mx_scales(amax, num_bits=8)
-    tie = torch.frexp(amax).mantissa == 1.75 / 2
-    normal = amax > 2.0**-110
-    ours = mxfp8.scales_of(amax).float()
-    assert torch.equal(ours[normal], (theirs - tie.float())[normal])
-
-
-@quick
 @given(weights(st.integers(1, 6), rows_of_blocks, special=False), ROUNDINGS)
 def test_vllm_reads_the_values(w: torch.Tensor, rounding: Rounding) -> None:
     from vllm.model_executor.layers.quantization.utils.mxfp8_utils import dequant_mxfp8_to_bf16
 
     q, scales = mxfp8.quantize(w, rounding)
     assert torch.equal(mxfp8.dequantize(q, scales, dtype=torch.bfloat16), dequant_mxfp8_to_bf16(q, scales))
-
-
-@quick
-@given(weights(st.integers(1, 6), rows_of_blocks, special=False), ROUNDINGS)
-def test_a_second_quantization_changes_no_value(w: torch.Tensor, rounding: Rounding) -> None:
-    once = mxfp8.dequantize(*mxfp8.quantize(w, rounding))
+    # A second quantization changes no value.
+    once = mxfp8.dequantize(q, scales)
     assert torch.equal(mxfp8.dequantize(*mxfp8.quantize(once, rounding)), once)
+    with pytest.raises(ValueError, match="multiple of 32"):
+        mxfp8.quantize(w[:, 1:], rounding)
 
 
 @quick
@@ -103,19 +79,6 @@ def test_shards_that_exchange_their_maxima_give_slices_of_the_full_tensor(
         assert same(q, full_q[:, start:stop])
         assert same(scales, full_scales[:, first:last])
         assert same(mxfp8.dequantize(q, scales, start), mxfp8.dequantize(full_q, full_scales)[:, start:stop])
-
-
-@quick
-@given(st.data(), weights(st.integers(1, 4), rows_of_blocks), ROUNDINGS)
-def test_aligned_shards_give_slices_of_the_full_tensor(
-    data: st.DataObject, w: torch.Tensor, rounding: Rounding
-) -> None:
-    full_q, full_scales = mxfp8.quantize(w, rounding)
-    for start, stop in cuts(data.draw, w.shape[1], unit=32):
-        assert blocks.straddled(((0, w.shape[0]), (start, stop)), w.shape, (32,)) == []
-        q, scales = mxfp8.quantize(w[:, start:stop], rounding)
-        assert same(q, full_q[:, start:stop])
-        assert same(scales, full_scales[:, start // 32 : stop // 32])
 
 
 @pytest.mark.parametrize("rounding", Rounding)
@@ -149,8 +112,3 @@ def test_the_least_byte_is_given_up_to_its_own_power_and_no_further() -> None:
     )
     assert mxfp8.scales_of(amax, Rounding.UP).tolist() == [0, 0, 1, 1, 2]
     assert mxfp8.scales_of(amax, Rounding.DOWN).tolist() == [0, 0, 0, 1, 1]
-
-
-def test_ragged_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="multiple of 32 elements, not of 33"):
-        mxfp8.quantize(torch.ones(2, 33))

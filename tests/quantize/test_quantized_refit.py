@@ -11,13 +11,12 @@ import torch
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import PeerLost, RefitError, RefitMismatch
-from rlrefit.integration.layout import Box, Fragment, box_of
+from rlrefit.integration.layout import Box, box_of
 from rlrefit.integration.layout.fragments import local_slice
 from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8
 from rlrefit.integration.session import RefitSession, ServingState
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.integration.weights.quantizing import quant_weights_by_name, wire_specs
-from rlrefit.integration.weights.scale_watch import ScaleWatch
 from tests.refit.synthetic import (
     Layout,
     SyntheticDestination,
@@ -82,25 +81,16 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sources() -> list[SyntheticSource]:
-    """Two trainers: rows, columns, rows that end raggedly, rows that cut a block, one whole weight each, replicas."""
-    held: list[Layout] = [
-        {
-            "column.weight": [((0, 256), (0, 384))],
-            "row.weight": [((0, 256), (0, 256))],
-            "ragged.weight": [((0, 256), (0, 200))],
-            "cut.weight": [((0, 64), (0, 128))],
-            "norm.weight": [((0, 384),)],
-            "router.weight": [((0, 8), (0, 384))],
-        },
-        {
-            "column.weight": [((256, 512), (0, 384))],
-            "row.weight": [((0, 256), (256, 640))],
-            "ragged.weight": [((256, 300), (0, 200))],
-            "cut.weight": [((64, 256), (0, 128))],
-            "norm.weight": [((0, 384),)],
-            "router.weight": [((0, 8), (0, 384))],
-        },
-    ]
+    """Two trainers: rows, columns, rows that end raggedly, rows that cut a block, replicas."""
+    columns, split = (0, 384), {"column": 256, "ragged": 256, "cut": 64}
+    held: list[Layout] = []
+    for rank in (0, 1):
+        layout: Layout = {"norm.weight": [(columns,)], "router.weight": [((0, 8), columns)]}
+        layout["row.weight"] = [((0, 256), (256, 640) if rank else (0, 256))]
+        for spec in (COLUMN, RAGGED, CUT):
+            at, (rows, width) = split[spec.name.partition(".")[0]], spec.shape
+            layout[spec.name] = [((at, rows) if rank else (0, at), (0, width))]
+        held.append(layout)
     return [SyntheticSource(SPECS, layout) for layout in held]
 
 
@@ -141,16 +131,8 @@ def whole(spec: TensorSpec, rank: int, size: int) -> Box:
 
 
 def config(**values: object) -> RefitConfig:
-    return RefitConfig(
-        **{
-            "bucket_mb": 1,
-            "timeout_s": 20.0,
-            "verify": "full",
-            "transport": "p2p",
-            "trainer_quantize_fp8": True,
-        }
-        | values
-    )
+    usual = {"bucket_mb": 1, "timeout_s": 20.0, "verify": "full", "transport": "p2p"}
+    return RefitConfig(**usual | {"trainer_quantize_fp8": True} | values)
 
 
 @pytest.mark.parametrize("format", [FP8, UE8M0, MX], ids=["fp32 scales", "ue8m0", "mxfp8"])
@@ -160,9 +142,10 @@ def test_codes_and_scales_of_the_full_tensors_land_in_every_refit(format: Format
         spec.name: format for spec in QUANTIZED if spec.shape[1] % format.block[1] == 0 or format is not MX
     }
     for cut in (by_columns, by_rows, whole):
+        engines = wanted(formats, cut)
         results = run_world(
             sources(),
-            wanted(formats, cut),
+            engines,
             lambda rank, session, end: (
                 [refit_changed(session, end, version) for version in (1, 2, 3)],
                 {e.spec.name: e.route for e in session.manifest},
@@ -171,31 +154,30 @@ def test_codes_and_scales_of_the_full_tensors_land_in_every_refit(format: Format
         )
         assert [[wrong for _, wrong in refits] for refits, _ in results] == [[[], [], []]] * 4
         assert set(results[0][1].values()) == {"bulk"}
+        for (refits, _), engine in zip(results[2:], engines, strict=True):
+            # Codes of one byte and their scales travel, and not 16 bits; some transports align them.
+            assert all(0 <= record.bytes_bulk - engine.kept_bytes < 64 for record, _ in refits)
 
 
-def test_parts_that_cut_the_blocks_of_mxfp8_are_quantized_as_full_tensors() -> None:
-    trainers = sources()
-    for source, columns in zip(trainers, ((0, 144), (144, 384)), strict=True):
-        source._held["column.weight", ((0, 512), columns)] = torch.zeros(
-            512, columns[1] - columns[0]
-        ).bfloat16()
-        del source._held["column.weight", next(b for n, b in source._held if n == "column.weight")]
+def test_parts_that_cut_the_blocks_of_mxfp8_are_quantized_as_full_tensors_which_rank_0_tells_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    others = {s.name: [box_of(s.shape)] for s in SPECS if s is not COLUMN}
     results = run_world(
-        trainers,
-        wanted({"column.weight": MX}, by_rows),
+        [
+            SyntheticSource(SPECS, others | {COLUMN.name: [((0, 512), columns)]})
+            for columns in ((0, 144), (144, 384))
+        ],
+        wanted({COLUMN.name: MX}, by_rows),
         lambda rank, session, end: (
             [refit_changed(session, end, version)[1] for version in (1, 2)],
-            {e.spec.name: (e.route, e.reason) for e in session.manifest},
+            {e.spec.name for e in session.manifest if e.route == "misc"},
         ),
         config(),
     )
-    assert [wrong for wrong, _ in results] == [[[], []]] * 4
-    routes = results[0][1]
-    assert {name for name, (route, _) in routes.items() if route == "misc"} == {
-        "column.weight",
-        "column.weight_scale",
-    }
-    assert "0:512, 0:144, which cuts blocks of 1 by 32" in routes["column.weight"][1]
+    assert results == [([[], []], {"column.weight", "column.weight_scale"})] * 4
+    [record] = [r for r in caplog.records if "do not go shard to shard" in r.getMessage()]
+    assert COLUMN.name in record.getMessage()
 
 
 def test_the_conventional_path_quantizes_full_tensors() -> None:
@@ -270,7 +252,6 @@ def test_a_weight_that_is_no_number_ends_the_refit_by_name_before_it_commits(
     )
     for wrong, error in results:
         assert wrong == []
-        assert "hold NaN or infinity" in str(error)
         assert f"parameter {bad}" in str(error)
     found = [error for _, error in results if not isinstance(error, PeerLost)]
     assert found
@@ -281,136 +262,50 @@ def test_a_weight_that_is_no_number_ends_the_refit_by_name_before_it_commits(
         assert (state.version, state.dirty) == (1, True)
 
 
-def test_scales_in_place_and_loaded_ones_are_seen_wherever_they_lie() -> None:
-    watch = ScaleWatch({"up": FP8, "down": FP8, "loaded": FP8, "mx": MX}, 3)
-    place = {"up": torch.ones(4, 4), "down": torch.ones(4, 6)[:, :4], "loaded": torch.ones(8, 4)}
-    fragments = [
-        Fragment(f"{name}_scale_inv", (8, 4), ((4, 8), (0, 4)), place[name]) for name in ("up", "down")
-    ]
-    fragments.append(Fragment("other", (4, 4), ((0, 4), (0, 4)), torch.full((4, 4), torch.nan)))
-    mx = place["mx"] = torch.full((4, 4), 254, dtype=torch.uint8)
-    fragments.append(Fragment("mx_scale", (8, 4), ((4, 8), (0, 4)), mx))
-    watch.bind(fragments, [TensorSpec("loaded_scale_inv", (8, 4), torch.float32)], torch.device("cpu"))
-
-    def look() -> None:
-        assert dict(watch.passing([("loaded_scale_inv", place["loaded"])])).keys() == {"loaded_scale_inv"}
-        watch.look()
-
-    for name, view in place.items():
-        look()
-        watch.require_finite()
-        good = view[2, 1].clone()
-        view[2, 1] = 255 if name == "mx" else torch.inf
-        look()
-        where = {"mx": r"6:7, 32:64", "loaded": r"256:384, 128:256"}.get(name, "768:896, 128:256")
-        with pytest.raises(RefitError, match=rf"1 of \d+ blocks .* \[{where}\].*rank 3, parameter {name}"):
-            watch.require_finite()
-        view[2, 1] = good
-
-
-def test_half_the_bytes_travel() -> None:
-    def moved(formats: dict[str, Format], quantize: bool) -> int:
-        results = run_world(
-            sources(),
-            wanted(formats, by_rows),
-            lambda rank, session, end: refit_changed(session, end, 1)[0].bytes_bulk,
-            config(trainer_quantize_fp8=quantize),
-        )
-        return sum(results[2:])
-
-    plain, quantized = moved({}, False), moved({spec.name: FP8 for spec in (COLUMN, ROW)}, True)
-    saved = sum(spec.nbytes // 2 - spec.nbytes // 2 // 128**2 * 4 for spec in (COLUMN, ROW))
-    assert quantized == plain - saved
-
-
-def test_an_engine_without_quantized_weights_is_no_match() -> None:
-    results = run_world(sources(), wanted({}, whole), lambda *_: None, config())
-    assert all(isinstance(error, RefitMismatch) for error in results)
-    assert "no engine rank stores a weight in a format that the trainer makes" in str(results[0])
-
-
-@pytest.mark.parametrize(
-    "named", [{}, {"row.weight": FP8}], ids=["an engine that leaves them out", "that names one"]
-)
-def test_weights_that_come_in_fp32_are_refused_with_the_dtype_as_the_remedy(named: dict[str, Format]) -> None:
+def fp32_sources() -> list[SyntheticSource]:
     wide = [TensorSpec(spec.name, spec.shape, torch.float32) for spec in SPECS]
-    engines = wanted(named, whole)
+    return [SyntheticSource(wide, {spec.name: [box_of(spec.shape)] for spec in wide}) for _ in range(2)]
+
+
+def telling(told: dict[str, Format]) -> list[Any]:
+    """Engine ranks that name formats for weights of any kind."""
+    engines: list[Any] = wanted({}, whole)
     for engine in engines:
-        engine.quantized = lambda specs: named
-    held = [SyntheticSource(wide, {spec.name: [box_of(spec.shape)] for spec in wide}) for _ in range(2)]
-    results = run_world(held, engines, lambda *_: None, config())
+        engine.quantized = lambda specs: told
+    return engines
+
+
+# Trainer ranks, engine ranks, and what the errors name.
+UNMATCHED: dict[str, tuple[Callable[[], list[Any]], Callable[[], list[Any]], str]] = {
+    "no quantized weight": (sources, lambda: wanted({}, whole), "no engine rank"),
+    "FP32 beside no quantized weight": (fp32_sources, lambda: telling({}), "refit_dtype"),
+    "FP32": (fp32_sources, lambda: telling({"row.weight": FP8}), "refit_dtype"),
+    "no matrix": (sources, lambda: telling({"norm.weight": FP8}), "norm.weight"),
+    "two formats": (
+        sources,
+        lambda: [wanted({"row.weight": FP8}, whole)[0], wanted({"row.weight": UE8M0}, whole)[1]],
+        "row.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNMATCHED)
+def test_weights_and_formats_that_do_not_fit_one_another_are_refused_on_all_ranks(case: str) -> None:
+    trainers, engines, named = UNMATCHED[case]
+    results = run_world(trainers(), engines(), lambda *_: None, config())
     for error in results:
         assert isinstance(error, RefitMismatch)
-        assert "refit_dtype = torch.bfloat16 of FSDPRefitMixin" in str(error)
-        assert "Start the engine from" not in str(error)
-
-
-def test_trainer_rank_0_tells_once_what_shards_that_cut_blocks_cost(caplog: pytest.LogCaptureFixture) -> None:
-    formats: dict[str, Format] = {COLUMN.name: MX}
-    others = {s.name: [box_of(s.shape)] for s in SPECS if s is not COLUMN}
-    held = [
-        SyntheticSource(SPECS, others | {COLUMN.name: [((0, 512), columns)]})
-        for columns in ((0, 144), (144, 384))
-    ]
-    run_world(held, wanted(formats, whole), lambda rank, session, end: session.refit(1), config())
-    [record] = [r for r in caplog.records if "do not go shard to shard" in r.getMessage()]
-    misc = 512 * 384 + 512 * 384 // 32
-    plain = sum(spec.nbytes for spec in SPECS if spec is not COLUMN)
-    text = record.getMessage()
-    assert text.startswith(f"{100 * misc / (misc + plain):.0f}% of the weights (0.2 MB of ")
-    assert "column.weight: trainer: a rank holds 0:512, 0:144, which cuts blocks of 1 by 32" in text
-    assert "Choose a layout whose shards are whole blocks, or compare with" in text
-
-
-def test_fp32_shards_that_nobody_casts_are_told_with_the_dtype_as_the_remedy(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    wide = [TensorSpec(spec.name, spec.shape, torch.float32) for spec in SPECS]
-    held = [SyntheticSource(wide, {spec.name: [box_of(spec.shape)] for spec in wide}) for _ in range(2)]
-    run_world(
-        held,
-        wanted({}, whole),
-        lambda rank, session, end: session.refit(1),
-        config(trainer_quantize_fp8=False),
-    )
-    [record] = [r for r in caplog.records if "do not go shard to shard" in r.getMessage()]
-    assert record.getMessage().startswith("100% of the weights")
-    assert "refit_dtype = torch.bfloat16 of FSDPRefitMixin" in record.getMessage()
-
-
-def test_layouts_of_whole_blocks_warn_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    run_world(
-        sources(), wanted({COLUMN.name: FP8}, whole), lambda rank, session, end: session.refit(1), config()
-    )
-    assert not [r for r in caplog.records if "do not go shard to shard" in r.getMessage()]
-
-
-def test_engines_that_store_one_weight_differently_are_no_match() -> None:
-    one, other = wanted({"row.weight": FP8}, whole)[0], wanted({"row.weight": UE8M0}, whole)[1]
-    results = run_world(sources(), [one, other], lambda *_: None, config())
-    assert all(isinstance(error, RefitMismatch) for error in results)
-    assert "row.weight" in str(results[3])
+    assert named in str(results[3])
 
 
 @pytest.mark.parametrize("engine", ["nccl_xfer", "packed_broadcast"])
 def test_an_engine_that_keeps_numbers_never_takes_another_engines_codes_for_them(engine: str) -> None:
-    quantized, plain = (
-        wanted({"row.weight": FP8}, whole)[0],
-        SyntheticDestination(SPECS, {"row.weight": [box_of(ROW.shape)]}),
-    )
+    quantized = wanted({"row.weight": FP8}, whole)[0]
+    plain = SyntheticDestination(SPECS, {"row.weight": [box_of(ROW.shape)]})
     results = run_world(sources(), [quantized, plain], lambda *_: None, config(), engine=engine)
     assert all(isinstance(error, RefitError) for error in results)
     assert isinstance(results[3], RefitMismatch)
     assert "row.weight" in str(results[3])
-    assert "as bfloat16, but all get the same" in str(results[3])
-
-
-def test_what_is_no_matrix_of_16_bits_is_refused_by_name() -> None:
-    engines = wanted({}, whole)
-    for engine in engines:
-        engine._formats = {"norm.weight": FP8}
-    results = run_world(sources(), engines, lambda *_: None, config())
-    assert all(isinstance(error, RefitMismatch) and "norm.weight" in str(error) for error in results)
 
 
 def test_full_quantized_tensors_come_one_after_the_other_beside_other_tasks() -> None:

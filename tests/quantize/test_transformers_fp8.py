@@ -8,13 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.layout import box_of
 from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.workers.engines.transformers.destination import TransformersFp8Destination
 from rlrefit.workers.trainers.fsdp.source import FSDPSource
 from tests.refit.synthetic import SyntheticSource, run_world, value_of
+
+from .test_quantized_refit import config
 
 BF16 = torch.bfloat16
 _SIZES = {
@@ -67,10 +68,7 @@ def test_the_model_has_the_values_of_fp8_after_every_refit(experts: bool, engine
                     wrong.append((version, spec.name))
         return wrong, {entry.spec.name: entry.route for entry in session.manifest}
 
-    config = RefitConfig(
-        bucket_mb=1, timeout_s=20.0, verify="full", transport="p2p", trainer_quantize_fp8=True
-    )
-    results = run_world([source], [destination], body, config, engine=engine)
+    results = run_world([source], [destination], body, config(), engine=engine)
     assert [wrong for wrong, _ in results] == [[], []]
     routes = results[0][1]
     scales = {name for name in routes if name.endswith("_scale_inv")}
