@@ -87,8 +87,15 @@ def saved_files(policy: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def assert_saved(ranks: Sequence[dict[str, Any]]) -> None:
-    """All files of a checkpoint are told by the one rank that wrote each, with what they hold."""
-    assert all(found["right"] for found in ranks)
-    assert sorted(name for found in ranks for name in found["told"]) == ranks[0]["there"]
-    assert all(found["told"] for found in ranks)
+def assert_resumed(reports: Sequence[dict[str, Any]]) -> None:
+    """Of all ranks of a run that saved: what :func:`saved_files` and :func:`skip_steps` found is as it should be."""
+    assert all(report["saved"]["right"] and report["saved"]["told"] for report in reports)
+    told = [name for report in reports for name in report["saved"]["told"]]
+    assert sorted(told) == reports[0]["saved"]["there"]  # each by the one rank that wrote it
+    for report in reports:
+        found = report["skipped"]
+        assert found["skipped"] == found["skipped again"] == [1.0, 1.0, 1.0]
+        assert found["unchanged"]
+        # As if nothing had been.
+        assert found["next step"] == report["next step"]
+        assert found["ended"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from tests.ahead import FoundAhead
-from tests.policy_scenes import assert_saved
+from tests.policy_scenes import assert_resumed
 from tests.spawn import run_ranks
 
 from .models import KINDS, LENGTHS, ROUTED_IN_FLOAT32, Oracle, write_checkpoint
@@ -70,33 +71,27 @@ def world(found_ahead: FoundAhead) -> World:
     return found_ahead.by(run_all_cases)
 
 
+close = partial(torch.testing.assert_close, atol=2e-6, rtol=0)
+
+
 @pytest.mark.parametrize("case", TRAINED)
-def test_log_probabilities_are_those_of_transformers(world: World, case: str) -> None:
-    wanted = world.oracles[TRAINED[case][0]].first_logprobs
-    for report in world.of(case):
-        torch.testing.assert_close(report.logprobs, wanted, atol=2e-6, rtol=0)
+def test_log_probabilities_and_steps_are_those_of_one_process_with_the_whole_model(
+    world: World, case: str
+) -> None:
+    oracle = world.oracles[TRAINED[case][0]]
+    first, *_ = reports = world.of(case)
+    for report in reports:
+        close(report.logprobs, oracle.first_logprobs)
         assert (report.logprobs[:, 0] == 0).all()
         for row, length in enumerate(LENGTHS):
-            ours = report.trimmed_logprobs[row, :length]
-            torch.testing.assert_close(ours, wanted[row, :length], atol=2e-6, rtol=0)
-
-
-@pytest.mark.parametrize("case", TRAINED)
-def test_steps_are_those_of_one_process_with_the_whole_model(world: World, case: str) -> None:
-    oracle = world.oracles[TRAINED[case][0]]
-    for report in world.of(case):
+            close(report.trimmed_logprobs[row, :length], oracle.first_logprobs[row, :length])
         for ours, wanted in zip(report.metrics, oracle.metrics, strict=True):
             assert ours.keys() == wanted.keys()
             assert ours == pytest.approx(wanted, rel=1e-5, abs=1e-6)
         assert report.weights.keys() == oracle.weights.keys()
         for name, wanted in oracle.weights.items():
-            torch.testing.assert_close(report.weights[name], wanted, atol=2e-6, rtol=0, msg=name)
-
-
-@pytest.mark.parametrize("case", TRAINED)
-def test_all_ranks_report_the_same_bit_for_bit(world: World, case: str) -> None:
-    first, *others = world.of(case)
-    for report in others:
+            close(report.weights[name], wanted, msg=name)
+        # All ranks report the same bit for bit.
         assert report.metrics == first.metrics
         assert torch.equal(report.later_logprobs, first.later_logprobs)
         assert all(torch.equal(report.weights[name], tensor) for name, tensor in first.weights.items())
@@ -128,44 +123,27 @@ def test_the_reference_policy_stays_where_the_policy_began(world: World) -> None
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_training_goes_on_bit_for_bit_after_a_restart(world: World, case: str) -> None:
+def test_training_goes_on_bit_for_bit_after_a_restart_and_after_steps_that_were_left_out(
+    world: World, case: str
+) -> None:
     for rank in world.ranks:
         report = rank["resumed"][case]
         assert report["again"] == report["through"]
         assert report["before"] != report["through"][1]
+    assert_resumed([rank["resumed"][case] for rank in world.ranks])
+    # Nor do a module without gradients and a frozen one hinder a restart.
+    assert all(rank["unused"] for rank in world.ranks)
 
 
-@pytest.mark.parametrize("case", RESUMED)
-def test_steps_of_gradients_that_are_not_finite_are_left_out_and_end_the_training_when_there_are_too_many(
-    world: World, case: str
+@pytest.mark.parametrize(
+    ("state", "told"), [("other layout", "replicate was 2 and is 1"), ("cut off", "can't be read")]
+)
+def test_a_state_that_does_not_fit_is_refused_on_all_ranks_and_nothing_is_changed(
+    world: World, state: str, told: str
 ) -> None:
     for rank in world.ranks:
-        found = rank["resumed"][case]["skipped"]
-        assert found["skipped"] == found["skipped again"] == [1.0, 1.0, 1.0]
-        assert found["unchanged"]
-        # As if nothing had been.
-        assert found["next step"] == rank["resumed"][case]["next step"]
-        assert found["ended"]
-
-
-@pytest.mark.parametrize("case", RESUMED)
-def test_ranks_tell_the_hashes_of_all_files_that_they_save(world: World, case: str) -> None:
-    assert_saved([rank["resumed"][case]["saved"] for rank in world.ranks])
-
-
-def test_a_state_of_another_layout_is_refused_and_nothing_is_changed(world: World) -> None:
-    for rank in world.ranks:
-        report = rank["other layout"]
-        assert "replicate was 2 and is 1" in report["text"]
-        assert report["unchanged"]
-
-
-def test_a_state_that_ends_early_is_refused_on_all_ranks_and_nothing_is_changed(world: World) -> None:
-    for rank in world.ranks:
-        report = rank["cut off"]
-        assert "can't be read" in report["text"]
-        assert "resume from an earlier checkpoint" in report["text"]
-        assert report["unchanged"]
+        assert told in rank[state]["text"]
+        assert rank[state]["unchanged"]
 
 
 def test_what_transformers_keeps_in_float32_computes_in_it_and_what_is_frozen_stays_so(world: World) -> None:
@@ -173,7 +151,3 @@ def test_what_transformers_keeps_in_float32_computes_in_it_and_what_is_frozen_st
         assert rank["routers"]["computed"] == {torch.float32}
         (name,) = rank["routers"]["frozen"]
         assert name.endswith("e_score_correction_bias")
-
-
-def test_a_module_without_gradients_and_a_frozen_one_do_not_hinder_a_restart(world: World) -> None:
-    assert all(rank["unused"] for rank in world.ranks)

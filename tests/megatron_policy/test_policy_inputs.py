@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -80,15 +81,13 @@ def split_of(*lengths: int, tokens: int = 16, micro_batch: int = 2) -> BatchSpli
     )
 
 
-def test_a_micro_batch_larger_than_the_batch_is_not_filled_up_with_padding() -> None:
-    split = split_of(*[16] * 9, micro_batch=512)
-    assert (split.micro_batches, split.local_rows) == (1, 5)
-
-
 def test_one_long_row_widens_no_other_micro_batch_than_its_own() -> None:
     assert split_of(*[3] * 8, 16, 5).widths == (16, 4, 4)
     split = split_of(*[16] * 9)
     assert (split.widths, split.local_rows) == ((16, 16, 16), 6)
+    # A micro-batch larger than the batch is not filled up with padding.
+    split = split_of(*[16] * 9, micro_batch=512)
+    assert (split.micro_batches, split.local_rows) == (1, 5)
 
 
 def test_minibatches_of_rollouts_keep_the_lengths_of_their_rows() -> None:
@@ -103,48 +102,45 @@ def test_minibatches_of_rollouts_keep_the_lengths_of_their_rows() -> None:
         assert torch.equal((part.input_ids != 0).sum(1), part.lengths)
 
 
-def test_a_batch_without_lengths_is_computed_whole() -> None:
-    split = BatchSplit.of(
-        make_batch(3, 7), data_parallel=1, micro_batch=2, token_multiple=2, micro_batch_multiple=1
-    )
-    assert (split.widths, split.order.tolist()) == ((8, 8), [0, 1, 2])
+SHIFTED = torch.zeros(3, 4)
+MALFORMED: dict[str, dict[str, Any]] = {
+    "loss_mask": {"loss_mask": SHIFTED},
+    "old_logprobs": {"old_logprobs": SHIFTED},
+    "rollout_logprobs": {"rollout_logprobs": SHIFTED},
+    "ref_logprobs": {"ref_logprobs": SHIFTED},
+    "advantages": {"advantages": torch.zeros(3, 5)},
+    "lengths": {"lengths": torch.tensor([5, 4, 5])},  # of rows that would lose trained tokens
+    "column 0": {"loss_mask": torch.ones(3, 5)},
+    "int64": {"input_ids": torch.zeros(3, 5)},
+}
 
 
-def test_a_length_that_would_leave_trained_tokens_out_is_refused() -> None:
-    with pytest.raises(ValueError, match="behind the lengths of their rows"):
-        dataclasses.replace(make_batch(2, 5), lengths=torch.tensor([5, 4]))
-
-
-@pytest.mark.parametrize("name", ["loss_mask", "old_logprobs", "rollout_logprobs", "ref_logprobs"])
-def test_log_probabilities_shifted_by_a_column_are_refused(name: str) -> None:
-    batch = make_batch(3, 5)
-    with pytest.raises(ValueError, match=rf"{name} has shape \[3, 4\].*\[3, 5\]"):
-        dataclasses.replace(batch, **{name: torch.zeros(3, 4)})
-
-
-def test_one_advantage_per_completion_is_wanted() -> None:
-    with pytest.raises(ValueError, match=r"advantages has shape \[3, 5\].*\[3\]"):
-        dataclasses.replace(make_batch(3, 5), advantages=torch.zeros(3, 5))
-
-
-def test_a_mask_on_the_first_column_is_refused() -> None:
-    with pytest.raises(ValueError, match="selects column 0"):
-        PolicyBatch(torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, 4))
-
-
-@pytest.mark.parametrize(
-    "ids", [torch.zeros(4, dtype=torch.int64), torch.zeros(2, 4), torch.empty(0, 4).long()]
-)
-def test_token_ids_that_are_no_int64_rows_are_refused(ids: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="int64"):
-        PolicyBatch(ids, torch.zeros(ids.shape))
+@pytest.mark.parametrize("named", MALFORMED)
+def test_a_batch_that_is_not_what_it_says_is_refused(named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        dataclasses.replace(make_batch(3, 5), **MALFORMED[named])
 
 
 def test_all_that_is_wrong_with_a_policy_is_said_at_once() -> None:
     with pytest.raises(ValueError) as caught:
-        MegatronPolicyConfig("model", MegatronLayout(context_parallel=2), micro_batch=0, temperature=0.0)
-    for part in ("context_parallel is 2", "micro_batch is 0", "temperature is 0.0"):
+        MegatronPolicyConfig(
+            "model",
+            MegatronLayout(context_parallel=2),
+            micro_batch=0,
+            temperature=0.0,
+            optimizer=AdamConfig(cpu_offload_fraction=1.0),
+            distributed_optimizer=False,
+        )
+    wrong = ["context_parallel is 2", "micro_batch is 0", "temperature is 0.0", "needs distributed_optimizer"]
+    if not torch.cuda.is_available():
+        wrong.append("this process has none; give 0")
+    for part in wrong:
         assert part in str(caught.value)
+
+
+OF_ITS_OWN = MegatronLayout(
+    pipeline_parallel=2, num_layers_in_last_pipeline_stage=1, pipeline_model_parallel_layout="Et|tL"
+)
 
 
 @pytest.mark.parametrize(
@@ -154,15 +150,15 @@ def test_all_that_is_wrong_with_a_policy_is_said_at_once() -> None:
         (MegatronLayout(expert_parallel=4), 2, "expert_parallel x pipeline_parallel = 4"),
         (MegatronLayout(virtual_pipeline=2), 2, "virtual_pipeline needs pipeline_parallel above 1"),
         (MegatronLayout(tensor_parallel=0), 2, "tensor_parallel is 0"),
+        (MegatronLayout(pipeline_parallel=2, pipeline_model_parallel_layout="Et|t|tL"), 2, "3 stages"),
+        (OF_ITS_OWN, 2, "pipeline_model_parallel_layout tells all stages"),
+        (MegatronLayout(num_layers_in_first_pipeline_stage=3), 1, "need pipeline_parallel above 1"),
     ],
 )
 def test_an_impossible_layout_is_explained(layout: MegatronLayout, ranks: int, text: str) -> None:
     assert text in "; ".join(layout.violations(ranks))
-
-
-def test_a_possible_layout_has_no_violations() -> None:
-    layout = MegatronLayout(tensor_parallel=2, pipeline_parallel=2, virtual_pipeline=2, expert_parallel=4)
-    assert layout.violations(8) == []
+    possible = MegatronLayout(tensor_parallel=2, pipeline_parallel=2, virtual_pipeline=2, expert_parallel=4)
+    assert possible.violations(8) == []
 
 
 def test_building_without_process_groups_says_what_to_call() -> None:
@@ -177,23 +173,3 @@ def test_stand_ins_are_refused_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     with pytest.raises(RuntimeError, match=r"torch sees 8 GPU.*CUDA_VISIBLE_DEVICES"):
         cpu_standins.install()
-
-
-def test_an_optimizer_off_the_gpu_needs_a_gpu_and_the_distributed_optimizer() -> None:
-    with pytest.raises(ValueError) as found:
-        MegatronPolicyConfig(
-            "model", optimizer=AdamConfig(cpu_offload_fraction=1.0), distributed_optimizer=False
-        )
-    assert "needs distributed_optimizer, which Megatron builds it on" in str(found.value)
-    assert torch.cuda.is_available() or "this process has none; give 0" in str(found.value)
-
-
-def test_stages_of_its_own_are_checked_with_the_layout() -> None:
-    layout = MegatronLayout(
-        pipeline_parallel=2, num_layers_in_last_pipeline_stage=1, pipeline_model_parallel_layout="Et|t|tL"
-    )
-    both, stages = layout.violations(2)
-    assert both.startswith("pipeline_model_parallel_layout tells all stages")
-    assert "it has 3 stages where PP x virtual stages = 2" in stages
-    (alone,) = MegatronLayout(num_layers_in_first_pipeline_stage=3).violations(1)
-    assert "need pipeline_parallel above 1" in alone

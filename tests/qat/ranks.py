@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,13 @@ class Case:
 
     Attributes:
         checkpoint: that it starts from.
-        megatron: Megatron's layout; None for FSDP over all ranks.
-        exclude: beside the defaults.
         written: where it writes its checkpoint.
+        megatron: Megatron's layout; None for FSDP over all ranks.
     """
 
     checkpoint: str
     written: Path
     megatron: dict[str, int] | None = None
-    config: dict[str, Any] = field(default_factory=dict)
 
 
 def token_ids() -> torch.Tensor:
@@ -50,7 +48,7 @@ def _fsdp(rank: int, case: Case) -> dict[str, Any]:
     from rlrefit.workers.trainers.qat.source import PackedSource
 
     model = AutoModelForCausalLM.from_pretrained(case.checkpoint, dtype=torch.float32)
-    qat = quantize_module(model, QATConfig(**case.config))
+    qat = quantize_module(model, QATConfig())
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
@@ -157,12 +155,12 @@ def _megatron(rank: int, case: Case) -> dict[str, Any]:
     (model,) = built.model
     built.provider.gradient_accumulation_fusion = True
     try:
-        quantize_chunks(built.bridge, built.model, QATConfig(**case.config))
+        quantize_chunks(built.bridge, built.model, QATConfig())
         refusal = ""
     except ValueError as error:
         refusal = str(error)
     built.provider.gradient_accumulation_fusion = False
-    qat = quantize_chunks(built.bridge, built.model, QATConfig(**case.config))
+    qat = quantize_chunks(built.bridge, built.model, QATConfig())
     source = MegatronSource(built.bridge, built.model)
     packed = PackedSource(source, qat)
     ids = token_ids()

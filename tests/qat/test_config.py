@@ -27,46 +27,41 @@ def test_first_and_last_layers_stay_and_their_numbers_are_not_taken_for_others()
     assert "model.layers.1.mlp.down_proj" in made["exclude_modules"]
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
-    config = QATConfig(
-        exclude=("*.k_proj", "*.mispelt_proj", "*.gate"),
-        first_layers=99,
-        activations=False,
-        force_dynamic_quantization=True,
-    )
-    with pytest.raises(ValueError, match="NVFP4 training is not possible so") as raised:
-        select(config, LINEARS, NAMES)
-    text = str(raised.value)
-    for part in (
-        "first_layers is 99; the model has 12 layers",
-        "force_dynamic_quantization is about activations",
-        "'*.mispelt_proj', which matches no module",
-        "lm_head.weight: engines hold the head unquantized",
-    ):
-        assert part in text
+ODD = [Linear("model.layers.0.a.weight", 24), Linear("model.layers.0.b.weight", 64, "it is odd")]
+WITHOUT_THE_LAST = [linear for linear in LINEARS if ".11." not in linear.name]
+MANY_FAULTS = QATConfig(
+    ("*.k_proj", "*.mispelt_proj", "*.gate"),
+    first_layers=99,
+    activations=False,
+    force_dynamic_quantization=True,
+)
+REFUSED: dict[str, tuple[QATConfig, list[Linear], list[str]]] = {
+    "all at once": (
+        MANY_FAULTS,
+        LINEARS,
+        ["first_layers is 99", "force_dynamic_quantization", "'*.mispelt_proj'", "lm_head.weight"],
+    ),
+    "a part of a fused matrix": (
+        QATConfig(exclude=(*DEFAULT_EXCLUDED, "*.3.self_attn.k_proj")),
+        LINEARS,
+        ["3.self_attn.k_proj.weight", "qkv_proj"],
+    ),
+    "cut blocks and unknown forms": (QATConfig(), ODD, ["a.weight: a rank holds 24", "b.weight: it is odd"]),
+    "an end that leaves nothing out": (QATConfig(last_layers=1), WITHOUT_THE_LAST, ["last_layers is 1"]),
+}
 
 
-def test_a_part_of_a_fused_matrix_cannot_be_left_out_alone() -> None:
-    with pytest.raises(
-        ValueError, match=r"3.self_attn.k_proj.weight would be left out, and .*qkv_proj"
-    ) as raised:
-        select(QATConfig(exclude=(*DEFAULT_EXCLUDED, "*.3.self_attn.k_proj")), LINEARS, NAMES)
-    assert str(raised.value).count("\n") == 1
-
-
-def test_shards_that_cut_blocks_and_layers_of_unknown_form_are_refused_by_name() -> None:
-    odd = [Linear("model.layers.0.a.weight", 24), Linear("model.layers.0.b.weight", 64, "it is odd")]
-    with pytest.raises(
-        ValueError, match=r"a.weight: a rank holds 24 columns, which cuts blocks of 16"
-    ) as raised:
-        select(QATConfig(), odd, [linear.name for linear in odd])
-    assert "b.weight: it is odd. Leave its layer out by exclude" in str(raised.value)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_quantized_so_is_refused_by_name(case: str) -> None:
+    config, linears, told = REFUSED[case]
+    with pytest.raises(ValueError) as error:
+        select(config, linears, [*NAMES, "model.layers.0.a.weight", "model.layers.0.b.weight"])
+    for part in told:
+        assert part in str(error.value)
 
 
 def test_an_exclusion_that_an_engine_would_read_for_more_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"'model.layers.0.mlp.gate' is also found in model.layers.0.mlp.gate_"
-    ):
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.gate_"):
         quantization_config(["model.layers.0.mlp.up_proj.weight"], ["model.layers.0.mlp.gate.weight"], "1")
 
 
@@ -80,34 +75,21 @@ def test_what_engines_fuse_shares_a_scale() -> None:
     assert {input_module(name) for name in experts} == {f"{layer}.mlp.experts.*.gate_up_proj"}
 
 
-def _of_stacks(**layers: int) -> list[Linear]:
-    stacks = {name.replace("_", "."): count for name, count in layers.items()}
-    return [
-        Linear(f"{s}.layers.{i}.mlp.down_proj.weight", 64)
-        for s, count in stacks.items()
-        for i in range(count)
-    ]
-
-
-def _left_out(config: QATConfig, linears: list[Linear], *others: str, counted: int | None = None) -> set[str]:
+def _left_out(
+    config: QATConfig, stacks: dict[str, int], *others: str, counted: int | None = None
+) -> set[str]:
+    """Layers that stay as they are, of stacks of so many."""
+    linears = [Linear(f"{s}.layers.{i}.a.weight", 64) for s, count in stacks.items() for i in range(count)]
     names = [linear.name for linear in linears]
-    chosen = select(config, linears, [*names, *others], counted)
-    return {name.removesuffix(".mlp.down_proj.weight") for name in set(names) - chosen}
+    return {
+        n.removesuffix(".a.weight") for n in {*names} - select(config, linears, [*names, *others], counted)
+    }
 
 
 def test_the_last_layers_are_the_decoders_beside_a_vision_tower_and_prediction_layers() -> None:
     ends = QATConfig(first_layers=1, last_layers=1)
-    linears = _of_stacks(vision=7, model=5, mtp=1)
-    found = _left_out(ends, linears, "model.embed_tokens.weight", "vision.patch_embed.proj.weight", counted=4)
-    assert found == {"model.layers.0", "model.layers.3"}
-    found = _left_out(ends, linears, "model.embed_tokens.weight")
-    assert found == {"model.layers.0", "model.layers.4"}
-    assert _left_out(ends, _of_stacks(a=3, b=2)) == {"a.layers.0", "a.layers.2", "b.layers.0", "b.layers.1"}
-
-
-def test_layers_at_an_end_that_leave_nothing_out_are_an_error() -> None:
-    linears = [linear for linear in _of_stacks(model=4) if "layers.3" not in linear.name]
-    names = [linear.name for linear in linears] + ["model.layers.3.norm.weight"]
-    with pytest.raises(ValueError, match=r"last_layers is 1, but .* so it leaves nothing out") as raised:
-        select(QATConfig(first_layers=1, last_layers=1), linears, names)
-    assert "first_layers" not in str(raised.value)
+    embeddings = "model.embed_tokens.weight", "vision.patch_embed.proj.weight"
+    stacks = {"vision": 7, "model": 5, "mtp": 1}
+    assert _left_out(ends, stacks, *embeddings, counted=4) == {"model.layers.0", "model.layers.3"}
+    assert _left_out(ends, stacks, *embeddings[:1]) == {"model.layers.0", "model.layers.4"}
+    assert _left_out(ends, {"a": 3, "b": 2}) == {"a.layers.0", "a.layers.2", "b.layers.0", "b.layers.1"}

@@ -40,15 +40,9 @@ def test_the_layer_that_keeps_nothing_computes_what_its_steps_do(
         found.append((out.detach(), x.grad, weight.grad))
     for ours, steps in zip(*found, strict=True):
         assert torch.equal(ours, steps)
-    assert bool(found[0][1].eq(0).any()) == (share == 0.5)
-
-
-def test_no_element_of_a_weight_loses_its_gradient() -> None:
-    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    scale = nvfp4.global_scale(weight.detach().abs().amax())
-    straight_through(weight, fake_weight(weight, scale)).sum().backward()
-    assert weight.grad is not None
-    assert torch.equal(weight.grad, torch.ones(64, 64))
+    _, of_inputs, of_weights = found[0]
+    assert bool(of_inputs.eq(0).any()) == (share == 0.5)
+    assert of_weights.ne(0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -56,9 +50,3 @@ def test_the_largest_element_is_never_cut_off_by_the_scale_made_of_it(dtype: tor
     largest = (torch.rand(5000, generator=torch.Generator().manual_seed(2)) * 10).to(dtype)
     assert nvfp4.in_range(largest, nvfp4.global_scale(largest)).all()
     assert not nvfp4.in_range(largest * 1.01, nvfp4.global_scale(largest)).any()
-
-
-def test_under_a_shared_scale_the_global_maximum_rounds_as_the_rounded_weight_does() -> None:
-    weight = torch.randn(400, 16, generator=torch.Generator().manual_seed(3))
-    for row in weight:
-        assert row.abs().amax().bfloat16() == row.bfloat16().abs().amax()

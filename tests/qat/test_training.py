@@ -15,7 +15,6 @@ import torch
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError
 from rlrefit.integration.layout import box_of
-from rlrefit.integration.quantize import nvfp4
 from rlrefit.integration.session import RefitSession
 from rlrefit.integration.weights.endpoints import WeightSource
 from rlrefit.integration.weights.manifest import TensorSpec
@@ -39,18 +38,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return lambda kind: root / kind if (root / kind).exists() else make_checkpoint(kind, root / kind)
 
 
+# W4A4, of experts too, in test_ranks.
 @pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        ("qwen3", {}),
-        ("qwen3", {"activations": False, "first_layers": 1}),
-        ("qwen3", {"force_dynamic_quantization": True}),
-        ("qwen3-moe", {}),
-    ],
-    ids=["W4A4", "W4A16", "dynamic", "experts"],
+    "config",
+    [{"activations": False, "first_layers": 1}, {"force_dynamic_quantization": True}],
+    ids=["W4A16", "dynamic"],
 )
-def test_training_learns(checkpoints: Callable[[str], Path], kind: str, config: dict[str, Any]) -> None:
-    model, qat = trainer(checkpoints(kind), **config)
+def test_training_learns(checkpoints: Callable[[str], Path], config: dict[str, Any]) -> None:
+    model, qat = trainer(checkpoints("qwen3"), **config)
     losses = train(model, qat, 4)
     assert all(later < earlier - 0.1 for earlier, later in pairwise(losses)), losses
 
@@ -78,65 +73,38 @@ def test_a_checkpoint_computes_what_the_trained_model_does_bit_for_bit(
     assert (folder / "tokenizer.json").exists()
 
 
-def test_fused_neighbours_share_their_scales_in_training_and_in_the_checkpoint(
-    checkpoints: Callable[[str], Path], tmp_path: Path
-) -> None:
-    model, qat = trainer(checkpoints("qwen3-moe"))
-    write_checkpoint(tmp_path / "out", checkpoints("qwen3-moe"), FSDPSource(model, torch.bfloat16), qat)
-    tensors, original = read(tmp_path / "out"), read(checkpoints("qwen3-moe"))
-    for parts in (
-        [f"model.layers.1.self_attn.{p}_proj" for p in "qkv"],
-        [f"model.layers.1.mlp.experts.5.{p}_proj" for p in ("gate", "up")],
-    ):
-        shared = nvfp4.global_scale(*(original[f"{part}.weight"].abs().amax() for part in parts))
-        for part in parts:
-            packed, scales, _ = nvfp4.quantize(original[f"{part}.weight"], shared)
-            assert torch.equal(tensors[f"{part}.weight"], packed)
-            assert torch.equal(as_bytes(tensors[f"{part}.weight_scale"]), as_bytes(scales))
-            assert tensors[f"{part}.weight_scale_2"] == shared
-    inputs = [
-        t for name, t in tensors.items() if "layers.0.mlp.experts" in name and name.endswith("input_scale")
-    ]
-    assert len(inputs) == 24
-    assert len({t.item() for t in inputs}) == 2
-
-
-def test_a_forward_pass_with_scales_of_old_weights_is_refused(checkpoints: Callable[[str], Path]) -> None:
-    model, qat = trainer(checkpoints("qwen3"))
-    model.load_state_dict(model.state_dict())
-    with pytest.raises(RefitError, match="not up to date: weights have been loaded"):
+def _is_refused(model: torch.nn.Module) -> bool:
+    try:
         model(token_ids())
-    qat.refresh()
-    block = model.get_submodule("model.layers.1.mlp")
-    block.load_state_dict({name: t.clone() for name, t in block.state_dict().items()}, assign=True)
-    with pytest.raises(RefitError, match="not up to date: weights have been loaded"):
-        model(token_ids())
-    qat.refresh()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    with pytest.raises(RefitError, match=r"not up to date: an optimizer has made a step.*Call refresh\(\)"):
-        model(token_ids())
+    except RefitError:
+        return True
+    return False
 
 
 @pytest.mark.parametrize(
     "written", ["model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.experts.down_proj"]
 )
-def test_a_weight_that_is_written_in_place_is_noticed(
+def test_a_forward_pass_with_scales_of_old_weights_is_refused(
     checkpoints: Callable[[str], Path], written: str
 ) -> None:
     model, qat = trainer(checkpoints("qwen3-moe" if "experts" in written else "qwen3"))
-    model(token_ids())
-    parameter = model.get_parameter(written)
-    with torch.no_grad():
-        parameter.view(-1)[0].add_(1e-4)  # which changes no maximum
-    with pytest.raises(RefitError, match=r"a weight was written after the last refresh\(\)"):
+    parameter, block = model.get_parameter(written), model.get_submodule("model.layers.1.mlp")
+    changes = {
+        "loaded": lambda: model.load_state_dict(model.state_dict()),
+        "assigned": lambda: block.load_state_dict(
+            {name: t.clone() for name, t in block.state_dict().items()}, assign=True
+        ),
+        "stepped": torch.optim.SGD(model.parameters(), lr=0.1).step,
+        "written, with the same maximum": lambda: parameter.view(-1)[0].add_(1e-4),
+        "written, of which torch counts no version": lambda: parameter.data.mul_(1.5),
+    }
+    for how, change in changes.items():
+        qat.refresh()
+        parameter = model.get_parameter(written)
         model(token_ids())
-    qat.refresh()
-    model(token_ids())
-    parameter.data.mul_(1.5)  # of which torch counts no version
-    with pytest.raises(RefitError, match=r"a weight was written after the last refresh\(\)"):
-        model(token_ids())
-    qat.refresh()
-    model(token_ids())
+        with torch.no_grad():
+            change()
+        assert _is_refused(model), how
 
 
 def test_a_calibration_that_fails_leaves_the_scales_as_they_were(
@@ -164,16 +132,16 @@ def test_without_calibration_static_scales_are_refused_and_saved_ones_do_as_well
     model, qat = trainer(checkpoints("qwen3"))
     wanted = model(token_ids()).logits
     other, again = trainer(checkpoints("qwen3"), force_dynamic_quantization=True)
-    with pytest.raises(RefitError, match="saw no inputs of"):
+    with pytest.raises(RefitError):
         again.prepare_export()
     other, again = trainer(checkpoints("qwen3"), activations=True)
     state = qat.state_dict()
     again.load_state_dict(dict.fromkeys(state, 0.0))
-    with pytest.raises(RefitError, match="are not known yet"):
+    with pytest.raises(RefitError):
         other(token_ids())
     again.load_state_dict(state)
     assert torch.equal(other(token_ids()).logits, wanted)
-    with pytest.raises(ValueError, match="those of other layers; 1 differ"):
+    with pytest.raises(ValueError, match="1 differ"):
         again.load_state_dict({**state, "model.layers.7.mlp.down_proj": 1.0})
 
 
@@ -184,7 +152,7 @@ def test_a_weight_that_is_not_finite_is_told_by_name(
     model, qat = trainer(checkpoints("qwen3"), activations=False)
     with torch.no_grad():
         model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 5] = value
-    with pytest.raises(RefitError, match=r"1 quantized weights hold NaN.*model.layers.1.mlp.gate_up_proj"):
+    with pytest.raises(RefitError, match=r"model\.layers\.1\.mlp\.gate_up_proj"):
         qat.refresh()
 
 
@@ -206,10 +174,10 @@ def test_a_failed_export_leaves_nothing_behind(
 ) -> None:
     model, qat = trainer(checkpoints("qwen3"))
     source = FSDPSource(model, torch.bfloat16)
-    with pytest.raises(RefitError, match=r"was not written: FileNotFoundError.*nothing is left behind"):
+    with pytest.raises(RefitError, match="FileNotFoundError"):
         write_checkpoint(tmp_path / "new", tmp_path / "missing", source, qat)
-    monkeypatch.setattr(QAT, "packed", _out_of_memory)
-    with pytest.raises(RefitError, match=r"OutOfMemoryError: no memory"):
+    monkeypatch.setattr(QAT, "packed", lambda *_: _raise(torch.OutOfMemoryError("no memory")))
+    with pytest.raises(RefitError, match="OutOfMemoryError"):
         write_checkpoint(tmp_path / "new", checkpoints("qwen3"), source, qat)
     assert list(tmp_path.iterdir()) == []
 
@@ -220,13 +188,11 @@ def test_an_export_that_fails_beside_the_weights_leaves_the_scales_of_training(
 ) -> None:
     model, qat = trainer(checkpoints("qwen3"), force_dynamic_quantization=dynamic)
     source = FSDPSource(model, torch.bfloat16)
-    if dynamic:
-        fault = "saw no inputs of"  # no batch has run yet
-    else:
-        fault = "no shards here"
-        monkeypatch.setattr(source, "prepare", lambda: _raise(RuntimeError(fault)))
+    if not dynamic:  # otherwise no batch has run yet
+        monkeypatch.setattr(source, "settle", lambda: _raise(RuntimeError("no shards here")))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=fault):  # RefitError is one, which other ranks would raise
+        # RefitError is one, which other ranks would raise.
+        with pytest.raises(RuntimeError, match="saw no inputs of" if dynamic else "no shards here"):
             write_checkpoint(tmp_path / "new", checkpoints("qwen3"), source, qat)
     first = model(token_ids()).logits
     with torch.no_grad():
@@ -235,40 +201,30 @@ def test_an_export_that_fails_beside_the_weights_leaves_the_scales_of_training(
     monkeypatch.setattr(source, "prepare", lambda: _raise(RuntimeError("no shards here")))
     with pytest.raises(RuntimeError, match="no shards here"):
         write_checkpoint(tmp_path / "new", checkpoints("qwen3"), source, qat)
-    with pytest.raises(
-        RefitError, match="not up to date"
-    ):  # of what was written before the export that failed
+    with pytest.raises(RefitError):  # the weight was written before the export that failed
         model(token_ids())
     qat.refresh()
     assert not torch.equal(model(token_ids()).logits, first)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 def test_a_policy_with_dynamic_inputs_says_so_and_does_not_go_to_engines_without_them(
-    checkpoints: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    checkpoints: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, dynamic: bool
 ) -> None:
-    model, qat = trainer(checkpoints("qwen3"), force_dynamic_quantization=True)
+    model, qat = trainer(checkpoints("qwen3"), force_dynamic_quantization=dynamic)
     model(token_ids())
     write_checkpoint(tmp_path / "new", checkpoints("qwen3"), FSDPSource(model, torch.bfloat16), qat)
     written = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
     group = written["config_groups"]["group_0"]
-    assert (group["weights"]["dynamic"], group["input_activations"]["dynamic"]) == (False, True)
-    assert "vLLM and SGLang have no such mode" in caplog.text
-    with pytest.raises(RefitError, match="would take input_scale, and cut off inputs that training did not"):
-        _refitted(model, qat)
-    caplog.clear()
-    model, qat = trainer(checkpoints("qwen3"))
-    write_checkpoint(tmp_path / "static", checkpoints("qwen3"), FSDPSource(model, torch.bfloat16), qat)
-    written = json.loads((tmp_path / "static" / "config.json").read_text())["quantization_config"]
-    assert written["config_groups"]["group_0"]["input_activations"]["dynamic"] is False
-    assert "no such mode" not in caplog.text
+    assert (group["weights"]["dynamic"], group["input_activations"]["dynamic"]) == (False, dynamic)
+    assert ("vLLM and SGLang have no such mode" in caplog.text) == dynamic
+    if dynamic:
+        with pytest.raises(RefitError, match="input_scale"):
+            _refitted(model, qat)
 
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-def _out_of_memory(*_: Any) -> Any:
-    raise torch.OutOfMemoryError("no memory")
 
 
 class Engine(SyntheticDestination):
@@ -276,8 +232,7 @@ class Engine(SyntheticDestination):
 
     def poison(self) -> None:
         for storage in self._wanted.values():
-            for element in (storage,) if storage.dim() else (storage[None],):
-                element.copy_(torch.full(element.shape, 0x7F, dtype=torch.uint8).to(element.dtype))
+            storage.copy_(torch.full(storage.shape, 0x7F, dtype=torch.uint8).to(storage.dtype))
 
     def differing(self, whole: dict[str, torch.Tensor]) -> list[str]:
         return [
