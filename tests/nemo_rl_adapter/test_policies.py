@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,17 +13,14 @@ from rlrefit.integration.errors import RefitError
 from rlrefit.workers.engines.common.answers import raise_refit_errors
 from rlrefit.workers.frameworks.nemo_rl import policy_worker
 from rlrefit.workers.frameworks.nemo_rl.engine_calls import require_text_only
-from tests.nemo_rl_adapter import megatron_ranks
-from tests.refit.models import make_model
-from tests.spawn import run_ranks, run_together
+from tests.ahead import FoundAhead
+from tests.nemo_rl_adapter.megatron_ranks import refit_twice_by_each
+
+AHEAD = (refit_twice_by_each,)
 
 
-def test_a_megatron_policys_shards_reach_an_engine_bit_for_bit_twice(tmp_path: Path) -> None:
-    models = [make_model("qwen3", tmp_path / f"model{seed}", seed) for seed in range(3)]
-    answers, [wrong] = run_together(
-        lambda: run_ranks(megatron_ranks.policy, 2, models, tmp_path, timeout_s=250.0),
-        lambda: run_ranks(megatron_ranks.engine, 1, models, tmp_path, timeout_s=250.0),
-    )
+def test_a_megatron_policys_shards_reach_an_engine_bit_for_bit_twice(found_ahead: FoundAhead) -> None:
+    answers, wrong = found_ahead.by(refit_twice_by_each)["nemo_rl"]
     for prepared, routes, *records, closed in answers:
         raise_refit_errors([prepared, routes, *records, closed])
         assert (prepared["refused"], routes["misc"], routes["bulk"]) == ({}, 0, prepared["weights"])
@@ -36,33 +32,53 @@ class LinearLoRA(nn.Linear):
     """Named as Automodel's."""
 
 
-def refused(**worker: Any) -> str:
-    answer = policy_worker.prepare(SimpleNamespace(rank=3, **worker), {})
+def model(**attributes: Any) -> nn.Module:
+    made = (
+        nn.Sequential(LinearLoRA(2, 2), LinearLoRA(2, 2))
+        if "state_dict_adapter" in attributes
+        else nn.Linear(2, 2)
+    )
+    made.__dict__.update(attributes)
+    return made
+
+
+# What of a policy worker is there, and what is told of it.
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "what NeMo-RL's own export alone knows": (
+        {
+            "model": model(state_dict_adapter=object()),
+            "dtype": torch.bfloat16,
+            "draft_model": object(),
+            "cfg": {"quant_cfg": "NVFP4"},
+        },
+        [
+            "state_dict_adapter",
+            "LoRA",
+            "draft model",
+            "quant_cfg",
+            "checkpoint_engine:NcclXferCheckpointEngine",
+        ],
+    ),
+    "virtual stages of which it keeps one": (
+        {
+            "model": model(config=SimpleNamespace(virtual_pipeline_model_parallel_size=2)),
+            "megatron_bridge": object(),
+        },
+        ["2 virtual stages"],
+    ),
+    "no dtype": ({"model": model()}, ["no dtype"]),
+    "no model": ({"megatron_bridge": object()}, ["no model"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_mixins_cannot_read_is_refused_all_at_once(case: str) -> None:
+    worker, told = REFUSED[case]
     with pytest.raises(RefitError) as error:
-        raise_refit_errors([answer])
+        raise_refit_errors([policy_worker.prepare(SimpleNamespace(rank=3, **worker), {})])
     assert error.value.rank == 3
-    assert "Nothing was prepared" in str(error.value)
-    return str(error.value)
-
-
-def test_what_nemo_rls_own_export_alone_knows_is_refused_all_at_once() -> None:
-    model = nn.Sequential(LinearLoRA(2, 2), LinearLoRA(2, 2))
-    model.state_dict_adapter = object()
-    text = refused(model=model, dtype=torch.bfloat16, draft_model=object(), cfg={"quant_cfg": "NVFP4"})
-    for part in ("state_dict_adapter", "LoRA adapters are merged", "draft model", "quant_cfg"):
-        assert part in text
-    assert "rlrefit.workers.frameworks.nemo_rl.checkpoint_engine:NcclXferCheckpointEngine" in text
-
-
-def test_virtual_pipeline_stages_of_which_a_worker_keeps_one_are_refused() -> None:
-    model = nn.Linear(2, 2)
-    model.config = SimpleNamespace(virtual_pipeline_model_parallel_size=2)
-    assert "its pipeline has 2 virtual stages" in refused(model=model, megatron_bridge=object())
-
-
-def test_a_worker_without_what_the_mixins_need_is_refused() -> None:
-    assert "it has no dtype" in refused(model=nn.Linear(2, 2))
-    assert "it has no model" in refused(megatron_bridge=object())
+    for part in told:
+        assert part in str(error.value)
 
 
 def test_a_policy_worker_that_was_not_prepared_says_so() -> None:

@@ -5,7 +5,7 @@ Ray's GPUs are numbers that nothing stands behind, so that verl places its repli
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,94 +14,43 @@ from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
+def _nothing(*_: Any) -> None: ...
+
+
 class _Device(ModuleType):
     """What verl calls of ``torch.cuda``, for a device that has no queue and no cache."""
+
+    current_device = memory_allocated = memory_reserved = staticmethod(lambda *_: 0)
+    max_memory_allocated = max_memory_reserved = memory_allocated
+    device_count = staticmethod(lambda: 1)
+    is_available = staticmethod(lambda: True)
+    mem_get_info = staticmethod(lambda *_: (1 << 30, 1 << 30))
+    get_rng_state = staticmethod(lambda *_: torch.get_rng_state())
+    set_rng_state = staticmethod(lambda state, *_: torch.set_rng_state(state))
+    synchronize = empty_cache = ipc_collect = set_device = reset_peak_memory_stats = staticmethod(_nothing)
+    manual_seed = manual_seed_all = staticmethod(_nothing)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
 
-    def synchronize(self, *_: Any) -> None: ...
-    def empty_cache(self) -> None: ...
-    def ipc_collect(self) -> None: ...
-    def set_device(self, *_: Any) -> None: ...
-    def manual_seed(self, seed: int) -> None: ...
-    def manual_seed_all(self, seed: int) -> None: ...
-    def reset_peak_memory_stats(self, *_: Any) -> None: ...
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return 1
-
-    def memory_allocated(self, *_: Any) -> int:
-        return 0
-
-    memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
-
-    def mem_get_info(self, *_: Any) -> tuple[int, int]:
-        return 1 << 30, 1 << 30
-
-    def get_rng_state(self, *_: Any) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor, *_: Any) -> None:
-        torch.set_rng_state(state)
-
-
-_DEVICE = _Device("cpu_as_an_accelerator")
-
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
-    device_name = "cpu"
-    vendor_name = "cpu"
-    device_module = _DEVICE
+    device_name = vendor_name = "cpu"
+    device_module = _Device("cpu_as_an_accelerator")
 
-    def is_available(self) -> bool:
-        return True
-
-    def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        return True
-
-    def current_device(self) -> torch.device:  # type: ignore[override]  # a number would be a GPU's to torch
-        return torch.device("cpu")
-
-    def device_count(self) -> int:
-        return 1
-
-    def set_device(self, device_index: int) -> None: ...
-    def synchronize(self, device_index: int | None = None) -> None: ...
-    def manual_seed(self, seed: int) -> None: ...
-    def manual_seed_all(self, seed: int) -> None: ...
-    def set_allocator_settings(self, settings: str) -> None: ...
-    def empty_cache(self) -> None: ...
-    def profiler_start(self) -> None: ...
-    def profiler_stop(self) -> None: ...
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    def nvtx_range(self, msg: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def ray_resource_name(self) -> str:
-        return "GPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
-
-    def is_ipc_supported(self) -> bool:
-        return False
-
-    def cudart(self) -> Any:
-        return SimpleNamespace()
+    is_available = staticmethod(device_module.is_available)
+    device_count = staticmethod(device_module.device_count)
+    set_device = synchronize = manual_seed = manual_seed_all = set_allocator_settings = staticmethod(_nothing)
+    empty_cache = profiler_start = profiler_stop = staticmethod(_nothing)
+    is_platform_available = staticmethod(lambda use_smi_check=False: True)
+    # A number would be a GPU's to torch.
+    current_device = staticmethod(lambda: torch.device("cpu"))
+    get_device_capability = staticmethod(lambda device_index=0: (None, None))
+    communication_backend_name = staticmethod(lambda: "gloo")
+    visible_devices_envvar = staticmethod(lambda: "CUDA_VISIBLE_DEVICES")
+    nvtx_range = staticmethod(lambda msg: nullcontext())
+    ray_resource_name = staticmethod(lambda: "GPU")
+    ray_noset_envvars = staticmethod(lambda: ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"])
+    is_ipc_supported = staticmethod(lambda: False)
+    cudart = staticmethod(SimpleNamespace)

@@ -23,31 +23,12 @@ from tests.vllm.vllm_fp8_kernels import choose_kernels
 TRAIN_RANKS = 2
 _READY = "the rollout has loaded its models"
 CONFIG = RefitConfig(bucket_mb=1, timeout_s=120.0, verify="full", trainer_quantize_fp8=True)
-_ASKED = {
-    "actor": {"strategy": "fsdp2"},
-    "rollout": {
-        "name": "vllm",
-        "dtype": "bfloat16",
-        "quantization": "fp8",
-        "engine_kwargs": {"vllm": {"worker_extension_cls": EXTENSION}},
-    },
-    "model": {},
+_ROLLOUT = {
+    "name": "vllm",
+    "dtype": "bfloat16",
+    "quantization": "fp8",
+    "engine_kwargs": {"vllm": {"worker_extension_cls": EXTENSION}},
 }
-
-
-@dataclass(frozen=True)
-class Case:
-    """One model.
-
-    Attributes:
-        trained: checkpoints in BF16, the first of which the actors begin with; the rollout begins with random weights.
-        served: the others in FP8 blocks.
-        folder: where both worlds meet.
-    """
-
-    trained: Sequence[str]
-    served: Sequence[str]
-    folder: Path
 
 
 @dataclass(frozen=True)
@@ -57,39 +38,32 @@ class Fp8Rollout:
     Attributes:
         patched: the module of the functions that process its layers' loaded weights.
         own: parameters of another dtype than BF16.
-        before: how many parameters differed from the last checkpoint before a refit had come.
-        differing: after each refit, names of those that are not what vLLM loads of the checkpoint in FP8.
+        differing: before the first refit and after each, what is not as vLLM loads it of the checkpoint in FP8.
         answers: what is served after each.
     """
 
     patched: set[str]
     own: set[str]
-    before: int
     differing: list[list[str]]
     answers: list[dict[str, Any]]
 
 
-def actors(rank: int, cases: Sequence[Case]) -> list[list[dict[str, Any]]]:
-    """Of each case the routes, then each refit's record."""
-    return [_actor(rank, case) for case in cases]
-
-
-def _actor(rank: int, case: Case) -> list[dict[str, Any]]:
-    """A model in FP32 under FSDP2, as verl's engine has it."""
+def actor(rank: int, trained: Sequence[str], folder: Path) -> list[dict[str, Any]]:
+    """A model in FP32 under FSDP2, as verl's engine has it: the routes, then each refit's record."""
     from rlrefit.workers.frameworks.verl.source import FSDPSide, source_of
     from tests.fsdp.ranks import Layout, build, mesh_of
 
     layout = Layout(TRAIN_RANKS)
     mesh = mesh_of(layout)
-    model, *others = (build(path, layout, mesh) for path in case.trained)
+    model, *others = (build(path, layout, mesh) for path in trained)
     engine = SimpleNamespace(module=model, is_param_offload_enabled=False)
-    worker = SimpleNamespace(actor=SimpleNamespace(engine=engine), config=OmegaConf.create(_ASKED))
-    side = source_of(worker, CONFIG)
+    asked = OmegaConf.create({"actor": {"strategy": "fsdp2"}, "rollout": _ROLLOUT, "model": {}})
+    side = source_of(SimpleNamespace(actor=SimpleNamespace(engine=engine), config=asked), CONFIG)
     assert isinstance(side, FSDPSide)
-    wait_for(case.folder / _READY)
+    wait_for(folder / _READY)
     if rank == 0:
-        tell_meeting(case.folder, side.open_refit_rendezvous("127.0.0.1", TRAIN_RANKS, 1, 1))
-    answers = [side.join_refit(meeting_in(case.folder), rank)]
+        tell_meeting(folder, side.open_refit_rendezvous("127.0.0.1", TRAIN_RANKS, 1, 1))
+    answers = [side.join_refit(meeting_in(folder), rank)]
     for version, other in enumerate(others, start=1):
         with torch.no_grad():
             for held, new in zip(model.parameters(), other.parameters(), strict=True):
@@ -99,8 +73,11 @@ def _actor(rank: int, case: Case) -> list[dict[str, Any]]:
     return answers
 
 
-def rollouts(rank: int, cases: Sequence[Case], path: str) -> list[Fp8Rollout]:
-    """What the engine of each case saw; ``path`` is where vLLM is found by the name that verl asks for."""
+def rollout(rank: int, begun: str, served: Sequence[str], folder: Path, path: str) -> Fp8Rollout:
+    """vLLM's model by the configuration that verl's server makes of ``quantization: fp8``, in a worker with our extension.
+
+    It begins with random weights of the shapes of ``begun``; ``path`` is where vLLM is found by the name that verl asks for.
+    """
     os.environ.update(
         VERL_USE_EXTERNAL_MODULES="tests.verl_adapter.cpu_platform",
         VERL_PLATFORM="cpu",
@@ -110,32 +87,19 @@ def rollouts(rank: int, cases: Sequence[Case], path: str) -> list[Fp8Rollout]:
     sys.path.insert(0, path)
     from vllm import _custom_ops
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import (
-        destroy_model_parallel,
-        init_distributed_environment,
-        initialize_model_parallel,
-    )
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
     _custom_ops._supports_onednn = False
     choose_kernels()
-    found = []
-    for case in cases:
-        with set_current_vllm_config(_config(case.served[0])):
-            init_distributed_environment(1, rank, "env://", rank, "gloo")
-            initialize_model_parallel(1, 1)
-        found.append(_rollout(case))
-        destroy_model_parallel()
-    return found
-
-
-def _rollout(case: Case) -> Fp8Rollout:
-    """vLLM's model by the configuration that verl's server makes of ``quantization: fp8``, in a worker with our extension."""
-    worker = _worker(_config(case.trained[0], **_by_verls_server(case.trained[0])))
+    with set_current_vllm_config(_config(served[0])):
+        init_distributed_environment(1, rank, "env://", rank, "gloo")
+        initialize_model_parallel(1, 1)
+    worker = _worker(_config(begun, **_by_verls_server(begun)))
     live = worker.model_runner.model
-    expected = [bytes_of(dict(_loaded(_config(path)).named_parameters())) for path in case.served]
-    before = len(differing(bytes_of(dict(live.named_parameters())), expected[-1]))
-    (case.folder / _READY).touch()
-    meeting, wrong, answers = meeting_in(case.folder), [], []
+    expected = [bytes_of(dict(_loaded(_config(path)).named_parameters())) for path in served]
+    wrong = [differing(bytes_of(dict(live.named_parameters())), expected[-1])]
+    (folder / _READY).touch()
+    meeting, answers = meeting_in(folder), []
     for version, wanted in enumerate(expected, start=1):
         poison(live.parameters())
         first = meeting if version == 1 else None
@@ -151,7 +115,6 @@ def _rollout(case: Case) -> Fp8Rollout:
             if type(method).__name__ in ("Fp8LinearMethod", "Fp8MoEMethod")
         },
         {name for name, held in live.named_parameters() if held.dtype != torch.bfloat16},
-        before,
         wrong,
         answers,
     )
@@ -162,10 +125,9 @@ def _by_verls_server(model: str) -> dict[str, Any]:
     from transformers import AutoConfig
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-    rollout = SimpleNamespace(quantization="fp8", qat=None, quantization_config_file=None)
-    asked = SimpleNamespace(
-        config=rollout, model_config=SimpleNamespace(hf_config=AutoConfig.from_pretrained(model))
-    )
+    settings = SimpleNamespace(quantization="fp8", qat=None, quantization_config_file=None)
+    of_model = SimpleNamespace(hf_config=AutoConfig.from_pretrained(model))
+    asked = SimpleNamespace(config=settings, model_config=of_model)
     quantization, overrides = vLLMHttpServer._apply_quantization(asked)
     return {"quantization": quantization, "hf_overrides": overrides, "load_format": "dummy"}
 
@@ -199,15 +161,13 @@ def _worker(config: Any) -> Any:
 def _config(model: str, **more: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    return EngineArgs(
-        model=model,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="bfloat16",
-        max_model_len=256,
-        moe_backend="triton",
-        **more,
-    ).create_engine_config()
+    arguments = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "bfloat16",
+        "max_model_len": 256,
+    }
+    return EngineArgs(model=model, moe_backend="triton", **arguments, **more).create_engine_config()
 
 
 def _loaded(config: Any) -> torch.nn.Module:

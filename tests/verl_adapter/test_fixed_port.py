@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import ray
@@ -20,6 +22,13 @@ def this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
 
 
+def places_of(engines: Sequence[Any]) -> list[dict[str, Any]]:
+    """What verl's manager hands to each: the first one is an actor's."""
+    reports = [engine.prepare() for engine in engines]
+    given = type(engines[0]).build_topology(1, len(engines) - 1, reports)
+    return [{key: part[key][i] for key in part} for part in given for i in range(len(part["rank"]))]
+
+
 def update(engines: list[NcclXferCheckpointEngine], version: int) -> list[torch.Tensor]:
     """An update by one actor and rollout workers, each in a thread of its own; what the latter got."""
 
@@ -31,10 +40,10 @@ def update(engines: list[NcclXferCheckpointEngine], version: int) -> list[torch.
         return torch.cat(got)
 
     with ThreadPoolExecutor(len(engines)) as pool:
-        reports = list(pool.map(lambda engine: engine.prepare(), engines))
-        given = NcclXferCheckpointEngine.build_topology(1, len(engines) - 1, reports)
-        kwargs = [{key: part[key][i] for key in part} for part in given for i in range(len(part["rank"]))]
-        joined = [pool.submit(e.init_process_group, **k) for e, k in zip(engines, kwargs, strict=True)]
+        joined = [
+            pool.submit(engine.init_process_group, **place)
+            for engine, place in zip(engines, places_of(engines), strict=True)
+        ]
         for future in joined:
             future.result()
         sent = pool.submit(lambda: asyncio.run(send()))
@@ -60,13 +69,11 @@ def test_shards_meet_at_a_fixed_port_in_each_update_and_with_an_added_replica() 
     engines = [ShardCheckpointEngine(1 << 20, is_master=not i, port=port) for i in range(3)]
     epochs = []
     for count in (2, 2, 3):
-        reports = [engine.prepare() for engine in engines[:count]]
-        given = ShardCheckpointEngine.build_topology(1, count - 1, reports)
-        kwargs = [{key: part[key][i] for key in part} for part in given for i in range(len(part["rank"]))]
-        for engine, one in zip(engines, kwargs, strict=False):
-            engine.init_process_group(**one)
+        places = places_of(engines[:count])
+        for engine, place in zip(engines, places, strict=False):
+            engine.init_process_group(**place)
         socket.create_connection(("127.0.0.1", port), 5).close()  # somebody serves there
-        epochs.append(kwargs[0]["meeting"]["epoch"])
-        assert kwargs[0]["meeting"]["port"] == port
+        epochs.append(places[0]["meeting"]["epoch"])
+        assert places[0]["meeting"]["port"] == port
     assert epochs == [1, 2, 3]
     engines[0]._leave()

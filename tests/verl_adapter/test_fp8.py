@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,73 +19,42 @@ from tests.verl_adapter.vllm_name import named_vllm
 from tests.vllm_processes import vllm_processes
 
 TIMEOUT_S = 290.0
-CASES = {"dense": False, "experts": True}
-ATTENTION = ("self_attn.qkv_proj.weight", "self_attn.o_proj.weight")
-QUANTIZED = {
-    "dense": (*ATTENTION, "mlp.gate_up_proj.weight", "mlp.down_proj.weight"),
-    "experts": (*ATTENTION, "mlp.experts.w13_weight", "mlp.experts.w2_weight"),
-}
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What two actors were answered, and what the rollout saw, in two refits with other weights each."""
-
-    actors: list[list[dict[str, Any]]]
-    rollout: fp8_ranks.Fp8Rollout
+QUANTIZED = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.experts.w13", "mlp.experts.w2")
 
 
 @keeping_time  # each side waits only so long for the other
-def refits(folder: Path) -> dict[str, Seen]:
-    """All cases in the same processes."""
-    listed = []
-    for name, experts in CASES.items():
-        own = folder / name
-        trained = [write_checkpoint(own / f"bf16_{n}", n, fp8=False, experts=experts) for n in range(3)]
-        served = [write_checkpoint(own / f"fp8_{n}", n, fp8=True, experts=experts) for n in (1, 2)]
-        listed.append(fp8_ranks.Case(trained, served, own))
-    path = named_vllm(folder)
-    actors, [rollouts] = run_together(
-        lambda: run_ranks(fp8_ranks.actors, fp8_ranks.TRAIN_RANKS, listed, timeout_s=TIMEOUT_S),
-        lambda: run_ranks(fp8_ranks.rollouts, 1, listed, path, timeout_s=TIMEOUT_S, made_by=vllm_processes),
+def refits(folder: Path) -> tuple[list[list[dict[str, Any]]], fp8_ranks.Fp8Rollout]:
+    """What two actors were answered, and what the rollout saw, in two refits with other weights each."""
+    trained = [write_checkpoint(folder / f"bf16_{n}", n, fp8=False, experts=True) for n in range(3)]
+    served = [write_checkpoint(folder / f"fp8_{n}", n, fp8=True, experts=True) for n in (1, 2)]
+    own = trained[0], served, folder, named_vllm(folder)
+    actors, [rollout] = run_together(
+        lambda: run_ranks(fp8_ranks.actor, fp8_ranks.TRAIN_RANKS, trained, folder, timeout_s=TIMEOUT_S),
+        lambda: run_ranks(fp8_ranks.rollout, 1, *own, timeout_s=TIMEOUT_S, made_by=vllm_processes),
     )
-    return {name: Seen([found[i] for found in actors], rollouts[i]) for i, name in enumerate(CASES)}
+    return actors, rollout
 
 
 AHEAD = (refits,)
 
 
-@pytest.fixture(scope="module")
-def seen(found_ahead: FoundAhead) -> dict[str, Seen]:
-    return found_ahead.by(refits)
-
-
-@pytest.mark.parametrize("case", CASES)
 def test_codes_and_scales_of_the_actors_make_twice_the_engine_that_vllm_loads(
-    seen: dict[str, Seen], case: str
+    found_ahead: FoundAhead,
 ) -> None:
-    found = seen[case].rollout
-    assert found.differing == [[], []]
-    assert found.before > 0
-    assert found.answers == [{"version": 1}, {"version": 2}]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_all_weights_go_straight_into_live_parameters_that_verls_patches_have_processed(
-    seen: dict[str, Seen], case: str
-) -> None:
-    assert seen[case].rollout.patched == {"verl.utils.vllm.vllm_fp8_utils"}
-    for routes, *records in seen[case].actors:
+    actors, rollout = found_ahead.by(refits)
+    before, *after = rollout.differing
+    assert before
+    assert after == [[], []]
+    assert rollout.answers == [{"version": 1}, {"version": 2}]
+    # All go straight into live parameters that verl's patches have processed.
+    assert rollout.patched == {"verl.utils.vllm.vllm_fp8_utils"}
+    for routes, *records in actors:
         assert (routes["misc"], routes["bulk"] > 0) == (0, True)
         assert [record["version"] for record in records] == [1, 2]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_verls_configuration_quantizes_projections_and_experts_and_nothing_else(
-    seen: dict[str, Seen], case: str
-) -> None:
-    codes = {f"model.layers.{layer}.{name}" for layer in (0, 1) for name in QUANTIZED[case]}
-    assert seen[case].rollout.own == codes | {f"{name}_scale_inv" for name in codes}
+    # verl's configuration quantizes projections and experts and nothing else.
+    ends = {name: "_weight" if "experts" in name else ".weight" for name in QUANTIZED}
+    codes = {f"model.layers.{layer}.{name}{ends[name]}" for layer in (0, 1) for name in QUANTIZED}
+    assert rollout.own == codes | {f"{name}_scale_inv" for name in codes}
 
 
 def test_of_verls_functions_only_those_that_were_read_and_call_vllms_own_are_looked_through(

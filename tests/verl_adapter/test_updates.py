@@ -16,9 +16,10 @@ from verl.checkpoint_engine import CheckpointEngineManager
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
+from tests.odd_weights import SPECS
 from tests.ray_cluster import warm_cluster
 from tests.spawn import free_port
-from tests.verl_adapter.workers import SPECS, Actor, Replica, RolloutWorker
+from tests.verl_adapter.workers import Actor, Replica, RolloutWorker
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 30.0

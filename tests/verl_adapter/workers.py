@@ -16,25 +16,7 @@ from verl.utils.import_utils import import_external_libs
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 from verl.workers.rollout import BaseRollout, RolloutReplica
 
-# Over several buckets of 1 MiB: one larger than two of them, odd sizes, scalars and types that torch can't add up.
-SPECS = {
-    "model.embed_tokens.weight": ((1200, 1024), torch.bfloat16),
-    "model.layers.0.input_layernorm.weight": ((513,), torch.float32),
-    "model.layers.0.self_attn.q_proj.weight": ((256, 1024), torch.bfloat16),
-    "model.layers.0.mlp.experts.0.w.weight": ((300, 1000), torch.float8_e4m3fn),
-    "model.layers.0.mlp.gate.e_score_correction_bias": ((8,), torch.float32),
-    "model.layers.0.scale": ((), torch.float32),
-    "model.layers.0.steps": ((2,), torch.int64),
-    "model.norm.weight": ((7,), torch.float16),
-    "lm_head.weight": ((400, 1024), torch.float32),
-}
-
-
-def weight(name: str, version: int) -> torch.Tensor:
-    """A whole weight at a version."""
-    shape, dtype = SPECS[name]
-    generator = torch.Generator().manual_seed(sum(map(ord, name)) * 1009 + version)
-    return (torch.randn(shape, generator=generator) * 8).to(dtype)
+from tests.odd_weights import SPECS, as_exported, bytes_of, weight, wrong
 
 
 class Shards:
@@ -50,14 +32,12 @@ class Shards:
     def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in SPECS:
             whole = weight(name, self.version)
-            raw = whole.contiguous().view(-1).view(torch.uint8)
+            raw = bytes_of(whole)
             mine = torch.zeros_like(raw)
             mine[dist.get_rank() :: 2] = raw[dist.get_rank() :: 2]
             dist.all_reduce(mine)
             self.exported += 1
-            full = mine.view(whole.dtype).view(whole.shape)
-            # Not contiguous, as exports of fused weights are.
-            yield name, full.t().contiguous().t() if full.dim() == 2 else full
+            yield name, as_exported(mine.view(whole.dtype).view(whole.shape))
 
 
 class Actor(Worker):
@@ -130,25 +110,15 @@ class RolloutWorker(CheckpointEngineWorker):
         super().__init__(config, None, KeptWeights())
 
     def wrong(self, version: int) -> list[str]:
-        """What is not, bit for bit, as it is at ``version``; the engine is empty afterwards."""
+        """What is not as it is at ``version``; the engine is empty afterwards."""
         found, self.server_adapter.weights = self.server_adapter.weights, {}
-        return [
-            name
-            for name, (shape, dtype) in SPECS.items()
-            if name not in found
-            or (found[name].shape, found[name].dtype) != (torch.Size(shape), dtype)
-            or bytes_of(found[name]) != bytes_of(weight(name, version))
-        ] + sorted(set(found) - set(SPECS))
+        return wrong(found, version)
 
     def die_at(self, name: str) -> None:
         self.server_adapter.dies_at = name
 
     def version(self) -> int | None:
         return self.checkpoint_engine.version
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 class Replica(RolloutReplica):
