@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from rlrefit.recipes.policy.base import CheckpointError
 from rlrefit.recipes.policy.batch import PolicyBatch
 from rlrefit.workers.trainers.durable import Written
 
@@ -59,7 +62,62 @@ def batch_of(
     )
 
 
-def skip_steps(policy: Any, batch: PolicyBatch, digest: Callable[[Any], str]) -> dict[str, Any]:
+def digest_of(tensors: Iterable[torch.Tensor]) -> str:
+    """Of their bytes."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def resume(
+    make: Callable[[], Any],
+    batch_of_it: Callable[[Any], PolicyBatch],
+    digest: Callable[[Any], str],
+    folder: Path,
+    leave: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Train on after a save, and once more in a new policy after a load; then steps that are left out. A collective.
+
+    Args:
+        leave: called where a policy is no longer needed.
+    """
+    policy = make()
+    batch = batch_of_it(policy)
+    policy.train_step(batch)
+    report: dict[str, Any] = {"saved": _saved_files(policy, folder)}
+
+    def go_on(trained: Any) -> tuple[Any, ...]:
+        steps = [trained.train_step(batch) for _ in range(2)]
+        randoms = torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
+        return steps, digest(trained), trained.step, randoms
+
+    report["through"] = go_on(policy)
+    report["next step"] = policy.train_step(batch), digest(policy)
+    leave()
+    resumed = make()
+    report["before"] = digest(resumed)
+    resumed.load(folder)
+    report["again"] = go_on(resumed)
+    report["skipped"] = _skip_steps(resumed, batch, digest)
+    leave()
+    return report
+
+
+def load_fails(
+    policy: Any, digest: Callable[[Any], str], folder: Path, leave: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """The error's text, and whether the policy stayed as it was."""
+    before, text = digest(policy), ""
+    try:
+        policy.load(folder)
+    except CheckpointError as error:
+        text = str(error)
+    leave()
+    return {"text": text, "unchanged": digest(policy) == before}
+
+
+def _skip_steps(policy: Any, batch: PolicyBatch, digest: Callable[[Any], str]) -> dict[str, Any]:
     """What becomes of steps on a batch with one row that has no finite advantage, and of those after them."""
     bad = replace(batch, advantages=batch.advantages.index_fill(0, torch.tensor([1]), float("nan")))
     before = digest(policy)
@@ -75,8 +133,8 @@ def skip_steps(policy: Any, batch: PolicyBatch, digest: Callable[[Any], str]) ->
     return found
 
 
-def saved_files(policy: Any, folder: Path) -> dict[str, Any]:
-    """Save, and tell of this rank's files whether they hold what it says, and of all ranks' which there are; a collective."""
+def _saved_files(policy: Any, folder: Path) -> dict[str, Any]:
+    """Save, and tell of this rank's files whether they hold what it says, and of all ranks' which there are."""
     told = policy.save(folder)
     dist.barrier()
     data = {name: (folder / name).read_bytes() for name in told}
@@ -88,11 +146,14 @@ def saved_files(policy: Any, folder: Path) -> dict[str, Any]:
 
 
 def assert_resumed(reports: Sequence[dict[str, Any]]) -> None:
-    """Of all ranks of a run that saved: what :func:`saved_files` and :func:`skip_steps` found is as it should be."""
-    assert all(report["saved"]["right"] and report["saved"]["told"] for report in reports)
+    """What :func:`resume` found on all ranks is as it should be."""
     told = [name for report in reports for name in report["saved"]["told"]]
     assert sorted(told) == reports[0]["saved"]["there"]  # each by the one rank that wrote it
     for report in reports:
+        assert report["saved"]["right"]
+        assert report["saved"]["told"]
+        assert report["again"] == report["through"]
+        assert report["before"] != report["through"][1]
         found = report["skipped"]
         assert found["skipped"] == found["skipped again"] == [1.0, 1.0, 1.0]
         assert found["unchanged"]

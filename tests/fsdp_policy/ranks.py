@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.policy_scenes import saved_files, skip_steps
+from rlrefit.recipes.policy.batch import PolicyBatch
+from tests.policy_scenes import digest_of, load_fails, resume
 
 from .models import ADAM, ROUTED_IN_FLOAT32, STEPS, TEMPERATURE, loss_config, plain_batch, training_batch
 
 
 @dataclass(frozen=True)
 class Case:
-    """One policy.
-
-    Attributes:
-        checkpoint: folder.
-        layout: fields of ``FSDPLayout``.
-        dtype: that it computes in.
-        kl_coef: above 0, there is a reference policy.
-        options: further fields of ``FSDPPolicyConfig``.
-    """
+    """One policy; ``options`` are further fields of its configuration."""
 
     checkpoint: str
     layout: dict[str, int] = field(default_factory=dict)
@@ -106,19 +96,11 @@ def whole_weights(policy: Any) -> dict[str, torch.Tensor]:
 
 
 def digest(policy: Any) -> str:
-    """Of the bytes of this rank's parameters and of Adam's state."""
-    found = hashlib.sha256()
+    """Of this rank's parameters and of Adam's state."""
     tensors = list(policy.model.parameters())
     for values in policy._optimizer.state.values():
         tensors += [values[name] for name in sorted(values)]
-    for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        found.update(local.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
-    return found.hexdigest()
-
-
-def randoms() -> tuple[float, float, float]:
-    return torch.rand(()).item(), float(np.random.rand()), random.random()
+    return digest_of(t.to_local() if isinstance(t, DTensor) else t for t in tensors)
 
 
 def everything(
@@ -129,7 +111,7 @@ def everything(
     return {
         "trained": train_all(trained),
         "resumed": resume_all(resumed, root),
-        "other layout": _load_fails(other, Path(root) / first),
+        "other layout": load_fails(_trained(other), digest, Path(root) / first),
         "cut off": _cut_off(rank, case, Path(root) / first),
         "routers": _routers(resumed[ROUTED_IN_FLOAT32]),
         "unused": _unused(Path(root) / "unused"),
@@ -176,30 +158,20 @@ def train_all(cases: dict[str, Case]) -> dict[str, Report]:
 
 
 def resume_all(cases: dict[str, Case], root: str) -> dict[str, dict[str, Any]]:
-    """Train on after a save, and once more in a new policy after a load."""
-    reports: dict[str, dict[str, Any]] = {}
-    for name, case in cases.items():
-        folder = Path(root) / name
-        policy = make_policy(case)
-        batch = training_batch(policy.compute_logprobs(plain_batch()))
-        policy.train_step(batch)
-        saved = saved_files(policy, folder)
-        through = policy.train_step(batch), digest(policy), policy.step, randoms()
-        resumed = make_policy(case)
-        before = digest(resumed)
-        resumed.load(folder)
-        again = resumed.train_step(batch), digest(resumed), resumed.step, randoms()
-        next_step = policy.train_step(batch), digest(policy)
-        skipped = skip_steps(resumed, batch, digest)
-        reports[name] = {
-            "through": through,
-            "again": again,
-            "before": before,
-            "next step": next_step,
-            "saved": saved,
-            "skipped": skipped,
-        }
-    return reports
+    return {
+        name: resume(lambda case=case: make_policy(case), _batch_of, digest, Path(root) / name)
+        for name, case in cases.items()
+    }
+
+
+def _batch_of(policy: Any) -> PolicyBatch:
+    return training_batch(policy.compute_logprobs(plain_batch()))
+
+
+def _trained(case: Case) -> Any:
+    policy = make_policy(case)
+    policy.train_step(_batch_of(policy))
+    return policy
 
 
 def _cut_off(rank: int, case: Case, folder: Path) -> dict[str, Any]:
@@ -209,18 +181,4 @@ def _cut_off(rank: int, case: Case, folder: Path) -> dict[str, Any]:
         with largest.open("r+b") as file:
             file.truncate(largest.stat().st_size // 2)
     dist.barrier()
-    return _load_fails(case, folder)
-
-
-def _load_fails(case: Case, folder: Path) -> dict[str, Any]:
-    """The error's text, and whether the policy stayed as it was."""
-    from rlrefit.recipes.policy.base import CheckpointError
-
-    policy = make_policy(case)
-    policy.train_step(training_batch(policy.compute_logprobs(plain_batch())))
-    before, text = digest(policy), ""
-    try:
-        policy.load(folder)
-    except CheckpointError as error:
-        text = str(error)
-    return {"text": text, "unchanged": digest(policy) == before}
+    return load_fails(_trained(case), digest, folder)

@@ -126,10 +126,6 @@ def test_the_reference_policy_stays_where_the_policy_began(world: World) -> None
 def test_training_goes_on_bit_for_bit_after_a_restart_and_after_steps_that_were_left_out(
     world: World, case: str
 ) -> None:
-    for rank in world.ranks:
-        report = rank["resumed"][case]
-        assert report["again"] == report["through"]
-        assert report["before"] != report["through"][1]
     assert_resumed([rank["resumed"][case] for rank in world.ranks])
     # Nor do a module without gradients and a frozen one hinder a restart.
     assert all(rank["unused"] for rank in world.ranks)

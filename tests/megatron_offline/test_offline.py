@@ -105,31 +105,17 @@ def answers(found_ahead: FoundAhead) -> Answers:
 
 
 @pytest.mark.parametrize("case", REAL)
-def test_names_shapes_and_dtypes_are_those_of_the_real_export_in_its_order(
-    case: str, answers: Answers
-) -> None:
-    specs = [spec.to_json() for spec in answers.offline[case].specs]
-    for rank in answers.real:
-        real = rank[list(REAL).index(case)]
-        assert specs == real["specs"]
+def test_the_export_and_each_ranks_part_of_it_are_those_of_real_ranks(case: str, answers: Answers) -> None:
+    told, number = answers.offline[case], list(REAL).index(case)
+    specs = [spec.to_json() for spec in told.specs]
+    for rank, found in enumerate(answers.real):
+        real, predicted = found[number], told.ranks[rank]
+        assert specs == real["specs"]  # in its order
         assert {name for name, *_ in specs} == real["exported"]
-
-
-@pytest.mark.parametrize("case", REAL)
-def test_each_rank_holds_and_refuses_what_it_really_does(case: str, answers: Answers) -> None:
-    for rank, told in answers.offline[case].ranks.items():
-        real = answers.real[rank][list(REAL).index(case)]
-        assert [(h.name, h.full_shape, h.box, h.dtype) for h in told.held] == real["held"]
-        assert told.refused == real["refused"]
-
-
-@pytest.mark.parametrize("case", REAL)
-def test_offloaded_parameters_are_held_and_exported_from_their_host_copies(
-    case: str, answers: Answers
-) -> None:
-    for rank in answers.real:
-        told = rank[list(REAL).index(case)]["offloaded"]
-        assert told == {"key changes": True, "equal fragments": True, "equal export": True}
+        assert [(h.name, h.full_shape, h.box, h.dtype) for h in predicted.held] == real["held"]
+        assert predicted.refused == real["refused"]
+        # Offloaded parameters are held and exported from their host copies.
+        assert real["offloaded"] == {"key changes": True, "equal fragments": True, "equal export": True}
 
 
 @pytest.mark.parametrize("case", PREDICTED)
@@ -160,42 +146,31 @@ def test_a_plan_is_told_what_bridge_sees_otherwise(answers: Answers) -> None:
         return study(options)
 
     assert differences(planned(), told) == []
-    [shape] = differences(planned(vocab_size=304), told)[:1]
-    assert shape.startswith("bridge: exports lm_head.weight as torch.bfloat16[300, 64], the plan has")
-    more = differences(planned(num_hidden_layers=6), told)
-    assert any(
-        "does not export model.layers.4." in line and "more that the plan counts on" in line for line in more
-    )
-    assert any(line.startswith(f"bridge: trainer rank {rank} ") for line in more)
-    assert any(
-        "that the catalogue does not know" in line for line in differences(planned(num_experts=4), told)
-    )
+    assert "lm_head.weight as torch.bfloat16[300, 64]" in differences(planned(vocab_size=304), told)[0]
+    more = "".join(differences(planned(num_hidden_layers=6), told))
+    assert "does not export model.layers.4." in more
+    assert f"bridge: trainer rank {rank} " in more
+    assert "the catalogue does not know" in "".join(differences(planned(num_experts=4), told))
 
 
-def test_the_process_that_asks_stays_as_it_was(answers: Answers) -> None:
-    assert answers.stayed
-
-
-def test_questions_take_next_to_no_memory_beyond_the_imports(answers: Answers) -> None:
+def test_questions_take_next_to_no_memory_beyond_the_imports_and_leave_the_process_as_it_was(
+    answers: Answers,
+) -> None:
     first, *others = (told.peak_rss_bytes for told in answers.offline.values())
     # The first question has loaded what all need.
     assert first < 1.5e9
     assert max(others) - first < 150e6
-
-
-def test_a_model_of_thirty_billion_parameters_takes_seconds(answers: Answers) -> None:
-    told = answers.offline["a model as large as it is"]
-    assert len(told.specs) > 18_000
-    assert told.cpu_seconds < 10.0
+    assert answers.stayed
+    large = answers.offline["a model as large as it is"]
+    assert len(large.specs) > 18_000
+    assert large.cpu_seconds < 10.0
 
 
 def test_all_that_is_wrong_with_the_questions_is_told_before_anything_starts() -> None:
     with pytest.raises(OfflineError) as told:
         ask_bridge([OfflineQuestion("x", TrainLayout(vpp=2)), OfflineQuestion("y", TrainLayout(tp=2), (2,))])
-    assert "vpp needs pp above 1" in str(told.value)
-    assert "rank 2 is not among the 2 trainer ranks" in str(told.value)
-    assert "x is no file" in str(told.value)
-    assert "y is no file" in str(told.value)
+    for part in ("vpp needs pp above 1", "rank 2 is not among", "x is no file", "y is no file"):
+        assert part in str(told.value)
 
 
 def test_what_lies_in_the_working_directory_does_not_stand_in_for_a_bundled_model(

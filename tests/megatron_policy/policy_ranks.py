@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,6 @@ def token_ids(rows: int = 5, tokens: int = 19) -> Any:
 
 
 def training_batch(logprobs: Any, reference: Any = None, *, trimmed: bool = True) -> Any:
-    """As :func:`tests.policy_scenes.batch_of`."""
     from tests.policy_scenes import batch_of
 
     return batch_of(token_ids(), 7, LENGTHS, logprobs, reference, trimmed=trimmed)
@@ -96,15 +95,12 @@ def leave_layout() -> None:
 
 
 def digest(policy: Any) -> str:
-    """Of the bytes of this rank's parameters and of the optimizer's masters."""
-    import torch
+    """Of this rank's parameters and of the optimizer's masters."""
+    from tests.policy_scenes import digest_of
 
-    found = hashlib.sha256()
     tensors = [p for chunk in policy.model for p in chunk.parameters()]
     tensors += [p for group in policy._optimizer.param_groups for p in group["params"]]
-    for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    return digest_of(tensors)
 
 
 def exported(policy: Any) -> dict[str, Any]:
@@ -148,96 +144,34 @@ def unmasked_batch() -> Any:
     return PolicyBatch(token_ids(), torch.zeros(token_ids().shape))
 
 
-def resume_all(rank: int, cases: dict[str, Case], root: str) -> dict[str, dict[str, Any]]:
-    """Train on after a save, and once more in a new policy after a load."""
-    import numpy as np
-    import torch
-
-    from tests.policy_scenes import saved_files, skip_steps
-
-    reports = {}
-    for name, case in cases.items():
-        folder = Path(root) / name
-        policy = make_policy(case)
-        batch = training_batch(policy.compute_logprobs(unmasked_batch()))
-        policy.train_step(batch)
-        policy.train_step(batch)
-        saved = saved_files(policy, folder)
-        through = [policy.train_step(batch) for _ in range(2)], digest(policy), policy.step
-        randoms = torch.rand(3).tolist(), np.random.rand(3).tolist()
-        next_step = policy.train_step(batch), digest(policy)
-
-        leave_layout()
-        resumed = make_policy(case)
-        before = digest(resumed)
-        resumed.load(folder)
-        again = [resumed.train_step(batch) for _ in range(2)], digest(resumed), resumed.step
-        reports[name] = {
-            "through": through,
-            "again": again,
-            "before": before,
-            "randoms": (randoms, (torch.rand(3).tolist(), np.random.rand(3).tolist())),
-            "skipped": skip_steps(resumed, batch, digest),
-            "next step": next_step,
-            "saved": saved,
-        }
-        leave_layout()
-    return reports
-
-
-def load_fails(rank: int, case: Case, folder: str) -> tuple[str, bool]:
-    """The text of the error, and whether the policy stayed as it was."""
-    from rlrefit.recipes.policy.base import CheckpointError
-
-    policy = make_policy(case)
-    before = digest(policy)
-    try:
-        policy.load(folder)
-    except CheckpointError as error:
-        text = str(error)
-    else:
-        text = ""
-    leave_layout()
-    return text, digest(policy) == before
-
-
 def two_ranks(
     rank: int, trained: dict[str, Case], resumed: dict[str, Case], other: Case, bad: dict[str, str], root: str
 ) -> dict[str, Any]:
-    """All that needs two ranks."""
-    return {
-        "trained": train_all(rank, trained),
-        "resumed": resume_all(rank, resumed, root),
-        "other layout": load_fails(rank, other, f"{root}/{next(iter(resumed))}"),
-        "one bad rank": build_fails(rank, bad),
-        "second layout": second_layout(rank, other),
-    }
-
-
-def build_fails(rank: int, paths: dict[str, str]) -> str:
-    """The error where only rank 1's folder is damaged."""
+    """All that needs two ranks; only rank 1's folder of ``bad`` is damaged."""
     from rlrefit.workers.trainers.megatron.hf_checkpoint import CheckpointMismatch
     from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
+    from tests.policy_scenes import load_fails, resume
 
+    def batch_of_it(policy: Any) -> Any:
+        return training_batch(policy.compute_logprobs(unmasked_batch()))
+
+    found: dict[str, Any] = {"trained": train_all(rank, trained), "resumed": {}}
+    for name, case in resumed.items():
+        make = partial(make_policy, case)
+        found["resumed"][name] = resume(make, batch_of_it, digest, Path(root) / name, leave_layout)
+    first = Path(root) / next(iter(resumed))
+    found["other layout"] = load_fails(make_policy(other), digest, first, leave_layout)
     try:
-        build_megatron(paths["bad" if rank == 1 else "good"], MegatronLayout(tensor_parallel=2))
+        build_megatron(bad["bad" if rank == 1 else "good"], MegatronLayout(tensor_parallel=2))
     except CheckpointMismatch as error:
-        return str(error)
-    return ""
-
-
-def second_layout(rank: int, case: Case) -> str:
-    """The error of a second model in another layout than the first."""
-    from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
-
-    build_megatron(case.model_path, MegatronLayout(tensor_parallel=2), wrap_with_ddp=False)
+        found["one bad rank"] = str(error)
+    build_megatron(other.model_path, MegatronLayout(tensor_parallel=2), wrap_with_ddp=False)
     try:
-        build_megatron(case.model_path, MegatronLayout(), wrap_with_ddp=False)
+        build_megatron(other.model_path, MegatronLayout(), wrap_with_ddp=False)
     except ValueError as error:
-        return str(error)
-    finally:
-        leave_layout()
-    return ""
+        found["second layout"] = str(error)
+    leave_layout()
+    return found
 
 
 def one_rank(rank: int, trained: dict[str, Case]) -> dict[str, Any]:
@@ -264,13 +198,18 @@ def one_rank(rank: int, trained: dict[str, Case]) -> dict[str, Any]:
         rejected.append(str(error))
     try:
         torch.cuda.current_device()
-        answer = "answers"
+        current_device = True
     except (AssertionError, RuntimeError):
-        answer = "raises"
-    outside = {
-        "same factories": (torch.zeros, torch.tensor) == loaded_megatron.FACTORIES,
-        "same tensor methods": (torch.Tensor.type, torch.Tensor.cuda) == loaded_megatron.METHODS,
-        "transformer_engine modules": [name for name in sys.modules if name.startswith("transformer_engine")],
-        "current_device outside Megatron": answer,
+        current_device = False
+    changed = {
+        "factories": (torch.zeros, torch.tensor) != loaded_megatron.FACTORIES,
+        "tensor methods": (torch.Tensor.type, torch.Tensor.cuda) != loaded_megatron.METHODS,
+        "modules": any(name.startswith("transformer_engine") for name in sys.modules),
+        "current_device outside Megatron": current_device,
     }
-    return {"trained": reports, "warnings": loaded_megatron.ANNOUNCED, "rejected": rejected, "torch": outside}
+    return {
+        "trained": reports,
+        "warnings": loaded_megatron.ANNOUNCED,
+        "rejected": rejected,
+        "changed": changed,
+    }

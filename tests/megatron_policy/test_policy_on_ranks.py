@@ -193,19 +193,13 @@ def test_the_reference_policy_stays_where_the_policy_began(world: World) -> None
 def test_training_goes_on_bit_for_bit_after_a_restart_and_after_steps_that_were_left_out(
     world: World, case: str
 ) -> None:
-    for rank in world.double:
-        report = rank["resumed"][case]
-        assert report["again"] == report["through"]
-        assert report["before"] != report["through"][1]
-        assert report["randoms"][0] == report["randoms"][1]
     assert_resumed([rank["resumed"][case] for rank in world.double])
 
 
 def test_a_state_of_another_layout_is_refused_and_nothing_is_changed(world: World) -> None:
     for rank in world.double:
-        text, unchanged = rank["other layout"]
-        assert "expert_tensor_parallel was 1 and is 2" in text
-        assert unchanged
+        assert "expert_tensor_parallel was 1 and is 2" in rank["other layout"]["text"]
+        assert rank["other layout"]["unchanged"]
 
 
 def test_a_checkpoint_that_one_rank_finds_damaged_fails_on_all(world: World) -> None:
@@ -218,12 +212,7 @@ def test_a_process_holds_models_of_one_layout_only(world: World) -> None:
 
 def test_the_stand_ins_are_announced_once_and_leave_torch_itself_as_it_was(world: World) -> None:
     assert len(world.single["warnings"]) == 1
-    assert world.single["torch"] == {
-        "same factories": True,
-        "same tensor methods": True,
-        "transformer_engine modules": [],
-        "current_device outside Megatron": "raises",
-    }
+    assert not any(world.single["changed"].values()), world.single["changed"]
 
 
 def test_a_batch_that_cannot_be_trained_on_is_refused(world: World) -> None:

@@ -112,18 +112,6 @@ def test_straddled_blocks_are_those_with_elements_outside(data: st.DataObject) -
     assert set(product(*(range(*r) for r in blocks.scale_box(box, block)))) == touched
 
 
-def test_aligned_shards_of_stacked_experts_are_slices_of_the_full_tensor() -> None:
-    w = torch.randn(3, 256, 384, generator=torch.Generator().manual_seed(0)).bfloat16()
-    q, scales = fp8_blockwise.quantize(w)
-    assert scales.shape == (3, 2, 3)
-    box: Box = ((1, 3), (128, 256), (0, 256))
-    assert blocks.straddled(box, w.shape, fp8_blockwise.BLOCK) == []
-    assert blocks.scale_box(box, fp8_blockwise.BLOCK) == ((1, 3), (1, 2), (0, 2))
-    part_q, part_scales = fp8_blockwise.quantize(w[1:3, 128:256, 0:256])
-    assert same(part_q, q[1:3, 128:256, 0:256])
-    assert same(part_scales, scales[1:3, 1:2, 0:2])
-
-
 def test_an_empty_box_needs_no_scales_and_cuts_no_block() -> None:
     box: Box = ((130, 130), (0, 256))
     assert blocks.straddled(box, (256, 256), (128, 128)) == []

@@ -31,7 +31,6 @@ from rlrefit.integration.quantize.formats import (
     to_json,
 )
 from rlrefit.integration.quantize.jobs import make_jobs
-from rlrefit.integration.quantize.partial_blocks import PartialCodes
 from rlrefit.integration.transport.ipc.copy_order import slices
 from rlrefit.integration.weights.quantizing import encoded_fragments
 
@@ -130,26 +129,7 @@ def test_a_weight_kept_in_fp32_is_rounded_to_the_exports_type_before_it_is_quant
         assert same(target, expected)
 
 
-def test_only_a_part_that_cuts_no_block_makes_its_scales_alone() -> None:
-    held = torch.randn(128, 200).bfloat16()
-    inside = Fragment("w", (300, 200), ((128, 256), (0, 200)), held)
-    codes, scales = encoded_fragments(inside, FP8, CPU)
-    assert (codes.box, codes.dtype, codes.nbytes) == (inside.box, torch.float8_e4m3fn, 128 * 200)
-    assert (scales.name, scales.full_shape, scales.box) == ("w_scale_inv", (3, 2), ((1, 2), (0, 2)))
-    assert (scales.dtype, scales.nbytes) == (torch.float32, 8)
-    for start in (127, 172):
-        cut = Fragment("w", (300, 200), ((start, start + 128), (0, 200)), held)
-        codes, scales = encoded_fragments(cut, FP8, CPU)
-        assert isinstance(codes.encoding, PartialCodes)
-        assert (codes.box, codes.dtype, scales.encoding) == (cut.box, torch.float8_e4m3fn, None)
-        assert scales.box == ((start // 128, -(-(start + 128) // 128)), (0, 2))
-        assert codes.encoding.scales.data_ptr() == scales.view.data_ptr()
-        (_,) = encoded_fragments(cut, FP8, CPU, [scales.box])
-    narrow = Fragment("w", (128, 400), ((0, 128), (100, 300)), held)
-    assert isinstance(encoded_fragments(narrow, Mxfp8(), CPU), str)
-
-
-def test_the_host_computes_what_it_copies_and_keeps_nothing_of_it() -> None:
+def test_the_host_computes_what_it_pushes_and_keeps_nothing_of_it() -> None:
     weights = [torch.randn(200, 160).bfloat16(), torch.randn(130, 64).bfloat16()]
     encodings = Codes(WholeBlocks(FP8)), Scales(WholeBlocks(FP8)), Cast(torch.float32)
     pairs = []

@@ -59,19 +59,20 @@ class QuantizedDestination(SyntheticDestination):
     def wrong(self, version: int) -> list[str]:
         expected: dict[str, torch.Tensor] = {}
         for spec in SPECS:
-            value = value_of(spec, version)
-            if spec.name in self._formats:
-                format = self._formats[spec.name]
-                parts = format.encode(value)
-                expected |= {w.name: p for w, p in zip(wire_specs(spec, format), parts, strict=True)}
-            else:
+            value, format = value_of(spec, version), self._formats.get(spec.name)
+            if format is None:
                 expected[spec.name] = value
+            else:
+                names = [wire.name for wire in wire_specs(spec, format)]
+                expected |= zip(names, format.encode(value), strict=True)
+        parts = {
+            (name, box): expected[name][local_slice(box_of(expected[name].shape), box)]
+            for name, box in self._wanted
+        }
         return [
             f"{name} {box}"
-            for (name, box), storage in self._wanted.items()
-            if not torch.equal(
-                _raw(storage), _raw(expected[name][local_slice(box_of(expected[name].shape), box)])
-            )
+            for (name, box), held in self._wanted.items()
+            if not torch.equal(_raw(held), _raw(parts[name, box]))
         ]
 
 
@@ -100,15 +101,13 @@ def wanted(
     """Two engine ranks that each want a part of everything; scales of all blocks that the part touches."""
     engines = []
     for rank in range(2):
-        layout: Layout = {}
+        layout: Layout = {spec.name: [cut(spec, rank, 2)] for spec in SPECS}
         for spec in SPECS:
-            box = cut(spec, rank, 2)
-            layout[spec.name] = [box]
-            if spec.name in formats:
-                _, scales = wire_specs(spec, formats[spec.name])
-                block = formats[spec.name].block
+            if (format := formats.get(spec.name)) is not None:
+                _, scales = wire_specs(spec, format)
+                [box] = layout[spec.name]
                 layout[scales.name] = [
-                    tuple((a // b, -(-e // b)) for (a, e), b in zip(box, block, strict=True))
+                    tuple((a // b, -(-e // b)) for (a, e), b in zip(box, format.block, strict=True))
                 ]
         engines.append(QuantizedDestination(formats, layout))
     return engines
@@ -201,12 +200,12 @@ class DivergedSource(SyntheticSource):
 
     def set_version(self, version: int) -> None:
         super().set_version(version)
-        if version < 2:
-            return
         for (name, box), storage in self._held.items():
-            (top, bottom), (left, right) = box if len(box) == 2 else ((0, 0), (0, 0))
-            column = 130 % self._by_name[name].shape[-1]
-            if name == self._bad and top <= 200 < bottom and left <= column < right:
+            if version < 2 or name != self._bad:
+                continue
+            (top, bottom), (left, right) = box
+            column = 130 % self._by_name[name].shape[1]
+            if top <= 200 < bottom and left <= column < right:
                 storage[200 - top, column - left] = self._value
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -318,16 +317,15 @@ def test_full_quantized_tensors_come_one_after_the_other_beside_other_tasks() ->
             ticks.append(1)
             await asyncio.sleep(0)
 
-    async def collect() -> list[tuple[str, torch.Tensor]]:
+    async def collect() -> dict[str, torch.Tensor]:
         task = asyncio.create_task(other())
-        found = [pair async for pair in quant_weights_by_name(source, {"row.weight": FP8})]
+        found = {name: t async for name, t in quant_weights_by_name(source, {"row.weight": FP8})}
         task.cancel()
         return found
 
-    found = dict(asyncio.run(collect()))
-    assert list(found) == [w.name for s in SPECS for w in (wire_specs(s, FP8) if s is ROW else [s])]
-    codes, scales = FP8.encode(value_of(ROW, 4))
-    assert torch.equal(_raw(found["row.weight"]), _raw(codes))
-    assert torch.equal(found["row.weight_scale_inv"], scales)
-    assert torch.equal(found["norm.weight"], value_of(NORM, 4))
+    found = asyncio.run(collect())
+    names = [w.name for s in SPECS for w in (wire_specs(s, FP8) if s is ROW else [s])]
+    values = [p for s in SPECS for p in (FP8.encode(value_of(s, 4)) if s is ROW else [value_of(s, 4)])]
+    assert list(found) == names
+    assert all(torch.equal(_raw(a), _raw(b)) for a, b in zip(found.values(), values, strict=True))
     assert len(ticks) >= len(SPECS)

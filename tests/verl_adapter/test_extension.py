@@ -106,7 +106,7 @@ def test_verls_own_hand_over_of_a_whole_model_may_be_served_and_half_of_one_may_
 
     refit, breaks = worker._refit, True
 
-    def load(self: Any, peft_config: Any, base_sync_done: bool, use_shm: bool) -> None:
+    def load(self: Any, **_: Any) -> None:
         with pytest.raises(EngineDirty):
             refit.refit_state.require_clean()
         if breaks:
@@ -117,23 +117,17 @@ def test_verls_own_hand_over_of_a_whole_model_may_be_served_and_half_of_one_may_
         worker.update_weights_from_ipc(base_sync_done=base_sync_done)
     with pytest.raises(EngineDirty):
         refit.refit_state.require_clean()
-    assert refit.undefined
     breaks = False
+    # An adapter makes no base model whole.
+    monkeypatch.setattr(
+        extension.vLLMColocateWorkerExtension, "update_weights_from_ipc", lambda *_, **__: None
+    )
+    worker.update_weights_from_ipc(peft_config={"r": 8}, base_sync_done=True)
+    assert refit.undefined
+    monkeypatch.setattr(extension.vLLMColocateWorkerExtension, "update_weights_from_ipc", load)
     worker.update_weights_from_ipc(base_sync_done=base_sync_done)
     refit.refit_state.require_clean()
     assert not refit.undefined
-
-
-def test_an_adapter_that_verl_hands_over_makes_no_base_model_whole(
-    worker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rlrefit.workers.frameworks.verl import extension
-
-    monkeypatch.setattr(
-        extension.vLLMColocateWorkerExtension, "update_weights_from_ipc", lambda self, **_: None
-    )
-    worker.update_weights_from_ipc(peft_config={"r": 8}, base_sync_done=True)
-    assert worker._refit.undefined
 
 
 def test_an_engine_that_is_quantized_or_speculates_tells_the_actors_why_it_takes_no_part(worker: Any) -> None:

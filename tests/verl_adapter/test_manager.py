@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,19 +32,13 @@ class Workers:
     def __init__(self) -> None:
         self.asked: list[str] = []
         # By what is asked: an answer of each worker, an exception to raise, or NEVER.
+        report = {"protocol": ShardCheckpointEngine.protocol, "held": None}
         self.answers: dict[str, list[Any]] = {
-            "prepare": [
-                {"protocol": ShardCheckpointEngine.protocol, "held": None, "address": ("h", 1, 1)},
-                {"protocol": ShardCheckpointEngine.protocol, "held": None, "address": None},
-            ],
+            "prepare": [report | {"address": ("h", 1, 1)}, report | {"address": None}],
             "update_weights": [{"checkpoint_engine/epoch": 1.0}, {}],
         }
-        handle = SimpleNamespace(
-            **{
-                method: SimpleNamespace(remote=self._server(method))
-                for method in ("wake_up", "clear_kv_cache", "set_global_steps", "collective_rpc")
-            }
-        )
+        asked = ("wake_up", "clear_kv_cache", "set_global_steps", "collective_rpc")
+        handle = SimpleNamespace(**{m: SimpleNamespace(remote=partial(self._server, m)) for m in asked})
         self.replica = SimpleNamespace(
             rollout_mode=RolloutMode.HYBRID,
             config=SimpleNamespace(free_cache_engine=True, data_parallel_size=1),
@@ -60,13 +55,10 @@ class Workers:
     def update_weights(self, global_steps: int, mode: str) -> list[Future[Any]]:
         return self._told("update_weights", self.world_size)
 
-    def _server(self, method: str) -> Any:
-        def remote(*args: Any, **kwargs: Any) -> Future[Any]:
-            more = {"wake_up": kwargs.get("tags"), "set_global_steps": [str(kwargs.get("global_steps"))]}
-            what = args[0] if method == "collective_rpc" else " ".join([method, *more.get(method, [])])
-            return self._told(what, 1)[0]
-
-        return remote
+    def _server(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        more = {"wake_up": kwargs.get("tags"), "set_global_steps": [str(kwargs.get("global_steps"))]}
+        what = args[0] if method == "collective_rpc" else " ".join([method, *more.get(method, [])])
+        return self._told(what, 1)[0]
 
     def _told(self, what: str, size: int) -> list[Future[Any]]:
         self.asked.append(what)
