@@ -1,64 +1,161 @@
-"""What tests of both trainers' policies start from: weights that tell, and a batch that is cut in every way."""
+"""What tests of both trainers' policies start from: weights that tell, a batch that is cut in every way, a training."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
-from rlrefit.recipes.policy.base import CheckpointError
+from rlrefit.recipes.algorithms.losses import PolicyLossConfig
+from rlrefit.recipes.policy.base import AdamConfig, CheckpointError
 from rlrefit.recipes.policy.batch import PolicyBatch
 from rlrefit.workers.trainers.durable import Written
 
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+_OF_QWEN3 = {"head_dim": 8, "attention_dropout": 0.5}  # the latter no policy may have
+_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+# Whose routers transformers keeps in FP32, with a bias that is not trained.
+ROUTED_IN_FLOAT32 = "ernie"
+TEMPERATURE = 0.7
+# So large that Adam's step is smooth in the gradient: where a gradient is nearly 0, its rounding would otherwise
+# decide the step's sign.
+ADAM = AdamConfig(lr=1e-2, eps=0.1, weight_decay=0.1, clip_grad=0.5, warmup_steps=1)
+# Of the rows of a training batch, with their prompts; of 13 columns.
+LENGTHS = (13, 8, 6, 11, 13)
 
-def spread(model: torch.nn.Module, factor: float) -> None:
-    """Widen the weights from what they begin with, so that a wrong shard or head order shows in the probabilities."""
+
+def write_checkpoint(kind: str, folder: Path, **changes: Any) -> str:
+    """Write a bfloat16 checkpoint and return its folder."""
+    import transformers
+
+    shape = _SHAPE | {"tie_word_embeddings": kind.endswith("-tied")} | changes
+    config: Any
+    if kind == ROUTED_IN_FLOAT32:
+        layers = {"moe_layer_start_index": 1, "moe_layer_end_index": 1}
+        config = transformers.Ernie4_5_MoeConfig(
+            **shape, **layers, moe_num_experts=4, moe_k=2, moe_intermediate_size=16
+        )
+    elif kind == "qwen3-moe":
+        config = transformers.Qwen3MoeConfig(**shape, **_OF_QWEN3, **_MOE)
+    elif kind == "llama":
+        config = transformers.LlamaConfig(**shape)
+    else:
+        config = transformers.Qwen3Config(**shape, **_OF_QWEN3)
+    torch.manual_seed(len(kind))
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    # Wider than what they begin with, so that a wrong shard or head order shows in the probabilities.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
-                parameter.mul_(factor)
+                parameter.mul_(3.0)
+    model.save_pretrained(folder)
+    return str(folder)
 
 
-def batch_of(
-    ids: torch.Tensor,
-    first: int,
-    lengths: Sequence[int],
-    logprobs: torch.Tensor,
-    reference: torch.Tensor | None = None,
-    *,
-    trimmed: bool = True,
+def distributions(model: Any) -> torch.Tensor:
+    """Of the tokens after the first, by a plain model of transformers."""
+    return torch.log_softmax(model(token_ids()).logits[:, :-1] / TEMPERATURE, -1)
+
+
+def plain_logprobs(model: Any) -> torch.Tensor:
+    """Log-probabilities ``[N, S]``; column 0 is 0."""
+    picked = distributions(model).gather(-1, token_ids()[:, 1:, None]).squeeze(-1)
+    return functional.pad(picked, (1, 0))
+
+
+def loss_config(kl_coef: float = 0.0) -> PolicyLossConfig:
+    return PolicyLossConfig(aggregation="token", kl_coef=kl_coef)
+
+
+def token_ids() -> torch.Tensor:
+    """``[5, 13]``; both counts are odd, so that every split must pad."""
+    return torch.randint(0, 64, (5, 13), generator=torch.Generator().manual_seed(1))
+
+
+def plain_batch() -> PolicyBatch:
+    return PolicyBatch(token_ids(), torch.zeros(token_ids().shape))
+
+
+def training_batch(
+    logprobs: torch.Tensor, reference: torch.Tensor | None = None, *, trimmed: bool = True
 ) -> PolicyBatch:
-    """Completions that differ in length, and ratios that differ from 1.
-
-    Args:
-        ids: ``[N, S]``.
-        first: column of the completions' first token.
-        lengths: of the rows, with their prompts.
-        logprobs: ``[N, S]``, which the old ones are near.
-        reference: ``[N, S]``.
-        trimmed: the batch tells the lengths.
-    """
+    """Completions that differ in length, and ratios that differ from 1; ``trimmed``: it tells the lengths."""
     generator = torch.Generator().manual_seed(2)
-    mask = torch.zeros(ids.shape)
-    for row, end in enumerate(lengths):
-        mask[row, first:end] = 1
-    noise = torch.randn(ids.shape, generator=generator) * 0.05
+    mask = torch.zeros(token_ids().shape)
+    for row, end in enumerate(LENGTHS):
+        mask[row, 4:end] = 1
+    noise = torch.randn(mask.shape, generator=generator) * 0.05
     return PolicyBatch(
-        input_ids=ids,
+        input_ids=token_ids(),
         loss_mask=mask,
-        advantages=torch.randn(len(ids), generator=generator),
+        advantages=torch.randn(len(mask), generator=generator),
         old_logprobs=logprobs + noise,
         ref_logprobs=reference,
-        lengths=torch.tensor(lengths) if trimmed else None,
+        lengths=torch.tensor(LENGTHS) if trimmed else None,
+    )
+
+
+def batch_for(policy: Any) -> PolicyBatch:
+    return training_batch(policy.compute_logprobs(plain_batch()))
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank saw of a training; ``weights`` are whole, ``digests`` those after each step."""
+
+    logprobs: torch.Tensor
+    trimmed_logprobs: torch.Tensor
+    later_logprobs: torch.Tensor
+    reference_logprobs: torch.Tensor | None
+    metrics: list[dict[str, float]]
+    digests: list[str]
+    weights: dict[str, torch.Tensor]
+
+
+def train(
+    policy: Any,
+    steps: int,
+    digest: Callable[[Any], str],
+    weights_of: Callable[[Any], dict[str, torch.Tensor]],
+    *,
+    has_reference: bool = False,
+    trimmed: bool = True,
+) -> Report:
+    """Log-probabilities, training steps and weights."""
+    logprobs = policy.compute_logprobs(plain_batch())
+    reference = policy.compute_reference_logprobs(plain_batch()) if has_reference else None
+    batch = training_batch(logprobs, reference, trimmed=trimmed)
+    trimmed_logprobs = policy.compute_logprobs(batch)
+    metrics, digests = [], []
+    for _ in range(steps):
+        metrics.append(policy.train_step(batch))
+        digests.append(digest(policy))
+    return Report(
+        logprobs=logprobs,
+        trimmed_logprobs=trimmed_logprobs,
+        later_logprobs=policy.compute_logprobs(plain_batch()),
+        reference_logprobs=policy.compute_reference_logprobs(plain_batch()) if has_reference else None,
+        metrics=metrics,
+        digests=digests,
+        weights=weights_of(policy),
     )
 
 
@@ -72,18 +169,16 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
 
 def resume(
     make: Callable[[], Any],
-    batch_of_it: Callable[[Any], PolicyBatch],
     digest: Callable[[Any], str],
     folder: Path,
     leave: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Train on after a save, and once more in a new policy after a load; then steps that are left out. A collective.
 
-    Args:
-        leave: called where a policy is no longer needed.
+    ``leave`` is called where a policy is no longer needed.
     """
     policy = make()
-    batch = batch_of_it(policy)
+    batch = batch_for(policy)
     policy.train_step(batch)
     report: dict[str, Any] = {"saved": _saved_files(policy, folder)}
 
@@ -160,3 +255,12 @@ def assert_resumed(reports: Sequence[dict[str, Any]]) -> None:
         # As if nothing had been.
         assert found["next step"] == report["next step"]
         assert found["ended"]
+
+
+def assert_reference_stays(report: Report) -> None:
+    """The reference policy stays where the policy began."""
+    assert report.reference_logprobs is not None
+    assert torch.equal(report.reference_logprobs, report.logprobs)
+    assert (report.later_logprobs - report.logprobs).abs().max() > 1e-3
+    assert report.metrics[0]["ref_kl"] == 0.0
+    assert report.metrics[-1]["ref_kl"] > 0.0

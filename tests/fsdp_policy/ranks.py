@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,21 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlrefit.recipes.policy.batch import PolicyBatch
-from tests.policy_scenes import digest_of, load_fails, resume
+from tests.policy_scenes import (
+    ADAM,
+    ROUTED_IN_FLOAT32,
+    TEMPERATURE,
+    Report,
+    batch_for,
+    digest_of,
+    load_fails,
+    loss_config,
+    plain_batch,
+    resume,
+    train,
+)
 
-from .models import ADAM, ROUTED_IN_FLOAT32, STEPS, TEMPERATURE, loss_config, plain_batch, training_batch
+from .models import STEPS
 
 
 @dataclass(frozen=True)
@@ -29,17 +41,11 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What one rank saw of a case; ``weights`` are whole."""
+class Kept:
+    """What one rank keeps of the parameters: elements, and their dtypes."""
 
-    logprobs: torch.Tensor
-    trimmed_logprobs: torch.Tensor
-    later_logprobs: torch.Tensor
-    reference_logprobs: torch.Tensor | None
-    metrics: list[dict[str, float]]
-    weights: dict[str, torch.Tensor]
-    kept_dtypes: set[torch.dtype]
-    kept: int
+    count: int
+    dtypes: set[torch.dtype]
 
 
 def make_policy(case: Case) -> Any:
@@ -57,26 +63,6 @@ def make_policy(case: Case) -> Any:
             dtype=case.dtype,
             **case.options,
         )
-    )
-
-
-def _train(case: Case) -> Report:
-    policy = make_policy(case)
-    logprobs = policy.compute_logprobs(plain_batch())
-    batch = training_batch(logprobs)
-    if case.kl_coef:
-        batch = replace(batch, ref_logprobs=policy.compute_reference_logprobs(batch))
-    trimmed = policy.compute_logprobs(batch)
-    metrics = [policy.train_step(batch) for _ in range(STEPS)]
-    return Report(
-        logprobs=logprobs,
-        trimmed_logprobs=trimmed,
-        later_logprobs=policy.compute_logprobs(plain_batch()),
-        reference_logprobs=policy.compute_reference_logprobs(plain_batch()) if case.kl_coef else None,
-        metrics=metrics,
-        weights=whole_weights(policy),
-        kept_dtypes={p.dtype for p in policy.model.parameters()},
-        kept=sum(p.to_local().numel() for p in policy.model.parameters()),
     )
 
 
@@ -110,6 +96,7 @@ def everything(
     first, case = next(iter(resumed.items()))
     return {
         "trained": train_all(trained),
+        "kept": {name: _keep(case) for name, case in trained.items()},
         "resumed": resume_all(resumed, root),
         "other layout": load_fails(_trained(other), digest, Path(root) / first),
         "cut off": _cut_off(rank, case, Path(root) / first),
@@ -153,24 +140,28 @@ def _unused(folder: Path) -> bool:
 
 
 def train_all(cases: dict[str, Case]) -> dict[str, Report]:
-    """Log-probabilities, training steps and weights of each case."""
-    return {name: _train(case) for name, case in cases.items()}
+    """Of each case."""
+    return {name: _train(make_policy(case), case) for name, case in cases.items()}
+
+
+def _train(policy: Any, case: Case) -> Report:
+    return train(policy, STEPS, digest, whole_weights, has_reference=case.kl_coef > 0)
+
+
+def _keep(case: Case) -> Kept:
+    parameters = list(make_policy(case).model.parameters())
+    return Kept(sum(p.to_local().numel() for p in parameters), {p.dtype for p in parameters})
 
 
 def resume_all(cases: dict[str, Case], root: str) -> dict[str, dict[str, Any]]:
     return {
-        name: resume(lambda case=case: make_policy(case), _batch_of, digest, Path(root) / name)
-        for name, case in cases.items()
+        name: resume(partial(make_policy, case), digest, Path(root) / name) for name, case in cases.items()
     }
-
-
-def _batch_of(policy: Any) -> PolicyBatch:
-    return training_batch(policy.compute_logprobs(plain_batch()))
 
 
 def _trained(case: Case) -> Any:
     policy = make_policy(case)
-    policy.train_step(_batch_of(policy))
+    policy.train_step(batch_for(policy))
     return policy
 
 

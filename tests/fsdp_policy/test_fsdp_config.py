@@ -84,37 +84,24 @@ def test_tensor_parallelism_cuts_every_expert_under_fsdp_and_not_under_megatron(
 
 
 def test_every_key_reaches_the_policy() -> None:
-    overrides = (
-        "trainer.tensor_parallel=2",
-        "trainer.fsdp.replicate=2",
-        "trainer.fsdp.reshard_after_forward=false",
-        "trainer.fsdp.cpu_offload=true",
-        "trainer.optimizer.lr_decay=cosine",
-        "trainer.optimizer.lr_decay_steps=100",
-        "trainer.optimizer.min_lr=1e-7",
-        "trainer.optimizer.max_skipped_steps=5",
+    config = load_config("grpo_qwen3_4b", ["trainer=fsdp"])
+    config.trainer.tensor_parallel = config.trainer.fsdp.replicate = 2
+    config.trainer.fsdp.reshard_after_forward, config.trainer.fsdp.cpu_offload = False, True
+    config.trainer.optimizer.lr_decay, config.trainer.optimizer.lr_decay_steps = "cosine", 100
+    config.trainer.optimizer.min_lr, config.trainer.optimizer.max_skipped_steps = 1e-7, 5
+    made = policy_config(config, "model", PolicyLossConfig())
+    assert isinstance(made, FSDPPolicyConfig)
+    assert made.layout == FSDPLayout(replicate=2, tensor_parallel=2)
+    assert (made.reshard_after_forward, made.cpu_offload, made.recompute) == (False, True, True)
+    assert (made.model_path, made.micro_batch, made.dtype, made.max_skipped_steps) == (
+        "model",
+        4,
+        torch.bfloat16,
+        5,
     )
-    config = load_config("grpo_qwen3_4b", ["trainer=fsdp", *overrides])
-    assert policy_config(config, "model", PolicyLossConfig()) == FSDPPolicyConfig(
-        model_path="model",
-        layout=FSDPLayout(replicate=2, tensor_parallel=2),
-        loss=PolicyLossConfig(),
-        optimizer=AdamConfig(
-            lr=1e-6,
-            betas=(0.9, 0.999),
-            eps=1e-8,
-            weight_decay=0.1,
-            warmup_steps=20,
-            lr_decay="cosine",
-            lr_decay_steps=200,
-            min_lr=1e-7,
-        ),
-        max_skipped_steps=5,
-        micro_batch=4,
-        dtype=torch.bfloat16,
-        reshard_after_forward=False,
-        cpu_offload=True,
-        recompute=True,
+    decay = {"lr_decay": "cosine", "lr_decay_steps": 200, "min_lr": 1e-7}
+    assert made.optimizer == AdamConfig(
+        lr=1e-6, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, warmup_steps=20, **decay
     )
 
 
