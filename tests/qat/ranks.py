@@ -16,13 +16,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A trainer in a layout.
-
-    Attributes:
-        checkpoint: that it starts from.
-        written: where it writes its checkpoint.
-        megatron: Megatron's layout; None for FSDP over all ranks.
-    """
+    """A trainer in a layout of Megatron's, or under FSDP over all ranks; ``written`` is where it writes its checkpoint."""
 
     checkpoint: str
     written: Path

@@ -2,16 +2,55 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from rlrefit.integration.quantize import nvfp4
 from rlrefit.integration.quantize.nvfp4_checkpoint import fused_module, packed_names
+from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from tests.ahead import FoundAhead
+from tests.spawn import run_alone, run_ranks
+from tests.vllm_processes import vllm_processes
 
-from .layouts import LAYOUTS, Trained, train_in_all_layouts
 from .models import read, trainer
-from .ranks import cut, token_ids
+from .ranks import Case, cut, run, token_ids
+from .vllm_side import ENVIRONMENT, serve
+
+LAYOUTS: dict[str, tuple[str, dict[str, int] | None]] = {
+    "fsdp": ("qwen3", None),
+    "fsdp-moe": ("qwen3-moe", None),
+    "tp2": ("qwen3", {"tensor_parallel": 2}),
+    "ep2": ("qwen3-moe", {"tensor_parallel": 2, "expert_parallel": 2}),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What each rank found in each layout, and what vLLM made of the checkpoints that they wrote.
+
+    ``folder`` has the checkpoints ``qwen3`` and ``qwen3-moe``, and what each layout wrote, ``of-…``.
+    """
+
+    folder: Path
+    reports: dict[str, list[dict[str, Any]]]
+    vllm: dict[str, Any]
+
+
+def train_in_all_layouts(folder: Path) -> Trained:
+    for kind in ("qwen3", "qwen3-moe"):
+        make_checkpoint(kind, folder / kind)
+    cases = [Case(str(folder / kind), folder / f"of-{name}", how) for name, (kind, how) in LAYOUTS.items()]
+    by_rank = run_ranks(run, 2, cases)
+    reports = {name: [of_rank[i] for of_rank in by_rank] for i, name in enumerate(LAYOUTS)}
+    written = [str(folder / f"of-{layout}") for layout in ("fsdp", "tp2", "fsdp-moe")]
+    served = run_alone(serve, *written, environment=ENVIRONMENT, made_by=vllm_processes)
+    return Trained(folder, reports, served)
+
 
 AHEAD = (train_in_all_layouts,)
 pytestmark = pytest.mark.timeout(600)
@@ -25,24 +64,20 @@ def trained(found_ahead: FoundAhead) -> Trained:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_send_slices_of_the_packed_checkpoint_they_started_from(trained: Trained, layout: str) -> None:
     original = read(trained.folder / LAYOUTS[layout][0])
-    largest: dict[str, torch.Tensor] = {}
-    for name in trained.reports[layout][0]["weights"]:
-        fused = fused_module(name)
-        amax = original[name].abs().amax().float()
-        largest[fused] = torch.maximum(largest.get(fused, amax), amax)
-    whole = {name: tensor.to(torch.float32) for name, tensor in original.items()}
-    for name in trained.reports[layout][0]["weights"]:
-        names = packed_names(name)
-        shared = nvfp4.global_scale(largest[fused_module(name)])
-        whole[names.weight], whole[names.weight_scale], whole[names.weight_scale_2] = nvfp4.quantize(
-            original[name], shared
-        )
-    for report in trained.reports[layout]:
-        dtypes = {"fsdp": torch.bfloat16}.get(layout.partition("-")[0], torch.float32)
-        unpacked = {n: t.to(dtypes) if t.dtype == torch.float32 and t.dim() else t for n, t in whole.items()}
+    reports = trained.reports[layout]
+    largest: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for name in reports[0]["weights"]:
+        largest[fused_module(name)].append(original[name].abs().amax().float())
+    kept = torch.bfloat16 if layout.startswith("fsdp") else torch.float32
+    whole = {name: tensor.to(kept) for name, tensor in original.items()}
+    for name in reports[0]["weights"]:
+        names, shared = packed_names(name), nvfp4.global_scale(*largest[fused_module(name)])
+        packed = nvfp4.quantize(original[name], shared)
+        whole |= zip((names.weight, names.weight_scale, names.weight_scale_2), packed, strict=True)
+    for report in reports:
         held = [part for part in report["first"]["held"] if not part[0].endswith("input_scale")]
         assert len({name for name, _, _ in held}) >= len(report["weights"])
-        assert list(cut(unpacked, held)) == []
+        assert list(cut(whole, held)) == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -94,7 +129,7 @@ def test_megatron_computes_what_transformers_does(trained: Trained, layout: str)
 def test_what_fails_on_one_rank_fails_on_all_and_training_goes_on(trained: Trained) -> None:
     for report in trained.reports["fsdp"]:
         assert "SafetensorError" in report["full disk"]
-        assert "trainer rank 1 of 2: OSError" in report["settle"]
+        assert "trainer rank 1 of 2: OSError" in report["prepare"]
         assert "different scales for the inputs of model.layers.0" in report["other scales"]
         assert report["left behind"] == []
         # A state that is written into shards behind torch's counters is noticed.

@@ -188,7 +188,7 @@ def test_an_export_that_fails_beside_the_weights_leaves_the_scales_of_training(
     model, qat = trainer(checkpoints("qwen3"), force_dynamic_quantization=dynamic)
     source = FSDPSource(model, torch.bfloat16)
     if not dynamic:  # otherwise no batch has run yet
-        monkeypatch.setattr(source, "settle", lambda: _raise(RuntimeError("no shards here")))
+        monkeypatch.setattr(source, "prepare", lambda: _raise(RuntimeError("no shards here")))
     for _ in range(2):
         # RefitError is one, which other ranks would raise.
         with pytest.raises(RuntimeError, match="saw no inputs of" if dynamic else "no shards here"):
