@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from .engine_double import EngineDouble, modules
-from .ways import WAYS, Work
+from .ways import WAYS, Driven, driven_in
+
+Drive = Callable[..., Driven]
 
 
 @pytest.fixture
@@ -18,23 +21,39 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
 
 
-@pytest.fixture(params=list(WAYS))
-def through(request: pytest.FixtureRequest) -> Callable[[EngineDouble, Work], Any]:
-    return WAYS[request.param]
+@pytest.fixture(params=WAYS)
+def drive(request: pytest.FixtureRequest, sglang: None) -> Iterator[Drive]:
+    """Starts an engine with other settings, to be driven in each of the ways."""
+    yield from _driving(request.param)
 
 
 @pytest.fixture
-def engine(sglang: None) -> Iterator[EngineDouble]:
-    yield from _started()
+def drive_alone(sglang: None) -> Iterator[Drive]:
+    """The same by blocking calls, for what does not depend on the way."""
+    yield from _driving("blocking")
 
 
 @pytest.fixture
-def engine_that_retracts(sglang: None) -> Iterator[EngineDouble]:
-    """One whose requests a refit may retract: no prefixes of theirs are kept."""
-    yield from _started(disable_radix_cache=True)
+def driven(drive: Drive) -> Driven:
+    return _opened(drive)
 
 
-def _started(**arguments: Any) -> Iterator[EngineDouble]:
-    started = EngineDouble(**arguments)
-    yield started
-    started.loop.close()
+@pytest.fixture
+def alone(drive_alone: Drive) -> Driven:
+    return _opened(drive_alone)
+
+
+def _opened(drive: Drive) -> Driven:
+    """While nothing runs, for which a driver that is opened would wait."""
+    found = drive()
+    found.refit = found.open()
+    return found
+
+
+def _driving(way: str) -> Iterator[Drive]:
+    with ExitStack() as stack:
+
+        def drive(**settings: Any) -> Driven:
+            return stack.enter_context(driven_in(way, EngineDouble(**settings)))
+
+        yield drive

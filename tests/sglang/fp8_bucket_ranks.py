@@ -27,7 +27,7 @@ from tests.gpu.vllm_trainer import CheckpointSource
 from .engine_double import EngineDouble, ManagerDouble
 from .fp8_ranks import CPU, Fp8Case, _expected, _held, _kernels, _numbers
 from .models import begin, load_model
-from .ways import WAYS
+from .ways import WAYS, driven_in
 
 # Several buckets; a weight and its scale are kept together in all of them.
 BUCKET_BYTES = 1 << 18
@@ -186,25 +186,23 @@ class _Scene:
         )
 
     def _drive(self) -> None:
-        engine, source = EngineDouble(), CheckpointSource(self._held, CPU)
-        engine.tokenizer_manager = _Manager(self._tell)
-        sent = 0
-        for way, through in WAYS.items():
-
-            def work(refit: SglangRefit, way: str = way) -> None:
-                nonlocal sent
-                sender = self._sender(source, refit)
+        source, sent = CheckpointSource(self._held, CPU), 0
+        for way in WAYS:
+            with driven_in(way, self._engine()) as driven:
+                sender = self._sender(source, driven.refit)
                 for index in (1, 0, 0):
                     self._tell(("poison",))
                     source.take_on(index)
                     sender.refit(sent)
-                    self._versions.append((refit.version, refit.weight_version()))
+                    self._versions.append((driven.refit.version, driven.refit.weight_version()))
                     self._tell(("compare", f"{way} {sent}", index))
                     sent += 1
-                self._refuse(refit, source)
+                self._refuse(driven.refit, source)
 
-            through(engine, work)
-        engine.loop.close()
+    def _engine(self) -> EngineDouble:
+        engine = EngineDouble()
+        engine.tokenizer_manager = _Manager(self._tell)
+        return engine
 
     def _refuse(self, refit: SglangRefit, source: CheckpointSource) -> None:
         """What an engine of blocks does not take, and that it goes on as it was."""
@@ -226,17 +224,13 @@ class _Scene:
 
     def _drive_plain(self, plain: tuple[str, str]) -> None:
         """An engine that holds no blocks."""
-        engine, source = EngineDouble(), CheckpointSource(plain, CPU)
-        engine.tokenizer_manager = _Manager(self._tell)
-
-        def work(refit: SglangRefit) -> None:
-            source.take_on(1)
-            self._refusal("no blocks", lambda: self._sender(source, refit, quantizes=True).refit(0))
-            refit.require_servable()
+        source = CheckpointSource(plain, CPU)
+        source.take_on(1)
+        with driven_in("blocking", self._engine()) as driven:
+            sender = self._sender(source, driven.refit, quantizes=True)
+            self._refusal("no blocks", lambda: sender.refit(0))
+            driven.refit.require_servable()
             self._tell(("unchanged", "no blocks"))
-
-        WAYS["blocking"](engine, work)
-        engine.loop.close()
 
     def _refusal(self, occasion: str, call: Callable[[], object]) -> None:
         self._refused[occasion] = ""

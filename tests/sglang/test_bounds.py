@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -11,12 +9,10 @@ from torch import nn
 from rlrefit.integration.errors import PlanError
 from rlrefit.workers.engines.common.loader_trace.trace import Manifest, trace_loader
 from rlrefit.workers.engines.common.loader_trace.unreached import require_reached
-from rlrefit.workers.engines.sglang.callers import EngineCaller
-from rlrefit.workers.engines.sglang.driver import SglangRefit
 from rlrefit.workers.engines.sglang.sender import SglangSender
 from rlrefit.workers.engines.trtllm.sender import unit_of
 
-from .engine_double import EngineDouble, Holder, modules
+from .ways import Driven
 
 
 class Layer(nn.Module):
@@ -72,19 +68,15 @@ def test_a_tensor_that_can_not_be_followed_excuses_itself_alone(unfollowed: str,
         require_reached(trace, list(parameters))
 
 
-def test_a_bucket_holds_no_more_than_it_may_with_its_flattened_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    engine = EngineDouble()
-    source = Holder(0)
-    destination = engine.tokenizer_manager.holder
+def test_a_bucket_holds_no_more_than_it_may_with_its_flattened_copy(alone: Driven) -> None:
+    destination, source = alone.manager.holder, alone.source
     for holder in (source, destination):
         holder.held = {
             f"layers.0.self_attn.{name}_proj.weight": torch.zeros(8, 8, dtype=torch.bfloat16)
             for name in "qkv"
         }
     assert len({unit_of(name) for name in source.held}) == 1, "together three times what a half may hold"
-    sender = SglangSender(source, SglangRefit(EngineCaller(engine)), "cpu", 256)
+    sender = SglangSender(source, alone.refit, "cpu", 256)
     for version in (0, 1):
         for number, tensor in enumerate(source.held.values()):
             tensor.fill_(3 * version + number)
@@ -93,5 +85,4 @@ def test_a_bucket_holds_no_more_than_it_may_with_its_flattened_copy(monkeypatch:
         record = sender.refit(version)
         assert all(torch.equal(destination.held[name], tensor) for name, tensor in source.held.items())
         assert record.peak_extra_bytes == 256
-    assert engine.tokenizer_manager.calls.count("bucket") == 6
-    engine.loop.close()
+    assert alone.manager.calls.count("bucket") == 6

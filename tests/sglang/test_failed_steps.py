@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from base64 import b64decode
 from collections.abc import Callable
 
 import pytest
 
-from rlrefit.integration.colocated.stages import StageRefused
 from rlrefit.integration.errors import EngineDirty, RefitError
 from rlrefit.workers.engines.sglang.callers import Answer, Caller, EngineCaller, Step
 from rlrefit.workers.engines.sglang.driver import SglangRefit
@@ -17,7 +15,7 @@ from rlrefit.workers.engines.sglang.loader import LOADER
 from rlrefit.workers.engines.sglang.sender import SglangSender
 
 from .engine_double import EngineDouble, Holder, equal, weights
-from .ways import Sending
+from .ways import Driven
 
 pytestmark = pytest.mark.usefixtures("sglang")
 
@@ -85,12 +83,12 @@ class Failing:
 def test_an_engine_is_never_taken_for_one_that_generates_while_it_is_paused(kind: str, how: str) -> None:
     engine = EngineDouble()
     manager, way = engine.tokenizer_manager, Failing(EngineCaller(engine))
-    refit = SglangRefit(way, 0.2)
-    sending = Sending(refit, engine)
-    sending.source.take_on(1)
+    driven = Driven(engine, lambda: SglangRefit(way, 0.2))
+    refit, sender = driven.refit, driven.sender
+    driven.source.take_on(1)
     way.kind, way.fail = kind, WAYS[how]
     try:
-        sending.sender.refit(0)
+        sender.refit(0)
     except (RefitError, ConnectionResetError, KeyboardInterrupt):
         pass
     else:
@@ -105,54 +103,21 @@ def test_an_engine_is_never_taken_for_one_that_generates_while_it_is_paused(kind
         assert equal(manager.holder.held, weights(refit.version + 1))
         assert not manager.stale_prefixes
     for version, index in ((1, 2), (2, 1)):
-        sending.bring(version, index)
+        driven.bring(version, index)
     engine.loop.close()
 
 
-def test_prefixes_of_old_weights_are_not_served_after_an_answer_was_lost() -> None:
+def test_prefixes_of_old_weights_are_not_served_after_an_answer_was_lost_nor_after_a_second_failure() -> None:
     """Workers that have committed serve whole weights, and all the same the caches are not flushed yet."""
     engine = EngineDouble()
     manager, way = engine.tokenizer_manager, Failing(EngineCaller(engine))
     refit = SglangRefit(way)
     sender = SglangSender(Holder(1), refit, "cpu", 128)
-    way.kind, way.fail = "commit", _lost
-    with pytest.raises(RefitError, match="got lost"):
-        sender.refit(0)
-    assert (refit.version, manager.stale_prefixes, manager.paused) == (0, True, True)
-    with pytest.raises(EngineDirty, match="got lost"):
-        refit.require_servable()
-
-
-def test_a_second_failure_before_anything_is_written_does_not_resume_what_the_first_one_left() -> None:
-    engine = EngineDouble()
-    manager, way = engine.tokenizer_manager, Failing(EngineCaller(engine))
-    refit = SglangRefit(way)
-    sender = SglangSender(Holder(1), refit, "cpu", 128)
-    for kind in ("commit", "begin"):
-        way.kind, way.fail = kind, _lost if kind == "commit" else _refused
+    for kind, fail in (("commit", _lost), ("begin", _refused)):
+        way.kind, way.fail = kind, fail
         with pytest.raises(RefitError):
             sender.refit(0)
-        assert manager.paused
+        assert (refit.version, manager.stale_prefixes, manager.paused) == (0, kind == "commit", True)
         with pytest.raises(EngineDirty):
             refit.require_servable()
-
-
-def test_an_engine_that_would_free_nothing_is_not_put_to_sleep() -> None:
-    engine = EngineDouble(device="cuda", enable_memory_saver=False)
-    refit = SglangRefit(EngineCaller(engine))
-    with pytest.raises(StageRefused, match="enable_memory_saver=True"):
-        refit.sleep()
-    assert not refit.asleep()
-    refit.require_servable()
-    assert not engine.tokenizer_manager.paused
-
-
-def test_a_paused_engine_with_requests_is_not_put_to_sleep() -> None:
-    engine = EngineDouble()
-    manager = engine.tokenizer_manager
-    refit = SglangRefit(EngineCaller(engine))
-    refit.begin(0, Holder(0).specs())
-    manager.retracted = 1
-    with pytest.raises(StageRefused, match="unfinished requests"):
-        refit.sleep()
-    assert json.dumps(manager.calls).count("release") == 0
+    engine.loop.close()

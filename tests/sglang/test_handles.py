@@ -15,11 +15,9 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from rlrefit.workers.engines.sglang.callers import EngineCaller
-from rlrefit.workers.engines.sglang.driver import SglangRefit
-from rlrefit.workers.engines.sglang.sender import SglangSender, serialized
+from rlrefit.workers.engines.sglang.sender import serialized
 
-from .engine_double import EngineDouble, Holder, equal, weights
+from .ways import Driven
 
 pytestmark = pytest.mark.usefixtures("sglang")
 
@@ -39,31 +37,21 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(ForkingPickler._extra_reducers, kind, reduce_tensor_modified)
 
 
-def _refit_in_buckets() -> None:
-    engine = EngineDouble()
-    source = Holder(0)
-    sender = SglangSender(source, SglangRefit(EngineCaller(engine)), "cpu", 128)
-    for version, index in enumerate((1, 2)):
-        source.take_on(index)
-        engine.tokenizer_manager.holder.poison()
-        sender.refit(version)
-        assert equal(engine.tokenizer_manager.holder.held, weights(index))
-    engine.loop.close()
-
-
-def test_cpu_tensors_can_be_pickled_for_processes_after_a_refit() -> None:
+def test_cpu_tensors_can_be_pickled_for_processes_after_a_refit(alone: Driven) -> None:
     before = reductions.reduce_tensor, dict(ForkingPickler._extra_reducers), dict(copyreg.dispatch_table)
-    _refit_in_buckets()
+    for version, index in enumerate((1, 2)):
+        alone.bring(version, index)
     held = torch.arange(5)
     assert torch.equal(pickle.loads(ForkingPickler.dumps(held)), held)
     assert before == (reductions.reduce_tensor, ForkingPickler._extra_reducers, copyreg.dispatch_table)
 
 
 @pytest.mark.usefixtures("replaced")
-def test_refits_hold_where_an_engine_of_the_process_has_replaced_the_reductions() -> None:
+def test_refits_hold_where_an_engine_of_the_process_has_replaced_the_reductions(alone: Driven) -> None:
     with pytest.raises(IndexError):
         ForkingPickler.dumps(torch.arange(5))
-    _refit_in_buckets()
+    for version, index in enumerate((1, 2)):
+        alone.bring(version, index)
 
 
 @pytest.mark.parametrize("by_sglang", [False, True], ids=["torch's reductions", "SGLang's"])

@@ -18,6 +18,7 @@ from rlrefit.workers.engines.sglang.sender import SglangSender
 from tests.spawn import run_ranks
 
 from .engine_double import EngineDouble, Holder, ManagerDouble, modules, weights
+from .ways import Driven
 
 pytestmark = pytest.mark.usefixtures("sglang")
 # What is a matrix of 16 bits, on two kinds of kernels.
@@ -27,11 +28,11 @@ BUCKET_BYTES = 128
 
 
 @pytest.fixture(params=[False, True], ids=["SGLang loads", "the refit places"])
-def holding(request: pytest.FixtureRequest, engine: EngineDouble) -> ManagerDouble:
-    manager = engine.tokenizer_manager
+def holding(request: pytest.FixtureRequest, driven: Driven) -> Driven:
+    manager = driven.manager
     manager.worker.hold_in_blocks(BLOCKS)
     manager.worker.placing = request.param
-    return manager
+    return driven
 
 
 def _sender(refit: SglangRefit, *, quantize: bool = True) -> tuple[SglangSender, Holder]:
@@ -56,92 +57,62 @@ def _holds(manager: ManagerDouble, index: int) -> bool:
     )
 
 
-def test_two_refits_leave_codes_and_scales_of_the_full_tensors(
-    engine: EngineDouble, holding: ManagerDouble, through: Any
-) -> None:
-    def work(refit: SglangRefit) -> None:
-        sender, source = _sender(refit)
-        for version, index in enumerate((1, 2)):
-            source.take_on(index)
-            holding.holder.poison()
-            record = sender.refit(version)
-            assert record.bytes_misc == sum(t.nbytes for t in holding.holder.held.values())
-            assert _holds(holding, index)
-            assert (refit.version, refit.weight_version()) == (version, str(version))
-            assert not holding.paused
-            assert not holding.stale_prefixes
-
-    through(engine, work)
-    taken, others = ("load", "bucket") if holding.worker.placing else ("bucket", "load")
-    assert holding.calls.count(taken) > 2
-    assert others not in holding.calls
-    assert holding.calls.count("formats") == holding.calls.count("commit") == 2
-
-
-def test_the_engine_is_asked_for_its_formats_once_it_is_paused(
-    engine: EngineDouble, holding: ManagerDouble, through: Any
-) -> None:
-    through(engine, lambda refit: _sender(refit)[0].refit(0))
-    calls = holding.calls
+def test_two_refits_leave_codes_and_scales_of_the_full_tensors(holding: Driven) -> None:
+    manager, refit = holding.manager, holding.refit
+    sender, source = _sender(refit)
+    for version, index in enumerate((1, 2)):
+        source.take_on(index)
+        manager.holder.poison()
+        record = sender.refit(version)
+        assert record.bytes_misc == sum(t.nbytes for t in manager.holder.held.values())
+        assert _holds(manager, index)
+        assert (refit.version, refit.weight_version()) == (version, str(version))
+        assert not manager.paused
+        assert not manager.stale_prefixes
+    calls = manager.calls
+    taken, others = ("load", "bucket") if manager.worker.placing else ("bucket", "load")
+    assert calls.count(taken) > 2
+    assert others not in calls
+    assert calls.count("formats") == calls.count("commit") == 2
+    # Asked for once the engine is paused.
     asked = calls.index("pause in_place")
     assert calls[asked : calls.index("begin") + 1] == ["pause in_place", "flush_cache", "formats", "begin"]
 
 
-def test_an_engine_without_blocks_is_refused_and_goes_on_as_it_was(
-    engine: EngineDouble, through: Any
-) -> None:
-    manager = engine.tokenizer_manager
-
-    def work(refit: SglangRefit) -> None:
-        sender, source = _sender(refit)
-        source.take_on(1)
-        with pytest.raises(RefitMismatch, match="FP8 blocks"):
-            sender.refit(0)
-        refit.require_servable()
-
-    through(engine, work)
-    assert not manager.paused
-    assert all(
-        torch.equal(manager.holder.held[name], tensor)
-        for name, tensor in weights(0).items()
-        if name != "b.weight"
-    )
-    assert "begin" not in manager.calls
+def test_an_engine_without_blocks_is_refused_and_goes_on_as_it_was(driven: Driven) -> None:
+    sender, source = _sender(driven.refit)
+    source.take_on(1)
+    with pytest.raises(RefitMismatch, match="FP8 blocks"):
+        sender.refit(0)
+    driven.require_served(0)
+    assert "begin" not in driven.manager.calls
 
 
-def test_an_engine_of_blocks_does_not_take_unquantized_weights(
-    engine: EngineDouble, holding: ManagerDouble, through: Any
-) -> None:
-    def work(refit: SglangRefit) -> None:
-        sender, _ = _sender(refit, quantize=False)
-        with pytest.raises(PlanError):
-            sender.refit(0)
-        refit.require_servable()
-        _sender(refit)[0].refit(0)
-
-    through(engine, work)
-    assert _holds(holding, 0)
+def test_an_engine_of_blocks_does_not_take_unquantized_weights(holding: Driven) -> None:
+    with pytest.raises(PlanError):
+        _sender(holding.refit, quantize=False)[0].refit(0)
+    holding.refit.require_servable()
+    _sender(holding.refit)[0].refit(0)
+    assert _holds(holding.manager, 0)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_a_weight_that_is_no_number_ends_the_refit_by_name_before_it_commits(
-    engine: EngineDouble, holding: ManagerDouble, through: Any, number: float
+    holding: Driven, number: float
 ) -> None:
-    def work(refit: SglangRefit) -> None:
-        sender, source = _sender(refit)
-        source.held["c.weight"][3, 2] = number
-        with pytest.raises(RefitError, match=r"c\.weight"):
-            sender.refit(0)
-        assert not {"finish", "commit"} & set(holding.calls)
-        assert holding.paused
-        with pytest.raises(EngineDirty, match="did not commit"):
-            refit.require_servable()
-        source.take_on(2)
-        sender.refit(1)
+    refit, manager = holding.refit, holding.manager
+    sender, source = _sender(refit)
+    source.held["c.weight"][3, 2] = number
+    with pytest.raises(RefitError, match=r"c\.weight"):
+        sender.refit(0)
+    assert not {"finish", "commit"} & set(manager.calls)
+    assert manager.paused
+    with pytest.raises(EngineDirty, match="did not commit"):
         refit.require_servable()
-        assert _holds(holding, 2)
-
-    through(engine, work)
+    source.take_on(2)
+    sender.refit(1)
+    refit.require_servable()
+    assert _holds(manager, 2)
 
 
 def _trained_on(rank: int) -> tuple[list[bool], list[str], list[int]]:
@@ -195,9 +166,11 @@ def test_all_trainer_ranks_quantize_what_the_leaders_engine_asks_for_and_hear_of
 
 @pytest.mark.parametrize("nbytes", [1, 80, 120, 1 << 20])
 def test_a_weight_and_its_scales_share_a_bucket_however_small(
-    engine: EngineDouble, holding: ManagerDouble, monkeypatch: pytest.MonkeyPatch, nbytes: int
+    alone: Driven, monkeypatch: pytest.MonkeyPatch, nbytes: int
 ) -> None:
     buckets: list[set[str]] = []
+    holding = alone.manager
+    holding.worker.hold_in_blocks(BLOCKS)
     load = holding.holder.load_weights
 
     def loaded(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -206,10 +179,7 @@ def test_a_weight_and_its_scales_share_a_bucket_however_small(
         load(named.items())
 
     monkeypatch.setattr(holding.holder, "load_weights", loaded)
-    sender = SglangSender(
-        Holder(1), SglangRefit(EngineCaller(engine)), "cpu", nbytes, trainer_quantize_fp8=True
-    )
-    sender.refit(0)
+    SglangSender(Holder(1), alone.refit, "cpu", nbytes, trainer_quantize_fp8=True).refit(0)
     assert _holds(holding, 1)
     for name in BLOCKS:
         assert [{name, f"{name}_scale_inv"} <= bucket for bucket in buckets].count(True) == 1
