@@ -1,4 +1,4 @@
-"""The cycle of a trainer and an engine that share GPUs: every move in its order, each with its memory on record."""
+"""The cycle of a trainer and an engine that share GPUs: moves in their order, each with a record of memory."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _BEFORE_REFIT = frozenset(
 
 
 class UnderWay:
-    """Which call is under way; another one is refused, and not kept waiting.
+    """The call that is under way. Another call is refused at once.
 
-    A row of moves is a call too: between its moves, only the thread that makes them may go on. While a move is under way
-    nothing else is let in, not even from within it: the move's work counts on the stage.
+    A row of moves is a call too. Between its moves, only the thread that makes them may call. While a move is under way no
+    other call is allowed, not even from within it, since the move's work relies on the stage.
     """
 
     def __init__(self) -> None:
@@ -119,14 +119,14 @@ class UnderWay:
 
 
 class ColocatedCycle:
-    """Drives both through the stages of :mod:`.stages`; an illegal order is an error that names the stage.
+    """Moves both through the stages of :mod:`.stages`. A move that is illegal at the present stage is an error.
 
-    It may be called from several threads, and does one call at a time: whatever is asked for while a move is under way, from
-    within it too, is refused by the move's name (:class:`~.stages.StageBusy`) and changes nothing. What generates at the same
-    time goes into one :meth:`generate`. For coroutines there is ``workers.engines.common.awaited``.
+    Several threads may call it. It does one call at a time. A call while a move is under way, from within it too, is refused
+    with the move's name (:class:`~.stages.StageBusy`) and changes nothing. All that generates at the same time goes into one
+    :meth:`generate`. Coroutines use ``workers.engines.common.awaited``.
 
-    The engine is given awake, or asleep as a whole, with the trainer off the GPU: start the engine first, then call
-    :meth:`to_training`. A trainer that is made at its first ``onload`` never meets an engine that is awake.
+    At first the engine is awake, or asleep as a whole, and the trainer is off the GPU: start the engine, then call
+    :meth:`to_training`. If the first ``onload`` makes the trainer, the two are never on the GPU together.
 
     Args:
         engine: all workers that share GPUs with the trainer.
@@ -136,10 +136,10 @@ class ColocatedCycle:
             once, before the refit.
         sleep_level: 2 discards the weights, which the next refit brings; 1 keeps them in host memory.
         on_stage: called with the record of each move, of those that failed too.
-        after_failure: the memory of those processes that still answer after a move has failed, within seconds: a rank
-            that waits for the failed one answers nobody. None asks both sides as after a success. After an interrupt
-            nobody is asked.
-        advice: what a failure's text tells to do; empty for the remedy of its stage, which is for who goes on.
+        after_failure: returns, within seconds, the memory of the processes that still answer after a move has failed. A rank
+            that waits for the failed one does not answer. With None both sides are asked as after a success. After an
+            interrupt no process is asked.
+        advice: what an error's text advises. If it is empty, the text has the remedy of the stage.
 
     Raises:
         StageError: a part of the engine sleeps.
@@ -183,9 +183,9 @@ class ColocatedCycle:
         self._records: list[RefitRecord] = []
 
     def to_training(self) -> None:
-        """Have the engine sleep, and bring the trainer to the GPU; goes on where an earlier call has failed.
+        """Have the engine sleep, and bring the trainer to the GPU. Goes on where an earlier call has failed.
 
-        An engine that waits for a refit sleeps again, whose weights are lost then: the next one brings them.
+        An engine that waits for a refit sleeps again and loses its weights. The next refit brings them.
         """
         with self._under_way.row("to_training", self.state.stage):
             if Move.SLEEP in self.state.legal:
@@ -230,7 +230,7 @@ class ColocatedCycle:
         """Have the engine give all its memory back."""
 
         def sleep() -> None:
-            # Engines sleep as a whole only, and pass over it where a part sleeps already.
+            # An engine sleeps as a whole. If a part sleeps already, it ignores the call.
             rest = self._engine.asleep()
             if rest:
                 self._wake(*sorted(rest))
@@ -279,14 +279,14 @@ class ColocatedCycle:
 
         def free() -> None:
             self._trainer.free()
-            # Else the wake-up that follows does.
+            # In stages, the wake-up that follows does it.
             if not self.state.multi_stage:
                 self._trainer.empty_cache()
 
         self._do(Move.FREE_TRAINER, free)
 
     def wake_kv_cache(self) -> None:
-        """Give the KV cache memory; from here on the engine runs requests."""
+        """Give the KV cache memory. From here on the engine runs requests."""
         self._do(Move.WAKE_KV_CACHE, lambda: self._wake(KV_CACHE), asleep=frozenset())
 
     def generate(self, work: Callable[[], Result]) -> Result:
@@ -294,7 +294,7 @@ class ColocatedCycle:
         return self._do(Move.GENERATE, work)
 
     def _wake(self, *tags: str) -> None:
-        # What an allocator caches on either side is missing where memory is mapped anew.
+        # The allocators' caches on both sides hold memory that the wake-up needs.
         self._trainer.empty_cache()
         self._engine.empty_cache()
         self._engine.wake(tags)
@@ -351,9 +351,9 @@ class ColocatedCycle:
             )
 
     def _memory_after(self, error: BaseException) -> tuple[ProcessMemory, ...]:
-        """Of those that still answer: the failure may have ended an engine's processes."""
+        """Memory of the processes that still answer. The failure may have ended some."""
         if not isinstance(error, Exception):
-            return ()  # who interrupts wants an end, and any process may be in the middle of its work
+            return ()  # after an interrupt any process may still be at work, and would not answer
         if self._after_failure is not None:
             return tuple(self._after_failure())
         found: list[ProcessMemory] = []
@@ -379,7 +379,7 @@ class ColocatedCycle:
 
 
 def _told(processes: Sequence[ProcessMemory]) -> str:
-    """Who has how much of the fullest device."""
+    """How much each process holds of the fullest device."""
     if not processes:
         return "No process was asked, or has answered, what memory it holds"
     fullest = max(processes, key=lambda process: process.device_peak)

@@ -1,8 +1,7 @@
-"""What a process and its GPU hold, now and at the most since a mark; and the account of a memory stage.
+"""Memory of a process and of its GPU, now and at its peak; and the record of a memory stage.
 
-Two processes on one GPU see only their own part through torch's allocator, and pools that map memory themselves (vLLM's
-sleep mode) count as reserved there even while they sleep. What runs out is the device's memory as a whole, so that is
-watched too, by looking at it from time to time.
+Through torch's allocator a process sees its own part of a GPU alone. Pools that map memory themselves (vLLM's sleep mode)
+count as reserved there even while they sleep. The device's memory as a whole is what runs out, so it is sampled too.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ class ProcessMemory:
     """One process and the device it works on, in bytes.
 
     Attributes:
-        process: what users call it, ``trainer rank 0``, say.
+        process: its name for users, such as ``trainer rank 0``.
         device: UUID of the GPU, or ``cpu``.
-        allocated: of torch's allocator; on a CPU the process's resident memory.
-        reserved: the same with what the allocator caches; on a CPU the same.
+        allocated: by torch's allocator; on a CPU the process's resident memory.
+        reserved: the same, with the allocator's cache; on a CPU the resident memory.
         peak_allocated: the largest since the last restart.
         peak_reserved: the same of ``reserved``.
-        device_used: of the device, by all processes; on a CPU of the host.
-        device_peak: the largest that was seen since the last restart.
-        device_total: what the device has.
+        device_used: on the device by all processes; on a CPU, on the host.
+        device_peak: the largest sample of it since the last restart.
+        device_total: the size of the device's memory.
     """
 
     process: str
@@ -50,12 +49,12 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class StageRecord:
-    """The account of one move of a colocated cycle.
+    """The record of one move of a colocated cycle.
 
     Attributes:
-        cycle: number of refits that were begun before.
-        move: what was done.
-        stage: that it led to.
+        cycle: number of refits before it.
+        move: the move.
+        stage: the stage after it.
         seconds: wall time.
         processes: memory of all processes at its end, with the peaks since its beginning.
         version: of the weights, of a refit; else None.
@@ -81,7 +80,7 @@ class StageRecord:
 
 
 def write_records(path: Path) -> Callable[[StageRecord], None]:
-    """What appends each record that it is given to a file of JSON lines."""
+    """A function that appends a record to a file of JSON lines."""
 
     def write(record: StageRecord) -> None:
         with path.open("a") as file:
@@ -93,13 +92,13 @@ def write_records(path: Path) -> Callable[[StageRecord], None]:
 class MemoryWatch:
     """Follows the memory of this process and its device.
 
-    Peaks of the process are torch's own on a GPU, and exact. Those of the device are the largest of looks, one every
-    ``interval_s`` seconds and one at each end: an allocator keeps what it has taken until it is told to give it back, so
-    that little can come and go between two looks.
+    On a GPU the peaks of the process are torch's own and exact. The peak of the device is the largest of samples, one every
+    ``interval_s`` seconds and one at each end. Little can come and go between two samples, since an allocator keeps its
+    memory until it is told to give it back.
 
     Args:
         device: of the process's work.
-        interval_s: between looks; 0 looks at the ends alone.
+        interval_s: seconds between samples; 0 samples at the ends alone.
     """
 
     def __init__(self, device: torch.device, interval_s: float = 0.02) -> None:
@@ -113,7 +112,7 @@ class MemoryWatch:
         self._peak_used = self._peak_resident = 0
 
     def restart(self) -> None:
-        """Let the peaks count from now on, and look at the device until :meth:`read` is called."""
+        """Count the peaks from now on, and sample the device until :meth:`read` is called."""
         self.close()
         if self._cuda:
             torch.cuda.synchronize(self._device)
@@ -128,7 +127,7 @@ class MemoryWatch:
             self._watcher.start()
 
     def read(self, process: str) -> ProcessMemory:
-        """What there is now, and the peaks; ends the looks."""
+        """The memory now and the peaks; ends the sampling."""
         if self._cuda:
             torch.cuda.synchronize(self._device)
         self.close()
@@ -153,7 +152,7 @@ class MemoryWatch:
         )
 
     def close(self) -> None:
-        """End the looks; safe to call twice."""
+        """End the sampling; safe to call twice."""
         self._stop.set()
         if self._watcher is not None:
             self._watcher.join()
@@ -172,7 +171,7 @@ class MemoryWatch:
         return used, resident
 
     def _of_device(self) -> tuple[int, int]:
-        """Bytes in use, and all of them."""
+        """Bytes in use, and bytes in total."""
         if self._cuda:
             free, total = torch.cuda.mem_get_info(self._device)
             return total - free, total

@@ -1,6 +1,6 @@
-"""Memory stages of a trainer and an engine that take turns on the same GPUs: what may follow what.
+"""Memory stages of a trainer and an engine that take turns on the same GPUs, and the moves between them.
 
-In stages, so that the KV cache and the trainer's weights are never there together::
+In stages, so that the KV cache and the trainer's weights are never on the GPU together::
 
     awake ─sleep→ sleeping ─load_trainer→ training ─offload_trainer→ trainer offloaded ─wake_weights→ weights awake
           ─refit→ refitted ─free_trainer→ trainer freed ─wake_kv_cache→ awake
@@ -9,10 +9,11 @@ All at once (``multi_stage_wake_up: false``), for engines that can't wake in par
 
     … trainer offloaded ─wake_all→ all awake ─refit→ all refitted ─free_trainer→ awake
 
-A refit may read weights that lie in host memory, so that ``sleeping`` may be followed by ``wake_weights`` or ``wake_all``
-too; FSDP2's it refuses there. From a refit that was refused or has failed, ``sleep`` leads back to the trainer. What fails leaves a stage from which the rest of the way is known, or ``lost``.
+A refit may read weights in host memory, so ``wake_weights`` or ``wake_all`` may follow ``sleeping`` too. FSDP2's weights can't
+be read there. After a refit that was refused or failed, ``sleep`` leads back to the trainer. A move that fails leads to a stage
+from which the next moves are known, or to ``lost``.
 
-One move is under way at a time, ``train`` and ``generate`` among them: till it has ended, the stage it began at is not left.
+One move is under way at a time, ``train`` and ``generate`` included. The stage does not change before it has ended.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TAGS = frozenset({WEIGHTS, KV_CACHE})
 
 
 class Stage(StrEnum):
-    """What lies in GPU memory at the moment."""
+    """What is in GPU memory."""
 
     AWAKE = "awake"
     SLEEPING = "sleeping(weights, kv_cache)"
@@ -49,7 +50,7 @@ class Stage(StrEnum):
 
 
 class Move(StrEnum):
-    """What leads from one stage to another, or needs one."""
+    """What leads from one stage to another, or runs at one."""
 
     SLEEP = "sleep"
     LOAD_TRAINER = "load_trainer"
@@ -72,7 +73,7 @@ _COMMON: dict[tuple[Stage, Move], Stage] = {
     (Stage.TRAINING, Move.TRAIN): Stage.TRAINING,
     (Stage.TRAINING, Move.OFFLOAD_TRAINER): Stage.TRAINER_OFFLOADED,
     (Stage.TRAINER_OFFLOADED, Move.LOAD_TRAINER): Stage.TRAINING,
-    # Of weights that are there in part nothing may be read.
+    # Weights that are on the GPU in part can't be read.
     (Stage.TRAINER_PARTLY, Move.LOAD_TRAINER): Stage.TRAINING,
     (Stage.TRAINER_LEAVING, Move.LOAD_TRAINER): Stage.TRAINING,
     (Stage.TRAINER_LEAVING, Move.OFFLOAD_TRAINER): Stage.TRAINER_OFFLOADED,
@@ -100,8 +101,8 @@ _SINGLE: Order = MappingProxyType(
         (Stage.ALL_REFITTED, Move.FREE_TRAINER): Stage.AWAKE,
     }
 )
-# Where a move that failed leaves the two; not named here: where they were. Sleep and wake-up of an engine go through its
-# allocations one by one, and no engine can say, or undo, how far it came.
+# The stage after a move that failed, if it is not the stage before. An engine that sleeps or wakes goes through its
+# allocations one by one; it can neither say how far it came nor undo it.
 _AFTER_FAILURE: Mapping[Move, Stage] = MappingProxyType(
     {
         Move.SLEEP: Stage.LOST,
@@ -141,26 +142,26 @@ class StageError(RefitError):
 
 
 class StageBusy(StageError):
-    """Another move is under way, which goes on undisturbed: the one that was asked for may be illegal once it has ended."""
+    """Another move is under way, and goes on. The move that was asked for may be illegal once that one has ended."""
 
 
 class StageRefused(RefitError):
-    """The engine or the trainer can't do a move now, and has not begun it: the stage stays what it was."""
+    """The engine or the trainer can't do a move now, and has not begun it. The stage has not changed."""
 
 
 class StageFailed(RefitError):
-    """A move broke off with an error that is no refit's own, its ``__cause__``; the text says what follows from it."""
+    """A move failed with an error that is no :class:`RefitError`; that error is the ``__cause__``. The text says what to do."""
 
 
 @dataclass(frozen=True)
 class StageState:
-    """The stage that a trainer and an engine are at, and what may follow.
+    """The stage of a trainer and an engine, and the moves that are legal there.
 
     Attributes:
         multi_stage: whether the engine wakes in stages.
         stage: the present one.
         failed: the move that failed last and its error; empty once a move has succeeded.
-        advice: what to do after any failure, of callers who don't go on from one; empty takes the stage's own remedy.
+        advice: what to do after any failure, for callers that don't go on after one. If it is empty, the stage's remedy is told.
     """
 
     multi_stage: bool = True
@@ -189,7 +190,7 @@ class StageState:
         """Check that a move is legal.
 
         Raises:
-            StageError: it is not; says why, what is, and the shortest way to it.
+            StageError: it is not; says why, which moves are legal, and the shortest way to this one.
         """
         if (self.stage, move) in self.order:
             return
@@ -204,7 +205,7 @@ class StageState:
         raise StageError(". ".join(told), stage=self.stage)
 
     def after(self, move: Move) -> StageState:
-        """What a move that has succeeded leads to.
+        """The state after a move that has succeeded.
 
         Raises:
             StageError: it was illegal.
@@ -213,7 +214,7 @@ class StageState:
         return replace(self, stage=self.order[self.stage, move], failed="")
 
     def after_failure(self, move: Move, error: BaseException) -> StageState:
-        """What a move that has failed leaves.
+        """The state after a move that has failed.
 
         Raises:
             StageError: it was illegal.
@@ -225,7 +226,7 @@ class StageState:
         return replace(self, stage=stage, failed=f"{move} failed: {type(error).__name__}: {error}")
 
     def way_to(self, move: Move) -> tuple[Move, ...] | None:
-        """The shortest row of moves after which ``move`` is legal; None if there is none."""
+        """The shortest sequence of moves after which ``move`` is legal; None if there is none."""
         ways: dict[Stage, tuple[Move, ...]] = {self.stage: ()}
         queue = deque([self.stage])
         while queue:
@@ -254,25 +255,25 @@ class SleepingEngine(Protocol):
         """Give weights and KV cache back: level 1 keeps the weights in host memory, level 2 keeps nothing.
 
         Raises:
-            StageRefused: it can't now (requests are running, say), and nothing has changed.
+            StageRefused: it can't now, because requests are running, say. Nothing has changed.
         """
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Take memory for ``weights``, ``kv_cache`` or both; what an engine has besides (CUDA graphs) wakes with the KV
-        cache. No request runs before all is awake.
+        """Take memory for ``weights``, ``kv_cache`` or both. The engine's other memory (CUDA graphs) wakes with the KV cache.
+        No request runs before all is awake.
 
         Raises:
             StageRefused: it can't now, and nothing has changed.
         """
 
     def asleep(self) -> frozenset[str]:
-        """Which of ``weights`` and ``kv_cache`` have no memory at the moment, on any worker."""
+        """Which of ``weights`` and ``kv_cache`` have no memory now on some worker."""
 
     def empty_cache(self) -> None:
         """Have all workers give back what their allocators cache."""
 
     def memory(self, *, restart: bool = False) -> Sequence[ProcessMemory]:
-        """Of each worker, with the peaks since the last restart; ``restart`` lets them count anew from here."""
+        """Memory of each worker, with the peaks since the last restart. ``restart`` restarts them after this."""
 
 
 class ColocatedTrainer(Protocol):
@@ -282,7 +283,7 @@ class ColocatedTrainer(Protocol):
         """Bring weights, gradients and optimizer to the GPU, or make them there."""
 
     def offload(self) -> None:
-        """Take everything off the GPU that a refit does not read: gradients, optimizer, activations kept."""
+        """Take everything off the GPU that a refit does not read: gradients, optimizer, kept activations."""
 
     def free(self) -> None:
         """Take the weights off the GPU too."""
