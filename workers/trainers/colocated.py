@@ -1,7 +1,7 @@
-"""Trainer ranks that leave their GPU to an engine and come back: torch modules, FSDP2, and Megatron under its DDP.
+"""Trainer ranks that take turns with an engine on their GPU: torch modules, FSDP2, and Megatron under its DDP.
 
-The weights stay in pinned host memory while the engine generates: a refit reads them from wherever they are, but for those
-under FSDP2, which it refuses to read then. On a CPU nothing moves, but gradients are freed in their turn.
+While the engine generates, the weights are in pinned host memory. A refit reads them there, except under FSDP2,
+where it refuses. On a CPU nothing moves, but gradients are freed at the same stages.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _HOST = torch.device("cpu")
 
 
 class ColocatedRank(ABC):
-    """What all kinds share; each is a :class:`~rlrefit.integration.colocated.stages.ColocatedTrainer` of one rank.
+    """The base of all kinds. Each is a :class:`~rlrefit.integration.colocated.stages.ColocatedTrainer` of one rank.
 
     Args:
         device: GPU of this rank.
         rank: of the trainer.
-        frozen: modules that no refit reads, a reference policy's, say; they leave with the optimizer.
+        frozen: modules that no refit reads, such as a reference policy. They leave the GPU with the optimizer.
     """
 
     def __init__(self, device: torch.device, rank: int, frozen: Sequence[nn.Module]) -> None:
@@ -51,11 +51,11 @@ class ColocatedRank(ABC):
         """Take the weights off the GPU."""
 
     def empty_cache(self) -> None:
-        """Give back what the allocator caches."""
+        """Give the allocator's cache back to the device."""
         empty_cache(self._device)
 
     def memory(self, restart: bool = False) -> list[ProcessMemory]:
-        """Of this rank."""
+        """Memory of this rank; ``restart`` restarts its peaks after this."""
         found = self._watch.read(f"trainer rank {self._rank}")
         if restart:
             self._watch.restart()
@@ -75,11 +75,11 @@ class TorchRank(ColocatedRank):
 
     Args:
         modules: of this rank.
-        optimizer: of their parameters; of its state all moves that is on the GPU at an ``offload``.
+        optimizer: of their parameters. ``offload`` moves all of its state that is on the GPU.
         device: GPU of this rank.
         rank: of the trainer.
         frozen: as of :class:`ColocatedRank`.
-        offloaded: modules under FSDP2 whose shards are in host memory at all times; what it gathers of them is not.
+        offloaded: modules under FSDP2 whose shards are always in host memory. Their gathered weights are on the GPU.
 
     Raises:
         RefitError: modules that can't be read while they are away, as of :func:`.host_copies.require_movable`.
@@ -113,9 +113,9 @@ class TorchRank(ColocatedRank):
         self._synchronize()
 
     def offload(self) -> None:
-        gc.collect()  # what of the last step only cycles of references keep
+        gc.collect()  # tensors of the last step that only reference cycles keep
         self._optimizer.zero_grad(set_to_none=True)
-        # After a pass without a backward one, with reshard_after_forward=False all weights are still gathered.
+        # With reshard_after_forward=False all weights are still gathered after a forward pass without a backward pass.
         reshard([*self._modules, *self._frozen, *self._offloaded])
         for values in self._optimizer.state.values():
             for name, value in values.items():
@@ -141,7 +141,7 @@ class TorchRank(ColocatedRank):
 
 
 class MegatronRank(ColocatedRank):
-    """Model chunks under Megatron-core's ``DistributedDataParallel``, by Megatron-core's own offloading.
+    """Model chunks under Megatron-core's ``DistributedDataParallel``, moved by Megatron-core's own offloading.
 
     Args:
         model: chunks of this rank, as the refit's mixin has them in ``self.model``.
@@ -151,9 +151,9 @@ class MegatronRank(ColocatedRank):
         frozen: as of :class:`ColocatedRank`; chunks under no DDP.
 
     Raises:
-        RefitError: a chunk is under no DDP, whose buffers are what is freed; the optimizer steps the model's parameters
-            themselves, so that offloading its state would tear them out of their buffers; CUDA graphs, which would replay
-            on memory that was freed.
+        RefitError: a chunk is not under DDP, whose buffers are freed here; the optimizer updates the model's parameters
+            directly, and offloading its state would take them out of their buffers; or there are CUDA graphs, which would
+            use freed memory.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class MegatronRank(ColocatedRank):
             i for i, chunk in enumerate(self._chunks) if not isinstance(getattr(chunk, "buffers", None), list)
         ]
         parts = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
-        # By storage: of parameters that are FP32 already, the optimizer's shards are views into Megatron's buffers.
+        # Compared by storage: if parameters are FP32 already, the optimizer's shards are views of Megatron's buffers.
         stepped = {_storage(p) for part in parts for group in part.param_groups for p in group["params"]}
         shared = [
             name
@@ -239,7 +239,7 @@ class MegatronRank(ColocatedRank):
 
 def _cuda_graphs(config: object) -> str:
     """The setting of Megatron's ``TransformerConfig`` that captures graphs; empty if none does."""
-    # The other two are deprecated, and become the first as a configuration is made.
+    # The other two are deprecated. A configuration turns them into the first one.
     if (impl := getattr(config, "cuda_graph_impl", None) or "none") != "none":
         return f"cuda_graph_impl={impl}"
     names = ("enable_cuda_graph", "external_cuda_graph")

@@ -1,7 +1,7 @@
-"""Tensors that leave a GPU and come back into the same storages.
+"""Moves tensors to host memory and back into the same storages.
 
-The storages stay, without memory: who keeps views of them (a refit that is bound to them, FSDP2 to its shards) keeps no
-memory, and finds them filled again. A tensor that got new memory for each stay would leave the old one to such views.
+The storages stay, without memory. So views of them (a refit's, or FSDP2's of its shards) keep no GPU memory, and are valid
+again afterwards. If the tensors got new storages instead, such views would keep the old memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...integration.errors import RefitError
 
 
 class _Shown(NamedTuple):
-    """A tensor that shows ``view``, of its copy, and lives in ``home``; its name begins with its module's number."""
+    """A tensor whose data is ``view``, a part of its host copy, and is ``home`` otherwise. Its name begins with its module's number."""
 
     name: str
     tensor: torch.Tensor
@@ -27,28 +27,28 @@ class _Shown(NamedTuple):
 
 
 class HostCopies:
-    """Of modules' parameters and buffers; always of the same modules.
+    """Host copies of the parameters and buffers of modules, always the same modules.
 
-    The copies of a GPU's are page-locked, and kept: to take such memory takes longer than to copy.
+    Copies from a GPU are page-locked. They are kept, since allocating such memory takes longer than copying.
 
     Args:
-        device: where the modules live.
+        device: of the modules.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # By the identity of a storage: the storage, and what it holds.
+        # By the identity of a storage: the storage and its copy.
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
-        # Of those that are away; in the order that they left in, and come back in.
+        # Storages that are on the host, in the order in which they left and will come back.
         self._away: dict[int, None] = {}
-        # Tensors that show their copies meanwhile.
+        # Tensors whose data is in the copies meanwhile.
         self._shown: list[_Shown] = []
 
     def free(self, modules: Sequence[nn.Module]) -> None:
-        """Copy what lies on the device to the host, and free it there.
+        """Copy all tensors on the device to the host, and free their device memory.
 
-        Parameters and buffers show the copies until :meth:`restore`, but for those of a module under FSDP2, whose shards
-        stay what they are, without memory.
+        Until :meth:`restore` parameters and buffers are views of the copies. Those of a module under FSDP2 are not: its shards
+        stay as they are, without memory.
 
         Raises:
             RefitError: as of :func:`require_movable`; nothing has moved.
@@ -68,17 +68,17 @@ class HostCopies:
                     tensor.data = shown.view
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        # Without those of tensors that have got other storages since.
+        # Copies of storages that no tensor has any more are dropped.
         self._copies = {key: self._copies[key] for key in self._away}
         for storage, _ in self._copies.values():
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Bring back all that is away; may be called again if it has failed, until which nothing may be read.
+        """Bring all storages back. If it fails, it may be called again; until then nothing may be read.
 
         Raises:
-            RefitError: a parameter's or buffer's ``data`` was assigned meanwhile, so that the values are in memory that
-                nobody else views. All has come back, as it was before the assignment.
+            RefitError: a parameter's or buffer's ``data`` was assigned meanwhile, so that its new values are in other memory.
+                All tensors have come back as they were before the assignment.
         """
         for key in self._away:
             storage, copy = self._copies[key]
@@ -113,11 +113,11 @@ class HostCopies:
 
 
 def require_movable(modules: Sequence[nn.Module]) -> None:
-    """Check that modules can leave their device and be read meanwhile, or refuse to be.
+    """Check that modules can leave their device, and that a read meanwhile finds a copy or an error.
 
     Raises:
-        RefitError: a module has DTensors and is not under FSDP2. A DTensor can't show a copy elsewhere, so that who reads
-            it while it is away would read freed memory.
+        RefitError: a module has DTensors and is not under FSDP2. A DTensor can't be a view of a host copy, so a read while it
+            is away would read freed memory.
     """
     found = [
         name
@@ -137,7 +137,7 @@ def require_movable(modules: Sequence[nn.Module]) -> None:
 
 
 def reshard(modules: Sequence[nn.Module]) -> None:
-    """Free what FSDP2 has gathered of modules, and keeps: it is nobody's state."""
+    """Free the gathered weights that FSDP2 keeps. They are no state."""
     for module in modules:
         for part in module.modules():
             if isinstance(part, FSDPModule):
@@ -163,6 +163,6 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _view(copy: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The place of ``like`` in a copy of its storage."""
+    """The view of a copy of a storage that ``like`` is of the storage."""
     shown = torch.empty(0, dtype=like.dtype)
     return shown.set_(copy.untyped_storage(), like.storage_offset(), like.shape, like.stride())

@@ -1,13 +1,12 @@
-"""Megatron parameters that were offloaded to host memory, as a weight source reads them.
+"""Finds the bytes of Megatron parameters that were offloaded to host memory.
 
-Trainers offload in two ways. Some move each parameter (``param.data = param.data.to("cpu")``); its own storage then
-lies on the host, and nothing is needed here but the way to the GPU for Bridge's export. Others copy the buffers of
-Megatron's ``DistributedDataParallel`` to the host and free the storage under all parameters: Megatron-core's own
-``offload_to_cpu`` keeps the copy as ``buffer.param_data_cpu``, verl as ``buffer.param_data.cpu_data``. Such a
-parameter's place in the copy is read instead.
+Trainers offload in two ways. Some move each parameter (``param.data = param.data.to("cpu")``). Its storage is on the host then,
+and it only has to be copied to the GPU for Bridge's export. Others copy the buffers of Megatron's ``DistributedDataParallel``
+to the host and free the storage of all parameters. Megatron-core's ``offload_to_cpu`` keeps the copy as
+``buffer.param_data_cpu``, verl as ``buffer.param_data.cpu_data``. Such a parameter is read from its place in the copy.
 
-Both leave the copy where it is when the parameters come back. A storage that is freed later in another way, without
-a copy, would so be served from an old one; torch's version counters tell.
+The copy stays when the parameters come back. If a storage is freed later in another way, without a copy, the old copy would be
+read. torch's version counters show that.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _SHARDING = ("tensor_model_parallel", "partition_dim", "partition_stride")
 class Residence:
     """Where the parameters of a model are now.
 
-    It looks when it is made and at each call, and so knows which host copies are older than parameters that it has seen.
+    It looks when it is made and at each call. So it knows which host copies are older than the parameters.
 
     Args:
         model: Megatron model chunks.
@@ -43,13 +42,13 @@ class Residence:
         self._look()
 
     def key(self) -> Hashable:
-        """Where the host copies lie that stand in for freed buffers; None where there is none, or only an old one."""
+        """Where the host copies of freed buffers lie; None for a buffer without one, or with an old one alone."""
         self._look()
         copies = (self._copies[buffer].current for buffer in self._freed_buffers())
         return tuple(None if copy is None else storage_key([copy]) for copy in copies)
 
     def tasks(self, tasks: list[Any]) -> list[Any]:
-        """Bridge's conversion tasks, with parameters that have memory.
+        """Bridge's conversion tasks. A parameter whose storage was freed is replaced by its host copy.
 
         Raises:
             RefitError: a parameter's storage was freed and no host copy of it is known, or only one that was not written
@@ -65,8 +64,8 @@ class Residence:
         ]
 
     def on_device(self, tasks: list[Any]) -> list[Any]:
-        """As :meth:`tasks`, each parameter brought to the device when its task's turn comes, and let go after it."""
-        return _BroughtOneByOne(self.tasks(tasks), self._device)
+        """As :meth:`tasks`. Each parameter is copied to the device for its own task alone."""
+        return _OnDevice(self.tasks(tasks), self._device)
 
     def require_gathered(self, chunk: Any) -> None:
         """Check that a delayed gather of parameters can still be done.
@@ -124,22 +123,23 @@ class Residence:
 
 
 class _HostCopies:
-    """What is known of the host copies of one buffer's parameters.
+    """The host copies of one buffer's parameters.
 
     Attributes:
-        current: the only copy that may hold what the freed parameters held; None if there is none, or several.
+        current: the one copy that may hold the values of the freed parameters; None if there is none, or several.
         outdated: names of the copies that were not written since the parameters were last in use.
     """
 
     def __init__(self) -> None:
         self.current: torch.Tensor | None = None
         self.outdated: list[str] = []
-        # By storage the version, which every write raises, at which a copy was old or was read; and what was written then.
+        # By the storage of a copy: the version at which it was old; the version at which it was read, and the versions of the
+        # buffer's tensors then. Every write raises a version.
         self._old: dict[StorageWeakRef, int | None] = {}
         self._read: dict[StorageWeakRef, tuple[int | None, list[int | None]]] = {}
 
     def look(self, buffer: Any) -> None:
-        """Look at the copies, and whether the buffer's storage is there."""
+        """Look at the copies, and at whether the buffer's storage is freed."""
         found = {
             "param_data_cpu": getattr(buffer, "param_data_cpu", None),
             "cpu_data": getattr(buffer.param_data, "cpu_data", None),
@@ -152,7 +152,7 @@ class _HostCopies:
         left: list[torch.Tensor] = []
         self.outdated = []
         if _is_freed(buffer.param_data):
-            # A storage that came back and was freed again since the last look leaves a write: of the parameters, or of
+            # If the storage came back and was freed again since the last look, something was written: the parameters, or the
             # gradients, which Megatron sets to zero before each step.
             writes = [_version(tensor) for tensor in _written_in_use(buffer)]
             for name, copy, storage, version in copies:
@@ -165,17 +165,17 @@ class _HostCopies:
                     self._read[storage] = version, writes
                     left.append(copy)
         else:
-            # Whatever writes the parameters from here on, a copy at these versions does not have.
+            # A copy at these versions lacks what is written to the parameters from here on.
             self._old |= {storage: version for storage, (version, _) in self._read.items()}
             self._old |= {storage: version for _, _, storage, version in copies}
             self._old = {storage: at for storage, at in self._old.items() if not storage.expired()}
             self._read = {}
-        # With two, one of them is older, and nothing tells which.
+        # Of two copies one is older, and nothing tells which.
         self.current = left[0] if len(left) == 1 else None
 
 
-class _BroughtOneByOne(list[Any]):
-    """Tasks whose parameters are on the device while they are looked at."""
+class _OnDevice(list[Any]):
+    """Tasks whose parameters are on the device while they are iterated over."""
 
     def __init__(self, tasks: list[Any], device: torch.device):
         super().__init__(tasks)
@@ -191,13 +191,13 @@ class _BroughtOneByOne(list[Any]):
 
 
 def _buffers(chunk: Any) -> list[Any]:
-    """The gradient and parameter buffers of Megatron's DDP; none of a bare module, whose ``buffers`` is a method."""
+    """The gradient and parameter buffers of Megatron's DDP. A module without DDP has none; its ``buffers`` is a method."""
     lists = (getattr(chunk, "buffers", None), getattr(chunk, "expert_parallel_buffers", None))
     return [buffer for found in lists if isinstance(found, list) for buffer in found]
 
 
 def _is_freed(tensor: torch.Tensor) -> bool:
-    # Parameters of Transformer Engine's own types keep their bytes elsewhere, and have no rule anyway.
+    # Parameters of Transformer Engine's types keep their bytes elsewhere. They have no shard rule.
     plain = type(tensor) in (torch.nn.Parameter, torch.Tensor)
     return plain and tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
 
@@ -208,12 +208,12 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    # Tensors that were made in inference mode don't count their writes.
+    # Tensors of inference mode have no version counter.
     return None if tensor.is_inference() else tensor._version
 
 
 def _written_in_use(buffer: Any) -> list[torch.Tensor]:
-    """Tensors of which one is written whenever the parameters are brought back or trained."""
+    """Tensors of which at least one is written when the parameters are brought back or trained."""
     gradients = getattr(buffer, "grad_data", None)
     return [
         buffer.param_data,

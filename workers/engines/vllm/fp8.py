@@ -1,23 +1,22 @@
-"""Modules of a vLLM model that hold weights in FP8 blocks: in which format, and what vLLM makes of them after loading.
+"""Modules of a vLLM model that hold weights in FP8 blocks: their format, and what vLLM does with them after loading.
 
-All of it is read in vLLM 0.21. Its own FP8 checkpoints' method (``quantization/fp8.py``) leaves block-quantized weights
-and scales as they were loaded; what happens then is up to the kernel that was chosen for the module:
+This was read in vLLM 0.21. Its method for FP8 checkpoints (``quantization/fp8.py``) leaves block-quantized weights and
+scales as they were loaded. What happens then depends on the kernel of the module:
 
-- Linear layers. The base class of the block kernels wraps both anew (``process_fp8_weight_block_strategy``; on ROCm it
-  also pads or changes the dtype, which shows). Triton and CUTLASS add nothing. DeepGEMM's
-  ``transform_sf_into_required_layout`` returns FP32 scales of 128×128 blocks as they are on Hopper and packs them into
-  int32 on Blackwell, which shows; before that, unless ``VLLM_USE_DEEP_GEMM_E8M0=0``, vLLM quantizes the quantized weights
-  once more, with powers of two as scales. Where the scales are such powers already, that changes no value: a block
-  whose largest code is 224 gets codes twice as large and half the scale, all others keep their bytes. FlashInfer's
-  dynamic kernel processes weights as DeepGEMM's.
-- Experts. Triton and CUTLASS take them as loaded, DeepGEMM as above. For FlashInfer's CUTLASS the halves of ``w13`` and of
-  its scales change places, and scales below 1e-10 are raised to that, below which no scale of
-  :mod:`rlrefit.integration.quantize.fp8_blockwise` is. All others rearrange them (``convert_to_fp8_moe_kernel_format``).
+- Linear layers. The base class of the block kernels makes new parameters of both (``process_fp8_weight_block_strategy``).
+  On ROCm it also pads or changes the dtype; such a change is detected. Triton and CUTLASS change nothing more. DeepGEMM's
+  ``transform_sf_into_required_layout`` keeps FP32 scales of 128×128 blocks on Hopper. On Blackwell it packs them into int32;
+  the loader trace sees that. Before that, unless ``VLLM_USE_DEEP_GEMM_E8M0=0``, vLLM quantizes the quantized weights again,
+  with powers of two as scales. If the scales are powers of two already, no value changes: a block whose largest code is 224
+  gets codes twice as large and half the scale, and all others keep their bytes. FlashInfer's dynamic kernel does as DeepGEMM.
+- Experts. Triton and CUTLASS use them as loaded, DeepGEMM as above. For FlashInfer's CUTLASS the halves of ``w13`` and of its
+  scales change places, and scales below 1e-10 are raised to 1e-10; :mod:`rlrefit.integration.quantize.fp8_blockwise` makes
+  none that small. All other backends rearrange them (``convert_to_fp8_moe_kernel_format``).
 
-Others put functions of their own in the place of vLLM's ``process_weights_after_loading`` (NeMo-RL with ``precision: fp8``
-does, on the same classes). None of the above is known of those, so such modules take vLLM's reload, which calls them.
-verl's, for vLLM 0.20 and later, wraps vLLM's own and changes no byte and no layout (read in verl 0.9.1, for which alone it is
-looked through): it notes the shapes of before, and gives parameters that were made anew the loader's attributes.
+Some libraries replace vLLM's ``process_weights_after_loading`` on these classes, as NeMo-RL does with ``precision: fp8``.
+Nothing is known of such functions, so their modules take vLLM's reload, which calls them. verl's function, for vLLM 0.20 and
+later, wraps vLLM's own. It changes no byte and no layout: it notes the earlier shapes, and gives new parameters the loader's
+attributes. That was read in verl 0.9.1, and holds for this version alone.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from .compat import kind_of
 
 logger = logging.getLogger(__name__)
 
-# By name: an engine without FP8 imports none of these, and what a later vLLM has under another name takes the misc path.
+# By name, so that an engine without FP8 imports none of them. What a later vLLM calls otherwise takes the misc path.
 _LINEAR = "vllm.model_executor.layers.quantization.fp8.Fp8LinearMethod"
 _EXPERTS = "vllm.model_executor.layers.quantization.fp8.Fp8MoEMethod"
 _KERNELS = "vllm.model_executor.kernels.linear.scaled_mm"
@@ -72,11 +71,11 @@ class BlockFp8:
     """How one module holds its weights.
 
     Attributes:
-        format: what a trainer has to make of them.
-        scales: for each parameter of codes the one of its scales.
-        effect: why codes and scales are not used as they were loaded, whatever they are; empty if they are.
-        unless_promised: the same of codes and scales that are not promised in :attr:`format`.
-        swapped: parameters in which vLLM lets the two halves of the rows (of each expert) change places.
+        format: in which the trainer has to send them.
+        scales: name of a parameter of codes → name of the parameter of its scales.
+        effect: why vLLM does not use codes and scales as they were loaded; empty if it does.
+        unless_promised: the same for codes and scales that may have another format than :attr:`format`.
+        swapped: parameters in which vLLM swaps the two halves of the rows (of each expert).
     """
 
     format: Fp8Blockwise
@@ -86,18 +85,18 @@ class BlockFp8:
     swapped: frozenset[str] = frozenset()
 
     def post_load_effect(self, promised: bool) -> str:
-        """Why direct writes would differ from what vLLM makes of loaded bytes; empty if they would not.
+        """Why direct writes would differ from what vLLM makes of loaded bytes; empty if they do not.
 
         Args:
-            promised: all codes and scales come in :attr:`format`, and not from another quantizer.
+            promised: whether all codes and scales come in :attr:`format`, and not from another quantizer.
         """
         return self.effect or ("" if promised else self.unless_promised)
 
 
 def block_fp8(module: nn.Module) -> BlockFp8 | None:
-    """The facts about a module of a live model or of its twin; None where it holds no weights in FP8 blocks.
+    """How a module of a live model, or of its twin, holds its weights; None if not in FP8 blocks.
 
-    Only vLLM's own method for FP8 checkpoints: others name or make their scales in ways of their own.
+    vLLM's own method for FP8 checkpoints alone: others name or compute their scales otherwise.
     """
     method: Any = getattr(module, "quant_method", None)
     make = {_LINEAR: _linear, _EXPERTS: _experts}.get(kind_of(method))
@@ -135,8 +134,8 @@ def tell_of_own_quantizers(model: nn.Module) -> None:
 
 
 def _own_quantizer(module: nn.Module) -> str:
-    """The method by which a live module made FP8 of weights that it was given in another dtype, or that has another
-    format than blocks; empty if there is none."""
+    """The method by which a live module quantizes weights to FP8 itself, or holds FP8 in another format than blocks; empty if
+    there is none."""
     method = getattr(module, "quant_method", None)
     if method is None or block_fp8(module) is not None:
         return ""
@@ -182,9 +181,9 @@ def _experts(method: Any) -> BlockFp8:
 
 
 def _replaced(owner: object) -> str:
-    """Why the rules of this module do not hold for a method or a kernel: its post-load function is not vLLM's; else empty.
+    """Why the rules of this module do not hold for a method or a kernel: its post-load function is not vLLM's. Empty if it is.
 
-    By where the function was compiled, which a wrapper that takes over another function's name can't change.
+    It is told by the module that compiled the function. A wrapper that takes over another function's name can't change that.
     """
     function: Any = owner.process_weights_after_loading  # type: ignore[attr-defined]
     while _is_verls_wrapper(function):
@@ -199,13 +198,13 @@ def _replaced(owner: object) -> str:
 
 
 def _is_verls_wrapper(function: Any) -> bool:
-    """Of the verl that was read; one of another verl counts as any library's."""
+    """Whether it is the wrapper of the verl that was read. That of another verl counts as any library's function."""
     known = (_home(function), getattr(function, "__qualname__", "")) == _VERLS_WRAPPER
     return known and verl_contract.installed_version() == verl_contract.TESTED
 
 
 def _home(function: Any) -> str:
-    """The module whose names a function uses."""
+    """The name of the module in which a function was compiled."""
     home: str = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
     return home
 

@@ -1,8 +1,8 @@
-"""The FP8 KV cache of a live vLLM model as the place for calibrated scales.
+"""Sets calibrated scales of the FP8 KV cache in a live vLLM model.
 
-vLLM takes scales from a checkpoint once, when it has loaded it. Here they go where its attention layers keep them: into
-``_k_scale``, ``_v_scale`` and ``_q_scale``, whose addresses CUDA graphs hold, and the floats beside them that some
-backends read on the host (vLLM 0.21).
+vLLM reads scales from a checkpoint once, when it loads it. Here they are written where its attention layers keep them (vLLM
+0.21): into ``_k_scale``, ``_v_scale`` and ``_q_scale``, whose addresses CUDA graphs hold, and into the floats beside them,
+which some backends read on the host.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from vllm.v1.attention.backend import AttentionType
 from ....integration.errors import RefitError
 from ...kv_scales.endpoints import AttentionLayer, Scales, scale_names
 
-# Those whose values are float8_e4m3fn, which trainers calibrate for.
+# Cache types whose values are float8_e4m3fn, for which trainers calibrate.
 _E4M3 = ("fp8", "fp8_e4m3")
 _UNQUANTIZED = ("auto", "bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
 class _Backend:
-    """What an attention backend makes of the scales.
+    """How an attention backend uses the scales.
 
     Attributes:
-        on_host: whether it reads floats, which a CUDA graph that holds the attention bakes in.
-        queries: whether it divides queries by a scale and reverts that.
+        on_host: whether it reads floats. A CUDA graph of the attention keeps their values.
+        queries: whether it divides queries by a scale, and multiplies by it later.
     """
 
     on_host: bool
@@ -45,7 +45,7 @@ _BACKENDS = {
     "TRITON_ATTN": _Backend(on_host=False, queries=False),  # it asserts that the queries' scale is 1
     "CPU_ATTN": _Backend(on_host=True, queries=False),
 }
-# What FlashInfer's layers derive from scales in their first step, and never again.
+# What FlashInfer's layers derive from the scales, once, in their first step.
 _DERIVED_BY_IMPL = ("bmm1_scale", "bmm2_scale", "o_sf_scale")
 
 
@@ -85,7 +85,7 @@ class VllmScaledCache:
 
     @torch.no_grad()
     def set(self, scales: Mapping[AttentionLayer, Scales]) -> None:
-        # MI300's FP8 has half the range, and vLLM's kernels there reckon with scales of twice the size.
+        # MI300's FP8 has half the range. vLLM's kernels there expect scales of twice the size.
         factor = 2.0 if current_platform.is_fp8_fnuz() else 1.0
         places: list[torch.Tensor] = []
         values: list[float] = []
@@ -99,12 +99,12 @@ class VllmScaledCache:
                 setattr(attention, f"_{name}_scale_float", value * factor)
             _forget_derived(attention)
         if places:
-            # In place, and one copy to the device for all.
+            # In place, with one copy to the device.
             new = torch.tensor(values, dtype=torch.float32, device=places[0].device)
             torch._foreach_copy_(places, list(new.unbind()))
 
     def live(self) -> dict[str, list[float]]:
-        """Each scale as the device and as the host has it, by the checkpoint's name."""
+        """Each scale on the device and on the host, by the checkpoint's name."""
         return {
             name: [
                 getattr(attention, f"_{kind}_scale").item(),
@@ -117,7 +117,7 @@ class VllmScaledCache:
     def _module_name(self, layer: AttentionLayer) -> str:
         if self._mapper is None:
             return f"{layer}.attn"
-        # As a weight's name: a mapper may drop or rename by a prefix or a part.
+        # By the name of a weight, since a mapper may drop or rename by a prefix or a part.
         mapped = self._mapper.apply_list([f"{layer}.k_scale"])
         return f"{mapped[0].rpartition('.')[0]}.attn" if mapped else ""
 
@@ -185,9 +185,9 @@ def _scales_queries(attention: Attention) -> bool:
 
 
 def _forget_derived(attention: Attention) -> None:
-    """Have the layer derive from the new scales again, in its next step, what it derived from the old ones."""
+    """Drop what the layer derived from the old scales. It derives it again in its next step."""
     for name in _DERIVED_BY_IMPL:
         if hasattr(attention.impl, name):
             setattr(attention.impl, name, None)
-    # It is not a calibrated scale: FlashInfer notes the output's here when it derives the others.
+    # No calibrated scale: FlashInfer keeps the output's scale here when it derives the others.
     attention._o_scale_float = None

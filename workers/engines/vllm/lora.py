@@ -1,9 +1,9 @@
-"""A LoRA adapter of a live vLLM as the destination of a refit: the base weights stay as they were loaded.
+"""A LoRA adapter of a live vLLM as the destination of a refit. The base weights stay as they were loaded.
 
-vLLM loads adapters from folders. Here the factors that arrive go to its own ``LoRAModel`` and LoRA manager as they are,
-so that nothing is written to a disk and nothing of vLLM is patched. A request asks for the adapter by
-:func:`lora_request`, whose id stays the same from version to version: requests that run go on with the new factors.
-vLLM finds the id among its loaded adapters and never looks at the path.
+vLLM loads adapters from folders. Here the factors that arrive go to vLLM's own ``LoRAModel`` and LoRA manager. Nothing is
+written to a disk, and nothing of vLLM is patched. A request asks for the adapter by :func:`lora_request`. The adapter's id is
+the same for all versions, so running requests go on with the new factors. vLLM finds the id among its loaded adapters and
+never reads the path.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ....integration.layout import Fragment
 from ....integration.weights.manifest import TensorSpec
 from ...lora import SETTINGS_NAME, AdapterSettings, split_name
 
-# Beyond what servers count up to for adapters of their users.
+# Above the ids that servers give to their users' adapters.
 ADAPTER_ID = 1 << 30
 _NAME = "rlrefit-policy"
 _PATH = "in memory: the trainer's refits bring this adapter, and none has yet"
@@ -31,14 +31,14 @@ _ROUTE = "vLLM takes an adapter whole, through its LoRA manager"
 
 
 def lora_request(version: int) -> LoRARequest:
-    """What a request to vLLM says, to be answered with the trainer's adapter (``lora_request=``).
+    """The ``lora_request=`` of a request that vLLM answers with the trainer's adapter.
 
     Args:
-        version: that the engine serves, as its driver tells. The request gets the engine's adapter, whichever version
-            that is by the time of each of its tokens.
+        version: that the engine serves, by its driver. Each token of the request is made with the version that the engine
+            has then.
 
     Raises:
-        EngineDirty: no refit has brought the adapter yet; vLLM would look for its files, and end when it finds none.
+        EngineDirty: no refit has brought the adapter yet. vLLM would look for its files, and end without them.
     """
     if version < 0:
         raise EngineDirty(
@@ -53,7 +53,7 @@ class VllmAdapterDestination:
 
     Args:
         worker: vLLM's worker, started with ``enable_lora=True``.
-        require_base: called before an adapter is put in; raises if the base weights are no version's.
+        require_base: called before an adapter is loaded; raises if the base weights are those of no version.
 
     Raises:
         RefitError: the engine serves no LoRA, or its base weights are random.
@@ -86,11 +86,11 @@ class VllmAdapterDestination:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the factors, whole: every rank gets them, and vLLM cuts them."""
+        """Bytes of all factors. Every rank gets all of them, and vLLM cuts them."""
         return sum(spec.nbytes for spec in self._specs)
 
     def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
-        """Nothing lands in place: vLLM keeps an adapter packed, scaled and padded to ``max_lora_rank``.
+        """No fragments: vLLM keeps an adapter packed, scaled and padded to ``max_lora_rank``.
 
         Raises:
             RefitError: an adapter that this engine can't serve; lists all reasons.
@@ -106,11 +106,11 @@ class VllmAdapterDestination:
         return [], {spec.name: _ROUTE for spec in specs}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Put an adapter of these factors in the place of the last one.
+        """Replace the adapter by one of these factors.
 
         Raises:
             RefitMismatch: settings of other layers than the factors.
-            EngineDirty: the base weights are no version's.
+            EngineDirty: the base weights are those of no version.
         """
         factors = dict(weights)
         settings = AdapterSettings.from_tensor(factors.pop(SETTINGS_NAME))
@@ -122,17 +122,17 @@ class VllmAdapterDestination:
             manager.remove_oldest_adapter()
         manager.add_adapter(lora)
         manager.activate_adapter(ADAPTER_ID)
-        # A request may name any number of other adapters meanwhile: this one must not make room for them.
+        # Requests may name other adapters meanwhile. vLLM must not drop this one for them.
         manager.pin_adapter(ADAPTER_ID)
-        # Its slot may be another one now, and vLLM looks that up only when the requests change.
+        # The adapter's slot may have changed, and vLLM looks it up only when the requests change.
         manager._last_mapping = None
 
     def finish(self, version: int) -> None:
-        """Drop what an encoder under the adapter computed; keys and values are the driver's to reset."""
+        """Drop what an encoder computed with the adapter. The driver resets keys and values."""
         self._runner.reset_encoder_cache()
 
     def abandon(self) -> None:
-        """Nothing is kept between factors; the engine stays dirty until an adapter is in its place again."""
+        """Nothing to drop. The engine stays dirty until an adapter is loaded again."""
 
     def storage_key(self) -> Hashable:
         return ()  # no view of the engine's memory is kept
@@ -162,7 +162,7 @@ class VllmAdapterDestination:
         return list(problems)
 
     def _model_of(self, factors: dict[str, torch.Tensor], settings: AdapterSettings) -> LoRAModel:
-        """vLLM's adapter, which keeps its factors on the host until it activates them, as it does with files."""
+        """vLLM's adapter. As with files, it keeps its factors on the host until it is activated."""
         model = self._runner.lora_manager._adapter_manager.model
         rank = max(settings.ranks.values())
         lora = LoRAModel.from_lora_tensors(
@@ -185,19 +185,19 @@ class VllmAdapterDestination:
                     stage="misc",
                     parameter=name,
                 )
-            # Each layer's own: vLLM knows one for all, and no alpha_pattern or rank_pattern.
+            # Set for each layer: vLLM knows one rank and alpha for all, and no alpha_pattern or rank_pattern.
             layer.rank, layer.scaling = settings.ranks[path], settings.scalings[path]
             layer.lora_alpha = layer.rank * layer.scaling
         return lora
 
     def _layers(self) -> frozenset[str]:
-        """The layers that vLLM puts LoRA into, as checkpoints name them where vLLM joins several of them."""
+        """The layers in which vLLM uses LoRA. Where vLLM joins several layers, by the checkpoint's names."""
         manager = self._runner.lora_manager._adapter_manager
         joined = (name for names in manager.packed_modules.values() for name in names)
         return frozenset(map(self._generic, (*manager.modules, *joined)))
 
     def _generic(self, layer: str) -> str:
-        """A rank of a pipeline has some of the layers, and is told of all."""
+        """The name without its layer's number under pipeline parallelism: a rank has some layers, and gets all factors."""
         staged = self._config.parallel_config.pipeline_parallel_size > 1
         return re.sub(r"\.\d+(?=\.)", ".*", layer) if staged else layer
 
