@@ -1,8 +1,7 @@
 """Servers that fork the tests' processes, with what their start would otherwise spend most of its time on loaded.
 
-There are two, started when they are first asked: one with Megatron and transformers, and one with vLLM, for its engines' processes and for ranks that hold
-its models. All that descends from the session asks the same two for processes, where multiprocessing would start a
-server of its own in each process that wants children.
+There are two, started when they are first asked: one with Megatron and transformers, and one with vLLM. All that descends
+from the session asks the same two, where multiprocessing would start a server of its own in each process that wants children.
 """
 
 from __future__ import annotations
@@ -52,10 +51,9 @@ _chosen = threading.local()
 forkserver._forkserver.__class__ = _Server
 forkserver.connect_to_new_process = forkserver._forkserver.connect_to_new_process
 _SERVERS: dict[str, _Server] = {MEGATRON: forkserver._forkserver, VLLM: _Server()}
-_SERVERS[VLLM].set_forkserver_preload(_PRELOADED_WITH_VLLM)
 
 
-class _Process(ForkServerProcess):
+class Process(ForkServerProcess):
     """Ends with the process that started it, is no nicer than that, and knows the servers.
 
     Attributes:
@@ -92,11 +90,17 @@ class _Process(ForkServerProcess):
             server._forkserver_address, server._forkserver_alive_fd = address, alive.detach()
         os.nice(self._niceness - os.nice(0))
         if self.watches_parent:
-            threading.Thread(target=_end_with_the_parent, daemon=True).start()
+            threading.Thread(target=_end_with, args=(self.ends_with(),), daemon=True).start()
         super().run()
 
+    def ends_with(self) -> list[int]:
+        """Files at whose end this process is killed."""
+        parent = mp.parent_process()
+        assert parent is not None
+        return [parent.sentinel]
 
-class _Spawned(_Process):
+
+class _Spawned(Process):
     """Has the environment of the process that started it, as a spawned one."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,54 +118,36 @@ class _VllmProcess(_Spawned):
         try:
             super().run()
         finally:
-            _unlink_vllms_memory()
+            # What vLLM's library would do as its process exits, for which a fork has no time.
+            for line in Path("/proc/self/maps").read_text().splitlines():
+                if found := re.search(r"/dev/shm/.*-cpushm_\d+$", line):
+                    Path(found[0]).unlink(missing_ok=True)
 
 
-class _Context(ForkServerContext):
-    Process = _Process
-
-
-class _SpawnContext(ForkServerContext):
-    Process = _Spawned
-
-
-class VllmContext(ForkServerContext):
-    Process = _VllmProcess
-
-
-def _end_with_the_parent() -> None:
-    parent = mp.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
+def _end_with(files: list[int]) -> None:
+    wait(files)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _unlink_vllms_memory() -> None:
-    """What vLLM's library would do as its process exits, for which a fork has no time."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if found := re.search(r"/dev/shm/.*-cpushm_\d+$", line):
-            Path(found[0]).unlink(missing_ok=True)
-
-
-def server(name: str) -> _Server:
-    return _SERVERS[name]
-
-
-def processes() -> ForkServerContext:
+def processes(made: type[Process] = Process) -> ForkServerContext:
     """Makes processes without GPUs that come up in a moment, each as if it were started anew.
 
     The first call starts the server, which loads while the caller goes on.
     """
-    _run()
-    return _Context()
+    server = _SERVERS[made.server]
+    # The code under test may have set others.
+    server.set_forkserver_preload(_PRELOADED_WITH_VLLM if made.server == VLLM else _PRELOADED)
+    server.ensure_running()
+    context = ForkServerContext()
+    context.Process = made
+    return context
 
 
 def spawn_context() -> ForkServerContext:
     """As :func:`processes`, with the environment of who starts them, as the code under test expects of spawned ones."""
-    _run()
-    return _SpawnContext()
+    return processes(_Spawned)
 
 
-def _run() -> None:
-    _SERVERS[MEGATRON].set_forkserver_preload(_PRELOADED)  # the code under test may have set others
-    _SERVERS[MEGATRON].ensure_running()
+def vllm_context() -> ForkServerContext:
+    """As :func:`spawn_context`, with vLLM in place of Megatron."""
+    return processes(_VllmProcess)

@@ -28,19 +28,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _packed(succeeded: bool, value: Any) -> bytes:
-    # Not Connection.send: torch makes that pass tensors through a socket of the sender, which may be gone.
-    return pickle.dumps((succeeded, value))
-
-
 def _main(body: Callable[..., None], args: tuple[Any, ...], pipe: Connection) -> None:
+    def answer(succeeded: bool, value: Any) -> None:
+        # Not Connection.send: torch makes that pass tensors through a socket of the sender, which may be gone.
+        pipe.send_bytes(pickle.dumps((succeeded, value)))
+
     try:
         import torch
 
         torch.set_num_threads(1)
-        body(*args, lambda result: pipe.send_bytes(_packed(True, result)))
+        body(*args, lambda result: answer(True, result))
     except BaseException:
-        pipe.send_bytes(_packed(False, traceback.format_exc()))
+        answer(False, traceback.format_exc())
         # The peers may sit in a collective; leave without the exit handlers that would wait for them.
         os._exit(1)
 
@@ -87,8 +86,7 @@ def run_ranks(
     """Call ``fn(rank, *args)`` on ``world_size`` ranks of one gloo world, and return their results by rank.
 
     ``fn`` must be a module-level function; arguments and results are pickled (tensors by value, so send
-    small ones). ``torch.distributed`` is initialised when ``fn`` starts, with one thread per rank.
-    With ``made_by=vllm_processes`` they have vLLM loaded, and not Megatron.
+    small ones). With ``made_by=vllm_processes`` the ranks have vLLM loaded, and not Megatron.
 
     Raises:
         RankFailed: with the first failing rank's traceback, or the ranks that did not finish in
@@ -107,11 +105,7 @@ def run_alone(
     timeout_s: float = 240.0,
     made_by: Callable[[], ForkServerContext] = processes,
 ) -> Any:
-    """Call ``fn(*args)`` in a process of its own, in no group, with the ``environment`` added to this one's.
-
-    Raises:
-        RankFailed: as :func:`run_ranks` does.
-    """
+    """As :func:`run_ranks`, of ``fn(*args)`` in one process, in no group, with the ``environment`` added to this one's."""
     return _run(fn.__name__, _alone, [(fn, args, environment)], timeout_s, made_by)[0]
 
 
@@ -149,40 +143,34 @@ def _run(
     made_by: Callable[[], ForkServerContext],
 ) -> list[Any]:
     """What ``body`` answers in one process for each of the ``arguments``."""
-    context = made_by()
-    size = len(arguments)
-    pipes: dict[Connection, int] = {}
+    context, size = made_by(), len(arguments)
     started: list[tuple[ForkServerProcess, Connection]] = []
-    results: dict[int, Any] = {}
-    for rank, args in enumerate(arguments):
+    for args in arguments:
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_main, args=(body, args, theirs))
         process.start()
         theirs.close()
-        pipes[ours] = rank
         started.append((process, ours))
+    waiting = {pipe: rank for rank, (_, pipe) in enumerate(started)}
+    results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout_s
     try:
-        while pipes:
-            ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
+        while waiting:
+            ready: list[Any] = wait([*waiting], timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RankFailed(
-                    f"{of}: ranks {sorted(pipes.values())} of {size} ran longer than {timeout_s} s"
-                )
+                late = sorted(waiting.values())
+                raise RankFailed(f"{of}: ranks {late} of {size} ran longer than {timeout_s} s")
             for pipe in ready:
-                assert isinstance(pipe, Connection)
-                rank = pipes.pop(pipe)
+                rank = waiting.pop(pipe)
+                who = f"{of}: rank {rank} of {size}"
                 try:
-                    succeeded, value = pickle.loads(pipe.recv_bytes())
+                    succeeded, results[rank] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     process, _ = started[rank]
                     process.join(5)
-                    raise RankFailed(
-                        f"{of}: rank {rank} of {size} died with exit code {process.exitcode}"
-                    ) from None
+                    raise RankFailed(f"{who} died with exit code {process.exitcode}") from None
                 if not succeeded:
-                    raise RankFailed(f"{of}: rank {rank} of {size}:\n{value}")
-                results[rank] = value
+                    raise RankFailed(f"{who}:\n{results[rank]}")
         for process, _ in started:
             process.join(max(1.0, deadline - time.monotonic()))
         bad_ends = [
@@ -207,11 +195,9 @@ def _bad_end(process: ForkServerProcess, pipe: Connection, timeout_s: float) -> 
         return f"did not end in {timeout_s} s"
     if process.exitcode == 0:
         return None
-    died = f"died with exit code {process.exitcode}"
-    if not pipe.poll():  # a process that it left behind holds the other end
-        return died
     try:
-        _, raised = pickle.loads(pipe.recv_bytes())
+        if pipe.poll():  # else a process that it left behind holds the other end
+            return f"raised:\n{pickle.loads(pipe.recv_bytes())[1]}"
     except EOFError:
-        return died
-    return f"raised:\n{raised}"
+        pass
+    return f"died with exit code {process.exitcode}"

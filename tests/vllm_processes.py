@@ -8,13 +8,12 @@ from importlib import import_module
 from multiprocessing.context import ForkServerContext
 from unittest import mock
 
-from tests.servers import VLLM, VllmContext, server
+from tests.servers import vllm_context
 
 
 def vllm_processes() -> ForkServerContext:
     """As :func:`tests.servers.processes`, with vLLM in place of Megatron, and the environment of who starts them."""
-    server(VLLM).ensure_running()
-    return VllmContext()
+    return vllm_context()
 
 
 @contextmanager

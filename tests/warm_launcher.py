@@ -1,76 +1,176 @@
-"""Stands where a command wants a Python, and has a fork of a warm process run in its place (``tests/warm_python.py``).
+"""Stands where a command wants a Python, and has a process of a server run its command line (``tests/warm_python.py``).
 
-It passes signals on, ends as the fork does, and is named after it. The real Python runs all but Ray's workers and the
+It passes signals on, ends as the process does, and is named after it. The real Python runs all but Ray's workers and the
 recipes' command line.
 """
 
 from __future__ import annotations
 
-import json
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import io
 import os
+import runpy
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
+from importlib import import_module
+from multiprocessing import forkserver, process, reduction, resource_tracker
+from multiprocessing.connection import Connection
 from typing import Any
 
-WORKER = "default_worker.py"
+from tests.servers import Process
+
+_WORKER = "default_worker.py"
 _RECIPES = ["-m", "rlrefit.recipes.cli"]
 _PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-LENGTH_BYTES = 8
 
 
-def send(connection: socket.socket, asked: dict[str, Any], files: Sequence[int]) -> None:
-    """A request, with files that go with it."""
-    text = json.dumps(asked).encode()
-    socket.send_fds(connection, [len(text).to_bytes(LENGTH_BYTES, "little")], files)
-    connection.sendall(text)
+class _Launched(Process):
+    """Has the launcher's environment, and knows the servers that the one knows which it is forked from."""
+
+    _start_method = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_environment": dict(os.environ)}
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self._environment)
+        super().run()
 
 
-def _run_for_real(arguments: list[str]) -> None:
-    if arguments and os.path.basename(arguments[0]) == "setup_worker.py":
-        # It starts the worker by the Python that Ray's agent, which is a real one, has told.
-        real, own = (json.dumps(path) for path in (sys.executable, os.path.abspath(sys.argv[0])))
-        arguments = [argument.replace(real, own) for argument in arguments]
-    os.execv(sys.executable, [sys.executable, *arguments])
+class _Server(_Launched):
+    watches_parent = False
 
 
-def _run_warm(arguments: list[str]) -> int:
-    asked = {
-        "arguments": arguments,
-        "environment": dict(os.environ),
-        "folder": os.getcwd(),
-        "niceness": os.nice(0),
-    }
-    own_server = os.path.join(os.path.dirname(sys.argv[0]), "socket")
-    with socket.socket(socket.AF_UNIX) as server:
-        server.connect(os.environ.get("WARM_PYTHON") or own_server)
-        send(server, asked, (0, 1, 2))
-        pid = _answer(server)
-        for number in _PASSED_ON:
-            signal.signal(number, lambda number, _: os.kill(pid, number))
-        with open("/proc/self/comm", "w") as name:
-            name.write(f"for {pid}")
-        return _answer(server)
+class _Command(_Launched):
+    """Has the launcher's files too."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_files": [reduction.DupFd(file) for file in range(3)]}
+
+    def ends_with(self) -> list[int]:
+        return [*super().ends_with(), _program[0].fileno()]
+
+    def run(self) -> None:
+        for number, file in enumerate(self._files):
+            os.dup2(file.detach(), number)
+        sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
+        sys.stdout, sys.stderr = (
+            io.TextIOWrapper(io.BufferedWriter(io.FileIO(file, "w", closefd=False)), line_buffering=True)
+            for file in (1, 2)
+        )
+        os.setpgrp()  # Ray ends the group of a worker that has ended
+        super().run()
 
 
-def _answer(server: socket.socket) -> int:
-    answer = server.recv(LENGTH_BYTES, socket.MSG_WAITALL)
-    if len(answer) < LENGTH_BYTES:
-        sys.exit(f"{sys.argv[0]}: the server of warm processes ended before {sys.argv[1:]} did")
-    return int.from_bytes(answer, "little", signed=True)
+# In the servers of a program and what they fork: what ends with it, and modules for Ray's workers.
+_program: tuple[Connection, Sequence[str]]
 
 
-def _main(arguments: list[str]) -> None:
-    if os.path.basename((arguments or [""])[0]) != WORKER and arguments[:2] != _RECIPES:
-        _run_for_real(arguments)
-    code = _run_warm(arguments)
+def serve(listener: socket.socket, goes_on: Connection, loaded: Sequence[str]) -> None:
+    """Fork processes for the launchers until the program's end, and wait for theirs."""
+    global _program
+    _program = goes_on, loaded
+    _fork(listener)
+
+
+def _serve_workers(listener: socket.socket) -> None:
+    for name in _program[1]:
+        import_module(name)
+    _fork(listener)
+
+
+def _fork(listener: socket.socket) -> None:
+    # The module's own stays that of the session.
+    own = forkserver._forkserver = forkserver.ForkServer()
+    forkserver.get_inherited_fds = own.get_inherited_fds
+    try:
+        forkserver.main(listener.detach(), os.dup(_program[0].fileno()), [])
+    finally:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.wait()
+
+
+def launch() -> None:
+    """Run this process's command line."""
+    program, arguments = os.path.abspath(sys.argv[0]), sys.argv[1:]
+    is_worker = os.path.basename((arguments or [""])[0]) == _WORKER
+    if not is_worker and arguments[:2] != _RECIPES:
+        _run_for_real(program, arguments)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    forkserver._forkserver._forkserver_alive_fd = nothing
+    resource_tracker.getfd = lambda: nothing
+    del sys.modules["__main__"].__file__  # it is not the command's
+    folder = os.path.dirname(os.environ.get("WARM_PYTHON") or program)
+    address = os.path.join(folder, "socket")
+    if is_worker:
+        address = _server_of_workers(folder, address)
+    command = _started(_Command(target=_run, args=(program, arguments)), address)
+    for number in _PASSED_ON:
+        signal.signal(number, lambda number, _: os.kill(command.pid, number))
+    with open("/proc/self/comm", "w") as name:
+        name.write(f"for {command.pid}")
+    command.join()
+    code = command.exitcode
     if code < 0:
         if -code in _PASSED_ON:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    sys.exit(code)
+    os._exit(code)  # and wait for no server
 
 
-if __name__ == "__main__":
-    _main(sys.argv[1:])
+def _server_of_workers(folder: str, address: str) -> str:
+    """Ray reads as it loads of which cluster a worker is, and of which job: each has a server that has loaded it so."""
+    read = sorted(pair for pair in os.environ.items() if pair[0].startswith("RAY_"))
+    own = os.path.join(folder, hashlib.sha1(repr(read).encode()).hexdigest()[:16])
+    with open(os.path.join(folder, "lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.exists(own):
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(own)
+                listener.listen(64)
+                _started(_Server(target=_serve_workers, args=(listener,)), address)
+    return own
+
+
+def _started(process: Process, address: str) -> Any:
+    forkserver._forkserver._forkserver_address = address
+    process.start()
+    return process
+
+
+def _run_for_real(program: str, arguments: list[str]) -> None:
+    if arguments and os.path.basename(arguments[0]) == "setup_worker.py":
+        # It starts the worker by the Python that Ray's agent, which is a real one, has told.
+        real, own = (f'"{path}"' for path in (sys.executable, program))
+        arguments = [argument.replace(real, own) for argument in arguments]
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def _run(program: str, arguments: list[str]) -> None:
+    """Run the command line as an interpreter does."""
+    sys.executable = program
+    # Of nobody's multiprocessing any more.
+    process.current_process().name = "MainProcess"
+    process._parent_process = None  # type: ignore[attr-defined]
+    tracker: Any = resource_tracker._resource_tracker
+    tracker._fd = tracker._pid = None
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[is_module:]
+    searched = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:0] = [os.getcwd() if is_module else os.path.dirname(arguments[0]), *searched]
+    try:
+        if is_module:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()

@@ -71,14 +71,6 @@ def test_refits_over_buckets_and_every_transport_are_exact_and_tell_what_stayed_
         assert part in said
 
 
-def test_the_transports_of_a_cpu_are_told_with_those_of_shared_devices(model, capsys):
-    layouts = ("--model", model, "--train", "ep=2", "--gen", "tp=2", "--transport", "ipc")
-    assert bench(*layouts) == 2
-    assert "ipc needs GPUs; with --device cpu give auto, p2p, golden or buckets" in capsys.readouterr().err
-    assert main(["bench", "--device", "cpu", *layouts]) == 2
-    assert "with --device cpu give auto, p2p or golden\n" in capsys.readouterr().err
-
-
 def test_one_device_is_enough_and_a_model_that_does_not_fit_twice_is_refused_with_figures(
     model, tmp_path, capsys
 ):
@@ -104,19 +96,15 @@ def test_one_device_is_enough_and_a_model_that_does_not_fit_twice_is_refused_wit
 
 
 def test_all_that_shared_gpus_rule_out_is_told_at_once(model, capsys):
-    code = bench(
-        "--model", model, "--train", "ep=2", "--gen", "tp=1", "--peers", "broadcast,m2n", "--refits", 0
-    )
-    said = capsys.readouterr().err.splitlines()
-    assert code == 2
-    assert said == [
-        "--refits: 0 is too small; give at least 1",
-        "--colocated: 2 trainer and 1 engine ranks can't share GPUs one to one; give --train and --gen as many ranks",
-        "--peers: broadcast, m2n can't run with --colocated: they go over NCCL, which takes no two ranks of one GPU; leave "
-        "--peers out",
-    ]
-    command = ["bench", "--device", "cpu", "--model", model, "--train", "tp=1", "--gen", "tp=1"]
-    assert main([*command, "--transport", "buckets"]) == 2
+    layouts = ("--model", model, "--train", "ep=2", "--gen", "tp=1")
+    peers = ("--peers", "broadcast,m2n", "--refits", 0, "--transport", "ipc", "--sleep")
+    assert bench(*layouts, *peers) == 2
+    told = dict(line.split(": ", 1) for line in capsys.readouterr().err.splitlines())
+    assert told["--colocated"].startswith("2 trainer and 1 engine ranks can't share GPUs one to one")
+    assert told["--peers"].startswith("broadcast, m2n can't run with --colocated")
+    assert told["--transport"].endswith("give auto, p2p, golden or buckets")
+    assert told.keys() == {"--colocated", "--peers", "--refits", "--transport", "--sleep"}
+    assert main(["bench", "--device", "cpu", *layouts, "--transport", "buckets"]) == 2
     assert capsys.readouterr().err.startswith("--transport: buckets joins trainers and engines that share")
 
 
@@ -134,10 +122,8 @@ def test_each_device_is_held_against_the_needs_of_its_own_ranks():
         return Need(device, weights, 1 << 30, free)
 
     told = [need("GPU 0", 30 << 30, 70 << 30), need("GPU 1", 30 << 30, 60 << 30)] * 2
-    assert shortages(told, 2) == [
-        "GPU 1 has 64.4 GB free, and its ranks need 66.6: trainer rank 1 32.2 GB of weights, engine rank 1 32.2 GB of "
-        "weights, and 2.1 GB for staging and checks"
-    ]
+    (short,) = shortages(told, 2)
+    assert short.startswith("GPU 1 has 64.4 GB free, and its ranks need 66.6: ")
 
 
 @given(st.lists(st.integers(1, 64 << 20), max_size=40))
@@ -151,8 +137,3 @@ def test_tensors_of_an_engine_that_sleeps_lie_apart_in_chunks_of_the_drivers_gra
     for (a, _, stop), (b, start, _) in itertools.pairwise(taken):
         assert a < b or stop <= start
     assert {chunk for chunk, _, _ in taken} == set(range(len(chunks)))
-
-
-def test_memory_of_the_host_has_no_sleep(model, capsys):
-    assert bench("--model", model, "--layers", 1, "--train", "tp=1", "--gen", "tp=1", "--sleep") == 2
-    assert "--sleep: engines' memory is that of GPUs" in capsys.readouterr().err

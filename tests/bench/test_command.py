@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from rlrefit.recipes.bench import launch, measure
-from rlrefit.recipes.bench.launch import BenchFailed, run_ranks
+from rlrefit.recipes.bench.launch import run_ranks
 from rlrefit.recipes.bench.options import BenchOptions
 from rlrefit.recipes.bench.ranks import BenchRanks
 from rlrefit.recipes.bench.scene import set_up
 from rlrefit.recipes.cli import main
 from rlrefit.recipes.plan.catalog import parse_gen, parse_train
-from tests.catalog.shrunken import BLOCK_CONFIGS
+from tests.catalog.shrunken import BLOCK_CONFIGS, CONFIGS
 from tests.servers import processes
 
 KEYS = {
@@ -29,26 +29,8 @@ KEYS = {
 
 @pytest.fixture
 def moe(tmp_path):
-    config = {
-        "model_type": "qwen3_moe",
-        "vocab_size": 300,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-    }
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps(CONFIGS["qwen3_moe"] | {"num_experts": 4, "num_key_value_heads": 2}))
     return str(path)
 
 
@@ -85,10 +67,13 @@ def test_a_run_gives_a_record_for_each_transport_peers_that_are_exact_and_a_pict
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_pipeline_stages_and_replicas_are_exact_in_the_refit_and_the_peers(moe, tmp_path):
+@pytest.mark.parametrize(("layers", "train", "gen"), [(2, "pp=2", "tp=1,dp=2"), (1, "fsdp=3", "tp=1")])
+def test_stages_replicas_and_an_fsdp_trainer_are_exact_in_the_refit_and_the_peers(
+    moe, tmp_path, layers, train, gen
+):
     figures = tmp_path / "bench.json"
     code = bench(
-        "--model", moe, "--layers", 2, "--train", "pp=2", "--gen", "tp=1,dp=2", "--peers", "broadcast,per-tensor",
+        "--model", moe, "--layers", layers, "--train", train, "--gen", gen, "--peers", "broadcast,per-tensor",
         "--refits", 1, "--peer-refits", 1, "--json", figures,
     )  # fmt: skip
     assert code == 0
@@ -121,18 +106,6 @@ def test_codes_and_scales_of_trainers_under_fsdp_that_cut_blocks_are_exact(tmp_p
     assert "peer per-tensor was not timed: it sends the trainers' own bytes" in said.out
 
 
-def test_copies_of_an_fsdp_trainer_are_exact_in_the_refit_and_the_peers(moe, tmp_path):
-    figures = tmp_path / "bench.json"
-    code = bench(
-        "--model", moe, "--layers", 1, "--train", "fsdp=3", "--gen", "tp=1", "--peers", "broadcast,per-tensor",
-        "--refits", 1, "--peer-refits", 1, "--json", figures,
-    )  # fmt: skip
-    assert code == 0
-    record = json.loads(figures.read_text())
-    assert record["bit_exact"] is True
-    assert min(record["peers"].values()) > 0
-
-
 def test_all_that_is_wrong_is_said_at_once(capsys):
     code = main(
         [
@@ -143,7 +116,7 @@ def test_all_that_is_wrong_is_said_at_once(capsys):
     )  # fmt: skip
     said = capsys.readouterr().err
     assert code == 2
-    for part in (
+    parts = (
         "'pigeon'",
         "'m3'",
         "--refits: 0",
@@ -151,15 +124,8 @@ def test_all_that_is_wrong_is_said_at_once(capsys):
         "need 5 GPUs",
         "can't be divided",
         "fp8 is made of",
-    ):
-        assert part in said
-
-
-def test_an_unknown_model_and_a_malformed_layout_are_refused(capsys):
-    assert bench("--model", "qwen9-1t", "--train", "tp=1", "--gen", "tp=1") == 2
-    assert "qwen3-30b-a3b" in capsys.readouterr().err
-    assert bench("--model", "qwen3-8b", "--train", "tp=1,zp=2", "--gen", "tp=1") == 2
-    assert "'zp'" in capsys.readouterr().err
+    )
+    assert [part for part in parts if part not in said] == []
 
 
 def options(moe, **changes):
@@ -167,17 +133,6 @@ def options(moe, **changes):
         model=moe, train=parse_train("tp=1"), gen=parse_gen("tp=1"), train_text="tp=1", gen_text="tp=1", layers=1,
         refits=1, device="cpu", probe_bytes=1 << 10, timeout_s=30, **changes,
     )  # fmt: skip
-
-
-def _raise_on_one_rank(rank, options, store):
-    if rank == 1:
-        raise RuntimeError("the second rank broke")
-    BenchRanks(rank, options, store).barrier()
-
-
-def test_a_rank_that_fails_ends_all_with_its_error(moe):
-    with pytest.raises(BenchFailed, match=r"rank 1 failed(.|\n)*the second rank broke"):
-        run_ranks(_raise_on_one_rank, options(moe))
 
 
 def _damage_what_lands(rank, options, store):

@@ -13,16 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from rich.console import Console
 
 from rlrefit.integration.errors import RefitError
 from rlrefit.recipes.bench.live.engine_process import EngineProcess
 from rlrefit.recipes.bench.live.measure import Held, LiveResult, Oracle, PathResult
-from rlrefit.recipes.bench.live.trainer import LiveTrainer
 from rlrefit.recipes.bench.measure import Timing
 from rlrefit.recipes.bench.options import LiveOptions
-from rlrefit.recipes.bench.render import live_record, show_live
+from rlrefit.recipes.bench.render import live_record
 from rlrefit.recipes.cli import main
 from rlrefit.recipes.plan.catalog import parse_gen, parse_train
 
@@ -125,30 +122,11 @@ def test_a_live_megatron_refits_a_live_vllm_and_all_paths_leave_the_same_bytes(f
 def test_all_that_is_wrong_with_the_options_is_told_at_once(moe, capsys):
     code = main(
         [
-            *(
-                "bench",
-                "--live",
-                "--device",
-                "cpu",
-                "--model",
-                moe,
-                "--train",
-                "ep=2,cp=2",
-                "--gen",
-                "tp=1,dp=2",
-            ),
-            *("--transport", "ipc,tcp", "--peers", "gossip", "--refits", "0", "--dtype", "fp4"),
-            *(
-                "--engine-python",
-                "/no/python",
-                "--gpu-memory-utilization",
-                "2",
-                "--json",
-                "/no/folder/x.json",
-                "--timeout=-5",
-            ),
+            "bench", "--live", "--device", "cpu", "--model", moe, "--train", "ep=2,cp=2", "--gen", "tp=1,dp=2",
+            "--transport", "ipc,tcp", "--peers", "gossip", "--refits", "0", "--dtype", "fp4", "--timeout=-5",
+            "--engine-python", "/no/python", "--gpu-memory-utilization", "2", "--json", "/no/folder/x.json",
         ]
-    )
+    )  # fmt: skip
     told = capsys.readouterr().err
     assert code == 2
     for option in (
@@ -166,37 +144,14 @@ def test_a_trainer_under_fsdp_is_refused_before_it_starts(moe, capsys):
     assert said == "--train: the live trainer is Megatron's; give its sizes (tp, pp, ep) and no fsdp"
 
 
-def test_the_weights_of_a_number_can_be_had_again_exactly():
-    trainer = object.__new__(LiveTrainer)
-    trainer.model, trainer.number = [torch.nn.LayerNorm(6), torch.nn.Linear(3, 5)], 0
-    trainer._spread_norms()
-    first = [p.clone() for chunk in trainer.model for p in chunk.parameters()]
-    trainer.change_weights(4)
-    assert all(
-        not torch.equal(a, b)
-        for a, b in zip(first, (p for chunk in trainer.model for p in chunk.parameters()), strict=True)
-        if a.numel() % 5 or a.dim() == 2
-    )
-    trainer.change_weights(0)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(first, (p for chunk in trainer.model for p in chunk.parameters()), strict=True)
-    )
-
-
 def held(number, *, sums=(7, 8), nans=0, tokens=(1, 2)):
     return Held(number, [{"embed": [*sums, nans]}], [list(tokens)])
-
-
-def test_the_oracle_accepts_what_equals_the_first_path():
-    oracle = Oracle()
-    assert oracle.faults("auto", [held(1), held(2, sums=(9, 9), tokens=(3,))]) == []
-    assert oracle.faults("broadcast", [held(1), held(2, sums=(9, 9), tokens=(3,))]) == []
 
 
 @pytest.mark.parametrize(
     ("later", "fault"),
     [
+        ([held(1), held(2, sums=(9, 9), tokens=(3,))], None),
         (
             [held(1, sums=(7, 9))],
             "refit 1 left other bytes than auto in 1 parameters of worker 0, the first embed",
@@ -211,8 +166,8 @@ def test_the_oracle_accepts_what_equals_the_first_path():
 )
 def test_the_oracle_names_what_is_wrong(later, fault):
     oracle = Oracle()
-    oracle.faults("auto", [held(1)])
-    assert fault in oracle.faults("broadcast", later)
+    assert oracle.faults("auto", [held(1), held(2, sums=(9, 9), tokens=(3,))]) == []
+    assert oracle.faults("broadcast", later)[:1] == ([fault] if fault else [])
 
 
 def test_nothing_is_called_exact_without_a_second_path_to_compare_with():
@@ -229,9 +184,6 @@ def test_nothing_is_called_exact_without_a_second_path_to_compare_with():
     assert live_record(options(), result(ran, replace(ran, name="broadcast")))["bit_exact"] is True
     damaged = replace(ran, faults=["refit 1 left the poison"])
     assert live_record(options(), result(damaged, absent))["bit_exact"] is False
-    printed = Console(file=io.StringIO(), width=200)
-    show_live(printed, options(), result(ran, absent))
-    assert "unchecked" in printed.file.getvalue()
 
 
 def test_an_engine_that_does_not_start_is_told_with_the_end_of_its_log(tmp_path):

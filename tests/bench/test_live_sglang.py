@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from datetime import timedelta
 
@@ -18,7 +17,7 @@ from rlrefit.recipes.bench.live.trainer import agree_with_engine
 from rlrefit.recipes.bench.live.update_group import flattened, in_buckets, join_update_group
 from rlrefit.recipes.cli import main
 from tests.sglang.engine_double import BucketDouble, EngineDouble, modules, weights
-from tests.spawn import free_port, run_ranks
+from tests.spawn import free_port, run_alone, run_ranks
 
 from .test_live import run_live, write_moe
 
@@ -68,12 +67,14 @@ def test_peers_are_those_of_the_backend(tmp_path, capsys):
     assert "--gen: pp" not in told
 
 
+def load_the_trainers_side():
+    importlib.import_module("rlrefit.recipes.bench.live.run")
+    importlib.import_module("rlrefit.recipes.bench.command")
+    return {"sglang", "vllm"} & set(sys.modules)
+
+
 def test_the_trainers_side_loads_no_engine():
-    code = (
-        "import sys, rlrefit.recipes.bench.live.run, rlrefit.recipes.bench.command\n"
-        "assert not {'sglang', 'vllm'} & set(sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert run_alone(load_the_trainers_side, environment={}) == set()
 
 
 def test_buckets_hold_as_many_weights_as_fit_in_order_and_the_last_one_is_told():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlrefit.integration.layout import Fragment, box_of, intersect, volume
-from rlrefit.integration.transport.m2n import MeshSide, mesh_transfer, unavailable
+from rlrefit.integration.transport.m2n import MeshSide, mesh_transfer
 from rlrefit.integration.transport.whole_tensors import RegionStorage, merged, whole_tensors
 from rlrefit.integration.weights.manifest import TensorSpec
 
@@ -56,12 +56,8 @@ def test_experts_of_a_layer_stack_and_other_weights_stand_alone():
     assert tensors[1].shape == (EXPERTS, ROWS, COLUMNS)
     assert tensors[1].sources == {0: (((0, EXPERTS), (0, ROWS), (0, COLUMNS)),)}
     assert sum(t.nbytes for t in tensors) == sum(s.nbytes for s in specs)
-
-
-def test_a_weight_that_no_engine_wants_is_left_out():
-    specs = [TensorSpec("a", (2,), torch.bfloat16), TensorSpec("b", (2,), torch.bfloat16)]
-    held = {0: {s.name: [((0, 2),)] for s in specs}}
-    assert [t.label for t in whole_tensors(specs, held, {1: {"b": [((0, 2),)]}})] == ["b"]
+    wanted = {1: {"norm": held[0]["norm"]}}  # and no other
+    assert [t.label for t in whole_tensors(specs, held, wanted)] == ["norm"]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
@@ -162,7 +158,3 @@ def test_what_no_mesh_expresses_has_a_reason():
     assert "several regions" in transfer_of((8, 6), {0: whole}, {1: [((0, 2), (0, 6)), ((4, 6), (0, 6))]})
     box = [((0, 2),) * 4]
     assert "4 dimensions" in transfer_of((2, 2, 2, 2), {0: box}, {1: box})
-
-
-def test_m2n_says_why_it_is_not_there():
-    assert "GPU" in unavailable(torch.device("cpu"))

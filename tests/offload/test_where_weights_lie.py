@@ -33,24 +33,22 @@ def large(storage: torch.Tensor | None = None) -> tuple[Fragment, Plan]:
     return Fragment("w", (ROWS, 512), ((0, ROWS), (0, 512)), view), plan
 
 
-def test_nothing_is_watched_for_a_cpu() -> None:
-    held = torch.zeros(1024)
-    memory = HostMemory([held], CPU)
-    del held
-    assert not memory.moved()
-
-
 def test_host_memory_beside_a_gpu_is_watched_and_not_kept() -> None:
-    held = torch.zeros(1024)
-    memory = HostMemory([held[3:9]], GPU)
-    assert not memory.moved()
-    del held
-    assert memory.moved()
+    for device in (CPU, GPU):
+        held = torch.zeros(1024)
+        memory = HostMemory([held[3:9]], device)
+        assert not memory.moved()
+        del held
+        assert memory.moved() is (device is GPU)
 
 
-def test_pageable_memory_is_not_for_kernels_and_empty_memory_is() -> None:
+def test_a_gpu_does_not_read_or_write_pageable_memory_by_itself() -> None:
     assert not kernels_read(torch.zeros(3))
     assert kernels_read(torch.zeros(3, 0))
+    with pytest.raises(ValueError, match="pageable host memory"):
+        make_checksums([(torch.zeros(2), 0)], GPU)
+    with pytest.raises(ValueError, match="can't be written by cuda:0"):
+        make_copy([(torch.zeros(2), torch.zeros(2))], GPU)
 
 
 def test_what_the_host_copies_is_what_the_others_copy() -> None:
@@ -77,15 +75,8 @@ def test_what_the_host_copies_is_not_kept_and_an_error_once_it_is_freed() -> Non
     watched = weakref.ref(source)
     del source
     assert watched() is None
-    with pytest.raises(
-        RefitError, match=r"torch\.float32\[2, 7\] weight was freed after the refit had begun"
-    ):
+    with pytest.raises(RefitError, match=r"weight was freed after the refit had begun"):
         by_host.launch()
-
-
-def test_a_gpu_does_not_add_up_pageable_memory() -> None:
-    with pytest.raises(ValueError, match=r"pageable host memory, which kernels of cuda:0 can't add up"):
-        make_checksums([(torch.zeros(2), 0)], GPU)
 
 
 @pytest.mark.parametrize("verify", ["sampled", "full"])
@@ -125,11 +116,6 @@ def test_what_the_host_copies_is_added_up_in_its_bucket_and_verified(
     assert not {view.data_ptr() for view in added} & set(pageable)
 
 
-def test_a_gpu_does_not_copy_into_host_memory() -> None:
-    with pytest.raises(ValueError, match="can't be written by cuda:0"):
-        make_copy([(torch.zeros(2), torch.zeros(2))], GPU)
-
-
 def test_a_large_weight_in_host_memory_is_staged_on_its_way_between_gpus() -> None:
     fragment, plan = large()
     messages = LocalMessages(plan)
@@ -137,18 +123,13 @@ def test_a_large_weight_in_host_memory_is_staged_on_its_way_between_gpus() -> No
     assert messages.direct(LiveViews([fragment], GPU)) == set()
 
 
-def test_an_engine_in_host_memory_beside_a_gpu_is_refused_by_name() -> None:
+def test_an_engine_in_host_memory_beside_a_gpu_and_freed_storage_are_refused_by_name() -> None:
     fragment, _ = large()
     LiveViews([fragment], CPU).require_on_device()
     with pytest.raises(RefitError, match=r"lies on cpu.*parameter w"):
         LiveViews([fragment], GPU).require_on_device()
-
-
-def test_a_storage_that_is_too_small_is_found_before_anything_reads_it() -> None:
-    fragment, _ = large()
-    LiveViews([fragment], GPU)
-    fragment.view.untyped_storage().resize_(0)
-    with pytest.raises(RefitError, match=r"offloaded with its storage freed.*parameter w"):
+    fragment.view.untyped_storage().resize_(0)  # found before anything reads it
+    with pytest.raises(RefitError, match=r"storage freed.*parameter w"):
         LiveViews([fragment], GPU)
 
 

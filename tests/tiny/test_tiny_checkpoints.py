@@ -3,7 +3,7 @@ import sys
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlrefit.recipes.tiny.checkpoints import KINDS, make_checkpoint, resolve_model_path
@@ -15,103 +15,60 @@ def checkpoint(request, tmp_path_factory):
     return request.param, make_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / request.param)
 
 
-def tensors_of(folder):
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-
-
 def test_a_checkpoint_loads_in_transformers_and_scores_its_tokenizers_prompts(checkpoint):
     kind, folder = checkpoint
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert model.dtype == torch.bfloat16
     assert model.config.model_type == KINDS[kind]["model_type"]
     assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert model.config.vocab_size == len(tokenizer)
     logits = model(**tokenizer(["max(3,8)="], return_tensors="pt")).logits
     assert logits.shape == (1, 9, 64)
     assert logits.isfinite().all()
-
-
-def test_weights_are_bf16_under_hugging_face_checkpoint_names(checkpoint):
-    kind, folder = checkpoint
-    tensors = tensors_of(folder)
+    tensors = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert ("lm_head.weight" in tensors) == (kind != "qwen3-tied")
-    expert = tensors.get("model.layers.1.mlp.experts.7.down_proj.weight")
-    assert (expert is not None) == (kind == "qwen3-moe")
-    assert tensors["model.layers.0.self_attn.k_proj.weight"].shape == (64, 128)
+    assert ("model.layers.1.mlp.experts.7.down_proj.weight" in tensors) == (kind == "qwen3-moe")
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_one_other_weights(checkpoint, tmp_path):
+def test_the_same_seed_gives_the_same_bytes_another_one_others_and_random_numbers_are_left_alone(
+    checkpoint, tmp_path
+):
     kind, folder = checkpoint
     torch.manual_seed(999)
+    expected = torch.rand(3)
+    torch.manual_seed(999)
     again = make_checkpoint(kind, tmp_path / "again")
+    assert torch.equal(torch.rand(3), expected)
     for file in sorted(folder.iterdir()):
         assert file.read_bytes() == (again / file.name).read_bytes(), file.name
-    other = tensors_of(make_checkpoint(kind, tmp_path / "other", seed=1))
-    assert not torch.equal(
-        other["model.embed_tokens.weight"], tensors_of(folder)["model.embed_tokens.weight"]
-    )
+    other = make_checkpoint(kind, tmp_path / "other", seed=1)
+    embeddings = [load_file(f / "model.safetensors")["model.embed_tokens.weight"] for f in (folder, other)]
+    assert not torch.equal(*embeddings)
 
 
-def test_making_a_checkpoint_leaves_the_callers_random_numbers_alone(tmp_path):
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    make_checkpoint("qwen3", tmp_path / "model")
-    assert torch.equal(torch.rand(3), expected)
-
-
-def test_sizes_divide_by_two_tensor_parallel_ranks():
-    for kind in KINDS.values():
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-        ):
-            assert kind[name] % 2 == 0
-
-
-def test_a_folder_in_use_is_left_as_it_was(tmp_path):
+def test_a_folder_in_use_is_left_as_it_was_and_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine").write_text("precious")
-    with pytest.raises(FileExistsError, match="left as it is"):
+    with pytest.raises(FileExistsError):
         make_checkpoint("qwen3", tmp_path / "model")
+    monkeypatch.setattr("rlrefit.recipes.tiny.checkpoints.load_tokenizer", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make_checkpoint("qwen3", tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (tmp_path / "model" / "mine").read_text() == "precious"
 
 
-def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch):
-    def fail():
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("rlrefit.recipes.tiny.checkpoints.load_tokenizer", fail)
-    with pytest.raises(OSError, match="No space left"):
-        make_checkpoint("qwen3", tmp_path / "model")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unknown_kind_lists_the_known_ones(tmp_path):
-    with pytest.raises(ValueError, match="qwen3, qwen3-tied, qwen3-moe"):
-        make_checkpoint("llama", tmp_path / "model")
-    with pytest.raises(ValueError, match="model path 'tiny:llama'"):
-        resolve_model_path("tiny:llama", tmp_path)
-
-
-def test_paths_of_other_models_are_returned_as_they_are(tmp_path):
+def test_a_tiny_path_is_made_once_other_paths_stay_and_unknown_kinds_list_the_known_ones(tmp_path):
     for path in ("Qwen/Qwen3-0.6B", "/models/x", "tiny"):
         assert resolve_model_path(path, tmp_path) == path
+    with pytest.raises(ValueError, match="qwen3, qwen3-tied, qwen3-moe"):
+        resolve_model_path("tiny:llama", tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_tiny_path_is_made_once_and_found_again(tmp_path):
-    first = resolve_model_path("tiny:qwen3", tmp_path / "cache")
-    stamp = (tmp_path / "cache").stat().st_mtime_ns
-    assert resolve_model_path("tiny:qwen3", tmp_path / "cache") == first
-    assert (tmp_path / "cache").stat().st_mtime_ns == stamp
+    first = resolve_model_path("tiny:qwen3", tmp_path)
+    stamp = tmp_path.stat().st_mtime_ns
+    assert resolve_model_path("tiny:qwen3", tmp_path) == first
+    assert tmp_path.stat().st_mtime_ns == stamp
 
 
 def resolve_together(barrier, root, results):
@@ -132,7 +89,6 @@ def test_processes_that_race_for_a_checkpoint_get_the_same_whole_one(tmp_path):
     for worker in workers:
         worker.join(60)
         assert worker.exitcode == 0
-    assert len(folders) == 1
     assert [str(path) for path in tmp_path.iterdir()] == list(folders)
     assert AutoModelForCausalLM.from_pretrained(folders.pop()).num_parameters() > 0
 

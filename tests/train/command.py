@@ -62,15 +62,10 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 280.0) -> tuple[in
     return process.returncode, output
 
 
-def run(*arguments: str, cwd: Path) -> tuple[int, str]:
-    """Exit code and output of ``rlrefit`` with the arguments."""
-    return finish(rlrefit(*arguments, cwd=cwd))
-
-
 def run_here(
     *arguments: str, cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> tuple[int, str]:
-    """As :func:`run`, in the test's own process, which has loaded already what the command needs."""
+    """Exit code and output of the command in the test's own process, which has loaded already what it needs."""
     monkeypatch.chdir(cwd)
     monkeypatch.setenv("COLUMNS", "200")
     code = main(arguments)
@@ -125,14 +120,11 @@ _OF_EACH_RUN = {"refit/seconds", "refit/bytes_verified"}
 
 def curve(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What of the lines must not depend on when and how often a run was stopped."""
-    return [
-        {
-            key: value
-            for key, value in row.items()
-            if "time" not in key and "per_s" not in key and key not in _OF_EACH_RUN
-        }
-        for row in rows
-    ]
+
+    def counts(key: str) -> bool:
+        return "time" not in key and "per_s" not in key and key not in _OF_EACH_RUN
+
+    return [{key: value for key, value in row.items() if counts(key)} for row in rows]
 
 
 def numbers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

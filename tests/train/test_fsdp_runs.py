@@ -15,7 +15,7 @@ from rlrefit.recipes.run.files import read_json_lines
 from rlrefit.recipes.train import train
 from tests.ahead import FoundAhead, keeping_time
 
-from .command import SHORT, curve, metrics
+from .command import SHORT, metrics, numbers
 from .shared_cluster import on_shared_cluster
 
 SAVED, STEPS = 2, 4
@@ -87,12 +87,6 @@ def train_in_fp8(folder: Path) -> Ran:
 AHEAD = (train_and_resume, train_experts, train_in_fp8)
 
 
-def results(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What of a curve must not depend on how the weights travelled."""
-    moved = ("refit/", "stage/")
-    return [{key: value for key, value in row.items() if not key.startswith(moved)} for row in curve(rows)]
-
-
 def test_shard_to_shard_gives_the_curve_of_the_golden_path_bit_for_bit_and_so_do_resumed_runs(
     found_ahead: FoundAhead,
 ) -> None:
@@ -107,7 +101,7 @@ def test_shard_to_shard_gives_the_curve_of_the_golden_path_bit_for_bit_and_so_do
 
     for again in (ran["golden"], ran["turns"]):
         assert f"resuming after step {SAVED}" in again.said
-        assert results(again.rows) == results(rows)
+        assert numbers(again.rows) == numbers(rows)
         assert again.rows[SAVED:] != rows[SAVED:]  # but for the seconds
     assert "transformers 1 x TP2, colocated" in ran["turns"].said
     stages = read_json_lines(ran["turns"].folder / "stages.jsonl")

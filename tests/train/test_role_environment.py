@@ -16,14 +16,8 @@ from .shared_cluster import on_shared_cluster
 
 def _roles(folder: Path, ray_address: str) -> list[list[tuple[str | None, list[str]]]]:
     """What actors of each role find in their environment."""
-    config = load_config(
-        "grpo_tiny",
-        [
-            f"ray.address={ray_address}",
-            "ray.trainer_env.ROLE=trainer",
-            "ray.generation_env.PYTHONPATH=/a:/b",
-        ],
-    ).ray
+    roles = ["ray.trainer_env.ROLE=trainer", "ray.generation_env.PYTHONPATH=/a:/b"]
+    config = load_config("grpo_tiny", [f"ray.address={ray_address}", *roles]).ray
 
     class Process:
         def start(self) -> tuple[str | None, list[str]]:

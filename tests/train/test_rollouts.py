@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from rlrefit.recipes.config.load import load_config
 from rlrefit.recipes.loop import step_metrics
 from rlrefit.recipes.rollout.base import Sampling
 from rlrefit.recipes.rollout.vllm import VllmActor
@@ -63,19 +62,12 @@ class Driver:
 
     def generate(self, prompts: list[Any], parameters: list[Any]) -> list[Any]:
         self.parameters = parameters
-        said = ([4, 7], [4, 1], [4, 4])
-        return [
-            SimpleNamespace(
-                output=SimpleNamespace(
-                    outputs=[
-                        SimpleNamespace(
-                            token_ids=tokens, logprobs=[{t: SimpleNamespace(logprob=-1.0)} for t in tokens]
-                        )
-                    ]
-                )
-            )
-            for tokens in said
-        ]
+        found = []
+        for tokens in ([4, 7], [4, 1], [4, 4]):
+            logprobs = [{token: SimpleNamespace(logprob=-1.0)} for token in tokens]
+            completion = SimpleNamespace(token_ids=tokens, logprobs=logprobs)
+            found.append(SimpleNamespace(output=SimpleNamespace(outputs=[completion])))
+        return found
 
 
 @pytest.mark.parametrize("seeded", [False, True])
@@ -94,16 +86,8 @@ def test_vllm_is_asked_to_end_at_any_of_the_tokens_and_seeds_requests_where_the_
     assert (None in {p.seed for p in driver.parameters}) is not seeded
 
 
-def test_requests_have_no_seeds_unless_asked_for() -> None:
-    assert not load_config("grpo_tiny_vllm").generation.vllm.seed_per_request
-
-
 def test_means_of_a_step_leave_out_the_optimizer_steps_that_were_skipped() -> None:
-    nan = float("nan")
-    good, better, bad = (
-        {"loss": 1.0, "skipped": 0.0},
-        {"loss": 3.0, "skipped": 0.0},
-        {"loss": nan, "skipped": 1.0},
-    )
+    good, better = {"loss": 1.0, "skipped": 0.0}, {"loss": 3.0, "skipped": 0.0}
+    bad = {"loss": float("nan"), "skipped": 1.0}
     assert step_metrics([good, bad, better]) == {"loss": 2.0, "skipped": 1}
     assert step_metrics([bad, bad]) == {"loss": None, "skipped": 2}

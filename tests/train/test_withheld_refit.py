@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from rich.console import Console
 
@@ -70,39 +69,23 @@ def train_without_refits(folder: Path) -> Withheld:
 AHEAD = (train_without_refits,)
 
 
-@pytest.fixture(scope="module")
-def withheld(found_ahead: FoundAhead) -> Withheld:
-    return found_ahead.by(train_without_refits)
-
-
-@pytest.fixture(scope="module")
-def rows(withheld: Withheld) -> list[dict[str, Any]]:
-    return withheld.rows
-
-
-def test_dapo_trains_a_mixture_of_experts_whose_router_takes_the_misc_path(
-    rows: list[dict[str, Any]],
+def test_dapo_trains_a_mixture_of_experts_and_without_refits_the_generation_kl_tells(
+    found_ahead: FoundAhead,
 ) -> None:
-    refitted = rows[:REFITS]
+    found: Withheld = found_ahead.by(train_without_refits)
+    # One rank answers for the whole batch: over all ranks it would be gigabytes.
+    assert found.answers == [(2, 4), None]
+    refitted, withheld = found.rows[:REFITS], found.rows[REFITS:]
     assert [row["weights/version"] for row in refitted] == [0, 1]
-    assert all(row["refit/bytes_misc"] > 0 for row in refitted)
-    assert all(row["sampling/generated"] >= 16 * 8 for row in rows)
+    assert all(row["refit/bytes_misc"] > 0 for row in refitted)  # of the router
+    assert all(row["sampling/generated"] >= 16 * 8 for row in found.rows)
     assert max(row["generation_kl"] for row in refitted) <= 1e-3
-
-
-def test_one_rank_answers_for_the_whole_batch(withheld: Withheld) -> None:
-    """Over all ranks it would be gigabytes."""
-    assert withheld.answers == [(2, 4), None]
-
-
-def test_without_refits_the_reward_stays_and_the_generation_kl_grows(rows: list[dict[str, Any]]) -> None:
-    last, withheld = rows[REFITS - 1], rows[REFITS:]
+    assert refitted[-1]["generation_kl"] < 1e-6
     assert len(withheld) == STEPS - REFITS
     assert {row["weights/version"] for row in withheld} == {REFITS - 1}
-    assert last["generation_kl"] < 1e-6
     # The engine samples from the same weights while the trainer moves away from them.
     assert withheld[-1]["generation_kl"] > 1e-2
-    assert withheld[-1]["reward/mean"] < 2 * last["reward/mean"]
+    assert withheld[-1]["reward/mean"] < 2 * refitted[-1]["reward/mean"]
     validated = [row["val/reward"] for row in withheld if row["val/reward"] is not None]
     assert len(validated) > 1
     assert len(set(validated)) == 1
