@@ -57,36 +57,29 @@ def module_with(*works: Work) -> ModuleType:
     return module
 
 
-def test_what_works_return_and_raise_comes_to_who_asks_in_any_order(tmp_path: Path) -> None:
-    found = FoundAhead(
-        [module_with(tell_folder), ModuleType("other"), module_with(fail, tell_folder)], tmp_path
-    )
+def test_what_works_return_raise_and_die_of_comes_to_who_asks_in_any_order(tmp_path: Path) -> None:
+    modules = [
+        module_with(tell_folder, die),
+        ModuleType("other"),
+        module_with(fail, tell_folder, tell_niceness),
+    ]
+    found = FoundAhead(modules, tmp_path)
     with pytest.raises(WorkFailed, match="KeyError: 'what is missing'"):
         found.by(fail)
     assert found.by(tell_folder).parent == tmp_path
     assert found.by(tell_folder).is_dir()
-    found.close()
-
-
-def test_what_is_not_begun_when_a_test_waits_is_begun_beside(tmp_path: Path) -> None:
-    found = FoundAhead([module_with(wait_for_the_last, tell_niceness, tell_folder)], tmp_path)
-    assert found.by(wait_for_the_last).endswith("tell_folder")
-    assert found.by(tell_niceness) > os.nice(0)
-    assert found.by(tell_folder).is_dir()
-    found.close()
-
-
-def test_a_work_whose_process_died_fails_and_the_others_are_done_in_another(tmp_path: Path) -> None:
-    found = FoundAhead([module_with(die, tell_folder)], tmp_path)
     with pytest.raises(BrokenProcessPool):
         found.by(die)
-    assert found.by(tell_folder).is_dir()
+    assert found.by(tell_niceness) > os.nice(0)  # the others are done in another process
     found.close()
 
 
-def test_works_are_nicer_than_the_tests_unless_they_keep_time(tmp_path: Path) -> None:
-    found = FoundAhead([module_with(tell_niceness, tell_niceness_in_time, fail)], tmp_path)
-    assert found.by(tell_niceness_in_time) == os.nice(0) < found.by(tell_niceness)
+def test_what_is_not_begun_when_a_test_waits_is_begun_beside_and_no_nicer_where_it_keeps_time(
+    tmp_path: Path,
+) -> None:
+    found = FoundAhead([module_with(wait_for_the_last, tell_niceness_in_time, tell_folder)], tmp_path)
+    assert found.by(wait_for_the_last).endswith("tell_folder")
+    assert found.by(tell_niceness_in_time) == os.nice(0)
     found.close()
 
 

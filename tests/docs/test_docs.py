@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib.util
 import re
 import subprocess
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
 
 from rlrefit.recipes.config.load import TrainConfig
-from rlrefit.recipes.plan.arguments import add_arguments
 from rlrefit.recipes.plan.explain import explain
-from rlrefit.recipes.plan.options import read_options
 from rlrefit.recipes.plan.recipe_table import Row, plan_recipe, real_recipes, replaced, table
-from rlrefit.recipes.plan.study import study
 from tests.ahead import FoundAhead
 
 ROOT = Path(__file__).parents[2]
@@ -223,5 +218,3 @@ def test_every_error_that_the_page_quotes_is_one_of_the_code() -> None:
     for text in quoted:
         for piece in re.split(r"…|HOST:PORT", text):
             assert piece.strip() in code, text
-
-
