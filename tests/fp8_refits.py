@@ -84,9 +84,7 @@ class Sessions:
 
 
 def refit_by_both_engines(
-    sessions_by: Callable[[str], Sessions],
-    poison: Callable[[], None],
-    look: Callable[[str, int], None],
+    sessions_by: Callable[[str], Sessions], poison: Callable[[], None], look: Callable[[str, int], None]
 ) -> dict[str, dict[str, int]]:
     """By each checkpoint engine three refits into poison: of the second weights, of the first, and of these again.
 

@@ -24,10 +24,7 @@ def warm_cluster(loaded: Sequence[str], env: Mapping[str, str], num_cpus: int) -
         # Not by a runtime_env: Ray would start a Python for each worker that tells it how to start.
         with mock.patch.object(sys, "executable", str(python)), mock.patch.dict(os.environ, env):
             ray.init(
-                num_cpus=num_cpus,
-                include_dashboard=False,
-                object_store_memory=128 << 20,
-                log_to_driver=False,
+                num_cpus=num_cpus, include_dashboard=False, object_store_memory=128 << 20, log_to_driver=False
             )
         try:
             yield

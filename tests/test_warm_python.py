@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,8 +60,6 @@ def test_a_worker_runs_with_all_that_its_command_has_and_tells_what_it_raises(
         assert process.returncode == code, err
         assert out == f"worker {worker.parent} {arguments} {os.nice(0) + 2} /first {python}\n"
         assert ("KeyError: 'what is missing'" in err) is bool(code)
-    done = subprocess.run([python, "-c", "import sys; print(sys.executable)"], capture_output=True, text=True)
-    assert done.stdout == f"{sys.executable}\n", done.stderr  # all else is run by the Python itself
 
 
 def test_what_ray_reads_as_it_is_loaded_is_read_for_each_cluster_and_job(python: Path, worker: Path) -> None:
@@ -72,30 +69,20 @@ def test_what_ray_reads_as_it_is_loaded_is_read_for_each_cluster_and_job(python:
         assert process.communicate(timeout=60)[0] == f"{milliseconds}\n"
 
 
-def test_signals_reach_the_worker_and_its_end_is_its_commands(python: Path, worker: Path) -> None:
-    process = start(python, worker, "wait")
-    fork = fork_of(process)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == 7
-    assert not fork.is_running()
-    process = start(python, worker, "wait")
-    fork_of(process).kill()
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
-
-
-def test_a_worker_ends_with_its_command_and_with_the_program(worker: Path) -> None:
+def test_a_worker_gets_signals_and_ends_with_its_command_and_with_the_program(worker: Path) -> None:
     with warm_python(loaded=("ray",)) as python:
-        killed, left = (start(python, worker, "wait") for _ in range(2))
-        of_killed, of_left = fork_of(killed), fork_of(left)
+        killed, ended, left = (start(python, worker, "wait") for _ in range(3))
+        of_killed, of_ended, of_left = map(fork_of, (killed, ended, left))
         killed.kill()
+        ended.send_signal(signal.SIGTERM)
+        assert ended.wait(20) == 7
+        assert not of_ended.is_running()
         of_killed.wait(20)
         assert of_left.is_running()
     assert not of_left.is_running()
-    _, err = left.communicate(timeout=60)
-    killed.communicate(timeout=60)
-    assert left.returncode != 0, err
+    for process in (killed, ended, left):
+        process.communicate(timeout=60)
+        assert process.returncode != 0
     assert not python.exists()
 
 

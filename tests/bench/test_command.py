@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from rlrefit.recipes.bench import launch, measure
+from rlrefit.recipes.bench import measure
 from rlrefit.recipes.bench.launch import run_ranks
 from rlrefit.recipes.bench.options import BenchOptions
 from rlrefit.recipes.bench.ranks import BenchRanks
@@ -162,46 +161,23 @@ def test_one_wrong_element_in_the_second_refit_is_reported_with_its_weight(moe):
 
 
 def _wait_for_ever(rank, options, store):
-    store.set(f"pid{rank}", str(os.getpid()))
+    told = Path(options.model).with_name(f"rank{rank}")
+    told.with_suffix(".begun").write_text(str(os.getpid()))
+    told.with_suffix(".begun").rename(told)
     time.sleep(600)
 
 
-def _run_ranks_that_wait(options, pids):
-    """In the command's stead: start ranks, and tell their process ids."""
-    opened = queue.Queue()
-    open_store = launch.TCPStore
-
-    def remember(*args, **kwargs):
-        store = open_store(*args, **kwargs)
-        opened.put(store)
-        return store
-
-    def tell():
-        store = opened.get()
-        pids.put([int(store.get(f"pid{rank}")) for rank in range(options.world_size)])
-
-    launch.TCPStore = remember
-    threading.Thread(target=tell, daemon=True).start()
-    run_ranks(_wait_for_ever, options)
-
-
-def _runs(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"  # ended, and nobody has asked for its exit code
-
-
 def test_ranks_do_not_outlive_a_command_that_is_killed(moe):
-    context = processes()
-    pids = context.Queue()
-    command = context.Process(target=_run_ranks_that_wait, args=(options(moe), pids))
+    command = processes().Process(target=run_ranks, args=(_wait_for_ever, options(moe)))
     command.start()
-    found = pids.get(timeout=60)
-    command.kill()
-    command.join()
-    deadline = time.monotonic() + 20
-    while any(map(_runs, found)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(_runs, found))
+    try:
+        deadline = time.monotonic() + 60
+        while len(told := [*Path(moe).parent.glob("rank?")]) < options(moe).world_size:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        ranks = [psutil.Process(int(file.read_text())) for file in told]
+    finally:
+        command.kill()
+        command.join()
+    psutil.wait_procs(ranks, 20)
+    assert [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import huggingface_hub
 import pytest
 import torch
 
-from rlrefit.recipes.plan.catalog import CatalogError, open_model
+from rlrefit.recipes.plan.catalog import CatalogError, bundled_models, open_model
 
 from .shrunken import CONFIGS
 
@@ -54,3 +55,17 @@ def test_names_that_are_misspelled_or_cannot_be_had_from_the_hub_are_clear_error
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
     with pytest.raises(CatalogError, match=r"'someone/something' .*no network"):
         open_model("someone/something")
+
+
+@pytest.mark.parametrize("name", bundled_models())
+def test_bundled_models_have_the_published_number_of_parameters(name: str) -> None:
+    model = open_model(name)
+    count = sum(prod(spec.shape) for spec in model.specs())
+    if name == "deepseek-v3":
+        # 671B without the prediction layer, 684.49B with its copies of embedding and head, which Bridge leaves out.
+        count += 2 * prod((model.config["vocab_size"], model.config["hidden_size"]))
+        assert count == 684_489_845_504
+    elif name == "kimi-k2":
+        assert count == pytest.approx(1.04e12, rel=0.02)
+    else:
+        assert count == model.config["_parameters"]

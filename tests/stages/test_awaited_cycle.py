@@ -65,28 +65,6 @@ async def _text() -> str:
     return "text"
 
 
-@pytest.mark.parametrize("multi", [True, False])
-@in_a_loop
-async def test_turns_are_those_of_the_blocking_cycle(multi: bool) -> None:
-    scene = Scene()
-    cycle = await scene.open(multi_stage_wake_up=multi)
-    for version in range(2):
-        scene.device.calls.clear()
-        await cycle.to_training()
-        assert await cycle.train(lambda: asyncio.to_thread(lambda: 3)) == 3
-        records = await cycle.to_generation(version)
-        wakes = ["wake weights"] if multi else ["wake weights kv_cache"]
-        assert [call for call in scene.device.calls if "empty" not in call] == [
-            *("sleep", "onload", "offload"),
-            *(*wakes, f"refit {version}", "free"),
-            *(["wake kv_cache"] if multi else []),
-        ]
-        assert [record.version for record in records] == [version] * 2
-        assert await cycle.generate(_text) == "text"
-    assert cycle.state.stage is Stage.AWAKE
-    assert not any(record.failed for record in scene.records)
-
-
 @in_a_loop
 async def test_what_is_awaited_while_the_work_runs_is_refused_and_the_work_keeps_its_result() -> None:
     scene = Scene()
