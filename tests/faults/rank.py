@@ -161,7 +161,7 @@ class Hand:
     """Everything of one process: its rendezvous, its endpoint, and what of the library is patched to tell where it is."""
 
     def __init__(self, pipe: Any):
-        self._pipe = pipe
+        self.tell = pipe.send  # to the one that runs the trial
         self.moments = Moments()
         self._server: RendezvousServer | None = None
         self.endpoint: Any = None
@@ -218,9 +218,7 @@ class Hand:
             try:
                 self._enter_part(0, "open", order, fault)
                 with self._interruptible():
-                    session = RefitSession.open(
-                        rendezvous, order.rank, self._make_endpoint, config, state=state
-                    )
+                    session = RefitSession.open(rendezvous, order.rank, self._made, config, state=state)
                 for part, version in enumerate(order.versions, 1):
                     if is_source:
                         endpoint.set_version(version)
@@ -254,10 +252,6 @@ class Hand:
                 ended.clean = False
         return ended
 
-    def tell(self, message: object) -> None:
-        """Tell the one that runs the trial."""
-        self._pipe.send(message)
-
     def _enter_part(self, part: int, window: str, order: Order, fault: _Fault | None) -> None:
         self.moments.begin(part, window)
         self.hooks.pop("slow", None)
@@ -268,7 +262,7 @@ class Hand:
         if fault is not None:
             fault.enter(part)
 
-    def _make_endpoint(self) -> Any:
+    def _made(self) -> Any:
         self._hook("make")
         return self.endpoint
 

@@ -30,12 +30,10 @@ from rlrefit.integration.layout import (
     Shard,
     StridedShard,
     boxes_of,
-    coverage_gap,
     dtensor_fragments,
     local_fragments,
     local_shape,
     mesh_of,
-    overlap,
     placement_of,
     placements_of,
     volume,
@@ -88,31 +86,6 @@ def test_shapes_and_first_offsets_are_those_of_dtensors_own_function(case: Case)
             assert boxes == []
         else:
             assert tuple(start for start, _ in boxes[0][0]) == offset
-
-
-@given(cases())
-@settings(max_examples=100, deadline=None)
-def test_the_ranks_of_a_mesh_hold_the_whole_tensor_and_each_its_boxes_once(case: Case) -> None:
-    shape, mesh, placements = case
-    held = [[box for box, _ in boxes_of(shape, mesh, placements, rank)] for rank in mesh.ranks]
-    assert coverage_gap(tuple((0, n) for n in shape), [box for boxes in held for box in boxes]) is None
-    assert all(overlap(boxes) is None for boxes in held)
-    for ours, others in product(held, held):
-        assert ours == others or overlap(ours + others) is None  # replicas, or nothing in common
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))
-@settings(max_examples=40, deadline=None)
-def test_a_strided_shard_is_fsdp_over_tensor_parallelism(data: int, tensor: int, rows: int) -> None:
-    length = data * tensor * rows
-    mesh = Mesh((data, tensor), tuple(range(data * tensor)), ("dp", "tp"))
-    placements = (StridedShard(0, tensor), Shard(0))
-    for rank in mesh.ranks:
-        replica, part = divmod(rank, tensor)
-        # FSDP2 cuts what tensor parallelism has left.
-        expected = torch.arange(length).chunk(tensor)[part].chunk(data)[replica]
-        boxes = boxes_of((length,), mesh, placements, rank)
-        assert torch.cat([torch.arange(*box[0]) for box, _ in boxes]).equal(expected)
 
 
 def test_a_plain_shard_and_a_scalar_are_one_box_and_a_rank_outside_of_the_mesh_holds_nothing() -> None:

@@ -29,9 +29,7 @@ def value_of(spec: TensorSpec, version: int) -> torch.Tensor:
 class StoredRank:
     """One rank's parameters in one flat buffer, and what they have to hold at any version.
 
-    Args:
-        params: of the rank.
-        values: Hugging Face name → the whole weight at version 0.
+    ``values`` are the whole weights at version 0, by Hugging Face name.
     """
 
     def __init__(self, params: Sequence[Param], values: Mapping[str, torch.Tensor]):
@@ -66,7 +64,7 @@ class StoredRank:
         self._flat.fill_(POISON)
 
     def wrong(self, version: int) -> list[str]:
-        """Says how many bytes are not those of ``version``, padding that was written among them."""
+        """How many bytes are not those of ``version``, padding that was written among them."""
         count = int((self._flat != self._at(version)).sum())
         return [f"{count} of {len(self._flat)} bytes"] if count else []
 

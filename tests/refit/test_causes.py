@@ -86,6 +86,17 @@ def test_a_cause_that_comes_after_what_others_noticed_of_it_is_what_all_are_told
     assert epoch.blamed(*order) == {3}
 
 
+@pytest.mark.parametrize("order", [(3, 0), (0, 3)])
+def test_a_rank_that_has_closed_its_session_is_not_waited_for(order: tuple[int, int]) -> None:
+    epoch = Epoch()
+    for rank in order:
+        if rank == 3:
+            epoch.ask(3, Op.LEAVE, [], 10.0)
+        else:
+            epoch.meet(rank, 10.0)
+    assert epoch.blamed(0) == {3}
+
+
 def test_a_rank_that_says_nothing_is_to_blame_and_not_the_neighbours_that_noticed_each_other() -> None:
     epoch = Epoch()
     epoch.meet(2, 5.0)  # has all that it wants, and waits for the others
@@ -214,19 +225,21 @@ def test_a_rank_that_freezes_while_gloo_connects_is_named_within_the_limit() -> 
     frozen = processes().Process(target=_freeze_while_it_connects, args=(server.rendezvous.to_json(),))
     frozen.start()
 
+    def open_together(rank: int, channel: Channel) -> None:
+        # One of two ranks may believe that it is connected.
+        TorchGroup.open(channel.store, "g", rank, 3, torch.device("cpu"), limit, channel.check_abort)
+        channel.barrier("ready")
+
     def run(rank: int) -> Any:
         channel = join(server, rank, limit)
         start = time.monotonic()
-        try:
-            with channel.within(start):
-                TorchGroup.open(channel.store, "g", rank, 3, torch.device("cpu"), limit, channel.check_abort)
-                channel.barrier("ready")  # one of two ranks may believe that it is connected
-        except (PeerLost, RefitTimeout) as error:
-            channel.give_up(error)
-            return channel.cause_of(error), time.monotonic() - start
-        finally:
-            channel.close()
-        raise AssertionError("nothing was noticed")
+        with channel.within(start), pytest.raises((PeerLost, RefitTimeout)) as caught:
+            open_together(rank, channel)
+        channel.give_up(caught.value)
+        cause = channel.cause_of(caught.value)
+        seconds = time.monotonic() - start
+        channel.close()
+        return cause, seconds
 
     try:
         with ThreadPoolExecutor(2) as pool:
@@ -245,17 +258,17 @@ def test_opening_has_one_limit_for_all_of_its_waits() -> None:
     limit = 2.0
     server = open_rendezvous("127.0.0.1", 2, 2)
 
+    def late_in_turn(rank: int, channel: Channel) -> None:
+        for index in range(SIZE):
+            if index == rank:
+                time.sleep(0.5 * limit)
+            channel.barrier(f"b/{index}")
+
     def body(rank: int, channel: Channel) -> Any:
         start = time.monotonic()
-        try:
-            with channel.within(start):
-                for index in range(SIZE):
-                    if index == rank:
-                        time.sleep(0.5 * limit)
-                    channel.barrier(f"b/{index}")
-        except RefitError as error:
-            return error, time.monotonic() - start
-        raise AssertionError("no limit was noticed")
+        with channel.within(start), pytest.raises(RefitError) as caught:
+            late_in_turn(rank, channel)
+        return caught.value, time.monotonic() - start
 
     results = on_all_ranks(server, body, timeout_s=limit)
     server.close()

@@ -239,7 +239,8 @@ FOLLOWED: dict[str, Callable[[Pair], object]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS, ids="/".join)
+# What a model of each side makes of it does not depend on the way: the other tests go all of them.
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[-1]], ids="/".join)
 @pytest.mark.parametrize("change", [*REFUSED, *FOLLOWED])
 def test_models_that_hold_their_weights_otherwise_are_followed_bit_for_bit_or_refused_by_name_and_clean(
     change: str, way: tuple[str, str]

@@ -280,29 +280,24 @@ def test_an_interrupt_as_a_rank_asks_whether_it_can_go_on_ends_the_epoch_on_all_
     assert left == [1, False]
 
 
-def test_all_steps_are_taken_and_the_first_error_is_raised_with_the_others_noted() -> None:
+def test_all_steps_are_taken_and_the_first_error_or_an_interrupt_is_raised_with_the_others_noted() -> None:
     taken: list[str] = []
 
-    def step(name: str, error: type[BaseException] | None) -> Callable[[], None]:
+    def step(error: BaseException) -> Callable[[], None]:
         def take() -> None:
-            taken.append(name)
-            if error is not None:
-                raise error(name)
+            taken.append(repr(error))
+            raise error
 
         return take
 
-    steps = [step("a", None), step("b", ValueError), step("c", OSError), step("d", None)]
-    with pytest.raises(ValueError) as first:
-        end_all(steps)
-    assert taken == ["a", "b", "c", "d"]
-    assert len(first.value.__notes__) == 1
-
-    cause = RefitMismatch("why")
-    end_all(steps, cause)
+    first, second, cause, interrupt = ValueError(), OSError(), RefitMismatch("why"), KeyboardInterrupt()
+    with pytest.raises(ValueError) as raised:
+        end_all([lambda: taken.append("a"), step(first), step(second), lambda: taken.append("d")])
+    assert taken == ["a", repr(first), repr(second), "d"]
+    assert len(raised.value.__notes__) == 1
+    end_all([step(first), step(second)], cause)
     assert len(cause.__notes__) == 2
-    assert len(taken) == 8
-
-    with pytest.raises(KeyboardInterrupt) as interrupt:
-        end_all([*steps, step("e", KeyboardInterrupt), step("f", None)], RefitMismatch("why"))
-    assert len(interrupt.value.__notes__) == 3
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        end_all([step(first), step(second), step(interrupt), lambda: taken.append("f")], RefitMismatch("why"))
+    assert len(stopped.value.__notes__) == 3
     assert taken[-1] == "f"

@@ -10,28 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlrefit.integration.control import frames
 from rlrefit.integration.control.epoch_state import EpochState
-from rlrefit.integration.control.frames import (
-    HEADER_BYTES,
-    HELLO_BYTES,
-    MAX_MESSAGE,
-    PROTOCOL_VERSION,
-    Body,
-    Malformed,
-    Op,
-    Role,
-    Signer,
-    check_hello,
-    pack_body,
-    pack_hello,
-    pack_int,
-    pack_json,
-    pack_values,
-    parse_header,
-    unpack_body,
-    unpack_json,
-    unpack_values,
-)
+from rlrefit.integration.control.frames import Malformed, Op, Role
 from rlrefit.integration.control.world import RefitWorld
 
 KEY = b"k" * 32
@@ -47,34 +28,34 @@ PLAIN = st.recursive(
 @at_leisure
 @given(st.binary(max_size=400))
 def test_bytes_of_any_kind_are_content_or_malformed(raw: bytes) -> None:
-    for read in (unpack_body, unpack_json):
+    for read in (frames.unpack_body, frames.unpack_json):
         with contextlib.suppress(Malformed):
             read(raw)
     with contextlib.suppress(Malformed):
-        unpack_json(zlib.compress(raw))
+        frames.unpack_json(zlib.compress(raw))
     with contextlib.suppress(Malformed):
-        parse_header(raw.ljust(HEADER_BYTES)[:HEADER_BYTES], MAX_MESSAGE)
+        frames.parse_header(raw.ljust(frames.HEADER_BYTES)[: frames.HEADER_BYTES], frames.MAX_MESSAGE)
     with contextlib.suppress(Malformed):
-        unpack_values(raw)
+        frames.unpack_values(raw)
     with pytest.raises(Malformed):
-        check_hello(KEY, b"n" * 16, raw.ljust(HELLO_BYTES)[:HELLO_BYTES])
+        frames.check_hello(KEY, b"n" * 16, raw.ljust(frames.HELLO_BYTES)[: frames.HELLO_BYTES])
 
 
 @at_leisure
 @given(st.integers(0, 255), st.lists(st.binary(max_size=50), max_size=8))
 def test_a_body_comes_back_as_it_was_packed_and_cut_short_it_does_not(code: int, fields: list[bytes]) -> None:
-    packed = pack_body(code, fields)
-    assert unpack_body(packed) == (code, fields)
+    packed = frames.pack_body(code, fields)
+    assert frames.unpack_body(packed) == (code, fields)
     for end in range(len(packed)):
         with contextlib.suppress(Malformed):
-            assert unpack_body(packed[:end]) != (code, fields)
+            assert frames.unpack_body(packed[:end]) != (code, fields)
 
 
 @at_leisure
 @given(st.lists(st.lists(st.sampled_from([b"", b"a", b"ab" * 600]) | st.binary(max_size=20), max_size=4)))
 def test_what_all_ranks_told_comes_back_by_rank_and_equal_values_travel_once(rows: list[list[bytes]]) -> None:
-    packed = pack_values(rows)
-    places, table = unpack_values(packed)
+    packed = frames.pack_values(rows)
+    places, table = frames.unpack_values(packed)
     assert [[table[place] for place in row] for row in places] == rows
     assert len(table) == len(set(table)) == len({value for row in rows for value in row})
 
@@ -82,39 +63,42 @@ def test_what_all_ranks_told_comes_back_by_rank_and_equal_values_travel_once(row
 @at_leisure
 @given(PLAIN)
 def test_plain_data_comes_back_as_it_was_packed(data: Any) -> None:
-    assert unpack_json(pack_json(data)) == data
+    assert frames.unpack_json(frames.pack_json(data)) == data
     padded = [data, "x" * 20_000]  # long enough to be compressed
-    assert unpack_json(pack_json(padded)) == padded
+    assert frames.unpack_json(frames.pack_json(padded)) == padded
 
 
 def test_json_that_is_nested_without_end_is_malformed_and_no_crash() -> None:
     with pytest.raises(Malformed):
-        unpack_json(b"[" * 1_000_000)
+        frames.unpack_json(b"[" * 1_000_000)
 
 
 @at_leisure
-@given(st.integers(0, 1 << 31), st.sampled_from(Role), st.integers(0, HELLO_BYTES * 8 - 1))
+@given(st.integers(0, 1 << 31), st.sampled_from(Role), st.integers(0, frames.HELLO_BYTES * 8 - 1))
 def test_an_opening_is_accepted_whole_and_with_any_bit_turned_refused(
     rank: int, role: Role, bit: int
 ) -> None:
-    hello = pack_hello(KEY, b"s" * 16, b"c" * 16, rank, role)
-    assert check_hello(KEY, b"s" * 16, hello) == (PROTOCOL_VERSION, b"c" * 16, rank, role)
+    hello = frames.pack_hello(KEY, b"s" * 16, b"c" * 16, rank, role)
+    assert frames.check_hello(KEY, b"s" * 16, hello) == (frames.PROTOCOL_VERSION, b"c" * 16, rank, role)
     turned = bytearray(hello)
     turned[bit // 8] ^= 1 << bit % 8
     for nonce, raw in ((b"s" * 16, bytes(turned)), (b"t" * 16, hello)):
         with pytest.raises(Malformed):
-            check_hello(KEY, nonce, raw)
+            frames.check_hello(KEY, nonce, raw)
 
 
 def test_a_frame_is_accepted_once_in_its_place_and_in_its_direction() -> None:
-    def signer(direction: bytes) -> Signer:
-        return Signer(KEY, direction, b"s" * 16, b"c" * 16)
+    def signer(direction: bytes) -> frames.Signer:
+        return frames.Signer(KEY, direction, b"s" * 16, b"c" * 16)
 
     sender = signer(b"to server")
-    first, second = sender.frame(Body(b"one")), sender.frame(Body(b"two"))
+    first, second = sender.frame(frames.Body(b"one")), sender.frame(frames.Body(b"two"))
 
-    def check(receiver: Signer, frame: bytes) -> None:
-        receiver.check(parse_header(frame[:HEADER_BYTES], MAX_MESSAGE)[1], Body(frame[HEADER_BYTES:]))
+    def check(receiver: frames.Signer, frame: bytes) -> None:
+        receiver.check(
+            frames.parse_header(frame[: frames.HEADER_BYTES], frames.MAX_MESSAGE)[1],
+            frames.Body(frame[frames.HEADER_BYTES :]),
+        )
 
     receiver = signer(b"to server")
     check(receiver, first)
@@ -134,7 +118,16 @@ def test_a_frame_is_accepted_once_in_its_place_and_in_its_direction() -> None:
             st.sampled_from([*Op, 0, 99]),
             st.lists(
                 st.sampled_from(
-                    [b"", b"a", b"b", b"\1", b"1", pack_int(0), pack_int(-5), pack_int(2**63 - 1)]
+                    [
+                        b"",
+                        b"a",
+                        b"b",
+                        b"\1",
+                        b"1",
+                        frames.pack_int(0),
+                        frames.pack_int(-5),
+                        frames.pack_int(2**63 - 1),
+                    ]
                 )
                 | st.binary(max_size=12),
                 max_size=6,
@@ -160,7 +153,7 @@ def test_requests_in_any_order_are_answered_once_each_or_malformed(
             continue
         for caller, body in [*answers, *state.expire(float(now))]:
             assert isinstance(caller, int)
-            unpack_body(body)
+            frames.unpack_body(body)
             owed[caller] -= 1
             assert owed[caller] == 0, "an answer that nobody waits for would be read as the next one's"
     # The time of waits, and then that of doubts.

@@ -30,19 +30,12 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A trainer of two ranks that takes on ``models`` one after another, ``models[0]`` last, with which engines start.
+    """A trainer of two ranks that takes on ``models`` one after another, ``models[0]`` last, with which engines start."""
 
-    Attributes:
-        layout: fields of ``MegatronLayout``.
-        gen_tp: tensor parallelism of an engine; the two generation ranks are one engine of TP2 or two of TP1.
-        models: checkpoint folders; each epoch refits them all in turn.
-        epochs: the ways the weights travel, one after another between the same models.
-    """
-
-    layout: dict[str, int]
-    gen_tp: int
-    models: tuple[str, ...]
-    epochs: tuple[Epoch, ...]
+    layout: dict[str, int]  # fields of MegatronLayout
+    gen_tp: int  # the two generation ranks are one engine of TP2 or two of TP1
+    models: tuple[str, ...]  # checkpoint folders; each epoch refits them all in turn
+    epochs: tuple[Epoch, ...]  # the ways the weights travel, one after another between the same models
 
 
 TRAIN_RANKS = GEN_RANKS = 2
@@ -55,11 +48,7 @@ def epochs(folder: Path, *ways: tuple[str, str]) -> tuple[Epoch, ...]:
 
 
 def run_scenarios(scenarios: Sequence[Scenario]) -> list[tuple[list[Any], list[Any]]]:
-    """Run scenarios one after another in the same processes, whose start-up is what costs.
-
-    Returns:
-        For each scenario what the trainer ranks and the generation ranks report.
-    """
+    """What the trainer ranks and the generation ranks report of each scenario; one after another, in the same processes."""
     trainers, engines = run_together(
         lambda: run_ranks(trainer, TRAIN_RANKS, scenarios, timeout_s=900.0),
         lambda: run_ranks(engine, GEN_RANKS, scenarios, timeout_s=900.0),
