@@ -18,7 +18,7 @@ pytestmark = needs(gpus=2)
 HIDDEN, INTERMEDIATE, EXPERTS = 512, 768, 8
 
 
-def rank_main(rank: int, meeting: Rendezvous, engine: str, transport: str, results: Any) -> None:
+def rank_main(rank: int, meeting: Rendezvous, engine: str, transport: str, keeps: bool, results: Any) -> None:
     from rlrefit.integration.config import RefitConfig
     from rlrefit.integration.session import RefitSession
     from rlrefit.integration.weights.manifest import TensorSpec
@@ -48,6 +48,9 @@ def rank_main(rank: int, meeting: Rendezvous, engine: str, transport: str, resul
         layout |= {f"experts.{e}.down": [((0, HIDDEN), cut)] for e in range(EXPERTS)}
         layout |= {"norm": [((0, HIDDEN),)], "router": [((0, EXPERTS), (0, HIDDEN))]}
         endpoint = SyntheticDestination(specs, layout, device)
+        if keeps:
+            load = endpoint.load_weights
+            endpoint.load_weights = lambda weights: load(list(weights))
     config = RefitConfig(transport=transport, bucket_mb=4, timeout_s=60.0, verify="full")
     session = RefitSession.open(meeting, rank, lambda: endpoint, config, engine=engine)
     for version in (1, 2, 3):
@@ -73,13 +76,17 @@ def test_three_changed_refits_over_nccl_land_bit_for_bit(engine: str, transport:
     assert {row[4]["transport"] for row in rows} == {served}
 
 
-def refit_three_times(size: int, engine: str, transport: str) -> list[Any]:
+def test_a_loader_may_keep_all_that_the_packed_broadcast_brings() -> None:
+    refit_three_times(2, "packed_broadcast", "auto", keeps=True)
+
+
+def refit_three_times(size: int, engine: str, transport: str, *, keeps: bool = False) -> list[Any]:
     """Three changed refits of ``size`` processes, checked; what each rank tells of each."""
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
     server = open_rendezvous("127.0.0.1", size // 2, size // 2)
     ranks = [
-        spawn.Process(target=rank_main, args=(r, server.rendezvous, engine, transport, results))
+        spawn.Process(target=rank_main, args=(r, server.rendezvous, engine, transport, keeps, results))
         for r in range(size)
     ]
     for rank in ranks:

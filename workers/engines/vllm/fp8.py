@@ -6,7 +6,7 @@ scales as they were loaded. What happens then depends on the kernel of the modul
 - Linear layers. The base class of the block kernels makes new parameters of both (``process_fp8_weight_block_strategy``).
   On ROCm it also pads or changes the dtype; such a change is detected. Triton and CUTLASS change nothing more. DeepGEMM's
   ``transform_sf_into_required_layout`` keeps FP32 scales of 128×128 blocks on Hopper. On Blackwell it packs them into int32;
-  the loader trace sees that. Before that, unless ``VLLM_USE_DEEP_GEMM_E8M0=0``, vLLM quantizes the quantized weights again,
+  that is detected too. Before that, unless ``VLLM_USE_DEEP_GEMM_E8M0=0``, vLLM quantizes the quantized weights again,
   with powers of two as scales. If the scales are powers of two already, no value changes: a block whose largest code is 224
   gets codes twice as large and half the scale, and all others keep their bytes. FlashInfer's dynamic kernel does as DeepGEMM.
 - Experts. Triton and CUTLASS use them as loaded, DeepGEMM as above. For FlashInfer's CUTLASS the halves of ``w13`` and of its
