@@ -33,15 +33,14 @@ OWN_LOADER = ("avx2", "avx512_bf16")
 
 @dataclass(frozen=True)
 class OfCpu:
-    """What the ranks saw on one CPU.
-
-    Attributes:
-        refits: of each checkpoint, by rank.
-        by_own_loader: on the CPUs of OWN_LOADER, by rank.
-    """
+    """What the ranks saw on one CPU: of each checkpoint, and on those of OWN_LOADER by that loader."""
 
     refits: dict[str, list[Found]]
     by_own_loader: list[tuple[str, bool]]
+
+    @property
+    def ranks(self) -> list[Found]:
+        return [rank for ranks in self.refits.values() for rank in ranks]
 
 
 def refit_on_each_cpu(folder: Path) -> dict[str, OfCpu]:
@@ -96,41 +95,31 @@ AHEAD = (refit_on_each_cpu,)
 
 
 @pytest.fixture(params=list(vllm_cpu.CPUS))
-def found(request: pytest.FixtureRequest, found_ahead: FoundAhead) -> tuple[str, dict[str, list[Found]]]:
-    """The CPU, and what each rank saw of each checkpoint."""
-    return request.param, found_ahead.by(refit_on_each_cpu)[request.param].refits
+def found(request: pytest.FixtureRequest, found_ahead: FoundAhead) -> tuple[str, OfCpu]:
+    """The CPU, and what was seen on it."""
+    return request.param, found_ahead.by(refit_on_each_cpu)[request.param]
 
 
 def test_ranks_form_groups_that_add_up_on_each_cpu(found):
-    cpu, by_case = found
-    for rank in (rank for ranks in by_case.values() for rank in ranks):
+    cpu, seen_there = found
+    for rank in seen_there.ranks:
         assert rank.total == sum(range(1, RANKS + 1))
         assert rank.of_its_own == (cpu != "avx2")
 
 
-def test_a_refit_gives_what_vllm_loads_itself_on_each_cpu(found):
-    _, by_case = found
-    assert [rank.differing for ranks in by_case.values() for rank in ranks] == [[]] * RANKS * len(by_case)
-
-
-def test_experts_compute_with_the_new_weights_on_each_cpu(found):
-    _, by_case = found
-    for rank in (rank for ranks in by_case.values() for rank in ranks):
+def test_a_refit_gives_what_vllm_loads_itself_and_computes_with_on_each_cpu(found):
+    for rank in found[1].ranks:
+        assert rank.differing == []
         assert rank.error < 0.03
 
 
-def test_experts_of_the_tests_engines_go_in_place_on_each_cpu(found):
-    _, by_case = found
-    assert [rank.misc for rank in by_case["plain"]] == [{}] * RANKS
-
-
-def test_experts_that_a_library_packs_go_to_misc_and_alone(found):
-    cpu, by_case = found
-    for rank in by_case["packable"]:
+def test_experts_go_in_place_but_for_those_that_a_library_packs(found):
+    cpu, seen_there = found
+    assert [rank.misc for rank in seen_there.refits["plain"]] == [{}] * RANKS
+    for rank in seen_there.refits["packable"]:
         experts = {name for name in rank.bulk | rank.misc.keys() if ".mlp.experts." in name}
         assert len(experts) == 2 * 4 * 3
         assert rank.misc.keys() == (set() if cpu == "avx2" else experts)
-        assert all("process_weights_after_loading" in reason for reason in rank.misc.values())
 
 
 @pytest.mark.parametrize("cpu", OWN_LOADER)

@@ -53,21 +53,14 @@ def test_an_engine_that_wakes_in_parts_resumes_when_all_of_it_is_awake():
         core = _asleep(core_of(backend=backend))
         core.wake_up(["weights"])
         assert core.is_scheduler_paused() == paused
+        if paused:  # also after an update and a resume in between
+            _update(core, 7)
+            core.collective_rpc("finish_weight_update")
+            core.resume_scheduler()
+            core.wake_up(["scheduling"])
+            assert core.is_scheduler_paused()
         core.wake_up(["kv_cache"])
         assert not core.is_scheduler_paused()
-
-
-def test_resume_between_two_wakes_waits_for_the_last_wake():
-    core = _asleep(core_of())
-    core.wake_up(["weights"])
-    _update(core, 7)
-    core.collective_rpc("finish_weight_update")
-    core.resume_scheduler()
-    assert core.is_scheduler_paused()
-    core.wake_up(["scheduling"])
-    assert core.is_scheduler_paused()
-    core.wake_up(["kv_cache"])
-    assert not core.is_scheduler_paused()
 
 
 @pytest.mark.parametrize("holds", [RuntimeError("blocks are held"), KeyError("a connector's"), False])
@@ -92,10 +85,7 @@ def test_prefixes_that_stay_keep_the_engine_paused_until_an_update_could_drop_th
 
 
 def test_finishing_again_drops_prefixes_that_stayed():
-    core = core_of()
-    core.scheduler.holds = RuntimeError("blocks are held")
-    with pytest.raises(RefitError, match="blocks are held"):
-        _update(core, 7)
+    core = _latched(core_of())
     core.scheduler.holds = None
     with pytest.raises(RefitError, match="blocks are held"):
         core.resume_scheduler()
@@ -152,11 +142,7 @@ def test_a_script_whose_engine_kept_old_prefixes_is_told_so_instead_of_waiting_f
 
 
 def test_a_sleeper_with_prefixes_that_stayed_wakes_and_stays_paused():
-    core = core_of()
-    core.scheduler.holds = RuntimeError("blocks are held")
-    with pytest.raises(RefitError):
-        _update(core, 7)
-    _asleep(core)
+    core = _asleep(_latched(core_of()))
     core.wake_up(["weights"])
     with pytest.raises(RefitError, match="blocks are held"):
         core.wake_up(["kv_cache"])

@@ -242,20 +242,21 @@ def test_dummy_weights_are_not_run_before_a_refit(monkeypatch: pytest.MonkeyPatc
     assert worker.run(2) == "ran 2"
 
 
-def test_workers_of_others_in_a_process_that_knows_rlrefit_run_whatever_they_hold() -> None:
+@pytest.mark.parametrize("backend", [None, "rlrefit"])
+def test_workers_of_others_are_guarded_where_they_were_started_with_our_backend_alone(backend: str | None):
     class Foreign:
         __init__, load_model, run = _Worker.__init__, _Worker.load_model, _Worker.run
+        sleep, wake_up = _Worker.sleep, _Worker.wake_up
 
     guard_loaded_models(Foreign)
     foreign: Any = Foreign("dummy")
+    foreign.vllm_config.weight_transfer_config = backend and SimpleNamespace(backend=backend)
     foreign.load_model()
-    assert foreign.run(1) == "ran 1"
-    by_vllms_calls: Any = Foreign("dummy")
-    by_vllms_calls.vllm_config.weight_transfer_config = SimpleNamespace(backend="rlrefit")
-    by_vllms_calls.sleep = by_vllms_calls.wake_up = lambda *_: None
-    by_vllms_calls.load_model()
-    with pytest.raises(EngineDirty, match="load_format=dummy"):
-        by_vllms_calls.run(1)
+    if backend is None:
+        assert foreign.run(1) == "ran 1"
+    else:
+        with pytest.raises(EngineDirty, match="load_format=dummy"):
+            foreign.run(1)
 
 
 def test_ranks_count_over_data_parallel_replicas(monkeypatch: pytest.MonkeyPatch):

@@ -24,10 +24,7 @@ class Found:
     Attributes:
         of_its_own: whether its group adds up through vLLM's own shared memory.
         total: what the ranks' numbers add up to.
-        bulk: weights that it wants in place.
-        misc: the others, with the reason.
-        differing: parameters that are not as vLLM loads them, after a refit.
-        error: the largest of what its experts computed afterwards, as a share of the largest value.
+        error: the largest of what its experts computed after a refit, as a share of the largest value.
     """
 
     of_its_own: bool
