@@ -12,6 +12,14 @@ _HEADS = {"num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 6}
 _QKV = {key: f"{key}_proj" for key in ("q", "k", "v")}
 _QKVG = {**_QKV, "g": "g_proj"}
 _GROUPS = 4 * (2 + 2) * 6
+_WITH_GATES, _GATED = (_GROUPS + 48, _HIDDEN), {"attention_output_gate": True}
+_TURNED = {"hf_param": "w", "permute_dims": (1, 0)}
+
+_CUTS = {
+    "column": ("TEColumnParallelLinear", 0),
+    "row": ("TERowParallelLinear", 1),
+    "replicated": ("TENorm", None),
+}
 
 # Name → class, further arguments, shape of the whole Megatron parameter, class of the module, settings of the model.
 CONVERSIONS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], str, dict[str, Any]]] = {
@@ -22,27 +30,15 @@ CONVERSIONS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], str, dict[str
     "concatenated qkv with gates": (
         "ConcatenatedQKVMapping",
         {"hf_param": "qkv"},
-        (_GROUPS + 48, _HIDDEN),
+        _WITH_GATES,
         "column",
-        {"attention_output_gate": True},
+        _GATED,
     ),
-    "qkv bias with gates": ("QKVMapping", _QKV, (_GROUPS + 48,), "column", {"attention_output_gate": True}),
+    "qkv bias with gates": ("QKVMapping", _QKV, (_GROUPS + 48,), "column", _GATED),
     "qkvg, gates at the end": ("QKVGMapping", _QKVG, (_GROUPS + 8, _HIDDEN), "column", {}),
-    "qkvg, gates in groups": (
-        "QKVGMapping",
-        _QKVG,
-        (_GROUPS + 48, _HIDDEN),
-        "column",
-        {"attention_output_gate": True},
-    ),
-    "transposed column": (
-        "AutoMapping",
-        {"hf_param": "w", "permute_dims": (1, 0)},
-        (24, _HIDDEN),
-        "column",
-        {},
-    ),
-    "transposed row": ("AutoMapping", {"hf_param": "w", "permute_dims": (1, 0)}, (_HIDDEN, 24), "row", {}),
+    "qkvg, gates in groups": ("QKVGMapping", _QKVG, _WITH_GATES, "column", _GATED),
+    "transposed column": ("AutoMapping", _TURNED, (24, _HIDDEN), "column", {}),
+    "transposed row": ("AutoMapping", _TURNED, (_HIDDEN, 24), "row", {}),
     "direct": ("DirectMapping", {"hf_param": "w"}, (24, _HIDDEN), "replicated", {}),
     "replicated": ("ReplicatedMapping", {"hf_param": "w"}, (24, _HIDDEN), "replicated", {}),
     "row": ("RowParallelMapping", {"hf_param": "w"}, (_HIDDEN, 24), "row", {}),
@@ -73,12 +69,7 @@ def unclassified() -> list[str]:
 
 
 def _one(
-    kind: str,
-    names: dict[str, Any],
-    shape: tuple[int, ...],
-    cut: str,
-    settings: dict[str, Any],
-    tp: int,
+    kind: str, names: dict[str, Any], shape: tuple[int, ...], cut: str, settings: dict[str, Any], tp: int
 ) -> list[str]:
     from megatron.bridge.models.conversion import param_mapping
     from megatron.bridge.models.conversion.model_bridge import WeightConversionTask
@@ -86,20 +77,16 @@ def _one(
 
     from rlrefit.workers.trainers.megatron.rules import fragments_of_task
 
-    config = TransformerConfig(num_layers=1, hidden_size=_HIDDEN, **_HEADS, **settings)
-    mapping = getattr(param_mapping, kind)("decoder.layers.0.linear.weight", **names)
+    name = "decoder.layers.0.linear.weight"
+    mapping = getattr(param_mapping, kind)(name, **names)
     # Bridge goes by the name of the module's class alone.
-    module_type = {"column": "TEColumnParallelLinear", "row": "TERowParallelLinear", "replicated": "TENorm"}[
-        cut
-    ]
+    module_type, dim = _CUTS[cut]
     module = type(module_type, (torch.nn.Module,), {})()
-    module.config = config
+    module.config = TransformerConfig(num_layers=1, hidden_size=_HIDDEN, **_HEADS, **settings)
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    dim = {"column": 0, "row": 1, "replicated": None}[cut]
     part = whole if dim is None else whole.chunk(tp, dim)[mapping.tp_rank].contiguous()
     module.weight = torch.nn.Parameter(part)
     exported = mapping.megatron_to_hf(module.weight, module)
-    name = "decoder.layers.0.linear.weight"
     task = WeightConversionTask(
         param_name=name,
         global_param_name=name,
@@ -108,7 +95,7 @@ def _one(
         param_weight=module.weight,
     )
     fragments = fragments_of_task(task)
-    return [*_differences(fragments, exported), *_holes(fragments, exported, tp)]
+    return [*_differences(fragments, exported), *_holes(fragments, exported)]
 
 
 def _differences(fragments: list[Any], exported: dict[str, torch.Tensor]) -> list[str]:
@@ -120,7 +107,7 @@ def _differences(fragments: list[Any], exported: dict[str, torch.Tensor]) -> lis
     ]
 
 
-def _holes(fragments: list[Any], exported: dict[str, torch.Tensor], tp: int) -> list[str]:
+def _holes(fragments: list[Any], exported: dict[str, torch.Tensor]) -> list[str]:
     import torch.distributed as dist
 
     boxes: list[Any] = [None] * dist.get_world_size()

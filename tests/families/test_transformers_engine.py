@@ -84,22 +84,14 @@ def results(found_ahead: FoundAhead) -> Results:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("family", TRANSFORMERS.misc)
-def test_a_poisoned_engine_is_after_a_refit_what_transformers_loads(
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_poisoned_engine_is_after_a_refit_what_transformers_loads_or_refuses_the_model(
     family: str, size: int, results: Results
 ) -> None:
+    limited = family in TRANSFORMERS.refused or (size > 1 and family in TRANSFORMERS.limits)
+    layers = config_of(family, short=True)["num_hidden_layers"]
     for rank in results[family, size]:
-        if size > 1 and family in TRANSFORMERS.limits:
-            assert rank.refused
-            continue
-        assert rank.refused == ""
-        assert rank.differing == []
-        assert rank.misc == []
-        layers = config_of(family, short=True)["num_hidden_layers"]
+        assert bool(rank.refused) == limited
+        assert rank.differing == rank.misc == []
         assert all(is_prediction(name, layers) for name in rank.unused)
         assert bool(rank.unused) == (family == "deepseek_v3")
-
-
-@pytest.mark.parametrize("family", TRANSFORMERS.refused)
-def test_models_that_the_engine_has_no_place_for_are_refused(family: str, results: Results) -> None:
-    assert all(rank.refused for size in (1, 2) for rank in results[family, size])

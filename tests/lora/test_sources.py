@@ -167,28 +167,24 @@ def test_an_adapter_whose_settings_changed_ends_the_refit() -> None:
     model = _adapted(_PLAIN)
     source = AdapterSource(model, torch.bfloat16)
     model.base_model.model.model.layers[0].self_attn.q_proj.scaling["default"] = 9.0
-    with pytest.raises(RefitError, match="another rank, scaling or set of layers"):
+    with pytest.raises(RefitError, match="another rank, scaling"):
         source.prepare()
 
 
-def test_more_than_an_adapter_is_refused_with_all_reasons() -> None:
+def test_more_than_an_adapter_and_none_are_refused_with_all_reasons() -> None:
     model = _adapted(_WIDE)
     model.add_adapter("b", LoraConfig(r=2, target_modules=["q_proj"]))
     model.base_model.set_adapter(["default", "b"])
-    with pytest.raises(RefitError) as raised:
+    with pytest.raises(RefitError, match=r"(?s)lm_head.modules_to_save.default.weight.*2 active adapters"):
         AdapterSource(model)
-    assert "lm_head.modules_to_save.default.weight" in str(raised.value)
-    assert "2 active adapters: default, b" in str(raised.value)
-    with pytest.raises(RefitError, match="has no adapter; nothing would reach"):
+    with pytest.raises(RefitError, match="no adapter"):
         AdapterSource(_base())
 
 
 def test_what_is_no_plain_lora_is_refused_with_all_reasons() -> None:
     fields = {**_PLAIN, "target_modules": ["q_proj", "embed_tokens"], "use_dora": True}
-    with pytest.raises(RefitError) as raised:
+    with pytest.raises(RefitError, match=r"(?s)DoraLinearVariant.*tied to lm_head.weight"):
         FSDPSource(_adapted(fields, tie_word_embeddings=True))
-    assert "adapter 'default' is no plain LoRA (DoraLinearVariant)" in str(raised.value)
-    assert "embed_tokens.base_layer.weight is tied to lm_head.weight" in str(raised.value)
     with pytest.raises(RefitError, match="lora_bias=True"):
         FSDPSource(_adapted({**_PLAIN, "target_modules": ["q_proj"], "lora_bias": True}))
 

@@ -48,14 +48,17 @@ class _Policy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 3, bias=False)])})
+        self.mtp = nn.Linear(2, 3, bias=False)
 
     def load_weights(self, weights):
         for name, tensor in weights:
-            if name == OWN:
+            if name in (OWN, TAKEN):
                 self.get_parameter(name).data.copy_(tensor)
 
 
 OWN = "model.layers.0.weight"
+# Named as an MTP layer, but of the model that is served: its loader takes it.
+TAKEN = "mtp.weight"
 # Another rank's and another part's: what this rank leaves aside is no MTP layer for that alone.
 BESIDE = ("model.layers.1.weight", "vision_tower.encoder.layers.9.weight", "lm_head.weight")
 MTP = [
@@ -73,7 +76,7 @@ def _follows(method: str, *names: str) -> None:
     trace = trace_loader(
         policy.load_weights,
         dict(policy.named_parameters()),
-        [(name, (3, 2), torch.float32) for name in (OWN, *BESIDE, *names)],
+        [(name, (3, 2), torch.float32) for name in (OWN, TAKEN, *BESIDE, *names)],
     )
     config = SimpleNamespace(
         model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 2),

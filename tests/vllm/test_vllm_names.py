@@ -75,13 +75,3 @@ def test_a_driver_is_refused_by_an_engine_without_one_of_the_attributes_that_it_
     with pytest.raises(RefitError) as caught:
         require_driver(object.__new__(owner), (), holds)
     assert all(name.split("|")[0] in str(caught.value) for name in holds)
-
-
-def test_of_two_attributes_that_an_engine_may_have_either_does():
-    class _Llm(LLM):
-        def __init__(self, **held: Any) -> None:
-            vars(self).update(held)
-
-    require_driver(_Llm(engine_core=1), (), ("outputs_queue|engine_core",))
-    with pytest.raises(RefitError, match=r"outputs_queue and _Llm\.engine_core"):
-        require_driver(_Llm(), (), ("outputs_queue|engine_core",))

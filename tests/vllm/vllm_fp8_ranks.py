@@ -108,15 +108,11 @@ class Fp8Case:
 
 @dataclass(frozen=True)
 class Fp8Result:
-    """What one rank saw.
+    """What one rank saw: names by route, with reasons, and errors by occasion.
 
     Attributes:
-        own: weights that it says to hold quantized.
-        told: the same by the worker extension's call.
-        bulk: names that it wants in place.
-        misc: names that it takes through the loader, with the reason.
+        own, told: weights that it says to hold quantized, and that the worker extension's call tells.
         differing: parameters, and scales of kernels, with other bytes than in a model that vLLM loaded; by occasion.
-        refused: texts of errors, by occasion.
         kept: bytes that it says to keep, and bytes of its parameters.
         routes: by checkpoint engine how many weights took each route from trainer ranks; codes and scales count as two.
     """
@@ -297,10 +293,7 @@ def _on_the_wire(tensors: Tensors, formats: dict[str, Format]) -> Tensors:
 def _reload_by_vllm(live: torch.nn.Module, config: Any, tensors: Tensors) -> None:
     """As vLLM's ``reload_weights`` does: kernels hold tensors of the reload afterwards."""
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     with set_current_vllm_config(config), torch.device("cpu"), torch.no_grad():
         initialize_layerwise_reload(live)

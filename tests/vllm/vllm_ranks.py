@@ -57,18 +57,12 @@ class Case:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank saw.
+    """What one rank saw: names by route, with boxes or reasons, and shapes of its parameters.
 
     Attributes:
-        bulk: by name the boxes that it wants in place.
-        misc: names that it takes through vLLM's loader, with the reason.
-        unused: names that it takes not at all.
-        parameters: their shapes.
-        differing: parameters, buffers, tensors derived from them and outputs that are not those of a model that vLLM itself
-            loaded; by occasion.
+        differing: what is not as in a model that vLLM itself loaded; by occasion.
         alike: parameters that both checkpoints fill with the same, so that no refit of them was seen. Those of zeros are
             left out: so has vLLM biases of what all ranks add up, on all but the first.
-        process_state_untouched: whether the trace left nothing in vLLM's tables.
         failures: of refits that had to fail, the error, and the difference to the old weights afterwards.
         processed: how often the first and the second refit processed an FP8 layer after loading it.
         bare_load: why an FP8 model's own loader can't take new weights after it was started.
