@@ -1,4 +1,4 @@
-"""Process groups over torch's communicators: NCCL on GPUs, gloo on CPUs. Made here, or borrowed from another group."""
+"""Process groups over torch's communicators: NCCL on GPUs, gloo on CPUs. Made here, or those of another group."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TorchGroup(Group):
     """A group with one torch communicator for each lane.
 
     It belongs to the refit alone: nothing of ``torch.distributed``'s default group is read or changed. See :meth:`open` for a
-    group of its own, and :meth:`borrow` for one over communicators that somebody else made and closes.
+    group of its own, and :meth:`over` for one that uses the communicators of another group.
     """
 
     _carrier = "NCCL"
@@ -47,17 +47,17 @@ class TorchGroup(Group):
         lanes: int,
         backends: Sequence[Any] = (),
         *,
-        borrowed: bool = False,
+        owns: bool = True,
     ):
         """
         Args:
             rank, size, device, timeout_s, watch, lanes: as :class:`Group`.
             backends: the communicators that are open already.
-            borrowed: whether :meth:`close` leaves them open.
+            owns: whether :meth:`close` closes them.
         """
         super().__init__(rank, size, device, timeout_s, watch, lanes)
         self._backends = list(backends)  # torch's stubs leave out the methods of the backend classes
-        self._borrowed = borrowed
+        self._owns = owns
         self._connected: set[int] = set()
         self._broadcast_connected = False
 
@@ -95,23 +95,21 @@ class TorchGroup(Group):
         return group
 
     @classmethod
-    def borrow(cls, lender: dist.ProcessGroup | Group, device: torch.device, timeout_s: float) -> Self:
+    def over(cls, group: dist.ProcessGroup | Group, device: torch.device, timeout_s: float) -> Self:
         """Use the communicators of a torch ``ProcessGroup`` or of another group; ranks are counted as it does.
 
-        After a timeout or an abort the lender can't use them any more either.
+        After a timeout or an abort that group can't use them any more either.
 
         Args:
-            lender: one with NCCL for a CUDA ``device``, with gloo for the CPU.
+            group: one with NCCL for a CUDA ``device``, with gloo for the CPU.
             device: of the tensors that will travel.
             timeout_s: limit of any exchange, in seconds.
 
         Raises:
-            RefitError: the lender has no backend for the device, or is closed.
+            RefitError: the group has no backend for the device, or is closed.
         """
-        rank, size = (
-            (lender.rank, lender.size) if isinstance(lender, Group) else (lender.rank(), lender.size())
-        )
-        backends = _backends_of(lender, device)
+        rank, size = (group.rank, group.size) if isinstance(group, Group) else (group.rank(), group.size())
+        backends = _backends_of(group, device)
         if not backends:
             raise RefitError(
                 f"the process group can't move tensors on {device}: it is closed, or has no backend for them. Move the "
@@ -119,8 +117,8 @@ class TorchGroup(Group):
                 stage="process group",
                 rank=rank,
             )
-        watch = lender._watch if isinstance(lender, Group) else _watch_nothing
-        return cls(rank, size, device, timeout_s, watch, len(backends), backends, borrowed=True)
+        watch = group._watch if isinstance(group, Group) else _watch_nothing
+        return cls(rank, size, device, timeout_s, watch, len(backends), backends, owns=False)
 
     def prepare(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], lane: int = 0) -> Exchange:
         kind = NcclExchange if self.device.type == "cuda" else GlooExchange
@@ -188,7 +186,7 @@ class TorchGroup(Group):
 
     def close(self, *, failed: bool = False) -> None:
         try:
-            if not self._borrowed:
+            if self._owns:
                 self._close_backends(failed)
         finally:
             self._backends = []
@@ -423,14 +421,14 @@ def _watch_nothing(stage: str) -> None:
     """For a group whose ranks have no other channel on which to say that they give up."""
 
 
-def _backends_of(lender: dist.ProcessGroup | Group, device: torch.device) -> list[Any]:
-    """The lender's backends that serve tensors on ``device``; none if it has none."""
-    if isinstance(lender, TorchGroup):
-        same = lender.device.type == device.type and lender.device.index in (None, device.index)
-        return list(lender._backends) if same else []
-    if isinstance(lender, Group) or device.type not in {known.type for known in lender._device_types}:
+def _backends_of(group: dist.ProcessGroup | Group, device: torch.device) -> list[Any]:
+    """The group's backends that serve tensors on ``device``; none if it has none."""
+    if isinstance(group, TorchGroup):
+        same = group.device.type == device.type and group.device.index in (None, device.index)
+        return list(group._backends) if same else []
+    if isinstance(group, Group) or device.type not in {known.type for known in group._device_types}:
         return []
-    backend = lender._get_backend(torch.device(device.type))
+    backend = group._get_backend(torch.device(device.type))
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     wanted = "ProcessGroupNCCL" if device.type == "cuda" else "ProcessGroupGloo"
     return [backend] if isinstance(backend, getattr(dist, wanted, ())) else []

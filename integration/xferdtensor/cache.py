@@ -86,17 +86,17 @@ class Transfers:
         self._compiled: dict[frozenset[int], OrderedDict[Request, Compiled]] = {}
 
     @staticmethod
-    def of(lender: dist.ProcessGroup | Group, device: torch.device, timeout_s: float) -> Transfers:
+    def of(group: dist.ProcessGroup | Group, device: torch.device, timeout_s: float) -> Transfers:
         """Those of a process group; they end with it.
 
         Raises:
             RefitError: it can't move tensors on ``device``.
         """
         with _lock:
-            known = _by_lender.setdefault(lender, {})
+            known = _by_group.setdefault(group, {})
             found = known.get((device, timeout_s))
             if found is None:
-                found = known[device, timeout_s] = Transfers(TorchGroup.borrow(lender, device, timeout_s))
+                found = known[device, timeout_s] = Transfers(TorchGroup.over(group, device, timeout_s))
             return found
 
     def agreed(self, request: Request) -> bool:
@@ -172,7 +172,7 @@ class Transfers:
 
 
 _lock = threading.Lock()
-_by_lender: WeakKeyDictionary[object, dict[tuple[torch.device, float], Transfers]] = WeakKeyDictionary()
+_by_group: WeakKeyDictionary[object, dict[tuple[torch.device, float], Transfers]] = WeakKeyDictionary()
 
 
 def _fragments(

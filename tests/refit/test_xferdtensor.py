@@ -281,7 +281,7 @@ def test_buckets_are_kept_until_a_transfer_that_broke_has_been_given_up(
             return ended
 
         monkeypatch.setattr(TorchGroup, "abort", abort)
-        transfers = Transfers(TorchGroup.borrow(world.groups[0], torch.device("cpu"), 5.0))
+        transfers = Transfers(TorchGroup.over(world.groups[0], torch.device("cpu"), 5.0))
         side = Side(Mesh((1,), (0,)), (Replicate(),)), Side(Mesh((1,), (1,)), (Replicate(),))
         request = cache.Request(*side, (2, 3), torch.float32, "p2p", 1 << 20, "full")
         with pytest.raises(KeyboardInterrupt):
