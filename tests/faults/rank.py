@@ -174,7 +174,8 @@ class Hand:
     def __enter__(self) -> Hand:
         signal.signal(signal.SIGINT, self._on_sigint)
         windows = {"prepare": "prepare", "init_process_group": "connect", "rebind": "rebind"}
-        for method, window in {**windows, "send_weights": "transfer", "receive_weights": "transfer"}.items():
+        windows |= dict.fromkeys(("send_weights", "receive_weights"), "transfer")
+        for method, window in windows.items():
             self._patch(RefitEngine, method, window)
         for method in ("barrier", "vote"):
             self._patch(Channel, method)

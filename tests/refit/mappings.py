@@ -14,7 +14,7 @@ from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.recipes.plan.catalog import Param
 
 from .groups import GroupWorld
-from .stored import StoredDestination, StoredRank, StoredSource, value_of
+from .stored import StoredDestination, StoredRank, value_of
 
 
 class Worlds:
@@ -53,7 +53,7 @@ class Mapping:
         """
         self._verify = verify
         values = {spec.name: value_of(spec, 0) for spec in specs}
-        self.sources = [StoredSource(specs, params, values) for params in held]
+        self.sources = [StoredRank(params, values) for params in held]
         self.destinations = [StoredDestination(params, values) for params in wanted]
         self.ranks: list[StoredRank] = [*self.sources, *self.destinations]
         table = SpecTable(specs)

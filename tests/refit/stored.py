@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 
@@ -72,60 +72,15 @@ class StoredRank:
         """Of all parts that a rule places and no rank refuses."""
         return [f for f in self._fragments if f.name not in self.refused]
 
-    def storage_key(self) -> Hashable:
-        return self._flat.data_ptr()
-
     def _at(self, version: int) -> torch.Tensor:
         return torch.where(self._held.bool(), self._first + _STEP * version, POISON)
 
 
-class StoredSource(StoredRank):
-    """A trainer rank as a session's endpoint."""
-
-    def __init__(
-        self, specs: Sequence[TensorSpec], params: Sequence[Param], values: Mapping[str, torch.Tensor]
-    ):
-        super().__init__(params, values)
-        self._specs = list(specs)
-        self._version = 0
-
-    def set_version(self, version: int) -> None:
-        self._version = version
-        self.hold(version)
-
-    def specs(self) -> list[TensorSpec]:
-        return self._specs
-
-    def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
-        return self.held_fragments(), self.refused
-
-    def prepare(self) -> None:
-        return None
-
-    def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        by_name = {spec.name: spec for spec in self._specs}
-        for name in names:
-            yield name, value_of(by_name[name], self._version)
-
-
 class StoredDestination(StoredRank):
-    """A generation rank as a session's endpoint."""
-
-    def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
-        return self.held_fragments(), self.refused
+    """A generation rank, whose own loader takes what the misc path brings."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             for fragment in self._fragments:
                 if fragment.name == name:
                     fragment.view.copy_(tensor[local_slice(box_of(tensor.shape), fragment.box)])
-
-    def finish(self, version: int) -> None:
-        return None
-
-    def abandon(self) -> None:
-        return None
-
-    @property
-    def kept_bytes(self) -> int:
-        return int(self._held.sum())

@@ -42,20 +42,6 @@ def test_nobody_passes_a_barrier_before_the_last_rank_is_there(server: Rendezvou
         assert min(passed for _, passed in round_) >= max(arrived for arrived, _ in round_)
 
 
-@pytest.mark.parametrize("raised_by", [set(), {0}, {3}, {1, 2}])
-def test_a_flag_of_any_rank_reaches_all(server: RendezvousServer, raised_by: set[int]) -> None:
-    results = on_all_ranks(
-        server, lambda rank, channel: channel.barrier("b", rank in raised_by, agree=[1, "x"])
-    )
-    assert results == [bool(raised_by)] * 4
-
-
-def test_ranks_that_do_not_agree_are_all_told_what_each_gave(server: RendezvousServer) -> None:
-    results = on_all_ranks(server, lambda rank, channel: channel.barrier("b", agree=8 if rank == 2 else 7))
-    assert all(isinstance(result, RefitMismatch) for result in results)
-    assert all("generation rank 0 (refit rank 2): 8" in str(result) for result in results)
-
-
 def test_the_first_abort_is_the_cause_that_every_rank_hears(server: RendezvousServer) -> None:
     def body(rank: int, channel: Channel) -> Any:
         if rank == 1:

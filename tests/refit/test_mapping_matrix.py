@@ -11,15 +11,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from rlrefit.integration.config import RefitConfig
-from rlrefit.integration.session import RefitSession
 from rlrefit.recipes.plan.catalog import GenLayout, TrainLayout, violations
 from tests.ahead import FoundAhead
 from tests.spawn import run_alone
 
 from .mappings import Worlds, wrong_refits
-from .matrix import GEN, ROUTER, TRAIN, model, stored, wrong_mappings
-from .synthetic import refit_changed, run_world
+from .matrix import GEN, TRAIN, model, stored, wrong_mappings
 
 
 def name_of(layout: TrainLayout | GenLayout) -> str:
@@ -93,27 +90,3 @@ def test_every_mapping_lands_bit_for_bit_by_p2p_and_by_golden(
 
 def test_mappings_land_bit_for_bit_whatever_the_sizes(found_ahead: FoundAhead) -> None:
     found_ahead.by(try_any_sizes)
-
-
-@pytest.mark.parametrize("transport", ["p2p", "golden"])
-@pytest.mark.parametrize(
-    ("train", "gen"),
-    [
-        (TrainLayout(tp=2, ep=2, etp=1), GenLayout(tp=4)),
-        (TrainLayout(tp=1, ep=2, pp=2, etp=2), GenLayout(tp=2, ep=2, dp=2)),
-        (TrainLayout(tp=4, ep=1, etp=2), GenLayout(tp=1, dp=2)),
-    ],
-    ids=name_of,
-)
-def test_a_session_brings_bulk_and_misc_weights_of_three_changed_refits(
-    train: TrainLayout, gen: GenLayout, transport: str
-) -> None:
-    mapping = stored(model(), train, gen, 1 << 20)
-
-    def body(rank: int, session: RefitSession, endpoint: Any) -> list[Any]:
-        assert {s.name for s in session.manifest.specs("misc")} == {ROUTER.format(i) for i in range(2)}
-        return [refit_changed(session, endpoint, version)[1] for version in (1, 2, 3)]
-
-    config = RefitConfig(transport=transport, bucket_mb=1, timeout_s=20.0, verify="full")
-    for result in run_world(mapping.sources, mapping.destinations, body, config):
-        assert result == [[], [], []]
