@@ -115,17 +115,37 @@ def large(*, gaps_in: str = "") -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("gaps_in", ["", "trainer", "engine"])
-def test_large_messages_are_staged_only_at_the_end_that_has_gaps(gaps_in: str) -> None:
+def test_large_messages_are_staged_only_at_the_end_that_has_gaps_and_a_byte_that_the_wire_changes_is_caught(
+    gaps_in: str,
+) -> None:
     def body(rank: Rank) -> Any:
-        return rank.transport.staging_bytes, [rank.refit(version) for version in (1, 2)]
+        refits = [rank.refit(version) for version in (1, 2)]
+        bound: Any = rank.transport._bound
+        last = bound.rounds[-1].exchange
+        receive = last.finish
+
+        def finish(stage: str) -> None:
+            receive(stage)
+            last._receives[0].buffer[4567] ^= 1
+
+        damaged = None
+        if rank.rank == 1:
+            last.finish = finish
+            with pytest.raises(VerificationError) as caught:
+                rank.refit(3)
+            damaged = str(caught.value)
+        else:
+            rank.refit(3)
+        return rank.transport.staging_bytes, refits, damaged
 
     setting = Setting(bucket_bytes=8 * MIB, verify="full", pace=GLOO_PACE)
     results = run_well(*large(gaps_in=gaps_in), body, setting)
-    for side, (staging, refits) in zip(("trainer", "engine"), results, strict=True):
+    for side, (staging, refits, _) in zip(("trainer", "engine"), results, strict=True):
         assert (staging > 0) == (side == gaps_in)
         assert staging <= 2 * setting.bucket_bytes
         assert all(wrong == [] for _, wrong in refits)
     assert all(result.verified_bytes == 4 * MIB for result, _ in results[1][1])
+    assert "w1" in results[1][2]
 
 
 def test_every_weight_that_lands_without_staging_gets_its_turn_to_be_checked() -> None:
@@ -169,31 +189,6 @@ def _noting(call: Any, acts: list[Any], act: Any) -> Any:
         call(stage)
 
     return noted
-
-
-@pytest.mark.parametrize("gaps_in", ["", "engine"])
-def test_a_byte_that_the_wire_changes_is_caught_with_and_without_staging(gaps_in: str) -> None:
-    specs, sources, destinations = large(gaps_in=gaps_in)
-
-    def body(rank: Rank) -> Any:
-        rank.refit(1)
-        if rank.rank == 1:
-            bound = rank.transport._bound
-            assert bound is not None
-            last = bound.rounds[-1].exchange
-            receive = last.finish
-
-            def finish(stage: str) -> None:
-                receive(stage)
-                last._receives[0].buffer[4567] ^= 1
-
-            last.finish = finish  # type: ignore[method-assign]
-        return rank.refit(2)
-
-    setting = Setting(8 * MIB, verify="full", pace=GLOO_PACE)
-    results = run_threads(specs, sources, destinations, body, setting)
-    assert isinstance(results[1], VerificationError)
-    assert "w1" in str(results[1])
 
 
 @pytest.mark.parametrize("verify", ["sampled", "full"])

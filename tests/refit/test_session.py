@@ -284,13 +284,9 @@ def test_a_closed_session_refuses_and_closes_twice_without_harm() -> None:
 
 
 class LooksLate(RefitEngine):
-    """Trainers look for their weights once they have sent them, as those do that write from memory which is surely there.
+    """Trainers look for their weights once they have sent them, as those do that write from memory which is surely there."""
 
-    Attributes:
-        found: what each look of a trainer found, in turn.
-    """
-
-    found: ClassVar[list[bool]] = []
+    found: ClassVar[list[bool]] = []  # by each look of a trainer, in turn
 
     def stale(self) -> bool:
         return not self.world.is_source and super().stale()
