@@ -22,29 +22,17 @@ _TP_PLAN = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is sharded over the first ranks of the world.
-
-    Attributes:
-        replicate: HSDP's replicas.
-        shard: ranks of FSDP.
-        tensor: ranks of tensor parallelism inside.
-        expert: ranks that share the experts, inside of FSDP.
-        dtype: that the optimizer keeps.
-        reshard: ``reshard_after_forward``.
-        offload: whether shards stay on the CPU.
-        own_plan: whether transformers itself does the tensor or expert parallelism, and not DTensors.
-        columns: whether FSDP cuts matrices along their second dimension.
-    """
+    """How a model is sharded over the first ranks of the world."""
 
     shard: int
     replicate: int = 1
-    tensor: int = 1
-    expert: int = 1
-    dtype: torch.dtype = torch.float32
+    tensor: int = 1  # parallelism inside
+    expert: int = 1  # ranks that share the experts, inside of FSDP
+    dtype: torch.dtype = torch.float32  # that the optimizer keeps
     reshard: bool = True
     offload: bool = False
-    own_plan: bool = False
-    columns: bool = False
+    own_plan: bool = False  # transformers itself does the tensor or expert parallelism, and not DTensors
+    columns: bool = False  # FSDP cuts matrices along their second dimension
 
     @property
     def ranks(self) -> int:

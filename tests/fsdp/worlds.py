@@ -19,23 +19,14 @@ TRAIN_RANKS, GEN_RANKS, VERSIONS = 4, 2, 2
 
 @dataclass(frozen=True)
 class Case:
-    """A trainer that takes steps, and engines that follow.
-
-    Attributes:
-        folder: its own.
-        checkpoint: where both sides start from.
-        layout: of the trainer; ranks beyond it stay out.
-        gen_tp: tensor parallelism of an engine; the generation ranks are one engine of TP2 or two of TP1.
-        refit_dtype: what the trainer exports in.
-        ways: the engine and transport of each epoch.
-    """
+    """A trainer that takes steps, and engines that follow."""
 
     folder: Path
-    checkpoint: str
-    layout: Layout
-    gen_tp: int
+    checkpoint: str  # where both sides start from
+    layout: Layout  # of the trainer; ranks beyond it stay out
+    gen_tp: int  # the generation ranks are one engine of TP2 or two of TP1
     refit_dtype: torch.dtype | None
-    ways: tuple[tuple[str, str], ...]
+    ways: tuple[tuple[str, str], ...]  # the engine and transport of each epoch
 
     def saved(self, epoch: int, version: int) -> Path:
         """What transformers saves the trainer's model as."""

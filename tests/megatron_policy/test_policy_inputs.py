@@ -18,8 +18,6 @@ from rlrefit.workers.engines.common.completion import Completion
 from rlrefit.workers.trainers.megatron import cpu_standins
 from rlrefit.workers.trainers.megatron.model import MegatronLayout, build_megatron
 
-COUNTS = st.integers(1, 9)
-
 
 def make_batch(rows: int, tokens: int) -> PolicyBatch:
     ids = torch.arange(rows * tokens).view(rows, tokens)
@@ -29,23 +27,15 @@ def make_batch(rows: int, tokens: int) -> PolicyBatch:
 
 
 @settings(deadline=None, max_examples=50)
-@given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=20),
-    ranks=COUNTS,
-    micro=COUNTS,
-    token_multiple=COUNTS,
-    multiple=COUNTS,
-)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.tuples(*[st.integers(1, 9)] * 4))
 def test_all_tokens_before_the_rows_lengths_are_computed_and_come_back_in_their_places(
-    lengths: list[int], ranks: int, micro: int, token_multiple: int, multiple: int
+    lengths: list[int], counts: tuple[int, int, int, int]
 ) -> None:
-    tokens = 9
+    tokens, (ranks, micro, token_multiple, multiple) = 9, counts
     within = torch.arange(tokens) < torch.tensor(lengths).unsqueeze(1)
     batch = make_batch(len(lengths), tokens)
-    batch = dataclasses.replace(
-        batch, loss_mask=batch.loss_mask * within, old_logprobs=batch.old_logprobs * within
-    )
-    batch = dataclasses.replace(batch, lengths=torch.tensor(lengths))
+    cut = {"loss_mask": batch.loss_mask * within, "old_logprobs": batch.old_logprobs * within}
+    batch = dataclasses.replace(batch, **cut, lengths=torch.tensor(lengths))
     split = BatchSplit.of(
         batch,
         data_parallel=ranks,

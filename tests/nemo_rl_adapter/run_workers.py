@@ -146,7 +146,6 @@ class GenerationWorker:
         self.llm = TransformersLlm(checkpoint) if kind == "transformers" else self._vllm(checkpoint)
 
     def resize(self, ranks: int) -> None:
-        """Have that many workers, all new."""
         self.llm.resize(ranks)
 
     def _vllm(self, checkpoint: str) -> Any:
@@ -174,8 +173,8 @@ class GenerationWorker:
         """Greedy tokens of vLLM."""
         from vllm import SamplingParams
 
-        parameters = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
-        [output] = self.llm.generate([{"prompt_token_ids": [3, 5, 7]}], parameters, use_tqdm=False)
+        sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
+        [output] = self.llm.generate([{"prompt_token_ids": [3, 5, 7]}], sampling, use_tqdm=False)
         return list(output.outputs[0].token_ids)
 
     def die_in_refit(self) -> None:
@@ -227,12 +226,14 @@ class Policy:
         self.worker_group, self._noted = WorkerGroup(workers), noted
 
     def offload_before_refit(self) -> None:
-        self._noted.append("offload_before_refit")
-        ray.get(self.worker_group.run_all_workers_single_data("offload_before_refit"))
+        self._all("offload_before_refit")
 
     def offload_after_refit(self) -> None:
-        self._noted.append("offload_after_refit")
-        ray.get(self.worker_group.run_all_workers_single_data("offload_after_refit"))
+        self._all("offload_after_refit")
+
+    def _all(self, method: str) -> None:
+        self._noted.append(method)
+        ray.get(self.worker_group.run_all_workers_single_data(method))
 
 
 class VllmGeneration:

@@ -68,9 +68,8 @@ def test_vllm_finds_no_name_of_nemo_rls_extension_on_our_worker() -> None:
 def test_the_transport_is_made_as_nemo_rl_makes_it(as_recorded: None) -> None:
     module, name = TRANSPORT.split(":")
     kind = getattr(importlib.import_module(module), name)
-    made = kind(
-        bucket_size=1 << 20, release_after_refit=False, timeout_s=5
-    )  # what create_checkpoint_engine passes
+    # What create_checkpoint_engine passes.
+    made = kind(bucket_size=1 << 20, release_after_refit=False, timeout_s=5)
     assert isinstance(made, recorded.CheckpointEngine)
     assert made.get_target_weight_layout() is None
 

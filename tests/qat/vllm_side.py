@@ -138,13 +138,12 @@ def _stacked(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """This rank's part of the experts of layer 1: rows of gate and up beside each other, columns of down."""
     path, _, kind = name.rpartition(".")
     stack, _, end = kind.partition("_")
-    parts = ("gate_proj", "up_proj") if stack == "w13" else ("down_proj",)
+    parts, side = (("gate_proj", "up_proj"), 0) if stack == "w13" else (("down_proj",), 1)
     experts = []
     for expert in range(8):
         found = [tensors[f"{path}.{expert}.{part}.{end}"] for part in parts]
         if found[0].dim():
-            found = [tensor.chunk(RANKS, 0 if stack == "w13" else 1)[RANK] for tensor in found]
-            experts.append(torch.cat([_bytes(tensor) for tensor in found]))
+            experts.append(torch.cat([_bytes(tensor.chunk(RANKS, side)[RANK]) for tensor in found]))
         else:
             experts.append(torch.stack(found) if stack == "w13" else found[0])
     return torch.stack(experts)
@@ -155,7 +154,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return _bytes(tensor.reshape(-1))
 
 
 def _fused() -> list[tuple[str, list[str]]]:

@@ -56,44 +56,6 @@ def test_every_power_of_two_and_its_neighbours_get_the_least_scale_that_holds_th
     assert scales.tolist() == wanted
 
 
-@st.composite
-def cut_weights(draw: st.DrawFn) -> tuple[torch.Tensor, tuple[int, int], list[Box]]:
-    w = draw(weights(st.integers(1, 24), st.integers(1, 24)))
-    block = (draw(st.integers(1, 7)), draw(st.integers(1, 7)))
-    return w, block, list(product(cuts(draw, w.shape[0]), cuts(draw, w.shape[1])))
-
-
-@quick
-@given(cut_weights(), FORMATS)
-def test_shards_that_exchange_their_maxima_give_slices_of_the_full_tensor(
-    case: tuple[torch.Tensor, tuple[int, int], list[Box]], scale: ScaleFormat
-) -> None:
-    w, block, boxes = case
-    full_q, full_scale = fp8_blockwise.quantize(w, block, scale)
-    amax = torch.zeros(blocks.scale_shape(w.shape, block))
-    for box in boxes:
-        (top, bottom), (left, right) = box
-        part = fp8_blockwise.block_amax(w[top:bottom, left:right], (top, left), block)
-        (r0, r1), (c0, c1) = blocks.scale_box(box, block)
-        amax[r0:r1, c0:c1] = torch.maximum(amax[r0:r1, c0:c1], part)
-        shared = torch.zeros(full_scale.shape, dtype=torch.bool)
-        for (a, b), (c, d) in blocks.straddled(box, w.shape, block):
-            shared[a:b, c:d] = True
-        # Blocks that no one else holds need no exchange.
-        own = ~shared[r0:r1, c0:c1]
-        assert same(fp8_blockwise.scales_of(part, scale)[own][None], full_scale[r0:r1, c0:c1][own][None])
-    for box in boxes:
-        (top, bottom), (left, right) = box
-        (r0, r1), (c0, c1) = blocks.scale_box(box, block)
-        q, scales = fp8_blockwise.quantize_with_amax(
-            w[top:bottom, left:right], amax[r0:r1, c0:c1], (top, left), block, scale
-        )
-        assert same(scales, full_scale[r0:r1, c0:c1])
-        assert same(q, full_q[top:bottom, left:right])
-        back = fp8_blockwise.dequantize(q, scales, (top, left), block)
-        assert same(back, fp8_blockwise.dequantize(full_q, full_scale, block=block)[top:bottom, left:right])
-
-
 @quick
 @given(st.data())
 def test_straddled_blocks_are_those_with_elements_outside(data: st.DataObject) -> None:

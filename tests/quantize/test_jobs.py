@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.errors import RefitError
-from rlrefit.integration.layout import Box, Fragment, box_of
+from rlrefit.integration.layout import Box, box_of
 from rlrefit.integration.packing import (
     Cast,
     EncodedView,
@@ -32,7 +32,6 @@ from rlrefit.integration.quantize.formats import (
 )
 from rlrefit.integration.quantize.jobs import make_jobs
 from rlrefit.integration.transport.ipc.copy_order import slices
-from rlrefit.integration.weights.quantizing import encoded_fragments
 
 from .weights import same
 
@@ -114,19 +113,6 @@ def test_pieces_of_codes_and_of_their_scales_need_the_same_blocks(
         written += cuts
     jobs = make_jobs(written)
     assert all(job.codes is not None and job.scales is not None for job in jobs)
-
-
-@pytest.mark.parametrize("format", [FP8, Mxfp8()])
-def test_a_weight_kept_in_fp32_is_rounded_to_the_exports_type_before_it_is_quantized(format: Format) -> None:
-    held = torch.randn(256, 160)
-    held += held.bfloat16().float() * 2**-9  # halves of a BF16 step beside others
-    fragment = Fragment("w", (256, 160), box_of(held.shape), held, Cast(BF16))
-    views = [EncodedView(p.view, p.encoding, p.box) for p in encoded_fragments(fragment, format, CPU)]
-    pairs = [(view, torch.empty(view.shape, dtype=view.dtype)) for view in views]
-    (encoder,) = make_encoders(pairs, CPU)
-    encoder.launch()
-    for (_, target), expected in zip(pairs, format.encode(held.bfloat16()), strict=True):
-        assert same(target, expected)
 
 
 def test_the_host_computes_what_it_copies_and_keeps_nothing_of_it() -> None:

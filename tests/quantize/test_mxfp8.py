@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlrefit.integration.quantize import blocks, mxfp8
+from rlrefit.integration.quantize import mxfp8
 from rlrefit.integration.quantize.mxfp8 import Rounding
 
 from .scalars import E4M3, floor_log2, nearest
-from .weights import cuts, same, weights
+from .weights import weights
 
 ROUNDINGS = st.sampled_from(Rounding)
 quick = settings(max_examples=60, deadline=None)
@@ -60,25 +60,6 @@ def test_vllm_reads_the_values(w: torch.Tensor, rounding: Rounding) -> None:
     assert torch.equal(mxfp8.dequantize(*mxfp8.quantize(once, rounding)), once)
     with pytest.raises(ValueError, match="multiple of 32"):
         mxfp8.quantize(w[:, 1:], rounding)
-
-
-@quick
-@given(st.data(), weights(st.integers(1, 4), st.integers(1, 150)), ROUNDINGS)
-def test_shards_that_exchange_their_maxima_give_slices_of_the_full_tensor(
-    data: st.DataObject, w: torch.Tensor, rounding: Rounding
-) -> None:
-    full_q, full_scales = mxfp8.quantize_with_amax(w, mxfp8.block_amax(w), rounding=rounding)
-    pieces = cuts(data.draw, w.shape[1])
-    amax = torch.zeros(full_scales.shape)
-    ranges = [blocks.scale_box(((0, w.shape[0]), piece), (32,))[1] for piece in pieces]
-    for (start, stop), (first, last) in zip(pieces, ranges, strict=True):
-        part = mxfp8.block_amax(w[:, start:stop], start)
-        amax[:, first:last] = torch.maximum(amax[:, first:last], part)
-    for (start, stop), (first, last) in zip(pieces, ranges, strict=True):
-        q, scales = mxfp8.quantize_with_amax(w[:, start:stop], amax[:, first:last], start, rounding)
-        assert same(q, full_q[:, start:stop])
-        assert same(scales, full_scales[:, first:last])
-        assert same(mxfp8.dequantize(q, scales, start), mxfp8.dequantize(full_q, full_scales)[:, start:stop])
 
 
 @pytest.mark.parametrize("rounding", Rounding)

@@ -21,13 +21,12 @@ from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.integration.weights.quantizing import QuantizingSource, encoded_fragments, wire_specs
 from tests.refit.synthetic import Layout, SyntheticSource, refit_changed, run_world, value_of
 
-from .test_quantized_refit import SPECS, by_columns, by_rows, config, wanted, whole
+from .test_quantized_refit import MX, QUANTIZED, SPECS, by_columns, by_rows, config, uneven, wanted, whole
 from .weights import same, weights
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
 FP8, UE8M0 = Fp8Blockwise(), Fp8Blockwise(ue8m0=True)
-MATRICES = ("column.weight", "row.weight", "ragged.weight", "cut.weight")
 
 
 class MasterSource(SyntheticSource):
@@ -99,33 +98,39 @@ TRAINERS = {
     "heads": heads,
     "heads of one rank": lambda: [{name: a[name] + b[name] for name in a} for a, b in [heads()]],
     "unlike": unlike,
+    "uneven": uneven,
 }
+FORMATS: dict[str, Format] = {"fp32 scales": FP8, "ue8m0": UE8M0, "mxfp8": MX}
+LANDINGS = [(trainers, kind) for trainers in TRAINERS for kind in ("fp32 scales", "ue8m0")]
 
 
-@pytest.mark.parametrize("trainers", TRAINERS)
-@pytest.mark.parametrize("format", [FP8, UE8M0], ids=["fp32 scales", "ue8m0"])
-def test_what_ranks_hold_of_cut_blocks_lands_with_the_full_tensors_bytes(
-    trainers: str, format: Format
-) -> None:
-    formats: dict[str, Format] = dict.fromkeys(MATRICES, format)
-    for make, cut, transport in (
-        (SyntheticSource, by_rows, "p2p"),
-        (MasterSource, by_columns, "p2p"),
-        (SyntheticSource, whole, "golden"),
+@pytest.mark.parametrize(("trainers", "kind"), [*LANDINGS, ("uneven", "mxfp8")])
+def test_what_ranks_hold_of_cut_blocks_lands_with_the_full_tensors_bytes(trainers: str, kind: str) -> None:
+    format = FORMATS[kind]
+    formats = {s.name: format for s in QUANTIZED if s.shape[1] % 32 == 0 or format is not MX}
+    for make, cut, transport, verify in (
+        (SyntheticSource, by_rows, "p2p", "full"),
+        (MasterSource, by_columns, "p2p", "full"),
+        (SyntheticSource, whole, "golden", "sampled"),
     ):
         sources = [make(SPECS, layout) for layout in TRAINERS[trainers]()]
+        engines = wanted(formats, cut)
         results = run_world(
             sources,
-            wanted(formats, cut),
+            engines,
             lambda rank, session, end: (
-                [refit_changed(session, end, version)[1] for version in (1, 2, 3)],
+                [refit_changed(session, end, version) for version in (1, 2, 3)],
                 {entry.spec.name: entry.route for entry in session.manifest},
             ),
-            config(transport=transport),
+            config(transport=transport, verify=verify),
         )
-        for wrong, routes in results:
-            assert wrong == [[], [], []]
+        for refits, routes in results:
+            assert [wrong for _, wrong in refits] == [[], [], []]
             assert set(routes.values()) == {"bulk"}
+        if transport == "p2p":
+            for (refits, _), engine in zip(results[len(sources) :], engines, strict=True):
+                # Codes of one byte and their scales travel, and not 16 bits.
+                assert {record.bytes_bulk for record, _ in refits} == {engine.kept_bytes}
 
 
 @pytest.mark.parametrize("engine", ["nccl_xfer", "colocated_ipc"])
@@ -137,7 +142,7 @@ def test_parts_that_moved_are_followed_with_new_scales_whatever_carries_the_maxi
         return [*wrong, *(refit_changed(session, end, version)[1] for version in (2, 3))]
 
     sources = [SyntheticSource(SPECS, layout) for layout in fsdp(3)]
-    engines = wanted(dict.fromkeys(MATRICES, FP8), by_columns)
+    engines = wanted(dict.fromkeys((spec.name for spec in QUANTIZED), FP8), by_columns)
     assert run_world(sources, engines, moved, config(), engine=engine) == [[[], [], []]] * 5
 
 

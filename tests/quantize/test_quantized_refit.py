@@ -81,7 +81,7 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def sources() -> list[SyntheticSource]:
+def uneven() -> list[Layout]:
     """Two trainers: rows, columns, rows that end raggedly, rows that cut a block, replicas."""
     columns, split = (0, 384), {"column": 256, "ragged": 256, "cut": 64}
     held: list[Layout] = []
@@ -92,7 +92,11 @@ def sources() -> list[SyntheticSource]:
             at, (rows, width) = split[spec.name.partition(".")[0]], spec.shape
             layout[spec.name] = [((at, rows) if rank else (0, at), (0, width))]
         held.append(layout)
-    return [SyntheticSource(SPECS, layout) for layout in held]
+    return held
+
+
+def sources() -> list[SyntheticSource]:
+    return [SyntheticSource(SPECS, layout) for layout in uneven()]
 
 
 def wanted(
@@ -132,30 +136,6 @@ def whole(spec: TensorSpec, rank: int, size: int) -> Box:
 def config(**values: object) -> RefitConfig:
     usual = {"bucket_mb": 1, "timeout_s": 20.0, "verify": "full", "transport": "p2p"}
     return RefitConfig(**usual | {"trainer_quantize_fp8": True} | values)
-
-
-@pytest.mark.parametrize("format", [FP8, UE8M0, MX], ids=["fp32 scales", "ue8m0", "mxfp8"])
-@pytest.mark.parametrize("transport", ["p2p", "golden"])
-def test_codes_and_scales_of_the_full_tensors_land_in_every_refit(format: Format, transport: str) -> None:
-    formats: dict[str, Format] = {
-        spec.name: format for spec in QUANTIZED if spec.shape[1] % format.block[1] == 0 or format is not MX
-    }
-    for cut in (by_columns, by_rows, whole):
-        engines = wanted(formats, cut)
-        results = run_world(
-            sources(),
-            engines,
-            lambda rank, session, end: (
-                [refit_changed(session, end, version) for version in (1, 2, 3)],
-                {e.spec.name: e.route for e in session.manifest},
-            ),
-            config(transport=transport, verify="sampled" if cut is whole else "full"),
-        )
-        assert [[wrong for _, wrong in refits] for refits, _ in results] == [[[], [], []]] * 4
-        assert set(results[0][1].values()) == {"bulk"}
-        for (refits, _), engine in zip(results[2:], engines, strict=True):
-            # Codes of one byte and their scales travel, and not 16 bits; some transports align them.
-            assert all(0 <= record.bytes_bulk - engine.kept_bytes < 64 for record, _ in refits)
 
 
 def test_parts_that_cut_the_blocks_of_mxfp8_are_quantized_as_full_tensors_which_rank_0_tells_once(

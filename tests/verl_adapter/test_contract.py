@@ -35,14 +35,13 @@ from rlrefit.workers.frameworks.verl.served import asked_violations, served_viol
 from rlrefit.workers.frameworks.verl.source import source_of
 
 ROOT = Path(__file__).resolve().parents[2]
-ADDRESS = ("127.0.0.1", 1234, 1)
 
 
 def report(rank: int, held: str | None = None) -> dict[str, Any]:
     return {
         "protocol": NcclXferCheckpointEngine.protocol,
         "held": None if held is None else (held, rank),
-        "address": ADDRESS if rank == 0 else None,
+        "address": ("127.0.0.1", 1234, 1) if rank == 0 else None,
     }
 
 
@@ -108,43 +107,35 @@ def test_of_the_transports_all_that_carry_refits_may_be_chosen() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES.values())
-def test_options_that_are_left_out_are_those_of_a_recipe_and_records_need_a_folder(
-    engine: Any, tmp_path: Path
-) -> None:
-    made, recipe = engine(1 << 20).options, RefitConfig(bucket_mb=1)
-    held = getattr(made, "refit", made)
-    assert (held.timeout_s, held.verify, held.port) == (recipe.timeout_s, recipe.verify, recipe.port)
-    assert made.records_dir is None
+def test_a_folder_that_takes_no_records_is_refused_as_the_engine_is_made(engine: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RefitError, match="records_dir"):
         engine(1 << 20, records_dir=str(tmp_path / "file" / "refits"))
 
 
-def test_workers_of_another_protocol_are_refused_by_their_ranks() -> None:
-    reports = [report(0), report(1), report(2) | {"protocol": 0}]
-    with pytest.raises(RefitMismatch, match=r"\[2\]"):
-        NcclXferCheckpointEngine.build_topology(1, 2, reports)
-
-
 @pytest.mark.parametrize(
-    ("held", "goes_on"),
+    "held",
     [
-        (["a/2+1", "a/2+1", "a/2+1"], True),
-        (["a/2+1", "a/2+1", None], False),  # a replica was added, or its process started anew
-        (["a/2+2", "a/2+2", "a/2+2"], False),  # the last replica was removed
-        (["a/2+1", "b/2+1", "a/2+1"], False),
-        ([None, None, None], False),
+        ["a/2+1", "a/2+1", "a/2+1"],
+        ["a/2+1", "a/2+1", None],  # a replica was added, or its process started anew
+        ["a/2+2", "a/2+2", "a/2+2"],  # the last replica was removed
+        ["a/2+1", "b/2+1", "a/2+1"],
+        [None, None, None],
     ],
 )
-def test_a_group_serves_again_only_if_all_its_ranks_hold_it(held: list[str | None], goes_on: bool) -> None:
+def test_a_group_serves_again_only_if_all_its_ranks_hold_it(held: list[str | None]) -> None:
     reports = [report(rank, name) for rank, name in enumerate(held)]
     actors, rollouts = NcclXferCheckpointEngine.build_topology(2, 1, reports)
-    meetings = actors["meeting"] + rollouts["meeting"]
-    assert [meeting is None for meeting in meetings] == [goes_on] * 3
     assert actors["rank"] + rollouts["rank"] == [0, 1, 2]
-    if not goes_on:
+    meetings = actors["meeting"] + rollouts["meeting"]
+    if held == ["a/2+1"] * 3:
+        assert meetings == [None] * 3
+    else:
         assert len({meeting["token"] for meeting in meetings}) == 1
         assert (meetings[0]["train_ranks"], meetings[0]["gen_ranks"]) == (2, 1)
+    strangers = [*reports[:2], reports[2] | {"protocol": 0}]
+    with pytest.raises(RefitMismatch, match=r"\[2\]"):
+        NcclXferCheckpointEngine.build_topology(2, 1, strangers)
 
 
 def compare() -> dict[str, Any]:
@@ -311,22 +302,22 @@ def test_a_worker_tells_whether_its_engine_and_the_options_agree_on_quantization
     assert told in "".join(found)
 
 
+HYBRID, STANDALONE = RolloutMode.HYBRID, RolloutMode.STANDALONE
+
+
 @pytest.mark.parametrize(
     ("backend", "modes", "data_parallel", "told"),
     [
-        ("nccl", [RolloutMode.HYBRID], 1, "backend is nccl"),
-        ("nccl_xfer_shards", [RolloutMode.HYBRID, RolloutMode.STANDALONE], 1, "a manager of its own"),
-        ("nccl_xfer_shards", [RolloutMode.HYBRID], 2, "data_parallel_size is above 1"),
+        ("nccl", [HYBRID], 1, "backend is nccl"),
+        ("nccl_xfer_shards", [HYBRID, STANDALONE], 1, "a manager of its own"),
+        ("nccl_xfer_shards", [HYBRID], 2, "data_parallel_size is above 1"),
     ],
 )
 def test_the_manager_for_shared_gpus_refuses_what_it_cannot_reach(
     backend: str, modes: list[RolloutMode], data_parallel: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(base.CheckpointEngineRegistry._registry, "nccl", ShardCheckpointEngine)
-    config = CheckpointEngineConfig(backend=backend)
-    replicas = [
-        SimpleNamespace(rollout_mode=mode, config=SimpleNamespace(data_parallel_size=data_parallel))
-        for mode in modes
-    ]
+    of_each = SimpleNamespace(data_parallel_size=data_parallel)
+    replicas = [SimpleNamespace(rollout_mode=mode, config=of_each) for mode in modes]
     with pytest.raises(RefitError, match=told):
-        RefitCheckpointManager(config, None, replicas)
+        RefitCheckpointManager(CheckpointEngineConfig(backend=backend), None, replicas)

@@ -38,11 +38,9 @@ class Seen:
     metrics: dict[str, float] = field(default_factory=dict)
     sent: list[dict[str, Any]] = field(default_factory=list)
     received: list[dict[str, Any]] = field(default_factory=list)
-    # Tokens, logprobs and verl's version: before and after an update by version and replica, and without the caches.
+    # Tokens, logprobs and verl's version: by when, version and replica; "afresh" is without the caches.
     handed_over: Any = None
-    before: dict[tuple[int, int], Any] = field(default_factory=dict)
-    after: dict[tuple[int, int], Any] = field(default_factory=dict)
-    afresh: dict[tuple[int, int], Any] = field(default_factory=dict)
+    answers: dict[tuple[str, int, int], Any] = field(default_factory=dict)
     error: str = ""
     seconds_to_error: float = 0.0
     # Of an update in turns: what was told, and what of the trainer's was not given back.
@@ -90,13 +88,13 @@ def _update(folder: Path, checkpoint: Path, env: dict[str, str], python: str) ->
         def update(version: int) -> None:
             ranks = [replica.replica_rank for replica in manager.replicas]
             for rank in ranks if version in (2, 7) else []:
-                seen.before[version, rank] = fleet.generate(rank)
+                seen.answers["before", version, rank] = fleet.generate(rank)
             seen.metrics = fleet.update(manager, version)
             for rank in ranks:
                 seen.held[version, rank] = fleet.held(rank)
-                seen.after[version, rank] = fleet.generate(rank)
+                seen.answers["after", version, rank] = fleet.generate(rank)
                 ray.get(fleet.replicas[rank].server_handle.clear_kv_cache.remote())
-                seen.afresh[version, rank] = fleet.generate(rank)
+                seen.answers["afresh", version, rank] = fleet.generate(rank)
             seen.expected[version] = expected(checkpoint, version)
 
         fleet.hand_over(1, checkpoint)
@@ -138,19 +136,15 @@ def seen(found_ahead: FoundAhead) -> Seen:
 
 
 def test_two_changed_updates_land_in_the_live_parameters_bit_for_bit(seen: Seen) -> None:
-    for version in (1, 2):
-        assert seen.held[version, 0] == {
-            "parameters": seen.expected[version],
-            "version": {"version": version},
-        }
+    # With the third comes a replica that was added.
+    for version, replica in ((1, 0), (2, 0), (3, 0), (3, 1)):
+        served = {"parameters": seen.expected[version], "version": {"version": version}}
+        assert seen.held[version, replica] == served
     assert [(record["version"], record["epoch"]) for record in seen.sent[:2]] == [(1, 1), (2, 1)]
     assert all(record["bytes_bulk"] == record["bytes_verified"] > 0 for record in seen.received)
     assert all(record["bytes_misc"] == 0 for record in seen.sent + seen.received)
-
-
-def test_a_replica_that_is_added_gets_all_weights_with_the_next_update(seen: Seen) -> None:
-    for replica in (0, 1):
-        assert seen.held[3, replica]["parameters"] == seen.expected[3]
+    assert seen.metrics["checkpoint_engine/epoch"] == seen.sent[-1]["epoch"]
+    assert seen.metrics["checkpoint_engine/payload_mbytes"] == seen.sent[-1]["bytes_bulk"] / (1 << 20)
 
 
 def test_a_killed_vllm_worker_ends_the_update_and_the_rest_goes_on(seen: Seen) -> None:
@@ -181,22 +175,17 @@ def test_a_killed_worker_on_the_actors_gpus_ends_the_update_and_the_trainer_give
     assert seen.sent[-1]["version"] == 7
 
 
-def test_an_engine_that_verl_handed_a_whole_model_generates(seen: Seen) -> None:
-    tokens, logprobs, _ = seen.handed_over
-    assert len(tokens) == len(logprobs) == 1
-
-
 def test_after_each_update_engines_answer_from_its_weights_and_from_no_older_cache(seen: Seen) -> None:
-    assert seen.after.keys() == {(1, 0), (2, 0), (3, 0), (3, 1), (5, 1), (6, 1), (7, 1)}
-    for (version, rank), answer in seen.after.items():
-        assert answer == seen.afresh[version, rank]
-        assert answer[2] == version
-    for at, (_, logprobs, version) in seen.before.items():
-        assert version == at[0] - 1
-        assert logprobs != seen.after[at][1]
-    assert seen.after[3, 0] == seen.after[3, 1]
-
-
-def test_verl_gets_the_metrics_of_the_last_update(seen: Seen) -> None:
-    assert seen.metrics["checkpoint_engine/epoch"] == seen.sent[-1]["epoch"]
-    assert seen.metrics["checkpoint_engine/payload_mbytes"] == seen.sent[-1]["bytes_bulk"] / (1 << 20)
+    after = {at[1:]: answer for at, answer in seen.answers.items() if at[0] == "after"}
+    assert after.keys() == {(1, 0), (2, 0), (3, 0), (3, 1), (5, 1), (6, 1), (7, 1)}
+    for at, answer in after.items():
+        assert answer == seen.answers["afresh", *at]
+        assert answer[2] == at[0]
+    for when, *at in seen.answers:
+        if when == "before":
+            _, logprobs, version = seen.answers[when, *at]
+            assert version == at[0] - 1
+            assert logprobs != after[tuple(at)][1]
+    assert after[3, 0] == after[3, 1]
+    tokens, logprobs, _ = seen.handed_over  # of a whole model, by verl
+    assert len(tokens) == len(logprobs) == 1
