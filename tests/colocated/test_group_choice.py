@@ -19,37 +19,49 @@ def gpu(device: str, host: str = "h", lacks: str = "", reaches: tuple[str, ...] 
 CPU = GpuFacts("h", "its parameters are not on a GPU")
 
 
-@pytest.mark.parametrize("told", [[gpu("A"), gpu("B")], [CPU, CPU], [gpu("A"), gpu("B", "other")]])
-def test_ranks_with_a_gpu_each_or_none_go_over_the_network(told: list[GpuFacts]) -> None:
-    assert choose_group(told, asked=False).kind == "network"
+def of_process(fact: GpuFacts, name: str) -> GpuFacts:
+    return replace(fact, process=name)
 
 
-def test_two_ranks_of_a_gpu_go_through_its_memory() -> None:
-    choice = choose_group([gpu("A"), gpu("B"), gpu("B")], asked=False)
-    assert choice.kind == "device"
-    assert choice.reason.startswith("refit ranks 1 and 2 share a GPU, and NCCL takes no two ranks of one")
-    # Each bucket costs a change of turns between processes of one GPU.
-    assert choice.most_bucket_bytes > choose_group([gpu("A"), gpu("B")], asked=True).most_bucket_bytes
-
-
-def test_ranks_of_one_process_never_wait_for_each_other_on_the_gpu() -> None:
-    told = [replace(gpu("A"), process=name) for name in ("trainer", "engine", "engine")]
-    assert choose_group(told, asked=False).kind == "host"
-    assert choose_group(told[:2], asked=False).kind == "device"
+TRAINER, ENGINE = of_process(gpu("A"), "trainer"), of_process(gpu("A"), "engine")
 
 
 @pytest.mark.parametrize(
-    ("told", "why"),
+    ("told", "asked", "kind", "why"),
     [
-        ([gpu("A"), gpu("A", lacks="no cuda-bindings")], "no cuda-bindings"),
-        ([gpu("A"), gpu("A"), gpu("B", reaches=("B",))], "refit rank 2 can't map GPU memory of refit rank 0"),
-        ([CPU, CPU], "not on a GPU"),
+        ([gpu("A"), gpu("B")], False, "network", ""),
+        ([CPU, CPU], False, "network", ""),
+        ([gpu("A"), gpu("B", "other")], False, "network", ""),
+        ([gpu("A"), gpu("B"), gpu("B")], False, "device", "refit ranks 1 and 2 share a GPU"),
+        # Ranks of one process never wait for each other on the GPU.
+        ([TRAINER, ENGINE, ENGINE], False, "host", ""),
+        ([TRAINER, ENGINE], False, "device", ""),
+        # Without CUDA IPC the buckets lie in host memory.
+        ([gpu("A"), gpu("A", lacks="no cuda-bindings")], True, "host", "no cuda-bindings"),
+        (
+            [gpu("A"), gpu("A"), gpu("B", reaches=("B",))],
+            True,
+            "host",
+            "refit rank 2 can't map GPU memory of refit rank 0",
+        ),
+        ([CPU, CPU], True, "host", "not on a GPU"),
     ],
 )
-def test_without_cuda_ipc_the_buckets_lie_in_host_memory(told: list[GpuFacts], why: str) -> None:
-    choice = choose_group(told, asked=True)
-    assert choice.kind == "host"
+def test_the_group_goes_the_way_that_all_ranks_have(
+    told: list[GpuFacts], asked: bool, kind: str, why: str
+) -> None:
+    choice = choose_group(told, asked=asked)
+    assert choice.kind == kind
     assert why in choice.reason
+
+
+def test_ranks_that_share_a_gpu_have_larger_buckets() -> None:
+    """Each costs a change of turns between processes of one GPU."""
+    shared, apart = [gpu("A"), gpu("B"), gpu("B")], [gpu("A"), gpu("B")]
+    assert (
+        choose_group(shared, asked=False).most_bucket_bytes
+        > choose_group(apart, asked=True).most_bucket_bytes
+    )
 
 
 def test_two_ranks_of_a_gpu_beside_another_host_are_an_error_with_the_remedy() -> None:

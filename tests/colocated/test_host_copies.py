@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -85,6 +86,14 @@ def test_what_is_assigned_to_a_tensor_while_it_is_away_is_told_and_what_is_writt
         assert torch.equal(model.part, bound[2:4].t())
 
 
+def refusal_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except RefitError as error:
+        return str(error)
+    return "accepted"
+
+
 def under_tensor_parallelism_alone() -> list[str]:
     """What is said of a module with DTensors that FSDP2 knows nothing of."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -92,12 +101,8 @@ def under_tensor_parallelism_alone() -> list[str]:
 
     model = nn.Sequential(nn.Linear(4, 4))
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
-    told = []
-    for use in (HostCopies(CPU).free, lambda modules: TorchRank(modules, adam(model), CPU)):
-        try:
-            use([model])
-        except RefitError as error:
-            told.append(str(error))
+    uses = (HostCopies(CPU).free, lambda modules: TorchRank(modules, adam(model), CPU))
+    told = [refusal_of(lambda use=use: use([model])) for use in uses]
     model(torch.ones(1, 4))  # nothing has moved
     return told
 
@@ -156,20 +161,13 @@ def train_in_turns(rank: int) -> dict[str, Any]:
         views = [fragment.view for fragment in source.fragments()[0]]
         copies.free([leaves])
         away = {view.untyped_storage().nbytes() for view in views}
-        try:
-            source.prepare()
-        except RefitError as error:
-            told = str(error)
+        told = refusal_of(source.prepare)
         for one in views:  # all but it have come back
-            sizes = [view.untyped_storage() for view in views if view is not one]
-            for storage in sizes:
+            back = [view.untyped_storage() for view in views if view is not one]
+            for storage in back:
                 storage.resize_(4)
-            try:
-                source.prepare()
-                partly.append("accepted")
-            except RefitError as error:
-                partly.append(str(error).partition(":")[0])
-            for storage in sizes:
+            partly.append(refusal_of(source.prepare).partition(":")[0])
+            for storage in back:
                 storage.resize_(0)
         copies.restore()
         source.prepare()

@@ -32,21 +32,8 @@ class SharedWorld(GroupWorld):
     def __enter__(self) -> SharedWorld:
         store = HashStore()
         self._pool = ThreadPoolExecutor(self.size)
-        cpu = torch.device("cpu")
-        self.groups = [
-            HostGroup(
-                store,
-                "shared",
-                rank,
-                self.size,
-                cpu,
-                self._timeout_s,
-                lambda stage: None,
-                2,
-                self._bucket_bytes,
-            )
-            for rank in range(self.size)
-        ]
+        shared = (self.size, torch.device("cpu"), self._timeout_s, lambda stage: None, 2, self._bucket_bytes)
+        self.groups = [HostGroup(store, "shared", rank, *shared) for rank in range(self.size)]
         return self
 
 

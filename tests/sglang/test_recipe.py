@@ -1,4 +1,4 @@
-"""SGLang as the engine of a recipe: its configuration and its actor over a double, and real runs where SGLang can be imported."""
+"""SGLang as the engine of a recipe: its configuration, its actor over a double, and real runs by ``make test-sglang``."""
 
 from __future__ import annotations
 
@@ -66,26 +66,15 @@ def test_all_that_sglang_can_not_do_is_told_at_once_with_its_remedy() -> None:
         "ray.generation_env={SGLANG_RETURN_ORIGINAL_LOGPROB: '1'}",
         "model.path=tiny:qwen3-moe",
     )
-    told = {text.partition(":")[0]: text for text in found}
-    remedies = {
-        "generation.pipeline_parallel": "give 1, or generation.backend=vllm",
-        "generation.sglang.context_length": "give at least 28, or null",
-        "generation.sglang.ep_size": "give 1 or 2",
-        "generation.sglang.load_format": "choose one",
-        "generation.sglang.mem_fraction_static": "above 0 and below 1, or null",
-        "generation.sglang.server_args.quantization": "leave it out",
-        **{
-            f"generation.sglang.server_args.{name}": "what the old weights made; leave it out"
-            for name in STORES
-        },
-        "generation.sglang.server_args.tp_size": "sets it by generation.tensor_parallel",
-        "policy.refit.kv_scales": "give false",
-        "policy.refit.lora": "give merge",
-        "policy.refit.trainer_quantize_fp8": "give generation.weight_dtype=fp8",
-        "ray.generation_env.SGLANG_RETURN_ORIGINAL_LOGPROB": "leave it out",
+    settings = "context_length", "ep_size", "load_format", "mem_fraction_static"
+    arguments = "quantization", "tp_size", *STORES
+    assert {text.partition(":")[0] for text in found} == {
+        "generation.pipeline_parallel",
+        *(f"generation.sglang.{name}" for name in settings),
+        *(f"generation.sglang.server_args.{name}" for name in arguments),
+        *(f"policy.refit.{name}" for name in ("kv_scales", "lora", "trainer_quantize_fp8")),
+        "ray.generation_env.SGLANG_RETURN_ORIGINAL_LOGPROB",
     }
-    assert told.keys() == remedies.keys()
-    assert [remedy for key, remedy in remedies.items() if remedy not in told[key]] == []
 
 
 def test_shared_gpus_rule_out_the_same_as_with_vllm() -> None:
@@ -117,16 +106,6 @@ def test_a_context_has_to_leave_what_sglang_keeps_free_within_the_models_positio
     assert load_config(RECIPE, ["generation.max_new_tokens=488"])
 
 
-def test_kernels_that_a_cpu_lacks_are_refused_where_there_is_no_gpu() -> None:
-    fixed = ["generation.sglang.enable_deterministic_inference=true", "ray.address=auto"]
-    config = load_config(RECIPE, fixed)
-    assert [*gpu_violations(config, 0)] == []
-    alone = replace(config, ray=replace(config.ray, address=None))
-    (found,) = gpu_violations(alone, 0)
-    assert "give false, or ray.address of a cluster with some" in found.text
-    assert [*gpu_violations(alone, 8)] == []
-
-
 FP8 = ("generation.weight_dtype=fp8", "policy.refit.trainer_quantize_fp8=true", "ray.address=auto")
 
 
@@ -150,17 +129,32 @@ def test_fp8_blocks_of_the_trainer_start_sglang_as_from_a_checkpoint_of_them(col
     assert itself["load_format"] == "auto"
 
 
-def test_fp8_blocks_of_sglang_need_a_gpu_and_its_own_overrides() -> None:
-    config = load_config(RECIPE, FP8)
+@pytest.mark.parametrize(
+    ("asked", "key"),
+    [
+        (FP8, "generation.weight_dtype"),
+        (
+            ("generation.sglang.enable_deterministic_inference=true", "ray.address=auto"),
+            "generation.sglang.enable_deterministic_inference",
+        ),
+    ],
+    ids=["FP8 blocks", "deterministic kernels"],
+)
+def test_what_a_cpu_lacks_is_refused_where_there_is_no_gpu_and_no_cluster(
+    asked: tuple[str, ...], key: str
+) -> None:
+    config = load_config(RECIPE, asked)
     assert [*gpu_violations(config, 0)] == []
     alone = replace(config, ray=replace(config.ray, address=None))
     (found,) = gpu_violations(alone, 0)
-    assert found.text.startswith(
-        "generation.weight_dtype: fp8, but on CPUs SGLang packs such weights for AMX"
-    )
+    assert found.text.startswith(f"{key}: ")
+    assert [*gpu_violations(alone, 8)] == []
+
+
+def test_fp8_blocks_need_sglangs_overrides_for_themselves() -> None:
     overrides = "generation.sglang.server_args={json_model_override_args: '{}'}"
     (text,) = violations(*FP8, overrides)
-    assert "the recipe sets it by generation.weight_dtype; give it there" in text
+    assert text.startswith("generation.sglang.server_args.json_model_override_args: ")
     assert load_config(RECIPE, [overrides]).generation.sglang.server_args
 
 
