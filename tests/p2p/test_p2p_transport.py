@@ -160,7 +160,7 @@ def test_every_weight_that_lands_without_staging_gets_its_turn_to_be_checked() -
 
 
 def test_rounds_are_on_the_wire_before_earlier_ones_are_unpacked_and_staging_stays_within_its_limit() -> None:
-    specs, sources, destinations = replicas((1024, 1024), 20, trainers=1, engines=1)
+    specs, sources, destinations = replicas((1024, 1024), 12, trainers=1, engines=1)
     contiguous(sources[0])
     for key, view in sorted(destinations[0]._wanted.items())[::2]:
         destinations[0]._wanted[key] = view.contiguous()
@@ -179,8 +179,8 @@ def test_rounds_are_on_the_wire_before_earlier_ones_are_unpacked_and_staging_sta
         assert staging <= 2 * setting.bucket_bytes
         assert all(wrong == [] for _, wrong in refits)
     acts = results[1][2]
-    assert max(acts.index(("finish", i)) - acts.index(("start", i)) for i in range(20)) > 2
-    assert all(acts.count((name, i)) == 2 for name in ("start", "finish") for i in range(20))
+    assert max(acts.index(("finish", i)) - acts.index(("start", i)) for i in range(12)) > 2
+    assert all(acts.count((name, i)) == 2 for name in ("start", "finish") for i in range(12))
 
 
 def _noting(call: Any, acts: list[Any], act: Any) -> Any:
