@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlrefit.integration.colocated.cycle import ColocatedCycle
+from rlrefit.integration.colocated.cycle import ColocatedCycle, UnderWay
 from rlrefit.integration.colocated.memory import StageRecord
 from rlrefit.integration.colocated.stages import Stage, StageBusy, StageRefused
 
@@ -125,6 +125,24 @@ def test_a_move_of_a_row_is_told_with_its_row() -> None:
         going.result()
     assert scene.cycle.state.stage is Stage.TRAINING
     assert scene.device.calls == ["sleep", "onload"]
+
+
+def test_between_the_moves_of_a_row_only_its_own_thread_goes_on() -> None:
+    held = UnderWay()
+    with ThreadPoolExecutor(1) as pool:
+
+        def ask(call: Any) -> None:
+            with call("sleep", Stage.AWAKE):
+                pass
+
+        with held.row("to_generation", Stage.AWAKE):
+            for call in (held.move, held.row):
+                with pytest.raises(StageBusy, match="sleep was asked for while to_generation is under way"):
+                    pool.submit(ask, call).result()
+            with held.row("refit", Stage.AWAKE), held.move("refit", Stage.AWAKE):
+                pass
+            ask(held.move)
+        pool.submit(ask, held.move).result()
 
 
 def test_a_call_of_who_is_told_of_a_move_is_refused() -> None:
