@@ -12,7 +12,7 @@ import torch
 from ..packing import Strided
 from ..transport.storage import LiveViews, in_memory
 from . import blocks
-from .packer import add_weights, stream_rows
+from .packer import add_weights, programs_of, stream_rows
 from .streams import Stream
 
 # Elements that one program writes at a time, and its warps.
@@ -90,7 +90,9 @@ class DeviceApplier:
         }
         starts, rows = stream_rows(pairs)
         self._rows = (torch.from_numpy(starts).to(device), torch.from_numpy(rows).to(device))
-        self._last = torch.tensor([len(rows) - 1], dtype=torch.int64, device=device)
+        self._count = len(rows)
+        self._programs = programs_of(device)
+        self._listed = torch.empty(self._programs, blocks.MOST, dtype=torch.uint16, device=device)
         self._kernels = {size: self._compiled(size) for size in self._by_size}
 
     def weigh(self) -> None:
@@ -100,19 +102,23 @@ class DeviceApplier:
 
     def apply(self, entries: torch.Tensor, data: torch.Tensor, itemsize: int) -> None:
         if len(entries):
-            self._kernels[itemsize](len(entries), (entries, data, *self._rows, self.total, self._last))
+            sizes = torch.tensor([self._count, len(entries)], dtype=torch.int64)
+            if self._device.type == "cuda":
+                sizes = sizes.pin_memory().to(self._device, non_blocking=True)
+            held = (entries, data, *self._rows, self.total, sizes, self._listed)
+            self._kernels[itemsize](min(len(entries), self._programs), held)
 
     def _compiled(self, itemsize: int) -> Any:
         """As :class:`..packing.tables.Launch`: compiled now, and launched without a look-up."""
         from .kernels import WORDS, apply_blocks
 
-        constants = (WORDS[itemsize], itemsize, blocks.alignment(itemsize), _CHUNK)
+        constants = (WORDS[itemsize], itemsize, blocks.alignment(itemsize), blocks.MOST, _CHUNK)
         if self._device.type != "cuda":  # Triton's interpreter, in tests
             return lambda count, held: partial(apply_blocks[(count,)], num_warps=_WARPS)(*held, *constants)
         entries = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
         data = torch.zeros(16, dtype=torch.uint8, device=self._device)
+        sizes = torch.zeros(2, dtype=torch.int64, device=self._device)
+        held = (entries, data, *self._rows, self.total, sizes, self._listed)
         with torch.cuda.device(self._device):
-            compiled = apply_blocks.warmup(
-                entries, data, *self._rows, self.total, self._last, *constants, grid=(1,), num_warps=_WARPS
-            )
+            compiled = apply_blocks.warmup(*held, *constants, grid=(1,), num_warps=_WARPS)
         return lambda count, held: compiled[(count, 1, 1)](*held, *constants)

@@ -1,6 +1,6 @@
 """The packed form of a delta, and its counterpart on CPUs of the kernels in :mod:`.kernels`.
 
-A *block* is what differs among neighbouring elements of a stream, at most 32,768 of them. It has
+A *block* is what differs among neighbouring elements of a stream, at most :data:`MOST` of them. It has
 
 - an *entry* of two int64: the byte of the stream at which it begins, and
   ``start / 4 | form << 30 | count << 32 | elements << 48``, where ``start`` is its place in the data, ``count`` how many of its
@@ -28,10 +28,10 @@ import torch
 
 SPARSE, BITMAP, WHOLE = range(3)
 ENTRY_BYTES = 16
-# Elements of a block where a CPU packs it.
-BLOCK = 16384
 # Of a pass, int64: blocks packed, bytes reserved, end of the data, blocks without room, elements that differ.
 COUNTS = 5
+# Elements of a block at most.
+MOST = 16384
 
 Bits = npt.NDArray[np.signedinteger[np.typing.NBitBase]]
 Ints = npt.NDArray[np.int64]
@@ -102,11 +102,11 @@ def pack(new: Bits, base: Bits, start: int, room: Packed, counts: list[int]) -> 
     """
     size, align, total = new.itemsize, alignment(new.itemsize), 0
     differ = np.flatnonzero(new != base)
-    cuts = np.searchsorted(differ, np.arange(0, new.size + BLOCK, BLOCK))
+    cuts = np.searchsorted(differ, np.arange(0, new.size + MOST, MOST))
     for number in np.flatnonzero(np.diff(cuts)).tolist():
-        first = number * BLOCK
+        first = number * MOST
         index = differ[cuts[number] : cuts[number + 1]] - first
-        values, old = new[first : first + BLOCK], base[first : first + BLOCK]
+        values, old = new[first : first + MOST], base[first : first + MOST]
         sparse, bitmap = -(-2 * index.size // align) * align, -(-values.size // (8 * align)) * align
         form, header = (SPARSE, sparse) if sparse <= bitmap else (BITMAP, bitmap)
         chosen = values[index]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..packing.kernels import _place
+from ..packing.kernels import _place, unit_offsets
 
 # For each size of an element the type of its bits.
 WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -33,77 +33,143 @@ def pack_changed(
     total,
     entries,
     data,
+    scratch,
     COLUMNS: tl.constexpr,
+    WIDE: tl.constexpr,
+    WIDE_LANES: tl.constexpr,
     WORD: tl.constexpr,
     ITEM: tl.constexpr,
     ALIGN: tl.constexpr,
     LANES: tl.constexpr,
     TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
     NESTED: tl.constexpr,
 ):
     """Compare side a of each row with the base, which is side b, and pack a block of what differs.
 
-    ``place``: address of the base's first byte, and bytes that ``data`` has. ``counts``: as :mod:`.blocks` has them. A block
-    that finds no room leaves the base as it is, so that the next pass finds it once more.
+    A unit has ``LANES`` elements. All units of a tile are compared in one go, as wide words; only those that differ are looked
+    at by element, ``CHUNK`` at a time.
+
+    ``place``: address of the base's first byte, and the number of tiles, which the programs take in turns. ``counts``: as
+    :mod:`.blocks` has them. A block that finds no room leaves the base as it is, so that the next pass finds it once more.
+    ``scratch``: uint16 ``[programs, TILE]``.
     """
-    a, b, offset_a, offset_b, mask, _ = _place(tl.program_id(0), tiles, rows, COLUMNS, TILE, NESTED)
-    source = tl.multiple_of(a.to(tl.pointer_type(WORD)), LANES * ITEM)
-    base = tl.multiple_of(b.to(tl.pointer_type(WORD)), LANES * ITEM)
+    listed = scratch + tl.program_id(0) * TILE
     lane = tl.arange(0, LANES)[None, :]
-    inside = mask[:, None]
-    kept = base + (offset_b[:, None] * LANES + lane)
-    new = tl.load(source + (offset_a[:, None] * LANES + lane), mask=inside, other=0)
-    old = tl.load(kept, mask=inside, other=0)
-    differs = new != old
-    of_unit = tl.sum(differs.to(tl.int32), axis=1)
-    count = tl.sum(of_unit, axis=0)
-    if count > 0:
-        units = tl.sum(mask.to(tl.int32), axis=0)
-        elements = units * LANES
-        values = count * ITEM
-        sparse = (2 * count + ALIGN - 1) // ALIGN * ALIGN
-        bitmap = (elements + 8 * ALIGN - 1) // (8 * ALIGN) * ALIGN
-        mode = tl.where(sparse <= bitmap, 0, 1)
-        header = tl.minimum(sparse, bitmap)
-        dense = elements * ITEM <= header + values
-        mode = tl.where(dense, 2, mode)
-        header = tl.where(dense, 0, header)
-        values = tl.where(dense, elements * ITEM, values)
-        need = (header + values + ALIGN - 1) // ALIGN * ALIGN
-        start = tl.atomic_add(counts + 1, need.to(tl.int64), sem="relaxed")
-        if start + need <= tl.load(place + 1):
-            slot = tl.atomic_add(counts, 1, sem="relaxed")
-            tl.atomic_max(counts + 2, start + need, sem="relaxed")
-            tl.atomic_add(counts + 4, count.to(tl.int64), sem="relaxed")
-            # Of this tile, in bytes of the stream: the rows of the base have no gaps.
-            stream = b - tl.load(place) + offset_b * (LANES * ITEM)
-            first = tl.min(tl.where(mask, stream, 1 << 62), axis=0)
-            tl.store(entries + 2 * slot, first)
-            told = (start // 4) | (mode.to(tl.int64) << 30)
-            told = told | (count.to(tl.int64) << 32) | (elements.to(tl.int64) << 48)
-            tl.store(entries + 2 * slot + 1, told)
-            ahead = tl.cumsum(differs.to(tl.int32), axis=1) - differs.to(tl.int32)
-            ahead = ahead + (tl.cumsum(of_unit, axis=0) - of_unit)[:, None]
-            element = tl.arange(0, TILE)[:, None] * LANES + lane
-            block = data + start
-            landed = (block + header).to(tl.pointer_type(WORD))
-            if mode == 0:
-                tl.store(block.to(tl.pointer_type(tl.int16)) + ahead, element.to(tl.int16), mask=differs)
-                tl.store(landed + ahead, new, mask=differs)
-            elif mode == 1:
-                bits = tl.reshape(differs.to(tl.int32) << (element & 7), (TILE * LANES // 8, 8))
-                number = tl.arange(0, TILE * LANES // 8)
-                tl.store(block + number, tl.sum(bits, axis=1).to(tl.int8), mask=number * 8 < elements)
-                tl.store(landed + ahead, new, mask=differs)
+    for tile in range(tl.program_id(0), tl.load(place + 1).to(tl.int32), tl.num_programs(0)):
+        row = rows + tl.load(tiles + tile).to(tl.int64) * COLUMNS
+        a = tl.load(row)
+        b = tl.load(row + 1)
+        begin = (tile - tl.load(row + 9).to(tl.int32)) * TILE
+        number = tl.arange(0, TILE)
+        size = tl.minimum(tl.load(row + 2).to(tl.int32) - begin, TILE)
+        inside = (number < size)[:, None]
+        offset_a, offset_b = unit_offsets(row, begin + number, NESTED)
+        wide = tl.arange(0, WIDE_LANES)[None, :]
+        ours = (
+            tl.multiple_of(a.to(tl.pointer_type(WIDE)), LANES * ITEM) + offset_a[:, None] * WIDE_LANES + wide
+        )
+        kept = (
+            tl.multiple_of(b.to(tl.pointer_type(WIDE)), LANES * ITEM) + offset_b[:, None] * WIDE_LANES + wide
+        )
+        unequal = tl.load(ours, mask=inside, other=0) != tl.load(kept, mask=inside, other=0)
+        differs = tl.max(unequal.to(tl.int32), axis=1)
+        units = tl.sum(differs, axis=0)
+        if units > 0:
+            tl.store(listed + tl.cumsum(differs, axis=0) - differs, number.to(tl.uint16), mask=differs > 0)
+            # The other threads read it.
+            tl.debug_barrier()
+            source = tl.multiple_of(a.to(tl.pointer_type(WORD)), LANES * ITEM)
+            base = tl.multiple_of(b.to(tl.pointer_type(WORD)), LANES * ITEM)
+            count = units * 0
+            for chunk in range(0, units, CHUNK):
+                pick = chunk + tl.arange(0, CHUNK)
+                unit = tl.load(listed + pick, mask=pick < units, other=0).to(tl.int32)
+                offset_a, offset_b = unit_offsets(row, begin + unit, NESTED)
+                there = (pick < units)[:, None]
+                new = tl.load(source + (offset_a[:, None] * LANES + lane), mask=there, other=0)
+                old = tl.load(base + (offset_b[:, None] * LANES + lane), mask=there, other=0)
+                count += tl.sum(tl.sum((new != old).to(tl.int32), axis=1), axis=0)
+            elements = size * LANES
+            values = count * ITEM
+            sparse = (2 * count + ALIGN - 1) // ALIGN * ALIGN
+            bitmap = (elements + 8 * ALIGN - 1) // (8 * ALIGN) * ALIGN
+            # A byte of the bitmap has to be of one unit.
+            mode = tl.where((sparse <= bitmap) | (LANES < 8), 0, 1)
+            header = tl.where(mode == 0, sparse, bitmap)
+            whole = elements * ITEM <= header + values
+            mode = tl.where(whole, 2, mode)
+            header = tl.where(whole, 0, header)
+            values = tl.where(whole, elements * ITEM, values)
+            need = (header + values + ALIGN - 1) // ALIGN * ALIGN
+            start = tl.atomic_add(counts + 1, need.to(tl.int64), sem="relaxed")
+            if start + need <= tl.load(counts + 5):
+                slot = tl.atomic_add(counts, 1, sem="relaxed")
+                tl.atomic_max(counts + 2, start + need, sem="relaxed")
+                tl.atomic_add(counts + 4, count.to(tl.int64), sem="relaxed")
+                # Of this tile, in bytes of the stream: the rows of the base have no gaps.
+                stream = b - tl.load(place)
+                tl.store(entries + 2 * slot, stream + begin.to(tl.int64) * (LANES * ITEM))
+                told = (start // 4) | (mode.to(tl.int64) << 30)
+                told = told | (count.to(tl.int64) << 32) | (elements.to(tl.int64) << 48)
+                tl.store(entries + 2 * slot + 1, told)
+                block = data + start
+                landed = (block + header).to(tl.pointer_type(WORD))
+                if mode == 1:
+                    byte = tl.arange(0, TILE * LANES // 8)
+                    tl.store(block + byte, tl.zeros_like(byte).to(tl.uint8), mask=byte * 8 < elements)
+                    tl.debug_barrier()
+                if mode == 2:
+                    for chunk in range(0, size, CHUNK):
+                        unit = chunk + tl.arange(0, CHUNK)
+                        there = (unit < size)[:, None]
+                        offset_a, _ = unit_offsets(row, begin + unit, NESTED)
+                        new = tl.load(source + (offset_a[:, None] * LANES + lane), mask=there, other=0)
+                        tl.store(landed + unit[:, None] * LANES + lane, new, mask=there)
+                done = units * 0
+                moved = tl.zeros((CHUNK,), dtype=tl.int64)
+                for chunk in range(0, units, CHUNK):
+                    pick = chunk + tl.arange(0, CHUNK)
+                    unit = tl.load(listed + pick, mask=pick < units, other=0).to(tl.int32)
+                    offset_a, offset_b = unit_offsets(row, begin + unit, NESTED)
+                    there = (pick < units)[:, None]
+                    new = tl.load(source + (offset_a[:, None] * LANES + lane), mask=there, other=0)
+                    old = tl.load(base + (offset_b[:, None] * LANES + lane), mask=there, other=0)
+                    changed = new != old
+                    flags = changed.to(tl.int32)
+                    of_unit = tl.sum(flags, axis=1)
+                    at = (
+                        done
+                        + (tl.cumsum(of_unit, axis=0) - of_unit)[:, None]
+                        + tl.cumsum(flags, axis=1)
+                        - flags
+                    )
+                    element = unit[:, None] * LANES + lane
+                    if mode == 0:
+                        tl.store(
+                            block.to(tl.pointer_type(tl.uint16)) + at, element.to(tl.uint16), mask=changed
+                        )
+                    if LANES >= 8:  # noqa: SIM102 - narrower units would not compile
+                        if mode == 1:
+                            bits = tl.reshape(flags << (lane & 7), (CHUNK, LANES // 8, 8))
+                            byte = unit[:, None] * (LANES // 8) + tl.arange(0, LANES // 8)[None, :]
+                            tl.store(block + byte, tl.sum(bits, axis=2).to(tl.uint8), mask=there)
+                    if mode < 2:
+                        tl.store(landed + at, new, mask=changed)
+                    tl.store(base + (offset_b[:, None] * LANES + lane), new, mask=there)
+                    place_16 = stream + offset_b.to(tl.int64) * (LANES * ITEM)
+                    part = 2 * ((place_16 & 15).to(tl.int32)[:, None] + lane * ITEM) + 1
+                    if ITEM <= 2:
+                        change = tl.sum((new.to(tl.int32) - old.to(tl.int32)) * part, axis=1).to(tl.int64)
+                    else:
+                        change = tl.sum((new.to(tl.int64) - old.to(tl.int64)) * part, axis=1)
+                    moved += change * _weight(place_16 >> 4)
+                    done += tl.sum(of_unit, axis=0)
+                tl.atomic_add(total, tl.sum(moved, axis=0), sem="relaxed")
             else:
-                tl.store(landed + element, new, mask=inside)
-            tl.store(kept, new, mask=differs)
-            part = 2 * ((stream & 15)[:, None] + lane * ITEM) + 1
-            moved = tl.sum((new.to(tl.int64) - old.to(tl.int64)) * part, axis=1)
-            moved = tl.where(mask, moved * _weight(stream >> 4), 0)
-            tl.atomic_add(total, tl.sum(moved, axis=0), sem="relaxed")
-        else:
-            tl.atomic_add(counts + 3, 1, sem="relaxed")
+                tl.atomic_add(counts + 3, 1, sem="relaxed")
+            # Before the list is written again.
+            tl.debug_barrier()
 
 
 @triton.jit
@@ -113,72 +179,85 @@ def apply_blocks(
     starts,
     rows,
     total,
-    last_row,
+    sizes,
+    scratch,
     WORD: tl.constexpr,
     ITEM: tl.constexpr,
     ALIGN: tl.constexpr,
+    MOST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write a block's values to the live weights, and add to ``total`` what that changes.
+    """Write blocks' values to the live weights, and add to ``total`` what that changes.
 
     ``starts``: for each row its first byte in the stream, and behind them a number beyond all. ``rows``: int64 ``[n, 5]``:
-    address, lines, bytes of a line, outer and line stride.
+    address, lines, bytes of a line, outer and line stride. ``sizes``: rows, and blocks, which the programs take in turns.
+    ``scratch``: uint16 ``[programs, MOST]``.
     """
-    entry = entries + 2 * tl.program_id(0)
-    first = tl.load(entry)
-    told = tl.load(entry + 1)
-    block = data + (told & 0x3FFFFFFF) * 4
-    mode = ((told >> 30) & 3).to(tl.int32)
-    count = ((told >> 32) & 0xFFFF).to(tl.int32)
-    elements = ((told >> 48) & 0xFFFF).to(tl.int32)
-    low = first * 0
-    high = tl.load(last_row) + 1
-    while low + 1 < high:
-        middle = (low + high) // 2
-        before = tl.load(starts + middle) <= first
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    sparse = (2 * count + ALIGN - 1) // ALIGN * ALIGN
-    bitmap = (elements + 8 * ALIGN - 1) // (8 * ALIGN) * ALIGN
-    header = tl.where(mode == 0, sparse, tl.where(mode == 1, bitmap, 0))
-    values = (block + header).to(tl.pointer_type(WORD))
-    limit = tl.where(mode == 0, count, elements)
-    done = count * 0
-    moved = tl.zeros((CHUNK,), dtype=tl.int64)
-    for begin in range(0, limit, CHUNK):
-        number = begin + tl.arange(0, CHUNK)
-        valid = number < limit
-        listed = tl.load(block.to(tl.pointer_type(tl.uint16)) + number, mask=valid & (mode == 0), other=0)
-        flags = tl.load(block + number // 8, mask=valid & (mode == 1), other=0).to(tl.int32)
-        on = ((flags >> (number & 7)) & 1) * valid.to(tl.int32)
-        index = tl.where(mode == 0, listed.to(tl.int32), number)
-        value_at = tl.where(mode == 1, done + tl.cumsum(on, axis=0) - on, number)
-        done += tl.sum(on, axis=0)
-        valid = valid & ((mode != 1) | (on > 0))
-        stream = first + index.to(tl.int64) * ITEM
-        row = low + tl.zeros((CHUNK,), dtype=tl.int64)
-        beyond = valid & (stream >= tl.load(starts + row + 1))
-        while tl.max(beyond.to(tl.int32), axis=0) > 0:
-            row = tl.where(beyond, row + 1, row)
+    listed = scratch + tl.program_id(0) * MOST
+    for number in range(tl.program_id(0), tl.load(sizes + 1).to(tl.int32), tl.num_programs(0)):
+        first = tl.load(entries + 2 * number)
+        told = tl.load(entries + 2 * number + 1)
+        block = data + (told & 0x3FFFFFFF) * 4
+        mode = ((told >> 30) & 3).to(tl.int32)
+        count = ((told >> 32) & 0xFFFF).to(tl.int32)
+        elements = ((told >> 48) & 0xFFFF).to(tl.int32)
+        low = first * 0
+        high = tl.load(sizes)
+        while low + 1 < high:
+            middle = (low + high) // 2
+            before = tl.load(starts + middle) <= first
+            low = tl.where(before, middle, low)
+            high = tl.where(before, high, middle)
+        sparse = (2 * count + ALIGN - 1) // ALIGN * ALIGN
+        bitmap = (elements + 8 * ALIGN - 1) // (8 * ALIGN) * ALIGN
+        header = tl.where(mode == 0, sparse, tl.where(mode == 1, bitmap, 0))
+        values = (block + header).to(tl.pointer_type(WORD))
+        if mode == 1:
+            done = count * 0
+            for begin in range(0, (elements + 7) // 8, CHUNK):
+                byte = begin + tl.arange(0, CHUNK)
+                held = tl.load(block + byte, mask=byte * 8 < elements, other=0).to(tl.int32)
+                bit = tl.arange(0, 8)[None, :]
+                flags = (held[:, None] >> bit) & 1
+                of_byte = tl.sum(flags, axis=1)
+                at = done + (tl.cumsum(of_byte, axis=0) - of_byte)[:, None] + tl.cumsum(flags, axis=1) - flags
+                tl.store(listed + at, (byte[:, None] * 8 + bit).to(tl.uint16), mask=flags > 0)
+                done += tl.sum(of_byte, axis=0)
+            tl.debug_barrier()
+        limit = tl.where(mode == 2, elements, count)
+        moved = tl.zeros((CHUNK,), dtype=tl.int64)
+        for begin in range(0, limit, CHUNK):
+            at = begin + tl.arange(0, CHUNK)
+            valid = at < limit
+            told_here = tl.load(block.to(tl.pointer_type(tl.uint16)) + at, mask=valid & (mode == 0), other=0)
+            found = tl.load(listed + at, mask=valid & (mode == 1), other=0)
+            index = tl.where(mode == 2, at, told_here.to(tl.int32) + found.to(tl.int32))
+            stream = first + index.to(tl.int64) * ITEM
+            row = low + tl.zeros((CHUNK,), dtype=tl.int64)
             beyond = valid & (stream >= tl.load(starts + row + 1))
-        held = rows + row * 5
-        within = (stream - tl.load(starts + row)).to(tl.int32)
-        run = tl.load(held + 2).to(tl.int32)
-        lines = tl.load(held + 1).to(tl.int32)
-        line = within // run
-        column = within - line * run
-        outer = line // lines
-        line = line - outer * lines
-        address = tl.load(held) + outer.to(tl.int64) * tl.load(held + 3)
-        address = address + line.to(tl.int64) * tl.load(held + 4) + column
-        live = address.to(tl.pointer_type(WORD))
-        new = tl.load(values + value_at, mask=valid, other=0)
-        old = tl.load(live, mask=valid, other=0)
-        tl.store(live, new, mask=valid)
-        part = 2 * (stream & 15) + 1
-        change = (new.to(tl.int64) - old.to(tl.int64)) * part * _weight(stream >> 4)
-        moved += tl.where(valid, change, 0)
-    tl.atomic_add(total, tl.sum(moved, axis=0), sem="relaxed")
+            while tl.max(beyond.to(tl.int32), axis=0) > 0:
+                row = tl.where(beyond, row + 1, row)
+                beyond = valid & (stream >= tl.load(starts + row + 1))
+            held_at = rows + row * 5
+            within = (stream - tl.load(starts + row)).to(tl.int32)
+            run = tl.load(held_at + 2).to(tl.int32)
+            lines = tl.load(held_at + 1).to(tl.int32)
+            line = within // run
+            column = within - line * run
+            outer = line // lines
+            line = line - outer * lines
+            address = tl.load(held_at) + outer.to(tl.int64) * tl.load(held_at + 3)
+            address = address + line.to(tl.int64) * tl.load(held_at + 4) + column
+            live = address.to(tl.pointer_type(WORD))
+            new = tl.load(values + at, mask=valid, other=0)
+            old = tl.load(live, mask=valid, other=0)
+            tl.store(live, new, mask=valid)
+            part = 2 * (stream & 15) + 1
+            change = (new.to(tl.int64) - old.to(tl.int64)) * part * _weight(stream >> 4)
+            moved += tl.where(valid, change, 0)
+        tl.atomic_add(total, tl.sum(moved, axis=0), sem="relaxed")
+        # Before the list is written again.
+        tl.debug_barrier()
 
 
 @triton.jit

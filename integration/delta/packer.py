@@ -10,15 +10,17 @@ import torch
 
 from ..packing import CopyTable, EncodedView, Encoder, Strided, make_copy, make_encoders
 from ..packing.encoded import CHECKED_AT_ONCE, padded
-from ..packing.rows import COLUMNS, Ints, build_tables, collapse
+from ..packing.rows import COLUMNS, WIDEST, Ints, build_tables, collapse
 from ..packing.tables import Launch
 from ..transport.storage import LiveView, LiveViews
 from . import blocks
 from .blocks import COUNTS, Counts
 from .streams import Part, Stream
 
-# Units that one program packs, and its warps.
-_TILE, _WARPS = 2048, 8
+# Units that a program compares at a time, those that differ of which it looks at by element at a time, and its warps.
+_TILE, _CHUNK, _WARPS = 2048, 128, 8
+# Programs of a multiprocessor.
+_PROGRAMS = 4
 _WEIGH_TILE, _WEIGH_WARPS = 512, 4
 # A block always fits.
 LEAST_ROOM = 1 << 18
@@ -54,7 +56,9 @@ class Room:
     def __init__(self, entries: int, nbytes: int, device: torch.device):
         self.entries = torch.empty(max(1, entries), 2, dtype=torch.int64, device=device)
         self.data = torch.empty(max(nbytes, LEAST_ROOM), dtype=torch.uint8, device=device)
-        self.counts = torch.zeros(COUNTS, dtype=torch.int64, device=device)
+        # Behind the counts stands how many bytes of data there is room for.
+        self._numbers = torch.full((COUNTS + 1,), self.data.numel(), dtype=torch.int64, device=device)
+        self.counts = self._numbers[:COUNTS]
         self._on_host = torch.zeros(COUNTS, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     @property
@@ -115,9 +119,7 @@ class HostPacker:
     ):
         self._sections, self._base = sections, base
         self.itemsizes = [parts[0].itemsize for parts in sections]
-        counts = [
-            sum(-(-p.segment.nbytes // p.itemsize // blocks.BLOCK) for p in parts) for parts in sections
-        ]
+        counts = [sum(-(-p.segment.nbytes // p.itemsize // blocks.MOST) for p in parts) for parts in sections]
         self.entries = max(counts, default=0)
         sizes = [parts[-1].start + parts[-1].segment.nbytes - parts[0].start for parts in sections]
         self._packed = torch.zeros(max(sizes, default=0), dtype=torch.uint8)
@@ -177,15 +179,15 @@ class DevicePacker:
         held = [[(part, views.of(part.segment)) for part in parts] for parts in sections]
         self._scratch = _scratch([live for found in held for _, live in found], device)
         self._steps = [self._make_steps(found) for found in held]
-        place = [base.memory.data_ptr(), 0]
-        self._place = torch.tensor(place, dtype=torch.int64, device=device)
         # Of the kernels' arguments, as they are compiled for.
         self._like = Room(1, 1, device)
+        self._programs = programs_of(device)
+        self._listed = torch.empty(self._programs, _TILE, dtype=torch.uint16, device=device)
         self._launches = [
             [(step.encoders, self._make_launches(step.rows, size)) for step in steps]
             for steps, size in zip(self._steps, self.itemsizes, strict=True)
         ]
-        tables = [sum(launch.programs for _, made in steps for launch in made) for steps in self._launches]
+        tables = [sum(launch.tiles for _, made in steps for launch, _ in made) for steps in self._launches]
         self.entries = max(tables, default=0)
 
     def take(self) -> None:
@@ -205,13 +207,12 @@ class DevicePacker:
 
     def pack(self, section: int, room: Room) -> None:
         room.counts.zero_()
-        self._place[1:].fill_(room.data.numel())
-        out = (self._place, room.counts, self._base.total, room.entries, room.data)
+        out = (room.counts, self._base.total, room.entries, room.data, self._listed)
         for encoders, launches in self._launches[section]:
             for encoder in encoders:
                 encoder.launch()
-            for launch in launches:
-                launch(*out)
+            for launch, place in launches:
+                launch(place, *out)
 
     def _make_steps(self, found: Sequence[tuple[Part, LiveView]]) -> list[_Step]:
         plain = [
@@ -239,24 +240,41 @@ class DevicePacker:
     def _kept(self, part: Part) -> Strided:
         return Strided.packed(self._base.memory.data_ptr() + part.start, part.shape, part.itemsize)
 
-    def _make_launches(self, rows: Ints, itemsize: int) -> list[Launch]:
+    def _make_launches(self, rows: Ints, itemsize: int) -> list[tuple[Launch, torch.Tensor]]:
+        """Launches, each with the address of the base and its tiles on the device."""
+        from ..packing.kernels import COPY_WORDS
         from .kernels import WORDS, pack_changed
 
-        like = self._like
-        out = (self._place, like.counts, self._base.total, like.entries, like.data)
-        made = []
-        for table in build_tables(rows, _TILE):
+        like, made = self._like, []
+        # A block has no more elements than its index can tell.
+        tile = min(_TILE, blocks.MOST * itemsize // WIDEST)
+        for table in build_tables(rows, tile):
+            numbers = [self._base.memory.data_ptr(), len(table.tiles)]
+            place = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+            out = (place, like.counts, self._base.total, like.entries, like.data, self._listed)
+            word, _, lanes = COPY_WORDS[table.unit]
             constants = (
                 COLUMNS,
+                word,
+                lanes,
                 WORDS[itemsize],
                 itemsize,
                 blocks.alignment(itemsize),
                 table.unit // itemsize,
-                _TILE,
+                tile,
+                _CHUNK,
                 table.nested,
             )
-            made.append(Launch(pack_changed, _WARPS, table, constants, self._device, out))
+            launch = Launch(pack_changed, _WARPS, table, constants, self._device, out, self._programs)
+            made.append((launch, place))
         return made
+
+
+def programs_of(device: torch.device) -> int:
+    """Programs that take tiles or blocks in turns."""
+    if device.type != "cuda":  # Triton's interpreter, in tests
+        return 3
+    return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def add_weights(pairs: Sequence[tuple[Strided, Strided]], itemsize: int, total: torch.Tensor) -> None:

@@ -35,11 +35,16 @@ CHECKSUM_WORDS = {
 def _place(pid, tiles, rows, COLUMNS: tl.constexpr, TILE: tl.constexpr, NESTED: tl.constexpr):
     """Addresses of a tile's row, its units' offsets on both sides (in units), their mask, and the row's slot."""
     row = rows + tl.load(tiles + pid).to(tl.int64) * COLUMNS
-    a = tl.load(row)
-    b = tl.load(row + 1)
     count = tl.load(row + 2).to(tl.int32)
-    run = tl.load(row + 3).to(tl.int32)
     index = (pid - tl.load(row + 9).to(tl.int32)) * TILE + tl.arange(0, TILE)
+    offset_a, offset_b = unit_offsets(row, index, NESTED)
+    return tl.load(row), tl.load(row + 1), offset_a, offset_b, index < count, tl.load(row + 10)
+
+
+@triton.jit
+def unit_offsets(row, index, NESTED: tl.constexpr):
+    """Offsets of a row's units on both sides, in units."""
+    run = tl.load(row + 3).to(tl.int32)
     line = index // run
     column = index - line * run
     if NESTED:
@@ -51,7 +56,7 @@ def _place(pid, tiles, rows, COLUMNS: tl.constexpr, TILE: tl.constexpr, NESTED: 
     else:
         offset_a = line.to(tl.int64) * tl.load(row + 6) + column
         offset_b = line.to(tl.int64) * tl.load(row + 8) + column
-    return a, b, offset_a, offset_b, index < count, tl.load(row + 10)
+    return offset_a, offset_b
 
 
 @triton.jit

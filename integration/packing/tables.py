@@ -36,10 +36,12 @@ class Launch:
         constants: tuple[Any, ...],
         device: torch.device,
         out: tuple[torch.Tensor, ...],
+        most_programs: int | None = None,
     ):
         self._tensors = (torch.from_numpy(table.tiles).to(device), torch.from_numpy(table.rows).to(device))
         self._constants = constants
-        self.programs = programs = len(table.tiles)
+        self.tiles = len(table.tiles)
+        programs = min(self.tiles, most_programs or self.tiles)
         if device.type == "cuda":
             with torch.cuda.device(device):
                 compiled = kernel.warmup(*self._tensors, *out, *constants, grid=(programs,), num_warps=warps)

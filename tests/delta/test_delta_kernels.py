@@ -132,7 +132,7 @@ def test_kernels_pack_write_and_weigh_as_a_cpu_does() -> None:
 @settings(max_examples=40, deadline=None)
 def test_any_difference_is_packed_and_written(data: st.DataObject) -> None:
     size = data.draw(st.sampled_from(list(INTS)))
-    count = data.draw(st.integers(1, 3 * blocks.BLOCK))
+    count = data.draw(st.integers(1, 3 * blocks.MOST))
     start = 16 * data.draw(st.integers(0, 1 << 40))
     share = data.draw(st.sampled_from([0.0, 0.001, 0.03, 0.4, 1.0]))
     generator = np.random.default_rng(data.draw(st.integers(0, 99)))
