@@ -85,10 +85,10 @@ def pack_changed(
             for chunk in range(0, units, CHUNK):
                 pick = chunk + tl.arange(0, CHUNK)
                 unit = tl.load(listed + pick, mask=pick < units, other=0).to(tl.int32)
-                offset_a, offset_b = unit_offsets(row, begin + unit, NESTED)
+                at_a, at_b = unit_offsets(row, begin + unit, NESTED)
                 there = (pick < units)[:, None]
-                new = tl.load(source + (offset_a[:, None] * LANES + lane), mask=there, other=0)
-                old = tl.load(base + (offset_b[:, None] * LANES + lane), mask=there, other=0)
+                new = tl.load(source + (at_a[:, None] * LANES + lane), mask=there, other=0)
+                old = tl.load(base + (at_b[:, None] * LANES + lane), mask=there, other=0)
                 count += tl.sum(tl.sum((new != old).to(tl.int32), axis=1), axis=0)
             elements = size * LANES
             values = count * ITEM
@@ -123,18 +123,18 @@ def pack_changed(
                     for chunk in range(0, size, CHUNK):
                         unit = chunk + tl.arange(0, CHUNK)
                         there = (unit < size)[:, None]
-                        offset_a, _ = unit_offsets(row, begin + unit, NESTED)
-                        new = tl.load(source + (offset_a[:, None] * LANES + lane), mask=there, other=0)
+                        at_a, _ = unit_offsets(row, begin + unit, NESTED)
+                        new = tl.load(source + (at_a[:, None] * LANES + lane), mask=there, other=0)
                         tl.store(landed + unit[:, None] * LANES + lane, new, mask=there)
                 done = units * 0
                 moved = tl.zeros((CHUNK,), dtype=tl.int64)
                 for chunk in range(0, units, CHUNK):
                     pick = chunk + tl.arange(0, CHUNK)
                     unit = tl.load(listed + pick, mask=pick < units, other=0).to(tl.int32)
-                    offset_a, offset_b = unit_offsets(row, begin + unit, NESTED)
+                    at_a, at_b = unit_offsets(row, begin + unit, NESTED)
                     there = (pick < units)[:, None]
-                    new = tl.load(source + (offset_a[:, None] * LANES + lane), mask=there, other=0)
-                    old = tl.load(base + (offset_b[:, None] * LANES + lane), mask=there, other=0)
+                    new = tl.load(source + (at_a[:, None] * LANES + lane), mask=there, other=0)
+                    old = tl.load(base + (at_b[:, None] * LANES + lane), mask=there, other=0)
                     changed = new != old
                     flags = changed.to(tl.int32)
                     of_unit = tl.sum(flags, axis=1)
@@ -156,8 +156,8 @@ def pack_changed(
                             tl.store(block + byte, tl.sum(bits, axis=2).to(tl.uint8), mask=there)
                     if mode < 2:
                         tl.store(landed + at, new, mask=changed)
-                    tl.store(base + (offset_b[:, None] * LANES + lane), new, mask=there)
-                    place_16 = stream + offset_b.to(tl.int64) * (LANES * ITEM)
+                    tl.store(base + (at_b[:, None] * LANES + lane), new, mask=there)
+                    place_16 = stream + at_b.to(tl.int64) * (LANES * ITEM)
                     part = 2 * ((place_16 & 15).to(tl.int32)[:, None] + lane * ITEM) + 1
                     if ITEM <= 2:
                         change = tl.sum((new.to(tl.int32) - old.to(tl.int32)) * part, axis=1).to(tl.int64)
