@@ -376,6 +376,11 @@ class RefitEngine:
         return self.held_bytes + self._open_misc.taken_bytes
 
     @property
+    def base_bytes(self) -> int:
+        """Bytes of what this rank keeps to compare its weights with, on the device or in host memory."""
+        return self._bulk.base_bytes if self._bulk is not None else 0
+
+    @property
     def held_bytes(self) -> int:
         """Those of :attr:`staging_bytes` that are held between refits; the others are taken anew in each."""
         bulk = self._bulk.staging_bytes + self._bulk.base_bytes if self._bulk is not None else 0

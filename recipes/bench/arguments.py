@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ...integration.config import RefitConfig
+from ...integration.config import DELTA_BASES, RefitConfig
 from ..plan.arguments import QUANTIZE
 
 # What one kind of run alone reads, with the value that says that it was not given.
@@ -16,7 +16,15 @@ LIVE_ONLY = {
     "engine_pythonpath": None,
     "engine_log": None,
 }
-SHAPES_ONLY = {"colocated": False, "sleep": False, "quantize": None, "check": None, "timeline": None}
+SHAPES_ONLY = {
+    "colocated": False,
+    "sleep": False,
+    "quantize": None,
+    "check": None,
+    "timeline": None,
+    "changed": None,
+    "delta_base": None,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +98,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="compare every byte of the first three refits and of the last with its true value (default)",
     )
+    add(
+        "--changed",
+        metavar="0,0.1%,1%",
+        help="time sparse refits too (policy.refit.delta), before each of which such a share of all elements changes",
+    )
+    add("--delta-base", choices=DELTA_BASES, help="policy.refit.delta_base of the sparse refits (gpu)")
     add("--timeline", type=Path, metavar="FILE.png", help="draw the stages of one refit there")
     live = parser.add_argument_group("with --live")
     add = live.add_argument

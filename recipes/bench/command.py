@@ -114,15 +114,20 @@ def _write(
 
 def _report_faults(options: BenchOptions, result: BenchResult, say: Callable[[str, int], int]) -> int:
     code = 0
-    for asked, refit in zip(options.transports, result.refits, strict=True):
-        if refit.faults:
-            places = f"{len(refit.faults)} places, the first in {refit.faults[0]}"
+    for asked, refit, sparse in zip(options.transports, result.refits, result.deltas, strict=True):
+        faults = [*refit.faults, *(fault for one in sparse for fault in one.faults)]
+        if faults:
+            places = f"{len(faults)} places, the first in {faults[0]}"
             code = say(f"{asked}: not bit-exact in {places}", _FAILED)
     return code
 
 
 def _options(arguments: argparse.Namespace) -> BenchOptions:
     given: dict[str, Any] = {"probe_bytes": _CPU_PROBE_BYTES} if arguments.device == "cpu" else {}
+    if arguments.changed is not None:
+        given["changed"] = tuple(map(_share, arguments.changed.split(",")))
+    if arguments.delta_base is not None:
+        given["delta_base"] = arguments.delta_base
     if arguments.quantize is not None:
         given["quantize"] = arguments.quantize
     return BenchOptions(
@@ -133,6 +138,15 @@ def _options(arguments: argparse.Namespace) -> BenchOptions:
         sleep=arguments.sleep,
         **given,
     )
+
+
+def _share(text: str) -> float:
+    """Of ``0.001`` or ``0.1%``; what is no number is out of range."""
+    number, per_cent, rest = text.strip().partition("%")
+    try:
+        return float(number) / (100 if per_cent else 1) if not rest else float("nan")
+    except ValueError:
+        return float("nan")
 
 
 def _live_options(arguments: argparse.Namespace) -> LiveOptions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, cast
 
@@ -73,6 +73,27 @@ class RefitResult:
     misc: dict[str, int]
     timelines: list[list[tuple[str, float, float]]]
     pair_bytes: Ints | None = None
+
+
+@dataclass(frozen=True)
+class DeltaResult:
+    """A transport's sparse refits.
+
+    Attributes:
+        changed: share of all elements that changed before each.
+        timing: of the refits, as :class:`RefitResult` has it.
+        wire_ratio: bytes that travelled, of those of a dense refit; over all engines.
+        stages: median over refits of the slowest rank's seconds by stage.
+        base_bytes: that the trainer rank with most keeps to compare with.
+        faults: what the checks of the first and the last one found.
+    """
+
+    changed: float
+    timing: Timing
+    wire_ratio: float
+    stages: dict[str, float]
+    base_bytes: int
+    faults: list[str]
 
 
 @dataclass(frozen=True)
@@ -187,6 +208,55 @@ def refits(scene: Scene, transport: str) -> RefitResult:
         ranks.free()
 
 
+def deltas(scene: Scene, transport: str) -> list[DeltaResult]:
+    """Time sparse refits over ``transport`` for each share of change, in one epoch.
+
+    Raises:
+        RefitError: from the session.
+    """
+    options, ranks = scene.options, scene.ranks
+    if not options.changed:
+        return []
+    session, server = _open(scene, transport, delta="always")
+    try:
+        scene.advance()
+        ranks.timed(lambda: session.refit(scene.endpoint.version))
+        return [_sparse_refits(scene, session, share) for share in options.changed]
+    finally:
+        session.close()
+        if server is not None:
+            server.close()
+        ranks.free()
+
+
+def _sparse_refits(scene: Scene, session: RefitSession, share: float) -> DeltaResult:
+    options, ranks = scene.options, scene.ranks
+    records: list[RefitRecord] = []
+    seconds: list[float] = []
+    faults: list[str] = []
+    for number in range(options.refits + 1):
+        scene.change(share)
+        seconds.append(ranks.timed(lambda: records.append(session.refit(scene.endpoint.version))))
+        # The first is not timed: its buffers grow.
+        if options.check and number in (0, options.refits):
+            faults += [f"refit {number + 1} at {share:.2%}, {fault}" for fault in scene.faults()]
+    timed = records[1:]
+    stages = {
+        stage: median(ranks.maxima(record.seconds.get(stage, 0.0) for record in timed)) for stage in STAGES
+    }
+    mine = not ranks.is_source
+    wire = [(r.bytes_wire * mine, (r.bytes_bulk + r.bytes_misc) * mine) for r in timed]
+    told = ranks.collect([median(column) for column in zip(*wire, strict=True)])
+    return DeltaResult(
+        changed=share,
+        timing=Timing.of(ranks.maxima(seconds[1:])),
+        wire_ratio=sum(sent for sent, _ in told) / sum(dense for _, dense in told),
+        stages={stage: taken for stage, taken in stages.items() if taken},
+        base_bytes=int(ranks.maxima([session.engine.base_bytes])[0]),
+        faults=faults,
+    )
+
+
 def _pair_bytes(scene: Scene, session: RefitSession) -> Ints | None:
     """As of :class:`RefitResult`, from the messages of all ranks' own plans."""
     ranks, plan = scene.ranks, session.engine.plan
@@ -250,9 +320,9 @@ def _first(ranks: BenchRanks, reason: str) -> str:
     return next((found for found in ranks.collect(reason) if found), "")
 
 
-def _open(scene: Scene, transport: str) -> tuple[RefitSession, RendezvousServer | None]:
+def _open(scene: Scene, transport: str, delta: str = "off") -> tuple[RefitSession, RendezvousServer | None]:
     options, ranks = scene.options, scene.ranks
-    config = options.refit_config(transport)
+    config = replace(options.refit_config(transport), delta=delta, delta_base=options.delta_base)
     server = None
     meeting: dict[str, Any] | None = None
     if ranks.rank == 0:

@@ -172,6 +172,8 @@ class BenchOptions(RunOptions):
     Attributes:
         quantize: ``fp8`` for engines that hold linear layers in blocks of FP8, which the trainers make; or ``off``.
         check: compare what landed with the true values, bit for bit.
+        changed: shares of all elements that change before a sparse refit, for which refits with ``delta: always`` are timed.
+        delta_base: ``policy.refit.delta_base`` of these.
         timeline: keep every stage's intervals of one refit.
         colocated: trainer rank i and engine rank i are two processes on one GPU.
         sleep: engines give the memory of their weights back between refits.
@@ -185,6 +187,8 @@ class BenchOptions(RunOptions):
     timeout_s: float = 300.0
     quantize: str = "off"
     check: bool = True
+    changed: tuple[float, ...] = ()
+    delta_base: str = RefitConfig().delta_base
     timeline: bool = False
     colocated: bool = False
     sleep: bool = False
@@ -239,6 +243,15 @@ class BenchOptions(RunOptions):
             found.append("--quantize: fp8 is made of bf16 or fp16; give --dtype bf16")
         if self.sleep and self.device != "cuda":
             found.append("--sleep: engines' memory is that of GPUs; leave --sleep or --device cpu out")
+        found += [
+            f"--changed: {share} is no share; give numbers from 0 to 1, or per cents such as 0.1%"
+            for share in self.changed
+            if not 0 <= share <= 1
+        ]
+        if self.changed and self.is_quantized:
+            found.append("--changed: flips bits that quantization drops; leave --quantize out")
+        if self.changed and "golden" in self.transports:
+            found.append("--changed: golden sends all weights each time; leave it out of --transport")
         found += self._sharing_violations()
         if self.device == "cuda" and self.gpus > gpus:
             found.append(

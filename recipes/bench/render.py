@@ -19,7 +19,7 @@ from .sharing import Sharing, sharing
 if TYPE_CHECKING:
     # A live run's modules import Megatron's workers, which few have installed.
     from .live.measure import LiveResult, PathResult
-    from .measure import RefitResult
+    from .measure import DeltaResult, RefitResult
     from .run import BenchResult
 
 
@@ -54,10 +54,41 @@ def json_records(options: BenchOptions, result: BenchResult) -> list[dict[str, A
             "stages": refit.stages,
             "peers": peers,
             "bit_exact": refit.bit_exact,
+            **({"deltas": [_sparse_record(one) for one in sparse]} if options.changed else {}),
             **(_shared_figures(result, refit) if options.colocated else {}),
         }
-        for refit in result.refits
+        for refit, sparse in zip(result.refits, result.deltas, strict=True)
     ]
+
+
+def _sparse_record(one: DeltaResult) -> dict[str, Any]:
+    return {
+        "changed": one.changed,
+        "seconds_median": one.timing.median,
+        "seconds_min": one.timing.minimum,
+        "seconds_max": one.timing.maximum,
+        "wire_ratio": one.wire_ratio,
+        "base_bytes": one.base_bytes,
+        "stages": one.stages,
+        "bit_exact": not one.faults,
+    }
+
+
+def _sparse(result: BenchResult) -> Table:
+    """A row for each transport and share of change."""
+    table = plain_table(("", "changed", "ms", "min", "max", "of dense", "wire", "GB", "exact"))
+    for refit, sparse in zip(result.refits, result.deltas, strict=True):
+        for one in sparse:
+            table.add_row(
+                f"delta {refit.transport}",
+                f"{one.changed:.2%}",
+                *_times(one.timing.median, one.timing.minimum, one.timing.maximum),
+                f"{one.timing.median / refit.timing.median:.2f}",
+                f"{one.wire_ratio:.2%}",
+                f"{one.base_bytes / 1e9:.1f}",
+                "NO" if one.faults else "yes",
+            )
+    return table
 
 
 def write_json(path: Path, records: list[dict[str, Any]]) -> None:
@@ -115,6 +146,13 @@ def show(console: Console, options: BenchOptions, result: BenchResult) -> None:
         console.print(_shared(result))
     console.print("ms by stage, of the slowest rank (stages may overlap)", highlight=False)
     console.print(_stages(result.refits))
+    if options.changed:
+        console.print(
+            f"sparse refits, base in {options.delta_base} memory: ms; wire, their bytes beside a dense refit's; GB, the largest base",
+            highlight=False,
+            soft_wrap=True,
+        )
+        console.print(_sparse(result))
     for note in _notes(result):
         console.print(escape(note), highlight=False, soft_wrap=True)
 

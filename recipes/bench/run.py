@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import TCPStore
 
 from . import measure
-from .measure import PeerResult, RefitResult
+from .measure import DeltaResult, PeerResult, RefitResult
 from .options import BenchOptions
 from .ranks import BenchRanks
 from .scene import set_up
@@ -22,6 +22,7 @@ class BenchResult:
         p2p_gb_per_s: the pairwise rate, in 1e9 bytes per second; None if all ranks share one GPU.
         copy_gb_per_s: what a device copies within its memory, likewise; None unless ranks share GPUs.
         refits: one for each transport asked for.
+        deltas: likewise, one for each share of change.
         peers: by name.
         device: what it ran on.
     """
@@ -30,6 +31,7 @@ class BenchResult:
     p2p_gb_per_s: float | None
     copy_gb_per_s: float | None
     refits: list[RefitResult]
+    deltas: list[list[DeltaResult]]
     peers: dict[str, PeerResult]
     device: str
 
@@ -50,6 +52,7 @@ def run_rank(rank: int, options: BenchOptions, store: TCPStore) -> BenchResult:
         p2p_gb_per_s=rate,
         copy_gb_per_s=copy,
         refits=[measure.refits(scene, transport) for transport in options.transports],
+        deltas=[measure.deltas(scene, transport) for transport in options.transports],
         peers={name: measure.peer(scene, name) for name in options.peers},
         device=ranks.device_name,
     )

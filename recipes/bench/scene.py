@@ -58,6 +58,10 @@ class Scene:
         """Change all weights of the trainers."""
         self.endpoint.advance()
 
+    def change(self, share: float) -> None:
+        """Change a share of all weights of the trainers."""
+        self.endpoint.change(share)
+
     def sleep(self) -> None:
         """Have engines whose memory sleeps between refits give it back and take it anew."""
         if isinstance(self.endpoint, BenchDestination):

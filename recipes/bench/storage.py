@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -118,6 +118,7 @@ class BenchSource:
         """
         self.device = device
         self.version = 0
+        self.changes: list[values.Change] = []
         self.storage = storage
         self._specs = specs
         self._refused = refused
@@ -127,6 +128,12 @@ class BenchSource:
     def advance(self) -> None:
         """Change every weight."""
         values.advance(self.storage.tensors, self.version, self.version + 1)
+        self.version += 1
+
+    def change(self, share: float) -> None:
+        """Change a share of all elements."""
+        self.changes = step(self.changes, share)
+        values.change(self.storage.fragments, self.changes[-1])
         self.version += 1
 
     def specs(self) -> list[TensorSpec]:
@@ -169,6 +176,7 @@ class BenchDestination:
         """
         self.device = device
         self.version = 0
+        self.changes: list[values.Change] = []
         self.storage = storage
         self._refused = refused
         self._by_name = {spec.name: spec for spec in specs}
@@ -178,6 +186,11 @@ class BenchDestination:
 
     def advance(self) -> None:
         """Count the version that the trainers move to."""
+        self.version += 1
+
+    def change(self, share: float) -> None:
+        """As the trainers change a share of all elements."""
+        self.changes = step(self.changes, share)
         self.version += 1
 
     def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
@@ -228,6 +241,11 @@ class BenchDestination:
             self.storage.memory.wake()
             self.poison()
 
+    @property
+    def dense_version(self) -> int:
+        """The version before the first of :attr:`changes`."""
+        return self.version - sum(taken.steps for taken in self.changes)
+
     def poison(self) -> None:
         """Fill all storage with NaN."""
         values.poison(self.storage.tensors)
@@ -237,7 +255,7 @@ class BenchDestination:
         found = [
             f"{f.name} {f.box} does not hold the values of version {self.version}"
             for f in (
-                *values.wrong(self._plain, self.version),
+                *values.wrong(self._plain, self.dense_version, self.changes),
                 *encoded_values.wrong(self.storage.by_name, self._by_name, self._formats, self.version),
             )
         ]
@@ -251,3 +269,11 @@ class BenchDestination:
                     "are padding"
                 )
         return found
+
+
+def step(changes: Sequence[values.Change], share: float) -> list[values.Change]:
+    """With one more step of a share."""
+    *before, last = changes or [values.Change(share)]
+    if last.share != share:
+        before, last = [*before, last], values.Change(share)
+    return [*before, replace(last, steps=last.steps + 1)]

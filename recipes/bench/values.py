@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -26,6 +27,19 @@ _BINADE_AT = {2: 7, 4: 23}
 _BINADES = 16
 _BLOCK = 128
 _MULTIPLIER = -1640531535  # 2654435761, Knuth's multiplicative hash, as a signed 32-bit number
+
+
+@dataclass(frozen=True)
+class Change:
+    """Steps in each of which a share of all elements has its lowest bit flipped, others in each step until all have been.
+
+    Attributes:
+        share: between 0 and 1.
+        steps: that have been taken.
+    """
+
+    share: float
+    steps: int = 0
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,6 +76,17 @@ def stacked(
     return _box_bits(names, box, full_shape, dtype.itemsize, device, version).view(dtype)
 
 
+def change(fragments: Iterable[Fragment], taken: Change) -> None:
+    """Take the last step of ``taken`` in place."""
+    before = replace(taken, steps=taken.steps - 1)
+    for fragment in fragments:
+        target = bits(fragment.view)
+        for part, box in _pieces(fragment):
+            raw = _raw([fragment.name], box, fragment.full_shape or (1,), fragment.view.device)[0]
+            flips = _flips(raw, taken) ^ _flips(raw, before)
+            target[part].bitwise_xor_(flips.to(target.dtype).reshape(target[part].shape))
+
+
 def advance(tensors: Iterable[torch.Tensor], old: int, new: int) -> None:
     """Turn values of version ``old`` into those of ``new``, in place: one cheap pass over each storage."""
     for tensor in tensors:
@@ -75,13 +100,13 @@ def poison(tensors: Iterable[torch.Tensor]) -> None:
         bits(tensor).fill_(-1)
 
 
-def wrong(fragments: Sequence[Fragment], version: int) -> list[Fragment]:
-    """The fragments that differ from their true values in any bit."""
+def wrong(fragments: Sequence[Fragment], version: int, changes: Sequence[Change] = ()) -> list[Fragment]:
+    """The fragments that differ in any bit from their true values of a version, which ``changes`` were made to."""
     flags: list[torch.Tensor] = []
     owners: list[Fragment] = []
     for fragment in fragments:
         held = bits(fragment.view)
-        for part, expected in _expected(fragment, version):
+        for part, expected in _expected(fragment, version, changes):
             flags.append((held[part] != expected).any())
             owners.append(fragment)
     if not flags:
@@ -95,14 +120,23 @@ def poisoned(tensor: torch.Tensor) -> int:
     return int((bits(tensor) == -1).sum())
 
 
-def _expected(fragment: Fragment, version: int) -> Iterable[tuple[tuple[slice, ...], torch.Tensor]]:
+def _expected(
+    fragment: Fragment, version: int, changes: Sequence[Change] = ()
+) -> Iterable[tuple[tuple[slice, ...], torch.Tensor]]:
     """True bits of a fragment in pieces along its first dimension: (index into the view, bits)."""
+    place = fragment.view.element_size(), fragment.view.device, version, changes
+    for index, piece in _pieces(fragment):
+        found = _box_bits([fragment.name], piece, fragment.full_shape or (1,), *place)[0]
+        yield index, found if fragment.box else found.reshape(())
+
+
+def _pieces(fragment: Fragment) -> Iterable[tuple[tuple[slice, ...], Box]]:
+    """A fragment in pieces along its first dimension: (index into the view, box; a scalar as a vector of one element)."""
     if not fragment.view.numel():
         return
-    box, shape = fragment.box, fragment.full_shape
-    place = fragment.view.element_size(), fragment.view.device, version
+    box = fragment.box
     if not box:
-        yield (), _box_bits([fragment.name], ((0, 1),), (1,), *place).reshape(())
+        yield (), ((0, 1),)
         return
     rows = box[0][1] - box[0][0]
     step = max(1, _CHUNK * rows // fragment.view.numel())
@@ -110,7 +144,7 @@ def _expected(fragment: Fragment, version: int) -> Iterable[tuple[tuple[slice, .
         stop = min(rows, start + step)
         piece = ((box[0][0] + start, box[0][0] + stop), *box[1:])
         index = (slice(start, stop), *(slice(None),) * (len(box) - 1))
-        yield index, _box_bits([fragment.name], piece, shape, *place)[0]
+        yield index, piece
 
 
 def _box_bits(
@@ -120,33 +154,54 @@ def _box_bits(
     itemsize: int,
     device: torch.device,
     version: int,
+    changes: Sequence[Change] = (),
 ) -> torch.Tensor:
-    seeds = [zlib.crc32(name.encode()) - (1 << 31) for name in names]
+    values = _raw(names, box, full_shape, device)
+    flips = [_flips(values, taken) for taken in changes]
     (low, high) = box[-1]
     rows = _row_numbers(device, box[:-1], full_shape[:-1])
-    shape = len(names), *(1,) * rows.dim(), high - low
-
-    def seeded(columns: torch.Tensor) -> torch.Tensor:
-        if len(seeds) == 1:  # without a copy to the device
-            return (columns ^ seeds[0]).view(shape)
-        return (columns ^ torch.tensor(seeds, dtype=torch.int32, device=device).unsqueeze(-1)).view(shape)
-
-    total = math.prod(full_shape[:-1])
-    columns = seeded(_hashes(device, full_shape[-1], 1)[low:high])
-    values = (_hashes(device, total, 2)[rows].unsqueeze(-1) + columns).mul_(_MULTIPLIER)
     # The upper bits are the well mixed ones. The top bit of the exponent stays clear.
     if itemsize < 4:
         values >>= 32 - 8 * itemsize
     if itemsize in _BINADE_AT:
         at = _BINADE_AT[itemsize]
         over = torch.arange(low, high, device=device) // _BLOCK
-        across = seeded(_hashes(device, -(-full_shape[-1] // _BLOCK), 3)[over])
-        down = _hashes(device, -(-total // _BLOCK), 4)[rows // _BLOCK].unsqueeze(-1)
+        across = _seeded(_hashes(device, -(-full_shape[-1] // _BLOCK), 3)[over], names, rows.dim())
+        down = _hashes(device, -(-math.prod(full_shape[:-1]) // _BLOCK), 4)[rows // _BLOCK].unsqueeze(-1)
         binades = (down + across).mul_(_MULTIPLIER)
         binades.bitwise_right_shift_(28).bitwise_and_(_BINADES - 1).bitwise_left_shift_(at)
         values = values.bitwise_and_(~((_BINADES - 1) << at)).bitwise_or_(binades)
     values = values.bitwise_and_(~(1 << (8 * itemsize - 2))).bitwise_xor_(_mask(version, itemsize))
-    return values.to(_BITS[itemsize])
+    made = values.to(_BITS[itemsize])
+    for flip in flips:
+        made.bitwise_xor_(flip.to(made.dtype))
+    return made
+
+
+def _raw(names: Sequence[str], box: Box, full_shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Hashes of elements by weight and place, int32 ``[len(names), *box]``; the upper bits are the well mixed ones."""
+    (low, high) = box[-1]
+    rows = _row_numbers(device, box[:-1], full_shape[:-1])
+    columns = _seeded(_hashes(device, full_shape[-1], 1)[low:high], names, rows.dim())
+    return (_hashes(device, math.prod(full_shape[:-1]), 2)[rows].unsqueeze(-1) + columns).mul_(_MULTIPLIER)
+
+
+def _seeded(columns: torch.Tensor, names: Sequence[str], dims: int) -> torch.Tensor:
+    seeds = [zlib.crc32(name.encode()) - (1 << 31) for name in names]
+    shape = len(names), *(1,) * dims, len(columns)
+    if len(seeds) == 1:  # without a copy to the device
+        return (columns ^ seeds[0]).view(shape)
+    return (columns ^ torch.tensor(seeds, dtype=torch.int32, device=columns.device).unsqueeze(-1)).view(shape)
+
+
+def _flips(raw: torch.Tensor, taken: Change) -> torch.Tensor:
+    """Which elements have been flipped an odd number of times, int64 0 or 1.
+
+    Each element has a place on a circle of 2^32, around which the steps go, each over the next ``share`` of it.
+    """
+    width = round(taken.share * (1 << 32))
+    place = (raw.to(torch.int64) * 0x9E3779B1 >> 7) & 0xFFFFFFFF
+    return (taken.steps * width + 0xFFFFFFFF - place >> 32) & 1
 
 
 def _row_numbers(device: torch.device, box: Box, shape: Sequence[int]) -> torch.Tensor:
