@@ -223,6 +223,18 @@ def test_graphs_that_can_not_be_released_are_not_served(
     _refuses_to_step(scene)
 
 
+def test_refitted_weights_are_not_computed_with_while_the_kv_cache_sleeps(scene: Scene) -> None:
+    scene.driver.sleep(2)
+    scene.driver.wake(["weights"])
+    assert scene.driver.asleep() == {"kv_cache"}
+    scene.sender.refit(0)
+    with pytest.raises(EngineDirty, match="kv_cache"):
+        scene.worker.step("a")
+    scene.driver.wake(["kv_cache"])
+    assert scene.worker.step("a") == "tokens of a"
+    scene.check()
+
+
 def test_a_kv_cache_that_slept_alone_needs_no_refit(scene: Scene) -> None:
     scene.worker.sleep(["kv_cache"])
     scene.driver.wake(["kv_cache"])
