@@ -17,6 +17,8 @@ from .streams import Stream
 
 # Elements that one program writes at a time, and its warps.
 _CHUNK, _WARPS = 256, 4
+# Programs of a multiprocessor.
+_PROGRAMS = 4
 
 
 class Applier(Protocol):
@@ -91,7 +93,7 @@ class DeviceApplier:
         starts, rows = stream_rows(pairs)
         self._rows = (torch.from_numpy(starts).to(device), torch.from_numpy(rows).to(device))
         self._count = len(rows)
-        self._programs = programs_of(device)
+        self._programs = programs_of(device, _PROGRAMS)
         self._listed = torch.empty(self._programs, blocks.MOST, dtype=torch.uint16, device=device)
         self._kernels = {size: self._compiled(size) for size in self._by_size}
 
@@ -121,4 +123,6 @@ class DeviceApplier:
         held = (entries, data, *self._rows, self.total, sizes, self._listed)
         with torch.cuda.device(self._device):
             compiled = apply_blocks.warmup(*held, *constants, grid=(1,), num_warps=_WARPS)
+            # Loads the kernel to the device, which the first refit would wait for.
+            compiled[(1, 1, 1)]
         return lambda count, held: compiled[(count, 1, 1)](*held, *constants)

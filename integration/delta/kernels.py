@@ -138,12 +138,9 @@ def pack_changed(
                     changed = new != old
                     flags = changed.to(tl.int32)
                     of_unit = tl.sum(flags, axis=1)
-                    at = (
-                        done
-                        + (tl.cumsum(of_unit, axis=0) - of_unit)[:, None]
-                        + tl.cumsum(flags, axis=1)
-                        - flags
-                    )
+                    at = done + (tl.cumsum(of_unit, axis=0) - of_unit)[:, None]
+                    if LANES > 1:  # Triton 3.6 does not compile a scan of one element in a loop
+                        at += tl.cumsum(flags, axis=1) - flags
                     element = unit[:, None] * LANES + lane
                     if mode == 0:
                         tl.store(

@@ -18,9 +18,9 @@ from .blocks import COUNTS, Counts
 from .streams import Part, Stream
 
 # Units that a program compares at a time, those that differ of which it looks at by element at a time, and its warps.
-_TILE, _CHUNK, _WARPS = 2048, 128, 8
+_TILE, _CHUNK, _WARPS = 1024, 128, 4
 # Programs of a multiprocessor.
-_PROGRAMS = 4
+_PROGRAMS = 8
 _WEIGH_TILE, _WEIGH_WARPS = 512, 4
 # A block always fits.
 LEAST_ROOM = 1 << 18
@@ -181,7 +181,7 @@ class DevicePacker:
         self._steps = [self._make_steps(found) for found in held]
         # Of the kernels' arguments, as they are compiled for.
         self._like = Room(1, 1, device)
-        self._programs = programs_of(device)
+        self._programs = programs_of(device, _PROGRAMS)
         self._listed = torch.empty(self._programs, _TILE, dtype=torch.uint16, device=device)
         self._launches = [
             [(step.encoders, self._make_launches(step.rows, size)) for step in steps]
@@ -270,11 +270,11 @@ class DevicePacker:
         return made
 
 
-def programs_of(device: torch.device) -> int:
-    """Programs that take tiles or blocks in turns."""
+def programs_of(device: torch.device, each: int) -> int:
+    """Programs that take tiles or blocks in turns, ``each`` for a multiprocessor."""
     if device.type != "cuda":  # Triton's interpreter, in tests
         return 3
-    return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+    return each * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def add_weights(pairs: Sequence[tuple[Strided, Strided]], itemsize: int, total: torch.Tensor) -> None:

@@ -12,16 +12,20 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from rlrefit.integration.delta import kernels as delta_kernels
 from rlrefit.integration.packing import kernels
 from rlrefit.integration.quantize import fp8_kernels
 
 _HOPPER = GPUTarget("cuda", 90, 32)
+# Arguments that are not of int64.
+_NARROW = {"data": "*u8", "scratch": "*u16"}
 _PLACES: dict[str, Any] = {"COLUMNS": 11, "TILE": 512, "NESTED": True}
 
 
 def accesses(kernel: Any, constants: dict[str, Any], warps: int, *pointers: str) -> Counter[str]:
     """How often each kind of access to global memory stands in the kernel's code."""
     signature = {"tiles": "*i32", "rows": "*i64", **dict.fromkeys(pointers, "*i64")}
+    signature |= {name: kind for name, kind in _NARROW.items() if name in pointers}
     signature = {**signature, **dict.fromkeys(constants, "constexpr")}
     ordered = {name: signature[name] for name in kernel.arg_names}
     source = ASTSource(
@@ -66,3 +70,23 @@ def test_blocks_are_read_and_their_codes_written_16_bytes_at_a_time(
     found = accesses(fp8_kernels.quantize_blocks, constants, 4)
     assert (found["ld.global.v4.b32"], found["st.global.v4.b32"]) == (16, 8)
     assert found["st.global.b8"] == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "unit", "nested"), [(2, 16, False), (1, 16, True), (4, 4, True), (8, 8, False)]
+)
+def test_units_are_compared_16_bytes_at_a_time_and_all_elements_packed(
+    size: int, unit: int, nested: bool
+) -> None:
+    word, _, lanes = kernels.COPY_WORDS[unit]
+    constants: dict[str, Any] = {"COLUMNS": 11, "WIDE": word, "WIDE_LANES": lanes}
+    constants |= {
+        "WORD": delta_kernels.WORDS[size],
+        "ITEM": size,
+        "ALIGN": max(4, size),
+        "LANES": unit // size,
+    }
+    constants |= {"TILE": 1024, "CHUNK": 128, "NESTED": nested}
+    pointers = ("place", "counts", "total", "entries", "data", "scratch")
+    found = accesses(delta_kernels.pack_changed, constants, 4, *pointers)
+    assert found["ld.global.v2.b64"] >= (16 if unit == 16 else 0)
