@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -26,6 +26,7 @@ _CHUNK = 1 << 26
 _BINADE_AT = {2: 7, 4: 23}
 _BINADES = 16
 _BLOCK = 128
+_CIRCLE = 1 << 31
 _MULTIPLIER = -1640531535  # 2654435761, Knuth's multiplicative hash, as a signed 32-bit number
 
 
@@ -78,12 +79,11 @@ def stacked(
 
 def change(fragments: Iterable[Fragment], taken: Change) -> None:
     """Take the last step of ``taken`` in place."""
-    before = replace(taken, steps=taken.steps - 1)
     for fragment in fragments:
         target = bits(fragment.view)
         for part, box in _pieces(fragment):
             raw = _raw([fragment.name], box, fragment.full_shape or (1,), fragment.view.device)[0]
-            flips = _flips(raw, taken) ^ _flips(raw, before)
+            flips = _flips(raw, taken.share, taken.steps - 1)
             target[part].bitwise_xor_(flips.to(target.dtype).reshape(target[part].shape))
 
 
@@ -157,7 +157,7 @@ def _box_bits(
     changes: Sequence[Change] = (),
 ) -> torch.Tensor:
     values = _raw(names, box, full_shape, device)
-    flips = [_flips(values, taken) for taken in changes]
+    flips = [_flips(values, taken.share, step) for taken in changes for step in range(taken.steps)]
     (low, high) = box[-1]
     rows = _row_numbers(device, box[:-1], full_shape[:-1])
     # The upper bits are the well mixed ones. The top bit of the exponent stays clear.
@@ -194,14 +194,17 @@ def _seeded(columns: torch.Tensor, names: Sequence[str], dims: int) -> torch.Ten
     return (columns ^ torch.tensor(seeds, dtype=torch.int32, device=columns.device).unsqueeze(-1)).view(shape)
 
 
-def _flips(raw: torch.Tensor, taken: Change) -> torch.Tensor:
-    """Which elements have been flipped an odd number of times, int64 0 or 1.
+def _flips(raw: torch.Tensor, share: float, step: int) -> torch.Tensor:
+    """Which elements are flipped in a step, counted from 0.
 
-    Each element has a place on a circle of 2^32, around which the steps go, each over the next ``share`` of it.
+    Each element has a place on a circle of 2^31, around which the steps go, each over the next ``share`` of it. In 32 bits,
+    since this runs over all weights before each timed refit.
     """
-    width = round(taken.share * (1 << 32))
-    place = (raw.to(torch.int64) * 0x9E3779B1 >> 7) & 0xFFFFFFFF
-    return (taken.steps * width + 0xFFFFFFFF - place >> 32) & 1
+    width = round(share * _CIRCLE)
+    if width >= _CIRCLE:
+        return torch.ones_like(raw, dtype=torch.bool)
+    ahead = raw * _MULTIPLIER
+    return ahead.sub_(step * width % _CIRCLE).bitwise_and_(_CIRCLE - 1) < width
 
 
 def _row_numbers(device: torch.device, box: Box, shape: Sequence[int]) -> torch.Tensor:
