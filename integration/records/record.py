@@ -71,7 +71,7 @@ class RefitRecord:
 class RefitSummary:
     """A refit over all ranks: times are maxima, bytes are sums over generation ranks.
 
-    ``kept_gb_per_s`` is the largest kept shard of a generation rank over the slowest rank's time, in
+    ``changed_share`` is the largest of any engine's, after a sparse refit. ``kept_gb_per_s`` is the largest kept shard of a generation rank over the slowest rank's time, in
     units of 1e9 bytes per second.
     """
 
@@ -84,6 +84,8 @@ class RefitSummary:
     peak_extra_bytes: int
     bytes_verified: int
     host_seconds: float = 0.0
+    bytes_wire: int = 0
+    changed_share: float | None = None
 
 
 def summarize(records: Sequence[RefitRecord]) -> RefitSummary:
@@ -113,4 +115,6 @@ def summarize(records: Sequence[RefitRecord]) -> RefitSummary:
         peak_extra_bytes=max(r.peak_extra_bytes for r in records),
         bytes_verified=sum(r.bytes_verified for r in engines),
         host_seconds=max(r.host_seconds for r in records),
+        bytes_wire=sum(r.bytes_wire for r in engines),
+        changed_share=max((r.changed_share for r in engines if r.changed_share is not None), default=None),
     )
