@@ -24,9 +24,6 @@ class RefitRecord:
         bytes_misc: misc bytes that this rank sent or received.
         bytes_kept: bytes of the parameters that a generation rank keeps (its shard of the model); 0 on trainers.
         bytes_verified: bytes whose checksums were compared.
-        bytes_wire: bytes that travelled of all these: fewer than ``bytes_bulk + bytes_misc`` after a sparse refit.
-        changed_share: of the bulk elements that this rank sends or receives, the share that differed from the version before;
-            None after a dense refit.
         seconds_total: wall time on this rank, until all its work on the device is done, every rank has said so
             and this record is made.
         seconds: time by stage, as :class:`~.clock.StageClock` defines it; stages may overlap, so that
@@ -37,6 +34,9 @@ class RefitRecord:
         timeline: every interval of every stage, in seconds after the refit's start; empty unless asked for.
         stage_peaks: where trainer and engine share GPUs, for each move of the cycle that this refit belongs to the most
             bytes in use on one GPU, by all processes (:mod:`~..colocated.cycle`); else empty.
+        bytes_wire: bytes that travelled of all these: fewer than ``bytes_bulk + bytes_misc`` after a sparse refit.
+        changed_share: of the bulk elements that this rank sends or receives, the share that differed from the version before;
+            None after a dense refit.
     """
 
     version: int
@@ -50,13 +50,13 @@ class RefitRecord:
     bytes_kept: int
     bytes_verified: int
     seconds_total: float
-    bytes_wire: int = 0
-    changed_share: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     host_seconds: float = 0.0
     peak_extra_bytes: int = 0
     timeline: Sequence[Interval] = ()
     stage_peaks: dict[str, int] = field(default_factory=dict)
+    bytes_wire: int = 0
+    changed_share: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for JSON lines; without ``timeline`` and ``stage_peaks`` if there are none."""

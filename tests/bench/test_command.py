@@ -37,6 +37,21 @@ def bench(*arguments):
     return main(["bench", "--device", "cpu", *map(str, arguments)])
 
 
+def test_sparse_refits_are_timed_for_each_share_of_change_and_checked(moe, tmp_path, capsys):
+    figures = tmp_path / "bench.json"
+    code = bench(
+        "--model", moe, "--layers", 2, "--train", "tp=2", "--gen", "tp=1", "--transport", "p2p", "--peers", "none",
+        "--refits", 2, "--changed", "0,5%", "--json", figures,
+    )  # fmt: skip
+    assert code == 0, capsys.readouterr().err
+    none, some = json.loads(figures.read_text())["deltas"]
+    assert (none["changed"], some["changed"]) == (0.0, 0.05)
+    assert none["bit_exact"]
+    assert some["bit_exact"]
+    assert none["wire_ratio"] < 0.05 < some["wire_ratio"] < 0.2
+    assert some["base_bytes"] > 0
+
+
 def test_a_run_gives_a_record_for_each_transport_peers_that_are_exact_and_a_picture(moe, tmp_path, capsys):
     figures, picture = tmp_path / "bench.json", tmp_path / "timeline.png"
     code = bench(

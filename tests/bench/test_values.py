@@ -63,6 +63,23 @@ def test_advancing_equals_writing_the_next_version_and_changes_every_element():
             assert (values.bits(before) != values.bits(moved)).all()
 
 
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
+def test_each_step_changes_its_share_of_all_elements_alike_in_whole_and_parts(share):
+    whole, part = fragment("w", (200, 300)), fragment("w", (200, 300), ((20, 90), (7, 260)))
+    for one in (whole, part):
+        values.write([one], 5)
+    for step in (1, 2, 3):
+        before = values.bits(whole.view).clone()
+        taken = values.Change(share, step)
+        for one in (whole, part):
+            values.change([one], taken)
+        changed = (values.bits(whole.view) != before).float().mean().item()
+        assert changed == pytest.approx(share, rel=0.1)
+        assert values.wrong([whole, part], 5, [taken]) == []
+        # All elements flipped twice are what they were.
+        assert len(values.wrong([whole], 5)) == (share > 0 and (share < 1 or step != 2))
+
+
 def test_a_wrong_bit_a_neighbour_a_namesake_and_an_old_version_are_all_noticed():
     good = fragment("layers.0.w", (32, 48))
     values.write([good], 2)
