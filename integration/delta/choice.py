@@ -51,7 +51,9 @@ class Choice:
             self._sparse_s = float("nan")
         self._paused = self._refits < self._resume_at
         sparse = not self._paused and not flags & (DENSE | PAUSE) and self._base is not None
-        self._kind = Kind(sparse, takes_base=not sparse and not self._paused)
+        # The first refit of an epoch takes longer than later ones, and is no measure of a dense refit.
+        measured = self._mode == "always" or self._refits > 0
+        self._kind = Kind(sparse, takes_base=measured and not sparse and not self._paused)
         self._refits += 1
         self._base = None
         return self._kind

@@ -33,6 +33,8 @@ from .streams import Part, Stream, received, sent
 
 # Of a section's dense bytes the share that its blocks have room for; what finds none is packed in a further pass.
 _ROOM_SHARE = 8
+# A block's place in the data is told in 30 bits, in units of 4 bytes.
+_MOST_ROOM = 1 << 31
 # Sections that are packed or on the wire at a time.
 _SLOTS = 2
 # What is told ahead of a section's blocks, int64: blocks, bytes of their data, bytes of an element, whether it is the last, and
@@ -276,7 +278,7 @@ class DeltaPath:
         return sum(memory.nbytes for memory in kept if memory.device.type == self._device.type)
 
     def _room_bytes(self, streams: int) -> int:
-        return max(LEAST_ROOM, self._bucket_bytes // (_SLOTS * max(1, streams)))
+        return min(max(LEAST_ROOM, self._bucket_bytes // (_SLOTS * max(1, streams))), _MOST_ROOM)
 
     def _run(self, clock: StageClock, meanwhile: Callable[[], None], have_moved: Callable[[], bool]) -> bool:
         for stream in (self._pack, self._wire, self._apply):
