@@ -147,13 +147,15 @@ def analyse(
     for other in layouts[1:]:
         if other.predicted_seconds < (1 - _FAN_OUT_GAIN) * chosen.predicted_seconds:
             chosen = other
+    bound = chosen.assignment.least_seconds()
     return Analysis(
         manifest=manifest,
         topology=topology,
         pair_bytes=chosen.pairs,
         links=chosen.links,
-        bound_seconds=chosen.assignment.least_seconds(),
-        predicted_seconds=chosen.predicted_seconds,
+        bound_seconds=bound,
+        # The simulation shares whole bytes out among siblings, and has none left of a single one.
+        predicted_seconds=max(bound, chosen.predicted_seconds),
         fan_out=any(len(receiver.ranks) > 1 for receiver in chosen.assignment.receivers),
         bucket_bytes=bucket_bytes,
         pace=pace,

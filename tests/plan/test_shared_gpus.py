@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.plan import Topology, analyse
@@ -17,6 +17,11 @@ from .worlds import Layouts, both_ends_agree, layouts, plans_of, run_plans
 RATES = {"nvlink_gb_per_s": 300.0, "copy_gb_per_s": 1500.0}
 
 
+# A single byte, which siblings can't share.
+ONE_BYTE = Layouts([TensorSpec("w", (), torch.uint8)], [{"w": [()]}], [{}, {"w": [()]}, {"w": [()]}])
+
+
+@example(world=ONE_BYTE, bucket=1300, fan_out=None)
 @given(world=layouts(), bucket=st.integers(1300, 6000), fan_out=st.sampled_from([None, True]))
 @settings(max_examples=60, deadline=None)
 def test_what_a_neighbour_on_the_gpu_holds_comes_from_it_alone_and_every_byte_comes_once(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import socket
@@ -101,8 +102,14 @@ def test_the_demo_has_a_run_of_its_own_each_time_and_takes_a_name(tmp_path: Path
     (tmp_path / "runs" / "grpo_tiny" / "checkpoints" / "step_000020").mkdir(parents=True)
 
     def config(*arguments: str) -> TrainConfig:
+        # Without what `make test ARGS=…` hands on to the tests.
+        env = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES")
+        }
         said = subprocess.run(
-            ["make", "-n", "demo", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+            ["make", "-n", "demo", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=True
         ).stdout
         (command,) = [line for line in said.splitlines() if "rlrefit train" in line]
         _, _, recipe, *others = shlex.split(command)
