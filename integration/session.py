@@ -31,6 +31,7 @@ from .config import RefitConfig, require_equal_settings
 from .control import Rendezvous
 from .control.channel import Channel
 from .control.world import RefitWorld
+from .delta.choice import DENSE
 from .engine.refit import Moved, RefitEngine
 from .errors import EngineDirty, RefitError, RefitTimeout, end_all
 from .records.clock import StageClock
@@ -306,8 +307,9 @@ class RefitSession:
         """Follow storages that have moved on any rank, and meet again."""
         self._follows += 1
         with self._clock.stage("bind"):
-            self.engine.rebind()
-            self._meet_to_write(f"follow/{self._follows}", version)
+            flags = DENSE if self.engine.rebind() else 0
+            if self._meet_to_write(f"follow/{self._follows}", version, flags) & DENSE:
+                self.engine.again()
 
     def _move(self, version: int, *, may_be_void: bool) -> tuple[Moved, bool]:
         """Move all weights, and meet; what this rank moved, and whether it counts for nothing on any rank.

@@ -142,17 +142,17 @@ def pack_changed(
                     if LANES > 1:  # Triton 3.6 does not compile a scan of one element in a loop
                         at += tl.cumsum(flags, axis=1) - flags
                     element = unit[:, None] * LANES + lane
+                    # No more than there is room for, should someone write the weights meanwhile.
+                    fits = changed & (at < count)
                     if mode == 0:
-                        tl.store(
-                            block.to(tl.pointer_type(tl.uint16)) + at, element.to(tl.uint16), mask=changed
-                        )
+                        tl.store(block.to(tl.pointer_type(tl.uint16)) + at, element.to(tl.uint16), mask=fits)
                     if LANES >= 8:  # noqa: SIM102 - narrower units would not compile
                         if mode == 1:
                             bits = tl.reshape(flags << (lane & 7), (CHUNK, LANES // 8, 8))
                             byte = unit[:, None] * (LANES // 8) + tl.arange(0, LANES // 8)[None, :]
                             tl.store(block + byte, tl.sum(bits, axis=2).to(tl.uint8), mask=there)
                     if mode < 2:
-                        tl.store(landed + at, new, mask=changed)
+                        tl.store(landed + at, new, mask=fits)
                     tl.store(base + (at_b[:, None] * LANES + lane), new, mask=there)
                     place_16 = stream + at_b.to(tl.int64) * (LANES * ITEM)
                     part = 2 * ((place_16 & 15).to(tl.int32)[:, None] + lane * ITEM) + 1

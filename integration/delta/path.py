@@ -8,6 +8,7 @@ once it is packed, so it travels ahead.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from ..comm.group import Exchange, Group, PeerBuffer
+from ..comm.waiting import ends_within
 from ..errors import RefitMismatch, TransportUnavailable, VerificationError, end_all
 from ..layout import Fragment
 from ..packing import NotComputable
@@ -31,12 +33,17 @@ from .blocks import ENTRY_BYTES, Counts
 from .packer import LEAST_ROOM, Base, Packer, Room, make_packer
 from .streams import Part, Stream, received, sent
 
+logger = logging.getLogger(__name__)
+
 # Of a section's dense bytes the share that its blocks have room for; what finds none is packed in a further pass.
 _ROOM_SHARE = 8
 # A block's place in the data is told in 30 bits, in units of 4 bytes.
 _MOST_ROOM = 1 << 31
 # Sections that are packed or on the wire at a time.
 _SLOTS = 2
+# Seconds that a failed epoch waits for its own kernels; and what those may still use that did not end by then.
+_DRAIN_WITHIN = 5.0
+_left_running: list[object] = []
 # What is told ahead of a section's blocks, int64: blocks, bytes of their data, bytes of an element, whether it is the last, and
 # then the weight sum, and elements that differed.
 _HEADER = 6
@@ -109,6 +116,8 @@ class DeltaPath:
         self._pack, self._wire, self._apply = (make_stream(self._device) for _ in range(3))
         self._events: dict[tuple[str, int], Event] = {}
         self._under_way: list[Exchange] = []
+        # Of the step before: what has arrived of each source, to be written.
+        self._arrived: list[tuple[_Incoming, torch.Tensor, torch.Tensor, int]] = []
 
     def describe(self) -> dict[int, list[list[int]]]:
         """For each trainer rank which of its messages this rank gets, in the order of its stream."""
@@ -163,20 +172,29 @@ class DeltaPath:
             for one in self._outgoing:
                 self._require_readable(one.stream, views)
                 if one.base is None:
-                    one.base = Base(one.stream, self._device, self._where)
+                    one.base = self._allocated(partial(Base, one.stream, self._device, self._where))
                 one.packer = make_packer(one.sections, views, one.base, self._device)
-                if not one.rooms:
+                # Weights that come back with other strides may take more blocks.
+                if not one.rooms or one.packer.entries > len(one.rooms[0].entries):
                     nbytes = self._room_bytes(len(self._outgoing))
-                    one.rooms = [Room(one.packer.entries, nbytes, self._device) for _ in range(_SLOTS)]
+                    make = partial(Room, one.packer.entries, nbytes, self._device)
+                    one.rooms = [self._allocated(make) for _ in range(_SLOTS)]
             for source in self._incoming:
                 source.applier = make_applier(source.stream, views, source.total, self._device)
-        except (NotComputable, torch.OutOfMemoryError) as error:
-            raise TransportUnavailable(
-                f"deltas can't be made: {error}", stage="bind", rank=self._rank
-            ) from error
+        except NotComputable as error:
+            raise self._unavailable(error) from error
         if self._device.type == "cuda":
             # The tables must have reached the device: a refit may run on another stream than this one.
             torch.cuda.current_stream(self._device).synchronize()
+
+    def _allocated[T](self, make: Callable[[], T]) -> T:
+        try:
+            return make()
+        except RuntimeError as error:  # of any allocator: the device's, page-locked memory's
+            raise self._unavailable(error) from error
+
+    def _unavailable(self, error: Exception) -> TransportUnavailable:
+        return TransportUnavailable(f"deltas can't be made: {error}", stage="bind", rank=self._rank)
 
     def _require_readable(self, stream: Stream, views: LiveViews) -> None:
         for part in stream.parts:
@@ -226,14 +244,12 @@ class DeltaPath:
         self,
         clock: StageClock,
         meanwhile: Callable[[], None] | None,
-        have_moved: Callable[[], bool],
     ) -> TransferResult:
         """Move what differs from the base.
 
         Args:
             clock: of the refit.
             meanwhile: as :meth:`..transport.Transport.run`.
-            have_moved: called while blocks are on their way: whether weights lay elsewhere than they were compared.
 
         Raises:
             PeerLost, RefitTimeout: from the wire.
@@ -248,22 +264,38 @@ class DeltaPath:
                 meanwhile()
 
         try:
-            void = self._run(clock, on_callers_stream, have_moved)
+            self._run(clock, on_callers_stream)
         except BaseException:
             for exchange in self._under_way:
                 exchange.drop()
             raise
         finally:
-            self._under_way = []
+            self._under_way, self._arrived = [], []
             if caller is not None:
                 torch.cuda.set_stream(caller)
-        return self._result(void)
+        return self._result()
 
     def close(self, *, failed: bool = False) -> None:
         """Close the group and free the base and all buffers; safe to call twice."""
         opened, self._open = self._open, []
-        end_all(partial(group.close, failed=failed) for group in opened)
-        self._outgoing, self._incoming = [], []
+        try:
+            end_all(partial(group.close, failed=failed) for group in opened)
+        finally:
+            if failed and self._device.type == "cuda" and not self._drained():
+                logger.warning("kernels of a failed refit are still under way; their memory is kept")
+                _left_running.append((self._outgoing, self._incoming))
+            self._outgoing, self._incoming = [], []
+
+    def _drained(self) -> bool:
+        """Whether the kernels on this path's streams have ended, which may still use the base and the rooms."""
+        ends = [make_event(self._device) for _ in range(3)]
+        try:
+            for stream, end in zip((self._pack, self._wire, self._apply), ends, strict=True):
+                stream.record(end)
+            return ends_within(lambda: all(end.query() for end in ends), _DRAIN_WITHIN)
+        except torch.AcceleratorError as error:
+            logger.warning("the GPU is lost: %s", error)
+            return False
 
     @property
     def staging_bytes(self) -> int:
@@ -280,7 +312,7 @@ class DeltaPath:
     def _room_bytes(self, streams: int) -> int:
         return min(max(LEAST_ROOM, self._bucket_bytes // (_SLOTS * max(1, streams))), _MOST_ROOM)
 
-    def _run(self, clock: StageClock, meanwhile: Callable[[], None], have_moved: Callable[[], bool]) -> bool:
+    def _run(self, clock: StageClock, meanwhile: Callable[[], None]) -> None:
         for stream in (self._pack, self._wire, self._apply):
             stream.wait_caller()
         for one in self._outgoing:
@@ -291,13 +323,11 @@ class DeltaPath:
         self._pack_next(0, clock)
         # In the same place of every rank's order of exchanges.
         meanwhile()
-        void = have_moved()
         step = 0
         while not all(one.ended for one in self._outgoing) or not all(i.ended for i in self._incoming):
             self._step(step, clock)
             step += 1
         self._end(clock, step)
-        return void
 
     def _pack_next(self, step: int, clock: StageClock, only: Sequence[_Outgoing] | None = None) -> None:
         """Pack the next section of each stream into the slot of ``step``."""
@@ -331,6 +361,7 @@ class DeltaPath:
             one.ended = not one.queue and step + 1 not in one.packed
         self._pack_next(step + 1, clock, [one for one in late if step + 1 not in one.packed])
         headers = self._exchange_headers(step, sending, receiving, counts, clock)
+        self._apply_arrived(step - 1, clock)
         receives, arrived = [], []
         for source in receiving:
             found, size, itemsize, last, source.expected, source.changed = headers[source.source]
@@ -352,8 +383,21 @@ class DeltaPath:
         event = self._event("sent", step)
         with self._wire.timed(clock, "transfer", event, exchange.finish):
             exchange.start("transfer")
+        self._arrived = arrived
+
+    def _apply_arrived(self, step: int, clock: StageClock) -> None:
+        """Write the blocks of a step that have landed.
+
+        Only once the host knows that they have, and that no peer has gone: an exchange that was given up leaves anything in
+        the rooms, and blocks tell where they are written.
+        """
+        arrived, self._arrived = self._arrived, []
+        if not arrived:
+            return
+        with clock.waiting():
+            self._group.wait_for([self._event("sent", step)], "transfer")
         self._apply.enter()
-        self._apply.wait_event(event)
+        self._apply.wait_event(self._event("sent", step))
         with self._apply.timed(clock, "unpack", self._event("applied", step)):
             for source, entries, data, itemsize in arrived:
                 assert source.applier is not None, "bind comes before run"
@@ -424,6 +468,7 @@ class DeltaPath:
 
     def _end(self, clock: StageClock, steps: int) -> None:
         """Wait for all, and compare the weight sums."""
+        self._apply_arrived(steps - 1, clock)
         events = [self._event(kind, step) for step in range(steps) for kind in ("sent", "applied")]
         with clock.waiting():
             self._group.wait_for(events, "transfer")
@@ -443,7 +488,7 @@ class DeltaPath:
                 blamed=source.source,
             )
 
-    def _result(self, void: bool) -> TransferResult:
+    def _result(self) -> TransferResult:
         payload = sum(one.stream.payload_bytes * len(one.receivers) for one in self._outgoing)
         payload += sum(i.stream.payload_bytes for i in self._incoming)
         verified = sum(i.stream.payload_bytes for i in self._incoming) if self._verify != "off" else 0
@@ -454,7 +499,6 @@ class DeltaPath:
         return TransferResult(
             payload,
             verified,
-            void,
             wire_bytes=sum(o.sent_bytes for o in self._outgoing)
             + sum(i.received_bytes for i in self._incoming),
             changed_share=sum(n for n, _ in sides) / elements if elements else 0.0,

@@ -96,7 +96,8 @@ def received(plan: Plan) -> dict[int, list[tuple[MessageKey, Message]]]:
             # A relay comes in the round after the one in which the passing rank got it.
             first = message.source if message.is_relay else message.destination
             found.setdefault(message.origin, []).append(((first, message.round_index & ~1), message))
-    return found
+    # Alike for replicas that pass on to each other what they get, so that they share a stream.
+    return {origin: sorted(held, key=lambda pair: pair[0]) for origin, held in found.items()}
 
 
 def sent(plan: Plan) -> dict[MessageKey, Message]:

@@ -46,6 +46,7 @@ class BulkPath:
         fragments: Sequence[Fragment],
         *,
         sleeps: bool = False,
+        quantized: bool = False,
     ):
         """Open the chosen transport.
 
@@ -58,6 +59,7 @@ class BulkPath:
             chosen: name of the transport, and why.
             fragments: this rank's.
             sleeps: whether this rank frees their memory between refits, as engines with a sleep mode do.
+            quantized: whether this rank is an engine's that stores codes and scales.
 
         Raises:
             TransportUnavailable: on every rank, if any can't; under ``auto`` only if the fallback can't either.
@@ -80,7 +82,7 @@ class BulkPath:
         self._deltas: DeltaPath | None = None
         self._must_be_sparse = config.delta == "always"
         try:
-            if config.delta != "off" and isinstance(plan, Plan):
+            if config.delta != "off" and isinstance(plan, Plan) and self._may_be_sparse(sleeps, quantized):
                 self._deltas = self._open_deltas(choice, config, device, plan)
             self.bind(fragments)
             # The first refit may be far: an engine sleeps and a trainer trains before it.
@@ -89,6 +91,21 @@ class BulkPath:
             failed = not isinstance(error, TransportUnavailable)
             end_all([partial(self.close, failed=failed)], error)
             raise
+
+    def _may_be_sparse(self, sleeps: bool, quantized: bool) -> bool:
+        """Whether all engines hold between two refits what the first one left; a vote."""
+        reason = ""
+        if not self._channel.world.is_source:
+            if sleeps:
+                reason = "it gives the memory of its weights back between refits"
+            elif quantized:
+                reason = "its work after a refit may rewrite codes and scales that have landed"
+        reasons = self._channel.vote("delta/able", reason)
+        found = next(((rank, why) for rank, why in enumerate(reasons) if why), None)
+        if found is not None and self._channel.world.rank == 0:
+            who = self._channel.world.describe(found[0])
+            logger.warning("policy.refit.delta has no effect, and refits are dense: %s: %s", who, found[1])
+        return found is None
 
     def _open_deltas(
         self, choice: GroupChoice, config: RefitConfig, device: torch.device, plan: Plan
@@ -187,7 +204,8 @@ class BulkPath:
 
     def check_during_run(self, have_moved: Callable[[], bool]) -> bool:
         """As :meth:`~..transport.Transport.check_during_run`."""
-        return self._transport.check_during_run(have_moved)
+        # What compares weights reads them twice, and must find them where they lie.
+        return self._deltas is None and self._transport.check_during_run(have_moved)
 
     def confirm_unmoved(self) -> None:
         """As :meth:`~..transport.Transport.confirm_unmoved`."""
@@ -230,7 +248,7 @@ class BulkPath:
             return self._transport.run(clock, aside)
         start = time.perf_counter()
         if self._kind.sparse:
-            result = self._deltas.run(clock, aside, self._transport.check_moved)
+            result = self._deltas.run(clock, aside)
             self._choice.took(time.perf_counter() - start)
             return result
         result = self._transport.run(clock, aside)

@@ -126,6 +126,7 @@ class RefitEngine:
         specs = agree_on_specs(self.channel, endpoint)
         self._endpoint, specs, formats = agree_on_formats(self.channel, self.config, endpoint, specs)
         self._scales = ScaleWatch(formats, self.world.rank)
+        self._quantized = bool(formats)
         # The engine checks here that the weights fill it, before anything is written.
         fragments, refused = self._fragments(specs)
         if not self.world.is_source:
@@ -195,6 +196,7 @@ class RefitEngine:
                 self._chosen,
                 fragments,
                 sleeps=gives_memory_back(self._endpoint),
+                quantized=not self.world.is_source and self._quantized,
             )
             self._shared_scales = SharedScales.open(self.channel, self._group_choice, self._cut_slots, device)
             if self._shared_scales is not None:
@@ -243,9 +245,7 @@ class RefitEngine:
         Args:
             held: the version that an engine rank holds, if it is clean.
         """
-        # Memory that was given back may have come back with other content.
-        surely = None if gives_memory_back(self._endpoint) else held
-        return self._bulk.wishes(surely) if self._bulk is not None else 0
+        return self._bulk.wishes(held) if self._bulk is not None else 0
 
     def decide(self, flags: int) -> None:
         """Choose between a dense and a sparse refit, from what all ranks wish."""
@@ -262,8 +262,11 @@ class RefitEngine:
         if self._bulk is not None:
             self._bulk.commit(version)
 
-    def rebind(self) -> None:
+    def rebind(self) -> bool:
         """Follow moved storages. A collective: called on all ranks if any is stale, before the engine is dirty.
+
+        Returns:
+            Whether this is an engine's rank whose weights lie elsewhere now, so that they may be others.
 
         Raises:
             RefitMismatch: on every rank, if a weight changed on any beyond its place: its shape, its box or its dtype.
@@ -274,9 +277,11 @@ class RefitEngine:
         if self._shared_scales is not None:
             self._shared_scales.bind(fragments)
         storage = self._storage_now()
-        if storage != self._storage:  # and not a peer's alone
+        moved = storage != self._storage  # and not a peer's alone
+        if moved:
             self._watch_scales(fragments)
         self._storage = storage
+        return moved and not self.world.is_source
 
     def send_weights(self, version: int, clock: StageClock) -> Moved:
         """Trainer ranks: send all weights once."""

@@ -90,7 +90,7 @@ class Transport(ABC):
         if self._memory is not None:
             self._memory.confirm_unmoved()
 
-    def check_moved(self) -> bool:
+    def _check_moved(self) -> bool:
         """Call what :meth:`check_during_run` accepted, if anything; whether weights have moved."""
         have_moved, self._have_moved = self._have_moved, None
         return have_moved is not None and have_moved()

@@ -150,7 +150,7 @@ class P2PTransport(GroupTransport):
                     torch.cuda.set_stream(caller)
         else:
             waited_for = self._enqueue(bound, refit, clock, meanwhile)
-        void = self.check_moved()
+        void = self._check_moved()
         with clock.waiting():
             self.group.wait_for(waited_for, "transfer")
         for one in bound.checksums.damaged():

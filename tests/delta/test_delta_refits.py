@@ -12,7 +12,7 @@ from rlrefit.integration.errors import PeerLost, RefitError, VerificationError
 from rlrefit.integration.session import RefitSession
 from tests.refit.synthetic import held_by, move, run_world
 
-from .scene import CONFIG, Destination, Source, refit, refits, world
+from .scene import CONFIG, SPECS, Destination, Source, layout, refit, refits, source, world
 
 
 def run(body: Any, config: RefitConfig = CONFIG, **kwargs: Any) -> list[Any]:
@@ -143,3 +143,47 @@ def test_another_transport_than_shard_to_shard_is_refused() -> None:
         RefitConfig(delta="auto", transport="golden")
     with pytest.raises(ValueError, match="delta_base"):
         RefitConfig(delta_base="disk")
+
+
+@pytest.mark.parametrize("mode", ["auto", "always"])
+def test_refits_of_an_engine_that_gives_its_memory_back_are_dense_and_no_base_is_kept(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Destination, "gives_memory_back", True, raising=False)
+    dense = run(refits(1, 2, 3), replace(CONFIG, delta="off"))
+    for of_rank, as_off in zip(run(refits(1, 2, 3), replace(CONFIG, delta=mode)), dense, strict=True):
+        assert [(wrong, record.changed_share) for record, wrong in of_rank] == [([], None)] * 3
+        assert of_rank[-1][0].peak_extra_bytes <= as_off[-1][0].peak_extra_bytes
+
+
+def test_an_engine_whose_weights_lie_elsewhere_once_a_trainer_was_followed_gets_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fragments(self: Any, specs: Any) -> Any:
+        # As engines do that stage what they take: memory of its own each time it is asked.
+        if self.finished:
+            move(self)
+            self.poison()
+        return original(self, specs)
+
+    original = Destination.fragments
+    monkeypatch.setattr(Destination, "fragments", fragments)
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        refit(session, endpoint, 1)
+        if rank == 0:
+            move(endpoint)
+        return refit(session, endpoint, 2)
+
+    for record, wrong in run(body):
+        assert (wrong, record.changed_share) == ([], None)
+
+
+def test_replicas_that_pass_on_to_each_other_share_a_base() -> None:
+    sources = [source(0, 1)]
+    replicas = [Destination(SPECS, layout(0, 1)) for _ in range(2)]
+    one = run_world(sources, replicas[:1], refits(1, 2, 3), CONFIG)
+    both = run_world(sources, replicas, refits(1, 2, 3), CONFIG)
+    assert [wrong for of_rank in both for _, wrong in of_rank] == [[]] * 9
+    assert all(of_rank[-1][0].changed_share is not None for of_rank in both)
+    assert both[0][-1][0].peak_extra_bytes < 1.5 * one[0][-1][0].peak_extra_bytes

@@ -393,7 +393,7 @@ class IpcTransport(Transport):
                 for encoder in self._encoders:
                     encoder.launch()
             # While the copies run: whether the weights still lay where they were read.
-            if self.check_moved():
+            if self._check_moved():
                 self._signal_receivers(void(self._refits))
                 return True
             self._signal_receivers(data_landed(self._refits))
