@@ -55,7 +55,7 @@ class _Outgoing:
 
     stream: Stream
     receivers: list[int]
-    sections: list[tuple[Part, ...]]
+    sections: list[tuple[Part, ...]] = field(default_factory=list)
     rooms: list[Room] = field(default_factory=list)
     base: Base | None = None
     packer: Packer | None = None
@@ -146,7 +146,7 @@ class DeltaPath:
                     blamed=receiver,
                 ) from error
             if stream.parts:
-                by_key.setdefault(stream.key, _Outgoing(stream, [], [])).receivers.append(receiver)
+                by_key.setdefault(stream.key, _Outgoing(stream, [])).receivers.append(receiver)
         self._outgoing = list(by_key.values())
         for one in self._outgoing:
             one.sections = one.stream.sections(self._room_bytes(len(self._outgoing)) * _ROOM_SHARE)
@@ -240,11 +240,7 @@ class DeltaPath:
                     self._compare(source)
         return sum(i.stream.payload_bytes for i in self._incoming) if self._verify != "off" else 0
 
-    def run(
-        self,
-        clock: StageClock,
-        meanwhile: Callable[[], None] | None,
-    ) -> TransferResult:
+    def run(self, clock: StageClock, meanwhile: Callable[[], None]) -> TransferResult:
         """Move what differs from the base.
 
         Args:
@@ -260,8 +256,7 @@ class DeltaPath:
         def on_callers_stream() -> None:
             if caller is not None:
                 torch.cuda.set_stream(caller)
-            if meanwhile is not None:
-                meanwhile()
+            meanwhile()
 
         try:
             self._run(clock, on_callers_stream)

@@ -5,7 +5,7 @@ A rank that sends the same parts of the same weights to several engines has one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -108,8 +108,3 @@ def sent(plan: Plan) -> dict[MessageKey, Message]:
 
 def _itemsize(segment: Segment) -> int:
     return segment.nbytes // volume(segment.box)
-
-
-def payload_bytes(streams: Sequence[Stream]) -> int:
-    """Of several streams."""
-    return sum(stream.payload_bytes for stream in streams)
