@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -34,7 +35,11 @@ class Applier(Protocol):
         """Set ``total`` from all live weights."""
 
     def apply(self, entries: torch.Tensor, data: torch.Tensor, itemsize: int) -> None:
-        """Write blocks: entries int64 ``[n, 2]`` and data uint8, of elements of one size; ``total`` follows."""
+        """Write blocks: entries int64 ``[n, 2]`` and data uint8, of elements of one size; ``total`` follows.
+
+        Raises:
+            Damaged: on a CPU, a block reaches beyond the weights or the data; nothing was written.
+        """
 
 
 def make_applier(stream: Stream, views: LiveViews, total: torch.Tensor, device: torch.device) -> Applier:
@@ -59,10 +64,9 @@ class HostApplier:
             self.total += blocks.weigh(bits, blocks.places(part.start, bits.size, part.itemsize))
 
     def apply(self, entries: torch.Tensor, data: torch.Tensor, itemsize: int) -> None:
-        raw = data.numpy()
-        for entry in entries.tolist():
-            first, index, values = blocks.unpack(entry, raw, itemsize)
-            place = bisect_right(self._starts, first) - 1
+        for _ in self._blocks(entries, data, itemsize):
+            pass  # all of them are whole, or nothing is written
+        for place, first, index, values in self._blocks(entries, data, itemsize):
             live = self._live[place].view(_SIGNED[itemsize])
             inside = torch.from_numpy((first - self._starts[place]) // itemsize + index)
             where = torch.unravel_index(inside, live.shape) if live.dim() else (...,)
@@ -71,6 +75,21 @@ class HostApplier:
             self.total += blocks.weigh_change(values, old, stream)
             new = torch.from_numpy(np.array(values))
             live[where] = new if live.dim() else new[0]
+
+    def _blocks(
+        self, entries: torch.Tensor, data: torch.Tensor, itemsize: int
+    ) -> Iterator[tuple[int, int, blocks.Ints, blocks.Bits]]:
+        """Number of the part that each block belongs to, and what it is."""
+        raw = data.numpy()
+        for entry in entries.tolist():
+            first, index, values = blocks.unpack(entry, raw, itemsize)
+            place = bisect_right(self._starts, first) - 1
+            part = self._parts[place]
+            inside = first - part.start
+            end = inside + itemsize * (int(index.max()) + 1)
+            if place < 0 or inside % itemsize or end > part.segment.nbytes or part.itemsize != itemsize:
+                raise blocks.Damaged(f"a block at byte {first} of the stream reaches beyond a weight")
+            yield place, first, index, values
 
 
 # Bits of elements, which fancy indexing takes for any dtype.

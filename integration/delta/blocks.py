@@ -9,7 +9,8 @@ A *block* is what differs among neighbouring elements of a stream, at most :data
   :data:`BITMAP` (a bit for each element, least significant first, then the values of those whose bit is set) and
   :data:`WHOLE` (all values). Values begin at a multiple of 4 bytes, or of 8 if an element has 8.
 
-Blocks overwrite, so that their order does not matter, and one that comes twice does no harm.
+Blocks overwrite, so that their order does not matter, and one that comes twice does no harm. A *header* tells ahead of a
+section's blocks how many there are.
 
 The *weight sum* of a stream is the sum over all elements of ``value · (2 · (byte mod 16) + 1) · w(byte div 16)`` modulo 2^64, where
 ``value`` is the element's bits as a signed number, ``byte`` its place in the stream, and ``w`` a hash of 32 bits, made odd. Each
@@ -37,6 +38,10 @@ Bits = npt.NDArray[np.signedinteger[np.typing.NBitBase]]
 Ints = npt.NDArray[np.int64]
 
 
+class Damaged(ValueError):
+    """What has arrived can't be what was packed; the text says why."""
+
+
 class Counts(NamedTuple):
     """What a pass over a section has packed."""
 
@@ -45,6 +50,46 @@ class Counts(NamedTuple):
     nbytes: int
     without_room: int
     changed: int
+
+
+class Header(NamedTuple):
+    """What is told ahead of a section's blocks, as int64.
+
+    Attributes:
+        blocks: of the section.
+        nbytes: of their data.
+        itemsize: of an element.
+        last: whether no section follows.
+        total: weight sum of the stream once all blocks so far are written; on the device, where it is filled in.
+        changed: elements that differed, in all sections so far.
+        check: sum over the others but ``total``, which is compared with the receiver's own in the end.
+    """
+
+    blocks: int
+    nbytes: int
+    itemsize: int
+    last: int
+    total: int
+    changed: int
+    check: int
+
+    @classmethod
+    def of(cls, found: Counts, itemsize: int, *, last: bool, changed: int) -> Header:
+        """Of a pass; without ``total``."""
+        made = cls(found.blocks, found.nbytes, itemsize, int(last), 0, changed, 0)
+        return made._replace(check=made._sum())
+
+    def require_whole(self) -> None:
+        """Check it as it has arrived.
+
+        Raises:
+            Damaged: it is not what was told.
+        """
+        if self.check != self._sum():
+            raise Damaged("a header's sum is not that of its numbers")
+
+    def _sum(self) -> int:
+        return weigh(np.array(self._replace(total=0, check=0), dtype=np.int64), places(0, len(self), 8))
 
 
 def alignment(itemsize: int) -> int:
@@ -139,22 +184,32 @@ def pack(new: Bits, base: Bits, start: int, room: Packed, counts: list[int]) -> 
 
 
 def unpack(entry: Sequence[int], data: npt.NDArray[np.uint8], itemsize: int) -> tuple[int, Ints, Bits]:
-    """A block: the byte of the stream at which it begins, and index and bits of what it writes."""
+    """A block: the byte of the stream at which it begins, and index and bits of what it writes.
+
+    Raises:
+        Damaged: it reaches beyond the data, or beyond its own elements.
+    """
     first, told = entry
     begin, form = (told & 0x3FFFFFFF) * 4, told >> 30 & 3
     count, elements = told >> 32 & 0xFFFF, told >> 48 & 0xFFFF
     align = alignment(itemsize)
+    if form > WHOLE or not 0 < count <= elements <= MOST:
+        raise Damaged(f"a block of form {form} with {count} of {elements} elements")
+    sizes = (-(-2 * count // align) * align, -(-elements // (8 * align)) * align, 0)
+    landed = begin + sizes[form]
+    end = landed + itemsize * (elements if form == WHOLE else count)
+    if end > data.size:
+        raise Damaged(f"a block ends at byte {end} of {data.size}")
     if form == SPARSE:
         index = data[begin : begin + 2 * count].view("<u2").astype(np.int64)
-        begin += -(-2 * count // align) * align
     elif form == BITMAP:
         flags = np.unpackbits(data[begin : begin + -(-elements // 8)], bitorder="little", count=elements)
         index = np.flatnonzero(flags)
-        begin += -(-elements // (8 * align)) * align
     else:
         index = np.arange(elements, dtype=np.int64)
-    values = data[begin : begin + itemsize * index.size].view(f"<i{itemsize}")
-    return first, index, values
+    if form != WHOLE and (index.size != count or index.max() >= elements):
+        raise Damaged(f"a block's index does not name {count} of {elements} elements")
+    return first, index, data[landed:end].view(f"<i{itemsize}")
 
 
 def _weights(group: Ints) -> Ints:

@@ -29,7 +29,7 @@ from ..transport.base import TransferResult
 from ..transport.storage import LiveViews
 from ..transport.streams import Event, make_event, make_stream
 from .applier import Applier, make_applier
-from .blocks import ENTRY_BYTES, Counts
+from .blocks import ENTRY_BYTES, Counts, Damaged, Header
 from .packer import LEAST_ROOM, Base, Packer, Room, make_packer
 from .streams import Part, Stream, received, sent
 
@@ -44,9 +44,6 @@ _SLOTS = 2
 # Seconds that a failed epoch waits for its own kernels; and what those may still use that did not end by then.
 _DRAIN_WITHIN = 5.0
 _left_running: list[object] = []
-# What is told ahead of a section's blocks, int64: blocks, bytes of their data, bytes of an element, whether it is the last, and
-# then the weight sum, and elements that differed.
-_HEADER = 6
 
 
 @dataclass(eq=False)
@@ -359,12 +356,12 @@ class DeltaPath:
         self._apply_arrived(step - 1, clock)
         receives, arrived = [], []
         for source in receiving:
-            found, size, itemsize, last, source.expected, source.changed = headers[source.source]
-            source.ended = bool(last)
-            source.received_bytes += found * ENTRY_BYTES + size
-            entries, data = self._room_for(source, slot, found, size)
+            told = headers[source.source]
+            source.expected, source.changed, source.ended = told.total, told.changed, bool(told.last)
+            source.received_bytes += told.blocks * ENTRY_BYTES + told.nbytes
+            entries, data = self._room_for(source, slot, told.blocks, told.nbytes)
             receives += [PeerBuffer(source.source, part) for part in (entries, data) if part.numel()]
-            arrived.append((source, entries.view(torch.int64).view(-1, 2), data, itemsize))
+            arrived.append((source, entries.view(torch.int64).view(-1, 2), data, told.itemsize))
         sends = []
         for one in sending:
             one.changed += counts[one].changed
@@ -396,7 +393,10 @@ class DeltaPath:
         with self._apply.timed(clock, "unpack", self._event("applied", step)):
             for source, entries, data, itemsize in arrived:
                 assert source.applier is not None, "bind comes before run"
-                source.applier.apply(entries, data, itemsize)
+                try:
+                    source.applier.apply(entries, data, itemsize)
+                except Damaged as error:
+                    raise self._damaged(source, error) from error
 
     def _exchange_headers(
         self,
@@ -405,28 +405,23 @@ class DeltaPath:
         receiving: Sequence[_Incoming],
         counts: Mapping[_Outgoing, Counts],
         clock: StageClock,
-    ) -> dict[int, list[int]]:
+    ) -> dict[int, Header]:
         """What each source tells of its blocks of this step."""
         on_gpu = self._device.type == "cuda"
-        told = torch.zeros(len(sending), _HEADER, dtype=torch.int64, pin_memory=on_gpu)
+        told = torch.zeros(len(sending), len(Header._fields), dtype=torch.int64, pin_memory=on_gpu)
         self._wire.enter()
         if sending:
             # The weight sum moves on as the next section is packed, and is read once the last one has been.
             self._wire.wait_event(self._event("packed", step))
         for row, one in zip(told, sending, strict=True):
             assert one.packer is not None, "bind comes before run"
-            found = counts[one]
-            size = one.packer.itemsizes[one.packed[step]]
-            row.copy_(
-                torch.tensor(
-                    [found.blocks, found.nbytes, size, int(one.ended), 0, one.changed + found.changed]
-                )
-            )
+            size, changed = one.packer.itemsizes[one.packed[step]], one.changed + counts[one].changed
+            row.copy_(torch.tensor(Header.of(counts[one], size, last=one.ended, changed=changed)))
         out = told.to(self._device, non_blocking=True)
         for row, one in zip(out, sending, strict=True):
             assert one.base is not None, "bind comes before run"
             row[4:5].copy_(one.base.total)
-        into = torch.zeros(len(receiving), _HEADER, dtype=torch.int64, device=self._device)
+        into = torch.zeros(len(receiving), len(Header._fields), dtype=torch.int64, device=self._device)
         exchange = self._prepare(
             [
                 PeerBuffer(r, row.view(torch.uint8))
@@ -444,7 +439,24 @@ class DeltaPath:
         with clock.waiting():
             self._group.wait_for([event], "transfer")
         rows = (arrived if on_gpu else into).tolist()
-        return {one.source: row for one, row in zip(receiving, rows, strict=True)}
+        headers = {}
+        for source, row in zip(receiving, rows, strict=True):
+            headers[source.source] = Header(*row)
+            try:
+                headers[source.source].require_whole()
+            except Damaged as error:
+                raise self._damaged(source, error) from error
+        return headers
+
+    def _damaged(self, source: _Incoming, error: Damaged) -> VerificationError:
+        return VerificationError(
+            f"what {self._who(source.source)} sent of its weights arrived damaged: {error}. None of it was written, but blocks before "
+            "it may have been. The engine stays dirty; open a session with a new epoch, whose first refit is dense",
+            stage="unpack",
+            rank=self._rank,
+            parameter=source.stream.parts[0].segment.name,
+            blamed=source.source,
+        )
 
     def _room_for(
         self, source: _Incoming, slot: int, blocks: int, nbytes: int
