@@ -21,12 +21,16 @@ from tests.warm_python import warm_python
 RANKS = 4
 
 
-def on_shared_cluster[Found](drive: Callable[[Path, str], Found], folder: Path) -> Found:
-    """What ``drive(folder, ray_address)`` returns, with a place on the cluster for each of :data:`RANKS` ranks.
+def on_shared_cluster[Found](
+    drive: Callable[..., Found], folder: Path, *rest: object, timeout_s: float = 600.0
+) -> Found:
+    """What ``drive(folder, ray_address, *rest)`` returns, with a place on the cluster for each of :data:`RANKS` ranks.
 
     It has a process of its own: a run takes signals in its main thread, and Ray knows one cluster in a process.
     """
-    found: Found = run_alone(drive, folder, _address(), environment={"COLUMNS": "200"}, timeout_s=600.0)
+    found: Found = run_alone(
+        drive, folder, _address(), *rest, environment={"COLUMNS": "200"}, timeout_s=timeout_s
+    )
     return found
 
 

@@ -122,7 +122,8 @@ class Both:
 
 
 def _train_both_ways(folder: Path, ray_address: str) -> Both:
-    beside = run("beside", folder, ray_address, "model.dtype=bfloat16")
+    sparse = ("policy.refit.delta=always", "policy.refit.transport=p2p")
+    beside = run("beside", folder, ray_address, "model.dtype=bfloat16", *sparse)
     with pytest.raises(RunError) as ended:
         run("turns", folder, ray_address, *TURNS, f"algorithm.steps={STEPS + 1}", refits=WatchedRefits)
     return Both(beside, folder / "turns", str(ended.value), time.monotonic() - WatchedRefits.failed_at)
@@ -145,7 +146,7 @@ def test_ranks_that_no_host_can_hold_end_the_start_at_once(found_ahead: FoundAhe
     assert found_ahead.by(ask_for_too_many) < 10
 
 
-def test_in_turns_megatron_learns_bit_for_bit_what_it_learns_beside_its_engine(
+def test_in_turns_megatron_learns_bit_for_bit_what_it_learns_beside_its_engine_with_sparse_refits(
     found_ahead: FoundAhead,
 ) -> None:
     both = found_ahead.by(train_both_ways)
@@ -154,6 +155,7 @@ def test_in_turns_megatron_learns_bit_for_bit_what_it_learns_beside_its_engine(
     assert "resume=true goes on from the last checkpoint" in both.error
     rows, beside = metrics(both.turns), metrics(both.beside)
     assert numbers(rows) == numbers(beside)
+    assert 0 < beside[-1]["refit/changed_share"] < 1
     assert max(row["generation_kl"] for row in rows) <= 1e-3
     assert [row["weights/version"] for row in rows] == list(range(STEPS))
     assert all(row[f"stage/seconds/{move}"] > 0 for row in rows for move in STEP)

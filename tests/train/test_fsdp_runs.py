@@ -11,14 +11,16 @@ from typing import Any
 from rich.console import Console
 
 from rlrefit.recipes.config.load import load_config
+from rlrefit.recipes.refits import Refits
 from rlrefit.recipes.run.files import read_json_lines
 from rlrefit.recipes.train import train
 from tests.ahead import FoundAhead, keeping_time
 
 from .command import SHORT, metrics, numbers
+from .delta_runs import DIGESTS, DigestedRefits, digests
 from .shared_cluster import on_shared_cluster
 
-SAVED, STEPS = 2, 4
+SAVED, STEPS = 2, 5
 
 
 @dataclass(frozen=True)
@@ -30,23 +32,33 @@ class Ran:
     said: str
 
 
-def run(recipe: str, root: Path, ray_address: str, *overrides: str) -> Ran:
+def run(
+    recipe: str, root: Path, ray_address: str, *overrides: str, refits: type[Refits] | None = None
+) -> Ran:
     said = io.StringIO()
     common = ("trainer=fsdp", f"run_root={root}", f"ray.address={ray_address}", "validation.every=2", *SHORT)
     config = load_config(recipe, [*common, *overrides])
-    folder = train(config, Console(file=said, width=200))
+    folder = train(config, Console(file=said, width=200), refits)
     return Ran(folder, metrics(folder), said.getvalue())
 
 
 def _train_and_resume(folder: Path, ray_address: str) -> dict[str, Ran]:
     """A run shard to shard, and what goes on from its first checkpoint otherwise."""
-    steps = (f"algorithm.steps={STEPS}", f"checkpoint.every={SAVED}")
-    ran = {"shards": run("grpo_tiny", folder / "shards", ray_address, *steps, "policy.refit.transport=p2p")}
-    others = {"golden": "policy.refit.transport=golden", "turns": "generation.colocated.enabled=true"}
-    for name, other in others.items():
+    steps = (f"algorithm.steps={STEPS}", f"checkpoint.every={SAVED}", "checkpoint.keep=3")
+    first = (*steps, "policy.refit.transport=p2p")
+    ran = {"shards": run("grpo_tiny", folder / "shards", ray_address, *first, refits=DigestedRefits)}
+    others: dict[str, tuple[str, type[Refits] | None]] = {
+        "golden": ("policy.refit.transport=golden", None),
+        "turns": ("generation.colocated.enabled=true", None),
+        "sparse": ("policy.refit.delta=always", DigestedRefits),
+    }
+    for name, (other, refits) in others.items():
         shutil.copytree(folder / "shards", folder / name)
-        shutil.rmtree(folder / name / "grpo_tiny" / "checkpoints" / f"step_{STEPS:06d}")
-        ran[name] = run("grpo_tiny", folder / name, ray_address, *steps, other, "resume=true")
+        for checkpoint in (folder / name / "grpo_tiny" / "checkpoints").glob("step_*"):
+            if checkpoint.name != f"step_{SAVED:06d}":
+                shutil.rmtree(checkpoint)
+        (folder / name / "grpo_tiny" / DIGESTS).unlink()
+        ran[name] = run("grpo_tiny", folder / name, ray_address, *steps, other, "resume=true", refits=refits)
     return ran
 
 
@@ -99,11 +111,18 @@ def test_shard_to_shard_gives_the_curve_of_the_golden_path_bit_for_bit_and_so_do
     assert max(row["generation_kl"] for row in rows) <= 1e-3
     assert len({row["train/grad_norm"] for row in rows}) == STEPS
 
-    for again in (ran["golden"], ran["turns"]):
+    for again in (ran["golden"], ran["turns"], ran["sparse"]):
         assert f"resuming after step {SAVED}" in again.said
         assert numbers(again.rows) == numbers(rows)
         assert again.rows[SAVED:] != rows[SAVED:]  # but for the seconds
     assert "transformers 1 x TP2, colocated" in ran["turns"].said
+    # In FP32 an optimizer step changes nearly all elements; the first refit of an epoch is dense.
+    shares = [row.get("refit/changed_share") for row in ran["sparse"].rows]
+    assert shares[: SAVED + 1] == [None] * (SAVED + 1)
+    assert all(0.5 < share < 1 for share in shares[SAVED + 1 :])
+    held, again = (digests(ran[name].folder) for name in ("shards", "sparse"))
+    assert again == {version: held[version] for version in range(SAVED, STEPS)}
+    assert len({str(of_ranks) for of_ranks in held.values()}) == STEPS
     stages = read_json_lines(ran["turns"].folder / "stages.jsonl")
     assert [row["move"] for row in stages[:2]] == ["sleep", "load_trainer"]
     assert {row["step"] for row in stages} == set(range(SAVED + 1, STEPS + 1))

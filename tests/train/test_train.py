@@ -137,7 +137,8 @@ def run_the_demo_twice(folder: Path) -> tuple[Ended, Resumed]:
 def _train_with_vllm(folder: Path, ray_address: str) -> tuple[Path, int, str]:
     """The run's folder, its exit code and its output."""
     joined = (f"ray.address={ray_address}", f"run_root={folder}")
-    arguments = ("train", "recipe=grpo_tiny_vllm", "algorithm.steps=3", *joined, *SHORT)
+    few = ("algorithm.steps=3", "policy.refit.delta=always")
+    arguments = ("train", "recipe=grpo_tiny_vllm", *few, *joined, *SHORT)
     os.chdir(folder)
     said = io.StringIO()
     with (
@@ -197,7 +198,7 @@ def test_an_interrupt_finishes_the_step_saves_it_and_leaves_no_process(resumed: 
     assert not resumed.left
 
 
-def test_three_grpo_steps_with_vllm_keep_the_generation_kl_below_a_thousandth_in_bf16(
+def test_three_grpo_steps_with_vllm_and_sparse_refits_keep_the_generation_kl_below_a_thousandth_in_bf16(
     found_ahead: FoundAhead,
 ) -> None:
     folder, code, output = found_ahead.by(train_with_vllm)
@@ -207,6 +208,7 @@ def test_three_grpo_steps_with_vllm_keep_the_generation_kl_below_a_thousandth_in
     assert [row["weights/version"] for row in rows] == [0, 1, 2]
     assert max(row["generation_kl"] for row in rows) <= 1e-3
     assert rows[0]["refit/bytes_misc"] == 0
+    assert ["refit/changed_share" in row for row in rows] == [False, True, True]
     assert "grpo_tiny_vllm: 3 steps" in output
     assert (folder / "report.png").stat().st_size > 20_000
 
