@@ -307,9 +307,9 @@ class RefitSession:
         """Follow storages that have moved on any rank, and meet again."""
         self._follows += 1
         with self._clock.stage("bind"):
-            flags = DENSE if self.engine.rebind() else 0
-            if self._meet_to_write(f"follow/{self._follows}", version, flags) & DENSE:
-                self.engine.again()
+            flags = self._meet_to_write(f"follow/{self._follows}", version, self.engine.rebind())
+            if flags & DENSE:
+                self.engine.again(flags)
 
     def _move(self, version: int, *, may_be_void: bool) -> tuple[Moved, bool]:
         """Move all weights, and meet; what this rank moved, and whether it counts for nothing on any rank.
@@ -350,9 +350,8 @@ class RefitSession:
         The meeting is counted and not named by version: ranks that disagree on the version must still meet.
         """
         moved = self.engine.stale()
-        # An engine whose storage moved may hold other weights there.
-        held = None if moved or self.state.dirty else self.state.version
-        flags = self.engine.wishes(held) | (_STALE if moved else 0)
+        held = None if self.state.dirty else self.state.version
+        flags = self.engine.wishes(held, bound=not moved) | (_STALE if moved else 0)
         return self._meet_to_write(f"begin/{self._refits}", version, flags)
 
     def _meet_to_write(self, topic: str, version: int, flags: int = 0) -> int:

@@ -43,13 +43,13 @@ class Choice:
         """Flags of an engine rank that holds version ``held``; None if it may hold anything."""
         return 0 if held is not None and held == self._base else DENSE
 
+    def wishes_of_lost(self) -> int:
+        """Flags of an engine rank whose weights are lost. It may lose them between any two refits, and would need no base then."""
+        return DENSE | (PAUSE if self._mode == "auto" else 0)
+
     def decide(self, flags: int) -> Kind:
         """The next refit, from the flags of all ranks together; begins it."""
-        if flags & PAUSE:
-            self._resume_at = self._refits + self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            self._sparse_s = float("nan")
-        self._paused = self._refits < self._resume_at
+        self._pause_if(flags)
         sparse = not self._paused and not flags & (DENSE | PAUSE) and self._base is not None
         # The first refit of an epoch takes longer than later ones, and is no measure of a dense refit.
         measured = self._mode == "always" or self._refits > 0
@@ -58,8 +58,11 @@ class Choice:
         self._base = None
         return self._kind
 
-    def again(self) -> Kind:
-        """The refit has to be done once more, since weights had moved: dense."""
+    def again(self, flags: int = 0) -> Kind:
+        """The refit that has begun has to be dense, or is done once more, since weights had moved; ``flags`` as in :meth:`decide`."""
+        self._refits -= 1
+        self._pause_if(flags)
+        self._refits += 1
         self._kind = Kind(sparse=False, takes_base=not self._paused)
         return self._kind
 
@@ -73,3 +76,10 @@ class Choice:
     def commit(self, version: int) -> None:
         """All ranks hold ``version``."""
         self._base = version if self._kind.sparse or self._kind.takes_base else None
+
+    def _pause_if(self, flags: int) -> None:
+        if flags & PAUSE:
+            self._resume_at = self._refits + self._pause
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            self._sparse_s = float("nan")
+        self._paused = self._refits < self._resume_at

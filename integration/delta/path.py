@@ -267,6 +267,27 @@ class DeltaPath:
                 torch.cuda.set_stream(caller)
         return self._result()
 
+    def intact(self) -> bool:
+        """Whether all live weights that this rank receives are still what the last refit left; reads them, and adds them up.
+
+        Raises:
+            PeerLost, RefitTimeout: another rank gave up, or the device does not get through its work.
+        """
+        left = [source.total.clone() for source in self._incoming]
+        for source in self._incoming:
+            assert source.applier is not None, "bind comes before intact"
+            source.applier.weigh()
+        if self._device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(self._device))
+            self._group.wait_for([done], "handshake")
+        return not left or torch.equal(torch.cat(left), torch.cat([one.total for one in self._incoming]))
+
+    def release(self) -> None:
+        """Between refits: free what blocks have arrived in, where the device's memory is for others meanwhile."""
+        for source in self._incoming:
+            source.rooms = []
+
     def close(self, *, failed: bool = False) -> None:
         """Close the group and free the base and all buffers; safe to call twice."""
         opened, self._open = self._open, []

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class BulkPath:
         fragments: Sequence[Fragment],
         *,
         sleeps: bool = False,
-        quantized: bool = False,
+        rewritten: Mapping[str, str] = MappingProxyType({}),
     ):
         """Open the chosen transport.
 
@@ -59,7 +60,8 @@ class BulkPath:
             chosen: name of the transport, and why.
             fragments: this rank's.
             sleeps: whether this rank frees their memory between refits, as engines with a sleep mode do.
-            quantized: whether this rank is an engine's that stores codes and scales.
+            rewritten: weights that this rank may change itself between two refits, with reasons
+                (:func:`..weights.endpoints.rewritten`).
 
         Raises:
             TransportUnavailable: on every rank, if any can't; under ``auto`` only if the fallback can't either.
@@ -81,8 +83,11 @@ class BulkPath:
         self._choice = Choice(config.delta)
         self._deltas: DeltaPath | None = None
         self._must_be_sparse = config.delta == "always"
+        self._sleeps = sleeps
+        # Whether an engine's weights have to be read before a sparse refit builds on them.
+        self._unseen = False
         try:
-            if config.delta != "off" and isinstance(plan, Plan) and self._may_be_sparse(sleeps, quantized):
+            if config.delta != "off" and isinstance(plan, Plan) and self._may_be_sparse(rewritten):
                 self._deltas = self._open_deltas(choice, config, device, plan)
             self.bind(fragments)
             # The first refit may be far: an engine sleeps and a trainer trains before it.
@@ -92,19 +97,18 @@ class BulkPath:
             end_all([partial(self.close, failed=failed)], error)
             raise
 
-    def _may_be_sparse(self, sleeps: bool, quantized: bool) -> bool:
-        """Whether all engines hold between two refits what the first one left; a vote."""
-        reason = ""
-        if not self._channel.world.is_source:
-            if sleeps:
-                reason = "it gives the memory of its weights back between refits"
-            elif quantized:
-                reason = "its work after a refit may rewrite codes and scales that have landed"
-        reasons = self._channel.vote("delta/able", reason)
-        found = next(((rank, why) for rank, why in enumerate(reasons) if why), None)
+    def _may_be_sparse(self, rewritten: Mapping[str, str]) -> bool:
+        """Whether all engines leave alone what a refit has written; a vote."""
+        reasons = self._channel.vote("delta/able", next(iter(rewritten.items()), None))
+        found = next(((rank, told) for rank, told in enumerate(reasons) if told), None)
         if found is not None and self._channel.world.rank == 0:
-            who = self._channel.world.describe(found[0])
-            logger.warning("policy.refit.delta has no effect, and refits are dense: %s: %s", who, found[1])
+            rank, (name, why) = found
+            logger.warning(
+                "policy.refit.delta has no effect, and refits are dense: %s may change %s after a refit: %s",
+                self._channel.world.describe(rank),
+                name,
+                why,
+            )
         return found is None
 
     def _open_deltas(
@@ -215,32 +219,54 @@ class BulkPath:
         """Before any rank runs a refit; as :meth:`~..transport.Transport.synchronize`."""
         self._transport.synchronize()
 
-    def wishes(self, held: int | None) -> int:
+    def wishes(self, held: int | None, *, bound: bool) -> int:
         """Flags of this rank for the meeting before a refit (:mod:`..delta.choice`).
 
         Args:
-            held: the version that an engine rank surely holds, if any.
+            held: the version that an engine rank has committed, unless a refit has begun to write another one since.
+            bound: whether weights lie where they were bound. If they don't, :meth:`lost` has to be asked once they do.
         """
         if self._deltas is None:
             return 0
         if self._channel.world.is_source:
             return self._choice.trainer_wishes()
-        return self._choice.engine_wishes(held)
+        return self._choice.engine_wishes(held) or (self.lost() if bound else 0)
+
+    def lost(self) -> int:
+        """Flags of an engine rank whose weights are not what the last refit left; 0 if they are.
+
+        That can't be known without reading them: a sleep may have discarded them, whoever called for it, and an engine may break
+        its word not to rewrite them. So they are read after each refit of an engine that sleeps, and of any engine after a dense
+        refit; once, and where they are bound.
+        """
+        unseen, self._unseen = self._unseen, False
+        if self._deltas is None or not unseen or self._deltas.intact():
+            return 0
+        world = self._channel.world
+        logger.log(
+            logging.INFO if self._sleeps else logging.WARNING,
+            "%s does not hold what the last refit left: it slept without keeping its weights, or something else wrote them. This "
+            "refit is dense",
+            world.describe(world.rank),
+        )
+        return self._choice.wishes_of_lost()
 
     def decide(self, flags: int) -> None:
         """Choose between a dense and a sparse refit, from what all ranks wish."""
         if self._deltas is not None:
             self._kind = self._choice.decide(flags)
+            self._unseen &= self._kind.sparse
 
-    def again(self) -> None:
-        """The next run repeats a refit that counts for nothing."""
+    def again(self, flags: int = 0) -> None:
+        """The next run has to be dense, since it repeats one that counts for nothing, or as the ``flags`` of all ranks say."""
         if self._deltas is not None:
-            self._kind = self._choice.again()
+            self._kind = self._choice.again(flags)
 
     def commit(self, version: int) -> None:
         """All ranks hold ``version``."""
         if self._deltas is not None:
             self._choice.commit(version)
+            self._unseen = self._kind.takes_base or (self._kind.sparse and self._sleeps)
 
     def run(self, clock: StageClock, aside: Callable[[], None]) -> TransferResult:
         """Move all bulk bytes of one refit, or what differs; as :meth:`~..transport.Transport.run`."""
@@ -249,6 +275,11 @@ class BulkPath:
         start = time.perf_counter()
         if self._kind.sparse:
             result = self._deltas.run(clock, aside)
+            # Bound anew for this refit where memory sleeps, and to be given back all the same.
+            with clock.stage("commit"):
+                self._transport.release()
+                if self._sleeps:
+                    self._deltas.release()
             self._choice.took(time.perf_counter() - start)
             return result
         result = self._transport.run(clock, aside)

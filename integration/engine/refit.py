@@ -19,6 +19,7 @@ from ..comm.opening import choose_group
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..control.world import RefitWorld
+from ..delta.choice import DENSE
 from ..errors import RefitError, end_all
 from ..gpu_memory.availability import GpuFacts, facts
 from ..layout import Fragment
@@ -26,7 +27,7 @@ from ..plan import GLOO_PACE, NCCL_PACE, BroadcastPlan, Plan, Topology, analyse,
 from ..quantize.formats import Format
 from ..records.clock import StageClock
 from ..transport import TransferResult, choose
-from ..weights.endpoints import WeightDestination, WeightSource, gives_memory_back, holdings_of
+from ..weights.endpoints import WeightDestination, WeightSource, gives_memory_back, holdings_of, rewritten
 from ..weights.holdings import Holdings, HoldingsReader, SpecTable
 from ..weights.manifest import Manifest, ManifestEntry, TensorSpec
 from ..weights.routing import warn_of_misc
@@ -126,7 +127,6 @@ class RefitEngine:
         specs = agree_on_specs(self.channel, endpoint)
         self._endpoint, specs, formats = agree_on_formats(self.channel, self.config, endpoint, specs)
         self._scales = ScaleWatch(formats, self.world.rank)
-        self._quantized = bool(formats)
         # The engine checks here that the weights fill it, before anything is written.
         fragments, refused = self._fragments(specs)
         if not self.world.is_source:
@@ -196,7 +196,9 @@ class RefitEngine:
                 self._chosen,
                 fragments,
                 sleeps=gives_memory_back(self._endpoint),
-                quantized=not self.world.is_source and self._quantized,
+                rewritten={}
+                if self.world.is_source
+                else rewritten(self._endpoint, self.manifest.specs("bulk")),
             )
             self._shared_scales = SharedScales.open(self.channel, self._group_choice, self._cut_slots, device)
             if self._shared_scales is not None:
@@ -239,34 +241,36 @@ class RefitEngine:
         """What tells moved storage. An export is made anew in each refit, so that alone needs no look."""
         return None if self.way.all_misc and self.world.is_source else self._endpoint.storage_key()
 
-    def wishes(self, held: int | None) -> int:
+    def wishes(self, held: int | None, *, bound: bool) -> int:
         """Flags of this rank for the meeting before a refit: whether it has to be dense.
 
         Args:
             held: the version that an engine rank holds, if it is clean.
+            bound: whether :meth:`stale` has found weights where they were bound.
         """
-        return self._bulk.wishes(held) if self._bulk is not None else 0
+        return self._bulk.wishes(held, bound=bound) if self._bulk is not None else 0
 
     def decide(self, flags: int) -> None:
         """Choose between a dense and a sparse refit, from what all ranks wish."""
         if self._bulk is not None:
             self._bulk.decide(flags)
 
-    def again(self) -> None:
-        """What was moved counts for nothing, and is moved once more."""
+    def again(self, flags: int = 0) -> None:
+        """What is moved next has to be dense: what was moved counts for nothing, or ``flags`` of all ranks say so."""
         if self._bulk is not None:
-            self._bulk.again()
+            self._bulk.again(flags)
 
     def commit(self, version: int) -> None:
         """All ranks hold ``version``."""
         if self._bulk is not None:
             self._bulk.commit(version)
 
-    def rebind(self) -> bool:
+    def rebind(self) -> int:
         """Follow moved storages. A collective: called on all ranks if any is stale, before the engine is dirty.
 
         Returns:
-            Whether this is an engine's rank whose weights lie elsewhere now, so that they may be others.
+            Flags of an engine's rank that may hold other weights than the last refit left (:mod:`..delta.choice`): they lie
+            elsewhere now, or were found to be others.
 
         Raises:
             RefitMismatch: on every rank, if a weight changed on any beyond its place: its shape, its box or its dtype.
@@ -281,7 +285,9 @@ class RefitEngine:
         if moved:
             self._watch_scales(fragments)
         self._storage = storage
-        return moved and not self.world.is_source
+        if self.world.is_source or self._bulk is None:
+            return 0
+        return DENSE if moved else self._bulk.lost()
 
     def send_weights(self, version: int, clock: StageClock) -> Moved:
         """Trainer ranks: send all weights once."""

@@ -93,6 +93,36 @@ def gives_memory_back(endpoint: object) -> bool:
 
 
 @runtime_checkable
+class TellsWhatItRewrites(Protocol):
+    """What a generation rank offers beside :class:`WeightDestination` if it may store codes and scales, and knows what becomes
+    of them.
+
+    Sparse refits build on what the one before has written. So they carry no weight whose bytes the engine itself changes
+    meanwhile: by :meth:`WeightDestination.finish`, by what it loads beside, or as it serves.
+    """
+
+    def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
+        """Names of ``specs`` whose bytes may not stay as they were written until the next refit, with reasons.
+
+        Args:
+            specs: all weights, codes and scales that travel in bulk; asked after :meth:`WeightDestination.fragments`.
+        """
+
+
+def rewritten(endpoint: object, specs: Sequence[TensorSpec]) -> dict[str, str]:
+    """Weights of ``specs`` that may not stay as they were written, with reasons, as the endpoint says.
+
+    One that says nothing leaves numbers as they are, and may rewrite codes and their scales, as some engines do for their kernels.
+    """
+    if isinstance(endpoint, TellsWhatItRewrites):
+        return endpoint.rewritten(specs)
+    reason = "the engine does not say that codes and scales stay as they were written"
+    return {
+        spec.name: reason for spec in specs if spec.dtype.itemsize == 1 or not spec.dtype.is_floating_point
+    }
+
+
+@runtime_checkable
 class HoldsQuantized(Protocol):
     """What a trainer rank offers beside :class:`WeightSource` if it may keep weights quantized itself."""
 

@@ -196,6 +196,10 @@ class BenchDestination:
     def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
         return {spec.name: self._formats[spec.name] for spec in specs if spec.name in self._formats}
 
+    def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
+        """None: a refit's bytes stay as they land."""
+        return {}
+
     def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
         known = {spec.name for spec in specs}
         refused = {name: reason for name, reason in self._refused.items() if name in known}

@@ -49,6 +49,10 @@ class Source(SyntheticSource):
 
 class Destination(SyntheticDestination):
     share = 0.01
+    gives_memory_back = False
+
+    def rewritten(self, specs: Any) -> dict[str, str]:
+        return {}
 
     def poison(self) -> None:
         for storage in self._wanted.values():

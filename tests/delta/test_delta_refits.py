@@ -86,11 +86,11 @@ def test_an_engine_whose_weights_moved_gets_all_of_them_and_the_next_refit_is_sp
 @pytest.mark.parametrize("verify", ["sampled", "full"])
 def test_an_engine_whose_weights_were_written_by_others_is_caught_before_it_commits(verify: str) -> None:
     def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
-        refit(session, endpoint, 1)
+        refits(1, 2)(rank, session, endpoint)
         if session.world.rank == 4:
             endpoint.poison()
         try:
-            refit(session, endpoint, 2)
+            refit(session, endpoint, 3)
         except RefitError as error:
             return error, session.state.dirty
         return None
@@ -143,17 +143,6 @@ def test_another_transport_than_shard_to_shard_is_refused() -> None:
         RefitConfig(delta="auto", transport="golden")
     with pytest.raises(ValueError, match="delta_base"):
         RefitConfig(delta_base="disk")
-
-
-@pytest.mark.parametrize("mode", ["auto", "always"])
-def test_refits_of_an_engine_that_gives_its_memory_back_are_dense_and_no_base_is_kept(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Destination, "gives_memory_back", True, raising=False)
-    dense = run(refits(1, 2, 3), replace(CONFIG, delta="off"))
-    for of_rank, as_off in zip(run(refits(1, 2, 3), replace(CONFIG, delta=mode)), dense, strict=True):
-        assert [(wrong, record.changed_share) for record, wrong in of_rank] == [([], None)] * 3
-        assert of_rank[-1][0].peak_extra_bytes <= as_off[-1][0].peak_extra_bytes
 
 
 def test_an_engine_whose_weights_lie_elsewhere_once_a_trainer_was_followed_gets_all_of_them(

@@ -333,7 +333,7 @@ def test_storage_that_moves_on_one_rank_is_followed_on_all_before_the_engine_is_
 
     def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
         rebind = session.engine.rebind
-        session.engine.rebind = lambda: (seen.append((rank, session.state.dirty)), rebind())  # type: ignore[method-assign]
+        session.engine.rebind = lambda: (seen.append((rank, session.state.dirty)), rebind())[1]  # type: ignore[method-assign]
         refit_changed(session, endpoint, 1)
         if rank == moved:
             move(endpoint)

@@ -25,6 +25,7 @@ from ...integration.weights.endpoints import (
     WeightDestination,
     WeightSource,
     gives_memory_back,
+    rewritten,
 )
 from ...integration.weights.manifest import TensorSpec
 
@@ -240,6 +241,9 @@ class KvScaleDestination:
     @property
     def gives_memory_back(self) -> bool:
         return gives_memory_back(self._weights)
+
+    def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
+        return rewritten(self._weights, specs)
 
     def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
         if not isinstance(self._weights, StoresQuantized):

@@ -226,6 +226,14 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         ]
         return found, dict(routes.reasons)
 
+    def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
+        """As :meth:`~rlrefit.integration.weights.endpoints.TellsWhatItRewrites.rewritten`.
+
+        Modules whose weights the engine makes anew after a load, or copies, or scales, take the misc path, and no module takes
+        both. So what is written in place stays, but where an engine says otherwise.
+        """
+        return {}
+
     def agree(self, specs: Manifest) -> Found:
         """Have refits go by the routes of ``specs`` from here on, and return them.
 

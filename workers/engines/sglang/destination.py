@@ -6,7 +6,7 @@ carry out what a loader writes besides: constants, a vocabulary's padding for ex
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,12 +18,16 @@ from sglang.srt.model_loader.utils import set_default_torch_dtype
 from torch import nn
 
 from ....integration.errors import PlanError
+from ....integration.weights.manifest import TensorSpec
 from ..common.loader_trace.modules import IntegerTablesStayReal
 from ..common.loader_trace.trace import Landing
 from ..common.loader_trace.unreached import require_reached
 from ..common.traced_destination import Routes, Traced, TracedDestination
 from .fp8 import BlockFp8, block_modules, follow_scales, staged_scales
 from .layouts import SglangLayout, module_layout
+
+# In SGLang 0.5.17: makes the absorbed projections of latent attention, which are copies, or views that are left alone.
+_READ_POST_LOAD = "sglang.srt.models.deepseek_common.deepseek_weight_loader"
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,27 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
     def gives_memory_back(self) -> bool:
         """Whether SGLang lets its memory saver unmap the weights."""
         return bool(self._runner.server_args.enable_memory_saver)
+
+    def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
+        """Codes that :func:`~.fp8.follow_scales` quantizes once more, since other scales came than the trainer was asked for; and
+        all weights of a model with post-load work of its own that was not read."""
+        unread = _unread_post_load(self._model)
+        if unread:
+            return {spec.name: unread for spec in specs}
+        routes = self._agreed()
+        again = {
+            f"{module}.{codes}"
+            for module, facts in routes.blocks.items()
+            if module not in routes.as_promised
+            for codes, scales in facts.scales.items()
+            if scales in facts.packed
+        }
+        reason = "SGLang computes with powers of two as scales, so its codes are quantized once more after each refit"
+        return {
+            spec.name: reason
+            for spec in specs
+            if any(landing.parameter in again for landing in routes.landings.get(spec.name, ()))
+        }
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The misc path: full checkpoint tensors through the model's own ``load_weights``, as SGLang's updates do."""
@@ -132,6 +157,14 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
                 continue
             for landing in placed[name]:
                 landing.write(tensor, self._target(landing))
+
+
+def _unread_post_load(model: nn.Module) -> str:
+    """Why a model's own post-load work may change parameters; empty if it has none, or the one that was read."""
+    function = getattr(model, "post_load_weights", None)
+    if function is None or function.__module__ == _READ_POST_LOAD:
+        return ""
+    return f"it was not read what post_load_weights of {type(model).__name__} changes"
 
 
 def _require_loadable(traced: Traced[SglangLayout, BlockFp8]) -> None:

@@ -121,6 +121,8 @@ class TransformersFp8Destination(TransformersDestination):
     def __init__(self, model: torch.nn.Module, tp_rank: int, tp_size: int):
         super().__init__(model, tp_rank, tp_size)
         self._held: list[_Held] = []
+        # By name and box, and taken again as long as they fit: what a refit has written stays where it is.
+        self._memory: dict[tuple[str, Box], tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def kept_bytes(self) -> int:
@@ -145,6 +147,10 @@ class TransformersFp8Destination(TransformersDestination):
             self._by_name.setdefault(fragment.name, []).append(fragment)
         return found, {}
 
+    def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
+        """None: codes and scales have memory of their own, and what is made of them goes elsewhere."""
+        return {}
+
     def finish(self, version: int) -> None:
         for held in self._held:
             weight = fp8_blockwise.dequantize(
@@ -159,9 +165,7 @@ class TransformersFp8Destination(TransformersDestination):
     def _stored(self, fragment: Fragment) -> list[Fragment]:
         """A fragment of codes, and that of the scales of all blocks that it touches."""
         scale_box = blocks.scale_box(fragment.box, _FP8.block)
-        device = fragment.view.device
-        codes = torch.empty(fragment.view.shape, dtype=torch.float8_e4m3fn, device=device)
-        scales = torch.empty([stop - start for start, stop in scale_box], device=device)
+        codes, scales = self._memory_of(fragment, scale_box)
         (row, _), (column, _) = fragment.box
         self._held.append(_Held(codes, scales, fragment.view, (row, column)))
         scale_shape = blocks.scale_shape(fragment.full_shape, _FP8.block)
@@ -169,6 +173,17 @@ class TransformersFp8Destination(TransformersDestination):
             replace(fragment, view=codes),
             Fragment(fragment.name + _FP8.scale_name_end, scale_shape, scale_box, scales),
         ]
+
+    def _memory_of(self, fragment: Fragment, scale_box: Box) -> tuple[torch.Tensor, torch.Tensor]:
+        """For its codes, and for scales."""
+        place, device = (fragment.name, fragment.box), fragment.view.device
+        held = self._memory.get(place)
+        if held is None or held[0].device != device:
+            held = self._memory[place] = (
+                torch.empty(fragment.view.shape, dtype=torch.float8_e4m3fn, device=device),
+                torch.empty([stop - start for start, stop in scale_box], device=device),
+            )
+        return held
 
     def _is_linear(self, spec: TensorSpec) -> bool:
         """Whether a weight is of a linear layer or an expert of a decoder layer."""
