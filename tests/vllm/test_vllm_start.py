@@ -102,11 +102,14 @@ def test_a_workers_error_comes_back_with_its_type_and_place():
 
 
 def test_of_several_failing_workers_the_one_with_the_cause_is_heard():
-    lost, late = _failing(PeerLost("rank 3 gave up")), _failing(RefitTimeout("too late"))
-    with pytest.raises(RefitTimeout, match="vLLM worker 1"):
+    lost = _failing(PeerLost("rank 3 gave up", rank=2, blamed=3))
+    late = _failing(RefitTimeout("too late", rank=3, blamed=1))
+    with pytest.raises(RefitTimeout, match="vLLM worker 1") as timeout:
         raise_refit_errors([lost, late, lost])
-    with pytest.raises(PeerLost, match="vLLM worker 0"):
+    assert (timeout.value.rank, timeout.value.blamed) == (3, 1)
+    with pytest.raises(PeerLost, match="vLLM worker 0") as left:
         raise_refit_errors([lost, lost])
+    assert (left.value.rank, left.value.blamed) == (2, 3)
 
 
 def test_vllm_takes_the_backends_name_and_still_refuses_unknown_ones():

@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 # The key of an error in an answer.
 REFIT_ERROR = "refit_error"
+# What an error tells of its place beside its text.
+_PLACE = ("stage", "rank", "parameter", "blamed")
 _TYPES = {
     name: kind
     for name, kind in vars(errors).items()
@@ -35,7 +37,7 @@ def failure(error: Exception) -> dict[str, Any]:
     """An error as plain data under :data:`REFIT_ERROR`."""
     described: dict[str, Any] = {"type": type(error).__name__, "text": str(error)}
     if isinstance(error, RefitError):
-        described |= {"stage": error.stage, "rank": error.rank, "parameter": error.parameter}
+        described |= {name: getattr(error, name) for name in _PLACE}
     return {REFIT_ERROR: described}
 
 
@@ -73,7 +75,6 @@ def raise_refit_errors(
     text = described["text"] if kind else f"{described['type']}: {described['text']}"
     error = (kind or RefitError)(f"{worker} {index}: {text}")
     # Set here and not by the constructor, which would name the place a second time.
-    error.stage = described.get("stage", "")
-    error.rank = described.get("rank", -1)
-    error.parameter = described.get("parameter", "")
+    for name in _PLACE:
+        setattr(error, name, described.get(name, getattr(error, name)))
     raise error
