@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlrefit.integration.colocated.cycle import ColocatedCycle
 from rlrefit.integration.colocated.memory import StageRecord
 from rlrefit.integration.colocated.stages import Stage, StageBusy
 from rlrefit.integration.errors import RefitError
@@ -63,6 +64,38 @@ class Scene:
 async def _text() -> str:
     await asyncio.sleep(0)
     return "text"
+
+
+@pytest.mark.parametrize("multi", [True, False], ids=["in stages", "at once"])
+@in_a_loop
+async def test_turns_are_those_of_the_blocking_cycle(multi: bool) -> None:
+    scene = Scene()
+    cycle = await scene.open(multi_stage_wake_up=multi)
+    loop = threading.current_thread()
+
+    async def work() -> str:
+        assert threading.current_thread() is loop
+        return await _text()
+
+    blocking = Device(200)
+    twin = ColocatedCycle(
+        PoolEngine(blocking), PoolTrainer(blocking), refit_on(blocking), multi_stage_wake_up=multi
+    )
+    for version in range(2):
+        await cycle.to_training()
+        assert await cycle.train(work) == "text"
+        found = await cycle.to_generation(version)
+        assert await cycle.generate(work) == "text"
+        twin.to_training()
+        twin.train(str)
+        assert [record.stage_peaks for record in found] == [
+            record.stage_peaks for record in twin.to_generation(version)
+        ]
+        twin.generate(str)
+        assert {record.version for record in found} == {version}
+        assert cycle.state.stage is Stage.AWAKE
+    assert scene.device.calls == blocking.calls
+    assert ("wake weights kv_cache" in blocking.calls) is not multi
 
 
 @in_a_loop

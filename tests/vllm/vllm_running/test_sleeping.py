@@ -65,7 +65,8 @@ def test_weights_that_are_asleep_are_not_written_and_discarded_ones_not_served(s
     assert scene.serves_a()
 
 
-def test_the_colocated_cycle_leads_an_engine_through_its_stages(scene: Scene):
+@pytest.mark.parametrize("multi", [True, False], ids=["in stages", "at once"])
+def test_the_colocated_cycle_leads_an_engine_through_its_stages(scene: Scene, multi: bool):
     """Here too the memory stays where it is. An ``AsyncLLM`` is awaited in another thread than this one."""
     engine = scene.engine.sleeper()
     stages: list[StageRecord] = []
@@ -73,6 +74,7 @@ def test_the_colocated_cycle_leads_an_engine_through_its_stages(scene: Scene):
         engine,
         TrainersElsewhere(),
         lambda version: [RefitRecord(**record) for record in scene.refit(version % 2)],
+        multi_stage_wake_up=multi,
         on_stage=stages.append,
     )
 
@@ -88,7 +90,8 @@ def test_the_colocated_cycle_leads_an_engine_through_its_stages(scene: Scene):
             scene.engine.version()
         found = cycle.to_generation(version)
         assert {record.version for record in found} == {version} == {scene.engine.version()}
-        assert all(record.stage_peaks["wake_kv_cache"] > 0 for record in found)
+        woken = ("wake_weights", "wake_kv_cache") if multi else ("wake_all",)
+        assert all(record.stage_peaks[move] > 0 for record in found for move in woken)
         assert (scene.digests() == scene.digests_a) == (version % 2 == 0)
         sampled = cycle.generate(lambda: scene.engine.generate(tokens=4))
         assert {v for s in sampled for v in s.versions} == {version}
