@@ -29,7 +29,7 @@ class Task:
 class Buffer:
     """What is used of Megatron's buffers of parameters."""
 
-    param_data: torch.Tensor
+    param_data: torch.Tensor | None
     param_data_cpu: torch.Tensor | None = None
     grad_data: torch.Tensor = field(default_factory=lambda: torch.zeros(40))
     params: list[torch.nn.Parameter] = field(default_factory=list)
@@ -266,3 +266,22 @@ def test_a_delayed_gather_is_not_made_up_for_after_offloading() -> None:
     chunk.offload("megatron")
     with pytest.raises(RefitError, match="Refit before offloading"):
         Residence([chunk], CPU).require_gathered(chunk)
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["buffers of gradients alone", "no buffers"])
+def test_a_module_without_buffers_of_parameters_is_read_where_its_parameters_are(wrapped: bool) -> None:
+    module = torch.nn.Linear(4, 3)
+    if wrapped:
+        module.buffers = [Buffer(None)]  # type: ignore[method-assign,assignment]
+    residence, task = Residence([module], CPU), Task("w", module.weight)
+    residence.require_gathered(module)
+    with pytest.raises(RefitError, match="overlap_param_gather"):
+        Residence([module], META).require_gathered(module)
+    for _ in range(2):
+        assert residence.key() == ()
+        assert residence.tasks([task]) == [task]
+        module.weight.data = module.weight.data.clone()  # offloaded by itself
+    module.weight.untyped_storage().resize_(0)
+    with pytest.raises(RefitError) as told:
+        residence.tasks([task])
+    assert (told.value.stage, told.value.parameter) == ("bind", "w")

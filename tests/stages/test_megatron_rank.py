@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from tests.spawn import run_ranks
@@ -21,6 +22,13 @@ def answers(rank: int, model_path: str) -> dict[str, str]:
     from rlrefit.integration.errors import RefitError
     from rlrefit.workers.trainers.colocated import MegatronRank
 
+    def refusal(model: list[Any]) -> str:
+        try:
+            MegatronRank(model, policy._optimizer, torch.device("cpu"), rank)
+        except RefitError as error:
+            return str(error)
+        return ""
+
     found = {}
     for name, (dtype, distributed) in CASES.items():
         policy = make_policy(Case(model_path, dtype=dtype, distributed_optimizer=distributed))
@@ -28,13 +36,9 @@ def answers(rank: int, model_path: str) -> dict[str, str]:
         for graphs in ({}, {"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}):
             kept = {key: getattr(config, key) for key in graphs}
             vars(config).update(graphs)
-            told = ""
-            try:
-                MegatronRank(policy.model, policy._optimizer, torch.device("cpu"), rank)
-            except RefitError as error:
-                told = str(error)
-            found[" ".join([name, *graphs])] = told
+            found[" ".join([name, *graphs])] = refusal(policy.model)
             vars(config).update(kept)
+        found[f"{name} bare"] = refusal([chunk.module for chunk in policy.model])
         leave_layout()
     return found
 
@@ -43,6 +47,8 @@ def test_a_trainer_that_can_not_leave_is_refused_with_all_that_is_in_the_way(tmp
     path = make_checkpoint("qwen3", tmp_path / "qwen3")
     (told,) = run_ranks(answers, 1, str(path))
     assert told["plain"] == ""
+    for name in CASES:
+        assert "model chunk 0 is not under Megatron's DistributedDataParallel" in told[f"{name} bare"]
     # They would replay on freed memory.
     assert "model chunk 0 runs under CUDA graphs (cuda_graph_impl=local)" in told["plain cuda_graph_impl"]
     assert "(enable_cuda_graph=True)" in told["plain enable_cuda_graph"]
