@@ -121,12 +121,41 @@ def test_modules_names_and_commands_of_a_page_exist(page: Path) -> None:
         module, _, name = path.rpartition(".")
         assert importlib.util.find_spec(module), path
         assert name in bound(module) or importlib.util.find_spec(path), path
-    for file in re.findall(r"\btests/[a-z_/]+\.py", text):
-        assert (ROOT / file).exists(), file
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
+    for file in re.findall(r"(?<![\w/-])tests/[\w/-]*\w(?:\.py)?", text):
+        assert (ROOT / file).exists() or file == "tests/NAME", file
+    assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets()
     commands = set(re.findall(r'add_parser\(\s*"([a-z-]+)"', (ROOT / "recipes" / "cli.py").read_text()))
     assert set(re.findall(r"`rlrefit ([a-z-]+)", text)) <= commands
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_make_help_lists_every_target_and_the_readmes_two_commands_are_targets() -> None:
+    told = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True)
+    assert set(re.findall(r"^make ([a-z-]+) +\S", told.stdout, re.MULTILINE)) == targets()
+    section = (ROOT / "README.md").read_text().partition("## Two commands")[2].partition("\n## ")[0]
+    commands = re.findall(r"^make ([a-z-]+)", section, re.MULTILINE)
+    assert len(commands) == 2
+    assert set(commands) < targets()
+
+
+def test_every_folder_and_file_of_tests_that_a_table_of_evidence_names_exists() -> None:
+    parts = (DOCS / "support.md").read_text().partition("## Frameworks")[0]
+    folders = {
+        folder
+        for listed in re.findall(r"\((`[a-z_]+`(?:, `[a-z_]+`)*)\)", parts)
+        for folder in re.findall(r"[a-z_]+", listed)
+    }
+    assert len(folders) > 15
+    for folder in folders:
+        assert [*(ROOT / "tests" / folder).glob("test_*.py")], folder
+    on_gpus = (ROOT / "BENCHMARKS.md").read_text().partition("## GPU tests")[2].partition("\n## ")[0]
+    files = set(re.findall(r"`(test_\w+)`", on_gpus))
+    assert len(files) > 15
+    for file in files:
+        assert (ROOT / "tests" / "gpu" / f"{file}.py").exists(), file
 
 
 def test_shell_scripts_parse() -> None:
