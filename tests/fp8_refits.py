@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.control import Rendezvous, open_rendezvous
 from rlrefit.integration.errors import PlanError, RefitMismatch
+from rlrefit.integration.records.record import RefitRecord
 from rlrefit.integration.session import RefitSession
 from rlrefit.integration.weights.endpoints import WeightDestination, WeightSource
 
@@ -60,13 +62,14 @@ class Sessions:
         """How many weights take each route from trainer ranks; codes and scales count as two."""
         return {route: len(self._engine.manifest.specs(route)) for route in ("bulk", "misc", "unused")}
 
-    def refit(self, index: int, version: int) -> None:
+    def refit(self, index: int, version: int) -> RefitRecord:
         if self._source is not None:
             self._source.take_on(index)
             sending = self._thread.submit(self._trainer.refit, version)
-        self._engine.refit(version)
+        record = self._engine.refit(version)
         if self._source is not None:
             sending.result()
+        return record
 
     def __enter__(self) -> Sessions:
         return self
@@ -84,12 +87,14 @@ class Sessions:
 
 
 def refit_by_both_engines(
-    sessions_by: Callable[[str], Sessions], poison: Callable[[], None], look: Callable[[str, int], None]
+    sessions_by: Callable[[str, RefitConfig], Sessions],
+    poison: Callable[[], None],
+    look: Callable[[str, int], None],
 ) -> dict[str, dict[str, int]]:
     """By each checkpoint engine three refits into poison: of the second weights, of the first, and of these again.
 
     Args:
-        sessions_by: opens the sessions of an engine.
+        sessions_by: opens the sessions of an engine, with a configuration.
         poison: makes all that the engine holds worthless.
         look: called after each refit with its occasion and the index of the checkpoint that it brought.
 
@@ -98,13 +103,32 @@ def refit_by_both_engines(
     """
     routes = {}
     for engine in ("nccl_xfer", "packed_broadcast"):
-        with sessions_by(engine) as sessions:
+        with sessions_by(engine, CONFIG) as sessions:
             routes[engine] = sessions.routes()
             for version, index in enumerate((1, 0, 0)):
                 poison()
                 sessions.refit(index, version)
                 look(f"{engine} {version}", index)
     return routes
+
+
+def refit_sparsely(
+    sessions_by: Callable[[str, RefitConfig], Sessions], look: Callable[[str, int], None]
+) -> list[bool]:
+    """Four refits of the first weights, the second twice, and the first, where what did not change does not travel.
+
+    Args:
+        sessions_by, look: as of :func:`refit_by_both_engines`.
+
+    Returns:
+        Which of them were sparse.
+    """
+    sparse = []
+    with sessions_by("nccl_xfer", replace(CONFIG, delta="always")) as sessions:
+        for version, index in enumerate((0, 1, 1, 0)):
+            sparse.append(sessions.refit(index, version).changed_share is not None)
+            look(f"sparse {version}", index)
+    return sparse
 
 
 def poison(tensors: Iterable[torch.Tensor]) -> None:

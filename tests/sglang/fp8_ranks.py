@@ -15,13 +15,13 @@ import torch
 from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.weights.manifest import TensorSpec
 from tests.fp8_refits import (
-    CONFIG,
     Sessions,
     State,
     bytes_of,
     differing,
     poison,
     refit_by_both_engines,
+    refit_sparsely,
     refusal,
 )
 from tests.gpu.vllm_checkpoints import read_checkpoint
@@ -30,6 +30,7 @@ from tests.gpu.vllm_trainer import CheckpointSource
 from .models import begin, load_model
 
 if TYPE_CHECKING:
+    from rlrefit.integration.config import RefitConfig
     from rlrefit.integration.quantize.formats import Format
     from rlrefit.workers.engines.sglang.destination import SglangDestination
 
@@ -86,6 +87,7 @@ class Fp8Result:
         other_numbers: those weights that stand for other numbers than in a model that SGLang loaded; by occasion.
         moved: parameters and copies that don't lie where they did before all refits.
         packed: how many parameters of scales are packed.
+        sparse: which of four refits were.
         refused: texts of errors, by occasion.
     """
 
@@ -96,6 +98,7 @@ class Fp8Result:
     other_numbers: dict[str, list[str]]
     moved: list[str]
     packed: int
+    sparse: list[bool]
     refused: dict[str, str]
 
 
@@ -172,7 +175,6 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     expected = _expected(case, loaded)
     destination = SglangDestination(live, CPU)
     held = case.served if case.quantized_before else case.trained
-    config = replace(CONFIG, trainer_quantize_fp8=not case.quantized_before)
     specs = CheckpointSource(held, CPU).specs()
     own = {} if case.quantized_before else destination.quantized(specs)
     wire = [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in read_checkpoint(case.served[0]).items()]
@@ -181,9 +183,10 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     wrong: dict[str, list[str]] = {}
     other: dict[str, list[str]] = {}
 
-    def sessions_by(engine: str) -> Sessions:
+    def sessions_by(engine: str, config: RefitConfig) -> Sessions:
         destination.new_epoch()
         source = CheckpointSource(held, CPU) if rank == 0 else None
+        config = replace(config, trainer_quantize_fp8=not case.quantized_before)
         return Sessions(rank, engine, config, source, destination, 1)
 
     def look(occasion: str, index: int) -> None:
@@ -193,6 +196,7 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     routes = refit_by_both_engines(
         sessions_by, lambda: poison([*_held(live.model).values(), *destination._staged.values()]), look
     )
+    sparse = refit_sparsely(sessions_by, look)
     packed = sum(parameter.dtype is torch.int32 for parameter in live.model.parameters())
     return Fp8Result(
         own,
@@ -202,6 +206,7 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
         other,
         [name for name, place in _places(live.model).items() if before[name] != place],
         packed,
+        sparse,
         _refusals(destination, case, wire),
     )
 

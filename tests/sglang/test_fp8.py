@@ -22,7 +22,9 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang"),
 ]
 
-OCCASIONS = {f"{engine} {refit}" for engine in ("nccl_xfer", "packed_broadcast") for refit in range(3)}
+OCCASIONS = {f"{engine} {refit}" for engine in ("nccl_xfer", "packed_broadcast") for refit in range(3)} | {
+    f"sparse {refit}" for refit in range(4)
+}
 BLACKWELL = [case for case in CASES if "Blackwell" in case]
 IN_PLACE = [case for case in CASES if "unknown" not in case]
 # Qwen3's, of each of two layers.
@@ -66,6 +68,14 @@ def test_refits_leave_the_bytes_that_sglang_loads_from_a_checkpoint_where_they_w
         assert not any(rank.differing.values()), rank.differing
         assert not any(rank.other_numbers.values()), rank.other_numbers
         assert rank.moved == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refits_are_sparse_unless_sglang_quantizes_codes_once_more(
+    results: dict[str, list[Fp8Result]], case: str
+) -> None:
+    sparse = "quantized before" not in case
+    assert [rank.sparse for rank in results[case]] == [[False, sparse, sparse, sparse]] * 2
 
 
 @pytest.mark.parametrize("case", IN_PLACE)

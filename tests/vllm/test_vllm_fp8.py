@@ -55,8 +55,13 @@ def results(found_ahead: FoundAhead) -> Results:
 def test_codes_and_scales_of_the_trainer_make_the_engine_that_vllm_loads(results: Results, case: str):
     for rank in results[case]:
         assert not any(rank.differing.values()), rank.differing
-        assert len(rank.differing) == 12
+        assert len(rank.differing) == 16
         assert rank.kept[0] == rank.kept[1]
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_refits_are_sparse_since_vllm_leaves_what_is_written_in_place(results: Results, case: str):
+    assert [rank.sparse for rank in results[case]] == [[False, True, True, True]] * 2
 
 
 @pytest.mark.parametrize("case", IN_PLACE)

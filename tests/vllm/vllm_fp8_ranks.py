@@ -24,10 +24,19 @@ from vllm_refit import refit
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.integration.weights.quantizing import quant_weights_by_name
-from tests.fp8_refits import CONFIG, Sessions, bytes_of, differing, poison, refit_by_both_engines, refusal
+from tests.fp8_refits import (
+    Sessions,
+    bytes_of,
+    differing,
+    poison,
+    refit_by_both_engines,
+    refit_sparsely,
+    refusal,
+)
 from tests.gpu.vllm_checkpoints import quantize_in_blocks
 
 if TYPE_CHECKING:
+    from rlrefit.integration.config import RefitConfig
     from rlrefit.integration.quantize.formats import Format
 
 _SHAPE = {
@@ -115,6 +124,7 @@ class Fp8Result:
         differing: parameters, and scales of kernels, with other bytes than in a model that vLLM loaded; by occasion.
         kept: bytes that it says to keep, and bytes of its parameters.
         routes: by checkpoint engine how many weights took each route from trainer ranks; codes and scales count as two.
+        sparse: which of four refits were.
     """
 
     own: dict[str, Format]
@@ -125,6 +135,7 @@ class Fp8Result:
     refused: dict[str, str]
     kept: tuple[int, int]
     routes: dict[str, dict[str, int]]
+    sparse: list[bool]
 
 
 def write_case(folder: Path, *, experts: bool = False, in_parallel: bool = False, **options: bool) -> Fp8Case:
@@ -235,11 +246,12 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
     _reload_by_vllm(live, config, full)
     look("full tensors by name", 0)
 
-    def sessions_by(engine: str) -> Sessions:
+    def sessions_by(engine: str, config: RefitConfig) -> Sessions:
         destination.new_epoch()
-        return Sessions(rank, engine, CONFIG, Halves(rank, trained), destination, 2)
+        return Sessions(rank, engine, config, Halves(rank, trained), destination, 2)
 
     routes = refit_by_both_engines(sessions_by, lambda: poison(live.parameters()), look)
+    sparse = refit_sparsely(sessions_by, look)
     held = sum(p.numel() * p.element_size() for p in live.parameters())
     return Fp8Result(
         own,
@@ -250,6 +262,7 @@ def _one_case(rank: int, case: Fp8Case) -> Fp8Result:
         refused,
         (destination.kept_bytes, held),
         routes,
+        sparse,
     )
 
 
