@@ -13,7 +13,8 @@ from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.workers.engines.transformers.destination import TransformersFp8Destination
 from rlrefit.workers.trainers.fsdp.source import FSDPSource
-from tests.refit.synthetic import SyntheticSource, run_world, value_of
+from tests.delta import scene
+from tests.refit.synthetic import SyntheticSource, move, run_world, value_of
 
 from .test_quantized_refit import config
 
@@ -77,3 +78,40 @@ def test_the_model_has_the_values_of_fp8_after_every_refit(experts: bool, engine
         assert set(routes.values()) <= {"bulk", "unused"}
     codes = sum(spec.nbytes // 2 for spec in specs if _quantized(spec))
     assert destination.kept_bytes < sum(p.nbytes for p in model.parameters()) - codes + 4096
+
+
+def test_the_model_has_the_values_of_fp8_after_sparse_refits_also_once_a_trainer_was_followed() -> None:
+    model = _model(experts=True)
+    specs = FSDPSource(_model(experts=True)).specs()
+    source = scene.Source(specs, {spec.name: [box_of(spec.shape)] for spec in specs})
+    codes = {spec.name for spec in specs if _quantized(spec)}
+
+    def body(rank: int, session: Any, end: Any) -> Any:
+        wrong, shares = [], []
+        for version in (1, 2, 3):
+            if rank == 0:
+                source.set_version(version)
+                if version == 3:
+                    move(source)
+            elif version > 1:
+                # What stands for codes is made anew each time, by all of them.
+                for fragment in FSDPSource(model).fragments()[0]:
+                    if fragment.name in codes:
+                        fragment.view.fill_(float("nan"))
+            shares.append(session.refit(version).changed_share)
+            held = {} if rank == 0 else {f.name: f.view for f in FSDPSource(model).fragments()[0]}
+            for spec in specs if rank else ():
+                value = scene.value(spec, source.share, version)
+                if spec.name in codes:
+                    value = fp8_blockwise.dequantize(*fp8_blockwise.quantize(value), dtype=BF16)
+                if not torch.equal(held[spec.name], value):
+                    wrong.append((version, spec.name))
+        return wrong, [share is not None and 0 < share < 0.05 for share in shares]
+
+    results = run_world(
+        [source],
+        [TransformersFp8Destination(model, 0, 1)],
+        body,
+        config(delta="always"),
+    )
+    assert results == [([], [False, True, True])] * 2
