@@ -79,14 +79,17 @@ class Header(NamedTuple):
         made = cls(found.blocks, found.nbytes, itemsize, int(last), 0, changed, 0)
         return made._replace(check=made._sum())
 
-    def require_whole(self) -> None:
-        """Check it as it has arrived.
+    @classmethod
+    def read(cls, numbers: Sequence[int]) -> Header:
+        """As it has arrived.
 
         Raises:
             Damaged: it is not what was told.
         """
-        if self.check != self._sum():
+        found = cls(*numbers)
+        if found.check != found._sum():
             raise Damaged("a header's sum is not that of its numbers")
+        return found
 
     def _sum(self) -> int:
         return weigh(np.array(self._replace(total=0, check=0), dtype=np.int64), places(0, len(self), 8))

@@ -462,9 +462,8 @@ class DeltaPath:
         rows = (arrived if on_gpu else into).tolist()
         headers = {}
         for source, row in zip(receiving, rows, strict=True):
-            headers[source.source] = Header(*row)
             try:
-                headers[source.source].require_whole()
+                headers[source.source] = Header.read(row)
             except Damaged as error:
                 raise self._damaged(source, error) from error
         return headers

@@ -22,7 +22,8 @@ _COUNTED = ("errors", "typed", "named", "hangs", "corrupt", "unguarded", "escape
 def table(results: Sequence[Result], title: str) -> Table:
     """One row for each kind of fault, and one for all."""
     made = Table("fault", "trials", *_COUNTED, "longest s", title=title)
-    rows = {str(kind): [result for result in results if result[0].trial.kind is kind] for kind in Kind}
+    kinds = dict.fromkeys(seen.trial.kind for seen, _ in results)
+    rows = {str(kind): [r for r in results if r[0].trial.kind is kind] for kind in Kind if kind in kinds}
     for kind, found in {**rows, "all": results}.items():
         counted = [sum(getattr(verdict, of) for _, verdict in found) for of in _COUNTED]
         longest = max((seen.seconds for seen, _ in found), default=0.0)
@@ -34,6 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--trials", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--delta", action="store_true", help="faults of sparse refits")
     parser.add_argument("--crews", type=int, default=4, help="trials that run beside one another")
     parser.add_argument("--only", type=int, nargs="+", default=(), help="run these trials alone, by number")
     parser.add_argument(
@@ -56,8 +58,9 @@ def main() -> int:
         numbered = not asked.only or trial.number in asked.only
         return numbered and (not asked.kinds or trial.kind.startswith(tuple(asked.kinds)))
 
-    results = run_trials(asked.seed, asked.trials, asked.crews, chosen, told)
-    console.print(table(results, f"{len(results)} faults, seed {asked.seed}"))
+    results = run_trials(asked.seed, asked.trials, asked.crews, chosen, told, delta=asked.delta)
+    of = "faults of sparse refits" if asked.delta else "faults"
+    console.print(table(results, f"{len(results)} {of}, seed {asked.seed}"))
     if asked.json is not None:
         rows = [{"seen": asdict(seen), "verdict": asdict(verdict)} for seen, verdict in results]
         asked.json.write_text(

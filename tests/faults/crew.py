@@ -20,7 +20,7 @@ from tests.servers import processes
 from .judge import Verdict, judge
 from .moments import Place
 from .rank import GRACE_S, Ended, Observed, Order, Part, Struck, work
-from .trials import HEALED, STEPPED, VERSIONS, WORLDS, Counts, Kind, Trial, World, draw
+from .trials import STEPPED, VERSIONS, WORLDS, Counts, Kind, Trial, World, draw, healing
 
 Result = tuple[Observed, Verdict]
 
@@ -72,12 +72,13 @@ class Crew:
             member.end()
         self._folder.cleanup()
 
-    def count(self, world: World) -> Sequence[Mapping[Place, int]]:
+    def count(self, world: World, delta: bool) -> Sequence[Mapping[Place, int]]:
         """Points of the library that each rank of a world passes without any fault, by part and window."""
-        first = Order(self._host(world, 0), world, 0, VERSIONS, 60.0, "sampled", counts=True)
+        first = Order(self._host(world, 0), world, 0, VERSIONS, 60.0, "sampled", counts=True, delta=delta)
         ended = self._epoch(first, {*range(sum(world))})
         assert len(ended) == sum(world), f"only ranks {sorted(ended)} of {world} ended without any fault"
         assert not any(e.error for e in ended.values()), f"without any fault: {ended}"
+        assert all([*e.sparse.values()] == [False, delta, delta] for e in ended.values()), f"kinds: {ended}"
         return [ended[rank].seen for rank in range(sum(world))]
 
     def run(self, trial: Trial, counts: Counts) -> Observed:
@@ -98,7 +99,16 @@ class Crew:
         if trial.kind in STEPPED:
             at = int(trial.fraction * counts[trial.world][trial.victim][trial.place])
         for rank in range(trial.size):
-            order = Order(rendezvous, trial.world, rank, VERSIONS, trial.timeout_s, trial.verify)
+            order = Order(
+                rendezvous,
+                trial.world,
+                rank,
+                VERSIONS,
+                trial.timeout_s,
+                trial.verify,
+                delta=trial.delta,
+                sleeps=trial.sleeps,
+            )
             if rank == trial.victim:
                 order = replace(order, trial=trial, at=at)
             if rank == trial.slow:
@@ -109,15 +119,31 @@ class Crew:
             self._replace(rank)
         if seen.killed:
             self._replace(trial.victim)
+        if trial.kind is Kind.RESTARTED:
+            seen.struck = Struck(time.monotonic(), "between the epochs")
 
     def _heal(self, seen: Observed) -> None:
         """The survivors with what they hold, and fresh processes for those that died or hung, meet anew."""
         trial = seen.trial
         # A victim whose model was changed is started anew with the right one.
         fresh = {*seen.hung}
+        claims = None
+        if trial.kind is Kind.RESTARTED:
+            fresh.add(trial.victim)
+            claims = VERSIONS[-1]
         if seen.killed or (seen.struck is not None and seen.struck.weight):
             fresh.add(trial.victim)
-        first = Order(self._host(trial.world, 1), trial.world, 0, (HEALED,), _HEALING_S, trial.verify)
+        first = Order(
+            self._host(trial.world, 1),
+            trial.world,
+            0,
+            healing(trial),
+            _HEALING_S,
+            trial.verify,
+            delta=trial.delta,
+            sleeps=trial.sleeps,
+            claims=claims,
+        )
         seen.healed = self._epoch(first, fresh)
         seen.heal_hung = sorted(set(range(trial.size)) - set(seen.healed))
         for rank in seen.heal_hung:
@@ -253,6 +279,8 @@ def run_trials(
     crews: int,
     chosen: Callable[[Trial], bool] = lambda trial: True,
     done: Callable[[Result], None] = lambda result: None,
+    *,
+    delta: bool = False,
 ) -> list[Result]:
     """What came of the chosen ones of ``count`` trials, ``crews`` at a time, since most of them wait.
 
@@ -270,7 +298,7 @@ def run_trials(
             finally:
                 idle.put(crew)
 
-        counted = pool.map(lambda world: with_a_crew(lambda crew: crew.count(world)), WORLDS)
+        counted = pool.map(lambda world: with_a_crew(lambda crew: crew.count(world, delta)), WORLDS)
         counts = dict(zip(WORLDS, counted, strict=True))
 
         def run(trial: Trial) -> Result:
@@ -279,4 +307,4 @@ def run_trials(
             done(result)
             return result
 
-        return list(pool.map(run, filter(chosen, draw(seed, count, counts))))
+        return list(pool.map(run, filter(chosen, draw(seed, count, counts, delta=delta))))

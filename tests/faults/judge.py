@@ -6,7 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .rank import Ended, Observed, Raised
-from .trials import CHANGES, FLIPS, HEALED, INTERRUPTS
+from .trials import (
+    BASES,
+    BEHIND,
+    CHANGES,
+    FLIPS,
+    INTERRUPTS,
+    NOT_LOOKED_AT,
+    ON_THE_WIRE,
+    UNSURE,
+    VERSIONS,
+    Trial,
+    healing,
+)
+
+# Kinds of which sums tell.
+_SUMMED = FLIPS | ON_THE_WIRE | BASES | BEHIND
 
 # Of all errors that name the cause.
 ENOUGH = 0.95
@@ -23,7 +38,7 @@ class Verdict:
     corrupt: int = (
         0  # clean engines with other bytes than those of the version that they claim, or of two versions
     )
-    escapes: int = 0  # engines with bytes that were changed in a message which `sampled` did not check
+    escapes: int = 0  # engines with bytes that were changed where nothing is checked, as the pages say
     unguarded: int = 0  # clean engines into which a sender may have written already
     healed: bool = True  # the next epoch brought all engines to one version, whole
     faults: list[str] = field(default_factory=list)  # all that is wrong, for a person
@@ -61,7 +76,8 @@ def _hangs(seen: Observed, found: Verdict) -> None:
 
 def _engines(seen: Observed, found: Verdict) -> None:
     flipped = seen.struck.flipped if seen.struck is not None else None
-    escaped = flipped is not None and not flipped.due and seen.trial.verify == "sampled"
+    unchecked = seen.trial.verify == "sampled" or seen.trial.kind in NOT_LOOKED_AT
+    escaped = flipped is not None and not flipped.due and unchecked
     serving: dict[int, int] = {}
     for rank, ended in seen.ended.items():
         if ended.clean is None:
@@ -82,6 +98,9 @@ def _engines(seen: Observed, found: Verdict) -> None:
                 found.faults.append(
                     f"rank {rank} is clean at {ended.version}, and trainers send {sorted(begun)}"
                 )
+        if seen.trial.kind in UNSURE and ended.sparse.get(VERSIONS[seen.trial.place[0] - 1]):
+            found.corrupt += 1
+            found.faults.append(f"rank {rank} took a sparse refit, whatever an engine held")
     if len({*serving.values()}) > 1:
         found.corrupt += 1
         found.faults.append(f"engines serve different versions, by rank: {serving}")
@@ -93,7 +112,7 @@ def _errors(seen: Observed, found: Verdict) -> None:
         return
     errors = {rank: ended.error for rank, ended in sorted(seen.ended.items()) if ended.error is not None}
     to_blame = {trial.victim}
-    if trial.kind in FLIPS and struck.flipped is not None:
+    if trial.kind in _SUMMED and struck.flipped is not None:
         # Which end changed them, or a rank that passed them on, nobody can tell.
         to_blame |= {*struck.flipped.ends}
         to_blame |= {rank for rank, error in errors.items() if error.kind == "VerificationError"}
@@ -103,7 +122,7 @@ def _errors(seen: Observed, found: Verdict) -> None:
             continue
         found.errors += 1
         found.typed += error.is_refit_error
-        finds_it = error.kind == "VerificationError" and trial.kind in FLIPS
+        finds_it = error.kind == "VerificationError" and trial.kind in _SUMMED
         blames = (finds_it or error.blamed in to_blame) and error.rank in (-1, rank)
         if error.is_refit_error and blames and _names_weight(seen, error):
             found.named += 1
@@ -142,12 +161,16 @@ def _healing(seen: Observed, found: Verdict) -> None:
     for rank, ended in sorted(seen.healed.items()):
         if ended.error is not None:
             wrong.append(f"rank {rank} raised {ended.error.kind}: {ended.error.text}")
-        if ended.clean is not None and not _is_healed(ended):
-            wrong.append(f"rank {rank} clean {ended.clean}, at {ended.version}, wrong {ended.left_wrong}")
+        if ended.clean is not None and not _is_healed(ended, seen.trial):
+            wrong.append(
+                f"rank {rank} clean {ended.clean}, at {ended.version}, wrong {ended.wrong or ended.left_wrong}, sparse {ended.sparse}"
+            )
     if wrong:
         found.healed = False
         found.faults.append(f"not healed: {'; '.join(wrong)}")
 
 
-def _is_healed(ended: Ended) -> bool:
-    return bool(ended.clean) and ended.version == HEALED and not ended.left_wrong
+def _is_healed(ended: Ended, trial: Trial) -> bool:
+    versions = healing(trial)
+    right = bool(ended.clean) and ended.version == versions[-1] and not ended.wrong and not ended.left_wrong
+    return right and ended.sparse == {version: version > versions[0] for version in versions}

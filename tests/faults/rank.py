@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,16 +20,18 @@ import torch
 
 from rlrefit.integration.control import Rendezvous, RendezvousServer, open_rendezvous
 from rlrefit.integration.control.channel import Channel
+from rlrefit.integration.delta.path import DeltaPath
 from rlrefit.integration.engine.refit import RefitEngine
 from rlrefit.integration.errors import EngineDirty, RefitError
 from rlrefit.integration.session import RefitSession, ServingState
-from tests.refit.synthetic import move
+from tests.refit.synthetic import move, value_of
 
+from .deltas import Bases, OnTheWire
 from .flips import Flipped, Flips
 from .moments import Moments, Place
 from .network import Network
-from .trials import CHANGES, FLIPS, NETWORK, Kind, Trial
-from .weights import Engine, SmallBuckets, Trainer, changed
+from .trials import BASES, CHANGES, FLIPS, NETWORK, ON_THE_WIRE, Kind, Trial
+from .weights import MISC, Engine, SmallBuckets, Trainer, changed, drifting, small_sections
 
 _ERRORS: dict[str, type[BaseException]] = {
     "ValueError": ValueError,
@@ -62,6 +64,9 @@ class Order:
     at: int = 0  # number of the point that is hit, for faults that hit one
     slow_part: int = -1  # part of the session in which this rank is slow
     counts: bool = False  # points
+    delta: bool = False
+    sleeps: bool = False  # engines
+    claims: int | None = None  # the version that a fresh engine says it holds
     fresh: bool = (
         True  # it begins with an endpoint of its own making, and not with what an earlier epoch left
     )
@@ -106,6 +111,7 @@ class Ended:
         default_factory=list
     )  # in the end, of the version that a clean engine claims
     sent: list[int] = field(default_factory=list)  # versions whose bytes this trainer began to send
+    sparse: dict[int, bool] = field(default_factory=dict)  # by committed version, whether its refit was
     seen: dict[Place, int] = field(default_factory=dict)  # points that were passed, if they were counted
 
 
@@ -165,11 +171,12 @@ class Hand:
         self.moments = Moments()
         self._server: RendezvousServer | None = None
         self.endpoint: Any = None
-        self._state = ServingState()
+        self.state = ServingState()
         self._in_library = False
         self._patches = ExitStack()
         self.hooks: dict[str, Callable[[], None]] = {}
         self._sent: list[int] = []
+        self.session: RefitSession | None = None
 
     def __enter__(self) -> Hand:
         signal.signal(signal.SIGINT, self._on_sigint)
@@ -179,6 +186,11 @@ class Hand:
             self._patch(RefitEngine, method, window)
         for method in ("barrier", "vote"):
             self._patch(Channel, method)
+        windows = {"take": "base", "_pack_next": "pack", "_exchange_headers": "header", "_step": "blocks"}
+        windows |= {"_apply_arrived": "apply", "_end": "sums", "intact": "sums"}
+        for method, window in windows.items():
+            self._patch(DeltaPath, method, window)
+        self._patches.enter_context(small_sections())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -200,15 +212,26 @@ class Hand:
         is_source = order.rank < train
         if order.fresh:
             self.hooks.clear()
-            self._state = ServingState()
+            self.state = ServingState()
+            value = drifting if order.delta else value_of
             self.endpoint = (
-                Trainer(order.rank, train, self._hook)
+                Trainer(order.rank, train, self._hook, value)
                 if is_source
-                else Engine(order.rank - train, gen, self._hook)
+                else Engine(order.rank - train, gen, self._hook, value)
             )
-        endpoint, state, moments = self.endpoint, self._state, self.moments
+            if order.claims is not None and not is_source:
+                self.state.commit(order.claims)
+        endpoint, state, moments = self.endpoint, self.state, self.moments
+        if not is_source:
+            endpoint.gives_memory_back = order.sleeps
         self._sent = []
-        config = SmallBuckets(transport="p2p", bucket_mb=1, timeout_s=order.timeout_s, verify=order.verify)
+        config = SmallBuckets(
+            transport="p2p",
+            bucket_mb=1,
+            timeout_s=order.timeout_s,
+            verify=order.verify,
+            delta="always" if order.delta else "off",
+        )
         with ExitStack() as stack:
             fault = _Fault(self, order, stack) if order.trial is not None else None
             rendezvous = fault.rendezvous if fault is not None else order.rendezvous
@@ -220,13 +243,15 @@ class Hand:
                 self._enter_part(0, "open", order, fault)
                 with self._interruptible():
                     session = RefitSession.open(rendezvous, order.rank, self._made, config, state=state)
+                self.session = session
                 for part, version in enumerate(order.versions, 1):
                     if is_source:
                         endpoint.set_version(version)
                     self._enter_part(part, "refit", order, fault)
                     with self._interruptible():
-                        session.refit(version, before=lambda: self._hook("before"))
+                        record = session.refit(version, before=lambda: self._hook("before"))
                     ended.committed.append(version)
+                    ended.sparse[version] = record.changed_share is not None
                     if not is_source and (wrong := endpoint.wrong(version)):
                         ended.wrong[version] = wrong
             except BaseException as error:
@@ -240,6 +265,7 @@ class Hand:
                         ended.error = ended.error or _as_data(error)
                 moments.rest()
             ended.at = time.monotonic()
+            self.session = None
             del session
         ended.seen = dict(moments.seen)
         ended.sent = self._sent
@@ -284,8 +310,10 @@ class Hand:
             if method == "send_weights":
                 self._sent.append(args[0])
             if method == "receive_weights":
-                # Only now: until a refit writes, an engine holds what it had.
-                self.endpoint.poison()
+                # Only now: until a refit writes, an engine holds what it had. A sparse one needs that.
+                bulk = called._bulk
+                sparse = bulk._deltas is not None and bulk._kind.sparse
+                (self.endpoint.poison_misc if sparse else self.endpoint.poison)()
             window = fixed or args[0].split("/")[0]
             if not fixed and window not in ("begin", "follow", "commit", "ready", "settings"):
                 return original(called, *args, **kwargs)
@@ -321,6 +349,10 @@ class _Fault:
             self._network = Network(order.rendezvous, order.timeout_s / 4)
             stack.callback(self._network.close)
             self.rendezvous = self._network.rendezvous
+        if kind in ON_THE_WIRE:
+            self._damage = stack.enter_context(OnTheWire(kind, order.rank, self._rng, self._flipped))
+        if kind in BASES:
+            self._bases = Bases(self._rng)
         if kind in FLIPS:
             is_source = order.rank < order.world[0]
             flips = Flips(order.rank, is_source=is_source, rng=self._rng, told=self._flipped)
@@ -330,13 +362,15 @@ class _Fault:
         """A part of the session begins."""
         trial, hand = self._trial, self._hand
         hit, window = trial.place
+        if trial.kind in BASES and part > 1:
+            self._bases.look(hand.session)
         if part != hit:
             if part == hit + 1:
                 for method in (trial.method, "prepare", "load_weights"):
                     hand.hooks.pop(method, None)
             return
         match trial.kind:
-            case Kind.KILLED | Kind.FROZEN | Kind.PAUSED | Kind.INTERRUPTED | Kind.TWICE:
+            case Kind.KILLED | Kind.FROZEN | Kind.PAUSED | Kind.INTERRUPTED | Kind.TWICE | Kind.BROKEN:
                 hand.moments.watch((part, window), self._order.at, self._strike)
             case kind if kind in NETWORK:
                 hand.moments.watch((part, window), self._order.at, self._spoil)
@@ -353,6 +387,27 @@ class _Fault:
                 hand.tell(Struck(time.monotonic(), f"{weight}: {how}", weight=weight))
             case kind if kind in FLIPS:
                 self._flips.arm()
+            case kind if kind in ON_THE_WIRE:
+                self._damage.arm()
+            case Kind.BASE | Kind.AHEAD:
+                how = self._bases.spoil(hand.session, ahead=trial.kind is Kind.AHEAD)
+                self._flipped(Flipped(how, trial.kind is Kind.BASE, (self._order.rank,), ("",)))
+            case Kind.WRITTEN | Kind.UNSEEN:
+                # Some of it always where no block lands, or what came would mend it.
+                seen = trial.kind is Kind.WRITTEN
+                version = self._order.versions[part - 1]
+                how = [hand.endpoint.spoil(version, self._rng, seen=of) for of in sorted({seen, False})]
+                # Before the refit that follows a dense one, and each of one that sleeps, an engine adds up its weights.
+                due = seen or part == 2 or trial.sleeps
+                self._flipped(Flipped(" and ".join(how), due, (self._order.rank,), ("",)))
+            case Kind.DIRTY | Kind.MOVED:
+                hand.endpoint.poison()
+                if trial.kind is Kind.DIRTY:
+                    hand.state.mark_dirty(99)
+                else:
+                    move(hand.endpoint)
+                    hand.endpoint.fence()
+                hand.tell(Struck(time.monotonic(), f"before refit {part}"))
 
     def _strike(self, place: str) -> None:
         self._struck_at, self._struck_in = time.monotonic(), place
@@ -363,6 +418,8 @@ class _Fault:
             self._hand.moments.watch(None, int(self._trial.way * _POINTS_OF_CLEARING_UP), self._strike_again)
         if kind in (Kind.INTERRUPTED, Kind.TWICE):
             raise KeyboardInterrupt(INJECTED)
+        if kind is Kind.BROKEN:
+            raise _ERRORS[self._trial.error](INJECTED)
         os.kill(os.getpid(), signal.SIGKILL if kind is Kind.KILLED else signal.SIGSTOP)
 
     def _strike_again(self, place: str) -> None:
@@ -382,6 +439,9 @@ class _Fault:
         raise _ERRORS[self._trial.error](INJECTED)
 
     def _flipped(self, flipped: Flipped) -> None:
+        if self._trial.delta and not {*flipped.weights} <= {spec.name for spec in MISC}:
+            # Once a dense refit leaves a base, sums over all bulk weights are compared, which name no weight.
+            flipped = replace(flipped, due=flipped.due or self._trial.kind in FLIPS, weights=("",))
         due = "checked" if flipped.due else "not checked"
         self._hand.tell(Struck(time.monotonic(), f"{flipped.how}, {due}", flipped))
 

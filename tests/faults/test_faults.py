@@ -12,14 +12,28 @@ from tests.ahead import FoundAhead, keeping_time
 from .crew import Crew, Result, run_trials
 from .judge import ENOUGH, Verdict, holds, judge
 from .rank import Ended, Observed, Raised, Struck
-from .trials import HEALED, PATIENT_S, ROUND, VERSIONS, WORLDS, Kind, Trial, draw
+from .trials import DELTA_ROUND, HEALED, PATIENT_S, ROUND, VERSIONS, WORLDS, Kind, Trial, draw
 
 SEED = 5
+# One of each; of those that end by a limit in time, or that any refit has, the command has more.
+IN_THE_SUITE = {*DELTA_ROUND} - {*ROUND} | {Kind.KILLED, Kind.INTERRUPTED}
 
 
 @keeping_time  # faults are noticed by limits of seconds
 def run_a_round(folder: Path) -> list[Result]:
     return run_trials(SEED, len(ROUND), crews=4)
+
+
+@keeping_time
+def run_sparse_refits(folder: Path) -> list[Result]:
+    left = set(IN_THE_SUITE)
+
+    def is_first(trial: Trial) -> bool:
+        found = trial.kind in left
+        left.discard(trial.kind)
+        return found
+
+    return run_trials(SEED, len(DELTA_ROUND), 4, is_first, delta=True)
 
 
 def change_bytes_that_nobody_checks(folder: Path) -> Observed:
@@ -28,12 +42,22 @@ def change_bytes_that_nobody_checks(folder: Path) -> Observed:
         return crew.run(trial, {})
 
 
-AHEAD = (run_a_round, change_bytes_that_nobody_checks)
+def write_engines_where_nobody_adds_up(folder: Path) -> list[Observed]:
+    """Behind its back, where blocks land or not; and one that blocks don't reach."""
+    found = []
+    with Crew() as crew:
+        for kind in (Kind.WRITTEN, Kind.UNSEEN, Kind.LOST_BLOCKS):
+            trial = Trial(0, "0/0", kind, (2, 1), 2, "off", PATIENT_S, (3, ""), 0.0, delta=True)
+            found.append(crew.run(trial, {}))
+    return found
+
+
+AHEAD = (run_a_round, run_sparse_refits, change_bytes_that_nobody_checks, write_engines_where_nobody_adds_up)
 
 
 @pytest.fixture(scope="module")
 def results(found_ahead: FoundAhead) -> list[Result]:
-    return found_ahead.by(run_a_round)
+    return [*found_ahead.by(run_a_round), *found_ahead.by(run_sparse_refits)]
 
 
 def told(results: list[Result]) -> str:
@@ -43,7 +67,7 @@ def told(results: list[Result]) -> str:
 
 
 def test_every_kind_of_fault_comes_to_be(results: list[Result]) -> None:
-    assert {seen.trial.kind for seen, _ in results if seen.struck is not None} == {*Kind}
+    assert {seen.trial.kind for seen, _ in results if seen.struck is not None} == {*ROUND} | IN_THE_SUITE
 
 
 @pytest.mark.parametrize("count", ["corrupt", "unguarded", "hangs"])
@@ -67,9 +91,11 @@ def test_the_next_epoch_brings_every_engine_to_one_version(results: list[Result]
 def test_a_seed_stands_for_the_same_trials_each_time() -> None:
     passed = {(0, "open"): 100, (1, "begin"): 50, (2, "begin"): 50}
     counts = {world: [passed] * sum(world) for world in WORLDS}
+    sparse = {world: [passed | {(3, "apply"): 20}] * sum(world) for world in WORLDS}
     assert draw(7, 40, counts) == draw(7, 40, counts)
     assert draw(7, 40, counts) != draw(8, 40, counts)
-    assert {trial.kind for trial in draw(7, len(ROUND), counts)} == {*Kind}
+    assert {trial.kind for trial in draw(7, len(ROUND), counts)} == {*ROUND}
+    assert {trial.kind for trial in draw(7, len(DELTA_ROUND), sparse, delta=True)} == {*DELTA_ROUND}
 
 
 TRIAL = Trial(0, "0/0", Kind.KILLED, (1, 2), 1, "full", PATIENT_S, (1, "begin"), 0.5)
@@ -78,8 +104,9 @@ PEER_LOST = Raised("PeerLost", "refit rank 1 gave up", True, False, blamed=1)
 
 def observed() -> Observed:
     """Rank 1 was killed, and all went as it has to."""
-    healed = {rank: Ended(rank, committed=[HEALED], clean=True, version=HEALED) for rank in (1, 2)}
-    healed[0] = Ended(0, committed=[HEALED])
+    dense = {"committed": [HEALED], "sparse": {HEALED: False}}
+    healed = {rank: Ended(rank, clean=True, version=HEALED, **dense) for rank in (1, 2)}
+    healed[0] = Ended(0, **dense)
     ended = {0: Ended(0, PEER_LOST, sent=[2]), 2: Ended(2, PEER_LOST, clean=False, version=1)}
     return Observed(TRIAL, Struck(0.0, ""), ended, killed=True, healed=healed)
 
@@ -114,6 +141,25 @@ def test_the_judge_sees_bytes_that_change_where_nothing_is_checked(found_ahead: 
     verdict = judge(found_ahead.by(change_bytes_that_nobody_checks))
     assert verdict.corrupt == 1
     assert verdict.healed
+
+
+def test_the_judge_sees_weights_that_are_wrong_under_blocks_and_counts_those_beside_them_as_escapes(
+    found_ahead: FoundAhead,
+) -> None:
+    found = [judge(seen) for seen in found_ahead.by(write_engines_where_nobody_adds_up)]
+    assert [(verdict.corrupt, verdict.escapes) for verdict in found] == [(1, 0), (0, 1), (1, 0)]
+    assert all(verdict.healed for verdict in found)
+
+
+def test_the_judge_sees_a_sparse_refit_of_an_engine_that_was_dirty_and_a_next_epoch_without_one() -> None:
+    seen = observed()
+    seen.trial = dataclasses.replace(TRIAL, kind=Kind.DIRTY, delta=True, place=(2, ""))
+    for ended in seen.ended.values():
+        ended.error, ended.clean, ended.version = None, True, 3
+        ended.committed, ended.sparse = [1, 2, 3], {1: False, 2: True, 3: True}
+    verdict = judge(seen)
+    assert verdict.corrupt == len(seen.ended)
+    assert not verdict.healed
 
 
 def test_the_judge_sees_hangs_and_engines_that_do_not_heal() -> None:

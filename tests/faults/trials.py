@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
 
@@ -41,14 +41,41 @@ class Kind(StrEnum):
     DELAYED = "control messages late"
     DRIPPED = "control messages a byte at a time"
     CUT = "control connection cut"
+    # Of sparse refits.
+    BROKEN = "raised at a step"
+    LOST_BLOCKS = "blocks lost"
+    DOUBLED = "blocks doubled"
+    REORDERED = "blocks reordered"
+    ENTRIES = "entries of blocks damaged"
+    BLOCK_DATA = "data of blocks damaged"
+    HEADERS = "headers of blocks damaged"
+    BASE = "base changed"
+    AHEAD = "base ahead of its sum"
+    WRITTEN = "engine written where blocks land"
+    UNSEEN = "engine written where none lands"
+    DIRTY = "engine dirty between refits"
+    MOVED = "engine's weights moved and spoiled"
+    RESTARTED = "engine anew, says it is no older"
 
 
 CHANGES = {Kind.DTYPE: "dtype", Kind.STRIDES: "strides", Kind.SHAPE: "shape"}
 FLIPS = frozenset({Kind.FLIPPED, Kind.FLIPPED_SAMPLED})
 NETWORK = frozenset({Kind.LOST, Kind.DELAYED, Kind.DRIPPED, Kind.CUT})
 INTERRUPTS = frozenset({Kind.INTERRUPTED, Kind.TWICE, Kind.SIGNALLED})
+# Of blocks between two ranks, and what a sparse refit relies on.
+ON_THE_WIRE = frozenset(
+    {Kind.LOST_BLOCKS, Kind.DOUBLED, Kind.REORDERED, Kind.ENTRIES, Kind.BLOCK_DATA, Kind.HEADERS}
+)
+BASES = frozenset({Kind.BASE, Kind.AHEAD})
+BEHIND = frozenset({Kind.WRITTEN, Kind.UNSEEN})
+# After these the next refit has to be dense.
+UNSURE = frozenset({Kind.DIRTY, Kind.MOVED})
+# No sum is made anew of what no block is about (docs/delta.md).
+NOT_LOOKED_AT = frozenset({Kind.AHEAD, Kind.UNSEEN})
 # Faults that hit a point of the library's code on the victim.
-STEPPED = frozenset({Kind.KILLED, Kind.FROZEN, Kind.PAUSED, Kind.INTERRUPTED, Kind.TWICE}) | NETWORK
+STEPPED = (
+    frozenset({Kind.KILLED, Kind.FROZEN, Kind.PAUSED, Kind.INTERRUPTED, Kind.TWICE, Kind.BROKEN}) | NETWORK
+)
 # Faults that nobody notices before a limit is over.
 SILENT = frozenset({Kind.FROZEN, Kind.PAUSED, Kind.LOST, Kind.DELAYED, Kind.DRIPPED})
 
@@ -56,10 +83,23 @@ SILENT = frozenset({Kind.FROZEN, Kind.PAUSED, Kind.LOST, Kind.DELAYED, Kind.DRIP
 _SHARES = {Kind.INTERRUPTED: 7, Kind.KILLED: 4, Kind.RAISED: 4} | dict.fromkeys(
     (Kind.TWICE, Kind.SIGNALLED, Kind.FROZEN, Kind.DTYPE, Kind.FLIPPED_SAMPLED), 2
 )
-ROUND = tuple(kind for kind in Kind for _ in range(_SHARES.get(kind, 1)))
+_OF_DELTAS = frozenset({Kind.BROKEN, Kind.RESTARTED}) | ON_THE_WIRE | BASES | BEHIND | UNSURE
+ROUND = tuple(kind for kind in Kind if kind not in _OF_DELTAS for _ in range(_SHARES.get(kind, 1)))
+# Of sparse refits. What they have in common with dense ones is hit where they are themselves.
+_DELTA_SHARES = dict.fromkeys(_OF_DELTAS, 2) | {
+    Kind.KILLED: 4,
+    Kind.INTERRUPTED: 5,
+    Kind.BROKEN: 5,
+    Kind.RAISED: 3,
+    **dict.fromkeys((Kind.ENTRIES, Kind.HEADERS, Kind.BASE, Kind.WRITTEN), 3),
+    **dict.fromkeys((Kind.FROZEN, Kind.TWICE, Kind.FLIPPED_SAMPLED), 2),
+    **dict.fromkeys((Kind.PAUSED, Kind.SIGNALLED, Kind.CUT, Kind.LOST), 1),
+}
+DELTA_ROUND = tuple(kind for kind in Kind for _ in range(_DELTA_SHARES.get(kind, 0)))
 
 # Windows that are hit more often than others.
 _WEIGHTS = {"transfer": 3, "connect": 2, "begin": 2, "commit": 2}
+_WEIGHTS |= dict.fromkeys(("base", "pack", "header", "blocks", "apply", "sums"), 3)
 _TRAINER_METHODS = ("make", "specs", "fragments", "prepare", "export", "storage_key", "before")
 _ENGINE_METHODS = ("make", "fragments", "load_weights", "finish", "storage_key", "before")
 _ERRORS = ("ValueError", "RuntimeError", "OutOfMemoryError", "MemoryError", "SystemExit", "CancelledError")
@@ -82,6 +122,8 @@ class Trial:
     error: str = ""
     way: float = 0.0  # the share of the limit for which something is held up; how far a second interrupt is
     slow: int = -1  # a rank that is slow in that part, so that the others wait
+    delta: bool = False  # the refits after the first are sparse
+    sleeps: bool = False  # the engines say that they give their memory back between refits
 
     @property
     def size(self) -> int:
@@ -89,18 +131,48 @@ class Trial:
         return sum(self.world)
 
 
+def healing(trial: Trial) -> tuple[int, ...]:
+    """The versions of the epoch after the fault; of sparse refits the one after the first, too."""
+    return (HEALED, HEALED + 1) if trial.delta else (HEALED,)
+
+
 # Points that a rank of a world passes in each place, as a refit without faults counted them.
 Counts = Mapping[World, Sequence[Mapping[Place, int]]]
 
 
-def draw(seed: int, count: int, counts: Counts) -> list[Trial]:
-    """The trials of a seed; every kind comes in each ``len(ROUND)`` of them."""
+def draw(seed: int, count: int, counts: Counts, *, delta: bool = False) -> list[Trial]:
+    """The trials of a seed; every kind of dense or of sparse refits comes in each ``ROUND`` or ``DELTA_ROUND`` of them."""
     kinds: list[Kind] = []
     while len(kinds) < count:
-        following = list(ROUND)
+        following = list(DELTA_ROUND if delta else ROUND)
         Random(f"{seed}/order/{len(kinds)}").shuffle(following)
         kinds += following
-    return [_draw(seed, number, kind, counts) for number, kind in enumerate(kinds[:count])]
+    drawn = _draw_delta if delta else _draw
+    return [drawn(seed, number, kind, counts) for number, kind in enumerate(kinds[:count])]
+
+
+def _draw_delta(seed: int, number: int, kind: Kind, counts: Counts) -> Trial:
+    trial = _draw(seed, number, kind, counts)
+    rng = Random(f"{trial.seed}/delta")
+    (train, gen), victim, place = trial.world, trial.victim, trial.place
+    if kind in BASES:
+        victim = rng.randrange(train)
+    elif kind is Kind.HEADERS or kind in BEHIND | UNSURE or kind is Kind.RESTARTED:
+        victim = train + rng.randrange(gen)
+    if kind in STEPPED:
+        # The dense refit that leaves a base, and the sparse ones.
+        part = rng.choice((1, 2, 2, 2, 3, 3))
+        places = sorted(place for place in counts[trial.world][victim] if place[0] == part)
+        place = rng.choices(places, [_WEIGHTS.get(window, 1) for _, window in places])[0]
+    elif kind in _OF_DELTAS:
+        place = rng.choice((2, 3)), ""
+    elif kind in FLIPS:
+        place = 1, ""
+    elif kind in (Kind.SIGNALLED, Kind.RAISED) and place[0] > 0:
+        place = 2, ""
+    error = rng.choice(("ValueError", "RuntimeError", "MemoryError")) if kind is Kind.BROKEN else trial.error
+    sleeps = rng.random() < 0.3
+    return replace(trial, delta=True, sleeps=sleeps, victim=victim, place=place, error=error)
 
 
 def _draw(seed: int, number: int, kind: Kind, counts: Counts) -> Trial:

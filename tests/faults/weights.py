@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from random import Random
 from typing import Any
+from unittest import mock
 
 import torch
 
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.delta import packer, path
 from rlrefit.integration.layout import Box, Fragment, box_of
 from rlrefit.integration.weights.manifest import TensorSpec
 from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource, held_by, value_of, whole
@@ -37,6 +41,8 @@ LOADED = -1
 _GUARD = 77.0
 
 Hook = Callable[[str], None]
+# Of a weight at a version.
+Value = Callable[[TensorSpec, int], torch.Tensor]
 
 
 class SmallBuckets(RefitConfig):
@@ -45,6 +51,31 @@ class SmallBuckets(RefitConfig):
     @property
     def bucket_bytes(self) -> int:
         return 12 << 10
+
+
+@contextmanager
+def small_sections() -> Iterator[None]:
+    """Sections of a size at which deltas of a test's size have several; room for the largest block, and not for all of any two."""
+    with (
+        mock.patch.object(path, "LEAST_ROOM", 8 << 10),
+        mock.patch.object(path, "_ROOM_SHARE", 3),
+        mock.patch.object(packer, "LEAST_ROOM", 12 << 10),
+    ):
+        yield
+
+
+# Of each weight's elements those that change from a version to the next, so that there are blocks of every form.
+_CHANGED = {"embed": 0.004, "up": 0.15, "down": 1.0, "gate": 0.02, "norm": 0.3}
+
+
+@cache
+def drifting(spec: TensorSpec, version: int) -> torch.Tensor:
+    """As :func:`value_of`, but that only a share of the elements differs from the version before."""
+    if version < 1:
+        return value_of(spec, version)
+    changes = torch.rand(spec.shape, generator=torch.Generator().manual_seed(1000 * len(spec.name) + version))
+    share = _CHANGED.get(spec.name, 0.5)
+    return torch.where(changes < share, value_of(spec, version), drifting(spec, version - 1))
 
 
 def _cut(dim: int, parts: int, index: int, *names: str) -> Layout:
@@ -76,14 +107,21 @@ class Trainer(SyntheticSource):
     prepare = _hooked("prepare")
     storage_key = _hooked("storage_key")
 
-    def __init__(self, rank: int, ranks: int, hook: Hook):
+    def __init__(self, rank: int, ranks: int, hook: Hook, value: Value = value_of):
         cut = _cut(0, ranks, rank, "embed", "down", "gate") | _cut(1, ranks, rank, "up")
         super().__init__(SPECS, cut | whole([_BY_NAME["norm"]]), _REFUSED)
-        self._hook = hook
+        self._hook, self._value = hook, value
         self.exported_as: dict[str, torch.dtype | tuple[int, ...]] = {}
 
+    def set_version(self, version: int) -> None:
+        self.version = version
+        for (name, box), storage in self._held.items():
+            # An endpoint may hold less of a box than it has: see :func:`changed`.
+            storage.copy_(_part(self._value, name, box, version))
+
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in super().export(names):
+        for name in names:
+            tensor = self._value(_BY_NAME[name], self.version)
             self._hook("export")
             other = self.exported_as.get(name, tensor.dtype)
             yield name, tensor.to(other) if isinstance(other, torch.dtype) else tensor.reshape(other)
@@ -98,14 +136,36 @@ class Engine(SyntheticDestination):
     finish = _hooked("finish")
     storage_key = _hooked("storage_key")
 
-    def __init__(self, rank: int, ranks: int, hook: Hook):
+    def __init__(self, rank: int, ranks: int, hook: Hook, value: Value = value_of):
         # The norm is replicated, so that engines pass it on.
         cut = _cut(0, ranks, rank, "embed", "up") | _cut(1, ranks, rank, "down")
         super().__init__(SPECS, whole(SPECS) | cut)
-        self._hook = hook
+        self._hook, self._value = hook, value
         for (name, box), storage in self._wanted.items():
-            storage.copy_(_part(name, box, LOADED))
+            storage.copy_(_part(value, name, box, LOADED))
         self.fence()
+
+    def poison_misc(self) -> None:
+        """What travels whole in each refit."""
+        for (name, _), storage in self._wanted.items():
+            if name in _REFUSED:
+                storage.fill_(float("nan"))
+
+    def spoil(self, version: int, rng: Random, *, seen: bool) -> str:
+        """Change a bit of one element that ``version`` changes, if it is to be ``seen``, or of one that no block is about."""
+        choices = []
+        for (name, box), view in self._wanted.items():
+            new, old = (_bits(_part(self._value, name, box, v)) for v in (version, version - 1))
+            changed = new != old
+            # Where nearly all change, blocks hold all.
+            if name not in _REFUSED and (changed.any() if seen else changed.float().mean() < 0.9):
+                choices.append((name, view, (changed == seen).nonzero()))
+        name, view, places = rng.choice(choices)
+        place = tuple(places[rng.randrange(len(places))].tolist())
+        bit = rng.randrange(8 * view.element_size())
+        element = _bits(view[place].reshape(1))
+        view[place] = (element ^ torch.tensor(1).to(element.dtype) << bit).view(view.dtype)[0]
+        return f"bit {bit} of {name} {place}"
 
     def fence(self) -> None:
         """Set all memory around the weights to a value that must stay."""
@@ -118,7 +178,7 @@ class Engine(SyntheticDestination):
         """Weights that are not, bit for bit, those of ``version``, and those beside which something was written."""
         found = []
         for (name, box), view in self._wanted.items():
-            if not _same_bits(view, _part(name, box, version)):
+            if not _same_bits(view, _part(self._value, name, box, version)):
                 found.append(f"{name} {box}")
             rest = _ground_of(view).clone()
             rest.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(_GUARD)
@@ -181,8 +241,8 @@ def changed(endpoint: Any, what: str, rng: Random) -> tuple[str, str]:
     return name, f"{how} {'at the same address' if same_address else 'elsewhere'}"
 
 
-def _part(name: str, box: Box, version: int) -> torch.Tensor:
-    return value_of(_BY_NAME[name], version)[tuple(slice(a, b) for a, b in box)]
+def _part(value: Value, name: str, box: Box, version: int) -> torch.Tensor:
+    return value(_BY_NAME[name], version)[tuple(slice(a, b) for a, b in box)]
 
 
 def _same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -190,8 +250,11 @@ def _same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
         return False
     if found.dtype != expected.dtype:  # an engine that converts what it gets would be right
         return torch.equal(found.to(torch.float64), expected.to(found.dtype).to(torch.float64))
-    bits = torch.int32 if expected.dtype == FP32 else torch.int16
-    return torch.equal(found.contiguous().view(bits), expected.contiguous().view(bits))
+    return torch.equal(_bits(found), _bits(expected))
+
+
+def _bits(held: torch.Tensor) -> torch.Tensor:
+    return held.contiguous().view(torch.int32 if held.dtype == FP32 else torch.int16)
 
 
 def _ground_of(view: torch.Tensor) -> torch.Tensor:
