@@ -21,6 +21,7 @@ _NO_M2N = (
 )
 VERIFY_MODES = ("off", "sampled", "full")
 DELTA_MODES = ("off", "auto", "always")
+_HAVE_OFF = ("verify", "delta")
 DELTA_BASES = ("gpu", "host")
 LORA_MODES = ("merge", "adapter")
 # Each stream has a communicator, whose kernels take up to 32 of a GPU's multiprocessors.
@@ -204,7 +205,7 @@ def read_settings(
             wrong.append(unknown_key(prefix, str(key), known))
         elif key not in types:
             continue
-        elif _is(value, types[key]):
+        elif _is(value := as_written(key, value), types[key]):
             good[key] = value
         else:
             wrong.append(wrong_type(f"{prefix}.{key}", value, types[key]))
@@ -212,6 +213,11 @@ def read_settings(
     return Settings(
         refit, {key: good[key] for key in own if key in good}, (*wrong, *refit.violations(prefix))
     )
+
+
+def as_written(key: str, value: Any) -> Any:
+    """The value of a field of :class:`RefitConfig` as its file has it: YAML 1.1 reads ``off`` without quotes as false."""
+    return "off" if value is False and key in _HAVE_OFF else value
 
 
 def require_equal_settings(

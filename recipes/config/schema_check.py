@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ...integration.config import RefitConfig, not_a_section, unknown_key, wrong_type
+from ...integration.config import RefitConfig, as_written, not_a_section, unknown_key, wrong_type
 from .errors import Violation
 from .schema import TrainConfig
 
@@ -48,7 +48,9 @@ def _fill(tree: Mapping[Any, Any], target: DictConfig, schema: type, prefix: str
                 yield from _fill(value, target[key], types[key], path)
             else:
                 yield Violation((path,), not_a_section(path, value))
-        elif not _assigned(target, key, value, types[key]):
+        elif not _assigned(
+            target, key, as_written(key, value) if schema is RefitConfig else value, types[key]
+        ):
             yield Violation((path,), wrong_type(path, value, types[key]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -15,6 +16,7 @@ from rlrefit.integration.config import (
     read_settings,
     wrong_type,
 )
+from rlrefit.recipes.config.load import load_config
 from rlrefit.recipes.config.schema import TrainConfig
 
 
@@ -90,6 +92,21 @@ def test_values_of_a_wrong_type_leave_the_default_and_are_told_with_the_wanted_o
     )
     read = read_settings({"timeout_s": 60, "records_dir": None}, "p", own=own)
     assert (read.refit.timeout_s, read.own, read.wrong) == (60, {"records_dir": None}, ())
+
+
+def test_off_needs_no_quotes_in_a_file(tmp_path: Path) -> None:
+    """The pages write it so, and YAML 1.1 reads it as false."""
+    section = "{verify: off, delta: off, timeout_s: 60}"
+    read = read_settings(OmegaConf.to_container(OmegaConf.create(section)), "p")
+    assert (read.refit, read.wrong) == (RefitConfig(verify="off", timeout_s=60), ())
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"defaults: [grpo_tiny, _self_]\nname: mine\npolicy:\n  refit: {section}\n")
+    refit = load_config(str(recipe)).policy.refit
+    assert (refit.verify, refit.delta, refit.timeout_s) == ("off", "off", 60)
+    assert read_settings({"verify": True, "trainer_quantize_fp8": False, "transport": False}, "p").wrong == (
+        "p.verify: True is not a string; give one",
+        "p.transport: False is not a string; give one",
+    )
 
 
 def test_a_refit_of_values_that_cannot_be_is_refused_as_it_is_made_with_all_that_is_wrong() -> None:
