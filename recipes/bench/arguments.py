@@ -100,6 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--changed",
+        type=shares,
         metavar="0,0.1%,1%",
         help="time sparse refits too (policy.refit.delta), before each of which such a share of all elements changes",
     )
@@ -124,6 +125,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine-log", type=Path, metavar="FILE", help="keep what the engine's processes print")
 
 
+def shares(text: str) -> tuple[float, ...]:
+    """Of ``0,0.001,1%``.
+
+    Raises:
+        ArgumentTypeError: names what is no share.
+    """
+    found = []
+    for part in text.split(","):
+        number, per_cent, rest = part.strip().partition("%")
+        try:
+            found.append(float(number) / (100 if per_cent else 1))
+        except ValueError:
+            rest = part
+        if rest or not 0 <= found[-1] <= 1:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is no share; give numbers from 0 to 1, or per cents such as 0.1%"
+            )
+    return tuple(found)
+
+
 def foreign_options(arguments: argparse.Namespace) -> list[str]:
     """A complaint for each option that the asked kind of run does not read."""
     foreign, remedy = (
@@ -131,6 +152,8 @@ def foreign_options(arguments: argparse.Namespace) -> list[str]:
         if arguments.live
         else (LIVE_ONLY, "give --live too, or leave it out")
     )
+    if arguments.delta_base is not None and arguments.changed is None and not arguments.live:
+        return ["--delta-base: has no effect without --changed; give --changed too, or leave it out"]
     return [
         f"--{name.replace('_', '-')}: has no effect {'with' if arguments.live else 'without'} --live; {remedy}"
         for name, absent in foreign.items()

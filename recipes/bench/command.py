@@ -125,7 +125,7 @@ def _report_faults(options: BenchOptions, result: BenchResult, say: Callable[[st
 def _options(arguments: argparse.Namespace) -> BenchOptions:
     given: dict[str, Any] = {"probe_bytes": _CPU_PROBE_BYTES} if arguments.device == "cpu" else {}
     if arguments.changed is not None:
-        given["changed"] = tuple(map(_share, arguments.changed.split(",")))
+        given["changed"] = arguments.changed
     if arguments.delta_base is not None:
         given["delta_base"] = arguments.delta_base
     if arguments.quantize is not None:
@@ -138,15 +138,6 @@ def _options(arguments: argparse.Namespace) -> BenchOptions:
         sleep=arguments.sleep,
         **given,
     )
-
-
-def _share(text: str) -> float:
-    """Of ``0.001`` or ``0.1%``; what is no number is out of range."""
-    number, per_cent, rest = text.strip().partition("%")
-    try:
-        return float(number) / (100 if per_cent else 1) if not rest else float("nan")
-    except ValueError:
-        return float("nan")
 
 
 def _live_options(arguments: argparse.Namespace) -> LiveOptions:

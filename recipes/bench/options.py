@@ -110,7 +110,9 @@ class RunOptions(ABC):
         if not self.transports:
             found.append(f"--transport: give at least one of {', '.join(TRANSPORTS)}")
         found += [
-            f"--peers: {name!r} is not one of {', '.join(self.known_peers)} or none"
+            "--peers: none has no others beside it; give it alone, or leave it out"
+            if name == "none"
+            else f"--peers: {name!r} is not one of {', '.join(self.known_peers)} or none"
             for name in self.peers
             if name not in self.known_peers
         ]
@@ -243,11 +245,6 @@ class BenchOptions(RunOptions):
             found.append("--quantize: fp8 is made of bf16 or fp16; give --dtype bf16")
         if self.sleep and self.device != "cuda":
             found.append("--sleep: engines' memory is that of GPUs; leave --sleep or --device cpu out")
-        found += [
-            f"--changed: {share} is no share; give numbers from 0 to 1, or per cents such as 0.1%"
-            for share in self.changed
-            if not 0 <= share <= 1
-        ]
         if self.changed and self.is_quantized:
             found.append("--changed: flips bits that quantization drops; leave --quantize out")
         if self.changed and "golden" in self.transports:

@@ -147,8 +147,9 @@ def show(console: Console, options: BenchOptions, result: BenchResult) -> None:
     console.print("ms by stage, of the slowest rank (stages may overlap)", highlight=False)
     console.print(_stages(result.refits))
     if options.changed:
+        base = options.delta_base if options.device == "cuda" else "host"
         console.print(
-            f"sparse refits, base in {options.delta_base} memory: ms; wire, their bytes beside a dense refit's; GB, the largest base",
+            f"sparse refits, base in {base} memory: ms; wire, their bytes beside a dense refit's; GB, the largest base",
             highlight=False,
             soft_wrap=True,
         )

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--train",
         metavar="tp=4,ep=8,pp=2",
         help="the Megatron trainer: tp, pp, ep, etp (1), cp, dp (the smallest that fits), vpp, first and last (layers of "
-        "these pipeline stages); or one under FSDP2: fsdp, and replicate (copies)",
+        "these pipeline stages), vocabulary_multiple (128; the vocabulary is padded to this times tp); or one under FSDP2: fsdp, and replicate (copies)",
     )
     add(
         "--gen",

@@ -29,7 +29,7 @@ def test_layouts_are_read_from_text_and_all_that_is_wrong_with_one_is_told() -> 
     assert parse_gen("tp=8,dp=2") == GenLayout(tp=8, dp=2)
     with pytest.raises(LayoutError) as error:
         parse_train("tp=x,foo=2,pp=1,pp=2,ep")
-    for complaint in ("tp is 'x'", "'foo' is none of tp, pp", "pp stands twice", "ep is ''"):
+    for complaint in ("tp is 'x'", "'foo' is none of tp, pp", "pp stands twice", "ep is ''", "fsdp="):
         assert complaint in str(error.value)
     with pytest.raises(LayoutError, match="'tp' is none of fsdp, replicate"):
         parse_train("fsdp=4,tp=2")

@@ -282,7 +282,11 @@ class GenLayout:
         return tuple(tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True))
 
 
-_ALIASES = {"vocab_multiple": "vocabulary_multiple"}
+# What a layout looks like, for those who gave another text.
+_EXAMPLES = {
+    "train": "tp=4,pp=2 for Megatron, or fsdp=4,replicate=2 for FSDP2",
+    "gen": "tp=4,pp=2",
+}
 
 
 def parse_train(text: str) -> TrainLayout | FsdpLayout:
@@ -310,7 +314,6 @@ def _parse[L: (TrainLayout, FsdpLayout, GenLayout)](text: str, kind: type[L], wh
     wrong: list[str] = []
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         key, _, value = (piece.strip() for piece in part.partition("="))
-        key = _ALIASES.get(key, key)
         if key not in known:
             wrong.append(f"{key!r} is none of {', '.join(known)}")
         elif key in sizes:
@@ -320,8 +323,7 @@ def _parse[L: (TrainLayout, FsdpLayout, GenLayout)](text: str, kind: type[L], wh
         else:
             sizes[key] = int(value)
     if wrong:
-        example = "fsdp=4,replicate=2" if kind is FsdpLayout else "tp=4,pp=2"
-        raise LayoutError(f"{who}: {text!r} can't be read: {'; '.join(wrong)}. An example: {example}")
+        raise LayoutError(f"{who}: {text!r} can't be read: {'; '.join(wrong)}. An example: {_EXAMPLES[who]}")
     return kind(**sizes)
 
 
