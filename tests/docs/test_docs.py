@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
+from rlrefit.integration.config import REFIT_KEYS, RefitConfig, read_settings
 from rlrefit.recipes.config.load import TrainConfig
 from rlrefit.recipes.plan.explain import explain
 from rlrefit.recipes.plan.recipe_table import Row, plan_recipe, real_recipes, replaced, table
@@ -79,6 +81,29 @@ def test_every_key_that_a_page_names_is_in_the_schema(page: str) -> None:
                 break  # of the user's own keys
             assert hasattr(value, part), f"{page}: {key}"
             value = getattr(value, part)
+
+
+@pytest.mark.parametrize(
+    ("page", "section", "keys"),
+    [
+        ("concepts.md", "policy.refit", {*REFIT_KEYS}),
+        # The bucket is verl's own key.
+        (
+            "verl.md",
+            "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.nccl_xfer_shards",
+            {*REFIT_KEYS, "records_dir"} - {"bucket_mb", "lora", "kv_scales"},
+        ),
+    ],
+)
+def test_a_page_lists_all_keys_of_a_refit_with_their_defaults(
+    page: str, section: str, keys: set[str]
+) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    sections = (OmegaConf.select(OmegaConf.create(block), section) for block in blocks)
+    listed = next(found for found in sections if found is not None and "streams" in found)
+    read = read_settings(dict(listed), section, own={"records_dir": str | None})
+    assert (read.refit, read.wrong) == (RefitConfig(), ())
+    assert set(listed) == keys
 
 
 def anchors(page: Path) -> set[str]:
