@@ -219,7 +219,7 @@ class DevicePacker:
             (Strided.of(live), self._kept(part), 0) for part, live in found if isinstance(live, torch.Tensor)
         ]
         steps = [_Step([], collapse(plain))] if plain else []
-        encoded: list[tuple[EncodedView, Strided]] = []
+        encoded: list[tuple[EncodedView, torch.Tensor]] = []
         compared: list[tuple[Strided, Strided, int]] = []
         end = 0
         for part, live in found:
@@ -229,10 +229,11 @@ class DevicePacker:
                 if end + view.nbytes > self._scratch.numel():
                     steps.append(_Step(make_encoders(encoded, self._device), collapse(compared)))
                     encoded, compared, end = [], [], 0
-                place = Strided.packed(self._scratch.data_ptr() + end, view.shape, view.dtype.itemsize)
+                # A tensor, into which formats without a kernel can be encoded too.
+                place = self._scratch[end : end + view.nbytes].view(view.dtype).view(view.shape)
                 end += padded(view.nbytes)
                 encoded.append((view, place))
-                compared.append((place, kept, 0))
+                compared.append((Strided.of(place), kept, 0))
         if encoded:
             steps.append(_Step(make_encoders(encoded, self._device), collapse(compared)))
         return steps

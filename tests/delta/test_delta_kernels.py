@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,12 @@ from rlrefit.integration.delta.applier import DeviceApplier, HostApplier
 from rlrefit.integration.delta.packer import Base, DevicePacker, HostPacker, Room
 from rlrefit.integration.delta.streams import Stream
 from rlrefit.integration.layout import Fragment
+from rlrefit.integration.packing import Cast
 from rlrefit.integration.plan import Message, Segment
+from rlrefit.integration.quantize import fp8_blockwise
+from rlrefit.integration.quantize.formats import Fp8Blockwise, Mxfp8
 from rlrefit.integration.transport.storage import LiveViews
+from rlrefit.integration.weights.quantizing import encoded_fragments
 from tests.triton_interpreter import run_interpreted
 
 CPU = torch.device("cpu")
@@ -113,7 +118,50 @@ def compare(weights: Any, kinds: Any, shares: Any, seed: int, section: int) -> N
                 assert torch.equal(view, sender.views[name]), name
 
 
+def compare_encoded() -> None:
+    """Casts, and codes and scales: of blocks that a fragment has whole, that it cuts, and of a format without a kernel."""
+    generator = torch.Generator().manual_seed(5)
+    held = torch.randn(140, 150, generator=generator).bfloat16()
+    wide = torch.randn(20, 64, generator=generator)
+    fragments = [Fragment("cast", (20, 64), ((0, 20), (0, 64)), wide, Cast(torch.bfloat16))]
+    # Rows 0 to 140 of 300, so that others hold the rest of the second row of blocks.
+    for name, format, rows in (("whole", Fp8Blockwise(), 140), ("cut", Fp8Blockwise(), 300)):
+        found = encoded_fragments(Fragment(name, (rows, 150), ((0, 140), (0, 150)), held), format, CPU)
+        assert not isinstance(found, str)
+        fragments += found
+    fragments[-1].view.fill_(0.25)  # the scales of cut blocks, which ranks make together
+    grouped = wide.bfloat16()
+    found = encoded_fragments(Fragment("mx", (20, 64), ((0, 20), (0, 64)), grouped), Mxfp8(), CPU)
+    assert not isinstance(found, str)
+    fragments += found
+    live = LiveViews(fragments, CPU)
+    segments = tuple(
+        Segment(f.name, f.box, 0, prod(b - a for a, b in f.box) * f.dtype.itemsize) for f in fragments
+    )
+    stream = Stream.of([Message(0, 1, 0, segments, 1 << 20, 0)])
+    sections = stream.sections(1 << 14)
+    made = []
+    for kind in (HostPacker, DevicePacker):
+        base = Base(stream, CPU, "gpu")
+        packer: Any = kind(sections, live, base, CPU)
+        packer.take()
+        made.append((packer, base, Room(packer.entries, 0, CPU)))
+    held[3, 5], held[130, 140], wide[7, 7], grouped[9, 40] = 2.0, -90.0, 3.0, 70.0
+    changed = []
+    for packer, _, room in made:
+        changed.append(sum(counts.changed for *_, counts in packed(packer, room, len(sections))))
+    assert changed[0] == changed[1] > 3
+    assert torch.equal(made[0][1].memory, made[1][1].memory)
+    assert int(made[0][1].total) == int(made[1][1].total)
+    codes, scales = fp8_blockwise.quantize(held)
+    for part in stream.parts:
+        if part.segment.name.startswith("whole"):
+            expected = (codes if part.itemsize == 1 else scales).contiguous().view(torch.uint8).view(-1)
+            assert torch.equal(made[1][1].memory[part.start : part.start + part.segment.nbytes], expected)
+
+
 def compare_cases() -> None:
+    compare_encoded()
     cases: list[Any] = [
         # Elements of all sizes, shares for each form of block, and several tiles and sections.
         ([("a", (130, 300), 2), ("b", (7, 33), 4), ("c", (40, 64, 3), 1), ("d", (), 8)], ["plain"] * 4),

@@ -24,9 +24,29 @@ def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def bound_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a transport that writes from outside: it lets go of memory that sleeps, and asks to be bound again each time."""
-    monkeypatch.setattr(P2PTransport, "moved", lambda self: True)
+def bound_anew(monkeypatch: pytest.MonkeyPatch) -> set[P2PTransport]:
+    """As a transport that writes from outside: it lets go of memory that sleeps, and asks to be bound again each time.
+
+    Returns:
+        Those of all ranks that have not let go.
+    """
+    bound: set[P2PTransport] = set()
+    bind, run = P2PTransport.bind, P2PTransport.run
+
+    def binds(self: P2PTransport, fragments: Any) -> None:
+        bound.add(self)
+        bind(self, fragments)
+
+    def runs(self: P2PTransport, *args: Any) -> Any:
+        result = run(self, *args)
+        self.release()
+        return result
+
+    monkeypatch.setattr(P2PTransport, "bind", binds)
+    monkeypatch.setattr(P2PTransport, "run", runs)
+    monkeypatch.setattr(P2PTransport, "release", lambda self: bound.discard(self))
+    monkeypatch.setattr(P2PTransport, "moved", lambda self: self not in bound)
+    return bound
 
 
 def keeps(endpoint: Any) -> None:
@@ -46,13 +66,16 @@ def loses_a_byte(endpoint: Any) -> None:
     storage.view(torch.uint8)[-1, -1] ^= 1
 
 
-def after(sleeps: list[Sleep], config: Any = CONFIG) -> list[list[Any]]:
+def after(
+    sleeps: list[Sleep], config: Any = CONFIG, others_hold: Callable[[], bool] = lambda: False
+) -> list[list[Any]]:
     """By rank the records of refits, each but the first after a sleep of one engine rank in which the others keep their bytes."""
 
     def body(rank: int, session: RefitSession, endpoint: Any) -> list[Any]:
         found = []
         for version, sleep in enumerate([None, *sleeps]):
             if sleep is not None and not session.world.is_source:
+                assert not others_hold()
                 (sleep if rank == 3 else keeps)(endpoint)
             record, wrong = refit(session, endpoint, version)
             assert wrong == []
@@ -71,12 +94,12 @@ def test_refits_are_sparse_after_sleeps_that_kept_all_bytes_and_dense_after_othe
     _expect_dense_after(lost)
 
 
-def test_the_same_holds_where_memory_is_bound_anew_for_each_refit(bound_anew: None) -> None:
-    _expect_dense_after(loses_a_byte)
+def test_the_same_holds_where_memory_is_let_go_after_each_refit(bound_anew: set[P2PTransport]) -> None:
+    _expect_dense_after(loses_a_byte, lambda: bool(bound_anew))
 
 
-def _expect_dense_after(lost: Sleep) -> None:
-    for records in after([keeps, keeps, lost, keeps, keeps]):
+def _expect_dense_after(lost: Sleep, others_hold: Callable[[], bool] = lambda: False) -> None:
+    for records in after([keeps, keeps, lost, keeps, keeps], others_hold=others_hold):
         assert [record.changed_share is None for record in records] == [
             True,
             False,
@@ -91,7 +114,7 @@ def test_an_engine_that_loses_its_weights_in_each_sleep_takes_no_bases_for_a_whi
     _expect_one_base()
 
 
-def test_nor_where_memory_is_bound_anew_for_each_refit(bound_anew: None) -> None:
+def test_nor_where_memory_is_let_go_after_each_refit(bound_anew: set[P2PTransport]) -> None:
     _expect_one_base()
 
 
