@@ -33,6 +33,12 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "FSDP2": ("grpo_tiny", "trainer=fsdp"),
     # Or vLLM draws from one generator, in the order in which requests happen to come.
     "Megatron TP2 to vLLM": ("grpo_tiny_vllm", "generation.vllm.seed_per_request=true"),
+    "FSDP2, FP8": (
+        "grpo_tiny",
+        "trainer=fsdp",
+        "generation.weight_dtype=fp8",
+        "policy.refit.trainer_quantize_fp8=true",
+    ),
     # So that few elements change, as in a large model.
     "Megatron TP2, BF16, small steps": (
         "grpo_tiny",
