@@ -14,7 +14,7 @@ from rlrefit.integration.quantize.blocks import scale_box
 from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.integration.weights.quantizing import wire_specs
-from tests.refit.synthetic import BF16, Layout, SyntheticDestination
+from tests.refit.synthetic import BF16, Layout, SyntheticDestination, whole
 
 from .scene import CONFIG as PLAIN
 from .scene import Source, value
@@ -40,8 +40,11 @@ WIRE = [wire for s in SPECS for wire in (wire_specs(s, FORMATS[s.name]) if s.nam
 BULK = sum(spec.nbytes for spec in WIRE if spec.name != "router")
 
 
-def sources() -> list[Source]:
-    """Two trainers at TP2 and EP2; a shard of ``cut`` ends within a block."""
+def sources(trainers: int = 2, device: str = "cpu") -> list[Source]:
+    """A trainer with all weights, or two at TP2 and EP2, of which a shard of ``cut`` ends within a block."""
+    refused = {"router": "MoE router"}
+    if trainers == 1:
+        return [Source(SPECS, whole(SPECS), refused, device)]
     found = []
     for rank in (0, 1):
         layout: Layout = {spec.name: [box_of(spec.shape)] for spec in SPECS if spec.name not in FORMATS}
@@ -49,7 +52,7 @@ def sources() -> list[Source]:
         layout["row"] = [((0, 256), (256, 640) if rank else (0, 256))]
         layout["cut"] = [((70, 300) if rank else (0, 70), (0, 200))]
         layout[f"expert.{rank}"] = [box_of((130, 256))]
-        found.append(Source(SPECS, layout, {"router": "MoE router"}))
+        found.append(Source(SPECS, layout, refused, device))
     return found
 
 
@@ -58,12 +61,12 @@ class Destination(SyntheticDestination):
 
     share = Source.share
 
-    def __init__(self, boxes: dict[str, Box]):
+    def __init__(self, boxes: dict[str, Box], device: str = "cpu"):
         layout: Layout = {name: [box] for name, box in boxes.items()}
         for name, format in FORMATS.items():
             if name in boxes:
                 layout[name + format.scale_name_end] = [scale_box(boxes[name], format.block)]
-        super().__init__(WIRE, layout)
+        super().__init__(WIRE, layout, device)
 
     def quantized(self, specs: Sequence[TensorSpec]) -> dict[str, Format]:
         return {name: format for name, format in FORMATS.items() if (name, self._box(name)) in self._wanted}
@@ -79,9 +82,9 @@ class Destination(SyntheticDestination):
         """What is not, bit for bit, what the full tensors are quantized to."""
         expected: dict[str, torch.Tensor] = {}
         for spec in SPECS:
-            whole, format = value(spec, self.share, version), FORMATS.get(spec.name)
+            full, format = value(spec, self.share, version), FORMATS.get(spec.name)
             names = [wire.name for wire in wire_specs(spec, format)] if format else [spec.name]
-            expected |= zip(names, format.encode(whole) if format else [whole], strict=True)
+            expected |= zip(names, format.encode(full) if format else [full], strict=True)
         return [
             f"{name} {box}"
             for (name, box), held in self._wanted.items()
@@ -99,7 +102,7 @@ class Promising(Destination):
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.cpu().contiguous().view(torch.uint8)
 
 
 def _columns(rank: int, size: int) -> dict[str, Box]:
@@ -112,11 +115,11 @@ def _columns(rank: int, size: int) -> dict[str, Box]:
     return boxes
 
 
-def engines(layout: str, kind: type[Destination] = Promising) -> list[Any]:
+def engines(layout: str, kind: type[Destination] = Promising, device: str = "cpu") -> list[Any]:
     """Engine ranks: ``tp1`` is one with all weights, ``tp2`` two with a half each, ``ep2`` two with an expert each."""
-    whole = {spec.name: box_of(spec.shape) for spec in SPECS}
+    boxes = {spec.name: box_of(spec.shape) for spec in SPECS}
     if layout == "tp1":
-        return [kind(whole)]
+        return [kind(boxes, device)]
     if layout == "tp2":
-        return [kind(_columns(rank, 2)) for rank in (0, 1)]
-    return [kind({n: b for n, b in whole.items() if n != f"expert.{1 - rank}"}) for rank in (0, 1)]
+        return [kind(_columns(rank, 2), device) for rank in (0, 1)]
+    return [kind({n: b for n, b in boxes.items() if n != f"expert.{1 - rank}"}, device) for rank in (0, 1)]
