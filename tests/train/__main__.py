@@ -22,6 +22,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.train", description=__doc__)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--recipes", nargs="+", default=(), help="run these alone, by a part of their names")
+    parser.add_argument(
+        "--set", nargs="+", default=(), metavar="KEY=VALUE", help="change all recipes, as rlrefit train does"
+    )
     asked = parser.parse_args()
     os.environ[vllm_cpu.VARIABLE] = vllm_cpu.PLAIN
     vllm_cpu.show(vllm_cpu.PLAIN)
@@ -31,7 +34,8 @@ def main() -> int:
         if asked.recipes and not any(part in recipe for part in asked.recipes):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            found += compare(recipe, Path(folder), asked.steps, f"checkpoint.every={asked.steps // 2}")
+            every = f"checkpoint.every={asked.steps // 2}"
+            found += compare(recipe, Path(folder), asked.steps, every, *asked.set)
         for one in found[-2:]:
             console.print(f"{one.recipe}: {'; '.join(one.differs[:20]) or 'equal'}", markup=False)
     table = Table(*COLUMNS)
