@@ -1,9 +1,9 @@
-"""One look at a checkpoint on all ranks, before any of them begins to load it."""
+"""One look at a layout and a checkpoint on all ranks, before any of them begins to build the model."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -11,14 +11,30 @@ from ..checkpoint_folder import checkpoint_folder
 from .megatron.hf_checkpoint import CheckpointMismatch, check_checkpoint
 
 
-def check_on_all_ranks(model_path: str | Path, weights: bool = True) -> tuple[Path, Any]:
+class Layout(Protocol):
+    """How a model is spread over the ranks."""
+
+    def violations(self, world_size: int) -> list[str]:
+        """What is impossible with so many ranks, one sentence each."""
+
+
+def check_on_all_ranks(model_path: str | Path, layout: Layout, weights: bool = True) -> tuple[Path, Any]:
     """The checkpoint's folder and, if it is to be loaded, its config; a collective.
 
     If any rank finds fault with its files, or can't fetch them, all raise, so that none waits.
 
     Raises:
+        RuntimeError: ``torch.distributed`` is not initialised.
+        ValueError: the layout does not fit the ranks.
         CheckpointMismatch: names the rank and all that is wrong.
     """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "a model is built over ranks of torch.distributed; call init_process_group (nccl, or gloo on CPUs) on each rank"
+        )
+    violations = layout.violations(dist.get_world_size())
+    if violations:
+        raise ValueError(f"the layout {layout} is not possible: " + "; ".join(violations))
     folder, config, fault = Path(model_path), None, ""
     try:
         folder = checkpoint_folder(model_path, weights=weights)

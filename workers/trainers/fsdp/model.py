@@ -90,14 +90,7 @@ def build_fsdp(
             FP32 that FSDP can't gather apart.
         CheckpointMismatch: the checkpoint is incomplete, damaged, or of another shape; the same on all ranks.
     """
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "build_fsdp needs torch.distributed; call init_process_group (nccl, or gloo on CPUs) on each rank"
-        )
-    violations = layout.violations(dist.get_world_size())
-    if violations:
-        raise ValueError(f"the layout {layout} is not possible: " + "; ".join(violations))
-    folder, config = check_on_all_ranks(model_path)
+    folder, config = check_on_all_ranks(model_path, layout)
     _set_for_reinforcement_learning(config)
     device = rank_device()
     shards = dist.get_world_size() // (layout.replicate * layout.tensor_parallel)

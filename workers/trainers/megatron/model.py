@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..checkpoint_ranks import check_on_all_ranks
 from .cpu_standins import ensure_megatron
@@ -162,16 +161,9 @@ def build_megatron(
         ValueError: the layout fits neither the ranks nor the model-parallel state that is there already.
         CheckpointMismatch: the checkpoint is incomplete, damaged, or of another shape; the same on all ranks.
     """
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "build_megatron needs torch.distributed; call init_process_group (nccl, or gloo on CPUs) on each rank"
-        )
-    violations = layout.violations(dist.get_world_size())
-    if violations:
-        raise ValueError(f"the layout {layout} is not possible: " + "; ".join(violations))
-    auto_bridge = ensure_megatron()
-    folder, checked = check_on_all_ranks(model_path, load_weights)
+    folder, checked = check_on_all_ranks(model_path, layout, load_weights)
 
+    auto_bridge = ensure_megatron()
     bridge = auto_bridge.from_hf_pretrained(str(folder))
     provider = bridge.to_megatron_provider(load_weights=False)
     set_layout(provider, layout)
