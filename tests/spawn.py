@@ -135,6 +135,29 @@ def run_together(*worlds: Callable[[], Any]) -> list[Any]:
     return [future.result() for future in futures]
 
 
+def run_sides(
+    train: Callable[..., Any],
+    train_ranks: int,
+    serve: Callable[..., Any],
+    gen_ranks: int,
+    cases: Sequence[Any],
+) -> list[tuple[list[Any], list[Any]]]:
+    """Cases one after another in the same processes of a trainer's world and of an engine's.
+
+    Args:
+        train, serve: as :func:`run_ranks`'s, called with ``cases``; each gives a report for each of them.
+
+    Returns:
+        For each case, the reports of the trainer's ranks and of the engine's.
+    """
+    sides = run_together(
+        lambda: run_ranks(train, train_ranks, cases, timeout_s=900.0),
+        lambda: run_ranks(serve, gen_ranks, cases, timeout_s=900.0),
+    )
+    by_case = (zip(*ranks, strict=True) for ranks in sides)
+    return [(list(trainers), list(engines)) for trainers, engines in zip(*by_case, strict=True)]
+
+
 def _run(
     of: str,
     body: Callable[..., None],

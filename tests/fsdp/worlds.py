@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.meeting import meeting_in, tell_meeting, wait_for
-from tests.spawn import run_ranks, run_together
+from tests.spawn import run_sides
 
 from .ranks import Layout, adam_of, build, gathered, mesh_of, step
 
@@ -35,12 +35,7 @@ class Case:
 
 def run_cases(cases: Sequence[Case]) -> list[tuple[list[Any], list[Any]]]:
     """Run cases one after another in the same processes; for each, the reports of trainer and generation ranks."""
-    trainers, engines = run_together(
-        lambda: run_ranks(train, TRAIN_RANKS, cases, timeout_s=900.0),
-        lambda: run_ranks(serve, GEN_RANKS, cases, timeout_s=900.0),
-    )
-    reports = list(zip(*trainers, strict=True)), list(zip(*engines, strict=True))
-    return [(list(t), list(g)) for t, g in zip(*reports, strict=True)]
+    return run_sides(train, TRAIN_RANKS, serve, GEN_RANKS, cases)
 
 
 def train(rank: int, cases: Sequence[Case]) -> list[list[dict[str, Any]]]:

@@ -12,19 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.policy_scenes import (
-    ADAM,
-    ROUTED_IN_FLOAT32,
-    TEMPERATURE,
-    Report,
-    batch_for,
-    digest_of,
-    load_fails,
-    loss_config,
-    plain_batch,
-    resume,
-    train,
-)
+from tests import policy_scenes as scenes
 
 from .models import STEPS
 
@@ -56,10 +44,10 @@ def make_policy(case: Case) -> Any:
         FSDPPolicyConfig(
             case.checkpoint,
             FSDPLayout(**case.layout),
-            loss=loss_config(case.kl_coef),
-            optimizer=ADAM,
+            loss=scenes.loss_config(case.kl_coef),
+            optimizer=scenes.ADAM,
             micro_batch=1,
-            temperature=TEMPERATURE,
+            temperature=scenes.TEMPERATURE,
             dtype=case.dtype,
             **case.options,
         )
@@ -86,7 +74,7 @@ def digest(policy: Any) -> str:
     tensors = list(policy.model.parameters())
     for values in policy._optimizer.state.values():
         tensors += [values[name] for name in sorted(values)]
-    return digest_of(t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return scenes.digest_of(t.to_local() if isinstance(t, DTensor) else t for t in tensors)
 
 
 def everything(
@@ -98,9 +86,9 @@ def everything(
         "trained": train_all(trained),
         "kept": {name: _keep(case) for name, case in trained.items()},
         "resumed": resume_all(resumed, root),
-        "other layout": load_fails(_trained(other), digest, Path(root) / first),
+        "other layout": scenes.load_fails(_trained(other), digest, Path(root) / first),
         "cut off": _cut_off(rank, case, Path(root) / first),
-        "routers": _routers(resumed[ROUTED_IN_FLOAT32]),
+        "routers": _routers(resumed[scenes.ROUTED_IN_FLOAT32]),
         "unused": _unused(Path(root) / "unused"),
     }
 
@@ -111,7 +99,7 @@ def _routers(case: Case) -> dict[str, Any]:
     for name, module in policy.model.named_modules():
         if name.endswith("gate"):
             module.register_forward_pre_hook(lambda gate, _: computed.add(gate.weight.dtype))
-    policy.compute_logprobs(plain_batch())
+    policy.compute_logprobs(scenes.plain_batch())
     frozen = [name for name, parameter in policy.model.named_parameters() if not parameter.requires_grad]
     return {"computed": computed, "frozen": frozen}
 
@@ -139,13 +127,13 @@ def _unused(folder: Path) -> bool:
     return weights and all(a == b for a, b in steps) and [float(a) for a, _ in steps] == [1, 1, 0, 0]
 
 
-def train_all(cases: dict[str, Case]) -> dict[str, Report]:
+def train_all(cases: dict[str, Case]) -> dict[str, scenes.Report]:
     """Of each case."""
     return {name: _train(make_policy(case), case) for name, case in cases.items()}
 
 
-def _train(policy: Any, case: Case) -> Report:
-    return train(policy, STEPS, digest, whole_weights, has_reference=case.kl_coef > 0)
+def _train(policy: Any, case: Case) -> scenes.Report:
+    return scenes.train(policy, STEPS, digest, whole_weights, has_reference=case.kl_coef > 0)
 
 
 def _keep(case: Case) -> Kept:
@@ -155,13 +143,14 @@ def _keep(case: Case) -> Kept:
 
 def resume_all(cases: dict[str, Case], root: str) -> dict[str, dict[str, Any]]:
     return {
-        name: resume(partial(make_policy, case), digest, Path(root) / name) for name, case in cases.items()
+        name: scenes.resume(partial(make_policy, case), digest, Path(root) / name)
+        for name, case in cases.items()
     }
 
 
 def _trained(case: Case) -> Any:
     policy = make_policy(case)
-    policy.train_step(batch_for(policy))
+    policy.train_step(scenes.batch_for(policy))
     return policy
 
 
@@ -172,4 +161,4 @@ def _cut_off(rank: int, case: Case, folder: Path) -> dict[str, Any]:
         with largest.open("r+b") as file:
             file.truncate(largest.stat().st_size // 2)
     dist.barrier()
-    return load_fails(_trained(case), digest, folder)
+    return scenes.load_fails(_trained(case), digest, folder)

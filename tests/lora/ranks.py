@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.fsdp.ranks import Layout, adam_of, mesh_of
 from tests.meeting import meeting_in, tell_meeting, wait_for
-from tests.spawn import run_ranks, run_together
+from tests.spawn import run_sides
 from tests.vllm_follower import CONFIG
 
 TRAIN_RANKS, GEN_RANKS, VERSIONS = 4, 2, 2
@@ -62,12 +62,7 @@ class Report:
 
 def run_cases(cases: Sequence[Case]) -> list[tuple[list[Report], list[Report]]]:
     """Run cases one after another in the same processes; for each, the reports of trainer and engine ranks."""
-    trainers, engines = run_together(
-        lambda: run_ranks(train, TRAIN_RANKS, cases, timeout_s=900.0),
-        lambda: run_ranks(serve, GEN_RANKS, cases, timeout_s=900.0),
-    )
-    reports = list(zip(*trainers, strict=True)), list(zip(*engines, strict=True))
-    return [(list(t), list(g)) for t, g in zip(*reports, strict=True)]
+    return run_sides(train, TRAIN_RANKS, serve, GEN_RANKS, cases)
 
 
 def adapted(case: Case) -> Any:

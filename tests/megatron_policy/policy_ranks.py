@@ -10,18 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.policy_scenes import (
-    ADAM,
-    TEMPERATURE,
-    Report,
-    batch_for,
-    digest_of,
-    load_fails,
-    loss_config,
-    plain_batch,
-    resume,
-    train,
-)
+from tests import policy_scenes as scenes
 
 STEPS = 3
 
@@ -38,7 +27,7 @@ class Case:
     kl_coef: float = 0.0
     trimmed: bool = True
     recompute: dict[str, Any] | None = None
-    eps: float = ADAM.eps
+    eps: float = scenes.ADAM.eps
     lr_decay: str = "constant"
 
 
@@ -51,10 +40,10 @@ def make_policy(case: Case) -> Any:
         MegatronPolicyConfig(
             case.model_path,
             MegatronLayout(**case.layout),
-            loss=loss_config(case.kl_coef),
-            optimizer=replace(ADAM, eps=case.eps, **decay),
+            loss=scenes.loss_config(case.kl_coef),
+            optimizer=replace(scenes.ADAM, eps=case.eps, **decay),
             micro_batch=case.micro_batch,
-            temperature=TEMPERATURE,
+            temperature=scenes.TEMPERATURE,
             dtype=getattr(torch, case.dtype),
             distributed_optimizer=case.distributed_optimizer,
             recompute=None if case.recompute is None else Recompute(**case.recompute),
@@ -72,7 +61,7 @@ def digest(policy: Any) -> str:
     """Of this rank's parameters and of the optimizer's masters."""
     tensors = [p for chunk in policy.model for p in chunk.parameters()]
     tensors += [p for group in policy._optimizer.param_groups for p in group["params"]]
-    return digest_of(tensors)
+    return scenes.digest_of(tensors)
 
 
 def exported(policy: Any) -> dict[str, torch.Tensor]:
@@ -81,11 +70,11 @@ def exported(policy: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.float().clone() for name, tensor in tensors}
 
 
-def train_all(cases: dict[str, Case]) -> dict[str, Report]:
+def train_all(cases: dict[str, Case]) -> dict[str, scenes.Report]:
     reports = {}
     for name, case in cases.items():
         more = {"has_reference": case.kl_coef > 0, "trimmed": case.trimmed}
-        reports[name] = train(make_policy(case), STEPS, digest, exported, **more)
+        reports[name] = scenes.train(make_policy(case), STEPS, digest, exported, **more)
         leave_layout()
     return reports
 
@@ -100,9 +89,9 @@ def two_ranks(
     found: dict[str, Any] = {"trained": train_all(trained), "resumed": {}}
     for name, case in resumed.items():
         make = partial(make_policy, case)
-        found["resumed"][name] = resume(make, digest, Path(root) / name, leave_layout)
+        found["resumed"][name] = scenes.resume(make, digest, Path(root) / name, leave_layout)
     first = Path(root) / next(iter(resumed))
-    found["other layout"] = load_fails(make_policy(other), digest, first, leave_layout)
+    found["other layout"] = scenes.load_fails(make_policy(other), digest, first, leave_layout)
     try:
         build_megatron(bad["bad" if rank == 1 else "good"], MegatronLayout(tensor_parallel=2))
     except CheckpointMismatch as error:
@@ -125,13 +114,13 @@ def one_rank(rank: int, trained: dict[str, Case]) -> dict[str, Any]:
     cpu_standins.install()
     policy = make_policy(next(iter(trained.values())))
     rejected = []
-    for batch in (plain_batch(), batch_for(policy)):
+    for batch in (scenes.plain_batch(), scenes.batch_for(policy)):
         try:
             policy.train_step(replace(batch, loss_mask=batch.loss_mask * 0))
         except ValueError as error:
             rejected.append(str(error))
     try:
-        policy.compute_reference_logprobs(plain_batch())
+        policy.compute_reference_logprobs(scenes.plain_batch())
     except RuntimeError as error:
         rejected.append(str(error))
     try:

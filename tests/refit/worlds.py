@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.meeting import meeting_in, tell_meeting
-from tests.spawn import run_ranks, run_together
+from tests.spawn import run_sides
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,7 @@ def epochs(folder: Path, *ways: tuple[str, str]) -> tuple[Epoch, ...]:
 
 def run_scenarios(scenarios: Sequence[Scenario]) -> list[tuple[list[Any], list[Any]]]:
     """What the trainer ranks and the generation ranks report of each scenario; one after another, in the same processes."""
-    trainers, engines = run_together(
-        lambda: run_ranks(trainer, TRAIN_RANKS, scenarios, timeout_s=900.0),
-        lambda: run_ranks(engine, GEN_RANKS, scenarios, timeout_s=900.0),
-    )
-    reports = list(zip(*trainers, strict=True)), list(zip(*engines, strict=True))
-    return [(list(t), list(g)) for t, g in zip(*reports, strict=True)]
+    return run_sides(trainer, TRAIN_RANKS, engine, GEN_RANKS, scenarios)
 
 
 def trainer(rank: int, scenarios: Sequence[Scenario]) -> list[list[dict[str, Any]]]:
