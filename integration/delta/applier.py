@@ -13,7 +13,7 @@ import torch
 from ..packing import Strided
 from ..transport.storage import LiveViews, in_memory
 from . import blocks
-from .packer import add_weights, programs_of, stream_rows
+from .packer import WeighTable, programs_of, stream_rows
 from .streams import Stream
 
 # Elements that one program writes at a time, and its warps.
@@ -115,11 +115,15 @@ class DeviceApplier:
         self._programs = programs_of(device, _PROGRAMS)
         self._listed = torch.empty(self._programs, blocks.MOST, dtype=torch.uint16, device=device)
         self._kernels = {size: self._compiled(size) for size in self._by_size}
+        # Made when all weights are first added up: an engine with a sleep mode does it in each refit, others now and then.
+        self._tables: list[WeighTable] | None = None
 
     def weigh(self) -> None:
+        if self._tables is None:
+            self._tables = [WeighTable(pairs, size, self._device) for size, pairs in self._by_size.items()]
         self.total.zero_()
-        for size, pairs in self._by_size.items():
-            add_weights(pairs, size, self.total)
+        for table in self._tables:
+            table.add_to(self.total)
 
     def apply(self, entries: torch.Tensor, data: torch.Tensor, itemsize: int) -> None:
         if len(entries):

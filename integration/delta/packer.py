@@ -203,7 +203,8 @@ class DevicePacker:
             begin, count = ends[0][0], -(-(ends[-1][1] - ends[0][0]) // size)
             # The gaps between parts are zeros.
             memory = Strided.packed(self._base.memory.data_ptr() + begin, (count,), size)
-            add_weights([(memory, Strided.packed(begin, (count,), size))], size, self._base.total)
+            pairs = [(memory, Strided.packed(begin, (count,), size))]
+            WeighTable(pairs, size, self._device).add_to(self._base.total)
 
     def pack(self, section: int, room: Room) -> None:
         room.counts.zero_()
@@ -278,20 +279,32 @@ def programs_of(device: torch.device, each: int) -> int:
     return each * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def add_weights(pairs: Sequence[tuple[Strided, Strided]], itemsize: int, total: torch.Tensor) -> None:
-    """Enqueue the weight sum of memory (first) at places of a stream (second), which is added to ``total``, int64 ``[1]``."""
-    from .kernels import WORDS, weigh
+class WeighTable:
+    """Weight sums of memory (first) at places of a stream (second), of elements of one size, prepared once.
 
-    for table in build_tables(collapse((a, b, 0) for a, b in pairs), _WEIGH_TILE):
-        constants: tuple[Any, ...] = (
-            COLUMNS,
-            WORDS[itemsize],
-            itemsize,
-            table.unit // itemsize,
-            _WEIGH_TILE,
-            table.nested,
-        )
-        Launch(weigh, _WEIGH_WARPS, table, constants, total.device, (total,))(total)
+    Its tables take about a thousandth of the memory.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Strided, Strided]], itemsize: int, device: torch.device):
+        from .kernels import WORDS, weigh
+
+        total = torch.zeros(1, dtype=torch.int64, device=device)
+        self._launches = []
+        for table in build_tables(collapse((a, b, 0) for a, b in pairs), _WEIGH_TILE):
+            constants: tuple[Any, ...] = (
+                COLUMNS,
+                WORDS[itemsize],
+                itemsize,
+                table.unit // itemsize,
+                _WEIGH_TILE,
+                table.nested,
+            )
+            self._launches.append(Launch(weigh, _WEIGH_WARPS, table, constants, device, (total,)))
+
+    def add_to(self, total: torch.Tensor) -> None:
+        """Enqueue the sum, which is added to ``total``, int64 ``[1]``."""
+        for launch in self._launches:
+            launch(total)
 
 
 def _scratch(views: Sequence[LiveView], device: torch.device) -> torch.Tensor:

@@ -26,7 +26,7 @@ from ..packing.host import copied_by_host
 from ..plan import Plan
 from ..records.clock import StageClock
 from ..transport.base import TransferResult
-from ..transport.storage import LiveViews
+from ..transport.storage import LiveViews, Place
 from ..transport.streams import Event, make_event, make_stream
 from .applier import Applier, make_applier
 from .blocks import ENTRY_BYTES, Counts, Damaged, Header
@@ -113,6 +113,7 @@ class DeltaPath:
         self._pack, self._wire, self._apply = (make_stream(self._device) for _ in range(3))
         self._events: dict[tuple[str, int], Event] = {}
         self._under_way: list[Exchange] = []
+        self._places: tuple[Place, ...] | None = None
         # Of the step before: what has arrived of each source, to be written.
         self._arrived: list[tuple[_Incoming, torch.Tensor, torch.Tensor, int]] = []
 
@@ -165,6 +166,10 @@ class DeltaPath:
             TransportUnavailable: the base finds no memory, or weights lie where the device can't compare them.
         """
         views = LiveViews(fragments, self._device)
+        # Nothing is made anew where all lies as before: on the ranks that follow another one, and usually after a sleep.
+        places, self._places = self._places, views.places()
+        if places == self._places:
+            return
         try:
             for one in self._outgoing:
                 self._require_readable(one.stream, views)
