@@ -38,6 +38,7 @@ test-sglang: setup ## run the tests that need SGLang's own code, on the CPU (25 
 
 # Not of .venv, whose vLLM is the CPU's: a GPU host has its own torch, Transformer Engine, vLLM and SGLang.
 test-gpu: ## run the GPU tests that this host and the packages of PYTHON allow; it ends with what was left out
+	@$(PYTHON) requirements/fit_for_gpu_tests.py
 	$(PYTHON) -m pytest tests/gpu $(ARGS)
 
 docs: ## build these pages as a site in site/ (20 MB to download the first time)

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,14 @@ def test_make_help_lists_every_target_and_the_readmes_two_commands_are_targets()
     commands = re.findall(r"^make ([a-z-]+)", section, re.MULTILINE)
     assert len(commands) == 2
     assert set(commands) < targets()
+
+
+def test_gpu_tests_tell_what_their_python_lacks() -> None:
+    bare = ["make", "test-gpu", f"PYTHON={sys.executable} -S -I"]
+    done = subprocess.run(bare, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    for name in ("rlrefit", "pytest", "pytest_timeout"):
+        assert f"has no {name}" in done.stderr
 
 
 def test_every_folder_and_file_of_tests_that_a_table_of_evidence_names_exists() -> None:
