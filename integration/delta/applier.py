@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -42,16 +42,28 @@ class Applier(Protocol):
         """
 
 
-def make_applier(stream: Stream, views: LiveViews, total: torch.Tensor, device: torch.device) -> Applier:
-    """An applier to the weights where they lie now; ``total`` as it was left by an earlier one."""
-    kind = DeviceApplier if device.type == "cuda" else HostApplier
-    return kind(stream, views, total, device)
+def make_appliers(
+    streams: Sequence[tuple[Stream, torch.Tensor]], views: LiveViews, device: torch.device
+) -> list[Applier]:
+    """For each stream an applier to the weights where they lie now, with its total as an earlier one left it.
+
+    They are for one CUDA stream: their kernels share scratch memory.
+    """
+    if device.type != "cuda":
+        return [HostApplier(stream, views, total) for stream, total in streams]
+    scratch = make_scratch(device)
+    return [DeviceApplier(stream, views, total, scratch) for stream, total in streams]
+
+
+def make_scratch(device: torch.device) -> torch.Tensor:
+    """Memory for the kernels that write blocks: uint16 ``[programs, MOST]``."""
+    return torch.empty(programs_of(device, _PROGRAMS), blocks.MOST, dtype=torch.uint16, device=device)
 
 
 class HostApplier:
     """On a CPU."""
 
-    def __init__(self, stream: Stream, views: LiveViews, total: torch.Tensor, device: torch.device):
+    def __init__(self, stream: Stream, views: LiveViews, total: torch.Tensor):
         self.total = total
         self._parts = stream.parts
         self._starts = [part.start for part in stream.parts]
@@ -99,8 +111,8 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class DeviceApplier:
     """By a kernel, a program for each block."""
 
-    def __init__(self, stream: Stream, views: LiveViews, total: torch.Tensor, device: torch.device):
-        self.total, self._device = total, device
+    def __init__(self, stream: Stream, views: LiveViews, total: torch.Tensor, scratch: torch.Tensor):
+        self.total, self._device = total, scratch.device
         pairs = [
             (Strided.of(in_memory(views.of(p.segment))), Strided.packed(p.start, p.shape, p.itemsize))
             for p in stream.parts
@@ -109,11 +121,15 @@ class DeviceApplier:
             size: [pair for pair in pairs if pair[0].itemsize == size]
             for size in dict.fromkeys(part.itemsize for part in stream.parts)
         }
+        # Elements of one size stand together.
+        by_size = [[p for p in stream.parts if p.itemsize == size] for size in self._by_size]
+        self._extents = {
+            parts[0].itemsize: (parts[0].start, parts[-1].start + parts[-1].segment.nbytes) for parts in by_size
+        }
         starts, rows = stream_rows(pairs)
-        self._rows = (torch.from_numpy(starts).to(device), torch.from_numpy(rows).to(device))
+        self._rows = (torch.from_numpy(starts).to(self._device), torch.from_numpy(rows).to(self._device))
         self._count = len(rows)
-        self._programs = programs_of(device, _PROGRAMS)
-        self._listed = torch.empty(self._programs, blocks.MOST, dtype=torch.uint16, device=device)
+        self._scratch = scratch
         self._kernels = {size: self._compiled(size) for size in self._by_size}
         # Made when all weights are first added up: an engine with a sleep mode does it in each refit, others now and then.
         self._tables: list[WeighTable] | None = None
@@ -127,11 +143,12 @@ class DeviceApplier:
 
     def apply(self, entries: torch.Tensor, data: torch.Tensor, itemsize: int) -> None:
         if len(entries):
-            sizes = torch.tensor([self._count, len(entries)], dtype=torch.int64)
+            numbers = [self._count, len(entries), data.numel(), *self._extents[itemsize]]
+            sizes = torch.tensor(numbers, dtype=torch.int64)
             if self._device.type == "cuda":
                 sizes = sizes.pin_memory().to(self._device, non_blocking=True)
-            held = (entries, data, *self._rows, self.total, sizes, self._listed)
-            self._kernels[itemsize](min(len(entries), self._programs), held)
+            held = (entries, data, *self._rows, self.total, sizes, self._scratch)
+            self._kernels[itemsize](min(len(entries), len(self._scratch)), held)
 
     def _compiled(self, itemsize: int) -> Any:
         """As :class:`..packing.tables.Launch`: compiled now, and launched without a look-up."""
@@ -142,8 +159,8 @@ class DeviceApplier:
             return lambda count, held: partial(apply_blocks[(count,)], num_warps=_WARPS)(*held, *constants)
         entries = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
         data = torch.zeros(16, dtype=torch.uint8, device=self._device)
-        sizes = torch.zeros(2, dtype=torch.int64, device=self._device)
-        held = (entries, data, *self._rows, self.total, sizes, self._listed)
+        sizes = torch.zeros(5, dtype=torch.int64, device=self._device)
+        held = (entries, data, *self._rows, self.total, sizes, self._scratch)
         with torch.cuda.device(self._device):
             compiled = apply_blocks.warmup(*held, *constants, grid=(1,), num_warps=_WARPS)
             # Loads the kernel to the device, which the first refit would wait for.

@@ -50,13 +50,14 @@ def pack_changed(
     A unit has ``LANES`` elements. All units of a tile are compared in one go, as wide words; only those that differ are looked
     at by element, ``CHUNK`` at a time.
 
-    ``place``: address of the base's first byte, and the number of tiles, which the programs take in turns. ``counts``: as
-    :mod:`.blocks` has them. A block that finds no room leaves the base as it is, so that the next pass finds it once more.
+    ``place``: address of the base's first byte, and the first tile and the one behind the last, which the programs take in
+    turns. ``counts``: as :mod:`.blocks` has them. A block that finds no room leaves the base as it is, so that the next pass finds it once more.
     ``scratch``: uint16 ``[programs, TILE]``.
     """
     listed = scratch + tl.program_id(0) * TILE
     lane = tl.arange(0, LANES)[None, :]
-    for tile in range(tl.program_id(0), tl.load(place + 1).to(tl.int32), tl.num_programs(0)):
+    first = tl.load(place + 1).to(tl.int32) + tl.program_id(0)
+    for tile in range(first, tl.load(place + 2).to(tl.int32), tl.num_programs(0)):
         row = rows + tl.load(tiles + tile).to(tl.int64) * COLUMNS
         a = tl.load(row)
         b = tl.load(row + 1)
@@ -186,15 +187,19 @@ def apply_blocks(
 ):
     """Write blocks' values to the live weights, and add to ``total`` what that changes.
 
-    ``starts``: for each row its first byte in the stream, and behind them a number beyond all. ``rows``: int64 ``[n, 5]``:
-    address, lines, bytes of a line, outer and line stride. ``sizes``: rows, and blocks, which the programs take in turns.
-    ``scratch``: uint16 ``[programs, MOST]``.
+    ``starts``: for each row its first byte in the stream, and behind them a number beyond all. ``rows``: int64 ``[n, 6]``:
+    address, lines, bytes of a line, outer and line stride, bytes. ``sizes``: rows, blocks, which the programs take in turns,
+    bytes of the data, and where elements of this size begin and end in the stream. ``scratch``: uint16 ``[programs, MOST]``.
+
+    Whatever a block tells, nothing is read outside the data, nor written outside the weights. A block that is no sender's is
+    left out, and the weight sum then tells of it.
     """
     listed = scratch + tl.program_id(0) * MOST
     for number in range(tl.program_id(0), tl.load(sizes + 1).to(tl.int32), tl.num_programs(0)):
         first = tl.load(entries + 2 * number)
         told = tl.load(entries + 2 * number + 1)
-        block = data + (told & 0x3FFFFFFF) * 4
+        start = (told & 0x3FFFFFFF) * 4
+        block = data + start
         mode = ((told >> 30) & 3).to(tl.int32)
         count = ((told >> 32) & 0xFFFF).to(tl.int32)
         elements = ((told >> 48) & 0xFFFF).to(tl.int32)
@@ -209,7 +214,13 @@ def apply_blocks(
         bitmap = (elements + 8 * ALIGN - 1) // (8 * ALIGN) * ALIGN
         header = tl.where(mode == 0, sparse, tl.where(mode == 1, bitmap, 0))
         values = (block + header).to(tl.pointer_type(WORD))
-        if mode == 1:
+        limit = tl.where(mode == 2, elements, count)
+        sound = (mode <= 2) & (count <= elements) & (elements <= MOST)
+        sound = sound & (start % ALIGN == 0) & (start + header + limit * ITEM <= tl.load(sizes + 2))
+        sound = sound & (first >= tl.load(sizes + 3)) & (first % ITEM == 0)
+        sound = sound & (first + elements.to(tl.int64) * ITEM <= tl.load(sizes + 4))
+        limit = tl.where(sound, limit, 0)
+        if sound & (mode == 1):
             done = count * 0
             for begin in range(0, (elements + 7) // 8, CHUNK):
                 byte = begin + tl.arange(0, CHUNK)
@@ -218,10 +229,11 @@ def apply_blocks(
                 flags = (held[:, None] >> bit) & 1
                 of_byte = tl.sum(flags, axis=1)
                 at = done + (tl.cumsum(of_byte, axis=0) - of_byte)[:, None] + tl.cumsum(flags, axis=1) - flags
-                tl.store(listed + at, (byte[:, None] * 8 + bit).to(tl.uint16), mask=flags > 0)
+                tl.store(
+                    listed + at, (byte[:, None] * 8 + bit).to(tl.uint16), mask=(flags > 0) & (at < count)
+                )
                 done += tl.sum(of_byte, axis=0)
             tl.debug_barrier()
-        limit = tl.where(mode == 2, elements, count)
         moved = tl.zeros((CHUNK,), dtype=tl.int64)
         for begin in range(0, limit, CHUNK):
             at = begin + tl.arange(0, CHUNK)
@@ -229,14 +241,17 @@ def apply_blocks(
             told_here = tl.load(block.to(tl.pointer_type(tl.uint16)) + at, mask=valid & (mode == 0), other=0)
             found = tl.load(listed + at, mask=valid & (mode == 1), other=0)
             index = tl.where(mode == 2, at, told_here.to(tl.int32) + found.to(tl.int32))
+            valid = valid & (index < elements)
             stream = first + index.to(tl.int64) * ITEM
             row = low + tl.zeros((CHUNK,), dtype=tl.int64)
             beyond = valid & (stream >= tl.load(starts + row + 1))
             while tl.max(beyond.to(tl.int32), axis=0) > 0:
                 row = tl.where(beyond, row + 1, row)
                 beyond = valid & (stream >= tl.load(starts + row + 1))
-            held_at = rows + row * 5
+            held_at = rows + row * 6
             within = (stream - tl.load(starts + row)).to(tl.int32)
+            # Between two parts there may be a gap.
+            valid = valid & (within < tl.load(held_at + 5))
             run = tl.load(held_at + 2).to(tl.int32)
             lines = tl.load(held_at + 1).to(tl.int32)
             line = within // run

@@ -10,17 +10,18 @@ import torch
 
 from ..packing import CopyTable, EncodedView, Encoder, Strided, make_copy, make_encoders
 from ..packing.encoded import CHECKED_AT_ONCE, padded
-from ..packing.rows import COLUMNS, WIDEST, Ints, build_tables, collapse
+from ..packing.rows import COLUMNS, WIDEST, Ints, build_tables, collapse, row_bytes
 from ..packing.tables import Launch
 from ..transport.storage import LiveView, LiveViews
 from . import blocks
 from .blocks import COUNTS, Counts
 from .streams import Part, Stream
 
-# Units that a program compares at a time, those that differ of which it looks at by element at a time, and its warps.
-_TILE, _CHUNK, _WARPS = 1024, 128, 4
-# Programs of a multiprocessor.
-_PROGRAMS = 8
+# Units that a program compares at a time, elements of those that differ that it looks at in one go, and its warps.
+_TILE, _CHUNK, _WARPS = 1024, 1024, 4
+# Programs of a multiprocessor, and tiles of a launch at most: what else wants the GPU meanwhile, as a header that is sent,
+# waits for the end of a launch, some 0.3 ms.
+_PROGRAMS, _TILES = 8, 1 << 14
 _WEIGH_TILE, _WEIGH_WARPS = 512, 4
 # A block always fits.
 LEAST_ROOM = 1 << 18
@@ -212,8 +213,9 @@ class DevicePacker:
         for encoders, launches in self._launches[section]:
             for encoder in encoders:
                 encoder.launch()
-            for launch, place in launches:
-                launch(place, *out)
+            for launch, places in launches:
+                for place in places:
+                    launch(place, *out)
 
     def _make_steps(self, found: Sequence[tuple[Part, LiveView]]) -> list[_Step]:
         plain = [
@@ -242,8 +244,8 @@ class DevicePacker:
     def _kept(self, part: Part) -> Strided:
         return Strided.packed(self._base.memory.data_ptr() + part.start, part.shape, part.itemsize)
 
-    def _make_launches(self, rows: Ints, itemsize: int) -> list[tuple[Launch, torch.Tensor]]:
-        """Launches, each with the address of the base and its tiles on the device."""
+    def _make_launches(self, rows: Ints, itemsize: int) -> list[tuple[Launch, list[torch.Tensor]]]:
+        """Kernels, each with what its launches are told on the device: the address of the base, and which tiles they take."""
         from ..packing.kernels import COPY_WORDS
         from .kernels import WORDS, pack_changed
 
@@ -251,10 +253,12 @@ class DevicePacker:
         # A block has no more elements than its index can tell.
         tile = min(_TILE, blocks.MOST * itemsize // WIDEST)
         for table in build_tables(rows, tile):
-            numbers = [self._base.memory.data_ptr(), len(table.tiles)]
-            place = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-            out = (place, like.counts, self._base.total, like.entries, like.data, self._listed)
+            address, tiles = self._base.memory.data_ptr(), len(table.tiles)
+            cuts = [(begin, min(begin + _TILES, tiles)) for begin in range(0, tiles, _TILES)]
+            places = list(torch.tensor([(address, *cut) for cut in cuts], device=self._device))
+            out = (places[0], like.counts, self._base.total, like.entries, like.data, self._listed)
             word, _, lanes = COPY_WORDS[table.unit]
+            elements = table.unit // itemsize
             constants = (
                 COLUMNS,
                 word,
@@ -262,13 +266,13 @@ class DevicePacker:
                 WORDS[itemsize],
                 itemsize,
                 blocks.alignment(itemsize),
-                table.unit // itemsize,
+                elements,
                 tile,
-                _CHUNK,
+                min(_CHUNK // elements, _TILE // 4),
                 table.nested,
             )
             launch = Launch(pack_changed, _WARPS, table, constants, self._device, out, self._programs)
-            made.append((launch, place))
+            made.append((launch, places))
         return made
 
 
@@ -326,8 +330,9 @@ def _nowhere(view: EncodedView) -> Strided:
 
 
 def stream_rows(pairs: Sequence[tuple[Strided, Strided]]) -> tuple[Ints, Ints]:
-    """Rows of memory (first) at places of a stream (second), in the stream's order: starts ``[n + 1]``, rows ``[n, 5]``."""
+    """Rows of memory (first) at places of a stream (second), in the stream's order: starts ``[n + 1]``, rows ``[n, 6]``, as
+    :func:`.kernels.apply_blocks` has them."""
     rows = collapse((a, b, 0) for a, b in pairs)
     starts = np.append(rows[:, 1], np.int64(1) << 62)
     assert (np.diff(starts) > 0).all(), "parts stand in the stream's order"
-    return starts, np.ascontiguousarray(rows[:, [0, 3, 4, 5, 6]])
+    return starts, np.ascontiguousarray(np.column_stack([rows[:, [0, 3, 4, 5, 6]], row_bytes(rows)]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 
 from ..comm.group import Exchange, Group, PeerBuffer
 from ..comm.waiting import ends_within
-from ..errors import RefitMismatch, TransportUnavailable, VerificationError, end_all
+from ..errors import RefitError, RefitMismatch, TransportUnavailable, VerificationError, end_all
 from ..layout import Fragment
 from ..packing import NotComputable
 from ..packing.host import copied_by_host
@@ -28,15 +29,16 @@ from ..records.clock import StageClock
 from ..transport.base import TransferResult
 from ..transport.storage import LiveViews, Place
 from ..transport.streams import Event, make_event, make_stream
-from .applier import Applier, make_applier
+from .applier import Applier, make_appliers
 from .blocks import ENTRY_BYTES, Counts, Damaged, Header
 from .packer import LEAST_ROOM, Base, Packer, Room, make_packer
 from .streams import Part, Stream, received, sent
 
 logger = logging.getLogger(__name__)
 
-# Of a section's dense bytes the share that its blocks have room for; what finds none is packed in a further pass.
-_ROOM_SHARE = 8
+# A section has so many times the bytes that there is room for; blocks that find none are packed in a further pass. A refit is
+# slower than a dense one where more than some 15% have to travel.
+_ROOM_SHARE = 5
 # A block's place in the data is told in 30 bits, in units of 4 bytes.
 _MOST_ROOM = 1 << 31
 # Sections that are packed or on the wire at a time.
@@ -165,7 +167,10 @@ class DeltaPath:
         Raises:
             TransportUnavailable: the base finds no memory, or weights lie where the device can't compare them.
         """
-        views = LiveViews(fragments, self._device)
+        with self._on_device():
+            self._bind(LiveViews(fragments, self._device))
+
+    def _bind(self, views: LiveViews) -> None:
         # Nothing is made anew where all lies as before: on the ranks that follow another one, and usually after a sleep.
         places, self._places = self._places, views.places()
         if places == self._places:
@@ -181,8 +186,9 @@ class DeltaPath:
                     nbytes = self._room_bytes(len(self._outgoing))
                     make = partial(Room, one.packer.entries, nbytes, self._device)
                     one.rooms = [self._allocated(make) for _ in range(_SLOTS)]
-            for source in self._incoming:
-                source.applier = make_applier(source.stream, views, source.total, self._device)
+            made = make_appliers([(i.stream, i.total) for i in self._incoming], views, self._device)
+            for source, applier in zip(self._incoming, made, strict=True):
+                source.applier = applier
         except NotComputable as error:
             raise self._unavailable(error) from error
         if self._device.type == "cuda":
@@ -220,7 +226,7 @@ class DeltaPath:
             VerificationError: a receiver holds other bytes than were sent.
             PeerLost, RefitTimeout: from the wire.
         """
-        with clock.stage("verify"):
+        with clock.stage("verify"), self._on_device():
             for one in self._outgoing:
                 assert one.packer is not None, "bind comes before take"
                 one.packer.take()
@@ -252,6 +258,7 @@ class DeltaPath:
         Raises:
             PeerLost, RefitTimeout: from the wire.
             VerificationError: what a receiver holds now is not what the sender's base holds.
+            RefitError: a receiver has no memory for what comes.
         """
         caller = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
@@ -261,7 +268,8 @@ class DeltaPath:
             meanwhile()
 
         try:
-            self._run(clock, on_callers_stream)
+            with self._on_device():
+                self._run(clock, on_callers_stream)
         except BaseException:
             for exchange in self._under_way:
                 exchange.drop()
@@ -303,6 +311,10 @@ class DeltaPath:
                 logger.warning("kernels of a failed refit are still under way; their memory is kept")
                 _left_running.append((self._outgoing, self._incoming))
             self._outgoing, self._incoming = [], []
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Kernels run on the current device, which is the caller's, and another one maybe."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _drained(self) -> bool:
         """Whether the kernels on this path's streams have ended, which may still use the base and the rooms."""
@@ -492,9 +504,16 @@ class DeltaPath:
             source.rooms.append(torch.empty(0, dtype=torch.uint8, device=self._device))
         if source.rooms[slot].numel() < head + nbytes:
             # Rounded up, so that the next refits find it large enough.
-            source.rooms[slot] = torch.empty(
-                -(-(head + nbytes) // LEAST_ROOM) * LEAST_ROOM, dtype=torch.uint8, device=self._device
-            )
+            rounded = -(-(head + nbytes) // LEAST_ROOM) * LEAST_ROOM
+            try:
+                source.rooms[slot] = torch.empty(rounded, dtype=torch.uint8, device=self._device)
+            except torch.OutOfMemoryError as error:
+                raise RefitError(
+                    f"no {rounded >> 20} MiB on {self._device} for what {self._who(source.source)} sends of its changes: "
+                    f"{error}. The engine stays dirty. Lower policy.refit.bucket_mb, or set policy.refit.delta to off",
+                    stage="transfer",
+                    rank=self._rank,
+                ) from error
         room = source.rooms[slot]
         return room[:head], room[head : head + nbytes]
 

@@ -40,6 +40,7 @@ class BulkPath:
         self,
         channel: Channel,
         choice: GroupChoice,
+        delta_choice: GroupChoice,
         config: RefitConfig,
         device: torch.device,
         plan: Plan | BroadcastPlan,
@@ -54,6 +55,7 @@ class BulkPath:
         Args:
             channel: of the epoch.
             choice: of the transport's communicators.
+            delta_choice: of what sparse refits go over.
             config: the same on all ranks.
             device: of the parameters.
             plan: this rank's.
@@ -88,7 +90,7 @@ class BulkPath:
         self._unseen = False
         try:
             if config.delta != "off" and isinstance(plan, Plan) and self._may_be_sparse(rewritten):
-                self._deltas = self._open_deltas(choice, config, device, plan)
+                self._deltas = self._open_deltas(delta_choice, config, device, plan)
             self.bind(fragments)
             # The first refit may be far: an engine sleeps and a trainer trains before it.
             self._transport.release()

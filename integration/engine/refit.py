@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 import torch
 
 from ..broadcast.packed import PackedBroadcast
-from ..comm.opening import choose_group
+from ..comm.opening import GroupChoice, choose_group
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..control.world import RefitWorld
@@ -138,6 +138,7 @@ class RefitEngine:
         else:
             self._plan(places, specs, formats, fragments, refused)
         self._group_choice = choose_group(places, self.way.shared_memory)
+        self._delta_choice = self._choose_delta_group(places)
         self._initial = fragments
         self._agreed = self._agreed_of(fragments, refused)
         return self.manifest
@@ -190,6 +191,7 @@ class RefitEngine:
             self._bulk = BulkPath(
                 self.channel,
                 self._group_choice,
+                self._delta_choice,
                 self.config,
                 device,
                 self.plan,
@@ -434,6 +436,14 @@ class RefitEngine:
                 rank=self.world.rank,
             )
         return told
+
+    def _choose_delta_group(self, places: Sequence[GpuFacts]) -> GroupChoice:
+        """Copy engines between the GPUs of a host, where all can reach each other: NCCL's kernels would wait until those that
+        pack a section have left the GPU."""
+        if self._chosen[0] != "ipc":
+            return self._group_choice
+        choice = choose_group(places, True)
+        return choice if choice.kind == "device" else self._group_choice
 
     def _tell_holdings(self, ours: Holdings, table: SpecTable) -> list[Holdings]:
         """What every rank holds. Groups are told one by one, since many ranks hold the same."""

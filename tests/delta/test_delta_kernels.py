@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.delta import blocks
-from rlrefit.integration.delta.applier import DeviceApplier, HostApplier
+from rlrefit.integration.delta.applier import DeviceApplier, HostApplier, make_scratch
 from rlrefit.integration.delta.packer import Base, DevicePacker, HostPacker, Room
 from rlrefit.integration.delta.streams import Stream
 from rlrefit.integration.layout import Fragment
@@ -77,6 +77,10 @@ def packed(
     return found
 
 
+def on_device(stream: Stream, live: LiveViews, total: torch.Tensor) -> DeviceApplier:
+    return DeviceApplier(stream, live, total, make_scratch(CPU))
+
+
 def compare(weights: Any, kinds: Any, shares: Any, seed: int, section: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     sender, receivers = Side(weights, kinds), [Side(weights, kinds[::-1]) for _ in range(2)]
@@ -87,8 +91,8 @@ def compare(weights: Any, kinds: Any, shares: Any, seed: int, section: int) -> N
         packer = kind(sections, sender.live, base, CPU)
         made.append((packer, base, Room(packer.entries, 0, CPU)))
     appliers = [
-        kind(side.stream, side.live, torch.zeros(1, dtype=torch.int64), CPU)
-        for kind, side in zip((HostApplier, DeviceApplier), receivers, strict=True)
+        make(side.stream, side.live, torch.zeros(1, dtype=torch.int64))
+        for make, side in zip((HostApplier, on_device), receivers, strict=True)
     ]
     for share in (1.0, *shares):
         for view in sender.views.values():
