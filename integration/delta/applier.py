@@ -19,7 +19,7 @@ from .streams import Stream
 # Elements that one program writes at a time, and its warps.
 _CHUNK, _WARPS = 256, 4
 # Programs of a multiprocessor.
-_PROGRAMS = 4
+_PROGRAMS = 6
 
 
 class Applier(Protocol):

@@ -20,8 +20,8 @@ from .streams import Part, Stream
 # Units that a program compares at a time, elements of those that differ that it looks at in one go, and its warps.
 _TILE, _CHUNK, _WARPS = 1024, 1024, 4
 # Programs of a multiprocessor, and tiles of a launch at most: what else wants the GPU meanwhile, as a header that is sent,
-# waits for the end of a launch, some 0.3 ms.
-_PROGRAMS, _TILES = 8, 1 << 14
+# waits for the end of a launch, some 0.4 ms.
+_PROGRAMS, _TILES = 5, 1 << 15
 _WEIGH_TILE, _WEIGH_WARPS = 512, 4
 # A block always fits.
 LEAST_ROOM = 1 << 18

@@ -83,7 +83,7 @@ def change(fragments: Iterable[Fragment], taken: Change) -> None:
         target = bits(fragment.view)
         for part, box in _pieces(fragment):
             raw = _raw([fragment.name], box, fragment.full_shape or (1,), fragment.view.device)[0]
-            flips = _flips(raw, taken.share, taken.steps - 1)
+            flips = _flips(raw, taken.share, taken.steps - 1, 1)
             target[part].bitwise_xor_(flips.to(target.dtype).reshape(target[part].shape))
 
 
@@ -157,7 +157,7 @@ def _box_bits(
     changes: Sequence[Change] = (),
 ) -> torch.Tensor:
     values = _raw(names, box, full_shape, device)
-    flips = [_flips(values, taken.share, step) for taken in changes for step in range(taken.steps)]
+    flips = [_flips(values, taken.share, 0, taken.steps) for taken in changes]
     (low, high) = box[-1]
     rows = _row_numbers(device, box[:-1], full_shape[:-1])
     # The upper bits are the well mixed ones. The top bit of the exponent stays clear.
@@ -194,17 +194,17 @@ def _seeded(columns: torch.Tensor, names: Sequence[str], dims: int) -> torch.Ten
     return (columns ^ torch.tensor(seeds, dtype=torch.int32, device=columns.device).unsqueeze(-1)).view(shape)
 
 
-def _flips(raw: torch.Tensor, share: float, step: int) -> torch.Tensor:
-    """Which elements are flipped in a step, counted from 0.
+def _flips(raw: torch.Tensor, share: float, first: int, steps: int) -> torch.Tensor:
+    """Which elements ``steps`` steps flip, an odd number of times, from step ``first`` on, counted from 0.
 
     Each element has a place on a circle of 2^31, around which the steps go, each over the next ``share`` of it. In 32 bits,
     since this runs over all weights before each timed refit.
     """
     width = round(share * _CIRCLE)
-    if width >= _CIRCLE:
-        return torch.ones_like(raw, dtype=torch.bool)
+    turns, rest = divmod(steps * width, _CIRCLE)
     ahead = raw * _MULTIPLIER
-    return ahead.sub_(step * width % _CIRCLE).bitwise_and_(_CIRCLE - 1) < width
+    inside = ahead.sub_(first * width % _CIRCLE).bitwise_and_(_CIRCLE - 1) < rest
+    return inside.logical_not_() if turns % 2 else inside
 
 
 def _row_numbers(device: torch.device, box: Box, shape: Sequence[int]) -> torch.Tensor:
