@@ -168,6 +168,8 @@ class Trainer:
         for weight, master in zip(self._weights, self._masters, strict=True):
             weight.detach().copy_(master)
             master.grad = None
+        if torch.cuda.is_available():  # or the refit's time would hold the rest of this step
+            torch.cuda.synchronize()
 
     def changed_codes(self) -> float:
         """Share of the codes of all linear layers that differ from those of the step before."""

@@ -127,7 +127,8 @@ class BenchSource:
 
     def advance(self) -> None:
         """Change every weight."""
-        values.advance(self.storage.tensors, self.version, self.version + 1)
+        held = dense_version(self.version, self.changes)
+        values.advance(self.storage.tensors, held, held + 1)
         self.version += 1
 
     def change(self, share: float) -> None:
@@ -245,11 +246,6 @@ class BenchDestination:
             self.storage.memory.wake()
             self.poison()
 
-    @property
-    def dense_version(self) -> int:
-        """The version before the first of :attr:`changes`."""
-        return self.version - sum(taken.steps for taken in self.changes)
-
     def poison(self) -> None:
         """Fill all storage with NaN."""
         values.poison(self.storage.tensors)
@@ -259,7 +255,7 @@ class BenchDestination:
         found = [
             f"{f.name} {f.box} does not hold the values of version {self.version}"
             for f in (
-                *values.wrong(self._plain, self.dense_version, self.changes),
+                *values.wrong(self._plain, dense_version(self.version, self.changes), self.changes),
                 *encoded_values.wrong(self.storage.by_name, self._by_name, self._formats, self.version),
             )
         ]
@@ -273,6 +269,11 @@ class BenchDestination:
                     "are padding"
                 )
         return found
+
+
+def dense_version(version: int, changes: Sequence[values.Change]) -> int:
+    """The version that ``changes`` were made to, which stay while it advances."""
+    return version - sum(taken.steps for taken in changes)
 
 
 def step(changes: Sequence[values.Change], share: float) -> list[values.Change]:

@@ -10,6 +10,7 @@ from rlrefit.integration.quantize.blocks import scale_box, scale_shape
 from rlrefit.integration.quantize.formats import Fp8Blockwise
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.recipes.bench import encoded_values, values
+from rlrefit.recipes.bench.storage import BenchDestination, BenchSource, Storage
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 
@@ -78,6 +79,23 @@ def test_each_step_changes_its_share_of_all_elements_alike_in_whole_and_parts(sh
         assert values.wrong([whole, part], 5, [taken]) == []
         # All elements flipped twice are what they were.
         assert len(values.wrong([whole], 5)) == (share > 0 and (share < 1 or step != 2))
+
+
+def test_changed_weights_advance_alike_on_both_sides():
+    """As a second transport's dense refits follow the first one's sparse ones."""
+    specs, device = [TensorSpec("w", (60, 70), torch.bfloat16)], torch.device("cpu")
+    source = BenchSource(specs, Storage.allocate([], specs, device), {}, device)
+    destination = BenchDestination(specs, Storage.allocate([], specs, device), {}, device, {})
+    for both in (source, destination):
+        for share in (0.2, 0.2, 0.05):
+            both.change(share)
+        both.advance()
+        both.change(0.2)
+    destination.load_weights(source.export(["w"]))
+    assert destination.faults() == []
+    source.advance()
+    destination.load_weights(source.export(["w"]))
+    assert destination.faults()
 
 
 def test_a_wrong_bit_a_neighbour_a_namesake_and_an_old_version_are_all_noticed():
