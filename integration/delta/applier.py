@@ -124,7 +124,8 @@ class DeviceApplier:
         # Elements of one size stand together.
         by_size = [[p for p in stream.parts if p.itemsize == size] for size in self._by_size]
         self._extents = {
-            parts[0].itemsize: (parts[0].start, parts[-1].start + parts[-1].segment.nbytes) for parts in by_size
+            parts[0].itemsize: (parts[0].start, parts[-1].start + parts[-1].segment.nbytes)
+            for parts in by_size
         }
         starts, rows = stream_rows(pairs)
         self._rows = (torch.from_numpy(starts).to(self._device), torch.from_numpy(rows).to(self._device))
