@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.delta import blocks
-from rlrefit.integration.delta.applier import HostApplier
+from rlrefit.integration.delta.applier import DeviceApplier, HostApplier, make_scratch
 from rlrefit.integration.delta.packer import Base, HostPacker, Room
+from tests.triton_interpreter import run_interpreted
 
 from .test_delta_kernels import CPU, Side, fill
 
@@ -40,7 +41,7 @@ class Scene:
         entries, data = (part.clone() for part in room.payload(room.told()))
         self.entries, self.data = entries.view(torch.int64).view(-1, 2), data
         total = torch.zeros(1, dtype=torch.int64)
-        self.applier = HostApplier(self.engine.stream, self.engine.live, total, CPU)
+        self.applier = HostApplier(self.engine.stream, self.engine.live, total)
 
     @staticmethod
     def ground(view: torch.Tensor) -> torch.Tensor:
@@ -62,24 +63,24 @@ def told(form: int, count: int, elements: int, place: int = 0) -> int:
     return number - (number >> 63 << 64)
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        (-16, told(blocks.WHOLE, 1, 1)),
-        (1 << 40, told(blocks.WHOLE, 1, 1)),
-        (2862, told(blocks.WHOLE, 1, 1)),  # in the gap behind the second weight
-        (2398, told(blocks.WHOLE, 2, 2)),  # from the first weight to behind it
-        (1, told(blocks.WHOLE, 1, 1)),
-        (0, told(blocks.WHOLE, 1, 1, place=1 << 30)),
-        (0, told(blocks.WHOLE, 1, 1200)),
-        (0, told(blocks.WHOLE, 1, 65535)),
-        (0, told(blocks.SPARSE, 65535, 65535)),
-        (0, told(blocks.SPARSE, 0, 1)),
-        (0, told(blocks.BITMAP, 3, 1)),
-        (0, told(3, 1, 1)),
-        (0, -1),
-    ],
-)
+DAMAGED = [
+    (-16, told(blocks.WHOLE, 1, 1)),
+    (1 << 40, told(blocks.WHOLE, 1, 1)),
+    (2862, told(blocks.WHOLE, 1, 1)),  # in the gap behind the second weight
+    (2398, told(blocks.WHOLE, 2, 2)),  # from the first weight to behind it
+    (1, told(blocks.WHOLE, 1, 1)),
+    (0, told(blocks.WHOLE, 1, 1, place=1 << 30)),
+    (0, told(blocks.WHOLE, 1, 1200)),
+    (0, told(blocks.WHOLE, 1, 65535)),
+    (0, told(blocks.SPARSE, 65535, 65535)),
+    (0, told(blocks.SPARSE, 0, 1)),
+    (0, told(blocks.BITMAP, 3, 1)),
+    (0, told(3, 1, 1)),
+    (0, -1),
+]
+
+
+@pytest.mark.parametrize("entry", DAMAGED)
 def test_a_block_beyond_the_weights_or_the_data_is_refused_and_nothing_is_written(
     entry: tuple[int, int],
 ) -> None:
@@ -120,6 +121,29 @@ def test_no_damage_of_entries_or_data_writes_beside_the_weights(data: st.DataObj
     except blocks.Damaged:
         assert all(map(torch.equal, scene.memory(), before))
     assert all(map(torch.equal, scene.beside(), beside))
+
+
+def write_damaged_blocks() -> None:
+    for number in range(25):
+        scene = Scene(0.05 * (number % 4), number)
+        on_device = DeviceApplier(
+            scene.engine.stream, scene.engine.live, scene.applier.total, make_scratch(CPU)
+        )
+        beside = scene.beside()
+        entries = torch.cat([scene.entries, torch.tensor(DAMAGED)])
+        generator = np.random.default_rng(number)
+        for held in (entries, scene.data):
+            raw = held.view(-1).view(torch.uint8).numpy()
+            if raw.size:
+                raw[generator.integers(raw.size, size=3)] ^= generator.integers(
+                    1, 256, size=3, dtype=np.uint8
+                )
+        on_device.apply(entries, scene.data, 2)
+        assert all(map(torch.equal, scene.beside(), beside))
+
+
+def test_kernels_write_no_damaged_block_beside_the_weights() -> None:
+    run_interpreted(write_damaged_blocks)
 
 
 @pytest.mark.parametrize("place", [i for i, name in enumerate(blocks.Header._fields) if name != "total"])
