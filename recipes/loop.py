@@ -207,6 +207,7 @@ def _refit_metrics(refit: RefitSummary | None) -> Metrics:
         "refit/bytes_misc": refit.bytes_misc,
         "refit/bytes_verified": refit.bytes_verified,
         "refit/bytes_wire": refit.bytes_wire,
+        "refit/bytes_dense": refit.bytes_bulk + refit.bytes_misc,
         **({"refit/changed_share": refit.changed_share} if refit.changed_share is not None else {}),
         "refit/kept_gb_per_s": refit.kept_gb_per_s,
         "refit/peak_extra_bytes": refit.peak_extra_bytes,

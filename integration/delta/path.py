@@ -287,13 +287,14 @@ class DeltaPath:
             PeerLost, RefitTimeout: another rank gave up, or the device does not get through its work.
         """
         left = [source.total.clone() for source in self._incoming]
-        for source in self._incoming:
-            assert source.applier is not None, "bind comes before intact"
-            source.applier.weigh()
-        if self._device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record(torch.cuda.current_stream(self._device))
-            self._group.wait_for([done], "handshake")
+        with self._on_device():
+            for source in self._incoming:
+                assert source.applier is not None, "bind comes before intact"
+                source.applier.weigh()
+            if self._device.type == "cuda":
+                done = torch.cuda.Event()
+                done.record(torch.cuda.current_stream(self._device))
+                self._group.wait_for([done], "handshake")
         return not left or torch.equal(torch.cat(left), torch.cat([one.total for one in self._incoming]))
 
     def release(self) -> None:
