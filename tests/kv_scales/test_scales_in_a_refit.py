@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,15 @@ from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.workers.engines.common.destination_mixin import DestinationRefitMixin
 from rlrefit.workers.kv_scales.endpoints import AttentionLayer, KvScaleDestination, KvScaleSource, Scales
 from rlrefit.workers.trainers.source_mixin import SourceRefitMixin
-from tests.refit.synthetic import Layout, SyntheticDestination, SyntheticSource, refit_changed, run_world
+from tests.delta import scene
+from tests.refit.synthetic import (
+    Layout,
+    SyntheticDestination,
+    SyntheticSource,
+    refit_changed,
+    run_world,
+    whole,
+)
 
 LAYERS = [f"model.layers.{i}.self_attn" for i in range(3)]
 SPECS = [
@@ -124,6 +133,39 @@ def test_scales_arrive_with_their_refit_and_stay_until_others_are_given(engine: 
             of_layers(first, layers),
             of_layers(first | second, layers),
         ]
+
+
+class Silent(scene.Destination):
+    """Does not say whether it leaves codes as they were written."""
+
+    rewritten: Any = None
+
+
+@pytest.mark.parametrize("kind", [scene.Destination, Silent])
+def test_scales_arrive_beside_weights_of_which_only_what_differs_travels_if_the_engine_below_leaves_those_alone(
+    kind: type[scene.Destination],
+) -> None:
+    specs = [*SPECS[:-1], TensorSpec("code", (130, 30), torch.float8_e4m3fn)]
+    weights, cache = kind(specs, whole(specs)), Cache(LAYERS)
+    trainer = scene.Source(specs, whole(specs))
+    source, destination = KvScaleSource(trainer), KvScaleDestination(weights, cache)
+
+    def body(rank: int, session: Any, endpoint: Any) -> list[Any]:
+        seen = []
+        for version in (1, 2, 3):
+            if session.world.is_source:
+                trainer.set_version(version)
+                source.give(scales(version))
+            record = session.refit(version)
+            if not session.world.is_source:
+                assert weights.wrong(version) == []
+                assert cache.scales == of_layers(scales(version))
+            seen.append(record.changed_share is not None)
+        return seen
+
+    sparse = kind is not Silent
+    results = run_world([source], [destination], body, replace(CONFIG, delta="always"))
+    assert results == [[False, sparse, sparse]] * 2
 
 
 def test_an_engine_of_a_later_epoch_gets_the_scales_that_were_given_last() -> None:
