@@ -66,9 +66,9 @@ def on_startup(**_: Any) -> None:
         for path in (ROOT / top).rglob("*.py"):
             copy = TREE / "rlrefit" / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text(
-                re.sub(r":(?:class|meth|func|mod|attr|data|exc):`~?([\w.]+)`", _as_code, path.read_text())
-            )
+            text = re.sub(r":(?:class|meth|func|mod|attr|data|exc):`~?([\w.]+)`", _as_code, path.read_text())
+            # What stands before a colon would be read as the type of what is returned; before this one is none.
+            copy.write_text(re.sub(r"(^ +Returns:\n +)(?=[^\n]*:)", r"\1: ", text, flags=re.MULTILINE))
 
 
 def _as_code(role: re.Match[str]) -> str:
@@ -93,6 +93,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if page.file.src_uri in PAGES.values()
         else markdown
     )
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """No page may show marks of its source."""
+    if found := re.search(r".{0,60}(?:``|\\\|).{0,60}", re.sub(r"<pre.*?</pre>", "", html, flags=re.DOTALL)):
+        raise PluginError(f"docs/hooks.py: {page.file.src_uri} shows marks of its source: {found[0]}")
+    return html
 
 
 def api() -> str:
@@ -197,4 +204,6 @@ def _default(field: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    # A bar ends a cell, but not in code.
+    parts = re.split(r"(`+[^`]+`+)", " ".join(text.split()))
+    return "".join(part if part.startswith("`") else part.replace("|", "\\|") for part in parts)
