@@ -88,8 +88,8 @@ class Engine:
         """Generate, and call ``meanwhile`` as it goes on with a number that grows."""
         raise NotImplementedError
 
-    def init(self, rendezvous: dict[str, Any]) -> None:
-        self.done(self.driver.init_refit(rendezvous, RANKS, RefitConfig(**CONFIG)))
+    def init(self, rendezvous: dict[str, Any], delta: str = "off") -> None:
+        self.done(self.driver.init_refit(rendezvous, RANKS, RefitConfig(**CONFIG, delta=delta)))
 
     def refit(self, version: int, mode: PauseMode = "keep") -> list[dict[str, Any]]:
         return self.done(self.driver.refit(version, mode))

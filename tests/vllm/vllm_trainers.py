@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,10 @@ class _Trainer:
             return None
         return self._workers[model].open_refit_rendezvous("127.0.0.1", RANKS, gen_ranks)
 
-    def join(self, model: str, rendezvous: dict[str, Any]) -> dict[str, Any]:
-        return self._workers[model].join_refit(rendezvous, self._rank)
+    def join(self, model: str, rendezvous: dict[str, Any], delta: str = "off") -> dict[str, Any]:
+        worker = self._workers[model]
+        worker.refit_config = replace(worker.refit_config, delta=delta)
+        return worker.join_refit(rendezvous, self._rank)
 
     def refit(self, model: str, index: int, version: int) -> dict[str, Any] | str:
         """Take on checkpoint ``index`` and send it; the record, or the error's text."""

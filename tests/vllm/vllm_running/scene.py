@@ -37,11 +37,11 @@ class Scene:
     def digests(self) -> list[dict[str, str]]:
         return self.engine.call("refit_parameter_digests")
 
-    def meet(self) -> None:
+    def meet(self, delta: str = "off") -> None:
         """A new epoch."""
         rendezvous = self.trainers.do("open", self.model, GEN_RANKS)[0]
-        joining = self.trainers.start("join", self.model, rendezvous)
-        self.engine.init(rendezvous)
+        joining = self.trainers.start("join", self.model, rendezvous, delta)
+        self.engine.init(rendezvous, delta)
         assert {routes["bulk"] for routes in joining.result()} == {
             len(read_checkpoint(self.paths[0])) - self.misc
         }

@@ -40,6 +40,19 @@ def test_trainer_and_engine_give_equal_probabilities_to_what_the_engine_generate
         assert scene.kl(sampled, 1 - index) > 0.1
 
 
+def test_what_differs_from_the_weights_before_makes_the_same_engine(scene: Scene):
+    scene.meet(delta="always")
+    for turn, index in enumerate((1, 0, 0, 1, 0)):
+        records = scene.refit(index)
+        assert [record["changed_share"] is not None for record in records] == [turn > 0] * GEN_RANKS
+        if index:
+            assert scene.kl(scene.engine.generate(), 1) < 1e-3
+        else:
+            assert scene.digests() == scene.digests_a
+            assert scene.serves_a()
+    scene.meet()
+
+
 def test_the_same_weights_twice_change_nothing(scene: Scene):
     for _ in range(2):
         scene.refit(0)
