@@ -54,9 +54,11 @@ def show_study(console: Console, study: Study) -> None:
     measured = [
         (
             "a rank's own part",
-            f"at most {max(part.segments for part in study.parts):,} segments, "
-            f"{max(part.messages for part in study.parts):,} messages, "
-            f"{max(part.rounds for part in study.parts):,} rounds",
+            "at most "
+            + ", ".join(
+                f"{(most := max(getattr(part, what) for part in study.parts)):,} {what.removesuffix('s' if most == 1 else '')}"
+                for what in ("segments", "messages", "rounds")
+            ),
         ),
         (
             "planning",

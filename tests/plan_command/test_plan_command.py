@@ -97,6 +97,17 @@ def test_all_violations_are_told_at_once_with_exit_code_2(plan, moe: str) -> Non
     assert told.json["bound_seconds"] is None
 
 
+def test_what_cannot_be_divided_is_told_once_by_its_name_also_where_embeddings_are_tied(plan) -> None:
+    undivided = [
+        text.removeprefix("gen: ").partition(" can't be divided")[0].split()
+        for text in plan("qwen3-4b", "tp=2", "tp=3", "--json").json["violations"]
+    ]
+    assert [words[-1] for words in undivided if words[1:3] == ["padded", "vocabulary"]] == [
+        "embed_tokens.weight"
+    ]
+    assert all(words[-2:-1] == ["of"] for words in undivided)
+
+
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [

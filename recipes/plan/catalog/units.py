@@ -167,8 +167,9 @@ class Vocabulary:
         return iter(())
 
     def gen_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
-        rows = padded(self.rows, VLLM_VOCABULARY_MULTIPLE)
-        yield Division(f"the padded vocabulary of {self.hf}", rows, "tp")
+        if self.hf:  # a copy is cut as the embedding is
+            rows = padded(self.rows, VLLM_VOCABULARY_MULTIPLE)
+            yield Division(f"the padded vocabulary of {self.hf}", rows, "tp")
 
     def _param(self, name: str, place: Place, multiple: int) -> Param:
         start, stop = place.tp.cut(padded(self.rows, multiple))
