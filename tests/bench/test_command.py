@@ -142,25 +142,6 @@ def test_all_that_is_wrong_is_said_at_once(capsys):
     assert [part for part in parts if part not in said] == []
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        (("--changed", "0,x"), "'x' is no share"),
-        (("--changed", "5"), "'5' is no share"),
-        (("--changed", "1%%"), "'1%%' is no share"),
-        (("--delta-base", "host"), "--delta-base: has no effect without --changed"),
-        (("--peers", "none,broadcast"), "--peers: none has no others beside it"),
-    ],
-)
-def test_an_option_that_would_do_nothing_or_what_nobody_meant_is_refused(given, told, capsys):
-    try:
-        code = bench("--model", "qwen3-0.6b", "--layers", 1, "--train", "tp=1", "--gen", "tp=1", *given)
-    except SystemExit as ended:  # argparse's
-        code = ended.code
-    assert code == 2
-    assert told in capsys.readouterr().err
-
-
 def options(moe, **changes):
     return BenchOptions(
         model=moe, train=parse_train("tp=1"), gen=parse_gen("tp=1"), train_text="tp=1", gen_text="tp=1", layers=1,

@@ -30,6 +30,8 @@ def _bench(moe: str, *arguments: str) -> int:
         (("--streams", "99"), "--streams: 99 is not between 1 and"),
         (("--bucket-mb", "0"), "--bucket-mb: 0 leaves no room"),
         (("--layers", "0"), "--layers: 0 is too small"),
+        (("--delta-base", "host"), "--delta-base: has no effect without --changed"),
+        (("--peers", "none,broadcast"), "--peers: none has no others beside it"),
     ],
 )
 def test_an_option_that_cannot_work_is_the_only_complaint_and_nothing_starts(
@@ -44,6 +46,16 @@ def test_an_option_that_cannot_work_is_the_only_complaint_and_nothing_starts(
     said = capsys.readouterr().err.strip()
     assert said.startswith(complaint)
     assert "\n" not in said
+
+
+@pytest.mark.parametrize("wrong", ["x", "5", "1%%", "-1", "nan"])
+def test_what_is_no_share_of_change_is_told_as_it_was_written(
+    moe: str, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _bench(moe, f"--changed=0,{wrong}")
+    assert ended.value.code == 2
+    assert f"{wrong!r} is no share" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
