@@ -25,6 +25,7 @@ def wrong(
     specs: Mapping[str, TensorSpec],
     formats: Mapping[str, Format],
     version: int,
+    changes: Sequence[values.Change] = (),
 ) -> list[Fragment]:
     """The fragments of codes and scales that differ in any bit from what quantizing the true values gives.
 
@@ -33,6 +34,7 @@ def wrong(
         specs: of the weights, before they are quantized.
         formats: weight → how it is held.
         version: of the true values.
+        changes: that were made to it.
     """
     groups: dict[tuple[Format, torch.dtype, tuple[int, ...], Box], list[tuple[str, Fragment, Fragment]]] = {}
     for name, format in formats.items():
@@ -49,7 +51,7 @@ def wrong(
             # Alike weights at once: a model's experts are tens of thousands of small ones.
             for some in batched(members, max(1, _CHUNK // max(1, (bottom - top) * (right - left)))):
                 names, codes_of, scales_of = zip(*some, strict=True)
-                true = values.stacked(names, shape, box, dtype, codes_of[0].view.device, version)
+                true = values.stacked(names, shape, box, dtype, codes_of[0].view.device, version, changes)
                 boxes = box, scale_box(box, format.block)
                 for fragments, part, expected in zip(
                     (codes_of, scales_of), boxes, format.encode(true), strict=True

@@ -81,6 +81,7 @@ class DeltaResult:
 
     Attributes:
         changed: share of all elements that changed before each.
+        found: median share of what travels that differed: of codes and scales where trainers quantize.
         timing: of the refits, as :class:`RefitResult` has it.
         wire_ratio: bytes that travelled, of those of a dense refit; over all engines.
         stages: median over refits of the slowest rank's seconds by stage.
@@ -89,6 +90,7 @@ class DeltaResult:
     """
 
     changed: float
+    found: float
     timing: Timing
     wire_ratio: float
     stages: dict[str, float]
@@ -249,6 +251,7 @@ def _sparse_refits(scene: Scene, session: RefitSession, share: float) -> DeltaRe
     told = ranks.collect([median(column) for column in zip(*wire, strict=True)])
     return DeltaResult(
         changed=share,
+        found=median(ranks.maxima(record.changed_share or 0.0 for record in timed)),
         timing=Timing.of(ranks.maxima(seconds[1:])),
         wire_ratio=sum(sent for sent, _ in told) / sum(dense for _, dense in told),
         stages={stage: taken for stage, taken in stages.items() if taken},

@@ -245,8 +245,6 @@ class BenchOptions(RunOptions):
             found.append("--quantize: fp8 is made of bf16 or fp16; give --dtype bf16")
         if self.sleep and self.device != "cuda":
             found.append("--sleep: engines' memory is that of GPUs; leave --sleep or --device cpu out")
-        if self.changed and self.is_quantized:
-            found.append("--changed: flips bits that quantization drops; leave --quantize out")
         if self.changed and "golden" in self.transports:
             found.append("--changed: golden sends all weights each time; leave it out of --transport")
         found += self._sharing_violations()

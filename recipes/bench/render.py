@@ -64,6 +64,7 @@ def json_records(options: BenchOptions, result: BenchResult) -> list[dict[str, A
 def _sparse_record(one: DeltaResult) -> dict[str, Any]:
     return {
         "changed": one.changed,
+        "found": one.found,
         "seconds_median": one.timing.median,
         "seconds_min": one.timing.minimum,
         "seconds_max": one.timing.maximum,
@@ -76,12 +77,13 @@ def _sparse_record(one: DeltaResult) -> dict[str, Any]:
 
 def _sparse(result: BenchResult) -> Table:
     """A row for each transport and share of change."""
-    table = plain_table(("", "changed", "ms", "min", "max", "of dense", "wire", "GB", "exact"))
+    table = plain_table(("", "changed", "found", "ms", "min", "max", "of dense", "wire", "GB", "exact"))
     for refit, sparse in zip(result.refits, result.deltas, strict=True):
         for one in sparse:
             table.add_row(
                 f"delta {refit.transport}",
                 f"{one.changed:.2%}",
+                f"{one.found:.3%}",
                 *_times(one.timing.median, one.timing.minimum, one.timing.maximum),
                 f"{one.timing.median / refit.timing.median:.2f}",
                 f"{one.wire_ratio:.2%}",
@@ -149,7 +151,8 @@ def show(console: Console, options: BenchOptions, result: BenchResult) -> None:
     if options.changed:
         base = options.delta_base if options.device == "cuda" else "host"
         console.print(
-            f"sparse refits, base in {base} memory: ms; wire, their bytes beside a dense refit's; GB, the largest base",
+            f"sparse refits, base in {base} memory: found, the share of what travels that differed; ms; wire, their bytes beside a "
+            "dense refit's; GB, the largest base",
             highlight=False,
             soft_wrap=True,
         )

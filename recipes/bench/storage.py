@@ -252,11 +252,12 @@ class BenchDestination:
 
     def faults(self) -> list[str]:
         """What is not as the trainers' version says, one sentence each; storage was poisoned before the refit."""
+        now = dense_version(self.version, self.changes), self.changes
         found = [
             f"{f.name} {f.box} does not hold the values of version {self.version}"
             for f in (
-                *values.wrong(self._plain, dense_version(self.version, self.changes), self.changes),
-                *encoded_values.wrong(self.storage.by_name, self._by_name, self._formats, self.version),
+                *values.wrong(self._plain, *now),
+                *encoded_values.wrong(self.storage.by_name, self._by_name, self._formats, *now),
             )
         ]
         for index, (tensor, padding) in enumerate(

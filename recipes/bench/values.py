@@ -70,11 +70,12 @@ def stacked(
     dtype: torch.dtype,
     device: torch.device,
     version: int,
+    changes: Sequence[Change] = (),
 ) -> torch.Tensor:
-    """True values of the same box of several weights of one shape: ``[len(names), *box]``."""
+    """True values of the same box of several weights of one shape, as :func:`wrong` has them: ``[len(names), *box]``."""
     if dtype.itemsize not in _BITS:
         raise ValueError(f"the benchmark has no values for {dtype}; use a dtype of 1, 2 or 4 bytes")
-    return _box_bits(names, box, full_shape, dtype.itemsize, device, version).view(dtype)
+    return _box_bits(names, box, full_shape, dtype.itemsize, device, version, changes).view(dtype)
 
 
 def change(fragments: Iterable[Fragment], taken: Change) -> None:
