@@ -40,7 +40,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", default="qwen3-0.6b", help="of a Qwen3 of the catalogue (rlrefit plan)")
+    parser.add_argument("--shapes", default="qwen3-0.6b", help="of a Qwen3: as --model of rlrefit plan")
     parser.add_argument("--layers", type=int, help="keep this many decoder layers")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5], help="learning rates")
     parser.add_argument("--steps", type=int, default=50)
@@ -110,6 +110,7 @@ def measure(config: Qwen3Config, rate: float, engine: Connection, arguments: arg
                     "codes": share,
                     "wire": wire,
                     "ms": took,
+                    "stages": record.seconds,
                 }
                 lines.write(json.dumps(row) + "\n")
     warm = [r for r in sparse if r.changed_share is not None]

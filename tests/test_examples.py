@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import json
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from unittest import mock
 import pytest
 
 from tests.ahead import FoundAhead
+from tests.catalog.shrunken import CONFIGS
 from tests.servers import spawn_context
 from tests.spawn import free_port, run_alone, run_together
 from tests.vllm_processes import vllm_processes
@@ -127,6 +129,36 @@ def test_the_example_ends_with_an_error_when_one_of_its_ranks_is_killed(tmp_path
     assert example.returncode == 1, out + err
     assert "trainer rank 1 (exit code -9)" in err
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks), "a rank was left behind"
+
+
+def _changed_share(*arguments: str) -> None:
+    example = _imported("changed_share")
+    with (
+        mock.patch.object(sys, "argv", ["changed_share.py", *arguments]),
+        mock.patch.object(example.multiprocessing, "get_context", return_value=spawn_context()),
+    ):
+        assert example.main() == 0
+
+
+def test_sparse_refits_after_training_steps_leave_the_engine_the_trainers_weights(tmp_path: Path) -> None:
+    shapes, out = tmp_path / "config.json", tmp_path / "refits.jsonl"
+    shapes.write_text(json.dumps(CONFIGS["qwen3"]))
+    arguments = [
+        "--shapes",
+        str(shapes),
+        "--steps",
+        "3",
+        "--tokens",
+        "8",
+        "--rates",
+        "1e-6",
+        "--out",
+        str(out),
+    ]
+    run_alone(_changed_share, *arguments, environment={}, timeout_s=300.0)
+    dense, *sparse = [json.loads(line) for line in out.read_text().splitlines()]
+    assert dense["wire"] == 1.0
+    assert all(0.0 < row["changed"] < 0.2 and row["wire"] < 0.5 for row in sparse)
 
 
 def test_the_third_party_worker_knows_nothing_of_rlrefit() -> None:
