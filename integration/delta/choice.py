@@ -78,7 +78,8 @@ class Choice:
         self._base = version if self._kind.sparse or self._kind.takes_base else None
 
     def _pause_if(self, flags: int) -> None:
-        if flags & PAUSE:
+        # Once in a refit, which may hear of it twice.
+        if flags & PAUSE and self._refits >= self._resume_at:
             self._resume_at = self._refits + self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
             self._sparse_s = float("nan")

@@ -218,7 +218,8 @@ def apply_blocks(
         sound = (mode <= 2) & (count <= elements) & (elements <= MOST)
         sound = sound & (start % ALIGN == 0) & (start + header + limit * ITEM <= tl.load(sizes + 2))
         sound = sound & (first >= tl.load(sizes + 3)) & (first % ITEM == 0)
-        sound = sound & (first + elements.to(tl.int64) * ITEM <= tl.load(sizes + 4))
+        # Not a sum with ``first``, which could be too large for 64 bits.
+        sound = sound & (first <= tl.load(sizes + 4) - elements.to(tl.int64) * ITEM)
         limit = tl.where(sound, limit, 0)
         if sound & (mode == 1):
             done = count * 0

@@ -255,7 +255,8 @@ class DevicePacker:
         for table in build_tables(rows, tile):
             address, tiles = self._base.memory.data_ptr(), len(table.tiles)
             cuts = [(begin, min(begin + _TILES, tiles)) for begin in range(0, tiles, _TILES)]
-            places = list(torch.tensor([(address, *cut) for cut in cuts], device=self._device))
+            # Padded: the kernel is compiled for addresses that are multiples of 16.
+            places = list(torch.tensor([(address, *cut, 0) for cut in cuts], device=self._device))
             out = (places[0], like.counts, self._base.total, like.entries, like.data, self._listed)
             word, _, lanes = COPY_WORDS[table.unit]
             elements = table.unit // itemsize

@@ -189,7 +189,7 @@ class DeltaPath:
             made = make_appliers([(i.stream, i.total) for i in self._incoming], views, self._device)
             for source, applier in zip(self._incoming, made, strict=True):
                 source.applier = applier
-        except NotComputable as error:
+        except (NotComputable, torch.OutOfMemoryError) as error:
             raise self._unavailable(error) from error
         if self._device.type == "cuda":
             # The tables must have reached the device: a refit may run on another stream than this one.
@@ -394,6 +394,8 @@ class DeltaPath:
         headers = self._exchange_headers(step, sending, receiving, counts, clock)
         self._apply_arrived(step - 1, clock)
         receives, arrived = [], []
+        # Rooms are allocated on the stream that fills them, which waits for those who read what lay there before.
+        self._wire.enter()
         for source in receiving:
             told = headers[source.source]
             source.expected, source.changed, source.ended = told.total, told.changed, bool(told.last)
@@ -407,7 +409,6 @@ class DeltaPath:
             payload = [part for part in one.rooms[slot].payload(counts[one]) if part.numel()]
             one.sent_bytes += sum(part.nbytes for part in payload) * len(one.receivers)
             sends += [PeerBuffer(receiver, part) for receiver in one.receivers for part in payload]
-        self._wire.enter()
         if step >= _SLOTS:
             self._wire.wait_event(self._event("applied", step - _SLOTS))
         exchange = self._prepare(sends, receives)
@@ -470,10 +471,11 @@ class DeltaPath:
             [PeerBuffer(i.source, row.view(torch.uint8)) for row, i in zip(into, receiving, strict=True)],
         )
         event = self._event("header", step)
+        # Before the stream waits for a peer: page-locked memory that is taken anew may wait for the whole device.
+        arrived = torch.empty(into.shape, dtype=torch.int64, pin_memory=on_gpu)
         with self._wire.timed(clock, "transfer", event, exchange.finish):
             exchange.start("transfer")
             if on_gpu:
-                arrived = torch.empty(into.shape, dtype=torch.int64, pin_memory=True)
                 arrived.copy_(into, non_blocking=True)
         with clock.waiting():
             self._group.wait_for([event], "transfer")

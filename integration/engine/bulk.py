@@ -19,7 +19,7 @@ from ..control.channel import Channel
 from ..control.world import RefitWorld
 from ..delta.choice import Choice
 from ..delta.path import DeltaPath
-from ..errors import TransportUnavailable, end_all
+from ..errors import RefitError, TransportUnavailable, end_all
 from ..layout import Fragment
 from ..plan import BroadcastPlan, Plan
 from ..records.clock import StageClock
@@ -128,6 +128,13 @@ class BulkPath:
             made.connect(wanted)
         except BaseException as error:
             end_all([partial(made.close, failed=True)], error)
+            if isinstance(error, TransportUnavailable):
+                # Of this rank alone, and of no transport.
+                raise RefitError(
+                    f"sparse refits can't be opened: {error}. Set policy.refit.delta to off",
+                    stage="connect",
+                    rank=world.rank,
+                ) from error
             raise
         return made
 
@@ -263,6 +270,7 @@ class BulkPath:
         """The next run has to be dense, since it repeats one that counts for nothing, or as the ``flags`` of all ranks say."""
         if self._deltas is not None:
             self._kind = self._choice.again(flags)
+            self._unseen = False
 
     def commit(self, version: int) -> None:
         """All ranks hold ``version``."""

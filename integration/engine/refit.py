@@ -199,7 +199,7 @@ class RefitEngine:
                 fragments,
                 sleeps=gives_memory_back(self._endpoint),
                 rewritten={}
-                if self.world.is_source
+                if self.world.is_source or self.config.delta == "off"
                 else rewritten(self._endpoint, self.manifest.specs("bulk")),
             )
             self._shared_scales = SharedScales.open(self.channel, self._group_choice, self._cut_slots, device)
