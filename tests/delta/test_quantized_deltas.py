@@ -81,24 +81,34 @@ def requantize(endpoint: Any) -> None:
             storage[:128, :128] = (storage[:128, :128].float() * 0.5).to(torch.float8_e4m3fn)
 
 
+class Requantizing:
+    """An engine that looks at what a refit left, and then requantizes it."""
+
+    seen: list[str]
+
+    def finish(self: Any, version: int) -> None:
+        self.seen = self.wrong(version)
+        requantize(self)
+
+
+def what_is_seen(rank: int, session: RefitSession, endpoint: Any) -> Any:
+    """Of three refits the changed share and what was wrong before the engine requantized; and the bytes of the base."""
+    found = []
+    for version in (1, 2, 3):
+        if session.world.is_source:
+            endpoint.set_version(version)
+        record = session.refit(version)
+        found.append((record.changed_share, [] if session.world.is_source else endpoint.seen))
+    return found, session.engine.base_bytes
+
+
 def test_refits_are_dense_and_no_base_is_kept_where_an_engine_does_not_promise_to_leave_codes_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Silent(Destination):
-        def finish(self, version: int) -> None:
-            self.seen = self.wrong(version)
-            requantize(self)
+    class Silent(Requantizing, Destination):
+        pass
 
-    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
-        found = []
-        for version in (1, 2, 3):
-            if session.world.is_source:
-                endpoint.set_version(version)
-            record = session.refit(version)
-            found.append((record.changed_share, [] if session.world.is_source else endpoint.seen))
-        return found, session.engine.base_bytes
-
-    assert run(engines("tp2", Silent), body) == [([(None, [])] * 3, 0)] * 4
+    assert run(engines("tp2", Silent), what_is_seen) == [([(None, [])] * 3, 0)] * 4
     [record] = [r for r in caplog.records if r.levelno == logging.WARNING and "delta" in r.getMessage()]
     assert "column" in record.getMessage()
 
@@ -106,21 +116,10 @@ def test_refits_are_dense_and_no_base_is_kept_where_an_engine_does_not_promise_t
 def test_an_engine_that_breaks_its_promise_is_given_all_weights_each_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Broken(Promising):
-        def finish(self, version: int) -> None:
-            self.seen = self.wrong(version)
-            requantize(self)
+    class Broken(Requantizing, Promising):
+        pass
 
-    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
-        found = []
-        for version in (1, 2, 3):
-            if session.world.is_source:
-                endpoint.set_version(version)
-            record = session.refit(version)
-            found.append((record.changed_share, [] if session.world.is_source else endpoint.seen))
-        return found
-
-    assert run(engines("tp1", Broken), body) == [[(None, [])] * 3] * 3
+    assert [seen for seen, _ in run(engines("tp1", Broken), what_is_seen)] == [[(None, [])] * 3] * 3
     assert [r.levelname for r in caplog.records if "does not hold" in r.getMessage()] == ["WARNING"] * 2
 
 
