@@ -71,8 +71,8 @@ class RefitRecord:
 class RefitSummary:
     """A refit over all ranks: times are maxima, bytes are sums over generation ranks.
 
-    ``changed_share`` is the largest of any engine's, after a sparse refit. ``kept_gb_per_s`` is the largest kept shard of a generation rank over the slowest rank's time, in
-    units of 1e9 bytes per second.
+    ``changed_share`` is the largest of any engine's, after a sparse refit. ``kept_gb_per_s`` is the largest kept shard of a
+    generation rank over the slowest rank's time, in units of 1e9 bytes per second.
     """
 
     version: int
