@@ -181,7 +181,7 @@ class Group(ABC):
     def finish(self, exchange: Exchange, stage: str) -> None:
         """Wait on the host until an exchange has ended that was started on the current stream; raises as :meth:`exchange`."""
         exchange.finish(stage)
-        self._wait_for_stream(stage)
+        self.wait_for_stream(stage)
 
     def wait_for(self, events: Sequence[Event], stage: str) -> None:
         """Wait on the host until all events have happened, which follow exchanges of this group.
@@ -216,8 +216,8 @@ class Group(ABC):
             return [PeerBuffer(rank, buffer) for rank in self._others(root)], []
         return [], [PeerBuffer(root, buffer)]
 
-    def _wait_for_stream(self, stage: str) -> None:
-        """Wait for what was enqueued on the current stream."""
+    def wait_for_stream(self, stage: str) -> None:
+        """Wait on the host for what was enqueued on the current stream; raises as :meth:`wait_for`."""
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self.device))

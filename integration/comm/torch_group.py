@@ -153,7 +153,7 @@ class TorchGroup(Group):
     def broadcast(self, buffer: torch.Tensor, root: int, stage: str) -> None:
         with classifying(stage, self.rank, f"from group rank {root}"):
             self.start_broadcast(buffer, root, 0).wait()
-        self._wait_for_stream(stage)
+        self.wait_for_stream(stage)
 
     def connect_maximum(self, row: torch.Tensor) -> None:
         """As :meth:`Group.connect_maximum`.
@@ -166,7 +166,7 @@ class TorchGroup(Group):
     def maximum(self, row: torch.Tensor, stage: str) -> None:
         with classifying(stage, self.rank, "of maxima"):
             self._start_maximum(row)
-        self._wait_for_stream(stage)
+        self.wait_for_stream(stage)
 
     def wait_for(self, events: Sequence[Event], stage: str) -> None:
         super().wait_for(events, stage)

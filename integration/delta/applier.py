@@ -117,16 +117,8 @@ class DeviceApplier:
             (Strided.of(in_memory(views.of(p.segment))), Strided.packed(p.start, p.shape, p.itemsize))
             for p in stream.parts
         ]
-        self._by_size = {
-            size: [pair for pair in pairs if pair[0].itemsize == size]
-            for size in dict.fromkeys(part.itemsize for part in stream.parts)
-        }
-        # Elements of one size stand together.
-        by_size = [[p for p in stream.parts if p.itemsize == size] for size in self._by_size]
-        self._extents = {
-            parts[0].itemsize: (parts[0].start, parts[-1].start + parts[-1].segment.nbytes)
-            for parts in by_size
-        }
+        self._extents = stream.extents
+        self._by_size = {size: [pair for pair in pairs if pair[0].itemsize == size] for size in self._extents}
         starts, rows = stream_rows(pairs)
         self._rows = (torch.from_numpy(starts).to(self._device), torch.from_numpy(rows).to(self._device))
         self._count = len(rows)

@@ -49,7 +49,7 @@ class Choice:
 
     def decide(self, flags: int) -> Kind:
         """The next refit, from the flags of all ranks together; begins it."""
-        self._pause_if(flags)
+        self._pause_if(flags, self._refits)
         sparse = not self._paused and not flags & (DENSE | PAUSE) and self._base is not None
         # The first refit of an epoch takes longer than later ones, and is no measure of a dense refit.
         measured = self._mode == "always" or self._refits > 0
@@ -60,9 +60,7 @@ class Choice:
 
     def again(self, flags: int = 0) -> Kind:
         """The refit that has begun has to be dense, or is done once more, since weights had moved; ``flags`` as in :meth:`decide`."""
-        self._refits -= 1
-        self._pause_if(flags)
-        self._refits += 1
+        self._pause_if(flags, self._refits - 1)
         self._kind = Kind(sparse=False, takes_base=not self._paused)
         return self._kind
 
@@ -77,10 +75,10 @@ class Choice:
         """All ranks hold ``version``."""
         self._base = version if self._kind.sparse or self._kind.takes_base else None
 
-    def _pause_if(self, flags: int) -> None:
+    def _pause_if(self, flags: int, refit: int) -> None:
         # Once in a refit, which may hear of it twice.
-        if flags & PAUSE and self._refits >= self._resume_at:
-            self._resume_at = self._refits + self._pause
+        if flags & PAUSE and refit >= self._resume_at:
+            self._resume_at = refit + self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
             self._sparse_s = float("nan")
-        self._paused = self._refits < self._resume_at
+        self._paused = refit < self._resume_at

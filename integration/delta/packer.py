@@ -198,10 +198,8 @@ class DevicePacker:
                     encoder.launch()
                 CopyTable.of(step.rows, self._device).launch()
         self._base.total.zero_()
-        stream = self._base.stream
-        for size in dict.fromkeys(part.itemsize for part in stream.parts):
-            ends = [(p.start, p.start + p.segment.nbytes) for p in stream.parts if p.itemsize == size]
-            begin, count = ends[0][0], -(-(ends[-1][1] - ends[0][0]) // size)
+        for size, (begin, end) in self._base.stream.extents.items():
+            count = -(-(end - begin) // size)
             # The gaps between parts are zeros.
             memory = Strided.packed(self._base.memory.data_ptr() + begin, (count,), size)
             pairs = [(memory, Strided.packed(begin, (count,), size))]

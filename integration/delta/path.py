@@ -291,10 +291,7 @@ class DeltaPath:
             for source in self._incoming:
                 assert source.applier is not None, "bind comes before intact"
                 source.applier.weigh()
-            if self._device.type == "cuda":
-                done = torch.cuda.Event()
-                done.record(torch.cuda.current_stream(self._device))
-                self._group.wait_for([done], "handshake")
+            self._group.wait_for_stream("handshake")
         return not left or torch.equal(torch.cat(left), torch.cat([one.total for one in self._incoming]))
 
     def release(self) -> None:

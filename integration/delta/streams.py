@@ -66,6 +66,15 @@ class Stream:
         return sum(part.segment.nbytes // part.itemsize for part in self.parts)
 
     @property
+    def extents(self) -> dict[int, tuple[int, int]]:
+        """For each size of an element where such elements begin and end, in bytes; they stand together."""
+        found: dict[int, tuple[int, int]] = {}
+        for part in self.parts:
+            begin, _ = found.get(part.itemsize, (part.start, 0))
+            found[part.itemsize] = begin, part.start + part.segment.nbytes
+        return found
+
+    @property
     def key(self) -> tuple[tuple[str, Box], ...]:
         """Equal for streams of the same parts of the same weights."""
         return tuple((part.segment.name, part.segment.box) for part in self.parts)
