@@ -9,7 +9,7 @@ from itertools import combinations, permutations
 import torch
 
 from ..control.channel import Channel
-from ..errors import RefitError
+from ..errors import RefitError, RefitMismatch
 from ..gpu_memory.availability import GpuFacts, availability
 from .device_group import MOST_BUCKET_BYTES as MOST_ON_DEVICE
 from .device_group import MOST_SHARED_BYTES, DeviceGroup
@@ -101,6 +101,31 @@ def _obstacle(told: Sequence[GpuFacts]) -> str:
         if not able:
             return f"refit rank {a} can't map GPU memory of refit rank {b} (of these two, {reason})"
     return ""
+
+
+def require_one_cumem(told: Sequence[GpuFacts]) -> None:
+    """Refuse ranks of one host whose NCCL would hand each other memory in different ways.
+
+    NCCL would fail in its first exchange, with no more words than "invalid argument". Unset, it takes cuMem where the driver has it
+    (``ncclIsCuMemSupported`` in its ``misc/cudawrap.cc``), as mapped memory needs.
+
+    Args:
+        told: by all ranks.
+
+    Raises:
+        RefitMismatch: ``NCCL_CUMEM_ENABLE`` is off on one of them alone.
+    """
+    ranks = [(rank, one) for rank, one in enumerate(told) if one.device and not one.lacks]
+    for (a, first), (b, second) in combinations(ranks, 2):
+        if first.host == second.host and (first.nccl_cumem == "0") != (second.nccl_cumem == "0"):
+            values = " and ".join(
+                f"{one.nccl_cumem or 'unset'} on refit rank {rank}" for rank, one in ((a, first), (b, second))
+            )
+            raise RefitMismatch(
+                f"NCCL_CUMEM_ENABLE is {values}, of one host, so that NCCL could not connect them; nothing was written. SGLang, and "
+                "verl for its rollout servers, set 0 for their own processes: start all ranks with the same value",
+                stage="process group",
+            )
 
 
 def open_group(

@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 import torch
 
 from ..broadcast.packed import PackedBroadcast
-from ..comm.opening import GroupChoice, choose_group
+from ..comm.opening import GroupChoice, choose_group, require_one_cumem
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..control.world import RefitWorld
@@ -139,6 +139,8 @@ class RefitEngine:
             self._plan(places, specs, formats, fragments, refused)
         self._group_choice = choose_group(places, self.way.shared_memory)
         self._delta_choice = self._choose_delta_group(places)
+        if self._group_choice.kind == "network" and self._exchanges_over_it():
+            require_one_cumem(places)
         self._initial = fragments
         self._agreed = self._agreed_of(fragments, refused)
         return self.manifest
@@ -436,6 +438,10 @@ class RefitEngine:
                 rank=self.world.rank,
             )
         return told
+
+    def _exchanges_over_it(self) -> bool:
+        """Whether anything goes through the group of all ranks: one-sided writes alone need none."""
+        return self.way.all_misc or self._chosen[0] != "ipc" or bool(self.manifest.specs("misc"))
 
     def _choose_delta_group(self, places: Sequence[GpuFacts]) -> GroupChoice:
         """Copy engines between the GPUs of a host, where all can reach each other: NCCL's kernels would wait until those that

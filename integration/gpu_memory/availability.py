@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ class GpuFacts:
         process: name of the process.
         visible: UUIDs of the GPUs that the process sees.
         reaches: those of them whose memory its GPU can access.
+        nccl_cumem: its NCCL_CUMEM_ENABLE, empty if that is unset.
     """
 
     host: str
@@ -31,6 +33,7 @@ class GpuFacts:
     process: str = ""
     visible: tuple[str, ...] = ()
     reaches: tuple[str, ...] = ()
+    nccl_cumem: str = ""
 
     def __post_init__(self) -> None:
         if not self.lacks and not self.device:
@@ -54,6 +57,7 @@ def facts(device: torch.device) -> GpuFacts:
             for other in visible
             if other == ours or torch.cuda.can_device_access_peer(ours, other)
         ),
+        os.environ.get("NCCL_CUMEM_ENABLE", ""),
     )
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlrefit.integration.comm.opening import choose_group
-from rlrefit.integration.errors import RefitError
+from rlrefit.integration.comm.opening import choose_group, require_one_cumem
+from rlrefit.integration.errors import RefitError, RefitMismatch
 from rlrefit.integration.gpu_memory.availability import GpuFacts
 from rlrefit.integration.transport import choose
 
@@ -76,3 +76,15 @@ def test_the_reason_of_the_transport_tells_of_the_shared_gpu() -> None:
         assert name == ("golden" if asked == "golden" else "p2p")
         assert reason.endswith("refit ranks 0 and 1 share a GPU, and NCCL takes no two ranks of one")
     assert "share" not in choose("auto", [gpu("A"), gpu("B")], 1)[1]
+
+
+@pytest.mark.parametrize(("other", "refused"), [("0", False), ("", True), ("1", True)])
+def test_ranks_of_one_host_need_one_nccl_cumem_enable(other: str, refused: bool) -> None:
+    engine = replace(gpu("A"), nccl_cumem="0")
+    trainer = replace(gpu("B"), nccl_cumem=other)
+    require_one_cumem([engine, replace(trainer, host="another"), replace(trainer, lacks="no VMM"), CPU])
+    if not refused:
+        require_one_cumem([engine, trainer])
+        return
+    with pytest.raises(RefitMismatch, match="NCCL_CUMEM_ENABLE"):
+        require_one_cumem([engine, trainer])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 import traceback
 from dataclasses import replace
@@ -21,6 +22,8 @@ CONFIG = RefitConfig(bucket_mb=64, timeout_s=120.0, verify="sampled")
 def sglang_trainer_main(device: int, commands: Any, answers: Any) -> None:
     """Obey until told None: ``(method, arguments)`` of :class:`_Trainer`."""
     try:
+        # As SGLang sets it for the engine's processes; ranks of one communicator have to agree in it.
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
         torch.cuda.set_device(device)
         import sglang.srt.utils  # takes its time, while the engine starts
 
