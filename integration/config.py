@@ -19,14 +19,14 @@ _NO_M2N = (
     "m2n carries no refits; give auto, ipc, p2p or golden (nccl.m2n moves one tensor a call, knows only even meshes of two "
     "dimensions, and is not joined with the checksums of verify; 'rlrefit bench --peers m2n' times it)"
 )
-VERIFY_MODES = ("off", "sampled", "full")
-DELTA_MODES = ("off", "auto", "always")
+_VERIFY_MODES = ("off", "sampled", "full")
+_DELTA_MODES = ("off", "auto", "always")
 _HAVE_OFF = ("verify", "delta")
 DELTA_BASES = ("gpu", "host")
-LORA_MODES = ("merge", "adapter")
+_LORA_MODES = ("merge", "adapter")
 # Each stream has a communicator, whose kernels take up to 32 of a GPU's multiprocessors.
-MOST_STREAMS = 4
-LONGEST_TIMEOUT_S = 7 * 86400.0
+_MOST_STREAMS = 4
+_LONGEST_TIMEOUT_S = 7 * 86400.0
 
 
 @dataclass
@@ -108,25 +108,25 @@ class RefitConfig:
             found.append(f"{prefix}.transport: {_NO_M2N}")
         elif self.transport not in TRANSPORTS:
             found.append(f"{prefix}.transport: {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
-        if self.verify not in VERIFY_MODES:
-            found.append(f"{prefix}.verify: {self.verify!r} is not one of {', '.join(VERIFY_MODES)}")
-        if self.delta not in DELTA_MODES:
-            found.append(f"{prefix}.delta: {self.delta!r} is not one of {', '.join(DELTA_MODES)}")
+        if self.verify not in _VERIFY_MODES:
+            found.append(f"{prefix}.verify: {self.verify!r} is not one of {', '.join(_VERIFY_MODES)}")
+        if self.delta not in _DELTA_MODES:
+            found.append(f"{prefix}.delta: {self.delta!r} is not one of {', '.join(_DELTA_MODES)}")
         elif self.delta != "off" and self.transport == "golden":
             found.append(
                 f"{prefix}.delta: golden sends all weights to everyone; give off, or another {prefix}.transport"
             )
         if self.delta_base not in DELTA_BASES:
             found.append(f"{prefix}.delta_base: {self.delta_base!r} is not one of {', '.join(DELTA_BASES)}")
-        if self.lora not in LORA_MODES:
-            found.append(f"{prefix}.lora: {self.lora!r} is not one of {', '.join(LORA_MODES)}")
+        if self.lora not in _LORA_MODES:
+            found.append(f"{prefix}.lora: {self.lora!r} is not one of {', '.join(_LORA_MODES)}")
         if self.bucket_mb < 1:
             found.append(
                 f"{prefix}.bucket_mb: {self.bucket_mb} leaves no room for a segment; give at least 1"
             )
-        if not 1 <= self.streams <= MOST_STREAMS:
+        if not 1 <= self.streams <= _MOST_STREAMS:
             found.append(
-                f"{prefix}.streams: {self.streams} is not between 1 and {MOST_STREAMS}; more communicators at a time "
+                f"{prefix}.streams: {self.streams} is not between 1 and {_MOST_STREAMS}; more communicators at a time "
                 "would not fit on a GPU together"
             )
         if not 0 <= self.port < 65536:
@@ -136,9 +136,9 @@ class RefitConfig:
                 f"{prefix}.kv_scales: with {prefix}.lora=adapter the weights of attention layers don't travel, and their scales "
                 f"are not found; give false, or {prefix}.lora=merge"
             )
-        if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
+        if not 0 < self.timeout_s <= _LONGEST_TIMEOUT_S:
             found.append(
-                f"{prefix}.timeout_s: {self.timeout_s} is not above 0 and at most {LONGEST_TIMEOUT_S:.0f} seconds (a week)"
+                f"{prefix}.timeout_s: {self.timeout_s} is not above 0 and at most {_LONGEST_TIMEOUT_S:.0f} seconds (a week)"
             )
         return found
 

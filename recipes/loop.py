@@ -25,7 +25,7 @@ from .run.files import MetricsFile
 Metrics = dict[str, Any]
 
 
-class Stopwatch:
+class _Stopwatch:
     """Seconds by stage of one step."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class TrainingLoop:
         return done
 
     def _step(self, step: int) -> Metrics:
-        watch = Stopwatch()
+        watch = _Stopwatch()
         with watch.stage("refit"):
             refit = self._refits.run(step - 1)
         val_reward = None

@@ -184,7 +184,7 @@ class FullTensorEpoch:
         try:
             await self._begin(version)
             assert self._messages is not None, "generation ranks are in the group"
-            receiver = BucketReceiver(self._messages, self.submit, clock)
+            receiver = _BucketReceiver(self._messages, self.submit, clock)
             async for weight in receiver.tensors():
                 yield weight
             await self._commit()
@@ -434,7 +434,7 @@ class BucketSender:
         self._sending = None
 
 
-class BucketReceiver:
+class _BucketReceiver:
     """Hands out the tensors of one refit as they arrive.
 
     Args:

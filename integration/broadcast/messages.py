@@ -26,7 +26,7 @@ from .buckets import Buckets
 
 LAST, CHECKED = 1, 2
 # Of a head, the digest of the description (two words), the seal of all these, and the checksum of the bucket (two words).
-HEAD_WORDS = 9
+_HEAD_WORDS = 9
 _SUMS = slice(7, 9)
 
 
@@ -115,7 +115,7 @@ class Messages:
             words = write_head(MessageHead(bucket.numel(), len(described), index, flags), described)
             head = torch.tensor(words, dtype=torch.int64, device=self.device)
             if checked:
-                self._buckets.checksum(bucket, sums_of(head))
+                self._buckets.checksum(bucket, _sums_of(head))
             self._group.broadcast(head, 0, "misc")
             tail = torch.frombuffer(bytearray(described), dtype=torch.uint8).to(self.device)
             self._group.broadcast(tail, 0, "misc")
@@ -134,7 +134,7 @@ class Messages:
             VerificationError: other bytes came than were sent, of the bucket or of what is said of it.
         """
         with self._on_stream(None):
-            words = torch.empty(HEAD_WORDS, dtype=torch.int64, device=self.device)
+            words = torch.empty(_HEAD_WORDS, dtype=torch.int64, device=self.device)
             self._group.broadcast(words, 0, "misc")
             told: list[int] = words.tolist()
             head = read_head(told, index, self.bucket_bytes, self.rank)
@@ -151,7 +151,7 @@ class Messages:
             checked = bool(head.flags & CHECKED)
             if checked:
                 self._buckets.compare(
-                    bucket, sums_of(words), list(dict.fromkeys(part.name for part in parts))
+                    bucket, _sums_of(words), list(dict.fromkeys(part.name for part in parts))
                 )
         return Arrived(parts, bucket, bool(head.flags & LAST), checked)
 
@@ -176,12 +176,12 @@ def write_description(parts: Sequence[TensorPart]) -> bytes:
 
 
 def write_head(head: MessageHead, description: bytes) -> list[int]:
-    """The head's words; the bucket's checksum is still 0 (:func:`sums_of`)."""
+    """The head's words; the bucket's checksum is still 0 (:func:`_sums_of`)."""
     words = [*head, *_digest(description, 2)]
     return [*words, *_digest(_packed(words), 1), 0, 0]
 
 
-def sums_of(words: torch.Tensor) -> torch.Tensor:
+def _sums_of(words: torch.Tensor) -> torch.Tensor:
     """Of a head's words those for the bucket's checksum; a view."""
     return words[_SUMS]
 

@@ -24,7 +24,7 @@ from ..weights.manifest import TensorSpec, dtype_name
 from .buckets import AT_ONCE, Buckets
 
 # Bytes of a bucket on CPUs at most: larger ones go no faster over gloo, and the checksum of one would take long.
-MOST_ON_CPU = 8 << 20
+_MOST_ON_CPU = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,9 @@ class PackedBroadcast:
         """
         world = channel.world
         place = members([0, *world.destinations], world.rank)
-        bucket_bytes = config.bucket_bytes if device.type == "cuda" else min(config.bucket_bytes, MOST_ON_CPU)
+        bucket_bytes = (
+            config.bucket_bytes if device.type == "cuda" else min(config.bucket_bytes, _MOST_ON_CPU)
+        )
         opened = PackedBroadcast(specs, bucket_bytes, world.rank)
         if not specs or place is None:
             return opened

@@ -35,11 +35,11 @@ class HostGroup(SharedGroup):
     most_bucket_bytes = MOST_BUCKET_BYTES
 
     def _begin(self) -> None:
-        self._links: dict[int, list[HostLink]] = {}
+        self._links: dict[int, list[_HostLink]] = {}
         self._closed = False
 
     def prepare(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], lane: int = 0) -> Exchange:
-        return HostExchange(self, lane, sends, receives)
+        return _HostExchange(self, lane, sends, receives)
 
     def connect(self, peers: Iterable[int]) -> None:
         if self._closed:
@@ -63,7 +63,7 @@ class HostGroup(SharedGroup):
                 )
             self._links[peer] = [self._make_link(pair, lane, lane_bytes) for lane in range(self.lanes)]
 
-    def link(self, peer: int, lane: int) -> HostLink:
+    def link(self, peer: int, lane: int) -> _HostLink:
         """The link to a connected peer."""
         return self._links[peer][lane]
 
@@ -84,15 +84,15 @@ class HostGroup(SharedGroup):
         # Each end counts what it receives in.
         return len(self._links) * self.lanes * BUCKETS * self._bucket_bytes
 
-    def _make_link(self, pair: Pair, lane: int, lane_bytes: int) -> HostLink:
+    def _make_link(self, pair: Pair, lane: int, lane_bytes: int) -> _HostLink:
         memory = pair.shared.memory[lane * lane_bytes : (lane + 1) * lane_bytes]
         buckets = list(memory.split(self._bucket_bytes))
         upward, downward = buckets[:BUCKETS], buckets[BUCKETS:]
         outgoing, incoming = (upward, downward) if self.rank < pair.peer else (downward, upward)
-        return HostLink(pair.peer, pair.connections[lane], outgoing, incoming)
+        return _HostLink(pair.peer, pair.connections[lane], outgoing, incoming)
 
 
-class HostExchange(Exchange):
+class _HostExchange(Exchange):
     """An exchange that is done when :meth:`start` returns, also for GPU tensors, whose buckets are copied on the current stream.
 
     All peers are served at once, in whichever order they come.
@@ -128,15 +128,15 @@ class HostExchange(Exchange):
 
         wait_until(done, limit, stage, self._group.check_peers, late, partial(_pause, flows))
 
-    def _flows(self) -> list[Flow]:
+    def _flows(self) -> list[_Flow]:
         found = []
         for all_buffers, outward in ((self._receives, False), (self._sends, True)):
             for peer in sorted({one.peer for one in all_buffers}):
                 own = [one.buffer for one in all_buffers if one.peer == peer]
-                found.append(Flow(self._group.link(peer, self._lane), own, outward))
+                found.append(_Flow(self._group.link(peer, self._lane), own, outward))
         return [flow for flow in found if flow.left]
 
-    def _require_peers(self, flows: Sequence[Flow], stage: str) -> None:
+    def _require_peers(self, flows: Sequence[_Flow], stage: str) -> None:
         gone = sorted({flow.link.peer for flow in flows if flow.link.ended and not flow.copying})
         if gone:
             raise PeerLost(
@@ -148,7 +148,7 @@ class HostExchange(Exchange):
             )
 
 
-class Flow:
+class _Flow:
     """The buffers that travel over one link in one direction, bucket by bucket.
 
     Attributes:
@@ -156,7 +156,7 @@ class Flow:
         left: buckets that are still to go.
     """
 
-    def __init__(self, link: HostLink, buffers: Sequence[torch.Tensor], outward: bool):
+    def __init__(self, link: _HostLink, buffers: Sequence[torch.Tensor], outward: bool):
         """
         Args:
             link: to the peer.
@@ -211,7 +211,7 @@ class Flow:
         self._at += 1
 
 
-def _pause(flows: Sequence[Flow], limit_s: float) -> None:
+def _pause(flows: Sequence[_Flow], limit_s: float) -> None:
     """Wait until a signal comes, for ``limit_s`` at most; while a GPU copies, only for a moment."""
     if any(flow.copying for flow in flows):
         time.sleep(PAUSE_S)
@@ -223,7 +223,7 @@ def _pause(flows: Sequence[Flow], limit_s: float) -> None:
     waiting.poll(max(1.0, limit_s * 1e3))
 
 
-class HostLink:
+class _HostLink:
     """This rank's end of one lane to a peer: two buckets for each direction, and signals that say which are full and free.
 
     Signals are bytes of a connection. The kernel orders them with what was written before, which plain counters in

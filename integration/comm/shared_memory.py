@@ -100,7 +100,7 @@ class SharedMemory:
 
 
 @dataclass(frozen=True)
-class OtherHalf:
+class _OtherHalf:
     """Where a peer fetches its half of a :class:`Pair`."""
 
     address: str
@@ -126,7 +126,7 @@ class Pair:
         self._theirs: list[int] = []
 
     @staticmethod
-    def make(peer: int, nbytes: int, lanes: int, timeout_s: float) -> tuple[Pair, OtherHalf]:
+    def make(peer: int, nbytes: int, lanes: int, timeout_s: float) -> tuple[Pair, _OtherHalf]:
         """The lower rank's half, and what the peer needs to fetch the other half."""
         shared, descriptor = SharedMemory.make(nbytes)
         both = [socket.socketpair() for _ in range(lanes)]
@@ -135,10 +135,10 @@ class Pair:
             ours.setblocking(False)
         pair._theirs = [descriptor, *(theirs.detach() for _, theirs in both)]
         server = pair._server = DescriptorServer(pair._hand_over, 1 + lanes, 1, timeout_s)
-        return pair, OtherHalf(server.address, server.token)
+        return pair, _OtherHalf(server.address, server.token)
 
     @staticmethod
-    def fetch(peer: int, told: OtherHalf, nbytes: int, lanes: int, timeout_s: float) -> Pair:
+    def fetch(peer: int, told: _OtherHalf, nbytes: int, lanes: int, timeout_s: float) -> Pair:
         """The higher rank's half.
 
         Raises:
@@ -206,7 +206,7 @@ def open_pairs(
             opened[peer], told = Pair.make(peer, nbytes, lanes, timeout_s)
             tell(store, f"{name}/{rank}+{peer}", asdict(told))
         for peer in (peer for peer in peers if peer < rank):
-            told = hear(OtherHalf, store, f"{name}/{peer}+{rank}", peer, rank, timeout_s)
+            told = hear(_OtherHalf, store, f"{name}/{peer}+{rank}", peer, rank, timeout_s)
             opened[peer] = _fetched(peer, told, rank, nbytes, lanes, timeout_s)
             opened[peer].connections[0].send(_HERE)
         # Or a rank that is done early could take its memory away before a late peer has mapped it.
@@ -278,7 +278,7 @@ def hear[T](kind: type[T], store: Store, key: str, peer: int, rank: int, timeout
         ) from error
 
 
-def _fetched(peer: int, told: OtherHalf, rank: int, nbytes: int, lanes: int, timeout_s: float) -> Pair:
+def _fetched(peer: int, told: _OtherHalf, rank: int, nbytes: int, lanes: int, timeout_s: float) -> Pair:
     try:
         return Pair.fetch(peer, told, nbytes, lanes, timeout_s)
     except (OSError, ValueError) as error:

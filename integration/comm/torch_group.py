@@ -121,7 +121,7 @@ class TorchGroup(Group):
         return cls(rank, size, device, timeout_s, watch, len(backends), backends, owns=False)
 
     def prepare(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], lane: int = 0) -> Exchange:
-        kind = NcclExchange if self.device.type == "cuda" else GlooExchange
+        kind = _NcclExchange if self.device.type == "cuda" else _GlooExchange
         return kind(self, lane, sends, receives)
 
     def connect(self, peers: Iterable[int]) -> None:
@@ -139,7 +139,7 @@ class TorchGroup(Group):
 
     def prepare_broadcast(self, buffer: torch.Tensor, root: int) -> Exchange:
         if self.device.type == "cuda":
-            return NcclBroadcast(self, buffer, root)
+            return _NcclBroadcast(self, buffer, root)
         # Not gloo's own broadcast: it can't be given up, and would hold its connections open until its time is up.
         return self.prepare(*self._fan_out(buffer, root))
 
@@ -325,7 +325,7 @@ class _TorchExchange(Exchange):
         """Begin it, or enqueue it."""
 
 
-class GlooExchange(_TorchExchange):
+class _GlooExchange(_TorchExchange):
     """A thread of gloo's carries it out, from its start on.
 
     Looks its backend up at each use: whoever keeps the exchange, as a traceback does, must not keep gloo's
@@ -367,7 +367,7 @@ class GlooExchange(_TorchExchange):
             self.drop()
 
 
-class NcclExchange(_TorchExchange):
+class _NcclExchange(_TorchExchange):
     """One NCCL group: separate calls could wait on each other in different orders.
 
     Not torch's all-to-all of lists, which would be fewer calls: it exchanges empty messages with all ranks, and
@@ -389,7 +389,7 @@ class NcclExchange(_TorchExchange):
         self._backend._end_coalescing().wait()
 
 
-class NcclBroadcast(Exchange):
+class _NcclBroadcast(Exchange):
     """NCCL's broadcast. The stream that starts it waits for it in :meth:`finish` only: until then it can be given other work."""
 
     def __init__(self, group: TorchGroup, buffer: torch.Tensor, root: int):

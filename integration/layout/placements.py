@@ -58,7 +58,7 @@ def chunk(length: int, parts: int, index: int) -> Run:
     return start, min(start + size, length)
 
 
-def runs_of(
+def _runs_of(
     shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement], rank: int
 ) -> list[list[Run]] | None:
     """For each tensor dimension the global ranges that ``rank`` holds, ascending and in the order of its
@@ -92,9 +92,9 @@ def local_shape(
     """Shape of the local tensor of ``rank``; a dimension of 0 where its shard is empty.
 
     Raises:
-        ValueError: ``rank`` is not in the mesh, or as for :func:`runs_of`.
+        ValueError: ``rank`` is not in the mesh, or as for :func:`_runs_of`.
     """
-    runs = runs_of(shape, mesh, placements, rank)
+    runs = _runs_of(shape, mesh, placements, rank)
     if runs is None:
         raise ValueError(f"rank {rank} is not in the mesh of ranks {mesh.ranks}; it has no local tensor")
     return tuple(_length(r) for r in runs)
@@ -115,9 +115,9 @@ def boxes_of(
         rank: as the mesh counts.
 
     Raises:
-        ValueError: as for :func:`runs_of`.
+        ValueError: as for :func:`_runs_of`.
     """
-    runs = runs_of(shape, mesh, placements, rank)
+    runs = _runs_of(shape, mesh, placements, rank)
     if runs is None:
         return []
     sides: list[list[tuple[Run, slice]]] = []

@@ -30,7 +30,7 @@ class Demand:
     nbytes: int
 
 
-class SenderLoads:
+class _SenderLoads:
     """Seconds of sending on each rank's NIC and NVLink, and on each host's uplink."""
 
     def __init__(self, topology: Topology):
@@ -73,7 +73,7 @@ class SenderLoads:
 
 def balance(demands: Sequence[Demand], topology: Topology) -> list[Floats]:
     """Bytes that each replica of each demand sends."""
-    loads = SenderLoads(topology)
+    loads = _SenderLoads(topology)
     shares: list[Floats] = [np.empty(0)] * len(demands)
     # Those without a choice first, so that the others can go around them.
     order = sorted(range(len(demands)), key=lambda i: (len(demands[i].replicas), i))

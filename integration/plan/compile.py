@@ -28,7 +28,7 @@ from .model import (
 from .schedule import Matrix, round_index
 
 # A segment before it has its place in a message: (name, box, bytes).
-Unplaced = tuple[str, Box, int]
+_Unplaced = tuple[str, Box, int]
 
 
 @dataclass
@@ -37,7 +37,7 @@ class _Pairs:
 
     names: Sequence[str]
     classes: Sequence[TensorClass]
-    of: dict[tuple[int, int], list[Unplaced]]
+    of: dict[tuple[int, int], list[_Unplaced]]
 
     def add(self, assignment: Assignment, number: int, receiver: int, source: int | None) -> None:
         """Add the segments of a replica set for a receiver, or those that ``source`` sends of them."""
@@ -87,7 +87,7 @@ def compile_rank(
         messages = [
             Message(source, target, round_index(block, i, relay=False), segments, nbytes, source)
             for i, (segments, nbytes) in enumerate(
-                pack_messages(listed, room, pace.alone, bare=not passed_on)
+                _pack_messages(listed, room, pace.alone, bare=not passed_on)
             )
         ]
         if rank in (source, target):
@@ -112,8 +112,8 @@ def compile_rank(
     )
 
 
-def pack_messages(
-    segments: Iterable[Unplaced], room: int, alone: int, *, bare: bool
+def _pack_messages(
+    segments: Iterable[_Unplaced], room: int, alone: int, *, bare: bool
 ) -> list[tuple[tuple[Segment, ...], int]]:
     """Messages of at most ``room`` bytes of segments: the segments, and the bytes on the wire.
 
@@ -149,7 +149,7 @@ def plan_broadcast(manifest: Manifest, sources: Sequence[Holdings], bucket_bytes
     It shares no cutting, sharing or pairing with :func:`~.analysis.analyse`, so it can judge it.
     """
     entries = list(manifest)
-    segments: dict[int, list[Unplaced]] = defaultdict(list)
+    segments: dict[int, list[_Unplaced]] = defaultdict(list)
     seen: set[tuple[int, Box]] = set()
     room = bucket_bytes // ALIGNMENT * ALIGNMENT - CHECKSUM_BYTES
     for holdings in sources:
@@ -166,7 +166,7 @@ def plan_broadcast(manifest: Manifest, sources: Sequence[Holdings], bucket_bytes
                         )
     messages: list[Message] = []
     for source, listed in sorted(segments.items()):
-        for placed, nbytes in pack_messages(listed, room, room, bare=False):
+        for placed, nbytes in _pack_messages(listed, room, room, bare=False):
             messages.append(Message(source, EVERYONE, len(messages), placed, nbytes, source))
     return BroadcastPlan(tuple(messages), messages_digest(messages))
 
@@ -181,5 +181,5 @@ def _wire_order(message: Message) -> tuple[int, int, int]:
     return message.source, message.destination, message.origin
 
 
-def _split(name: str, box: Box, itemsize: int, room: int) -> list[Unplaced]:
+def _split(name: str, box: Box, itemsize: int, room: int) -> list[_Unplaced]:
     return [(name, small, volume(small) * itemsize) for small in split(box, max(1, room // itemsize))]

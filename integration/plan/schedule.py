@@ -1,6 +1,6 @@
 """Rounds: which pairs exchange messages when, and how long that takes.
 
-Pairs are arranged in *blocks*, in each of which a rank has at most ``SLOTS`` peers. So its bucket is cut
+Pairs are arranged in *blocks*, in each of which a rank has at most ``_SLOTS`` peers. So its bucket is cut
 into few large messages, and no receiver is the target of all senders at once. The order is total and
 the same on all ranks; a rank skips the rounds in which it has no message.
 """
@@ -17,7 +17,7 @@ from .model import ALIGNMENT, CHECKSUM_BYTES, NCCL_PACE, Pace
 from .topology import Topology
 
 # Peers of a rank at a time: enough to even out the senders, few enough for large messages.
-SLOTS = 8
+_SLOTS = 8
 # Messages of a pair within its block; more would overflow into the next block's numbers.
 _MESSAGES = 1 << 24
 # What starting a round costs beside its bytes (a grouped NCCL call), in seconds.
@@ -30,7 +30,7 @@ Matrix = npt.NDArray[np.int64]
 
 def slots(train_ranks: int, gen_ranks: int) -> int:
     """How many peers a rank serves in one round at most."""
-    return min(SLOTS, max(train_ranks, gen_ranks))
+    return min(_SLOTS, max(train_ranks, gen_ranks))
 
 
 def arrange(amounts: Matrix, *, by_size: bool) -> Matrix:

@@ -35,7 +35,7 @@ BLOCK = (128, 128)
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-4
 
-Offset = Sequence[int]
+_Offset = Sequence[int]
 
 
 class ScaleFormat(Enum):
@@ -51,7 +51,9 @@ class ScaleFormat(Enum):
     UE8M0 = "ue8m0"
 
 
-def block_amax(weight: torch.Tensor, offset: Offset = (0, 0), block: tuple[int, int] = BLOCK) -> torch.Tensor:
+def block_amax(
+    weight: torch.Tensor, offset: _Offset = (0, 0), block: tuple[int, int] = BLOCK
+) -> torch.Tensor:
     """Largest magnitude of each block that a shard touches: FP32 ``[..., blocks of rows, blocks of columns]``.
 
     Args:
@@ -80,7 +82,7 @@ def scales_of(amax: torch.Tensor, scale: ScaleFormat = ScaleFormat.FP32) -> torc
 def quantize_with_amax(
     weight: torch.Tensor,
     amax: torch.Tensor,
-    offset: Offset = (0, 0),
+    offset: _Offset = (0, 0),
     block: tuple[int, int] = BLOCK,
     scale: ScaleFormat = ScaleFormat.FP32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +107,7 @@ def quantize_with_amax(
 
 
 def codes_of(
-    weight: torch.Tensor, scales: torch.Tensor, offset: Offset = (0, 0), block: tuple[int, int] = BLOCK
+    weight: torch.Tensor, scales: torch.Tensor, offset: _Offset = (0, 0), block: tuple[int, int] = BLOCK
 ) -> torch.Tensor:
     """Quantize a shard whose blocks' scales are known: ``float8_e4m3fn`` of its shape, contiguous.
 
@@ -146,7 +148,7 @@ def quantize(
 def dequantize(
     quantized: torch.Tensor,
     scale: torch.Tensor,
-    offset: Offset = (0, 0),
+    offset: _Offset = (0, 0),
     block: tuple[int, int] = BLOCK,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:

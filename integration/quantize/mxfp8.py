@@ -20,7 +20,7 @@ from . import blocks
 
 BLOCK = 32
 E4M3_MAX = 448.0
-E4M3_EMAX = 8
+_E4M3_EMAX = 8
 NAN_SCALE = 255
 
 
@@ -60,7 +60,7 @@ def scales_of(amax: torch.Tensor, rounding: Rounding = Rounding.UP) -> torch.Ten
     """E8M0 scales (``uint8``) of blocks with these maxima (FP32; whole blocks', not partial ones)."""
     if rounding is Rounding.DOWN:
         # Below 2**-118 the clamp decides, so FP32's denormals need no care.
-        byte = ((amax.view(torch.int32) >> 23) - E4M3_EMAX).clamp(min=0)
+        byte = ((amax.view(torch.int32) >> 23) - _E4M3_EMAX).clamp(min=0)
     else:
         bits = (amax * (1.0 / E4M3_MAX)).view(torch.int32)
         exponent, mantissa = bits >> 23, bits & 0x7FFFFF

@@ -22,9 +22,9 @@ import torch
 from . import blocks
 
 BLOCK = 16
-E2M1_MAX = 6.0
+_E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-E4M3_TINIEST = 2.0**-9
+_E4M3_TINIEST = 2.0**-9
 # With smaller ones, reciprocals of scales overflow here and in the engine.
 LEAST_GLOBAL_SCALE = 2.0**-100
 # The product of a global scale with what it was made by dividing by may miss the maximum by a rounding or two.
@@ -59,7 +59,7 @@ def global_scale(*amax: torch.Tensor) -> torch.Tensor:
     largest = amax[0].float()
     for other in amax[1:]:
         largest = torch.maximum(largest, other.float())
-    full_range = torch.full((), E2M1_MAX * E4M3_MAX, dtype=torch.float32, device=largest.device)
+    full_range = torch.full((), _E2M1_MAX * E4M3_MAX, dtype=torch.float32, device=largest.device)
     scale = (largest / full_range).clamp(min=LEAST_GLOBAL_SCALE)
     return torch.where(largest == 0, torch.ones_like(scale), scale)
 
@@ -141,7 +141,7 @@ def in_range(x: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
 
     The largest of those that the scale was made for is among them.
     """
-    return x.abs() <= _per_row(scale_2, x) * (E2M1_MAX * E4M3_MAX * _ROUNDING)
+    return x.abs() <= _per_row(scale_2, x) * (_E2M1_MAX * E4M3_MAX * _ROUNDING)
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
@@ -198,10 +198,10 @@ def _per_row(scale_2: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _block_scales(amax: torch.Tensor, g: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
     if arithmetic is Arithmetic.WEIGHTS:
-        scale = (amax / (E2M1_MAX * g)).clamp(E4M3_TINIEST, E4M3_MAX)
+        scale = (amax / (_E2M1_MAX * g)).clamp(_E4M3_TINIEST, E4M3_MAX)
         scale = torch.where(amax == 0, torch.ones_like(scale), scale)
     else:
-        scale = (g.reciprocal() * (amax * (1.0 / E2M1_MAX))).clamp(max=E4M3_MAX)
+        scale = (g.reciprocal() * (amax * (1.0 / _E2M1_MAX))).clamp(max=E4M3_MAX)
     return torch.where(torch.isfinite(amax), scale, torch.nan).to(torch.float8_e4m3fn)
 
 

@@ -207,7 +207,7 @@ class BoundPlan:
         return made
 
     def _lay_out(
-        self, direction: str, sharing: BucketSharing, rounds: Sequence[Sequence[LocalMessage]]
+        self, direction: str, sharing: _BucketSharing, rounds: Sequence[Sequence[LocalMessage]]
     ) -> dict[LocalMessage, torch.Tensor]:
         """Each staged message's bytes, one after another in its round's bucket."""
         found: dict[LocalMessage, torch.Tensor] = {}
@@ -304,7 +304,7 @@ class BoundPlan:
 
 
 @dataclass(frozen=True)
-class BucketSharing:
+class _BucketSharing:
     """Which bucket each round uses in one direction.
 
     Attributes:
@@ -320,7 +320,7 @@ class BucketSharing:
 
 def share_buckets(
     needs: Sequence[int], lanes: Sequence[int], readers: Sequence[Sequence[int]], turns: int
-) -> BucketSharing:
+) -> _BucketSharing:
     """Give rounds their buckets.
 
     In each lane a bucket is used again ``turns`` rounds later, so that one is filled while others are on the
@@ -358,7 +358,7 @@ def share_buckets(
         sizes[bucket] = max(sizes[bucket], needs[index])
         users[bucket] = index
         bucket_of[index] = bucket
-    return BucketSharing(tuple(bucket_of), tuple(sizes), tuple(before))
+    return _BucketSharing(tuple(bucket_of), tuple(sizes), tuple(before))
 
 
 def _nbytes(messages: Sequence[LocalMessage]) -> int:

@@ -54,7 +54,7 @@ class Place(NamedTuple):
         return self.address, memory.extent
 
 
-class MessageView(NamedTuple):
+class _MessageView(NamedTuple):
     """What a rank holds of a segment: the live view, and the same elements in the message's bytes."""
 
     live: LiveView
@@ -143,21 +143,21 @@ class LiveViews:
             parameter=segment.name,
         )
 
-    def in_message(self, message: Message, buffer: torch.Tensor) -> list[MessageView]:
+    def in_message(self, message: Message, buffer: torch.Tensor) -> list[_MessageView]:
         """What this rank holds or wants of a message, which may be nothing or lie in many fragments.
 
         Args:
             message: any.
             buffer: its bytes, uint8 ``[message.nbytes]``.
         """
-        found: list[MessageView] = []
+        found: list[_MessageView] = []
         for segment in message.segments:
             for fragment in self._by_name[segment.name]:
                 common = intersect(fragment.box, segment.box)
                 if common is not None:
                     packed = packed_view(buffer, segment, fragment.dtype)
                     found.append(
-                        MessageView(_view_of(fragment, common), packed[local_slice(segment.box, common)])
+                        _MessageView(_view_of(fragment, common), packed[local_slice(segment.box, common)])
                     )
         return found
 

@@ -56,7 +56,7 @@ class Timed(Protocol):
     ) -> None: ...
 
 
-class HostEvent:
+class _HostEvent:
     """Work of the calling thread, and the end of what it began, which is waited for when it is asked for."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class HostEvent:
         self._finish = clock, stage, finish
 
 
-class HostStream:
+class _HostStream:
     """The calling thread."""
 
     def enter(self) -> None:
@@ -106,11 +106,11 @@ def _host_timed(
     with clock.stage(stage):
         yield
     if finish is not None:
-        assert isinstance(event, HostEvent)
+        assert isinstance(event, _HostEvent)
         event.finish_with(clock, stage, finish)
 
 
-class CudaEvents:
+class _CudaEvents:
     """Two timing events, recorded again in every refit."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class CudaEvents:
         return bool(self.end.query())
 
 
-class CudaStream:
+class _CudaStream:
     """A CUDA stream."""
 
     def __init__(self, device: torch.device):
@@ -134,26 +134,26 @@ class CudaStream:
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def wait_event(self, event: Event) -> None:
-        assert isinstance(event, CudaEvents)
+        assert isinstance(event, _CudaEvents)
         self.stream.wait_event(event.end)
 
     def wait_stream(self, stream: Stream) -> None:
-        assert isinstance(stream, CudaStream)
+        assert isinstance(stream, _CudaStream)
         self.stream.wait_stream(stream.stream)
 
     def record(self, event: Event) -> None:
-        assert isinstance(event, CudaEvents)
+        assert isinstance(event, _CudaEvents)
         event.end.record(self.stream)
 
     def timed(
         self, clock: StageClock, stage: str, event: Event, finish: Callable[[str], None] | None = None
     ) -> Timed:
-        assert isinstance(event, CudaEvents)
+        assert isinstance(event, _CudaEvents)
         return _CudaTimed(self.stream, clock, stage, event)
 
 
 class _CudaTimed:
-    def __init__(self, stream: torch.cuda.Stream, clock: StageClock, stage: str, event: CudaEvents):
+    def __init__(self, stream: torch.cuda.Stream, clock: StageClock, stage: str, event: _CudaEvents):
         self._stream, self._clock, self._stage, self._events = stream, clock, stage, event
 
     def __enter__(self) -> None:
@@ -169,9 +169,9 @@ class _CudaTimed:
 
 def make_stream(device: torch.device) -> Stream:
     """A stream of ``device``."""
-    return CudaStream(device) if device.type == "cuda" else HostStream()
+    return _CudaStream(device) if device.type == "cuda" else _HostStream()
 
 
 def make_event(device: torch.device) -> Event:
     """An event of ``device``."""
-    return CudaEvents() if device.type == "cuda" else HostEvent()
+    return _CudaEvents() if device.type == "cuda" else _HostEvent()

@@ -19,7 +19,7 @@ from ..layout import Box, Fragment, local_slice, volume
 from ..weights.manifest import TensorSpec
 
 # Boxes that one rank holds, by weight.
-HeldBoxes = Mapping[str, Sequence[Box]]
+_HeldBoxes = Mapping[str, Sequence[Box]]
 
 _EXPERT = re.compile(r"^(.*\.experts\.)(\d+)(\..*)$")
 
@@ -53,7 +53,7 @@ class WholeTensor:
 
 
 def whole_tensors(
-    specs: Sequence[TensorSpec], sources: Mapping[int, HeldBoxes], destinations: Mapping[int, HeldBoxes]
+    specs: Sequence[TensorSpec], sources: Mapping[int, _HeldBoxes], destinations: Mapping[int, _HeldBoxes]
 ) -> list[WholeTensor]:
     """All weights that some destination wants, in the order of ``specs``, experts stacked.
 
@@ -185,7 +185,7 @@ class RegionStorage:
 
 
 def _regions(
-    names: Sequence[str], stacked: bool, side: Mapping[int, HeldBoxes]
+    names: Sequence[str], stacked: bool, side: Mapping[int, _HeldBoxes]
 ) -> dict[int, tuple[Box, ...]]:
     regions: dict[int, tuple[Box, ...]] = {}
     for rank, held in side.items():

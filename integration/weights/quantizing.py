@@ -23,7 +23,7 @@ CUTS_BLOCKS = "which cuts blocks of"
 _SOURCES = (torch.bfloat16, torch.float16)
 
 
-def scales_spec(spec: TensorSpec, format: Format) -> TensorSpec:
+def _scales_spec(spec: TensorSpec, format: Format) -> TensorSpec:
     """The scales that travel beside a weight."""
     return TensorSpec(
         spec.name + format.scale_name_end, blocks.scale_shape(spec.shape, format.block), format.scale_dtype
@@ -41,7 +41,7 @@ def wire_specs(spec: TensorSpec, format: Format) -> tuple[TensorSpec, TensorSpec
             f"{spec.name} is {dtype_name(spec.dtype)}{list(spec.shape)}; {format.kind} is made of matrices in "
             f"{' or '.join(map(dtype_name, _SOURCES))}"
         )
-    return TensorSpec(spec.name, spec.shape, torch.float8_e4m3fn), scales_spec(spec, format)
+    return TensorSpec(spec.name, spec.shape, torch.float8_e4m3fn), _scales_spec(spec, format)
 
 
 def encoded_fragments(
@@ -231,7 +231,7 @@ async def quant_weights_by_name(
     for name in chosen:
         wanted.append(name)
         if name in formats:
-            wanted.append(scales_spec(specs[name], formats[name]).name)
+            wanted.append(_scales_spec(specs[name], formats[name]).name)
     for name, tensor in quantizing.export(wanted):
         yield name, tensor
         await asyncio.sleep(0)

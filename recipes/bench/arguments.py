@@ -9,14 +9,14 @@ from ...integration.config import DELTA_BASES, RefitConfig
 from ..plan.arguments import QUANTIZE
 
 # What one kind of run alone reads, with the value that says that it was not given.
-LIVE_ONLY = {
+_LIVE_ONLY = {
     "backend": None,
     "gpu_memory_utilization": None,
     "engine_python": None,
     "engine_pythonpath": None,
     "engine_log": None,
 }
-SHAPES_ONLY = {
+_SHAPES_ONLY = {
     "colocated": False,
     "sleep": False,
     "quantize": None,
@@ -148,9 +148,9 @@ def shares(text: str) -> tuple[float, ...]:
 def foreign_options(arguments: argparse.Namespace) -> list[str]:
     """A complaint for each option that the asked kind of run does not read."""
     foreign, remedy = (
-        (SHAPES_ONLY, "leave it out, or --live")
+        (_SHAPES_ONLY, "leave it out, or --live")
         if arguments.live
-        else (LIVE_ONLY, "give --live too, or leave it out")
+        else (_LIVE_ONLY, "give --live too, or leave it out")
     )
     if arguments.delta_base is not None and arguments.changed is None and not arguments.live:
         return ["--delta-base: has no effect without --changed; give --changed too, or leave it out"]

@@ -88,7 +88,7 @@ def set_up(options: BenchOptions, ranks: BenchRanks) -> Scene:
         RefitError: a device that a trainer and an engine share has no room for both.
     """
     model = open_shortened(options.model, DTYPES[options.dtype], options.layers)
-    served = served_model(model, options)
+    served = _served_model(model, options)
     specs = exported_specs(model, options.train)
     by_name = {spec.name: spec for spec in specs}
     trainers = [train_storage(model, options.train, rank) for rank in range(options.train_ranks)]
@@ -140,7 +140,7 @@ def open_shortened(name: str, dtype: torch.dtype, layers: int | None) -> Model:
     return Model(model.name, config, dtype)
 
 
-def served_model(model: Model, options: RunOptions) -> Model:
+def _served_model(model: Model, options: RunOptions) -> Model:
     """The model as the engines hold it."""
     return replace(model, quantize=Fp8Blockwise()) if options.is_quantized else model
 
@@ -151,7 +151,7 @@ def model_problems(options: RunOptions) -> list[str]:
         return []  # said already, and what is wrong with a model of so many layers would mislead
     try:
         model = open_shortened(options.model, torch.bfloat16, options.layers)
-        served = served_model(model, options)
+        served = _served_model(model, options)
         return [*violations(model, options.train), *violations(served, options.gen)]
     except CatalogError as error:
         return [f"--model: {error}"]

@@ -127,7 +127,7 @@ class BenchSource:
 
     def advance(self) -> None:
         """Change every weight."""
-        held = dense_version(self.version, self.changes)
+        held = _dense_version(self.version, self.changes)
         values.advance(self.storage.tensors, held, held + 1)
         self.version += 1
 
@@ -252,7 +252,7 @@ class BenchDestination:
 
     def faults(self) -> list[str]:
         """What is not as the trainers' version says, one sentence each; storage was poisoned before the refit."""
-        now = dense_version(self.version, self.changes), self.changes
+        now = _dense_version(self.version, self.changes), self.changes
         found = [
             f"{f.name} {f.box} does not hold the values of version {self.version}"
             for f in (
@@ -272,7 +272,7 @@ class BenchDestination:
         return found
 
 
-def dense_version(version: int, changes: Sequence[values.Change]) -> int:
+def _dense_version(version: int, changes: Sequence[values.Change]) -> int:
     """The version that ``changes`` were made to, which stay while it advances."""
     return version - sum(taken.steps for taken in changes)
 

@@ -287,7 +287,7 @@ def _fp8_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
 
 
 # Megatron-core 0.19's choices of recompute_modules.
-RECOMPUTED_MODULES = (
+_RECOMPUTED_MODULES = (
     "core_attn",
     "moe_act",
     "layernorm",
@@ -314,7 +314,7 @@ MEGATRON_ONLY = (
     "trainer.recompute.modules",
     "trainer.optimizer.cpu_offload_fraction",
 )
-FSDP_ONLY = ("trainer.fsdp.replicate", "trainer.fsdp.reshard_after_forward", "trainer.fsdp.cpu_offload")
+_FSDP_ONLY = ("trainer.fsdp.replicate", "trainer.fsdp.reshard_after_forward", "trainer.fsdp.cpu_offload")
 # What FSDP has in the place of some.
 _INSTEAD = {
     "trainer.pipeline_parallel": "FSDP shards every layer over the ranks",
@@ -339,7 +339,7 @@ def data_parallel(config: TrainConfig) -> int:
     return 0 if trainer.ranks % copy else trainer.ranks // copy
 
 
-def trainer_violations(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+def _trainer_violations(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     """What is wrong with the chosen trainer's keys, and which keys are not its own.
 
     Args:
@@ -353,7 +353,7 @@ def trainer_violations(config: TrainConfig, bad: set[str]) -> Iterator[Violation
         )
         yield from _fsdp_memory(config)
         return
-    yield from _foreign(config, FSDP_ONLY, "FSDP", "megatron")
+    yield from _foreign(config, _FSDP_ONLY, "FSDP", "megatron")
     dense = ("tensor_parallel", "pipeline_parallel", "context_parallel")
     experts = ("expert_tensor_parallel", "expert_parallel", "pipeline_parallel")
     yield from _ranks(
@@ -475,10 +475,10 @@ def _memory(config: TrainConfig) -> Iterator[Violation]:
             f"{key}.modules: belongs to granularity selective and has no effect here; set "
             f"{key}.granularity=selective, or leave it empty",
         )
-    if unknown := sorted(set(recompute.modules) - set(RECOMPUTED_MODULES)):
+    if unknown := sorted(set(recompute.modules) - set(_RECOMPUTED_MODULES)):
         yield Violation(
             (f"{key}.modules",),
-            f"{key}.modules: {', '.join(unknown)} is none of Megatron's {', '.join(RECOMPUTED_MODULES)}; choose some",
+            f"{key}.modules: {', '.join(unknown)} is none of Megatron's {', '.join(_RECOMPUTED_MODULES)}; choose some",
         )
     if config.trainer.optimizer.cpu_offload_fraction > 0 and not config.trainer.distributed_optimizer:
         yield Violation(
@@ -489,7 +489,7 @@ def _memory(config: TrainConfig) -> Iterator[Violation]:
 
 
 _COMBINATIONS = (
-    trainer_violations,
+    _trainer_violations,
     _batches,
     _schedule,
     _dapo,

@@ -45,7 +45,7 @@ class Composed:
     violations: list[Violation] = field(default_factory=list)
 
 
-def recipe_file(recipe: str) -> Path:
+def _recipe_file(recipe: str) -> Path:
     """The YAML file of a bundled recipe's name or of a path.
 
     Raises:
@@ -79,12 +79,12 @@ def compose_recipe(recipe: str, overrides: Sequence[str]) -> Composed:
     Raises:
         ConfigError: there is no such recipe. All else that is wrong is in the result's ``violations``.
     """
-    file = recipe_file(recipe)
+    file = _recipe_file(recipe)
     composed = Composed()
     with _hydra_in(file.parent):
         values, selections = _parse(overrides, composed.violations)
         config = _compose_files(file, selections, composed.violations)
-    composed.origins.update(line_origins(file, BUNDLED))
+    composed.origins.update(_line_origins(file, BUNDLED))
     composed.origins.update(_origins_of(selections))
     for override in values:
         _apply(override, config, composed)
@@ -201,7 +201,7 @@ def _origins_of(selections: Sequence[Override]) -> dict[str, str]:
     origins = {}
     for selection in selections:
         file = BUNDLED / selection.key_or_group / f"{selection.value()}.yaml"
-        keys = line_origins(file, BUNDLED) if file.is_file() else {}
+        keys = _line_origins(file, BUNDLED) if file.is_file() else {}
         place = f"override {selection.input_line!r}"
         origins.update({f"{selection.key_or_group}.{key}": place for key in keys})
     return origins
@@ -230,7 +230,7 @@ def _keys_of(key: str, value: Any) -> Iterator[str]:
 SELF = ("_self_", "")
 
 
-def line_origins(file: Path, bundled: Path) -> dict[str, str]:
+def _line_origins(file: Path, bundled: Path) -> dict[str, str]:
     """``file:line`` by dotted key, over a recipe and the files that its ``defaults`` name.
 
     Args:

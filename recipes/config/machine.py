@@ -12,7 +12,7 @@ from .errors import Violation
 from .options import missing_engine, missing_megatron
 from .schema import TrainConfig
 
-PACKAGE_SCHEME = "package:"
+_PACKAGE_SCHEME = "package:"
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
@@ -22,10 +22,10 @@ def resolve_data_path(path: str) -> str:
     Raises:
         ValueError: ``NAME`` leads out of the package.
     """
-    if not path.startswith(PACKAGE_SCHEME):
+    if not path.startswith(_PACKAGE_SCHEME):
         return path
     root = Path(__file__).resolve().parents[1]
-    file = (root / path.removeprefix(PACKAGE_SCHEME)).resolve()
+    file = (root / path.removeprefix(_PACKAGE_SCHEME)).resolve()
     if not file.is_relative_to(root):
         raise ValueError(f"{path!r} leads out of rlrefit's recipes ({root}); give a plain path instead")
     return str(file)
@@ -42,7 +42,7 @@ def file_violations(config: TrainConfig) -> Iterator[Violation]:
         except ValueError as error:
             yield Violation((key,), f"{key}: {error}")
             continue
-        local = path.startswith((PACKAGE_SCHEME, "/", ".", "~")) or file.suffix in _DATA_SUFFIXES
+        local = path.startswith((_PACKAGE_SCHEME, "/", ".", "~")) or file.suffix in _DATA_SUFFIXES
         if local and not file.is_file():
             yield Violation(
                 (key,), f"{key}: there is no file {file}; give an existing JSON-lines or Parquet file"

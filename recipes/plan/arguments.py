@@ -7,7 +7,7 @@ import argparse
 DTYPES = ("bf16", "fp16", "fp32")
 QUANTIZE = ("off", "fp8")
 # Ranks whose part is compiled unless more are asked for; all of them compute the same up to that part.
-MEASURED_RANKS = 8
+_MEASURED_RANKS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--heat-map", default="", metavar="FILE", help="write bytes by pair of ranks as .png or .html")
     add(
         "--compile-ranks",
-        default=str(MEASURED_RANKS),
+        default=str(_MEASURED_RANKS),
         metavar="all|N",
-        help=f"how many ranks' own parts to compile and measure ({MEASURED_RANKS})",
+        help=f"how many ranks' own parts to compile and measure ({_MEASURED_RANKS})",
     )

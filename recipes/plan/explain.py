@@ -16,7 +16,7 @@ from .study import Study
 
 
 @dataclass(frozen=True)
-class Sending:
+class _Sending:
     """One piece of the weight on its way from a trainer.
 
     Attributes:
@@ -49,7 +49,7 @@ class Explanation:
     entry: ManifestEntry
     held: dict[tuple[Box, ...], list[int]]
     wanted: dict[tuple[Box, ...], list[int]]
-    sendings: tuple[Sending, ...]
+    sendings: tuple[_Sending, ...]
     way: str
 
 
@@ -89,7 +89,7 @@ def _by_boxes(side: Sequence[Holdings], position: int) -> dict[tuple[Box, ...], 
     return dict(found)
 
 
-def _sendings(study: Study, position: int) -> Iterator[Sending]:
+def _sendings(study: Study, position: int) -> Iterator[_Sending]:
     analysis = study.analysis
     assignment = analysis.assignment
     owners = {rank for ranks in _by_boxes(study.sources, position).values() for rank in ranks}
@@ -110,4 +110,4 @@ def _sendings(study: Study, position: int) -> Iterator[Sending]:
                     found[source, box, nbytes, others].append(target)
                 cursor += len(analysis.classes[index].members)
     for (source, box, nbytes, others), targets in sorted(found.items()):
-        yield Sending(source, tuple(sorted(targets)), others, box, nbytes)
+        yield _Sending(source, tuple(sorted(targets)), others, box, nbytes)

@@ -52,7 +52,7 @@ class OfflineQuestion:
 
 
 @dataclass(frozen=True)
-class HeldBox:
+class _HeldBox:
     """A fragment without its storage.
 
     Attributes:
@@ -69,7 +69,7 @@ class HeldBox:
 
 
 @dataclass(frozen=True)
-class OfflineRank:
+class _OfflineRank:
     """What one rank holds.
 
     Attributes:
@@ -78,7 +78,7 @@ class OfflineRank:
             rule that disagrees with the installed Bridge shows only on the trainer.
     """
 
-    held: tuple[HeldBox, ...]
+    held: tuple[_HeldBox, ...]
     refused: dict[str, str]
 
 
@@ -94,7 +94,7 @@ class OfflineExport:
     """
 
     specs: list[TensorSpec]
-    ranks: dict[int, OfflineRank]
+    ranks: dict[int, _OfflineRank]
     cpu_seconds: float
     peak_rss_bytes: int
 
@@ -180,9 +180,9 @@ def _export(question: OfflineQuestion, answer: dict[str, Any]) -> OfflineExport:
     )
 
 
-def _rank(told: dict[str, Any]) -> OfflineRank:
+def _rank(told: dict[str, Any]) -> _OfflineRank:
     held = (
-        HeldBox(name, tuple(shape), tuple((a, b) for a, b in box), dtype_of(dtype))
+        _HeldBox(name, tuple(shape), tuple((a, b) for a, b in box), dtype_of(dtype))
         for name, shape, box, dtype in told["held"]
     )
-    return OfflineRank(tuple(held), told["refused"])
+    return _OfflineRank(tuple(held), told["refused"])

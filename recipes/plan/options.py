@@ -30,7 +30,7 @@ from .hosts import Hosts, HostsError, read_hosts
 from .recipe import RecipePlan, layout_text, read_recipe
 
 _DTYPES = dict(zip(DTYPES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
-HEAT_MAPS = (".png", ".html", ".htm")
+_HEAT_MAPS = (".png", ".html", ".htm")
 
 
 class PlanProblems(Exception):
@@ -144,7 +144,7 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
         wrong += missing_megatron("enumerate-with-bridge", "leave it out")
     heat_map = Path(arguments.heat_map) if arguments.heat_map else None
     if heat_map is not None:
-        wrong += output_problems("heat-map", heat_map, HEAT_MAPS)
+        wrong += output_problems("heat-map", heat_map, _HEAT_MAPS)
     ranks = None if arguments.compile_ranks == "all" else arguments.compile_ranks
     if ranks is not None and not (ranks.isdecimal() and int(ranks) >= 1):
         wrong.append(f"compile-ranks is {ranks!r}; give all, or a number of at least 1")

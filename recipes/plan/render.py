@@ -179,7 +179,7 @@ def show_explanation(console: Console, explanation: Explanation) -> None:
         for held, ranks in list(boxes.items())[:_ROWS]:
             # A box a row: no row is longer than the terminal is wide.
             for number, part in enumerate(held):
-                table.add_row("" if number else ranges(ranks), escape(box_text(part)))
+                table.add_row("" if number else ranges(ranks), escape(_box_text(part)))
         _rest(table, len(boxes), 2)
         console.print(table)
     if not explanation.sendings:
@@ -191,7 +191,7 @@ def show_explanation(console: Console, explanation: Explanation) -> None:
             str(sending.source),
             ranges(sending.targets),
             ranges(sending.relayed_to),
-            escape(box_text(sending.box)),
+            escape(_box_text(sending.box)),
             f"{sending.nbytes:,}",
         )
     _rest(table, len(explanation.sendings), 5)
@@ -217,7 +217,7 @@ def _rest(table: Table, count: int, columns: int) -> None:
         table.add_row(f"… {count - _ROWS} more", *[""] * (columns - 1))
 
 
-def box_text(part: Box) -> str:
+def _box_text(part: Box) -> str:
     """A box as Python writes slices, e.g. ``[0:4, 8:16]``; ``[]`` for a scalar."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in part) + "]"
 

@@ -21,7 +21,7 @@ class CheckpointError(RuntimeError):
     """A saved training state is missing, damaged, or of another layout."""
 
 
-def rank_file(folder: str | Path, rank: int) -> Path:
+def _rank_file(folder: str | Path, rank: int) -> Path:
     """Where ``rank`` keeps its state in a checkpoint folder."""
     return Path(folder) / f"rank_{rank:05d}.pt"
 
@@ -150,7 +150,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 def write_rank_state(folder: str | Path, rank: int, payload: dict[str, Any]) -> Files:
     """Write ``payload`` as this rank's file, and return what it holds; a file of that name is complete or not there."""
-    path = rank_file(folder, rank)
+    path = _rank_file(folder, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with HashedFile(partial) as file:
@@ -165,7 +165,7 @@ def read_rank_state(folder: str | Path, rank: int) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing or unreadable.
     """
-    path = rank_file(folder, rank)
+    path = _rank_file(folder, rank)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:

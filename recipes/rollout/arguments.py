@@ -44,7 +44,7 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
         # By default vLLM takes FlashInfer's kernels where it finds them. They rearrange the experts while loading, and no
         # refit can then write them in place.
         arguments["moe_backend"] = "triton"
-    if generation.weight_dtype == "fp8" and not quantization_of(hf_config or {}):
+    if generation.weight_dtype == "fp8" and not _quantization_of(hf_config or {}):
         arguments |= _fp8_weights(config, hf_config or {})
     return arguments
 
@@ -58,7 +58,7 @@ def _fp8_weights(config: TrainConfig, hf_config: Mapping[str, Any]) -> dict[str,
 
 
 def _has_plain_experts(hf_config: Mapping[str, Any]) -> bool:
-    return has_experts(hf_config) and not quantization_of(hf_config)
+    return has_experts(hf_config) and not _quantization_of(hf_config)
 
 
 def vllm_bundles(config: TrainConfig) -> int:
@@ -105,7 +105,7 @@ def sglang_arguments(
     if hf_config is not None and has_experts(hf_config):
         # Other backends rearrange the experts while loading, and no refit can then write them in place.
         arguments["moe_runner_backend"] = "triton"
-    if generation.weight_dtype == "fp8" and not quantization_of(hf_config or {}):
+    if generation.weight_dtype == "fp8" and not _quantization_of(hf_config or {}):
         # The engine expects FP8 blocks, which the checkpoint lacks, so the first refit brings all weights.
         overrides = {"quantization_config": block_fp8(hf_config or {})}
         arguments |= {"json_model_override_args": json.dumps(overrides), "load_format": "dummy"}
@@ -151,7 +151,7 @@ def has_experts(hf_config: Mapping[str, Any]) -> bool:
     return any(text.get(key) for key in EXPERT_KEYS)
 
 
-def quantization_of(hf_config: Mapping[str, Any]) -> Any:
+def _quantization_of(hf_config: Mapping[str, Any]) -> Any:
     """What config.json says of a checkpoint that is quantized; falsy of others."""
     text = hf_config.get("text_config", hf_config)
     return hf_config.get("quantization_config") or text.get("quantization_config")

@@ -21,7 +21,7 @@ from .engine import EngineActor, EngineRollouts
 Outputs = list[dict[str, Any]]
 
 
-class BlockingCalls:
+class _BlockingCalls:
     """By ``Engine.generate``, and refits from this thread.
 
     Attributes:
@@ -46,10 +46,10 @@ class BlockingCalls:
         return outputs
 
 
-class AwaitedCalls:
+class _AwaitedCalls:
     """By ``Engine.async_generate``, a request for each prompt, and refits from coroutines of the same loop.
 
-    Attributes: as :class:`BlockingCalls`.
+    Attributes: as :class:`_BlockingCalls`.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -63,7 +63,7 @@ class AwaitedCalls:
         return self._wait(self._awaited.run(call, *arguments))
 
     def generate(self, prompts: list[list[int]], parameters: list[dict[str, Any]]) -> Outputs:
-        """As :meth:`BlockingCalls.generate`."""
+        """As :meth:`_BlockingCalls.generate`."""
         return self._wait(self._generated(prompts, parameters))
 
     async def _generated(self, prompts: list[list[int]], parameters: list[dict[str, Any]]) -> Outputs:
@@ -83,7 +83,7 @@ class SglangActor(EngineActor):
     """One SGLang engine, called by its blocking methods."""
 
     _engine: Any = None
-    _made_calls: type[BlockingCalls] | type[AwaitedCalls] = BlockingCalls
+    _made_calls: type[_BlockingCalls] | type[_AwaitedCalls] = _BlockingCalls
 
     def build(self, model_path: str, arguments: dict[str, Any], stop_token_ids: Sequence[int]) -> None:
         """As :meth:`EngineActor.build`; ``arguments`` are those of :func:`~.arguments.sglang_arguments`."""
@@ -161,7 +161,7 @@ class SglangActor(EngineActor):
 class AsyncSglangActor(SglangActor):
     """The same engine, called by its coroutines."""
 
-    _made_calls = AwaitedCalls
+    _made_calls = _AwaitedCalls
 
 
 class SglangRollouts(EngineRollouts):

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 OPERATORS = {"max": max, "min": min}
-HELD_OUT_PER_ANSWER = 4
+_HELD_OUT_PER_ANSWER = 4
 
 
 def records() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
@@ -31,7 +31,7 @@ def records() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     validation: list[dict[str, str]] = []
     for answer, prompts in by_answer.items():
         for position, prompt in enumerate(sorted(prompts, key=_digest)):
-            part = validation if position < HELD_OUT_PER_ANSWER else train
+            part = validation if position < _HELD_OUT_PER_ANSWER else train
             part.append({"prompt": prompt, "answer": answer})
     for part in (train, validation):
         part.sort(key=lambda record: _digest(record["prompt"]))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = Path(__file__).with_name("tokenizer.json")
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-CHARACTERS = "0123456789+-*/=<>().,:;?! \nabcdefghijklmnopqrstuvwxyz"
+_CHARACTERS = "0123456789+-*/=<>().,:;?! \nabcdefghijklmnopqrstuvwxyz"
 VOCAB_SIZE = 64  # divides by every tensor-parallel size that the tiny models' heads allow
 
 
@@ -21,7 +21,7 @@ def vocabulary() -> dict[str, int]:
     The reserved tokens are ordinary ones on purpose: special tokens vanish in decoding, and a model
     that samples "7<reserved_3>" must not read as if it had answered "7".
     """
-    tokens = [PAD, EOS, UNK, *CHARACTERS]
+    tokens = [PAD, EOS, UNK, *_CHARACTERS]
     tokens += [f"<reserved_{index}>" for index in range(VOCAB_SIZE - len(tokens))]
     return {token: index for index, token in enumerate(tokens)}
 

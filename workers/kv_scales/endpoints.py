@@ -55,7 +55,7 @@ def layer_of_weight(name: str) -> AttentionLayer | None:
     return found[1] if found else None
 
 
-def attention_layers(specs: Iterable[TensorSpec]) -> list[AttentionLayer]:
+def _attention_layers(specs: Iterable[TensorSpec]) -> list[AttentionLayer]:
     """The attention layers of a model, in the order of its weights."""
     found = (layer_of_weight(spec.name) for spec in specs)
     return list(dict.fromkeys(layer for layer in found if layer))
@@ -71,20 +71,20 @@ def scale_specs(layers: Iterable[AttentionLayer]) -> list[TensorSpec]:
     return [TensorSpec(name, (), torch.float32) for layer in layers for name in scale_names(layer)]
 
 
-def canonical(name: str) -> str | None:
+def _canonical(name: str) -> str | None:
     """The name of a scale as :func:`scale_names` has it; None for what names no scale."""
     found = _SCALE.match(name)
     return f"{found[1]}.{found[2]}" if found else None
 
 
-def layer_of_scale(name: str) -> AttentionLayer:
+def _layer_of_scale(name: str) -> AttentionLayer:
     """The layer of a scale by its canonical name."""
     return name.rpartition(".")[0]
 
 
 def is_scale(spec: TensorSpec) -> bool:
     """Whether a tensor of the refit is one of :func:`scale_specs`."""
-    return not spec.shape and canonical(spec.name) == spec.name
+    return not spec.shape and _canonical(spec.name) == spec.name
 
 
 class KvScaleSource:
@@ -104,7 +104,7 @@ class KvScaleSource:
     def __init__(self, weights: WeightSource) -> None:
         self._weights = weights
         specs = weights.specs()
-        self.layers: list[AttentionLayer] = attention_layers(specs)
+        self.layers: list[AttentionLayer] = _attention_layers(specs)
         if not self.layers:
             raise RefitError(
                 "policy.refit.kv_scales is true, but the model exports no layers.N.self_attn.k_proj or qkv_proj: there are no "
@@ -129,7 +129,7 @@ class KvScaleSource:
             RefitError: names that are no scales of this model, that are missing, or whose value is no scale; names
                 all of them. The scales are then what they were.
         """
-        named = [(canonical(name), name, value) for name, value in scales.items()]
+        named = [(_canonical(name), name, value) for name, value in scales.items()]
         problems = []
         unknown = [given for name, given, _ in named if name not in self._values]
         if unknown:
@@ -252,7 +252,7 @@ class KvScaleDestination:
 
     def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
         scales = [spec.name for spec in specs if is_scale(spec)]
-        layers = list(dict.fromkeys(map(layer_of_scale, scales)))
+        layers = list(dict.fromkeys(map(_layer_of_scale, scales)))
         self._layers, left_out = self._cache.claim(layers)
         if left_out:
             raise RefitMismatch(

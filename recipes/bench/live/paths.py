@@ -69,7 +69,7 @@ class Path(ABC):
         """Free what :meth:`open` made."""
 
 
-class SessionPath(Path):
+class _SessionPath(Path):
     """A refit session of rlrefit.
 
     Args:
@@ -123,7 +123,7 @@ class SessionPath(Path):
             self._stage.engine.result()
 
 
-class ExportPath(Path):
+class _ExportPath(Path):
     """An engine's own weight transfer, fed by Bridge's export, as trainers without rlrefit do it.
 
     All trainer ranks gather each tensor for rank 0, which alone sends.
@@ -159,7 +159,7 @@ class ExportPath(Path):
         """On rank 0: all weights, until the engine has them."""
 
 
-class VllmTransferPath(ExportPath):
+class _VllmTransferPath(_ExportPath):
     """vLLM's packed NCCL weight transfer."""
 
     carrier = "vLLM's packed NCCL broadcast"
@@ -203,7 +203,7 @@ class VllmTransferPath(ExportPath):
         self._group = None
 
 
-class SglangUpdatePath(ExportPath):
+class _SglangUpdatePath(_ExportPath):
     """SGLang's ``update_weights_from_distributed``: its flattened buckets, one after another, as trainers without rlrefit do it."""
 
     carrier = "SGLang's update_weights_from_distributed, in flattened buckets"
@@ -233,7 +233,7 @@ class SglangUpdatePath(ExportPath):
         self._group = None
 
 
-_EXPORTS = {"vllm": VllmTransferPath, "sglang": SglangUpdatePath}
+_EXPORTS = {"vllm": _VllmTransferPath, "sglang": _SglangUpdatePath}
 
 
 def make_path(stage: Stage, name: str) -> Path:
@@ -241,8 +241,8 @@ def make_path(stage: Stage, name: str) -> Path:
     if name in _EXPORTS:
         return _EXPORTS[name](stage)
     if name == "broadcast":
-        return SessionPath(stage, "auto", "packed_broadcast")
-    return SessionPath(stage, name)
+        return _SessionPath(stage, "auto", "packed_broadcast")
+    return _SessionPath(stage, name)
 
 
 def _free_port() -> int:

@@ -43,7 +43,7 @@ class GatedExperts:
             yield Param(f"{self.megatron}linear_fc2.weight{expert}", shape, place.dtype, (part,))
 
     def gen(self, place: Place) -> Iterator[Param]:
-        first, last = experts_of(place.ep, self.count)
+        first, last = _experts_of(place.ep, self.count)
         start, stop = place.etp.cut(self.inner)
         height = stop - start
         w13: list[Part] = []
@@ -118,7 +118,7 @@ class StackedExperts:
 
     def gen(self, place: Place) -> Iterator[Param]:
         gate_up, gate_up_bias, down, down_bias = (weight.name for weight in self.weights())
-        first, last = experts_of(place.ep, self.count)
+        first, last = _experts_of(place.ep, self.count)
         count, inner = last - first, -(-self.inner // place.etp.size)
         reason = "stacked experts: the loader copies them transposed, through a tensor of its own"
         for name, shape, weight in (
@@ -137,7 +137,7 @@ class StackedExperts:
         return iter(())
 
 
-def experts_of(ep: Shard, count: int) -> tuple[int, int]:
+def _experts_of(ep: Shard, count: int) -> tuple[int, int]:
     """A vLLM rank's range of experts: as even as possible, the first ranks one more (``determine_expert_map``)."""
     base, more = divmod(count, ep.size)
     start = ep.rank * base + min(ep.rank, more)

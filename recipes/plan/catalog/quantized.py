@@ -27,10 +27,10 @@ from .storage import Index, Param, Part, Weight
 from .units import ROUTER, Division, Matrix, Mesh, Place, Stacked, Unit
 
 # Families whose block-FP8 parameters the tests hold against vLLM's own.
-QUANTIZED_FAMILIES = ("deepseek_v3", "kimi_k2", "llama", "qwen2", "qwen3", "qwen3_moe")
+_QUANTIZED_FAMILIES = ("deepseek_v3", "kimi_k2", "llama", "qwen2", "qwen3", "qwen3_moe")
 
 
-class BlockCut(ValueError):
+class _BlockCut(ValueError):
     """A place in which vLLM would refuse to hold a weight in blocks; says which and why."""
 
 
@@ -58,7 +58,7 @@ class Quantized:
         """vLLM's parameters of one rank.
 
         Raises:
-            BlockCut: vLLM refuses them.
+            _BlockCut: vLLM refuses them.
         """
         for param in self.unit.gen(place):
             yield replace(param, dtype=torch.float8_e4m3fn)
@@ -75,7 +75,7 @@ class Quantized:
         for param in self.unit.gen(place):
             try:
                 _scales(param, self.format)
-            except BlockCut as cut:
+            except _BlockCut as cut:
                 yield str(cut)
 
 
@@ -85,10 +85,10 @@ def quantized(architecture: Architecture, family: str, format: Fp8Blockwise) -> 
     Raises:
         CatalogError: how vLLM holds this family in blocks is not known.
     """
-    if family not in QUANTIZED_FAMILIES:
+    if family not in _QUANTIZED_FAMILIES:
         raise CatalogError(
             f"how vLLM holds a {family} model in blocks of FP8 is not in the catalogue, only "
-            f"{', '.join(QUANTIZED_FAMILIES)}; leave --quantize fp8 out"
+            f"{', '.join(_QUANTIZED_FAMILIES)}; leave --quantize fp8 out"
         )
     # Layers of one kind stay one object.
     made: dict[int, tuple[Unit, ...]] = {}
@@ -152,7 +152,7 @@ def _scales(param: Param, format: Fp8Blockwise) -> Param:
     """The parameter of scales that vLLM keeps beside ``param``.
 
     Raises:
-        BlockCut: a part of ``param`` cuts a block, which vLLM refuses to build.
+        _BlockCut: a part of ``param`` cuts a block, which vLLM refuses to build.
     """
     parts = []
     for part in param.parts:
@@ -160,7 +160,7 @@ def _scales(param: Param, format: Fp8Blockwise) -> Param:
         for (start, stop), n, place, b in zip(part.box, part.full_shape, within, format.block, strict=True):
             assert isinstance(place, slice), "matrices stand in the last two dimensions of their parameter"
             if start % b or (stop % b and stop < n) or place.start % b:
-                raise BlockCut(
+                raise _BlockCut(
                     f"vLLM holds {param.name} in blocks of {' by '.join(map(str, format.block))} only where each of its "
                     f"parts is a multiple of them, and of the {n} of {part.name} it would have {stop - start}"
                 )

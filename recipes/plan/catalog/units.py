@@ -17,7 +17,7 @@ from ....integration.layout import Box
 from .storage import Index, Param, Part, Weight
 
 # vLLM pads the rows of embeddings to a multiple of this (DEFAULT_VOCAB_PADDING_SIZE).
-VLLM_VOCABULARY_MULTIPLE = 64
+_VLLM_VOCABULARY_MULTIPLE = 64
 
 ROUTER = "MoE router: engines keep it in a dtype or layout of their own"
 STACKED = "stacked experts whose gate and up columns alternate: no box of the tensor is one of them"
@@ -161,14 +161,14 @@ class Vocabulary:
         yield self._param(self.megatron, place, place.vocabulary_multiple * place.tp.size)
 
     def gen(self, place: Place) -> Iterator[Param]:
-        yield self._param(self.vllm, place, VLLM_VOCABULARY_MULTIPLE)
+        yield self._param(self.vllm, place, _VLLM_VOCABULARY_MULTIPLE)
 
     def train_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
         return iter(())
 
     def gen_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
         if self.hf:  # a copy is cut as the embedding is
-            rows = padded(self.rows, VLLM_VOCABULARY_MULTIPLE)
+            rows = padded(self.rows, _VLLM_VOCABULARY_MULTIPLE)
             yield Division(f"the padded vocabulary of {self.hf}", rows, "tp")
 
     def _param(self, name: str, place: Place, multiple: int) -> Param:

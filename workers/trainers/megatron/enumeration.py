@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-class TaskCursor(list[Any]):
+class _TaskCursor(list[Any]):
     """A list of conversion tasks that knows which one a running export is at."""
 
     current: int = -1
@@ -62,7 +62,7 @@ def enumerate_export(bridge: Any, model: list[Any], pp_group: dist.ProcessGroup)
     """
     # Tasks of their own: Bridge's mappings cache who owns a tensor, and here everybody seems to.
     tasks = _on_meta(conversion_tasks(bridge, model), pp_group)
-    tell_of_holes(bridge, model, tasks)
+    _tell_of_holes(bridge, model, tasks)
     yielded = _walk_on_meta(bridge, model, tasks)
     return on_all_ranks("the enumeration of Bridge's export", lambda: joined(tasks, _specs_of(yielded)))
 
@@ -82,7 +82,7 @@ def _walk_on_meta(
     # Registers no-op kernels for c10d collectives on meta tensors.
     import torch.distributed._tools.fake_collectives  # noqa: F401
 
-    cursor = TaskCursor(tasks)
+    cursor = _TaskCursor(tasks)
     yielded: list[list[tuple[TensorSpec, torch.device]]] = [[] for _ in tasks]
     # To its end, whatever it yields: other pipeline stages are in the same export.
     for name, weight in bridge.export_hf_weights(
@@ -111,11 +111,11 @@ def joined(tasks: list[Any], yielded: list[list[TensorSpec]]) -> Enumeration:
 
 
 def conversion_tasks(bridge: Any, model: list[Any]) -> list[Any]:
-    """Bridge's conversion tasks without the holes that it leaves for unmapped parameters (see :func:`tell_of_holes`)."""
+    """Bridge's conversion tasks without the holes that it leaves for unmapped parameters (see :func:`_tell_of_holes`)."""
     return [task for task in bridge.get_conversion_tasks(model) if task is not None]
 
 
-def tell_of_holes(bridge: Any, model: list[Any], tasks: list[Any]) -> None:
+def _tell_of_holes(bridge: Any, model: list[Any], tasks: list[Any]) -> None:
     """Log by name, on the first rank, the parameters that Bridge exports neither here nor by itself: no refit brings them.
 
     A collective of the pipeline's stages. No error: whether an engine has a place for them, only its own check of the manifest can tell.

@@ -34,7 +34,7 @@ class Survey:
     disproved: Mapping[int, str]
 
 
-def survey(bridge: Any, model: list[Any]) -> Survey:
+def _survey(bridge: Any, model: list[Any]) -> Survey:
     """Ask Bridge; a collective of all trainer ranks. See :func:`.enumerate_export` and :func:`.disproved_tasks`."""
     from megatron.core import parallel_state
 
@@ -59,7 +59,7 @@ class MegatronSource:
         self._bridge = bridge
         self._model = model
         self._residence = Residence(model, self.device)
-        known = known or survey(bridge, model)
+        known = known or _survey(bridge, model)
         self._enumeration, self._disproved = known.enumeration, known.disproved
         self._tasks = conversion_tasks(bridge, model)
         self._places = Places(model, self._tasks)

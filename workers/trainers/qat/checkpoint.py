@@ -24,7 +24,7 @@ from .model import QAT
 
 logger = logging.getLogger(__name__)
 
-SHARD_BYTES = 5 * 10**9
+_SHARD_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py")
 _MADE = (_INDEX, "config.json", "hf_quant_config.json")
@@ -37,7 +37,7 @@ def write_checkpoint(
     qat: QAT,
     *,
     group: dist.ProcessGroup | None = None,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = _SHARD_BYTES,
 ) -> None:
     """Write the model of all trainer ranks, which all call this; rank 0 writes.
 

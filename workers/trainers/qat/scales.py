@@ -15,7 +15,7 @@ from ....integration.quantize.nvfp4_checkpoint import fused_module, input_module
 from ....integration.weights.endpoints import WeightSource, rank_device
 
 
-def maximum_over(
+def _maximum_over(
     group: dist.ProcessGroup | None, size: int, work: Callable[[], torch.Tensor], what: str
 ) -> torch.Tensor:
     """The largest of all ranks of what ``work`` gives, ``[size]``; infinity where one of them is no number.
@@ -108,7 +108,7 @@ class WeightScales:
             RefitError: on all ranks, if a weight holds NaN or infinity, or this rank or another one can't tell.
         """
         self.now_stale("the last refresh() failed")
-        self._take(maximum_over(self._group, len(self.names), self._local, _COMPUTING))
+        self._take(_maximum_over(self._group, len(self.names), self._local, _COMPUTING))
 
     def refresh_for_export(
         self, inputs: InputScales | None, prepare: Callable[[], None] | None = None
@@ -135,7 +135,7 @@ class WeightScales:
         size = count if inputs is None else count + 2 * len(inputs.names)
         before = self._held, self._storage, self._largest, self._versions, self._versions_of
         try:
-            shared = maximum_over(self._group, size, work, _COMPUTING)
+            shared = _maximum_over(self._group, size, work, _COMPUTING)
         except BaseException:
             # Else writes since the last refresh would count as seen by it.
             self._held, self._storage, self._largest, self._versions, self._versions_of = before
@@ -302,7 +302,7 @@ class InputScales:
             yield
         finally:
             self._seen = None
-        self._replace(maximum_over(self._group, len(self.names), lambda: seen, "calibration"))
+        self._replace(_maximum_over(self._group, len(self.names), lambda: seen, "calibration"))
 
     def exported(self, weight: str) -> torch.Tensor:
         """``input_scale`` of a weight: FP32 scalar.

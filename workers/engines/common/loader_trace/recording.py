@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 
 # Pure views: their results alias their input, element for element. Everything else is refused.
-VIEW_OPERATIONS = frozenset(
+_VIEW_OPERATIONS = frozenset(
     {
         aten.alias.default,
         aten.detach.default,
@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):
         if func is aten.copy_.default and not isinstance(args[0], RecordingTensor):
             self._record_copy(args[0], args[1])
             return args[0]
-        if func in VIEW_OPERATIONS:
+        if func in _VIEW_OPERATIONS:
             out = func(*_unwrapped(args), **_unwrapped(kwargs))
             return _wrapped(out, recorded[0].tensors)
         return self._refuse_operation(func, args, kwargs, recorded)

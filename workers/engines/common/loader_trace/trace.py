@@ -277,7 +277,7 @@ def _without(box: Box, other: Box) -> list[Box]:
 
 
 @dataclass(frozen=True)
-class ViewBox:
+class _ViewBox:
     """A view of a base tensor that holds exactly one box of it.
 
     Attributes:
@@ -296,7 +296,7 @@ def view_box(
     offset: int,
     shape: Sequence[int],
     stride: Sequence[int],
-) -> ViewBox | None:
+) -> _ViewBox | None:
     """The box of a base tensor that a view (``offset`` elements in, ``shape``, ``stride``) holds.
 
     None if the view is no rectangular part of the base with its dimensions in some order: a step
@@ -327,4 +327,4 @@ def view_box(
             return None
         axes[d], extent[d] = v, n
     box = tuple((s, s + n) for s, n in zip(start, extent, strict=True))
-    return ViewBox(box, tuple(axes))
+    return _ViewBox(box, tuple(axes))

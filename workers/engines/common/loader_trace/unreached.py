@@ -11,7 +11,7 @@ from .trace import LoaderTrace
 _NAMED: Final = 4  # parameters that an error names beside the first
 
 
-def stale_parameters(trace: LoaderTrace, parameters: Iterable[str]) -> dict[str, int]:
+def _stale_parameters(trace: LoaderTrace, parameters: Iterable[str]) -> dict[str, int]:
     """Those of ``parameters`` of which a part gets no values, with the number of its elements, by name.
 
     A tensor that the loader was not seen to put anywhere may reach what looks unwritten. It excuses its own module and those
@@ -54,7 +54,7 @@ def require_reached(
     Raises:
         PlanError: names the first parameter.
     """
-    stale = stale_parameters(trace, parameters)
+    stale = _stale_parameters(trace, parameters)
     if not stale:
         return
     also = next((remedy for name, remedy in (more or {}).items() if name in stale), "")

@@ -50,7 +50,7 @@ def _parts(task: Any) -> list[Fragment]:
 
 def _in_stack(task: Any, part: Fragment) -> Fragment:
     """``part`` of one expert as a part of the tensor of all experts."""
-    expert = expert_of(task.global_param_name)
+    expert = _expert_of(task.global_param_name)
     count = task.mapping._get_config(task.megatron_module).num_moe_experts
     return Fragment(part.name, (count, *part.full_shape), ((expert, expert + 1), *part.box), part.view[None])
 
@@ -76,7 +76,7 @@ def _transposed(part: Fragment) -> Fragment:
     return Fragment(part.name, (count, columns, rows), (expert, across, down), part.view.transpose(-1, -2))
 
 
-def expert_of(parameter: str) -> int:
+def _expert_of(parameter: str) -> int:
     """The number of the expert in a global parameter name, as Bridge reads it.
 
     Raises:
