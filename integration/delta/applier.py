@@ -118,20 +118,17 @@ class DeviceApplier:
             for p in stream.parts
         ]
         self._extents = stream.extents
-        self._by_size = {size: [pair for pair in pairs if pair[0].itemsize == size] for size in self._extents}
+        by_size = {size: [pair for pair in pairs if pair[0].itemsize == size] for size in self._extents}
         starts, rows = stream_rows(pairs)
         self._rows = (torch.from_numpy(starts).to(self._device), torch.from_numpy(rows).to(self._device))
         self._count = len(rows)
         self._scratch = scratch
-        self._kernels = {size: self._compiled(size) for size in self._by_size}
-        # Made when all weights are first added up: an engine with a sleep mode does it in each refit, others now and then.
-        self._tables: list[WeighTable] | None = None
+        self._kernels = {size: self._compiled(size) for size in by_size}
+        self._weighed = [WeighTable(held, size, self._device) for size, held in by_size.items()]
 
     def weigh(self) -> None:
-        if self._tables is None:
-            self._tables = [WeighTable(pairs, size, self._device) for size, pairs in self._by_size.items()]
         self.total.zero_()
-        for table in self._tables:
+        for table in self._weighed:
             table.add_to(self.total)
 
     def apply(self, entries: torch.Tensor, data: torch.Tensor, itemsize: int) -> None:

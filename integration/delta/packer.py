@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +26,11 @@ _PROGRAMS, _TILES = 5, 1 << 15
 _WEIGH_TILE, _WEIGH_WARPS = 512, 4
 # A block always fits.
 LEAST_ROOM = 1 << 18
+# Bytes that are encoded before they are compared. Twice in each such step the GPU runs out of work, for some 10 µs.
+_ENCODED_AT_ONCE = 128 << 20
+
+# What a rank holds of the parts of a section.
+_Held = Sequence[tuple[Part, LiveView]]
 
 
 class Base:
@@ -84,6 +90,9 @@ class Room:
 class Packer(Protocol):
     """Packs the sections of a stream. On a GPU all of it is only enqueued on the current stream.
 
+    What is made of the same blocks of a weight is encoded once: codes, and with them the scales, whose section comes later. So
+    each section is packed in its turn first; further passes may come in any order.
+
     Attributes:
         itemsizes: bytes of an element of each section.
         entries: blocks that a section may have at most.
@@ -99,17 +108,20 @@ class Packer(Protocol):
         """Pack what differs from the base in a section, as far as there is room, and bring the base up to that."""
 
 
-def make_packer(
-    sections: Sequence[Sequence[Part]], views: LiveViews, base: Base, device: torch.device
-) -> Packer:
-    """A packer of the weights where they lie now.
+def make_packers(
+    streams: Sequence[tuple[Sequence[Sequence[Part]], Base]], views: LiveViews, device: torch.device
+) -> list[Packer]:
+    """A packer of the weights where they lie now, for the sections of each stream and its base.
+
+    They are for one CUDA stream: what they encode goes to the same scratch memory.
 
     Raises:
         NotComputable: the device can't encode from where a weight lies, or into memory.
     """
-    if device.type == "cuda":
-        return DevicePacker(sections, views, base, device)
-    return HostPacker(sections, views, base, device)
+    if device.type != "cuda":
+        return [HostPacker(sections, views, base, device) for sections, base in streams]
+    scratch = encoding_scratch([sections for sections, _ in streams], views, device)
+    return [DevicePacker(sections, views, base, scratch) for sections, base in streams]
 
 
 class HostPacker:
@@ -122,13 +134,27 @@ class HostPacker:
         self.itemsizes = [parts[0].itemsize for parts in sections]
         counts = [sum(-(-p.segment.nbytes // p.itemsize // blocks.MOST) for p in parts) for parts in sections]
         self.entries = max(counts, default=0)
-        sizes = [parts[-1].start + parts[-1].segment.nbytes - parts[0].start for parts in sections]
-        self._packed = torch.zeros(max(sizes, default=0), dtype=torch.uint8)
+        # Memory of sections in turns, and behind it what is made before its section's turn.
+        end = max(
+            (parts[-1].start + parts[-1].segment.nbytes - parts[0].start for parts in sections), default=0
+        )
+        self._places: dict[int, int] = {}
+        made_in: dict[object, int] = {}
+        made: list[list[tuple[Part, LiveView]]] = [[] for _ in sections]
+        for number, parts in enumerate(sections):
+            for part, live in _held(parts, views):
+                turn = number
+                if isinstance(live, EncodedView):
+                    turn = made_in.setdefault(live.made_of, number)
+                made[turn].append((part, live))
+                self._places[part.start] = part.start - parts[0].start if turn == number else end
+                end += padded(part.segment.nbytes) * (turn < number)
+        self._packed = torch.zeros(end, dtype=torch.uint8)
         self._copies = [
             make_copy(
-                [(live, self._place(parts, p, live)) for p in parts for live in [views.of(p.segment)]], device
+                [(live, _cut(self._packed, self._places[part.start], live)) for part, live in found], device
             )
-            for parts in sections
+            for found in made
         ]
 
     def take(self) -> None:
@@ -136,7 +162,7 @@ class HostPacker:
         for section, parts in enumerate(self._sections):
             self._copies[section].launch()
             for part in parts:
-                new, kept = self._bits(parts, part)
+                new, kept = self._bits(part)
                 kept[:] = new
                 self._base.total += blocks.weigh(new, blocks.places(part.start, new.size, part.itemsize))
 
@@ -146,20 +172,24 @@ class HostPacker:
         counts = [0] * COUNTS
         packed = blocks.Packed(room.entries.numpy(), room.data.numpy())
         for part in parts:
-            new, kept = self._bits(parts, part)
+            new, kept = self._bits(part)
             self._base.total += blocks.pack(new, kept, part.start, packed, counts)
         room.counts.copy_(torch.tensor(counts))
 
-    def _place(self, parts: Sequence[Part], part: Part, live: LiveView) -> torch.Tensor:
-        begin = part.start - parts[0].start
-        return self._packed[begin : begin + part.segment.nbytes].view(live.dtype).view(part.shape)
-
-    def _bits(self, parts: Sequence[Part], part: Part) -> tuple[blocks.Bits, blocks.Bits]:
+    def _bits(self, part: Part) -> tuple[blocks.Bits, blocks.Bits]:
         """Of a part as it is now, and in the base."""
-        begin = part.start - parts[0].start
+        begin = self._places[part.start]
         size, kind = part.segment.nbytes, f"<i{part.itemsize}"
         new = self._packed[begin : begin + size].numpy().view(kind)
         return new, self._base.memory[part.start : part.start + size].numpy().view(kind)
+
+
+class _Strip(NamedTuple):
+    """Of an encoded part, and its place in the base."""
+
+    section: int
+    view: EncodedView
+    kept: Strided
 
 
 class _Step:
@@ -173,37 +203,42 @@ class DevicePacker:
     """By kernels, which read weights and base once."""
 
     def __init__(
-        self, sections: Sequence[Sequence[Part]], views: LiveViews, base: Base, device: torch.device
+        self, sections: Sequence[Sequence[Part]], views: LiveViews, base: Base, scratch: torch.Tensor
     ):
-        self._base, self._device = base, device
+        """
+        Args:
+            sections: of the stream.
+            views: of what lies on this rank.
+            base: of the stream.
+            scratch: of :func:`encoding_scratch`.
+        """
+        self._base, self._device, self._scratch = base, scratch.device, scratch
         self.itemsizes = [parts[0].itemsize for parts in sections]
-        held = [[(part, views.of(part.segment)) for part in parts] for parts in sections]
-        self._scratch = _scratch([live for found in held for _, live in found], device)
-        self._steps = [self._make_steps(found) for found in held]
+        held = [_held(parts, views) for parts in sections]
+        everything = [pair for found in held for pair in found]
+        # What take does: all is packed into the base.
+        encoded = [(v, _cut(base.memory, p.start, v)) for p, v in everything if isinstance(v, EncodedView)]
+        self._encoders = make_encoders(encoded, self._device)
+        self._copies = CopyTable.of(collapse(self._plain(everything)), self._device)
+        self._weighed = self._weigh_tables()
         # Of the kernels' arguments, as they are compiled for.
-        self._like = Room(1, 1, device)
-        self._programs = programs_of(device, _PROGRAMS)
-        self._listed = torch.empty(self._programs, _TILE, dtype=torch.uint16, device=device)
+        self._like = Room(1, 1, self._device)
+        self._programs = programs_of(self._device, _PROGRAMS)
+        self._listed = torch.empty(self._programs, _TILE, dtype=torch.uint16, device=self._device)
         self._launches = [
             [(step.encoders, self._make_launches(step.rows, size)) for step in steps]
-            for steps, size in zip(self._steps, self.itemsizes, strict=True)
+            for steps, size in zip(self._make_steps(held), self.itemsizes, strict=True)
         ]
         tables = [sum(launch.tiles for _, made in steps for launch, _ in made) for steps in self._launches]
         self.entries = max(tables, default=0)
 
     def take(self) -> None:
-        for steps in self._steps:
-            for step in steps:
-                for encoder in step.encoders:
-                    encoder.launch()
-                CopyTable.of(step.rows, self._device).launch()
+        for encoder in self._encoders:
+            encoder.launch()
+        self._copies.launch()
         self._base.total.zero_()
-        for size, (begin, end) in self._base.stream.extents.items():
-            count = -(-(end - begin) // size)
-            # The gaps between parts are zeros.
-            memory = Strided.packed(self._base.memory.data_ptr() + begin, (count,), size)
-            pairs = [(memory, Strided.packed(begin, (count,), size))]
-            WeighTable(pairs, size, self._device).add_to(self._base.total)
+        for table in self._weighed:
+            table.add_to(self._base.total)
 
     def pack(self, section: int, room: Room) -> None:
         room.counts.zero_()
@@ -215,32 +250,49 @@ class DevicePacker:
                 for place in places:
                     launch(place, *out)
 
-    def _make_steps(self, found: Sequence[tuple[Part, LiveView]]) -> list[_Step]:
-        plain = [
-            (Strided.of(live), self._kept(part), 0) for part, live in found if isinstance(live, torch.Tensor)
-        ]
-        steps = [_Step([], collapse(plain))] if plain else []
-        encoded: list[tuple[EncodedView, torch.Tensor]] = []
-        compared: list[tuple[Strided, Strided, int]] = []
-        end = 0
-        for part, live in found:
-            if isinstance(live, torch.Tensor):
-                continue
-            for view, kept in _strips(live, self._kept(part)):
-                if end + view.nbytes > self._scratch.numel():
-                    steps.append(_Step(make_encoders(encoded, self._device), collapse(compared)))
-                    encoded, compared, end = [], [], 0
-                # A tensor, into which formats without a kernel can be encoded too.
-                place = self._scratch[end : end + view.nbytes].view(view.dtype).view(view.shape)
-                end += padded(view.nbytes)
-                encoded.append((view, place))
-                compared.append((Strided.of(place), kept, 0))
-        if encoded:
-            steps.append(_Step(make_encoders(encoded, self._device), collapse(compared)))
-        return steps
+    def _weigh_tables(self) -> list[WeighTable]:
+        """Of the base."""
+        found = []
+        for size, (begin, end) in self._base.stream.extents.items():
+            count = -(-(end - begin) // size)
+            # The gaps between parts are zeros.
+            memory = Strided.packed(self._base.memory.data_ptr() + begin, (count,), size)
+            found.append(WeighTable([(memory, Strided.packed(begin, (count,), size))], size, self._device))
+        return found
 
-    def _kept(self, part: Part) -> Strided:
-        return Strided.packed(self._base.memory.data_ptr() + part.start, part.shape, part.itemsize)
+    def _plain(self, found: _Held) -> list[tuple[Strided, Strided, int]]:
+        """What is not encoded, and its place in the base."""
+        base = self._base.memory.data_ptr()
+        return [(Strided.of(v), _kept(p, base), 0) for p, v in found if isinstance(v, torch.Tensor)]
+
+    def _make_steps(self, held: Sequence[_Held]) -> list[list[_Step]]:
+        """Of each section."""
+        plain = [self._plain(found) for found in held]
+        groups = _groups(held, self._base.memory.data_ptr())
+        nbytes = sum(padded(strip.view.nbytes) for group in groups for strip in _later(group))
+        # What is made before its section's turn stays here.
+        self._ahead, ahead_end = torch.empty(nbytes, dtype=torch.uint8, device=self._device), 0
+        steps: list[list[_Step]] = [[] for _ in held]
+        for batch in _batches(groups, self._scratch.numel()):
+            encoded: list[tuple[EncodedView, torch.Tensor]] = []
+            compared: list[tuple[Strided, Strided, int]] = []
+            end, section = 0, batch[0].section
+            for strip in batch:
+                # A tensor, into which formats without a kernel can be encoded too.
+                if strip.section == section:
+                    place = _cut(self._scratch, end, strip.view)
+                    end += padded(strip.view.nbytes)
+                    compared.append((Strided.of(place), strip.kept, 0))
+                else:
+                    place = _cut(self._ahead, ahead_end, strip.view)
+                    ahead_end += padded(strip.view.nbytes)
+                    plain[strip.section].append((Strided.of(place), strip.kept, 0))
+                encoded.append((strip.view, place))
+            steps[section].append(_Step(make_encoders(encoded, self._device), collapse(compared)))
+        for found, rows in zip(steps, plain, strict=True):
+            if rows:
+                found.append(_Step([], collapse(rows)))
+        return steps
 
     def _make_launches(self, rows: Ints, itemsize: int) -> list[tuple[Launch, list[torch.Tensor]]]:
         """Kernels, each with what its launches are told on the device: the address of the base, and which tiles they take."""
@@ -310,22 +362,68 @@ class WeighTable:
             launch(total)
 
 
-def _scratch(views: Sequence[LiveView], device: torch.device) -> torch.Tensor:
-    """Memory for what is encoded, which lies nowhere on the sender: as little as some strips, as the checks of ``ipc`` take."""
-    encoded = [view for view in views if isinstance(view, EncodedView)]
-    strips = [strip.nbytes for view in encoded for strip, _ in _strips(view, _nowhere(view))]
-    together = min(CHECKED_AT_ONCE, sum(map(padded, strips)))
-    return torch.empty(padded(max([together, *strips])), dtype=torch.uint8, device=device)
+def encoding_scratch(
+    streams: Iterable[Sequence[Sequence[Part]]], views: LiveViews, device: torch.device
+) -> torch.Tensor:
+    """Memory for what is encoded, which lies nowhere on the sender: for the sections of any of these streams."""
+    most = 0
+    for sections in streams:
+        held = [_held(parts, views) for parts in sections]
+        sizes = [sum(padded(strip.view.nbytes) for strip in group) for group in _groups(held, 0)]
+        most = max(most, *sizes, min(_ENCODED_AT_ONCE, sum(sizes))) if sizes else most
+    return torch.empty(most, dtype=torch.uint8, device=device)
+
+
+def _held(parts: Sequence[Part], views: LiveViews) -> _Held:
+    return [(part, views.of(part.segment)) for part in parts]
+
+
+def _kept(part: Part, base: int) -> Strided:
+    """A part's place in the base that begins at this address."""
+    return Strided.packed(base + part.start, part.shape, part.itemsize)
+
+
+def _cut(memory: torch.Tensor, begin: int, live: LiveView) -> torch.Tensor:
+    """Memory from a byte on for what is packed of a view."""
+    nbytes = prod(live.shape) * live.dtype.itemsize
+    return memory[begin : begin + nbytes].view(live.dtype).view(live.shape)
+
+
+def _groups(held: Sequence[_Held], base: int) -> list[list[_Strip]]:
+    """Strips of all that is encoded: of a group are those that are made together, the first section's first."""
+    found: dict[object, list[_Strip]] = {}
+    for section, parts in enumerate(held):
+        for part, live in parts:
+            if isinstance(live, EncodedView):
+                for view, kept in _strips(live, _kept(part, base)):
+                    found.setdefault(view.made_of, []).append(_Strip(section, view, kept))
+    return list(found.values())
+
+
+def _later(group: Sequence[_Strip]) -> list[_Strip]:
+    """Those that are made before their section's turn."""
+    return [strip for strip in group if strip.section != group[0].section]
+
+
+def _batches(groups: Iterable[list[_Strip]], most: int) -> Iterator[list[_Strip]]:
+    """Neighbouring groups of one section, of which all but :func:`_later` ones take ``most`` bytes together."""
+    batch: list[_Strip] = []
+    held = 0
+    for group in groups:
+        need = sum(padded(strip.view.nbytes) for strip in group if strip.section == group[0].section)
+        if batch and (batch[0].section != group[0].section or held + need > most):
+            yield batch
+            batch, held = [], 0
+        batch += group
+        held += need
+    if batch:
+        yield batch
 
 
 def _strips(view: EncodedView, kept: Strided) -> list[tuple[EncodedView, Strided]]:
     """A part in strips, each with its place in the base, where it has no gaps."""
     found = [(view.slice(strip), kept.slice(strip)) for strip in view.strips(CHECKED_AT_ONCE)]
     return found if all(place.contiguous for _, place in found) else [(view, kept)]
-
-
-def _nowhere(view: EncodedView) -> Strided:
-    return Strided.packed(0, view.shape, view.dtype.itemsize)
 
 
 def stream_rows(pairs: Sequence[tuple[Strided, Strided]]) -> tuple[Ints, Ints]:

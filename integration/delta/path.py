@@ -31,7 +31,7 @@ from ..transport.storage import LiveViews, Place
 from ..transport.streams import Event, make_event, make_stream
 from .applier import Applier, make_appliers
 from .blocks import ENTRY_BYTES, Counts, Damaged, Header
-from .packer import LEAST_ROOM, Base, Packer, Room, make_packer
+from .packer import LEAST_ROOM, Base, Packer, Room, make_packers
 from .streams import Part, Stream, received, sent
 
 logger = logging.getLogger(__name__)
@@ -176,15 +176,20 @@ class DeltaPath:
         if places == self._places:
             return
         try:
+            bases = []
             for one in self._outgoing:
+                one.packer = None
                 self._require_readable(one.stream, views)
                 if one.base is None:
                     one.base = self._allocated(partial(Base, one.stream, self._device, self._where))
-                one.packer = make_packer(one.sections, views, one.base, self._device)
+                bases.append((one.sections, one.base))
+            packers = make_packers(bases, views, self._device)
+            for one, packer in zip(self._outgoing, packers, strict=True):
+                one.packer = packer
                 # Weights that come back with other strides may take more blocks.
-                if not one.rooms or one.packer.entries > len(one.rooms[0].entries):
+                if not one.rooms or packer.entries > len(one.rooms[0].entries):
                     nbytes = self._room_bytes(len(self._outgoing))
-                    make = partial(Room, one.packer.entries, nbytes, self._device)
+                    make = partial(Room, packer.entries, nbytes, self._device)
                     one.rooms = [self._allocated(make) for _ in range(_SLOTS)]
             made = make_appliers([(i.stream, i.total) for i in self._incoming], views, self._device)
             for source, applier in zip(self._incoming, made, strict=True):

@@ -80,7 +80,10 @@ class Stream:
         return tuple((part.segment.name, part.segment.box) for part in self.parts)
 
     def sections(self, most_bytes: int) -> list[tuple[Part, ...]]:
-        """Neighbouring parts of elements of one size, ``most_bytes`` together unless one part has more."""
+        """Neighbouring parts of elements of one size, ``most_bytes`` together unless one part has more.
+
+        Small elements come first: codes, with which the scales are made that follow later.
+        """
         found: list[list[Part]] = []
         held = 0
         for part in self.parts:
@@ -90,6 +93,7 @@ class Stream:
                 held = 0
             found[-1].append(part)
             held += part.segment.nbytes
+        found.sort(key=lambda parts: parts[0].itemsize)  # stable
         return [tuple(parts) for parts in found]
 
 

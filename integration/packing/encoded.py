@@ -88,6 +88,11 @@ class EncodedView:
         return (1,) * (dims - len(unit)) + unit, (1,) * (dims - len(block)) + block
 
     @property
+    def made_of(self) -> tuple[int, EncodingMethod, Box]:
+        """Equal for parts that are best computed together: of the same blocks of the same tensor."""
+        return id(self.held), self.encoding.method, self.blocks
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Of the part."""
         return tuple(stop - start for start, stop in self.window)

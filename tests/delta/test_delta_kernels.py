@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -13,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrefit.integration.delta import blocks
+from rlrefit.integration.delta import packer as module
 from rlrefit.integration.delta.applier import DeviceApplier, HostApplier, make_scratch
-from rlrefit.integration.delta.packer import Base, DevicePacker, HostPacker, Room
+from rlrefit.integration.delta.packer import Base, DevicePacker, HostPacker, Packer, Room, encoding_scratch
 from rlrefit.integration.delta.streams import Stream
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.packing import Cast
 from rlrefit.integration.plan import Message, Segment
-from rlrefit.integration.quantize import fp8_blockwise
+from rlrefit.integration.quantize import fp8_blockwise, mxfp8
 from rlrefit.integration.quantize.formats import Fp8Blockwise, Mxfp8
 from rlrefit.integration.transport.storage import LiveViews
 from rlrefit.integration.weights.quantizing import encoded_fragments
@@ -77,6 +79,14 @@ def packed(
     return found
 
 
+def packers(sections: Any, live: LiveViews, stream: Stream) -> list[tuple[Packer, Base, Room]]:
+    """On a CPU, and by the kernels, with a base and room each."""
+    bases = [Base(stream, CPU, "gpu") for _ in range(2)]
+    scratch = encoding_scratch([sections], live, CPU)
+    made = [HostPacker(sections, live, bases[0], CPU), DevicePacker(sections, live, bases[1], scratch)]
+    return [(one, base, Room(one.entries, 0, CPU)) for one, base in zip(made, bases, strict=True)]
+
+
 def on_device(stream: Stream, live: LiveViews, total: torch.Tensor) -> DeviceApplier:
     return DeviceApplier(stream, live, total, make_scratch(CPU))
 
@@ -85,11 +95,7 @@ def compare(weights: Any, kinds: Any, shares: Any, seed: int, section: int) -> N
     generator = torch.Generator().manual_seed(seed)
     sender, receivers = Side(weights, kinds), [Side(weights, kinds[::-1]) for _ in range(2)]
     sections = sender.stream.sections(section)
-    made = []
-    for kind in (HostPacker, DevicePacker):
-        base = Base(sender.stream, CPU, "gpu")
-        packer = kind(sections, sender.live, base, CPU)
-        made.append((packer, base, Room(packer.entries, 0, CPU)))
+    made = packers(sections, sender.live, sender.stream)
     appliers = [
         make(side.stream, side.live, torch.zeros(1, dtype=torch.int64))
         for make, side in zip((HostApplier, on_device), receivers, strict=True)
@@ -122,8 +128,14 @@ def compare(weights: Any, kinds: Any, shares: Any, seed: int, section: int) -> N
                 assert torch.equal(view, sender.views[name]), name
 
 
-def compare_encoded() -> None:
-    """Casts, and codes and scales: of blocks that a fragment has whole, that it cuts, and of a format without a kernel."""
+def compare_encoded(encoded_at_once: int, strip: int) -> None:
+    """Casts, and codes and scales: of blocks that a fragment has whole, that it cuts, and of a format without a kernel.
+
+    Args:
+        encoded_at_once: bytes of a step.
+        strip: elements.
+    """
+    module.CHECKED_AT_ONCE, module._ENCODED_AT_ONCE = strip, encoded_at_once
     generator = torch.Generator().manual_seed(5)
     held = torch.randn(140, 150, generator=generator).bfloat16()
     wide = torch.randn(20, 64, generator=generator)
@@ -144,16 +156,16 @@ def compare_encoded() -> None:
     )
     stream = Stream.of([Message(0, 1, 0, segments, 1 << 20, 0)])
     sections = stream.sections(1 << 14)
-    made = []
-    for kind in (HostPacker, DevicePacker):
-        base = Base(stream, CPU, "gpu")
-        packer: Any = kind(sections, live, base, CPU)
+    made = packers(sections, live, stream)
+    for packer, _, _ in made:
         packer.take()
-        made.append((packer, base, Room(packer.entries, 0, CPU)))
     held[3, 5], held[130, 140], wide[7, 7], grouped[9, 40] = 2.0, -90.0, 3.0, 70.0
     changed = []
     for packer, _, room in made:
-        changed.append(sum(counts.changed for *_, counts in packed(packer, room, len(sections))))
+        with elements_quantized() as quantized:
+            changed.append(sum(counts.changed for *_, counts in packed(packer, room, len(sections))))
+        # Once each, for codes and scales together.
+        assert sum(quantized) == held.numel() + grouped.numel()
     assert changed[0] == changed[1] > 3
     assert torch.equal(made[0][1].memory, made[1][1].memory)
     assert int(made[0][1].total) == int(made[1][1].total)
@@ -164,8 +176,23 @@ def compare_encoded() -> None:
             assert torch.equal(made[1][1].memory[part.start : part.start + part.segment.nbytes], expected)
 
 
+@contextmanager
+def elements_quantized() -> Iterator[list[int]]:
+    """How many whole blocks have, in each call."""
+    found: list[int] = []
+
+    def counting(quantize: Any) -> Any:
+        return lambda weight, *rest: found.append(weight.numel()) or quantize(weight, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for numerics in (fp8_blockwise, mxfp8):
+            patch.setattr(numerics, "quantize", counting(numerics.quantize))
+        yield found
+
+
 def compare_cases() -> None:
-    compare_encoded()
+    compare_encoded(1 << 20, 1 << 20)
+    compare_encoded(1 << 14, 1)
     cases: list[Any] = [
         # Elements of all sizes, shares for each form of block, and several tiles and sections.
         ([("a", (130, 300), 2), ("b", (7, 33), 4), ("c", (40, 64, 3), 1), ("d", (), 8)], ["plain"] * 4),
