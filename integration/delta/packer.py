@@ -23,6 +23,8 @@ _TILE, _CHUNK, _WARPS = 1024, 1024, 4
 # Programs of a multiprocessor, and tiles of a launch at most: what else wants the GPU meanwhile, as a header that is sent,
 # waits for the end of a launch, some 0.4 ms.
 _PROGRAMS, _TILES = 5, 1 << 15
+# Of a thread, so that so many programs fit at once: a multiprocessor has 2^16, and gives them out 8 a thread at a time.
+_REGISTERS = (1 << 16) // (_PROGRAMS * _WARPS * 32) // 8 * 8
 _WEIGH_TILE, _WEIGH_WARPS = 512, 4
 # A block always fits.
 LEAST_ROOM = 1 << 18
@@ -322,7 +324,9 @@ class DevicePacker:
                 min(_CHUNK // elements, _TILE // 4),
                 table.nested,
             )
-            launch = Launch(pack_changed, _WARPS, table, constants, self._device, out, self._programs)
+            launch = Launch(
+                pack_changed, _WARPS, table, constants, self._device, out, self._programs, _REGISTERS
+            )
             made.append((launch, places))
         return made
 

@@ -37,6 +37,7 @@ class Launch:
         device: torch.device,
         out: tuple[torch.Tensor, ...],
         most_programs: int | None = None,
+        most_registers: int | None = None,
     ):
         self._tensors = (torch.from_numpy(table.tiles).to(device), torch.from_numpy(table.rows).to(device))
         self._constants = constants
@@ -44,7 +45,12 @@ class Launch:
         programs = min(self.tiles, most_programs or self.tiles)
         if device.type == "cuda":
             with torch.cuda.device(device):
-                compiled = kernel.warmup(*self._tensors, *out, *constants, grid=(programs,), num_warps=warps)
+                compiled = kernel.warmup(
+                    *(*self._tensors, *out, *constants),
+                    grid=(programs,),
+                    num_warps=warps,
+                    maxnreg=most_registers,
+                )
                 self._run = compiled[(programs, 1, 1)]
         else:  # Triton's interpreter, in tests
             self._run = partial(kernel[(programs,)], num_warps=warps)

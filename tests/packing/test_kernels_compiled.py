@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from subprocess import check_output
 from typing import Any
 
 import pytest
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rlrefit.integration.delta import kernels as delta_kernels
+from rlrefit.integration.delta import packer
 from rlrefit.integration.packing import kernels
 from rlrefit.integration.quantize import fp8_kernels
 
 _HOPPER = GPUTarget("cuda", 90, 32)
 # Arguments that are not of int64.
 _NARROW = {"data": "*u8", "scratch": "*u16"}
+_PACK_POINTERS = ("place", "counts", "total", "entries", "data", "scratch")
 _PLACES: dict[str, Any] = {"COLUMNS": 11, "TILE": 512, "NESTED": True}
 
 
-def accesses(kernel: Any, constants: dict[str, Any], warps: int, *pointers: str) -> Counter[str]:
-    """How often each kind of access to global memory stands in the kernel's code."""
+def compiled(kernel: Any, constants: dict[str, Any], pointers: Sequence[str], **options: int) -> Any:
+    """The kernel's code."""
     signature = {"tiles": "*i32", "rows": "*i64", **dict.fromkeys(pointers, "*i64")}
     signature |= {name: kind for name, kind in _NARROW.items() if name in pointers}
     signature = {**signature, **dict.fromkeys(constants, "constexpr")}
@@ -34,7 +40,12 @@ def accesses(kernel: Any, constants: dict[str, Any], warps: int, *pointers: str)
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in range(2 + len(pointers))},
     )
-    code = triton.compile(source, target=_HOPPER, options={"num_warps": warps}).asm["ptx"]
+    return triton.compile(source, target=_HOPPER, options=options).asm
+
+
+def accesses(kernel: Any, constants: dict[str, Any], warps: int, *pointers: str) -> Counter[str]:
+    """How often each kind of access to global memory stands in the kernel's code."""
+    code = compiled(kernel, constants, pointers, num_warps=warps)["ptx"]
     return Counter(re.findall(r"(?:ld|st)\.global[\w.:]*", code))
 
 
@@ -78,15 +89,39 @@ def test_blocks_are_read_and_their_codes_written_16_bytes_at_a_time(
 def test_units_are_compared_16_bytes_at_a_time_and_all_elements_packed(
     size: int, unit: int, nested: bool
 ) -> None:
+    found = accesses(delta_kernels.pack_changed, pack_constants(size, unit, nested), 4, *_PACK_POINTERS)
+    assert found["ld.global.v2.b64"] >= (16 if unit == 16 else 0)
+
+
+def pack_constants(size: int, unit: int, nested: bool) -> dict[str, Any]:
     word, _, lanes = kernels.COPY_WORDS[unit]
-    constants: dict[str, Any] = {"COLUMNS": 11, "WIDE": word, "WIDE_LANES": lanes}
-    constants |= {
+    elements = unit // size
+    return {
+        "COLUMNS": 11,
+        "WIDE": word,
+        "WIDE_LANES": lanes,
         "WORD": delta_kernels.WORDS[size],
         "ITEM": size,
         "ALIGN": max(4, size),
-        "LANES": unit // size,
+        "LANES": elements,
+        "TILE": 1024,
+        "CHUNK": min(1024 // elements, 256),
+        "NESTED": nested,
     }
-    constants |= {"TILE": 1024, "CHUNK": 128, "NESTED": nested}
-    pointers = ("place", "counts", "total", "entries", "data", "scratch")
-    found = accesses(delta_kernels.pack_changed, constants, 4, *pointers)
-    assert found["ld.global.v2.b64"] >= (16 if unit == 16 else 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_all_programs_that_pack_fit_on_a_gpu_at_once(size: int, tmp_path: Path) -> None:
+    constants = pack_constants(size, 16, False)
+    code = compiled(
+        delta_kernels.pack_changed, constants, _PACK_POINTERS, num_warps=4, maxnreg=packer._REGISTERS
+    )
+    (tmp_path / "pack.cubin").write_bytes(code["cubin"])
+    told = check_output(
+        [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", tmp_path / "pack.cubin"], text=True
+    )
+    used = {name: int(number) for name, number in re.findall(r"(REG|STACK|SHARED):(\d+)", told)}
+    assert used["REG"] * 32 * 4 * packer._PROGRAMS <= 1 << 16
+    assert used["SHARED"] * packer._PROGRAMS <= 100_000
+    # What finds no register lies there.
+    assert used["STACK"] <= 32
