@@ -215,6 +215,24 @@ def unpack(entry: Sequence[int], data: npt.NDArray[np.uint8], itemsize: int) -> 
     return first, index, data[landed:end].view(f"<i{itemsize}")
 
 
+def expected_bytes(elements: int, itemsize: int, share: float) -> float:
+    """Bytes that a block takes on average, its entry among them, where each of its elements differs with probability ``share``.
+
+    Args:
+        elements: at most :data:`MOST`.
+        itemsize: of an element.
+        share: from 0 to 1; where no element differs there is no block.
+    """
+    if share in (0.0, 1.0):
+        return share * (elements * itemsize + ENTRY_BYTES)
+    count, align = np.arange(1, elements + 1), alignment(itemsize)
+    ways = np.cumsum(np.log((elements - count + 1) / count))
+    likely = np.exp(ways + count * np.log(share) + (elements - count) * np.log1p(-share))
+    sparse, bitmap = -(-2 * count // align) * align, -(-elements // (8 * align)) * align
+    nbytes = np.minimum(np.minimum(sparse, bitmap) + count * itemsize, elements * itemsize)
+    return float((likely * (-(-nbytes // align) * align + ENTRY_BYTES)).sum())
+
+
 def _weights(group: Ints) -> Ints:
     x = group.astype(np.uint32)
     x = (x ^ x >> np.uint32(16)) * np.uint32(0x7FEB352D)

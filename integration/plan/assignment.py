@@ -268,6 +268,19 @@ class Assignment:
                 amounts[:, rank - train_ranks] = -(-direct[:, index] // len(receiver.ranks))
         return amounts
 
+    def origins(self, train_ranks: int, gen_ranks: int) -> Ints:
+        """Bytes of each trainer that each engine rank gets, whoever passes them on.
+
+        Returns:
+            int64 of shape ``[train_ranks, gen_ranks]``.
+        """
+        direct = self._by_receiver(train_ranks + gen_ranks)[:train_ranks]
+        found = np.zeros((train_ranks, gen_ranks), dtype=np.int64)
+        for index, receiver in enumerate(self.receivers):
+            for rank in receiver.ranks:
+                found[:, rank - train_ranks] = direct[:, index]
+        return found
+
     def _by_receiver(self, ranks: int) -> Ints:
         """Bytes from each rank to each receiver: int64 of shape ``[ranks, receivers]``."""
         direct = np.zeros((ranks, len(self.receivers)), dtype=np.int64)

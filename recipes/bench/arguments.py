@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ...integration.config import DELTA_BASES, RefitConfig
-from ..plan.arguments import QUANTIZE
+from ..plan.arguments import QUANTIZE, shares
 
 # What one kind of run alone reads, with the value that says that it was not given.
 _LIVE_ONLY = {
@@ -123,26 +123,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="PYTHONPATH of the engine's process, with the engine and rlrefit on it (default: as it is here)",
     )
     add("--engine-log", type=Path, metavar="FILE", help="keep what the engine's processes print")
-
-
-def shares(text: str) -> tuple[float, ...]:
-    """Of ``0,0.001,1%``.
-
-    Raises:
-        ArgumentTypeError: names what is no share.
-    """
-    found = []
-    for part in text.split(","):
-        number, per_cent, rest = part.strip().partition("%")
-        try:
-            found.append(float(number) / (100 if per_cent else 1))
-        except ValueError:
-            rest = part
-        if rest or not 0 <= found[-1] <= 1:
-            raise argparse.ArgumentTypeError(
-                f"{part!r} is no share; give numbers from 0 to 1, or per cents such as 0.1%"
-            )
-    return tuple(found)
 
 
 def foreign_options(arguments: argparse.Namespace) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from ...integration.config import DELTA_BASES
+
 DTYPES = ("bf16", "fp16", "fp32")
 QUANTIZE = ("off", "fp8")
 # Ranks whose part is compiled unless more are asked for; all of them compute the same up to that part.
@@ -41,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="FILE|gpus_per_host=8,…",
         help="gpus_per_host=8, nic=50, nvlink=350 and host (GB/s and direction), colocated=false, shared_gpus=false (trainer "
-        "rank i and engine rank i on one GPU), copy=1500 (GB/s within a GPU); or a YAML or JSON file with these keys",
+        "rank i and engine rank i on one GPU), copy=1500 (GB/s within a GPU), pcie=50 (GB/s from host memory); or a YAML or "
+        "JSON file with these keys",
     )
     add("--bucket-mb", type=int, help="policy.refit.bucket_mb: size of a staging bucket, MiB")
     add("--streams", type=int, help="policy.refit.streams: rounds of p2p that are on the wire at a time")
@@ -51,6 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=QUANTIZE,
         help="fp8: engines hold linear layers in 128 by 128 blocks of FP8, and the trainers quantize as they pack (off, or "
         "the recipe's policy.refit.trainer_quantize_fp8)",
+    )
+    add(
+        "--changed",
+        type=shares,
+        metavar="0,0.1%,1%",
+        help="predict sparse refits too (policy.refit.delta), before each of which such a share of what travels changes: of all "
+        "elements, or with --quantize fp8 of codes and scales",
+    )
+    add(
+        "--delta-base",
+        choices=DELTA_BASES,
+        help="policy.refit.delta_base of the sparse refits (gpu, or the recipe's)",
     )
     add("--json", action="store_true", help="print one JSON object")
     add(
@@ -72,3 +87,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="all|N",
         help=f"how many ranks' own parts to compile and measure ({_MEASURED_RANKS})",
     )
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """Of ``0,0.001,1%``.
+
+    Raises:
+        ArgumentTypeError: names what is no share.
+    """
+    found = []
+    for part in text.split(","):
+        number, per_cent, rest = part.strip().partition("%")
+        try:
+            found.append(float(number) / (100 if per_cent else 1))
+        except ValueError:
+            rest = part
+        if rest or not 0 <= found[-1] <= 1:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is no share; give numbers from 0 to 1, or per cents such as 0.1%"
+            )
+    return tuple(found)

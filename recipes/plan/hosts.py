@@ -13,7 +13,9 @@ from yaml import YAMLError
 from ...integration.plan import Topology
 from ...integration.plan.topology import COPY_GB_PER_S, NIC_GB_PER_S, NVLINK_GB_PER_S
 
-_KEYS = ("gpus_per_host", "nic", "nvlink", "host", "colocated", "copy", "shared_gpus")
+_KEYS = ("gpus_per_host", "nic", "nvlink", "host", "colocated", "copy", "pcie", "shared_gpus")
+# What a GPU reads of host memory over 16 lanes of PCIe 5 at most, nearly; not measured here.
+_PCIE_GB_PER_S = 50.0
 
 
 class HostsError(ValueError):
@@ -31,6 +33,7 @@ class Hosts:
         host: GB/s that a host's ranks together reach to other hosts; None if only their own links limit it.
         colocated: engines are on the trainers' hosts; otherwise on hosts of their own, unless all fit on one.
         copy: GB/s that a GPU copies within its memory.
+        pcie: GB/s that a GPU reads of its host's memory.
         shared_gpus: trainer rank i and engine rank i share a GPU, and so are on the same hosts.
     """
 
@@ -40,6 +43,7 @@ class Hosts:
     host: float | None = None
     colocated: bool = False
     copy: float = COPY_GB_PER_S
+    pcie: float = _PCIE_GB_PER_S
     shared_gpus: bool = False
 
     def topology(self, train_ranks: int, gen_ranks: int) -> Topology:
@@ -119,7 +123,7 @@ def _hosts(values: Mapping[str, str]) -> Hosts:
     colocated, shared_gpus = flag("colocated"), flag("shared_gpus")
     host = None if values.get("host", "None") in ("None", "null", "") else number("host", 0.0)
     nic, nvlink = number("nic", NIC_GB_PER_S), number("nvlink", NVLINK_GB_PER_S)
-    copy = number("copy", COPY_GB_PER_S)
+    copy, pcie = number("copy", COPY_GB_PER_S), number("pcie", _PCIE_GB_PER_S)
     if wrong:
         raise HostsError("; ".join(wrong))
-    return Hosts(int(gpus), nic, nvlink, host, colocated, copy, shared_gpus)
+    return Hosts(int(gpus), nic, nvlink, host, colocated, copy, pcie, shared_gpus)

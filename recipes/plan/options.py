@@ -55,6 +55,8 @@ class PlanOptions:
         compile_ranks: how many ranks' own parts are compiled and measured; None for all.
         explain: a weight to explain; empty for none.
         heat_map: file for the heat map; None for none.
+        changed: shares of what travels that change before sparse refits; empty for none.
+        delta_base: ``policy.refit.delta_base`` of these.
         replaced: what options took the place of in the recipe, and what is still the recipe's; empty where none did.
     """
 
@@ -67,6 +69,8 @@ class PlanOptions:
     compile_ranks: int | None
     explain: str
     heat_map: Path | None
+    changed: tuple[float, ...]
+    delta_base: str
     replaced: str = ""
 
     @property
@@ -136,6 +140,8 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
     wrong += empty_layouts(arguments.train, arguments.gen)
     config = _refit_config(arguments, recipe.refit if recipe is not None else RefitConfig())
     wrong += refit_problems(config)
+    if arguments.delta_base is not None and arguments.changed is None:
+        wrong.append("delta-base: has no effect without --changed; give --changed too, or leave it out")
     if arguments.json and arguments.explain:
         wrong.append("explain: tables for people, which --json has no keys for; leave one of the two out")
     if arguments.enumerate_with_bridge and isinstance(train, FsdpLayout):
@@ -162,6 +168,8 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
         None if ranks is None else int(ranks),
         arguments.explain,
         heat_map,
+        arguments.changed or (),
+        config.delta_base,
         _replaced(arguments, recipe) if recipe is not None else "",
     )
 
@@ -224,6 +232,8 @@ def _unquantizable(arguments: argparse.Namespace, model: Model) -> list[str]:
 
 
 def _refit_config(arguments: argparse.Namespace, config: RefitConfig) -> RefitConfig:
-    given = {name: getattr(arguments, name) for name in ("bucket_mb", "streams")}
+    given = {name: getattr(arguments, name) for name in ("bucket_mb", "streams", "delta_base")}
     replaced = {name: value for name, value in given.items() if value is not None}
+    if arguments.changed is not None:
+        replaced["delta"] = "always"
     return RefitConfig.unchecked(**asdict(config) | replaced)

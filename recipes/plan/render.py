@@ -15,6 +15,7 @@ from ...integration.packing.encoded import CHECKED_AT_ONCE
 from ...integration.weights.manifest import dtype_name
 from ..terminal import plain_table, seconds, size
 from .explain import Explanation
+from .sparse import Sparse
 from .study import Study
 
 _LINKS = 10
@@ -50,6 +51,8 @@ def show_study(console: Console, study: Study) -> None:
             )
     console.print(_ranks(study))
     console.print(_links(study))
+    if study.sparse is not None:
+        _show_sparse(console, study.sparse, study.predicted_seconds)
     slowest = study.slowest_part
     measured = [
         (
@@ -153,6 +156,21 @@ def _links(study: Study) -> Table:
     for link in links[:_LINKS]:
         table.add_row(link.name, size(link.nbytes), f"{link.rate_gb_per_s:g}", seconds(link.seconds))
     return table
+
+
+def _show_sparse(console: Console, sparse: Sparse, dense_seconds: float) -> None:
+    columns = ("changed", "bytes on the wire", "of dense", "predicted", "of dense")
+    table = plain_table(columns, f"sparse refits, delta_base {sparse.delta_base}")
+    for one in sparse.refits:
+        told = (
+            ("not timed", "")
+            if one.seconds is None
+            else (seconds(one.seconds), f"{one.seconds / dense_seconds:.2f}")
+        )
+        table.add_row(f"{one.changed:.2%}", size(one.wire_bytes), f"{one.wire_ratio:.2%}", *told)
+    console.print(table)
+    kept = ", ".join(f"{size(nbytes)} with {where}" for where, nbytes in sparse.base_bytes.items())
+    console.print(f"base of a trainer rank, at most: {kept}", highlight=False, soft_wrap=True)
 
 
 def show_explanation(console: Console, explanation: Explanation) -> None:

@@ -15,6 +15,7 @@ from ...integration.weights.holdings import Holdings
 from ...integration.weights.manifest import Route, TensorSpec
 from .catalog import all_holdings, exported_specs
 from .options import PlanOptions, PlanProblems
+from .sparse import Sparse, base_bytes, predict
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Part:
         segments: sent and received.
         staging_bytes: the most of one round in one direction.
         rounds: in which the rank takes part.
+        base: size of an element → bytes of what a trainer rank keeps to compare with, in sparse refits.
     """
 
     rank: int
@@ -46,6 +48,7 @@ class Part:
     segments: int
     staging_bytes: int
     rounds: int
+    base: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,23 @@ class Study:
     def round_bytes(self) -> int:
         """What a round of ``p2p`` fills of the staging memory, at most over the measured ranks."""
         return max(part.staging_bytes for part in self.parts)
+
+    @property
+    def sparse(self) -> Sparse | None:
+        """Sparse refits of the same plan; None if none was asked for."""
+        options = self.options
+        if not options.changed:
+            return None
+        return predict(
+            self.analysis,
+            options.hosts,
+            max((part.base for part in self.parts), key=lambda base: sum(base.values())),
+            changed=options.changed,
+            delta_base=options.delta_base,
+            bucket_bytes=options.bucket_bytes,
+            quantized=options.quantize == "fp8",
+            misc=(self.misc_bytes, self.misc_seconds),
+        )
 
     @property
     def bytes_by_rank(self) -> dict[str, dict[int, int]]:
@@ -185,6 +205,7 @@ class Study:
             "predicted_seconds": self.predicted_seconds,
             "bound_seconds": self.bound_seconds,
             "misc_seconds": self.misc_seconds,
+            "sparse": None if (sparse := self.sparse) is None else asdict(sparse),
             "violations": [],
         }
 
@@ -210,6 +231,7 @@ def json_of_problems(model: str, train: str, gen: str, violations: list[str]) ->
         "predicted_seconds": None,
         "bound_seconds": None,
         "misc_seconds": None,
+        "sparse": None,
         "violations": violations,
     }
 
@@ -242,7 +264,15 @@ def _part(analysis: Analysis, rank: int, shared: float) -> Part:
     started = time.perf_counter()
     plan = analysis.compile(rank)
     seconds = shared + time.perf_counter() - started
-    return Part(rank, seconds, plan.messages, plan.segments, plan.staging_bytes, plan.rounds)
+    return Part(
+        rank,
+        seconds,
+        plan.messages,
+        plan.segments,
+        plan.staging_bytes,
+        plan.rounds,
+        base_bytes(plan, analysis.assignment.receivers),
+    )
 
 
 def _measured(train: int, gen: int, count: int | None) -> list[int]:

@@ -15,7 +15,7 @@ import pytest
 KEYS = [
     "model", "train", "gen", "quantize", "bulk_share", "bytes", "routes", "ranks", "links", "staging_bytes", "round_bytes",
     "misc_reasons", "seconds_compile_max", "peak_rss_bytes", "busiest_link_ratio", "predicted_seconds", "bound_seconds",
-    "misc_seconds", "violations",
+    "misc_seconds", "sparse", "violations",
 ]  # fmt: skip
 GATE = "model.layers.1.mlp.experts.6.gate_proj.weight"
 KEY_SCALES = "model.layers.1.self_attn.k_proj.weight_scale_inv"
