@@ -1,4 +1,4 @@
-"""``report.png``: a run's metrics in four panels."""
+"""``report.png``: a run's metrics in four panels, and two more of sparse refits."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _STEP_STAGES = ("refit", "validate", "generate", "hand_over", "logprobs", "train
 def write_report(rows: Rows, path: Path, title: str) -> None:
     """Draw reward, generation KL, step time by stage and refit time by stage over the steps.
 
+    Where a refit was sparse, what share changed and what travelled stand below.
+
     Args:
         rows: lines of ``metrics.jsonl``.
         path: the picture; it appears whole or not at all.
@@ -29,7 +31,9 @@ def write_report(rows: Rows, path: Path, title: str) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(13, 8), layout="constrained")
+    sparse = any(row.get("refit/changed_share") is not None for row in rows)
+    height = 3 if sparse else 2
+    figure, axes = pyplot.subplots(height, 2, figsize=(13, 4 * height), layout="constrained")
     figure.suptitle(title)
     _rewards(axes[0, 0], rows)
     _divergence(axes[0, 1], rows)
@@ -39,6 +43,10 @@ def write_report(rows: Rows, path: Path, title: str) -> None:
         {key.removeprefix("refit/time/") for row in rows for key in row if "refit/time/" in key and row[key]}
     )
     _beside(axes[1, 1], rows, refit_stages)
+    if sparse:
+        _changed(axes[2, 0], rows)
+        _travelled(axes[2, 1], rows)
+        axes[2, 0].sharex(axes[2, 1])
     for axis in axes.flat:
         axis.set_xlabel("step")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -81,6 +89,33 @@ def _beside(axis: Any, rows: Rows, stages: Sequence[str]) -> None:
         axis.plot(*_series(rows, f"refit/time/{stage}"), _MARKED, label=stage)
     axis.set(title="Refit time by stage (slowest rank; stages overlap)", ylabel="seconds", ylim=(0, None))
     axis.legend(**_LEGEND)
+
+
+def _changed(axis: Any, rows: Rows) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    steps, shares = _series(rows, "refit/changed_share")
+    axis.plot(steps, shares, _MARKED, color="tab:green")
+    axis.set(title="Elements that changed before a sparse refit", ylabel="share", ylim=(0, _above(shares)))
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+
+def _travelled(axis: Any, rows: Rows) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    steps, dense = _series(rows, "refit/bytes_dense")
+    wire = _series(rows, "refit/bytes_wire")
+    # Below, so that it is seen where both are the same.
+    axis.plot(steps, dense, color="lightgray", linewidth=6, label="if dense")
+    axis.plot(*wire, _MARKED, color="tab:purple", label="on the wire")
+    axis.set(title="Bytes of a refit", ylim=(0, _above([*dense, *wire[1]])))
+    axis.yaxis.set_major_formatter(EngFormatter("B"))
+    axis.legend(**_LEGEND)
+
+
+def _above(values: Sequence[float]) -> float | None:
+    """Where an axis from 0 on ends; None if all values are 0."""
+    return 1.1 * max(values) or None
 
 
 def _series(rows: Rows, key: str) -> tuple[list[int], list[float]]:

@@ -1,0 +1,39 @@
+"""The picture of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlrefit.recipes.run.report import write_report
+
+
+def _row(step: int, **refit: Any) -> dict[str, Any]:
+    told = {f"refit/{key}": value for key, value in refit.items()}
+    return {
+        "step": step,
+        "reward/mean": 0.1,
+        "generation_kl": 1e-6,
+        "time/train": 1.0,
+        "refit/seconds": 0.1,
+    } | told
+
+
+def _height(rows: list[dict[str, Any]], path: Path) -> int:
+    write_report(rows, path, "a run")
+    return int.from_bytes(path.read_bytes()[20:24])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
+def test_what_changed_and_what_travelled_is_drawn_where_a_refit_was_sparse(
+    share: float, tmp_path: Path
+) -> None:
+    dense = _row(1, bytes_wire=1000, bytes_dense=1000)
+    sparse = _row(2, bytes_wire=int(1000 * share), bytes_dense=1000, changed_share=share)
+    plain = _height([dense, {**dense, "step": 2}], tmp_path / "dense.png")
+    assert _height([dense, sparse], tmp_path / "sparse.png") == 1.5 * plain
+    # A run that was resumed draws one step at first.
+    assert _height([sparse], tmp_path / "one.png") == 1.5 * plain
