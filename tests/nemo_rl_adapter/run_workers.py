@@ -56,13 +56,14 @@ class PolicyWorker:
 
         side.refit = stuck
 
-    def train(self, version: int) -> None:
-        """Change all weights; ahead of the cast to BF16 in most bits."""
+    def train(self, version: int, share: float = 1.0) -> None:
+        """Change a share of all weights; ahead of the cast to BF16 in most bits."""
         generator = torch.Generator().manual_seed(version * 2 + self.rank)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 local = parameter.to_local()
-                local.add_(torch.randn(local.shape, generator=generator) * 0.05)
+                step = torch.randn(local.shape, generator=generator) * 0.05
+                local.add_(step * (torch.rand(local.shape, generator=generator) < share))
 
     def exported(self) -> dict[str, torch.Tensor]:
         """As NeMo-RL's own export makes it: whole tensors, cast; a collective."""

@@ -72,8 +72,17 @@ class Run:
             self.generation.cfg["colocated"] = colocated
             self.noted.clear()
 
-    def train(self, version: int) -> None:
-        called(self.policy.worker_group.workers, "train", version)
+    @contextmanager
+    def own_gpus(self) -> Iterator[ShardSynchronizer]:
+        """A synchronizer of a run in which each side has its own."""
+        synchronizer = self.synchronizer()
+        try:
+            yield synchronizer
+        finally:
+            synchronizer.shutdown()
+
+    def train(self, version: int, share: float = 1.0) -> None:
+        called(self.policy.worker_group.workers, "train", version, share)
 
     def wrong(self, engine: int) -> list[str]:
         exported = called(self.policy.worker_group.workers, "exported")[0]
@@ -157,6 +166,31 @@ def test_two_changed_refits_reach_live_parameters_bit_for_bit_in_nemo_rls_order(
     with pytest.raises(RefitError, match="refit from NeMo-RL's driver"):
         copy.sync_weights()
     assert synchronizer.sync_weights()["version"] == 3
+
+
+@pytest.mark.parametrize("colocated", [False, True], ids=["GPUs of their own", "shared GPUs"])
+def test_three_refits_of_what_changed_alone_leave_the_same_bytes_and_tell_how_little_travelled(
+    run: Run, colocated: bool
+) -> None:
+    settings = run.generation.cfg["refit_cfg"]["rlrefit"]
+    settings["delta"] = "always"
+    try:
+        with run.shared_gpus() if colocated else run.own_gpus() as synchronizer:
+            synchronizer.init_communicator()
+            told = []
+            for version in (41, 42, 43, 44):
+                run.train(version, 0.02)
+                if version == 41:
+                    run.poison()
+                told.append(synchronizer.sync_weights())
+                assert [run.wrong(engine) for engine in (0, 1)] == [[], []]
+    finally:
+        del settings["delta"]
+    dense, *sparse = told
+    assert "changed_share" not in dense
+    for metrics in sparse:
+        assert 0.01 < metrics["changed_share"] < 0.03
+        assert metrics["wire_mbytes"] < 0.1 * metrics["bulk_mbytes"]
 
 
 def test_records_that_cannot_be_written_are_refused_at_the_start_and_fail_no_refit_later(

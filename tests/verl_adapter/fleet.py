@@ -26,7 +26,7 @@ from verl.workers.rollout.replica import get_rollout_replica_class
 
 from rlrefit.integration.quantize.fp8_blockwise import quantize
 from rlrefit.workers.engines.vllm.extension import _digest_of
-from tests.verl_adapter.fsdp_actor import Actor, weight
+from tests.verl_adapter.fsdp_actor import SPARSE, Actor, weight
 
 ROOT = Path(__file__).resolve().parents[2]
 # On CPUs: verl's platform by its own registry, vLLM without its detection of cores.
@@ -59,9 +59,9 @@ class ShardFleet:
         return CheckpointEngineManager(engine, self.actors, [self.replicas[i] for i in replicas])
 
     def update(self, manager: CheckpointEngineManager, version: int) -> dict[str, float]:
-        """Change all weights, spoil those of the engines, and update by ``manager``."""
+        """Change the weights, spoil those of the engines unless the update is to be sparse, and update by ``manager``."""
         self.actors.change(version)
-        for replica in manager.replicas:
+        for replica in manager.replicas if version not in SPARSE else []:
             self.call(replica, "probe_poison")
         return manager.update_weights(version)
 

@@ -34,7 +34,16 @@ class Actor(ActorRolloutRefWorker):
                 parameter.to_local().copy_(shard.to_local())
 
 
+# Versions of which the elements are those of the version before, but for 2%.
+SPARSE = (3, 4, 5)
+
+
 def weight(name: str, shape: tuple[int, ...], version: int) -> torch.Tensor:
     """A whole weight of a version, in FP32."""
     seed = int.from_bytes(hashlib.sha256(f"{name} {version}".encode()).digest()[:4], "big")
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)) * 0.02
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(tuple(shape), generator=generator) * 0.02
+    if version not in SPARSE:
+        return drawn
+    changes = torch.rand(tuple(shape), generator=generator) < 0.02
+    return torch.where(changes, drawn, weight(name, shape, version - 1))

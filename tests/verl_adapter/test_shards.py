@@ -35,7 +35,7 @@ class Seen:
 
     held: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     expected: dict[int, dict[str, str]] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     sent: list[dict[str, Any]] = field(default_factory=list)
     received: list[dict[str, Any]] = field(default_factory=list)
     # Tokens, logprobs and verl's version: by when, version and replica; "afresh" is without the caches.
@@ -50,7 +50,7 @@ class Seen:
 
 @keeping_time  # Ray gives a cluster half a minute to come up
 def updates(folder: Path) -> Seen:
-    """Eight updates of a fleet: one replica, two, one of them killed, the other alone, then as one on the actors' GPUs."""
+    """Eleven updates of a fleet: one replica, two, one of them killed, the other alone, then as one on the actors' GPUs."""
     checkpoint = make_checkpoint("qwen3", folder / "model")
     path = [named_vllm(folder), str(Path(__file__).resolve().parents[2])]
     own = {
@@ -80,16 +80,20 @@ def _update(folder: Path, checkpoint: Path, env: dict[str, str], python: str) ->
     from tests.verl_adapter.fleet import CPU, expected, shard_fleet
 
     rollout = "actor_rollout_ref.rollout"
-    plain = (f"{rollout}.free_cache_engine=false", f"+{rollout}.enable_sleep_mode=false")
+    delta = "checkpoint_engine.engine_kwargs.nccl_xfer_shards.delta=always"
+    plain = (
+        *(f"{rollout}.free_cache_engine=false", f"+{rollout}.enable_sleep_mode=false"),
+        f"+{rollout}.{delta}",
+    )
     seen = Seen()
     with shard_fleet(folder, checkpoint, env | CPU, 2, 2, plain, python) as fleet:
         manager = fleet.manager(0)
 
         def update(version: int) -> None:
             ranks = [replica.replica_rank for replica in manager.replicas]
-            for rank in ranks if version in (2, 7) else []:
+            for rank in ranks if version in (2, 10) else []:
                 seen.answers["before", version, rank] = fleet.generate(rank)
-            seen.metrics = fleet.update(manager, version)
+            seen.metrics[version] = fleet.update(manager, version)
             for rank in ranks:
                 seen.held[version, rank] = fleet.held(rank)
                 seen.answers["after", version, rank] = fleet.generate(rank)
@@ -99,27 +103,28 @@ def _update(folder: Path, checkpoint: Path, env: dict[str, str], python: str) ->
 
         fleet.hand_over(1, checkpoint)
         seen.handed_over = fleet.generate(1)
-        update(1)
-        update(2)
+        # Two with all weights changed, into spoiled engines, and three of what else had changed alone.
+        for version in range(1, 6):
+            update(version)
         manager.add_replicas([fleet.replicas[1]])
-        update(3)
+        update(6)
         fleet.call(fleet.replicas[0], "probe_die_in_the_next_refit")
         start = time.monotonic()
         try:
-            fleet.update(manager, 4)
+            fleet.update(manager, 7)
         except Exception as error:
             seen.error = str(error)
         seen.seconds_to_error = time.monotonic() - start
         manager.remove_replicas([fleet.replicas[0]])
-        update(5)
+        update(8)
         # As a replica on the actors' GPUs: the server has no sleep mode here, so its turns are all that differs.
         fleet.replicas[1].rollout_mode = RolloutMode.HYBRID
         manager = RefitCheckpointManager(manager.config, fleet.actors, manager.replicas)
-        update(6)
-        update(7)
+        update(9)
+        update(10)
         fleet.call(fleet.replicas[1], "probe_die_in_the_next_refit")
         try:
-            fleet.update(manager, 8)
+            fleet.update(manager, 11)
         except Exception as error:
             seen.error_in_turn, seen.kept_after_it = str(error), getattr(error, "__notes__", [])
         seen.sent, seen.received = fleet.records("trainer"), fleet.records("generation")
@@ -136,34 +141,51 @@ def seen(found_ahead: FoundAhead) -> Seen:
 
 
 def test_two_changed_updates_land_in_the_live_parameters_bit_for_bit(seen: Seen) -> None:
-    # With the third comes a replica that was added.
-    for version, replica in ((1, 0), (2, 0), (3, 0), (3, 1)):
+    # With the sixth comes a replica that was added.
+    for version, replica in ((1, 0), (2, 0), (6, 0), (6, 1)):
         served = {"parameters": seen.expected[version], "version": {"version": version}}
         assert seen.held[version, replica] == served
     assert [(record["version"], record["epoch"]) for record in seen.sent[:2]] == [(1, 1), (2, 1)]
     assert all(record["bytes_bulk"] == record["bytes_verified"] > 0 for record in seen.received)
     assert all(record["bytes_misc"] == 0 for record in seen.sent + seen.received)
-    assert seen.metrics["checkpoint_engine/epoch"] == seen.sent[-1]["epoch"]
-    assert seen.metrics["checkpoint_engine/payload_mbytes"] == seen.sent[-1]["bytes_bulk"] / (1 << 20)
+    assert seen.metrics[10]["checkpoint_engine/epoch"] == seen.sent[-1]["epoch"]
+    assert seen.metrics[10]["checkpoint_engine/payload_mbytes"] == seen.sent[-1]["bytes_bulk"] / (1 << 20)
+
+
+def test_three_updates_of_what_changed_alone_leave_the_same_bytes_and_tell_how_little_travelled(
+    seen: Seen,
+) -> None:
+    sparse = [record for record in seen.sent if record["changed_share"] is not None]
+    assert [(record["version"], record["epoch"]) for record in sparse] == [(3, 1), (4, 1), (5, 1)]
+    for version, record in zip((3, 4, 5), sparse, strict=True):
+        assert seen.held[version, 0] == {
+            "parameters": seen.expected[version],
+            "version": {"version": version},
+        }
+        assert 0.01 < record["changed_share"] < 0.03
+        assert record["bytes_wire"] < 0.1 * record["bytes_bulk"]
+        assert seen.metrics[version]["checkpoint_engine/changed_share"] == record["changed_share"]
+        assert seen.metrics[version]["checkpoint_engine/wire_mbytes"] == record["bytes_wire"] / (1 << 20)
+    assert "checkpoint_engine/changed_share" not in seen.metrics[2]
 
 
 def test_a_killed_vllm_worker_ends_the_update_and_the_rest_goes_on(seen: Seen) -> None:
     # verl raises what reaches it first: the actors' error, or that of the server whose worker has died.
     assert "PeerLost" in seen.error or "collective_rpc method failed" in seen.error
     assert seen.seconds_to_error < TIMEOUT_S
-    assert seen.held[5, 1] == {"parameters": seen.expected[5], "version": {"version": 5}}
-    assert [record["version"] for record in seen.sent[:4]] == [1, 2, 3, 5]
-    assert len({record["epoch"] for record in seen.sent[:4]}) == 3
+    assert seen.held[8, 1] == {"parameters": seen.expected[8], "version": {"version": 8}}
+    assert [record["version"] for record in seen.sent[:7]] == [1, 2, 3, 4, 5, 6, 8]
+    assert len({record["epoch"] for record in seen.sent[:7]}) == 3
 
 
 def test_the_manager_for_shared_gpus_reaches_the_live_parameters_over_one_group(seen: Seen) -> None:
-    for version in (6, 7):
+    for version in (9, 10):
         assert seen.held[version, 1] == {
             "parameters": seen.expected[version],
             "version": {"version": version},
         }
     before, *turns = seen.sent[-3:]
-    assert [record["version"] for record in turns] == [6, 7]
+    assert [record["version"] for record in turns] == [9, 10]
     assert turns[0]["epoch"] == turns[1]["epoch"] > before["epoch"]
 
 
@@ -172,12 +194,12 @@ def test_a_killed_worker_on_the_actors_gpus_ends_the_update_and_the_trainer_give
 ) -> None:
     assert "PeerLost" in seen.error_in_turn
     assert seen.kept_after_it == []
-    assert seen.sent[-1]["version"] == 7
+    assert seen.sent[-1]["version"] == 10
 
 
 def test_after_each_update_engines_answer_from_its_weights_and_from_no_older_cache(seen: Seen) -> None:
     after = {at[1:]: answer for at, answer in seen.answers.items() if at[0] == "after"}
-    assert after.keys() == {(1, 0), (2, 0), (3, 0), (3, 1), (5, 1), (6, 1), (7, 1)}
+    assert after.keys() == {*((version, 0) for version in range(1, 7)), (6, 1), (8, 1), (9, 1), (10, 1)}
     for at, answer in after.items():
         assert answer == seen.answers["afresh", *at]
         assert answer[2] == at[0]
@@ -186,6 +208,6 @@ def test_after_each_update_engines_answer_from_its_weights_and_from_no_older_cac
             _, logprobs, version = seen.answers[when, *at]
             assert version == at[0] - 1
             assert logprobs != after[tuple(at)][1]
-    assert after[3, 0] == after[3, 1]
+    assert after[6, 0] == after[6, 1]
     tokens, logprobs, _ = seen.handed_over  # of a whole model, by verl
     assert len(tokens) == len(logprobs) == 1

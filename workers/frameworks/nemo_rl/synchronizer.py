@@ -262,10 +262,13 @@ def _own_names(kv_scales: Mapping[str, float] | None) -> dict[str, float] | None
 
 def _metrics(records: list[Answer]) -> dict[str, float]:
     summary = summarize([RefitRecord(**record) for record in records])
+    share = summary.changed_share
+    sparse = {} if share is None else {"changed_share": share, "wire_mbytes": summary.bytes_wire / (1 << 20)}
     return {
         "version": float(summary.version),
         "seconds": summary.seconds,
         "bulk_mbytes": summary.bytes_bulk / (1 << 20),
         "misc_mbytes": summary.bytes_misc / (1 << 20),
         "kept_gb_per_s": summary.kept_gb_per_s,
+        **sparse,
     }

@@ -168,5 +168,8 @@ def metrics_of(record: RefitRecord) -> dict[str, float]:
         "checkpoint_engine/seconds": record.seconds_total,
         "checkpoint_engine/epoch": float(record.epoch),
     }
+    if record.changed_share is not None:
+        found["checkpoint_engine/changed_share"] = record.changed_share
+        found["checkpoint_engine/wire_mbytes"] = record.bytes_wire / (1 << 20)
     stages = {f"checkpoint_engine/{stage}_seconds": seconds for stage, seconds in record.seconds.items()}
     return found | stages
