@@ -10,7 +10,7 @@ import torch
 
 from ...integration.layout import Fragment, box_of
 from ...integration.quantize.formats import Format
-from ...integration.weights.endpoints import storage_key
+from ...integration.weights.endpoints import StorageLook
 from ...integration.weights.manifest import TensorSpec
 from ..plan.catalog import Param
 from . import encoded_values, values
@@ -120,6 +120,7 @@ class BenchSource:
         self.version = 0
         self.changes: list[values.Change] = []
         self.storage = storage
+        self._look = StorageLook()
         self._specs = specs
         self._refused = refused
         self._by_name = {spec.name: spec for spec in specs}
@@ -157,7 +158,7 @@ class BenchSource:
                 yield name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
     def storage_key(self) -> Hashable:
-        return storage_key(self.storage.tensors)
+        return self._look.key(self.storage.tensors)
 
 
 class BenchDestination:
@@ -179,6 +180,7 @@ class BenchDestination:
         self.version = 0
         self.changes: list[values.Change] = []
         self.storage = storage
+        self._look = StorageLook()
         self._refused = refused
         self._by_name = {spec.name: spec for spec in specs}
         self._formats = {name: f for name, f in formats.items() if name in storage.by_name}
@@ -232,7 +234,7 @@ class BenchDestination:
         return self.storage.nbytes
 
     def storage_key(self) -> Hashable:
-        return storage_key(self.storage.tensors)
+        return self._look.key(self.storage.tensors)
 
     @property
     def gives_memory_back(self) -> bool:

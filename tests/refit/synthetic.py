@@ -13,7 +13,7 @@ from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.layout import Box, Fragment, box_of
 from rlrefit.integration.layout.fragments import local_slice
 from rlrefit.integration.session import RefitSession, ServingState
-from rlrefit.integration.weights.endpoints import storage_key
+from rlrefit.integration.weights.endpoints import StorageLook
 from rlrefit.integration.weights.manifest import TensorSpec
 
 Layout = dict[str, list[Box]]
@@ -42,6 +42,7 @@ class SyntheticSource:
         self._by_name = {s.name: s for s in specs}
         self.refused = refused or {}
         self.version = 0
+        self._look = StorageLook()
         self._held = {
             (name, box): _strided([b - a for a, b in box], self._by_name[name].dtype, self.device)
             for name, boxes in layout.items()
@@ -74,7 +75,7 @@ class SyntheticSource:
             yield name, value_of(self._by_name[name], self.version).to(self.device)
 
     def storage_key(self) -> Hashable:
-        return storage_key(self._held.values())
+        return self._look.key(self._held.values())
 
 
 class SyntheticDestination:
@@ -83,6 +84,7 @@ class SyntheticDestination:
     def __init__(self, specs: Sequence[TensorSpec], layout: Layout, device: str = "cpu"):
         self.device = torch.device(device)
         self._specs = {s.name: s for s in specs}
+        self._look = StorageLook()
         self._wanted = {
             (name, box): _strided([b - a for a, b in box], self._specs[name].dtype, self.device)
             for name, boxes in layout.items()
@@ -133,7 +135,7 @@ class SyntheticDestination:
         return sum(s.numel() * s.element_size() for s in self._wanted.values())
 
     def storage_key(self) -> Hashable:
-        return storage_key(self._wanted.values())
+        return self._look.key(self._wanted.values())
 
 
 def whole(specs: Iterable[TensorSpec]) -> Layout:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from rlrefit.integration.weights.endpoints import storage_key
+from rlrefit.integration.weights.endpoints import StorageLook, storage_key
 
 
 class Loud(torch.nn.Parameter):
@@ -31,7 +33,14 @@ def loud_parameters() -> list[torch.nn.Parameter]:
     return [Loud(torch.zeros(4), requires_grad=False) for _ in range(3)]
 
 
-@pytest.mark.parametrize("make", [views_of_one_storage, loud_parameters])
+Ask = Callable[[Sequence[torch.Tensor]], Hashable]
+# Made for each test: a look remembers what it was shown.
+ways = pytest.mark.parametrize("way", [lambda: storage_key, lambda: StorageLook().key], ids=["all", "look"])
+kinds = pytest.mark.parametrize("make", [views_of_one_storage, loud_parameters])
+
+
+@ways
+@kinds
 @pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize(
     "seen",
@@ -53,32 +62,85 @@ def loud_parameters() -> list[torch.nn.Parameter]:
     ],
 )
 def test_a_key_changes_when_any_one_parameter_lies_elsewhere_or_its_memory_is_seen_otherwise(
-    seen: Callable[[torch.Tensor], torch.Tensor], which: int, make: Callable[[], list[torch.nn.Parameter]]
+    seen: Callable[[torch.Tensor], torch.Tensor],
+    which: int,
+    make: Callable[[], list[torch.nn.Parameter]],
+    way: Callable[[], Ask],
 ) -> None:
-    parameters = make()
+    parameters, ask = make(), way()
     kept = parameters[which].data  # or a new storage may get the old one's address
     for before in (kept, kept.view(2, 2)):
         parameters[which].data = before
-        key = storage_key(parameters)
-        parameters[which].add_(1)
-        assert storage_key(parameters) == key
+        key = ask(parameters)
+        for _ in range(2):
+            parameters[which].add_(1)
+            assert ask(parameters) == key
         parameters[which].data = seen(kept)
-        assert storage_key(parameters) != key
+        for _ in range(2):
+            assert ask(parameters) != key
         parameters[which].data = before
-        assert storage_key(parameters) == key
+        assert ask(parameters) == key
 
 
-def test_a_key_changes_when_two_parameters_swap_their_storages() -> None:
+@ways
+def test_a_key_changes_when_two_parameters_swap_their_storages(way: Callable[[], Ask]) -> None:
     first, second, _ = parameters = views_of_one_storage()
-    before = storage_key(parameters)
+    ask = way()
+    before = ask(parameters)
     first.data, second.data = second.data, first.data
-    assert storage_key(parameters) != before
+    assert ask(parameters) != before
 
 
-def test_a_key_asks_no_subclass_of_parameter() -> None:
-    parameters = loud_parameters()
+@ways
+def test_a_key_changes_when_tensors_come_or_go_and_holds_for_a_tensor_that_stands_twice(
+    way: Callable[[], Ask],
+) -> None:
+    parameters, ask = views_of_one_storage(), way()
+    parameters.append(parameters[0])
+    for some in (parameters, parameters[:3], parameters[:2], [*parameters[:2], parameters[0]], []):
+        key = ask(some)
+        assert ask(some) == key
+        assert ask([*some, parameters[2]]) != key
+        assert ask(some) == key
+    key = ask(parameters)
+    parameters[0].data = torch.zeros(4)
+    assert ask(parameters) != key
+
+
+@ways
+def test_a_key_does_not_depend_on_the_mode_in_which_it_is_asked_for(way: Callable[[], Ask]) -> None:
+    parameters, ask = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)], way()
+    with torch.inference_mode():
+        parameters.append(torch.zeros(3))  # type: ignore[arg-type]
+    key = ask(parameters)
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            for _ in range(2):
+                assert ask(parameters) == key
+    parameters[3] = torch.nn.Parameter(torch.zeros(3))
+    assert ask(parameters) != key
+
+
+@ways
+def test_a_key_asks_no_subclass_of_parameter(way: Callable[[], Ask]) -> None:
+    parameters, ask = loud_parameters(), way()
     Loud.calls = 0
-    storage_key(parameters)
+    for _ in range(3):
+        ask(parameters)
     assert Loud.calls == 0
     assert parameters[0].dim() == 1
     assert Loud.calls
+
+
+def test_a_look_keeps_no_tensor_and_no_objects_that_call_the_garbage_collector_up() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1 + i % 7, 2)) for i in range(2000)]
+    storages = [StorageWeakRef(p.untyped_storage()) for p in parameters]
+    look = StorageLook()
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(3):
+        look.key(parameters)
+    assert len(gc.get_objects()) - before < 50
+    parameters.clear()
+    gc.collect()
+    assert all(storage.expired() for storage in storages)

@@ -22,7 +22,7 @@ from torch import nn
 from ....integration.errors import PlanError, RefitError
 from ....integration.layout import Fragment
 from ....integration.quantize.formats import Format
-from ....integration.weights.endpoints import storage_key
+from ....integration.weights.endpoints import StorageLook
 from ....integration.weights.manifest import TensorSpec
 from .loader_trace.modules import ModuleLayout, owners_of, spread_over_modules
 from .loader_trace.quantized import HoldsCodes, formats_of, on_the_wire, promised_modules, require_codes
@@ -111,6 +111,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         self._device = device
         self._routes: Found | None = None
         self._promised: dict[str, Format] = {}
+        self._look = StorageLook()
         # The last question of quantized(), with the modules that it depends on, and the answer.
         self._asked: tuple[Manifest, dict[str, Blocks]] | None = None
         self._answer: dict[str, Format] = {}
@@ -170,7 +171,7 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
     def storage_key(self) -> Hashable:
         """Changes when a live parameter's storage moves, or when another tensor takes a parameter's place."""
         # Asked of the modules and not of tensors that were seen once: those may have been replaced since.
-        return storage_key([held[name] for held, name in self._places])
+        return self._look.key(held[name] for held, name in self._places)
 
     def new_epoch(self) -> None:
         """Forget what another trainer was asked for with :meth:`quantized`."""

@@ -8,7 +8,7 @@ import torch
 
 from ....integration.errors import RefitError, RefitMismatch
 from ....integration.layout import Fragment, box_of
-from ....integration.weights.endpoints import storage_key
+from ....integration.weights.endpoints import StorageLook
 from ....integration.weights.manifest import TensorSpec
 from ...lora import SETTINGS_NAME, AdapterSettings, split_name
 
@@ -30,6 +30,7 @@ class TransformersAdapterDestination:
         # By the factor's name: what holds its parameter, which may be moved or replaced, and under which key.
         self._places: dict[str, tuple[dict[str, torch.nn.Parameter | None], str]] = {}
         self._ranks: dict[str, int] = {}
+        self._look = StorageLook()
 
     @property
     def device(self) -> torch.device:
@@ -83,7 +84,7 @@ class TransformersAdapterDestination:
         """The loader keeps no state between factors."""
 
     def storage_key(self) -> Hashable:
-        return storage_key(map(self._factor, self._places))
+        return self._look.key(map(self._factor, self._places))
 
     def _factor(self, name: str) -> torch.Tensor:
         held, key = self._places[name]

@@ -20,7 +20,7 @@ from ....integration.layout.boxes import Box, box_of
 from ....integration.layout.fragments import local_slice
 from ....integration.quantize import blocks, fp8_blockwise, is_float8
 from ....integration.quantize.formats import Format, Fp8Blockwise
-from ....integration.weights.endpoints import storage_key
+from ....integration.weights.endpoints import StorageLook
 from ....integration.weights.manifest import TensorSpec
 
 _FP8 = Fp8Blockwise()
@@ -51,6 +51,7 @@ class TransformersDestination:
         self._model = model
         self._tp_rank, self._tp_size = tp_rank, tp_size
         self._by_name: dict[str, list[Fragment]] = {}
+        self._look = StorageLook()
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +99,7 @@ class TransformersDestination:
 
     def storage_key(self) -> Hashable:
         # Buffers that checkpoints have (a router's correction bias) are placed as parameters are.
-        return storage_key((*self._model.parameters(), *self._model.buffers()))
+        return self._look.key((*self._model.parameters(), *self._model.buffers()))
 
 
 class _Held(NamedTuple):
@@ -121,6 +122,7 @@ class TransformersFp8Destination(TransformersDestination):
     def __init__(self, model: torch.nn.Module, tp_rank: int, tp_size: int):
         super().__init__(model, tp_rank, tp_size)
         self._held: list[_Held] = []
+        self._stored_look = StorageLook()
         # By name and box, and taken again as long as they fit: what a refit has written stays where it is.
         self._memory: dict[tuple[str, Box], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -160,7 +162,7 @@ class TransformersFp8Destination(TransformersDestination):
 
     def storage_key(self) -> Hashable:
         stored = (tensor for held in self._held for tensor in (held.codes, held.scales))
-        return super().storage_key(), storage_key(stored)
+        return super().storage_key(), self._stored_look.key(stored)
 
     def _stored(self, fragment: Fragment) -> list[Fragment]:
         """A fragment of codes, and that of the scales of all blocks that it touches."""

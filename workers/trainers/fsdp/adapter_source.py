@@ -8,7 +8,7 @@ import torch
 
 from ....integration.errors import RefitError
 from ....integration.layout import Fragment
-from ....integration.weights.endpoints import rank_device, storage_key
+from ....integration.weights.endpoints import StorageLook, rank_device
 from ....integration.weights.manifest import TensorSpec
 from ...lora import PREFIX, SETTINGS_NAME, AdapterSettings
 from .adapters import Adapters, LoraTarget, base_model, has_adapters
@@ -48,6 +48,7 @@ class AdapterSource:
         self._settings = self._now()
         self._text = self._settings.to_tensor()
         self._kept = KeptTensors(model, whole, self._names().get)
+        self._look = StorageLook()
         self._dtypes = {name: dtype or self._kept[name].dtype for name in self._kept.names}
         self._specs = [
             TensorSpec(SETTINGS_NAME, tuple(self._text.shape), self._text.dtype),
@@ -95,7 +96,7 @@ class AdapterSource:
                 yield name, self._kept.whole(name, self.device).to(dtype)
 
     def storage_key(self) -> Hashable:
-        return storage_key(map(self._kept.local, self._kept.names))
+        return self._look.key(map(self._kept.local, self._kept.names))
 
     def _names(self) -> dict[str, str]:
         """The name in an adapter's checkpoint by that in the base model's state dict."""

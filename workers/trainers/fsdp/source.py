@@ -8,7 +8,7 @@ import torch
 
 from ....integration.errors import RefitError
 from ....integration.layout import Fragment
-from ....integration.weights.endpoints import rank_device, storage_key
+from ....integration.weights.endpoints import StorageLook, rank_device
 from ....integration.weights.manifest import TensorSpec
 from .adapters import Adapters, base_model, has_adapters
 from .casting import exported, kept_in_float32
@@ -66,6 +66,7 @@ class FSDPSource:
         self._dtypes = _export_dtypes(model, self._kept, dtype)
         self._specs = [TensorSpec(w.name, w.shape, self._dtype(w)) for w in self._weights]
         self._chosen: tuple[frozenset[str], list[CheckpointWeight]] = frozenset(), []
+        self._look = StorageLook()
 
     @property
     def device(self) -> torch.device:
@@ -122,7 +123,7 @@ class FSDPSource:
             yield weight.name, made[weight.name].to(self._dtype(weight))
 
     def storage_key(self) -> Hashable:
-        return storage_key(map(self._kept.local, self._kept.names))
+        return self._look.key(map(self._kept.local, self._kept.names))
 
     def _require_memory(self) -> None:
         """All shards leave the GPU together, but a return that runs out of memory brings some of them."""

@@ -11,7 +11,7 @@ import torch
 
 from ....integration.layout import Fragment
 from ....integration.quantize.formats import Format
-from ....integration.weights.endpoints import rank_device, storage_key
+from ....integration.weights.endpoints import StorageLook, rank_device
 from ....integration.weights.manifest import TensorSpec
 from ..offload import Residence
 from .enumeration import VOCABULARY, Enumeration, conversion_tasks, enumerate_export
@@ -69,6 +69,7 @@ class MegatronSource:
             for task in self._tasks
         )
         self._chosen: tuple[frozenset[str], list[Any]] = frozenset(), []
+        self._look = StorageLook()
         self._vocabulary = _padded_vocabulary(self._enumeration, self._tasks, bridge.hf_pretrained.config)
         self._specs = [
             spec._replace(shape=(self._vocabulary[spec.name], *spec.shape[1:]))
@@ -157,9 +158,9 @@ class MegatronSource:
     def storage_key(self) -> Hashable:
         self._follow_parameters()
         owned = [task.param_weight for task in self._tasks if task.param_weight is not None]
-        weights = (weight for weight in owned if not is_native(weight))
-        native = native_storage_key(weight for weight in owned if is_native(weight))
-        return storage_key(weights), native, self._residence.key()
+        native = [weight for weight in owned if is_native(weight)]
+        plain = [weight for weight in owned if not is_native(weight)] if native else owned
+        return self._look.key(plain), native_storage_key(native), self._residence.key()
 
     def _follow_parameters(self) -> None:
         if self._places.follow(self._tasks):
