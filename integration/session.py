@@ -365,7 +365,7 @@ class RefitSession:
             self.state.mark_dirty(version)
         try:
             with self._clock.waiting():
-                return self._channel.barrier(topic, flags, agree={"version": version})
+                return self._channel.barrier(topic, flags, version)
         except BaseException:
             if self._channel.held_back == topic:
                 self.state.take_back(earlier)

@@ -273,16 +273,16 @@ class FullTensorEpoch:
                 rank=self.world.rank,
             )
         with self._clock.stage("handshake"), self._clock.waiting():
-            await self._barrier("begin", {"version": version})
+            await self._barrier("begin", version)
 
     async def _commit(self) -> None:
         with self._clock.stage("commit"), self._clock.waiting():
             await self._barrier("commit", None)
         self._refits += 1
 
-    async def _barrier(self, name: str, agree: object) -> None:
+    async def _barrier(self, name: str, version: int | None) -> None:
         topic = f"{name}/{self._refits}"
-        await asyncio.wrap_future(self.submit(self._open_channel.barrier, topic, agree=agree))
+        await asyncio.wrap_future(self.submit(self._open_channel.barrier, topic, version=version))
 
     async def _failed_for[E: BaseException](self, error: E) -> E | RefitError:
         """As :meth:`fail`; returns what to raise: where the connection broke, the reason that another rank gave before it hung up."""

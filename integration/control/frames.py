@@ -5,8 +5,9 @@
    under the token. These two messages keep their form in all versions.
 3. The server sends its own proof. Whoever does not hold the token has been refused by now, on both sides.
 4. Frames: body length (u32), signature (16 bytes of an HMAC-SHA256), body. Each direction has a key of its own,
-   derived from the token and both nonces, and the signature covers the frame's number and the body's SHA-256, so
-   that nothing can be replayed, dropped or moved to another connection, and an answer to all ranks is hashed once.
+   derived from the token and both nonces, and the signature covers the frame's number, its length and the body, so
+   that nothing can be replayed, dropped or moved to another connection. A long body is signed by its SHA-256, so that
+   an answer to all ranks is hashed once.
 
 A body is a code (u8) and fields (u32 length and bytes each). Nothing is encrypted.
 """
@@ -28,7 +29,7 @@ from typing import Any
 
 MAGIC = b"rlrefit"
 # Raised with every change to what ranks tell each other, and to what each of them computes that must be alike on all.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 _GREETING = struct.Struct(f"<{len(MAGIC)}sB{NONCE_BYTES}s")
@@ -37,6 +38,9 @@ _HELLO = struct.Struct(f"<B{NONCE_BYTES}sIB{PROOF_BYTES}s")
 HELLO_BYTES = _HELLO.size
 _SIGNATURE_BYTES = 16
 _HEADER = struct.Struct(f"<I{_SIGNATURE_BYTES}s")
+_NUMBER = struct.Struct("<QI")
+# A second hash of what is shorter costs more than it spares.
+_HASH_ABOVE = 512
 HEADER_BYTES = _HEADER.size
 # Of what one rank tells, as it travels and as it unpacks; and of an answer, which holds what all ranks told.
 MAX_MESSAGE = 64 << 20
@@ -46,6 +50,8 @@ MAX_FIELDS = 1 << 20
 _COMPRESS_ABOVE = 16 << 10
 _COMPRESS_TABLE_ABOVE, _COMPRESS_TABLE_BELOW = 512, 4 << 20
 _ZLIB_HEADER = b"\x78"  # no JSON begins so
+# json.dumps would make an encoder for each call.
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def tune(sock: socket.socket) -> None:
@@ -179,7 +185,9 @@ class Signer:
     """Signs and checks the frames of one direction of one connection, in their order."""
 
     def __init__(self, key: bytes, direction: bytes, server_nonce: bytes, client_nonce: bytes):
-        self._key = hmac.digest(key, b"frames " + direction + server_nonce + client_nonce, "sha256")
+        key = hmac.digest(key, b"frames " + direction + server_nonce + client_nonce, "sha256")
+        # Copied for each frame, which takes half the time of a new one.
+        self._keyed = hmac.new(key, digestmod="sha256")
         self._count = 0
 
     def header(self, body: Body) -> bytes:
@@ -201,8 +209,10 @@ class Signer:
 
     def _next_signature(self, body: Body) -> bytes:
         self._count += 1
-        signed = hmac.digest(self._key, self._count.to_bytes(8, "little") + body.digest, "sha256")
-        return signed[:_SIGNATURE_BYTES]
+        signing = self._keyed.copy()
+        signing.update(_NUMBER.pack(self._count, len(body)))
+        signing.update(body if len(body) <= _HASH_ABOVE else body.digest)
+        return signing.digest()[:_SIGNATURE_BYTES]
 
 
 def parse_header(header: bytes, most: int) -> tuple[int, bytes]:
@@ -331,7 +341,7 @@ def pack_json(data: Any) -> bytes:
     Raises:
         Malformed: the JSON is larger than ``MAX_MESSAGE``.
     """
-    raw = json.dumps(data, separators=(",", ":")).encode()
+    raw = _to_json(data).encode()
     if len(raw) > MAX_MESSAGE:
         raise Malformed(f"data of {len(raw)} bytes is above the limit of {MAX_MESSAGE}")
     return zlib.compress(raw, 1) if len(raw) > _COMPRESS_ABOVE else raw

@@ -61,7 +61,7 @@ def test_the_store_is_as_large_after_two_hundred_refits_as_after_one(server: Ren
         channel.store.set(f"specs/{rank}", b"x" * 100)
         sizes = []
         for index in range(200):
-            channel.barrier(f"begin/{index}", agree=index)
+            channel.barrier(f"begin/{index}", version=index)
             channel.barrier(f"commit/{index}")
             if index in (0, 199):
                 channel.vote(f"still/{index}", None)

@@ -112,6 +112,28 @@ def test_a_frame_is_accepted_once_in_its_place_and_in_its_direction() -> None:
 
 @at_leisure
 @given(
+    st.binary(max_size=64) | st.integers(0, 2000).map(bytes),
+    st.integers(0, 3000),
+    st.binary(min_size=1, max_size=3),
+)
+def test_no_other_body_passes_with_the_signature_of_a_short_or_a_long_one(
+    raw: bytes, place: int, other: bytes
+) -> None:
+    def signer() -> frames.Signer:
+        return frames.Signer(KEY, b"to server", b"s" * 16, b"c" * 16)
+
+    body = frames.Body(raw)
+    signature = signer().frame(body)[frames.HEADER_BYTES - 16 : frames.HEADER_BYTES]
+    signer().check(signature, body)
+    at = place % (len(raw) + 1)
+    for changed in (raw[:at] + other + raw[at:], raw[:at] + raw[at + 1 :], body.digest):
+        if changed != raw:
+            with pytest.raises(Malformed, match="signature"):
+                signer().check(signature, frames.Body(changed))
+
+
+@at_leisure
+@given(
     st.lists(
         st.tuples(
             st.integers(0, 3),

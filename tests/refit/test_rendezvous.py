@@ -188,7 +188,8 @@ def test_a_member_that_sends_what_no_member_would_is_cut_off_and_the_others_are_
 
 
 def test_an_answer_that_was_changed_on_the_way_ends_the_connection_and_is_not_read(first: Channel) -> None:
-    first._connection._theirs._key = b"another key".ljust(32)  # what comes from the server now looks changed
+    # What comes from the server now looks changed.
+    first._connection._theirs = frames.Signer(b"another key", b"to client", b"s" * 16, b"c" * 16)
     with pytest.raises(PeerLost, match="signature"):
         first.check_abort("transfer")
 
