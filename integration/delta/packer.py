@@ -138,7 +138,8 @@ class HostPacker:
         self.entries = max(counts, default=0)
         # Memory of sections in turns, and behind it what is made before its section's turn.
         end = max(
-            (parts[-1].start + parts[-1].segment.nbytes - parts[0].start for parts in sections), default=0
+            (padded(parts[-1].start + parts[-1].segment.nbytes - parts[0].start) for parts in sections),
+            default=0,
         )
         self._places: dict[int, int] = {}
         made_in: dict[object, int] = {}
