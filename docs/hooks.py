@@ -37,6 +37,7 @@ API = {
         "VllmDriver",
         "AsyncVllmDriver",
         "VllmRefitExtension",
+        "RefitClient",
         "SglangRefit",
         "AsyncSglangRefit",
         "SglangSender",

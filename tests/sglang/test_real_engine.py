@@ -20,8 +20,9 @@ from rlrefit.integration.colocated.cycle import ColocatedCycle
 from rlrefit.integration.colocated.stages import StageRefused
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.control import open_rendezvous
-from rlrefit.integration.errors import EngineDirty, RefitError
+from rlrefit.integration.errors import EngineDirty, RefitError, RefitMismatch
 from rlrefit.integration.session import RefitSession
+from rlrefit.workers.engines.http_client import RefitClient
 from rlrefit.workers.engines.sglang.callers import EngineCaller, HttpCaller
 from rlrefit.workers.engines.sglang.driver import AsyncSglangRefit, SglangRefit
 from rlrefit.workers.engines.sglang.sender import SglangSender
@@ -326,7 +327,7 @@ def test_running_requests_are_aborted_for_buckets_and_for_a_cycle(dense: Scene) 
     dense.engine.loop.run_until_complete(scenario())
 
 
-def test_the_server_is_driven_over_http(dense: Scene) -> None:
+def test_the_server_is_driven_over_http(dense: Scene, apart: Trainer) -> None:
     """SGLang's own endpoints, served in the engine's loop."""
     import uvicorn
     from sglang.srt.entrypoints import http_server
@@ -339,23 +340,45 @@ def test_the_server_is_driven_over_http(dense: Scene) -> None:
         )
     )
     port = free_port()
+    url = f"http://127.0.0.1:{port}"
     server = uvicorn.Server(
         uvicorn.Config(http_server.app, host="127.0.0.1", port=port, log_level="warning", lifespan="off")
     )
 
     def work() -> None:
-        refit = SglangRefit(HttpCaller(f"http://127.0.0.1:{port}"))
+        refit = SglangRefit(HttpCaller(url))
         sender, source = _sender(dense, refit)
         for version, index in enumerate((1, 0), 60):
             source.take_on(index)
             refit.sleep(mode="abort")
-            assert SglangRefit(HttpCaller(f"http://127.0.0.1:{port}")).asleep() == {"weights", "kv_cache"}
+            assert SglangRefit(HttpCaller(url)).asleep() == {"weights", "kv_cache"}
             refit.wake(["weights"])
             sender.refit(version)
             refit.wake(["kv_cache"])
             assert (refit.version, refit.weight_version()) == (version, str(version))
         with pytest.raises(RefitError, match="no trainer has been met"):
             refit.refit(62)
+        client = RefitClient(url)
+        meeting, joining = apart.begin_to_meet()
+        client.join_refit(meeting, 1, CONFIG)
+        joining.result()
+        for version, index in enumerate((1, 0), 62):
+            sending = apart.send(index, version)
+            running = generating()
+            [record] = client.refit(version)
+            sending.result()
+            running.result()
+            assert (record["version"], client.version) == (version, version)
+            client.require_servable()
+            assert generating().result() == dense.references[index]
+        sending = apart.send(1, 70)
+        with pytest.raises(RefitMismatch, match="as it was"):
+            client.refit(64)
+        assert isinstance(sending.exception(), RefitMismatch)
+        client.require_servable()
+
+    def generating() -> Future[list[Any]]:
+        return asyncio.run_coroutine_threadsafe(dense.generate_async(), dense.engine.loop)
 
     async def scenario() -> None:
         serving = asyncio.ensure_future(server.serve())

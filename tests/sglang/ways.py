@@ -50,10 +50,11 @@ class Driven:
     Args:
         engine: the double.
         open: makes another driver.
+        url: of the server, over HTTP.
     """
 
-    def __init__(self, engine: EngineDouble, open: Callable[[], SglangRefit]) -> None:
-        self.engine, self.open = engine, open
+    def __init__(self, engine: EngineDouble, open: Callable[[], SglangRefit], url: str = "") -> None:
+        self.engine, self.open, self.url = engine, open, url
         self.manager = engine.tokenizer_manager
         self.source = Holder(0)
 
@@ -161,7 +162,7 @@ def driven_in(way: str, engine: EngineDouble) -> Iterator[Driven]:
         return SglangRefit(HttpCaller(server.url, "key"), TIMEOUT_S)
 
     try:
-        yield Driven(engine, awaited if way == "awaited" else over_http)
+        yield Driven(engine, awaited if way == "awaited" else over_http, server.url)
     finally:
         server.close()
         loop.call_soon_threadsafe(loop.stop)
@@ -181,7 +182,10 @@ class Server:
 
             def answer(self) -> None:
                 path, _, query = self.path.partition("?")
-                name = {there: name for name, there in PATHS.items()}[path]
+                name = {there: name for name, there in PATHS.items()}.get(path)
+                if name is None:
+                    self.send_error(404)
+                    return
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 fields = json.loads(body) if body else {}
                 found = asyncio.run_coroutine_threadsafe(_endpoint(manager, name, query, fields), loop)

@@ -1,15 +1,13 @@
-"""``vllm serve``, refitted over HTTP by the calls that docs/vllm.md shows, with requests in flight."""
+"""``vllm serve``, refitted over HTTP by the client, with requests in flight."""
 
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -20,6 +18,9 @@ from vllm_checkpoints import dense_config, write_checkpoint
 from vllm_trainers import CONFIG, RANKS, Trainers
 
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitMismatch, RefitTimeout
+from rlrefit.workers.engines.common.http_calls import HttpAnswer, HttpCalls
+from rlrefit.workers.engines.http_client import RefitClient
 from tests.spawn import free_port
 from tests.vllm_processes import vllm_processes
 
@@ -31,6 +32,12 @@ PROMPT = [5, 17, 33, 90]
 LONG_PROMPT = [3 + i % 100 for i in range(200)]
 # Enough of them that the request runs until it is paused, or for as long as a test needs that does not pause it.
 TOKENS, MANY, SHORT = 160, 450, 24
+BACKEND = [
+    "--worker-extension-cls",
+    "vllm_probe.ProbeExtension",
+    "--weight-transfer-config",
+    '{"backend": "rlrefit"}',
+]
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -50,17 +57,69 @@ def _serve(arguments: list[str]) -> None:
     command.cmd(found)
 
 
+def _serve_routes(arguments: list[str], port: int) -> None:
+    """vLLM's own routes, without an engine behind them."""
+    import uvicorn
+    from vllm.entrypoints.openai.api_server import build_app
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    found = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    app = build_app(found, ("generate",))
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", lifespan="off")
+
+
+@contextmanager
+def _running(url: str, known_by: str, target: Callable[..., None], *args: Any) -> Iterator[None]:
+    """A process that serves ``url``."""
+    process = vllm_processes().Process(target=target, args=args)
+    process.start()
+    try:
+        _wait_until_it_serves(url, process, known_by)
+        yield
+    finally:
+        process.terminate()
+        process.join(30)
+        process.kill()
+
+
+def _serving(path: str, url: str, *arguments: str) -> AbstractContextManager[None]:
+    """``vllm serve`` of a checkpoint."""
+    plain = [
+        *(path, "--host", "127.0.0.1", "--port", url.rpartition(":")[2]),
+        *("--dtype", "bfloat16", "--max-model-len", "512", "--enforce-eager"),
+        *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
+    ]
+    return _running(url, "health", _serve, [*plain, *arguments])
+
+
 @dataclass
 class Served:
-    """A server with weights A, its trainer, and the two functions of docs/vllm.md for it."""
+    """A server that started with weights A, its trainer, and a client of it.
+
+    Attributes:
+        digests: of A and B, as the server itself loads them.
+    """
 
     url: str
     trainers: Trainers
     paths: tuple[str, str]
-    meet: Callable[[dict[str, Any], int, RefitConfig], None]
-    refit: Callable[[int], None]
+    client: RefitClient
     pool: ThreadPoolExecutor
+    running: ExitStack
     version: int = -1
+    digests: list[Any] = field(default_factory=list)
+
+    def restart(self) -> None:
+        self.running.close()
+        self.running.enter_context(_serving(self.paths[0], self.url, *BACKEND))
+
+    def meet(self) -> None:
+        """A new epoch."""
+        rendezvous = self.trainers.do("open", MODEL, 1)[0]
+        joining = self.trainers.start("join", MODEL, rendezvous)
+        self.client.join_refit(rendezvous, RANKS, RefitConfig(**CONFIG))
+        joining.result()
 
     def post(self, route: str, body: dict[str, Any] | None = None) -> requests.Response:
         return requests.post(f"{self.url}/{route}", json=body or {}, timeout=200)
@@ -102,67 +161,79 @@ class Served:
         return so_far, whole
 
     def refit_with(self, index: int) -> None:
-        """By the page's function; the trainer takes on A (0) or B (1) and sends it."""
+        """The trainer takes on A (0) or B (1) and sends it."""
         self.version += 1
         sending = self.trainers.start("refit", MODEL, index, self.version)
-        self.refit(self.version)
+        [record] = self.client.refit(self.version)
         assert all(isinstance(record, dict) for record in sending.result())
+        assert (record["version"], record["rank"], self.client.version) == (self.version, RANKS, self.version)
+        assert self.probe("refit_parameter_digests") == self.digests[index]
+
+    @property
+    def paused(self) -> bool:
+        return bool(requests.get(f"{self.url}/is_paused", timeout=60).json()["is_paused"])
 
 
-def _wait_until_it_serves(url: str, process: Any) -> None:
+def _wait_until_it_serves(url: str, process: Any, known_by: str) -> None:
     while process.is_alive():
         try:
-            if requests.get(f"{url}/health", timeout=5).ok:
+            if requests.get(f"{url}/{known_by}", timeout=5).ok:
                 return
         except requests.ConnectionError:
             time.sleep(0.1)
-    raise AssertionError(f"vllm serve ended with exit code {process.exitcode}")
+    raise AssertionError(f"vLLM's server ended with exit code {process.exitcode}")
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     root = tmp_path_factory.mktemp("checkpoints")
-    found = [str(write_checkpoint(root / f"seed-{seed}", dense_config(), seed)) for seed in (1, 2)]
-    words = models.WordLevel({f"w{i}": i for i in range(120)}, unk_token="w0")
-    for path in found:
+    config = dense_config()
+    config.vocab_size = 128  # without padding, which would keep the poison that it is given
+    first, second = (str(write_checkpoint(root / f"seed-{seed}", config, seed)) for seed in (1, 2))
+    words = models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0")
+    for path in (first, second):
         PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(path)
-    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
-    assert (
-        "VLLM_SERVER_DEV_MODE=1 vllm serve" in page
-    )  # without that variable vLLM answers the routes with 404
-    [block] = re.findall(r"```python\n(import requests\n.*?)```", page, re.DOTALL)
-    url = f"http://127.0.0.1:{free_port()}"
-    shown: dict[str, Any] = {"url": url}
-    exec(block, shown)
-    arguments = [
-        *(found[0], "--host", "127.0.0.1", "--port", url.rpartition(":")[2]),
-        *("--dtype", "bfloat16", "--max-model-len", "512", "--enforce-eager"),
-        *("--worker-extension-cls", "vllm_probe.ProbeExtension"),
-        *("--weight-transfer-config", '{"backend": "rlrefit"}'),
-        *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
-    ]
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        closing(Trainers({MODEL: found})) as trainers,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with pytest.MonkeyPatch.context() as patch:
         for key, value in ENVIRONMENT.items():
             patch.setenv(key, value)
-        process = vllm_processes().Process(target=_serve, args=(arguments,))
-        process.start()
-        try:
-            _wait_until_it_serves(url, process)
-            started = Served(url, trainers, (found[0], found[1]), shown["meet"], shown["refit"], pool)
-            rendezvous = trainers.do("open", MODEL, 1)[0]
-            joining = trainers.start("join", MODEL, rendezvous)
-            started.meet(rendezvous, RANKS, RefitConfig(**CONFIG))
-            joining.result()
-            yield started
-            trainers.do("close", MODEL)
-        finally:
-            process.terminate()
-            process.join(30)
-            process.kill()
+        yield first, second
+
+
+@pytest.fixture(scope="module")
+def served(checkpoints: tuple[str, str]) -> Iterator[Served]:
+    url = f"http://127.0.0.1:{free_port()}"
+    with (
+        closing(Trainers({MODEL: list(checkpoints)})) as trainers,
+        ThreadPoolExecutor(1) as pool,
+        ExitStack() as running,
+    ):
+        running.enter_context(_serving(checkpoints[0], url, *BACKEND))
+        started = Served(url, trainers, checkpoints, RefitClient(url), pool, running)
+        started.digests = [started.probe("refit_parameter_digests")]
+        started.probe("probe_engine_load", checkpoints[1])
+        started.digests.append(started.probe("refit_parameter_digests"))
+        started.probe("probe_engine_load", checkpoints[0])
+        assert started.post("reset_prefix_cache").ok
+        assert started.client.version == -1
+        started.meet()
+        yield started
+        trainers.do("close", MODEL)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., Any]], None]:
+    """Puts ``change`` before the client's calls of a path: it gets the path and the body, and returns those to ask with."""
+
+    def put(path: str, change: Callable[[str, Any], tuple[str, Any]]) -> None:
+        ask = HttpCalls.ask
+
+        def changed(self: HttpCalls, method: str, to: str, fields: Any = None, **how: Any) -> HttpAnswer:
+            to, fields = change(to, fields) if to.startswith(path) else (to, fields)
+            return ask(self, method, to, fields, **how)
+
+        monkeypatch.setattr(HttpCalls, "ask", changed)
+
+    return put
 
 
 def test_a_busy_server_that_was_not_paused_refuses_an_update_and_goes_on(served: Served):
@@ -176,18 +247,19 @@ def test_a_busy_server_that_was_not_paused_refuses_an_update_and_goes_on(served:
     assert whole.result() == undisturbed
 
 
-@pytest.mark.parametrize("clears", [True, False], ids=["as the page shows", "paused with its caches kept"])
+@pytest.mark.parametrize("clears", [True, False], ids=["as the client pauses", "paused with its caches kept"])
 def test_a_request_in_flight_and_those_after_it_get_the_new_weights_alone(
-    served: Served, clears: bool, monkeypatch: pytest.MonkeyPatch
+    served: Served, clears: bool, asked: Callable[..., None]
 ):
     """Twice there and back; what keeps its caches while it is paused has old keys and values of the request."""
     if not clears:
-        post = requests.post
-        monkeypatch.setattr(
-            requests,
-            "post",
-            lambda url, **how: post(url.replace("mode=keep", "mode=keep&clear_cache=false"), **how),
-        )
+        asked("/pause", lambda path, fields: (f"{path}&clear_cache=false", fields))
+
+    def poisoned(path: str, fields: Any) -> tuple[str, Any]:
+        served.probe("probe_poison")
+        return path, fields
+
+    asked("/update_weights", poisoned)
     old, old_long = served.complete(PROMPT, TOKENS), served.complete(LONG_PROMPT)
     for index in (1, 0):
         so_far, whole = served.begin()
@@ -219,19 +291,136 @@ def test_an_update_that_was_opened_and_brought_nothing_is_opened_again(served: S
 
 
 def test_a_refused_update_leaves_the_server_running_with_the_older_weights(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch, asked: Callable[..., None]
 ):
     tokens = served.complete(LONG_PROMPT)
-    post = requests.post
-
-    def without_version(url: str, **how: Any) -> requests.Response:
-        return post(url, **(how | {"json": {"update_info": {}}} if url.endswith("update_weights") else how))
-
-    monkeypatch.setattr(requests, "post", without_version)
-    with pytest.raises(requests.HTTPError, match="500"):
-        served.refit(served.version + 1)
+    asked("/update_weights", lambda path, fields: (path, {"update_info": {}}))
+    with pytest.raises(RefitError, match=r"POST /update_weights with 500.*version"):
+        served.client.refit(served.version + 1)
     monkeypatch.undo()
-    assert not requests.get(f"{served.url}/is_paused", timeout=60).json()["is_paused"]
+    served.client.require_servable()
     assert served.complete(LONG_PROMPT) == tokens
     served.refit_with(0)
     assert served.complete(LONG_PROMPT) != tokens
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_refit_that_fails_before_a_byte_leaves_the_server_running_if_all_workers_tell(
+    served: Served, replicas: int, monkeypatch: pytest.MonkeyPatch
+):
+    """vLLM tells the version of the first of its data-parallel replicas alone; this one has two as far as it tells."""
+    tokens = served.complete(LONG_PROMPT)
+    ask = HttpCalls.ask
+
+    def counted(self: HttpCalls, method: str, path: str, *args: Any, **how: Any) -> HttpAnswer:
+        answer = ask(self, method, path, *args, **how)
+        return HttpAnswer(200, {"world_size": replicas}) if path == "/get_world_size" else answer
+
+    monkeypatch.setattr(HttpCalls, "ask", counted)
+    sending = served.trainers.start("refit", MODEL, 1, served.version + 7)
+    with pytest.raises(RefitMismatch) as failed:
+        served.client.refit(served.version + 1)
+    assert all("RefitMismatch" in answer for answer in sending.result())
+    assert failed.value.stage.startswith("begin")
+    assert served.paused == (replicas == 2)
+    if served.paused:
+        with pytest.raises(EngineDirty):
+            served.client.require_servable()
+    else:
+        assert served.complete(LONG_PROMPT) == tokens
+    served.meet()
+    served.refit_with(1)
+    assert served.complete(LONG_PROMPT) != tokens
+    served.refit_with(0)
+
+
+def test_a_refit_that_fails_after_a_byte_leaves_the_server_paused_until_the_next_one(served: Served):
+    served.probe("probe_fail_next")
+    with pytest.raises(PeerLost, match=r"stays paused.*join_refit") as failed:
+        served.client.refit(served.version + 1)
+    found = failed.value
+    assert (found.stage, found.rank, found.blamed) == ("transfer", RANKS, 1)
+    assert served.paused
+    for client in (served.client, RefitClient(served.url)):
+        with pytest.raises(EngineDirty):
+            client.require_servable()
+        with pytest.raises(EngineDirty):
+            assert client.version
+    served.meet()
+    served.refit_with(1)
+    served.client.require_servable()
+    served.refit_with(0)
+
+
+def test_requests_that_are_waited_for_in_vain_go_on_with_the_older_weights(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    undisturbed = served.complete(PROMPT, MANY)
+    ask = HttpCalls.ask
+
+    def hurried(self: HttpCalls, method: str, path: str, fields: Any = None, **how: Any) -> HttpAnswer:
+        return ask(
+            self, method, path, fields, **how | ({"timeout_s": 0.1} if path.startswith("/pause") else {})
+        )
+
+    monkeypatch.setattr(HttpCalls, "ask", hurried)
+    so_far, whole = served.begin(MANY)
+    with pytest.raises(RefitTimeout, match="as it was"):
+        served.client.refit(served.version + 1, mode="wait")
+    assert len(so_far) < MANY
+    assert whole.result() == undisturbed
+    assert not served.paused
+    served.refit_with(1)
+    served.refit_with(0)
+
+
+def test_what_a_server_can_not_do_is_refused_before_anything_is_asked(served: Served):
+    with pytest.raises(RefitError, match="keep, wait, abort") as refused:
+        served.client.refit(served.version + 1, mode="retract")
+    assert refused.value.stage == "settings"
+    with pytest.raises(RefitError, match="join_refit"):
+        RefitClient(served.url).refit(served.version + 1)
+    with pytest.raises(RefitError, match="neither vLLM's nor SGLang's"):
+        RefitClient(f"{served.url}/v1/models")
+    assert not served.paused
+
+
+def test_a_server_that_was_restarted_is_met_anew(served: Served):
+    served.refit_with(1)
+    tokens = served.complete(PROMPT)
+    served.running.close()
+    with pytest.raises(RefitError, match="did not answer") as lost:
+        served.client.refit(served.version + 1)
+    assert lost.value.stage == "http"
+    served.restart()
+    with pytest.raises(RefitError, match="join_refit") as unmet:
+        served.client.refit(served.version + 1)
+    assert unmet.value.stage == "handshake"
+    served.client.require_servable()
+    assert served.client.version == -1
+    served.meet()
+    served.refit_with(1)
+    assert served.complete(PROMPT) == tokens
+
+
+def test_a_server_that_cannot_be_refitted_is_told_how_to_start(checkpoints: tuple[str, str]):
+    url = f"http://127.0.0.1:{free_port()}"
+    with (
+        _serving(checkpoints[0], url),
+        pytest.raises(RefitError, match="--weight-transfer-config") as refused,
+    ):
+        RefitClient(url)
+    assert refused.value.stage == "start"
+
+
+def test_a_server_without_development_mode_is_told_how_to_start(
+    checkpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("VLLM_SERVER_DEV_MODE")
+    url = f"http://127.0.0.1:{free_port()}"
+    with (
+        _running(url, "version", _serve_routes, ["--model", checkpoints[0]], int(url.rpartition(":")[2])),
+        pytest.raises(RefitError, match="VLLM_SERVER_DEV_MODE=1") as refused,
+    ):
+        RefitClient(url)
+    assert refused.value.stage == "start"

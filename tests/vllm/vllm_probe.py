@@ -25,7 +25,7 @@ class ProbeExtension(VllmRefitExtension):
         def failing(version: int) -> None:
             del refit.refit
             refit.refit_state.mark_dirty(version)
-            raise PeerLost("a trainer died in the middle")
+            raise PeerLost("a trainer died in the middle", stage="transfer", rank=2, blamed=1)
 
         refit.refit = failing
 

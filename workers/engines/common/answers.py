@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate
 
 from ....integration import errors
@@ -16,6 +18,9 @@ logger = logging.getLogger(__name__)
 REFIT_ERROR = "refit_error"
 # What an error tells of its place beside its text.
 _PLACE = ("stage", "rank", "parameter", "blamed")
+# Before that place in a text, and the stage as a RefitError's own text ends with it.
+_MARK = f" ({REFIT_ERROR} "
+_TOLD_STAGE = re.compile(r"\[stage ([^\],]+)[^\]]*\]")
 _TYPES = {
     name: kind
     for name, kind in vars(errors).items()
@@ -71,10 +76,53 @@ def raise_refit_errors(
         return list(answers)
     causes = [entry for entry in failed if entry[1]["type"] != PeerLost.__name__]
     index, described = (causes or failed)[0]
-    kind = _TYPES.get(described["type"])
-    text = described["text"] if kind else f"{described['type']}: {described['text']}"
-    error = (kind or RefitError)(f"{worker} {index}: {text}")
-    # Set here and not by the constructor, which would name the place a second time.
+    raise _rebuilt(described, f"{worker} {index}: {_text(described)}")
+
+
+def told(found: dict[str, Any]) -> str:
+    """The error of an answer as text, for calls that carry nothing else; :func:`heard` reads it."""
+    described = dict(found[REFIT_ERROR])
+    text = described.pop("text")
+    return f"{described['type']}: {text}{_MARK}{json.dumps(described)})"
+
+
+def heard(text: str, whose: str) -> RefitError | None:
+    """The error that a text tells, whatever others have put around it.
+
+    Args:
+        text: of :func:`told`, or of an error that was passed on as text alone.
+        whose: what the error's own text begins with.
+
+    Returns:
+        Of the type that was raised; a :class:`RefitError` with its stage, if only its text was passed on; None, if the text tells
+        none.
+    """
+    before, mark, after = text.partition(_MARK)
+    if mark:
+        described, _ = json.JSONDecoder().raw_decode(after)
+        said = before.partition(f"{described['type']}: ")[2]
+        return _rebuilt(described, whose + _text(described | {"text": said}))
+    place = _TOLD_STAGE.search(text)
+    return _rebuilt({"type": RefitError.__name__, "stage": place[1]}, whose + text) if place else None
+
+
+def extended(error: RefitError, more: str) -> RefitError:
+    """The same error, with more to tell."""
+    return _placed(type(error)(f"{error}. {more}"), vars(error))
+
+
+def _text(described: dict[str, Any]) -> str:
+    """What happened; of errors that are not rlrefit's also their kind."""
+    known = described["type"] in _TYPES
+    return str(described["text"]) if known else f"{described['type']}: {described['text']}"
+
+
+def _rebuilt(described: Mapping[str, Any], text: str) -> RefitError:
+    return _placed(_TYPES.get(described["type"], RefitError)(text), described)
+
+
+def _placed[Error: RefitError](error: Error, place: Mapping[str, Any]) -> Error:
+    # Not by the constructor, which would name the place a second time.
     for name in _PLACE:
-        setattr(error, name, described.get(name, getattr(error, name)))
-    raise error
+        setattr(error, name, place.get(name, getattr(error, name)))
+    return error

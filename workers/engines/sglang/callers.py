@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import http.client
 import json
 import pickle
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ....integration.errors import RefitError, RefitTimeout
 from ..common.answers import raise_refit_errors
+from ..common.http_calls import STAGE, HttpCalls
 from .compat import STORES, VERSION, stores_of, unsupported_settings
 from .engine_state import EngineState
 from .loader import LOADER
@@ -166,11 +164,7 @@ class HttpCaller:
     """
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float = 600.0) -> None:
-        self._url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._timeout_s = timeout_s
+        self._http = HttpCalls(url, api_key, timeout_s)
 
     def call(self, step: Step) -> Answer:
         """As :meth:`Caller.call`.
@@ -184,7 +178,7 @@ class HttpCaller:
             missing = [name for name in (*SETTINGS, "version") if name not in found]
             if missing:
                 raise RefitError(
-                    f"the server at {self._url} does not report {', '.join(missing)}, so it is not SGLang {VERSION}",
+                    f"the server at {self._http.url} does not report {', '.join(missing)}, so it is not SGLang {VERSION}",
                     stage="settings",
                 )
             return Answer(value={name: found[name] for name in (*SETTINGS, "version")})
@@ -209,31 +203,15 @@ class HttpCaller:
     def _ask(
         self, step: Step, method: str, path: str, fields: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        body = None if fields is None else json.dumps(fields).encode()
-        request = urllib.request.Request(self._url + path, body, self._headers, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
-                return _read(response.read())
-        except urllib.error.HTTPError as error:
-            said = _read(error.read())
-            if error.code == 400:  # how SGLang says success: false
-                return {"message": error.reason, **said, "success": False}
+        answer = self._http.ask(method, path, fields, name=step.name)
+        if answer.status == 400:  # how SGLang says success: false
+            return {"message": answer.words, **answer.content, "success": False}
+        if answer.status != 200:
             raise RefitError(
-                f"the SGLang server at {self._url} answered {step.name} with {error.code}: {said.get('message', error.reason)}",
-                stage="settings",
-            ) from error
-        except TimeoutError as error:
-            raise _late(step, self._timeout_s) from error
-        except (
-            OSError,
-            http.client.HTTPException,
-        ) as error:  # from a server that ends before it has answered
-            reason = getattr(error, "reason", None) or f"{type(error).__name__}: {error}"
-            raise RefitError(
-                f"the SGLang server at {self._url} did not answer {step.name}: {reason}. It may have ended. Weights that "
-                "were written in part are not served",
-                stage="settings",
-            ) from error
+                f"the SGLang server at {self._http.url} answered {step.name} with {answer.status}: {answer.words}",
+                stage=STAGE,
+            )
+        return answer.content
 
 
 class EngineCalls:
@@ -348,15 +326,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return [_plain(found) for found in value] if isinstance(value, list) else value
-
-
-def _read(data: bytes) -> dict[str, Any]:
-    """A JSON object, or text under ``message``."""
-    try:
-        found = json.loads(data)
-    except ValueError:
-        return {"message": data.decode(errors="replace").strip()}
-    return found if isinstance(found, dict) else {"message": str(found)}
 
 
 def _late(step: Step, seconds: float) -> RefitTimeout:

@@ -42,6 +42,7 @@ class SglangRefit:
         calls: of the engine and its workers, for other purposes than refits.
         devices: UUIDs of the GPUs of the workers, in the order of their tensor ranks.
         loads_in_parts: SGLang's loaders take weights in several buckets.
+        unusable: the error of a refit that left the engine paused, until one succeeds; None if there is none.
 
     Raises:
         RefitError: the engine was started with settings that can't be refitted; all of them are named.
@@ -55,8 +56,7 @@ class SglangRefit:
         self._engine = ""
         # Of the refit in buckets that has begun: its version, and whether SGLang's own loader can't write all of it.
         self._version, self._placing = -1, False
-        # The error of the last refit, if it failed: until one succeeds, nothing may be generated.
-        self._unusable: BaseException | None = None
+        self.unusable: BaseException | None = None
         # The workers guard their weights from here on, and not from the first refit.
         self.calls.update([])
         self.devices: list[str] = [found["device"] for found in self.calls.ask("describe")]
@@ -290,7 +290,7 @@ class SglangRefit:
         for tag in sorted(tags, reverse=True):  # the weights first
             self.calls.step("resume_memory_occupation", tags=sorted(PARTS[tag] & state.released))
         # If a sleep has discarded the weights, a refit has to bring them before requests run.
-        if not state.asleep - set(tags) and self._unusable is None and self._served():
+        if not state.asleep - set(tags) and self.unusable is None and self._served():
             self._pauses.resume()
 
     def asleep(self) -> frozenset[str]:
@@ -338,7 +338,7 @@ class SglangRefit:
         state = self.calls.state()
         self._drop_prefixes(state)
         self.calls.step("update_weight_version", new_version=str(version))
-        self._unusable = None
+        self.unusable = None
         if not state.released:
             self._pauses.resume()
 
@@ -359,7 +359,7 @@ class SglangRefit:
         try:
             yield
         except BaseException as error:
-            self._unusable = error
+            self.unusable = error
             raise
 
     @contextmanager
@@ -374,7 +374,7 @@ class SglangRefit:
         """
         state = self._require_refittable()
         paused = self._pauses.quiet(mode, state)
-        before = self._unusable
+        before = self.unusable
         try:
             with self._keeping_paused():
                 yield
@@ -384,7 +384,7 @@ class SglangRefit:
             if before is None and served and version not in served:
                 if not (paused or state.released):
                     self._pauses.resume()
-                self._unusable = None
+                self.unusable = None
             raise
 
     def _served(self) -> set[int]:
@@ -407,10 +407,10 @@ class SglangRefit:
 
     def _require_whole(self) -> EngineState:
         """As :meth:`require_servable`, but a paused engine passes."""
-        if self._unusable is not None:
+        if self.unusable is not None:
             raise EngineDirty(
                 "the last refit failed and left the engine paused, so nothing would be generated: "
-                f"{type(self._unusable).__name__}: {self._unusable}. Refit again, which resumes it, or restart the engine",
+                f"{type(self.unusable).__name__}: {self.unusable}. Refit again, which resumes it, or restart the engine",
                 stage="generate",
             )
         state = self.calls.state()

@@ -47,8 +47,8 @@ class EngineState:
         found = internal_state.get(STATE)
         if found is None:
             raise RefitError(
-                "SGLang's scheduler does not report its released memory: rlrefit's loader did not reach it; the engine's log says "
-                "why. Nothing was written; restart the engine",
+                "SGLang's scheduler does not report its released memory. Nothing was written. If the engine was restarted, make a "
+                "new driver of it and have both sides meet again; else rlrefit's loader did not reach it, and its log says why",
                 stage="settings",
             )
         return EngineState(frozenset(found["released"]), bool(found["paused"]) or is_pause)

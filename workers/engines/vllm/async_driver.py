@@ -15,7 +15,7 @@ from ....integration.config import RefitConfig
 from ....integration.errors import EngineDirty, RefitError
 from ..common.answers import raise_refit_errors
 from .compat import SERVER, SERVER_HOLDS, require_driver
-from .driver import BaseDriver, Generated, PauseMode
+from .driver import BaseDriver, Generated, PauseMode, one_version
 from .patches import DROPPED, require_kept_tokens
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class AsyncVllmDriver(BaseDriver):
 
     async def serving_version(self) -> int:
         """As :meth:`~.driver.VllmDriver.serving_version`."""
-        return self._one_version(await self._rpc("refit_serving_version"))
+        return one_version(await self._rpc("refit_serving_version"))
 
     async def close_refit(self) -> None:
         """End the epoch on all workers."""

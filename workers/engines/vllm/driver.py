@@ -189,25 +189,25 @@ class BaseDriver:
         )
 
     @staticmethod
-    def _one_version(answers: Sequence[dict[str, Any]]) -> int:
-        """The version that all workers answered.
-
-        Raises:
-            RefitError: they hold different ones.
-        """
-        found = [answer["version"] for answer in answers]
-        if len(set(found)) != 1:
-            raise RefitError(
-                f"the workers of one engine hold different versions: {found}; what it generates is no version's. "
-                "Refit again",
-                stage="commit",
-            )
-        return int(found[0])
-
-    @staticmethod
     def _on_any_worker(answers: Sequence[dict[str, Any]]) -> frozenset[str]:
         """What sleeps on any of the workers that answered ``refit_asleep``."""
         return frozenset(tag for answer in answers for tag in answer["asleep"])
+
+
+def one_version(answers: Sequence[dict[str, Any]]) -> int:
+    """The version that all workers answered.
+
+    Raises:
+        RefitError: they hold different ones.
+    """
+    found = [answer["version"] for answer in answers]
+    if len(set(found)) != 1:
+        raise RefitError(
+            f"the workers of one engine hold different versions: {found}; what it generates is no version's. "
+            "Refit again",
+            stage="commit",
+        )
+    return int(found[0])
 
 
 class VllmDriver(BaseDriver):
@@ -352,7 +352,7 @@ class VllmDriver(BaseDriver):
             EngineDirty: a worker holds weights that are not whole.
             RefitError: the workers hold different versions.
         """
-        return self._one_version(self._rpc("refit_serving_version"))
+        return one_version(self._rpc("refit_serving_version"))
 
     def close_refit(self) -> None:
         """End the epoch on all workers."""

@@ -65,6 +65,11 @@ class VllmRefitExtension(Refitted):
         return {"version": self._refit.serving_version()}
 
     @answered
+    def refit_record(self) -> dict[str, Any]:
+        """This rank's record of the last ``update_weights``; empty before it."""
+        return self._refit.record
+
+    @answered
     def refit_caches_dropped(self, version: int) -> dict[str, Any]:
         """Told by a driver that has dropped what older weights made; an error if ``version`` is not the one in place.
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from ....integration.errors import RefitError
-from ..common.answers import REFIT_ERROR, answer
+from ..common.answers import REFIT_ERROR, answer, told
 from .compat import CPU, require_core, require_supported_runner, require_supported_vllm
 from .connectors import require_droppable_caches
 
@@ -415,11 +415,10 @@ def _raise_on_the_last(worker: Any, found: dict[str, Any]) -> dict[str, Any]:
     answers behind it to be taken for those of the next call. A failed refit fails on all ranks, the last one included.
 
     Raises:
-        RuntimeError: on the last worker; names the error's type.
+        RuntimeError: on the last worker; its text tells the error.
     """
     if REFIT_ERROR in found and worker.rank == worker.vllm_config.parallel_config.world_size - 1:
-        described = found[REFIT_ERROR]
-        raise RuntimeError(f"{described['type']}: {described['text']}")
+        raise RuntimeError(told(found))
     return found
 
 

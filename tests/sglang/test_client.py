@@ -1,0 +1,127 @@
+"""The client of servers, on an SGLang server's endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from rlrefit.integration.control import open_rendezvous
+from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitMismatch
+from rlrefit.integration.session import RefitSession
+from rlrefit.workers.engines.http_client import RefitClient
+
+from .engine_double import EngineDouble, ManagerDouble, equal, weights
+from .ways import CONFIG, Driven, driven_in
+
+
+@dataclass
+class Scene:
+    """A server, a trainer rank, and a client that has them meet."""
+
+    driven: Driven
+    client: RefitClient
+    pool: ThreadPoolExecutor
+    stack: ExitStack
+    session: Any = None
+
+    def meet(self) -> None:
+        server = self.stack.enter_context(closing(open_rendezvous("127.0.0.1", 1, 1)))
+        joining = self.pool.submit(
+            RefitSession.open, server.rendezvous, 0, lambda: self.driven.source, CONFIG
+        )
+        self.client.join_refit(server.rendezvous.to_json(), 1, CONFIG)
+        self.session = self.stack.enter_context(closing(joining.result()))
+
+    def refit(self, version: int, index: int, **mode: str) -> None:
+        self.driven.take_on(index)
+        sending = self.pool.submit(self.session.refit, version)
+        [record] = self.client.refit(version, **mode)
+        sending.result()
+        manager = self.driven.manager
+        assert (record["version"], record["rank"], self.client.version) == (version, 1, version)
+        assert equal(manager.holder.held, weights(index))
+        assert not manager.paused
+        assert not manager.stale_prefixes
+        self.client.require_servable()
+
+
+@pytest.fixture
+def scene(sglang: None) -> Iterator[Scene]:
+    with (
+        ThreadPoolExecutor(1) as pool,
+        driven_in("over HTTP", EngineDouble()) as driven,
+        ExitStack() as stack,
+    ):
+        found = Scene(driven, RefitClient(driven.url, "key"), pool, stack)
+        found.meet()
+        yield found
+
+
+def test_a_server_is_refitted_by_the_same_two_calls_as_vllms(scene: Scene) -> None:
+    scene.refit(0, 1)
+    scene.refit(1, 0, mode="abort")
+    scene.client.close_refit()
+    scene.meet()
+    scene.refit(2, 1)
+
+
+def test_a_mode_that_sglang_does_not_have_and_a_trainer_that_was_not_met_are_refused(scene: Scene) -> None:
+    scene.refit(0, 1)
+    with pytest.raises(RefitError, match="no trainer has been met"):
+        RefitClient(scene.driven.url).refit(1)
+    with pytest.raises(RefitError, match="wait, abort, retract") as refused:
+        scene.client.refit(1, mode="keep")
+    assert refused.value.stage == "settings"
+    scene.client.require_servable()
+
+
+def test_a_refit_that_fails_before_a_byte_leaves_the_server_running(scene: Scene) -> None:
+    scene.refit(0, 1)
+    sending = scene.pool.submit(scene.session.refit, 7)
+    with pytest.raises(RefitMismatch, match="as it was") as failed:
+        scene.client.refit(1)
+    assert isinstance(sending.exception(), RefitMismatch)
+    assert failed.value.stage.startswith("begin")
+    assert not scene.driven.manager.paused
+    scene.client.require_servable()
+    scene.meet()
+    scene.refit(1, 0)
+
+
+def test_a_refit_that_fails_after_a_byte_leaves_the_server_paused_until_the_next_one(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.refit(0, 1)
+    worker = scene.driven.manager.worker
+
+    def failing(version: int) -> None:
+        worker.refit_state.mark_dirty(version)
+        raise PeerLost("a trainer died in the middle", stage="transfer", rank=1, blamed=0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "refit", failing)
+        with pytest.raises(PeerLost, match=r"stays paused.*join_refit") as failed:
+            scene.client.refit(1)
+    found = failed.value
+    assert (found.stage, found.rank, found.blamed) == ("transfer", 1, 0)
+    assert scene.driven.manager.paused
+    with pytest.raises(EngineDirty):
+        scene.client.require_servable()
+    scene.meet()
+    scene.refit(1, 0)
+
+
+def test_a_server_that_was_restarted_is_met_anew(scene: Scene) -> None:
+    scene.refit(0, 1)
+    manager, fresh = scene.driven.manager, ManagerDouble()
+    manager.worker, manager.holder, manager.attached = fresh.worker, fresh.holder, False
+    with pytest.raises(RefitError, match="restarted"):
+        scene.client.refit(1)
+    assert not manager.paused
+    scene.meet()
+    scene.refit(1, 0)

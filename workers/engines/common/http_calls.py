@@ -1,0 +1,116 @@
+"""Calls of an engine's HTTP server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from ....integration.errors import RefitError, RefitTimeout
+
+# Of the errors of a call that got no answer, or one that is no worker's.
+STAGE = "http"
+
+
+@dataclass(frozen=True)
+class HttpAnswer:
+    """What a server answered.
+
+    Attributes:
+        status: 200 and so on.
+        content: the JSON object that it sent, or its text under ``message``.
+        words: of an error, as the server told it.
+    """
+
+    status: int
+    content: dict[str, Any]
+
+    @property
+    def words(self) -> str:
+        found = next((self.content[key] for key in ("message", "error", "detail") if key in self.content), "")
+        return str(found.get("message", found) if isinstance(found, dict) else found) or "without a reason"
+
+
+class HttpCalls:
+    """Calls one server.
+
+    Args:
+        url: of the server, ``http://host:port``.
+        api_key: that it asks for, if it does.
+        timeout_s: how long the server may keep a call waiting for its next byte.
+
+    Raises:
+        RefitError: ``url`` is not one of a server.
+    """
+
+    def __init__(self, url: str, api_key: str = "", timeout_s: float = 600.0) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise RefitError(
+                f"url: {url!r} is not the address of a server, as http://host:8000 is", stage="settings"
+            )
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        fields: Mapping[str, Any] | None = None,
+        *,
+        name: str = "",
+        timeout_s: float | None = None,
+    ) -> HttpAnswer:
+        """One call.
+
+        Args:
+            method: ``GET`` or ``POST``.
+            path: with its query.
+            fields: the body, as JSON.
+            name: of the call in errors; method and path if left out.
+            timeout_s: of this call.
+
+        Raises:
+            RefitError: the server can't be reached, or ended before it had answered.
+            RefitTimeout: no answer.
+        """
+        name = name or f"{method} {path}"
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        body = None if fields is None else json.dumps(fields).encode()
+        request = urllib.request.Request(self.url + path, body, self._headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=limit_s) as response:
+                return HttpAnswer(response.status, _read(response.read()))
+        except urllib.error.HTTPError as error:
+            return HttpAnswer(error.code, _read(error.read()) or {"message": error.reason})
+        except TimeoutError as error:
+            raise RefitTimeout(
+                f"the server at {self.url} did not answer {name} within {limit_s:.0f} s: requests do not end, or a worker hangs or "
+                "has ended. Weights that were written in part are not served; look at the server's log and restart it",
+                stage=STAGE,
+            ) from error
+        # An HTTPException comes from a server that ends before it has answered.
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", None) or f"{type(error).__name__}: {error}"
+            raise RefitError(
+                f"the server at {self.url} did not answer {name}: {reason}. It may have ended. Weights that were written in part "
+                "are not served",
+                stage=STAGE,
+            ) from error
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    """A JSON object, or text under ``message``."""
+    try:
+        found = json.loads(data)
+    except ValueError:
+        found = data.decode(errors="replace").strip()
+    return found if isinstance(found, dict) else {"message": str(found)} if found else {}

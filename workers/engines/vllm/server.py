@@ -1,0 +1,211 @@
+"""A vLLM server, refitted over HTTP by the calls of its own weight transfer.
+
+A refit pauses the server, opens an update, receives the weights, closes the update, and resumes. vLLM's core refuses the update while
+requests run, and drops what the old weights made (:func:`~.patches.watch_weight_updates`).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from typing import Any, get_args
+
+from ....integration.config import RefitConfig
+from ....integration.engine.refit import WAYS
+from ....integration.errors import EngineDirty, RefitError
+from ..common.answers import heard, raise_refit_errors
+from ..common.http_calls import STAGE, HttpAnswer, HttpCalls
+from .driver import PauseMode, one_version
+
+logger = logging.getLogger(__name__)
+
+# How to start a server that can be refitted.
+COMMAND = 'VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config \'{"backend": "rlrefit"}\', with rlrefit installed beside vLLM'
+# What all workers of rlrefit answer at any time.
+_ASLEEP = "refit_asleep"
+# Seconds for the calls that follow a failed one.
+_AFTERWARDS_S = 30.0
+
+
+class VllmServer:
+    """Drives a vLLM server in development mode with rlrefit's backend.
+
+    Args:
+        http: calls of the server.
+
+    Attributes:
+        unusable: the error of a refit that left the server paused, until one succeeds; None if there is none.
+
+    Raises:
+        RefitError: the server can't be refitted as it was started.
+    """
+
+    def __init__(self, http: HttpCalls) -> None:
+        self._http = http
+        # Seconds for the calls in which the workers wait for the trainer; none before they have met one.
+        self._limit_s: float | None = None
+        self.unusable: BaseException | None = None
+        if http.ask("GET", "/is_paused").status == 404:
+            raise RefitError(
+                f"the vLLM server at {http.url} is not in development mode, so it has no calls for weights. Nothing was asked of it; "
+                f"start it as {COMMAND}",
+                stage="start",
+            )
+        answer = http.ask("POST", "/collective_rpc", {"method": _ASLEEP})
+        if answer.status != 200 and _ASLEEP in answer.words:
+            raise RefitError(
+                f"the workers of the vLLM server at {http.url} do not have rlrefit's backend (POST /collective_rpc: "
+                f"{answer.status}, {answer.words}). Nothing has changed; start it as {COMMAND}",
+                stage="start",
+            )
+        self._checked("POST /collective_rpc", answer)
+
+    @property
+    def version(self) -> int:
+        """Of the weights that may be served, -1 before the first refit.
+
+        Raises:
+            EngineDirty: they are not whole on a worker.
+            RefitError: workers hold different versions.
+        """
+        return one_version(self._rpc("refit_serving_version"))
+
+    def require_servable(self) -> None:
+        """Check before requests are given to the server; a paused one would keep them waiting.
+
+        Raises:
+            EngineDirty: a refit failed, the server is paused, or its weights are not whole or asleep.
+        """
+        if self.unusable is not None:
+            raise EngineDirty(
+                f"the last refit failed and left the server paused: {type(self.unusable).__name__}: {self.unusable}",
+                stage="generate",
+            )
+        if self._is_paused():
+            raise EngineDirty(
+                f"the server at {self._http.url} is paused, so nothing would be generated. POST /resume, or refit, which resumes it",
+                stage="generate",
+            )
+        self._rpc("refit_require_servable")
+
+    def init_refit(
+        self, rendezvous: dict[str, Any], first_rank: int, config: RefitConfig, engine: str = "nccl_xfer"
+    ) -> None:
+        """Have all workers meet the trainer; ``first_rank`` is the refit rank of the first of them.
+
+        Raises:
+            RefitError: of the type that the worker raised. Nothing was written.
+        """
+        if engine not in WAYS:
+            raise RefitError(f"engine: {engine!r} is not one of {', '.join(WAYS)}", stage="settings")
+        self._limit_s = None
+        limit_s = max(self._http.timeout_s, config.call_limit_s)
+        init_info = {
+            "rendezvous": rendezvous,
+            "first_rank": first_rank,
+            "refit_config": asdict(config),
+            "engine": engine,
+        }
+        self._post("/init_weight_transfer_engine", {"init_info": init_info}, limit_s)
+        self._limit_s = limit_s
+
+    def refit(self, version: int, mode: PauseMode = "keep") -> list[dict[str, Any]]:
+        """Have all workers receive the weights, and serve ``version`` from then on.
+
+        Args:
+            version: the same as on the trainer.
+            mode: what becomes of running requests.
+
+        Returns:
+            The workers' records; of data-parallel replicas the first one's.
+
+        Raises:
+            RefitError: of the type that the worker raised. If all workers hold the older version whole, the server goes on as it was;
+                else it stays paused until a refit succeeds.
+        """
+        if mode not in get_args(PauseMode):
+            raise RefitError(
+                f"mode: {mode!r} is not one of {', '.join(get_args(PauseMode))}, which a vLLM server knows",
+                stage="settings",
+            )
+        if self._limit_s is None:
+            raise RefitError("no trainer has been met; call join_refit first", stage="handshake")
+        paused = self._is_paused()
+        earlier = self.unusable
+        # So that an exception of any kind, an interrupt too, leaves a server that is known to be unusable.
+        self.unusable = RefitError(f"refit {version} was interrupted", stage="commit")
+        sent = False
+        try:
+            # What sleeps runs nothing; to be paused, replicas would take steps together, in memory that is not there.
+            if not (paused and self._asleep()):
+                self._post(f"/pause?mode={mode}")
+            self._post("/start_weight_update", {})
+            sent = True
+            self._post("/update_weights", {"update_info": {"version": version}}, self._limit_s)
+            self._post("/finish_weight_update")
+            records = self._rpc("refit_record")
+            self._post("/resume")
+        except RefitError as error:
+            whole = earlier is None and self._holds_older(version, sent)
+            goes_on = whole and (paused or self._goes_on())
+            self.unusable = None if goes_on else error
+            raise
+        self.unusable = None
+        return records
+
+    def close_refit(self) -> None:
+        """End the epoch on all workers."""
+        self._rpc("close_refit")
+        self._limit_s = None
+
+    def _is_paused(self) -> bool:
+        return bool(self._checked("GET /is_paused", self._http.ask("GET", "/is_paused"))["is_paused"])
+
+    def _asleep(self) -> bool:
+        return any(answer["asleep"] for answer in self._rpc(_ASLEEP))
+
+    def _holds_older(self, version: int, sent: bool) -> bool:
+        """Whether all workers are known to hold weights whole that are not those of ``version``, which may have been ``sent``."""
+        try:
+            answers = self._rpc("refit_serving_version", _AFTERWARDS_S)
+            asked = self._http.ask("GET", "/get_world_size", timeout_s=_AFTERWARDS_S)
+            workers = self._checked("GET /get_world_size", asked)["world_size"]
+            if sent and len(answers) < workers:
+                # vLLM passes on the answers of the first data-parallel replica alone.
+                logger.warning(
+                    "%d of %d workers told their version, so the server stays paused", len(answers), workers
+                )
+                return False
+            return one_version(answers) != version
+        except RefitError as error:
+            logger.warning("after refit %d failed, the server stays paused: %s", version, error)
+            return False
+
+    def _goes_on(self) -> bool:
+        """Resume; whether it did."""
+        try:
+            self._post("/resume", timeout_s=_AFTERWARDS_S)
+        except RefitError as error:
+            logger.warning("the server could not be resumed: %s", error)
+            return False
+        return True
+
+    def _rpc(self, method: str, timeout_s: float | None = None) -> list[dict[str, Any]]:
+        found = self._post("/collective_rpc", {"method": method}, timeout_s)
+        return raise_refit_errors(found["results"])
+
+    def _post(
+        self, path: str, fields: dict[str, Any] | None = None, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        return self._checked(f"POST {path}", self._http.ask("POST", path, fields, timeout_s=timeout_s))
+
+    def _checked(self, route: str, answer: HttpAnswer) -> dict[str, Any]:
+        """What the server answered.
+
+        Raises:
+            RefitError: an error; of the worker's type if it is one's.
+        """
+        if answer.status == 200:
+            return answer.content
+        whose = f"the vLLM server at {self._http.url} answered {route} with {answer.status}: "
+        raise heard(answer.words, whose) or RefitError(whose + answer.words, stage=STAGE)
