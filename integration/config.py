@@ -22,7 +22,7 @@ _NO_M2N = (
 _VERIFY_MODES = ("off", "sampled", "full")
 _DELTA_MODES = ("off", "auto", "always")
 _HAVE_OFF = ("verify", "delta")
-DELTA_BASES = ("gpu", "host")
+DELTA_BASES = ("gpu", "host", "optimizer")
 _LORA_MODES = ("merge", "adapter")
 # Each stream has a communicator, whose kernels take up to 32 of a GPU's multiprocessors.
 _MOST_STREAMS = 4
@@ -49,7 +49,8 @@ class RefitConfig:
         delta: ``always`` sends only what differs from the version that both sides hold, wherever they hold one; ``auto`` does so
             as long as it is faster than a dense refit; ``off`` sends all weights each time.
         delta_base: where each trainer rank keeps what it last sent, as much again as it sends: ``gpu``, or ``host`` for
-            page-locked host memory, which a GPU reads at the rate of PCIe.
+            page-locked host memory, which a GPU reads at the rate of PCIe. ``optimizer`` keeps one bit for each element, which is
+            set where a step within ``recording_changes()`` changes it; for the time of that step a copy of what is sent is on the GPU.
         trainer_quantize_fp8: the trainer quantizes what the engine stores as block-scaled FP8 (E4M3 in 128 by 128
             blocks, or MXFP8), as it packs it: half the bytes travel, and the engine does not quantize again.
         lora: what travels of a model under LoRA: ``merge`` merges the adapters into each shard as it is sent, under
@@ -118,6 +119,11 @@ class RefitConfig:
             )
         if self.delta_base not in DELTA_BASES:
             found.append(f"{prefix}.delta_base: {self.delta_base!r} is not one of {', '.join(DELTA_BASES)}")
+        elif self.delta != "off" and self.delta_base == "optimizer" and self.trainer_quantize_fp8:
+            found.append(
+                f"{prefix}.delta_base: optimizer tells what a step changed of the weights, and with {prefix}.trainer_quantize_fp8 codes "
+                "travel, which each step would quantize twice; give gpu or host"
+            )
         if self.lora not in _LORA_MODES:
             found.append(f"{prefix}.lora: {self.lora!r} is not one of {', '.join(_LORA_MODES)}")
         if self.bucket_mb < 1:
@@ -213,6 +219,22 @@ def read_settings(
     return Settings(
         refit, {key: good[key] for key in own if key in good}, (*wrong, *refit.violations(prefix))
     )
+
+
+def records_no_steps(config: RefitConfig, prefix: str, who: str) -> list[str]:
+    """What is wrong with the settings of a trainer whose steps are not recorded, a sentence; empty if nothing is.
+
+    Args:
+        config: of the refit.
+        prefix: of its section.
+        who: runs the optimizer's steps.
+    """
+    if config.delta == "off" or config.delta_base != "optimizer":
+        return []
+    return [
+        f"{prefix}.delta_base: optimizer needs recording_changes() around the optimizer's step, which {who} does not enter; give gpu "
+        "or host"
+    ]
 
 
 def as_written(key: str, value: Any) -> Any:

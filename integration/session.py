@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import cast
@@ -217,6 +218,19 @@ class RefitSession:
         except BaseException as error:  # an interrupt, too: communicators with work under way can't be closed
             self._give_up(error)
             raise
+
+    def recording_changes(self) -> AbstractContextManager[None]:
+        """A context for whatever writes a trainer rank's weights between two refits, as an optimizer's step does.
+
+        With ``delta_base: optimizer`` the next refit, if it is sparse, sends what has changed within such contexts. A copy of all that
+        this rank sends is on its device meanwhile. All trainer ranks enter it together: at its end parameters are completed
+        (:meth:`.weights.endpoints.WeightSource.prepare`). With another ``delta_base``, with ``delta: off`` and on generation
+        ranks it does nothing.
+        """
+        config = self.engine.config
+        if config.delta == "off" or config.delta_base != "optimizer" or not self.world.is_source:
+            return nullcontext()
+        return self.engine.recording_step()
 
     def healthy(self) -> bool:
         """Whether another refit can run: nothing has failed here, and no other rank has gone or given up."""

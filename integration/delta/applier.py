@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..packing import Strided
+from ..packing.rows import collapse
 from ..transport.storage import LiveViews, in_memory
 from . import blocks
 from .packer import WeighTable, programs_of, stream_rows
@@ -124,7 +125,10 @@ class DeviceApplier:
         self._count = len(rows)
         self._scratch = scratch
         self._kernels = {size: self._compiled(size) for size in by_size}
-        self._weighed = [WeighTable(held, size, self._device) for size, held in by_size.items()]
+        self._weighed = [
+            WeighTable(collapse((a, b, 0) for a, b in held), size, self._device)
+            for size, held in by_size.items()
+        ]
 
     def weigh(self) -> None:
         self.total.zero_()

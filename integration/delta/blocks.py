@@ -135,26 +135,26 @@ class Packed(NamedTuple):
     data: npt.NDArray[np.uint8]
 
 
-def pack(new: Bits, base: Bits, start: int, room: Packed, counts: list[int]) -> int:
-    """Pack what differs of neighbouring elements, and bring the base up to it.
+def pack(new: Bits, differ: Ints, start: int, room: Packed, counts: list[int]) -> Ints:
+    """Pack those of neighbouring elements that differ from what was last sent.
 
     Args:
-        new: their bits.
-        base: their bits in the base; what is packed is copied there.
+        new: the elements' bits.
+        differ: index of each that differs, ascending.
         start: byte of the stream at which they begin.
         room: for the blocks.
         counts: of the pass, :data:`COUNTS` numbers; added to.
 
     Returns:
-        What it adds to the weight sum; int64, modulo 2^64. Blocks without room add nothing, and leave the base as it is.
+        Those of ``differ`` that have found room.
     """
-    size, align, total = new.itemsize, alignment(new.itemsize), 0
-    differ = np.flatnonzero(new != base)
+    size, align = new.itemsize, alignment(new.itemsize)
+    found = [differ[:0]]
     cuts = np.searchsorted(differ, np.arange(0, new.size + MOST, MOST))
     for number in np.flatnonzero(np.diff(cuts)).tolist():
         first = number * MOST
         index = differ[cuts[number] : cuts[number + 1]] - first
-        values, old = new[first : first + MOST], base[first : first + MOST]
+        values = new[first : first + MOST]
         sparse, bitmap = -(-2 * index.size // align) * align, -(-values.size // (8 * align)) * align
         form, header = (SPARSE, sparse) if sparse <= bitmap else (BITMAP, bitmap)
         chosen = values[index]
@@ -180,10 +180,8 @@ def pack(new: Bits, base: Bits, start: int, room: Packed, counts: list[int]) -> 
         counts[0] += 1
         counts[2] = place + need
         counts[4] += index.size
-        where = start + size * (first + index)
-        total += weigh_change(values[index], old[index], where)
-        old[index] = values[index]
-    return wrapped(total)
+        found.append(first + index)
+    return np.concatenate(found)
 
 
 def unpack(entry: Sequence[int], data: npt.NDArray[np.uint8], itemsize: int) -> tuple[int, Ints, Bits]:

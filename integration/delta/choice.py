@@ -34,6 +34,11 @@ class Choice:
         self._pause = _PAUSE
         self._dense_s = self._sparse_s = float("nan")
 
+    @property
+    def may_be_sparse(self) -> bool:
+        """Whether the next refit may be; the same on all ranks that took part in the last one."""
+        return self._base is not None
+
     def trainer_wishes(self) -> int:
         """Flags of a trainer rank."""
         slower = self._mode == "auto" and self._sparse_s > self._dense_s

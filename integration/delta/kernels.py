@@ -1,4 +1,4 @@
-"""Triton kernels of deltas: pack what differs from the base, put it where it belongs, and weigh weights.
+"""Triton kernels of deltas: mark and pack what differs, put it where it belongs, and weigh weights.
 
 Imported only where there is a CUDA device. The blocks that they write and read are described in :mod:`.blocks`.
 """
@@ -25,6 +25,69 @@ def _weight(group):
 
 
 @triton.jit
+def _marks(marks, stream, valid, ITEM: tl.constexpr, LANES: tl.constexpr):
+    """Of units that begin at bytes of the stream, a bit for each element that is marked."""
+    group = stream >> 4
+    if ITEM == 1:
+        held = tl.load((marks + 2 * group).to(tl.pointer_type(tl.uint16)), mask=valid, other=0)
+    else:
+        held = tl.load((marks + group).to(tl.pointer_type(tl.uint8)), mask=valid, other=0)
+    return (held.to(tl.int32) >> ((stream & 15) // ITEM).to(tl.int32)) & ((1 << LANES) - 1)
+
+
+@triton.jit
+def _change_marks(marks, stream, bits, ITEM: tl.constexpr, LANES: tl.constexpr, SETS: tl.constexpr):
+    """Set the marks of units' elements, or take them away, where ``bits`` are set."""
+    address = marks + (stream >> 4) * (2 if ITEM == 1 else 1)
+    changed = bits != 0
+    if LANES * ITEM == 16:  # nobody else has elements of these 16 bytes
+        held = address.to(tl.pointer_type(tl.uint16 if ITEM == 1 else tl.uint8))
+        before = tl.load(held, mask=changed, other=0).to(tl.int32)
+        after = before | bits if SETS else before & ~bits
+        tl.store(held, after.to(tl.uint16 if ITEM == 1 else tl.uint8), mask=changed)
+    else:
+        word = (address - (address & 3)).to(tl.pointer_type(tl.int32))
+        shifted = bits << ((address & 3) * 8 + (stream & 15) // ITEM).to(tl.int32)
+        if SETS:
+            tl.atomic_or(word, shifted, mask=changed, sem="relaxed")
+        else:
+            tl.atomic_and(word, ~shifted, mask=changed, sem="relaxed")
+
+
+@triton.jit
+def record_changes(
+    tiles,
+    rows,
+    copy,
+    place,
+    COLUMNS: tl.constexpr,
+    WORD: tl.constexpr,
+    ITEM: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+    NESTED: tl.constexpr,
+    MARKS: tl.constexpr,
+):
+    """Copy side a of each row to its place in the stream, which is side b; or, with ``MARKS``, mark what differs from that copy.
+
+    ``copy``: uint8, of the whole stream. ``place``: address of the marks of the stream's first byte.
+    """
+    a, b, offset_a, offset_b, mask, _ = _place(tl.program_id(0), tiles, rows, COLUMNS, TILE, NESTED)
+    lane = tl.arange(0, LANES)[None, :]
+    source = tl.multiple_of(a.to(tl.pointer_type(WORD)), LANES * ITEM)
+    kept = tl.multiple_of((copy + b).to(tl.pointer_type(WORD)), LANES * ITEM)
+    inside = mask[:, None]
+    new = tl.load(source + (offset_a[:, None] * LANES + lane), mask=inside, other=0)
+    at = kept + (offset_b[:, None] * LANES + lane)
+    if MARKS:
+        old = tl.load(at, mask=inside, other=0)
+        bits = tl.sum((new != old).to(tl.int32) << lane, axis=1)
+        _change_marks(tl.load(place), b + offset_b * (LANES * ITEM), bits, ITEM, LANES, True)
+    else:
+        tl.store(at, new, mask=inside)
+
+
+@triton.jit
 def pack_changed(
     tiles,
     rows,
@@ -44,15 +107,17 @@ def pack_changed(
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     NESTED: tl.constexpr,
+    MARKED: tl.constexpr,
 ):
-    """Compare side a of each row with the base, which is side b, and pack a block of what differs.
+    """Compare side a of each row with the base, which is side b, and pack a block of what differs; or, ``MARKED``, of what is marked.
 
     A unit has ``LANES`` elements. All units of a tile are compared in one go, as wide words; only those that differ are looked
-    at by element, ``CHUNK`` at a time.
+    at by element, ``CHUNK`` at a time. With marks there is no base, and side b is the place in the stream: only marked elements are
+    read, ``total`` stays as it is, and what is packed loses its marks.
 
-    ``place``: address of the base's first byte, and the first tile and the one behind the last, which the programs take in
-    turns. ``counts``: as :mod:`.blocks` has them. A block that finds no room leaves the base as it is, so that the next pass finds it once more.
-    ``scratch``: uint16 ``[programs, TILE]``.
+    ``place``: address of the base's first byte, or of the marks of the stream's first byte, and the first tile and the one behind
+    the last, which the programs take in turns. ``counts``: as :mod:`.blocks` has them. A block that finds no room leaves the base,
+    or the marks, as they are, so that the next pass finds it once more. ``scratch``: uint16 ``[programs, TILE]``.
     """
     listed = scratch + tl.program_id(0) * TILE
     lane = tl.arange(0, LANES)[None, :]
@@ -66,15 +131,17 @@ def pack_changed(
         size = tl.minimum(tl.load(row + 2).to(tl.int32) - begin, TILE)
         inside = (number < size)[:, None]
         offset_a, offset_b = unit_offsets(row, begin + number, NESTED)
-        wide = tl.arange(0, WIDE_LANES)[None, :]
-        ours = (
-            tl.multiple_of(a.to(tl.pointer_type(WIDE)), LANES * ITEM) + offset_a[:, None] * WIDE_LANES + wide
-        )
-        kept = (
-            tl.multiple_of(b.to(tl.pointer_type(WIDE)), LANES * ITEM) + offset_b[:, None] * WIDE_LANES + wide
-        )
-        unequal = tl.load(ours, mask=inside, other=0) != tl.load(kept, mask=inside, other=0)
-        differs = tl.max(unequal.to(tl.int32), axis=1)
+        if MARKED:
+            marks = tl.load(place)
+            found = _marks(marks, b + offset_b.to(tl.int64) * (LANES * ITEM), number < size, ITEM, LANES)
+            differs = (found != 0).to(tl.int32)
+        else:
+            wide = tl.arange(0, WIDE_LANES)[None, :]
+            wide_a = tl.multiple_of(a.to(tl.pointer_type(WIDE)), LANES * ITEM)
+            wide_b = tl.multiple_of(b.to(tl.pointer_type(WIDE)), LANES * ITEM)
+            ours = tl.load(wide_a + offset_a[:, None] * WIDE_LANES + wide, mask=inside, other=0)
+            kept = tl.load(wide_b + offset_b[:, None] * WIDE_LANES + wide, mask=inside, other=0)
+            differs = tl.max((ours != kept).to(tl.int32), axis=1)
         units = tl.sum(differs, axis=0)
         if units > 0:
             tl.store(listed + tl.cumsum(differs, axis=0) - differs, number.to(tl.uint16), mask=differs > 0)
@@ -88,9 +155,15 @@ def pack_changed(
                 unit = tl.load(listed + pick, mask=pick < units, other=0).to(tl.int32)
                 at_a, at_b = unit_offsets(row, begin + unit, NESTED)
                 there = (pick < units)[:, None]
-                new = tl.load(source + (at_a[:, None] * LANES + lane), mask=there, other=0)
-                old = tl.load(base + (at_b[:, None] * LANES + lane), mask=there, other=0)
-                count += tl.sum(tl.sum((new != old).to(tl.int32), axis=1), axis=0)
+                if MARKED:
+                    place_16 = b + at_b.to(tl.int64) * (LANES * ITEM)
+                    marked = _marks(marks, place_16, pick < units, ITEM, LANES)
+                    flags = (marked[:, None] >> lane) & 1
+                else:
+                    new = tl.load(source + (at_a[:, None] * LANES + lane), mask=there, other=0)
+                    old = tl.load(base + (at_b[:, None] * LANES + lane), mask=there, other=0)
+                    flags = (new != old).to(tl.int32)
+                count += tl.sum(tl.sum(flags, axis=1), axis=0)
             elements = size * LANES
             values = count * ITEM
             sparse = (2 * count + ALIGN - 1) // ALIGN * ALIGN
@@ -109,7 +182,7 @@ def pack_changed(
                 tl.atomic_max(counts + 2, start + need, sem="relaxed")
                 tl.atomic_add(counts + 4, count.to(tl.int64), sem="relaxed")
                 # Of this tile, in bytes of the stream: the rows of the base have no gaps.
-                stream = b - tl.load(place)
+                stream = b if MARKED else b - tl.load(place)
                 tl.store(entries + 2 * slot, stream + begin.to(tl.int64) * (LANES * ITEM))
                 told = (start // 4) | (mode.to(tl.int64) << 30)
                 told = told | (count.to(tl.int64) << 32) | (elements.to(tl.int64) << 48)
@@ -134,10 +207,17 @@ def pack_changed(
                     unit = tl.load(listed + pick, mask=pick < units, other=0).to(tl.int32)
                     at_a, at_b = unit_offsets(row, begin + unit, NESTED)
                     there = (pick < units)[:, None]
-                    new = tl.load(source + (at_a[:, None] * LANES + lane), mask=there, other=0)
-                    old = tl.load(base + (at_b[:, None] * LANES + lane), mask=there, other=0)
-                    changed = new != old
-                    flags = changed.to(tl.int32)
+                    place_16 = stream + at_b.to(tl.int64) * (LANES * ITEM)
+                    if MARKED:
+                        marked = _marks(marks, place_16, pick < units, ITEM, LANES)
+                        flags = (marked[:, None] >> lane) & 1
+                        changed = flags > 0
+                        new = tl.load(source + (at_a[:, None] * LANES + lane), mask=changed, other=0)
+                    else:
+                        new = tl.load(source + (at_a[:, None] * LANES + lane), mask=there, other=0)
+                        old = tl.load(base + (at_b[:, None] * LANES + lane), mask=there, other=0)
+                        changed = new != old
+                        flags = changed.to(tl.int32)
                     of_unit = tl.sum(flags, axis=1)
                     at = done + (tl.cumsum(of_unit, axis=0) - of_unit)[:, None]
                     if LANES > 1:  # Triton 3.6 does not compile a scan of one element in a loop
@@ -154,16 +234,21 @@ def pack_changed(
                             tl.store(block + byte, tl.sum(bits, axis=2).to(tl.uint8), mask=there)
                     if mode < 2:
                         tl.store(landed + at, new, mask=fits)
-                    tl.store(base + (at_b[:, None] * LANES + lane), new, mask=there)
-                    place_16 = stream + at_b.to(tl.int64) * (LANES * ITEM)
-                    part = 2 * ((place_16 & 15).to(tl.int32)[:, None] + lane * ITEM) + 1
-                    if ITEM <= 2:
-                        change = tl.sum((new.to(tl.int32) - old.to(tl.int32)) * part, axis=1).to(tl.int64)
+                    if MARKED:
+                        # Once all threads have read them.
+                        tl.debug_barrier()
+                        _change_marks(marks, place_16, marked, ITEM, LANES, False)
                     else:
-                        change = tl.sum((new.to(tl.int64) - old.to(tl.int64)) * part, axis=1)
-                    moved += change * _weight(place_16 >> 4)
+                        tl.store(base + (at_b[:, None] * LANES + lane), new, mask=there)
+                        part = 2 * ((place_16 & 15).to(tl.int32)[:, None] + lane * ITEM) + 1
+                        if ITEM <= 2:
+                            change = tl.sum((new.to(tl.int32) - old.to(tl.int32)) * part, axis=1).to(tl.int64)
+                        else:
+                            change = tl.sum((new.to(tl.int64) - old.to(tl.int64)) * part, axis=1)
+                        moved += change * _weight(place_16 >> 4)
                     done += tl.sum(of_unit, axis=0)
-                tl.atomic_add(total, tl.sum(moved, axis=0), sem="relaxed")
+                if not MARKED:
+                    tl.atomic_add(total, tl.sum(moved, axis=0), sem="relaxed")
             else:
                 tl.atomic_add(counts + 3, 1, sem="relaxed")
             # Before the list is written again.

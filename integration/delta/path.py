@@ -1,7 +1,8 @@
 """Delta refits: only what differs from the version that both sides hold travels, from shard to live parameter.
 
 A sender keeps a *base*, what it last sent. In each refit it compares its weights with the base, packs what differs
-(:mod:`.blocks`) and brings the base up to it; the receiver writes it to its live weights. Sections of a stream follow each other:
+(:mod:`.blocks`) and brings the base up to it; the receiver writes it to its live weights. In place of a base it may keep a *mask*
+of what recorded steps have changed (:mod:`.mask`); then it packs what is marked, and adds up all its weights anew. Sections of a stream follow each other:
 while one is packed, the one before is on the wire and the one before that is written. The size of a section's blocks is known
 once it is packed, so it travels ahead.
 """
@@ -31,6 +32,7 @@ from ..transport.storage import LiveViews, Place
 from ..transport.streams import Event, make_event, make_stream
 from .applier import Applier, make_appliers
 from .blocks import ENTRY_BYTES, Counts, Damaged, Header
+from .mask import Mask, StepRecorder, make_recorders
 from .packer import LEAST_ROOM, Base, Packer, Room, make_packers
 from .streams import Part, Stream, received, sent
 
@@ -56,7 +58,7 @@ class _Outgoing:
     receivers: list[int]
     sections: list[tuple[Part, ...]] = field(default_factory=list)
     rooms: list[Room] = field(default_factory=list)
-    base: Base | None = None
+    base: Base | Mask | None = None
     packer: Packer | None = None
     # Of the refit under way: sections to pack, and what was packed into each slot.
     queue: deque[int] = field(default_factory=deque)
@@ -88,7 +90,7 @@ class DeltaPath:
         group: of all ranks, its own.
         rank: of the refit world and of the group.
         plan: this rank's.
-        where: the base is kept: ``gpu`` or ``host``.
+        where: the base is kept: ``gpu`` or ``host``; or ``optimizer`` for a mask in its place.
         bucket_bytes: that all buffers for blocks take together at most in one direction, if there are few streams.
         verify: ``off``, or any other mode: the weight sums of both sides are compared in each refit.
         describe_rank: what a user calls a rank.
@@ -116,6 +118,8 @@ class DeltaPath:
         self._events: dict[tuple[str, int], Event] = {}
         self._under_way: list[Exchange] = []
         self._places: tuple[Place, ...] | None = None
+        # Whether a receiver holds other weights than were sent by a mask.
+        self._void = False
         # Of the step before: what has arrived of each source, to be written.
         self._arrived: list[tuple[_Incoming, torch.Tensor, torch.Tensor, int]] = []
 
@@ -181,9 +185,9 @@ class DeltaPath:
                 one.packer = None
                 self._require_readable(one.stream, views)
                 if one.base is None:
-                    one.base = self._allocated(partial(Base, one.stream, self._device, self._where))
+                    one.base = self._allocated(partial(self._make_base, one.stream))
                 bases.append((one.sections, one.base))
-            packers = make_packers(bases, views, self._device)
+            packers = make_packers(bases, views, self._device, weighs=self._verify != "off")
             for one, packer in zip(self._outgoing, packers, strict=True):
                 one.packer = packer
                 # Weights that come back with other strides may take more blocks.
@@ -199,6 +203,28 @@ class DeltaPath:
         if self._device.type == "cuda":
             # The tables must have reached the device: a refit may run on another stream than this one.
             torch.cuda.current_stream(self._device).synchronize()
+
+    def _make_base(self, stream: Stream) -> Base | Mask:
+        if self._where == "optimizer":
+            return Mask(stream, self._device)
+        return Base(stream, self._device, self._where)
+
+    def make_recorders(self, fragments: Sequence[Fragment]) -> list[tuple[StepRecorder, int]]:
+        """For each stream that this rank sends by a mask, what records its steps, and bytes of a copy.
+
+        Args:
+            fragments: this rank's where they lie now, which may be elsewhere than where they are sent from.
+
+        Raises:
+            NotComputable: weights lie where the device can't read them.
+        """
+        views = LiveViews(fragments, self._device)
+        masks = [(one.sections, one.base) for one in self._outgoing if isinstance(one.base, Mask)]
+        with self._on_device():
+            for one in self._outgoing:
+                self._require_readable(one.stream, views)
+            made = make_recorders(masks, views, self._device)
+        return [(recorder, one.stream.nbytes) for recorder, one in zip(made, self._outgoing, strict=True)]
 
     def _allocated[T](self, make: Callable[[], T]) -> T:
         try:
@@ -218,7 +244,7 @@ class DeltaPath:
                 )
 
     def take(self, clock: StageClock, *, void: bool) -> int:
-        """After a dense refit: take what was sent as the base, and compare all of it with what the receivers hold.
+        """After a dense refit: take what was sent as the base, or as what no mask marks, and compare all of it with what the receivers hold.
 
         Args:
             clock: of the refit.
@@ -254,7 +280,9 @@ class DeltaPath:
         return sum(i.stream.payload_bytes for i in self._incoming) if self._verify != "off" else 0
 
     def run(self, clock: StageClock, meanwhile: Callable[[], None]) -> TransferResult:
-        """Move what differs from the base.
+        """Move what differs from the base, or is marked.
+
+        With masks the result is void on a receiver that holds other weights then than the sender: something was not marked.
 
         Args:
             clock: of the refit.
@@ -262,7 +290,7 @@ class DeltaPath:
 
         Raises:
             PeerLost, RefitTimeout: from the wire.
-            VerificationError: what a receiver holds now is not what the sender's base holds.
+            VerificationError: what a receiver holds now is not what the sender's base holds; without masks.
             RefitError: a receiver has no memory for what comes.
         """
         caller = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
@@ -353,6 +381,11 @@ class DeltaPath:
             one.changed, one.sent_bytes, one.ended = 0, 0, False
         for source in self._incoming:
             source.ended, source.received_bytes = False, 0
+        self._void = False
+        self._pack.enter()
+        for one in self._outgoing:
+            assert one.packer is not None, "bind comes before run"
+            one.packer.begin()
         self._pack_next(0, clock)
         # In the same place of every rank's order of exchanges.
         meanwhile()
@@ -530,10 +563,25 @@ class DeltaPath:
             self._group.wait_for(events, "transfer")
         with clock.stage("verify"):
             for source in self._incoming:
-                self._compare(source)
+                if not self._differs(source):
+                    continue
+                if self._where == "optimizer":
+                    self._void = True
+                    logger.warning(
+                        "%s does not hold what %s holds, after what its recorded steps had changed was sent. Something else wrote "
+                        "weights since the last refit: the trainer's outside recording_changes(), or the engine's; or bytes were "
+                        "damaged or lost. All weights are sent once more, before this refit commits",
+                        self._who(self._rank),
+                        self._who(source.source),
+                    )
+                else:
+                    self._compare(source)
+
+    def _differs(self, source: _Incoming) -> bool:
+        return self._verify != "off" and int(source.total) != source.expected
 
     def _compare(self, source: _Incoming) -> None:
-        if self._verify != "off" and int(source.total) != source.expected:
+        if self._differs(source):
             raise VerificationError(
                 f"the weights of this rank are not what {self._who(source.source)} sent: the sums over all {len(source.stream.parts)} "
                 "parts that it sends differ. The engine's weights were written by something else since the last refit, or bytes "
@@ -558,6 +606,7 @@ class DeltaPath:
             wire_bytes=sum(o.sent_bytes for o in self._outgoing)
             + sum(i.received_bytes for i in self._incoming),
             changed_share=sum(n for n, _ in sides) / elements if elements else 0.0,
+            void=self._void,
         )
 
     def _event(self, kind: str, step: int) -> Event:

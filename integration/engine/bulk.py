@@ -6,6 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -17,13 +18,15 @@ from ..comm.opening import GroupChoice, open_group
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..control.world import RefitWorld
-from ..delta.choice import Choice
+from ..delta.choice import DENSE, Choice
 from ..delta.path import DeltaPath
+from ..delta.recording import Recording
 from ..errors import RefitError, TransportUnavailable, end_all
 from ..layout import Fragment
 from ..plan import BroadcastPlan, Plan
 from ..records.clock import StageClock
 from ..transport import FALLBACK, TransferResult, make_transport
+from ..weights.endpoints import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,7 @@ class BulkPath:
         *,
         sleeps: bool = False,
         rewritten: Mapping[str, str] = MappingProxyType({}),
+        source: WeightSource | None = None,
     ):
         """Open the chosen transport.
 
@@ -64,6 +68,7 @@ class BulkPath:
             sleeps: whether this rank frees their memory between refits, as engines with a sleep mode do.
             rewritten: weights that this rank may change itself between two refits, with reasons
                 (:func:`..weights.endpoints.rewritten`).
+            source: a trainer rank's weights.
 
         Raises:
             TransportUnavailable: on every rank, if any can't; under ``auto`` only if the fallback can't either.
@@ -84,6 +89,7 @@ class BulkPath:
         self._transport = self._make(self.name)
         self._choice = Choice(config.delta)
         self._deltas: DeltaPath | None = None
+        self._recording: Recording | None = None
         self._must_be_sparse = config.delta == "always"
         self._sleeps = sleeps
         # Whether an engine's weights have to be read before a sparse refit builds on them.
@@ -91,6 +97,8 @@ class BulkPath:
         try:
             if config.delta != "off" and isinstance(plan, Plan) and self._may_be_sparse(rewritten):
                 self._deltas = self._open_deltas(delta_choice, config, device, plan)
+                if config.delta_base == "optimizer" and source is not None:
+                    self._recording = Recording(source, self._deltas, compares_sums=config.verify != "off")
             self.bind(fragments)
             # The first refit may be far: an engine sleeps and a trainer trains before it.
             self._transport.release()
@@ -161,7 +169,7 @@ class BulkPath:
         if self._must_be_sparse:
             self._require_none(reasons, "policy.refit.delta=always", "Set policy.refit.delta to auto or off")
         end_all([deltas.close])
-        self._deltas = None
+        self._deltas = self._recording = None
         if self._channel.world.rank == 0:
             logger.warning("refits are dense from now on: %s", next(filter(None, reasons)))
 
@@ -238,7 +246,9 @@ class BulkPath:
         if self._deltas is None:
             return 0
         if self._channel.world.is_source:
-            return self._choice.trainer_wishes()
+            wishes = self._choice.trainer_wishes()
+            unsure = self._recording is not None and not wishes & DENSE and self._recording.unsure()
+            return wishes | (DENSE if unsure else 0)
         return self._choice.engine_wishes(held) or (self.lost() if bound else 0)
 
     def lost(self) -> int:
@@ -260,6 +270,12 @@ class BulkPath:
         )
         return self._choice.wishes_of_lost()
 
+    def recording_step(self) -> AbstractContextManager[None]:
+        """A context in which a trainer rank's weights are written; what it changes is found out, if the next refit may be sparse."""
+        if self._recording is None or not self._choice.may_be_sparse:
+            return nullcontext()
+        return self._recording.step()
+
     def decide(self, flags: int) -> None:
         """Choose between a dense and a sparse refit, from what all ranks wish."""
         if self._deltas is not None:
@@ -269,6 +285,12 @@ class BulkPath:
     def again(self, flags: int = 0) -> None:
         """The next run has to be dense, since it repeats one that counts for nothing, or as the ``flags`` of all ranks say."""
         if self._deltas is not None:
+            if self._recording is not None and self._kind.sparse and not flags:
+                logger.warning(
+                    "an engine rank does not hold what %s holds, as its log says. If the weights were written outside "
+                    "recording_changes(), put that writer inside. All weights are sent once more, before this refit commits",
+                    self._channel.world.describe(self._channel.world.rank),
+                )
             self._kind = self._choice.again(flags)
             self._unseen = False
 
@@ -277,6 +299,8 @@ class BulkPath:
         if self._deltas is not None:
             self._choice.commit(version)
             self._unseen = self._kind.takes_base or (self._kind.sparse and self._sleeps)
+            if self._recording is not None:
+                self._recording.restart()
 
     def run(self, clock: StageClock, aside: Callable[[], None]) -> TransferResult:
         """Move all bulk bytes of one refit, or what differs; as :meth:`~..transport.Transport.run`."""
@@ -302,7 +326,7 @@ class BulkPath:
 
     def close(self, *, failed: bool = False) -> None:
         """End the epoch of the transport; safe to call twice."""
-        deltas, self._deltas = self._deltas, None
+        deltas, self._deltas, self._recording = self._deltas, None, None
         closing = [partial(deltas.close, failed=failed)] if deltas is not None else []
         end_all([*closing, partial(self._transport.close, failed=failed)])
 

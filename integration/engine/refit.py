@@ -7,7 +7,7 @@ Bulk weights go shard to shard. All others go over the packed broadcast: gathere
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, cast
@@ -203,6 +203,7 @@ class RefitEngine:
                 rewritten={}
                 if self.world.is_source or self.config.delta == "off"
                 else rewritten(self._endpoint, self.manifest.specs("bulk")),
+                source=cast(WeightSource, self._endpoint) if self.world.is_source else None,
             )
             self._shared_scales = SharedScales.open(self.channel, self._group_choice, self._cut_slots, device)
             if self._shared_scales is not None:
@@ -253,6 +254,14 @@ class RefitEngine:
             bound: whether :meth:`stale` has found weights where they were bound.
         """
         return self._bulk.wishes(held, bound=bound) if self._bulk is not None else 0
+
+    @contextmanager
+    def recording_step(self) -> Iterator[None]:
+        """Trainer ranks: a context in which the weights are written, and at whose end they are complete on all ranks."""
+        with self._bulk.recording_step() if self._bulk is not None else nullcontext():
+            yield
+            # On all ranks or on none, whatever became of the epoch on one of them: it may be a collective.
+            cast(WeightSource, self._endpoint).prepare()
 
     def decide(self, flags: int) -> None:
         """Choose between a dense and a sparse refit, from what all ranks wish."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -29,7 +29,8 @@ class WeightSource(Protocol):
         """What this rank holds, and the weights that must not go shard to shard with the reason."""
 
     def prepare(self) -> None:
-        """Called before each refit: finish what still has to write the parameters (a delayed gather, say)."""
+        """Called before each refit, and at the end of each step that is recorded: finish what still has to write the parameters
+        (a delayed gather, say)."""
 
     def export(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors of ``names``, in the order of :meth:`specs`; a collective of all trainer ranks."""
@@ -120,6 +121,43 @@ def rewritten(endpoint: object, specs: Sequence[TensorSpec]) -> dict[str, str]:
     return {
         spec.name: reason for spec in specs if spec.dtype.itemsize == 1 or not spec.dtype.is_floating_point
     }
+
+
+class Writes(NamedTuple):
+    """How often weights were written in place.
+
+    Attributes:
+        names: of the weights.
+        counts: torch's own, ``_version`` of each.
+        places: the address of each.
+    """
+
+    names: tuple[str, ...]
+    counts: tuple[int, ...]
+    places: tuple[int, ...]
+
+
+@runtime_checkable
+class CountsWrites(Protocol):
+    """What a trainer rank offers beside :class:`WeightSource` to tell that something wrote its weights between two recorded steps."""
+
+    def writes(self) -> Writes:
+        """As it is now, of the same weights each time; :func:`writes_of` the tensors."""
+
+
+def writes_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Writes:
+    """Writes of tensors by name, without those of inference mode, which have no count.
+
+    Views of a tensor have its count, but a tensor that was made of its ``data`` has one of its own.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        # Three tuples of what the garbage collector does not follow: see ``storage_key``.
+        found = [(name, t) for name, t in tensors if not t.is_inference()]
+        return Writes(
+            tuple([name for name, _ in found]),
+            tuple([t._version for _, t in found]),
+            tuple([t.data_ptr() for _, t in found]),
+        )
 
 
 @runtime_checkable

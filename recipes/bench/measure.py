@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, cast
@@ -85,7 +86,8 @@ class DeltaResult:
         timing: of the refits, as :class:`RefitResult` has it.
         wire_ratio: bytes that travelled, of those of a dense refit; over all engines.
         stages: median over refits of the slowest rank's seconds by stage.
-        base_bytes: that the trainer rank with most keeps to compare with.
+        base_bytes: that the trainer rank with most keeps to compare with, or of its mask.
+        record: median seconds that recording a change took before the refit, with ``delta_base: optimizer``.
         faults: what the checks of the first and the last one found.
     """
 
@@ -95,6 +97,7 @@ class DeltaResult:
     wire_ratio: float
     stages: dict[str, float]
     base_bytes: int
+    record: float
     faults: list[str]
 
 
@@ -235,9 +238,13 @@ def _sparse_refits(scene: Scene, session: RefitSession, share: float) -> DeltaRe
     options, ranks = scene.options, scene.ranks
     records: list[RefitRecord] = []
     seconds: list[float] = []
+    recorded: list[float] = []
     faults: list[str] = []
     for number in range(options.refits + 1):
-        scene.change(share)
+        with ExitStack() as stack:
+            begun = ranks.timed(lambda stack=stack: stack.enter_context(session.recording_changes()))
+            scene.change(share)
+            recorded.append(begun + ranks.timed(stack.close))
         seconds.append(ranks.timed(lambda: records.append(session.refit(scene.endpoint.version))))
         # The first is not timed: its buffers grow.
         if options.check and number in (0, options.refits):
@@ -256,6 +263,7 @@ def _sparse_refits(scene: Scene, session: RefitSession, share: float) -> DeltaRe
         wire_ratio=sum(sent for sent, _ in told) / sum(dense for _, dense in told),
         stages={stage: taken for stage, taken in stages.items() if taken},
         base_bytes=int(ranks.maxima([session.engine.base_bytes])[0]),
+        record=median(ranks.maxima(recorded[1:])),
         faults=faults,
     )
 

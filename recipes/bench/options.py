@@ -247,6 +247,10 @@ class BenchOptions(RunOptions):
             found.append("--sleep: engines' memory is that of GPUs; leave --sleep or --device cpu out")
         if self.changed and "golden" in self.transports:
             found.append("--changed: golden sends all weights each time; leave it out of --transport")
+        if self.changed and self.is_quantized and self.delta_base == "optimizer":
+            found.append(
+                "--delta-base: optimizer records no codes that trainers make; give gpu or host, or leave --quantize out"
+            )
         found += self._sharing_violations()
         if self.device == "cuda" and self.gpus > gpus:
             found.append(

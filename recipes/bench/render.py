@@ -70,14 +70,17 @@ def _sparse_record(one: DeltaResult) -> dict[str, Any]:
         "seconds_max": one.timing.maximum,
         "wire_ratio": one.wire_ratio,
         "base_bytes": one.base_bytes,
+        "record_seconds": one.record,
         "stages": one.stages,
         "bit_exact": not one.faults,
     }
 
 
-def _sparse(result: BenchResult) -> Table:
+def _sparse(options: BenchOptions, result: BenchResult) -> Table:
     """A row for each transport and share of change."""
-    table = plain_table(("", "changed", "found", "ms", "min", "max", "of dense", "wire", "GB", "exact"))
+    records = options.delta_base == "optimizer"
+    headings = ("", "changed", "found", "ms", "min", "max", "of dense", "wire", "GB", "exact")
+    table = plain_table((*headings, "record") if records else headings)
     for refit, sparse in zip(result.refits, result.deltas, strict=True):
         for one in sparse:
             table.add_row(
@@ -89,6 +92,7 @@ def _sparse(result: BenchResult) -> Table:
                 f"{one.wire_ratio:.2%}",
                 f"{one.base_bytes / 1e9:.1f}",
                 "NO" if one.faults else "yes",
+                *(_times(one.record) if records else ()),
             )
     return table
 
@@ -149,14 +153,20 @@ def show(console: Console, options: BenchOptions, result: BenchResult) -> None:
     console.print("ms by stage, of the slowest rank (stages may overlap)", highlight=False)
     console.print(_stages(result.refits))
     if options.changed:
-        base = options.delta_base if options.device == "cuda" else "host"
+        base = f"base in {options.delta_base if options.device == 'cuda' else 'host'} memory"
+        kept = "the largest base"
+        if options.delta_base == "optimizer":
+            base, kept = (
+                "by recorded changes",
+                "the largest mask; record, ms that recording took, before the refit",
+            )
         console.print(
-            f"sparse refits, base in {base} memory: found, the share of what travels that differed; ms; wire, their bytes beside a "
-            "dense refit's; GB, the largest base",
+            f"sparse refits, {base}: found, the share of what travels that differed; ms; wire, their bytes beside a dense "
+            f"refit's; GB, {kept}",
             highlight=False,
             soft_wrap=True,
         )
-        console.print(_sparse(result))
+        console.print(_sparse(options, result))
     for note in _notes(result):
         console.print(escape(note), highlight=False, soft_wrap=True)
 

@@ -22,6 +22,10 @@ class RefittingMegatronPolicy(MegatronRefitMixin, MegatronPolicy):
         super().__init__(config)
         self.refit_config = refit_config
 
+    def _step_optimizer(self) -> tuple[float, float]:
+        with self.recording_changes():
+            return super()._step_optimizer()
+
 
 class RefittingFSDPPolicy(FSDPRefitMixin, FSDPPolicy):
     """A policy under FSDP2 whose weights travel, in the dtype that it computes in."""
@@ -30,6 +34,10 @@ class RefittingFSDPPolicy(FSDPRefitMixin, FSDPPolicy):
         super().__init__(config)
         self.refit_config = refit_config
         self.refit_dtype = config.dtype
+
+    def _step_optimizer(self) -> tuple[float, float]:
+        with self.recording_changes():
+            return super()._step_optimizer()
 
 
 def refitting_policy(config: PolicyConfig, refit_config: RefitConfig) -> Policy:

@@ -37,17 +37,19 @@ def bench(*arguments):
     return main(["bench", "--device", "cpu", *map(str, arguments)])
 
 
-@pytest.mark.parametrize("quantize", ["off", "fp8"])
-def test_sparse_refits_are_timed_for_each_share_of_change_and_checked(quantize, moe, tmp_path, capsys):
+@pytest.mark.parametrize(("quantize", "base"), [("off", "gpu"), ("fp8", "gpu"), ("off", "optimizer")])
+def test_sparse_refits_are_timed_for_each_share_of_change_and_checked(quantize, base, moe, tmp_path, capsys):
     figures, model = tmp_path / "bench.json", moe
     if quantize == "fp8":
         model = tmp_path / "blocks.json"
         model.write_text(json.dumps(BLOCK_CONFIGS["qwen3_moe"] | {"num_experts": 3}))
     code = bench(
         "--model", model, "--layers", 2, "--train", "tp=2", "--gen", "tp=1", "--transport", "p2p", "--peers", "none",
-        "--refits", 2, "--changed", "0,5%", "--json", figures, "--quantize", quantize,
+        "--refits", 2, "--changed", "0,5%", "--json", figures, "--quantize", quantize, "--delta-base", base,
     )  # fmt: skip
-    assert code == 0, capsys.readouterr().err
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert ("record" in said.out) == (base == "optimizer")
     none, some = json.loads(figures.read_text())["deltas"]
     assert (none["changed"], some["changed"]) == (0.0, 0.05)
     assert none["bit_exact"]

@@ -94,7 +94,8 @@ def world(trainers: int = 2, engines: int = 3) -> tuple[list[Any], list[Any]]:
 def refit(session: RefitSession, endpoint: Any, version: int) -> Any:
     """The record and what is wrong; an engine's weights stay what the refit before has left."""
     if session.world.is_source:
-        endpoint.set_version(version)
+        with session.recording_changes():
+            endpoint.set_version(version)
     record = session.refit(version)
     return record, [] if session.world.is_source else endpoint.wrong(version)
 

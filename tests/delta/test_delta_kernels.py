@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -15,8 +16,18 @@ from hypothesis import strategies as st
 
 from rlrefit.integration.delta import blocks
 from rlrefit.integration.delta import packer as module
+from rlrefit.integration.delta import steps as steps_module
 from rlrefit.integration.delta.applier import DeviceApplier, HostApplier, make_scratch
-from rlrefit.integration.delta.packer import Base, DevicePacker, HostPacker, Packer, Room, encoding_scratch
+from rlrefit.integration.delta.mask import DeviceRecorder, HostRecorder, Mask
+from rlrefit.integration.delta.packer import (
+    Base,
+    DeviceMaskPacker,
+    DevicePacker,
+    HostMaskPacker,
+    HostPacker,
+    Room,
+)
+from rlrefit.integration.delta.steps import encoding_scratch
 from rlrefit.integration.delta.streams import Stream
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.packing import Cast
@@ -67,6 +78,7 @@ def packed(
 ) -> list[tuple[torch.Tensor, torch.Tensor, int, blocks.Counts]]:
     """Blocks of all sections, in as many passes as they need."""
     found, queue = [], list(range(sections))
+    packer.begin()
     while queue:
         section = queue.pop(0)
         packer.pack(section, room)
@@ -79,32 +91,78 @@ def packed(
     return found
 
 
-def packers(sections: Any, live: LiveViews, stream: Stream) -> list[tuple[Packer, Base, Room]]:
-    """On a CPU, and by the kernels, with a base and room each."""
-    bases = [Base(stream, CPU, "gpu") for _ in range(2)]
-    scratch = encoding_scratch([sections], live, CPU)
-    made = [HostPacker(sections, live, bases[0], CPU), DevicePacker(sections, live, bases[1], scratch)]
-    return [(one, base, Room(one.entries, 0, CPU)) for one, base in zip(made, bases, strict=True)]
+# A packer, what it keeps, room for it, and with a mask what records steps.
+Sender = tuple[Any, Any, Room, Any]
+
+
+def senders(sections: Any, live: LiveViews, stream: Stream) -> list[Sender]:
+    """With a base on a CPU and by the kernels, and so with a mask."""
+    scratch = encoding_scratch([sections], live, CPU, module._ENCODED_AT_ONCE)
+    bases, masks = [Base(stream, CPU, "gpu") for _ in range(2)], [Mask(stream, CPU) for _ in range(2)]
+    made: list[Any] = [
+        (HostPacker(sections, live, bases[0], CPU), bases[0], None),
+        (DevicePacker(sections, live, bases[1], scratch), bases[1], None),
+        (
+            HostMaskPacker(sections, live, masks[0], CPU, True),
+            masks[0],
+            HostRecorder(sections, live, masks[0], CPU),
+        ),
+        (
+            DeviceMaskPacker(sections, live, masks[1], scratch, True),
+            masks[1],
+            DeviceRecorder(sections, live, masks[1], scratch),
+        ),
+    ]
+    return [(packer, kept, Room(packer.entries, 0, CPU), recorder) for packer, kept, recorder in made]
+
+
+def change(made: Sequence[Sender], write: Callable[[], object]) -> None:
+    """Write weights in a step that is recorded, by all that record."""
+    recorded = [
+        (recorder, kept, torch.full((kept.stream.nbytes,), 0x55, dtype=torch.uint8))
+        for _, kept, _, recorder in made
+        if recorder is not None
+    ]
+    for recorder, _, copy in recorded:
+        recorder.keep(copy)
+    write()
+    for recorder, _, copy in recorded:
+        recorder.mark(copy)
+    assert torch.equal(*(mask.memory for _, mask, _ in recorded))
+
+
+def assert_kept_alike(made: Sequence[Sender]) -> None:
+    """What is sent is in the bases, and marked no more."""
+    for _, kept, _, recorder in made:
+        assert int(kept.total) == int(made[0][1].total)
+        expected = made[0][1].memory if recorder is None else torch.zeros_like(kept.memory)
+        assert torch.equal(kept.memory, expected)
 
 
 def on_device(stream: Stream, live: LiveViews, total: torch.Tensor) -> DeviceApplier:
     return DeviceApplier(stream, live, total, make_scratch(CPU))
 
 
-def compare(weights: Any, kinds: Any, shares: Any, seed: int, section: int) -> None:
+def compare(weights: Any, kinds: Any, shares: Any, seed: int, section: int) -> int:
+    """The most passes of a packer."""
     generator = torch.Generator().manual_seed(seed)
-    sender, receivers = Side(weights, kinds), [Side(weights, kinds[::-1]) for _ in range(2)]
+    sender, receivers = Side(weights, kinds), [Side(weights, kinds[::-1]) for _ in range(4)]
     sections = sender.stream.sections(section)
-    made = packers(sections, sender.live, sender.stream)
+    made = senders(sections, sender.live, sender.stream)
     appliers = [
         make(side.stream, side.live, torch.zeros(1, dtype=torch.int64))
-        for make, side in zip((HostApplier, on_device), receivers, strict=True)
+        for make, side in zip((HostApplier, on_device) * 2, receivers, strict=True)
     ]
-    for share in (1.0, *shares):
+
+    def step(share: float) -> None:
         for view in sender.views.values():
             fill(view, share, generator)
+
+    passes = 0
+    for share in (1.0, *shares):
+        change(made, partial(step, share))
         if share == 1.0:
-            for packer, _, _ in made:
+            for packer, *_ in made:
                 packer.take()
             for applier, side in zip(appliers, receivers, strict=True):
                 for name, view in side.views.items():
@@ -113,19 +171,19 @@ def compare(weights: Any, kinds: Any, shares: Any, seed: int, section: int) -> N
         else:
             totals = []
             # Each side's blocks go to the other kind of receiver.
-            for (packer, _, room), applier in zip(made, reversed(appliers), strict=True):
+            for (packer, _, room, _), applier in zip(made, reversed(appliers), strict=True):
                 sent = packed(packer, room, len(sections))
+                passes = max(passes, len(sent))
                 totals.append(sum(counts.changed for *_, counts in sent))
                 for entries, data, size, _ in sent:
                     applier.apply(entries, data, size)
-            assert totals[0] == totals[1]
-        for _, base, _ in made:
-            assert torch.equal(base.memory, made[0][1].memory)
-            assert int(base.total) == int(made[0][1].total)
+            assert len({*totals}) == 1
+        assert_kept_alike(made)
         for applier, side in zip(appliers, receivers, strict=True):
             assert int(applier.total) == int(made[0][1].total)
             for name, view in side.views.items():
                 assert torch.equal(view, sender.views[name]), name
+    return passes
 
 
 def compare_encoded(encoded_at_once: int, strip: int) -> None:
@@ -135,7 +193,7 @@ def compare_encoded(encoded_at_once: int, strip: int) -> None:
         encoded_at_once: bytes of a step.
         strip: elements.
     """
-    module.CHECKED_AT_ONCE, module._ENCODED_AT_ONCE = strip, encoded_at_once
+    steps_module.CHECKED_AT_ONCE, module._ENCODED_AT_ONCE = strip, encoded_at_once
     generator = torch.Generator().manual_seed(5)
     held = torch.randn(139, 151, generator=generator).bfloat16()
     wide = torch.randn(20, 64, generator=generator)
@@ -156,19 +214,23 @@ def compare_encoded(encoded_at_once: int, strip: int) -> None:
     )
     stream = Stream.of([Message(0, 1, 0, segments, 1 << 20, 0)])
     sections = stream.sections(1 << 14)
-    made = packers(sections, live, stream)
-    for packer, _, _ in made:
+    made = senders(sections, live, stream)
+    for packer, *_ in made:
         packer.take()
-    held[3, 5], held[130, 140], wide[7, 7], grouped[9, 40] = 2.0, -90.0, 3.0, 70.0
+
+    def step() -> None:
+        held[3, 5], held[130, 140], wide[7, 7], grouped[9, 40] = 2.0, -90.0, 3.0, 70.0
+
+    change(made, step)
     changed = []
-    for packer, _, room in made:
+    for packer, _, room, _ in made:
         with elements_quantized() as quantized:
             changed.append(sum(counts.changed for *_, counts in packed(packer, room, len(sections))))
         # Once each, for codes and scales together.
         assert sum(quantized) == held.numel() + grouped.numel()
-    assert changed[0] == changed[1] > 3
-    assert torch.equal(made[0][1].memory, made[1][1].memory)
-    assert int(made[0][1].total) == int(made[1][1].total)
+    assert len({*changed}) == 1
+    assert changed[0] > 3
+    assert_kept_alike(made)
     codes, scales = fp8_blockwise.quantize(held)
     for part in stream.parts:
         if part.segment.name.startswith("whole"):
@@ -201,6 +263,9 @@ def compare_cases() -> None:
     ]
     for number, (weights, kinds) in enumerate(cases):
         compare(weights, kinds, (0.0, 0.003, 0.2, 0.9), number, 1 << 15)
+    # Room for less than a section has, so that further passes take the rest.
+    module.LEAST_ROOM = 40 << 10
+    assert compare([("a", (130, 300), 2)], ["plain"], (0.9,), 7, 1 << 17) > 1
 
 
 def test_kernels_pack_write_and_weigh_as_a_cpu_does() -> None:
@@ -217,18 +282,19 @@ def test_any_difference_is_packed_and_written(data: st.DataObject) -> None:
     generator = np.random.default_rng(data.draw(st.integers(0, 99)))
     base = generator.integers(-100, 100, count).astype(f"<i{size}")
     new = np.where(generator.random(count) < share, base + 1, base).astype(base.dtype)
-    kept, landed = base.copy(), base.copy()
+    landed = base.copy()
     room = blocks.Packed(np.zeros((count, 2), dtype=np.int64), np.zeros(size * count + 64, dtype=np.uint8))
     counts = [0] * blocks.COUNTS
-    change = blocks.pack(new, kept, start, room, counts)
+    sent = blocks.pack(new, np.flatnonzero(new != base), start, room, counts)
     for entry in room.entries[: counts[0]].tolist():
         first, index, values = blocks.unpack(entry, room.data[: counts[2]], size)
         landed[(first - start) // size + index] = values
-    places = blocks.places(start, count, size)
-    assert np.array_equal(kept, new)
+    assert np.array_equal(sent, np.flatnonzero(new != base))
     assert np.array_equal(landed, new)
     assert counts[4] == np.count_nonzero(new != base)
     assert counts[2] <= new.nbytes + 16 * counts[0]
+    places = blocks.places(start, count, size)
+    change = blocks.weigh_change(new[sent], base[sent], places[sent])
     assert blocks.wrapped(blocks.weigh(base, places) + change) == blocks.weigh(new, places)
 
 

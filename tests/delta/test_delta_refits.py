@@ -23,9 +23,11 @@ def run(body: Any, config: RefitConfig = CONFIG, **kwargs: Any) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("engine", ["nccl_xfer", "colocated_ipc"])
-def test_what_differs_lands_bit_for_bit_in_each_refit_after_the_first(engine: str) -> None:
-    results = run_world(*world(), refits(1, 2, 3, 4), CONFIG, engine)
+@pytest.mark.parametrize(
+    ("engine", "base"), [("nccl_xfer", "gpu"), ("nccl_xfer", "optimizer"), ("colocated_ipc", "gpu")]
+)
+def test_what_differs_lands_bit_for_bit_in_each_refit_after_the_first(engine: str, base: str) -> None:
+    results = run_world(*world(), refits(1, 2, 3, 4), replace(CONFIG, delta_base=base), engine)
     for rank, of_rank in enumerate(results):
         assert [wrong for _, wrong in of_rank] == [[]] * 4
         records = [record for record, _ in of_rank]
@@ -46,13 +48,16 @@ def test_nothing_travels_of_what_is_equal() -> None:
         assert record.bytes_wire == record.bytes_misc
 
 
-@pytest.mark.parametrize("share", [0.001, 0.05, 0.3, 1.0])
+@pytest.mark.parametrize(
+    ("share", "base"),
+    [(0.001, "gpu"), (0.05, "gpu"), (0.3, "gpu"), (1.0, "gpu"), (0.3, "optimizer"), (1.0, "optimizer")],
+)
 def test_any_share_of_change_lands_and_never_takes_much_more_than_all_bytes(
-    share: float, monkeypatch: pytest.MonkeyPatch
+    share: float, base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Source, "share", share)
     monkeypatch.setattr(Destination, "share", share)
-    for of_rank in run(refits(1, 2, 3)):
+    for of_rank in run(refits(1, 2, 3), replace(CONFIG, delta_base=base)):
         dense, *sparse = [record for record, _ in of_rank]
         assert [wrong for _, wrong in of_rank] == [[]] * 3
         assert all(record.bytes_wire <= 1.02 * dense.bytes_wire for record in sparse)
@@ -112,8 +117,9 @@ def test_a_new_epoch_begins_dense() -> None:
         assert [wrong for _, wrong in of_rank] == [[], []]
 
 
+@pytest.mark.parametrize("base", ["gpu", "optimizer"])
 def test_auto_goes_back_to_dense_refits_where_sparse_ones_are_slower_and_tries_again_later(
-    monkeypatch: pytest.MonkeyPatch,
+    base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rlrefit.integration.delta.choice import Choice
 
@@ -121,7 +127,7 @@ def test_auto_goes_back_to_dense_refits_where_sparse_ones_are_slower_and_tries_a
         self._sparse_s, self._dense_s = (2.0, self._dense_s) if self._kind.sparse else (self._sparse_s, 1.0)
 
     monkeypatch.setattr(Choice, "took", took)
-    for of_rank in run(refits(*range(1, 14)), replace(CONFIG, delta="auto")):
+    for of_rank in run(refits(*range(1, 14)), replace(CONFIG, delta="auto", delta_base=base)):
         assert [wrong for _, wrong in of_rank] == [[]] * 13
         sparse = [record.changed_share is not None for record, _ in of_rank]
         # The second dense one is the measure. After the first slow one refits are dense for 8 steps, and one leaves a base.

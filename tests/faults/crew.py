@@ -108,6 +108,7 @@ class Crew:
                 trial.verify,
                 delta=trial.delta,
                 sleeps=trial.sleeps,
+                masks=trial.masks,
             )
             if rank == trial.victim:
                 order = replace(order, trial=trial, at=at)
@@ -142,6 +143,7 @@ class Crew:
             trial.verify,
             delta=trial.delta,
             sleeps=trial.sleeps,
+            masks=trial.masks,
             claims=claims,
         )
         seen.healed = self._epoch(first, fresh)

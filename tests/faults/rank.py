@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -66,6 +66,7 @@ class Order:
     counts: bool = False  # points
     delta: bool = False
     sleeps: bool = False  # engines
+    masks: bool = False  # in place of bases
     claims: int | None = None  # the version that a fresh engine says it holds
     fresh: bool = (
         True  # it begins with an endpoint of its own making, and not with what an earlier epoch left
@@ -231,6 +232,7 @@ class Hand:
             timeout_s=order.timeout_s,
             verify=order.verify,
             delta="always" if order.delta else "off",
+            delta_base="optimizer" if order.masks else "gpu",
         )
         with ExitStack() as stack:
             fault = _Fault(self, order, stack) if order.trial is not None else None
@@ -246,7 +248,9 @@ class Hand:
                 self.session = session
                 for part, version in enumerate(order.versions, 1):
                     if is_source:
-                        endpoint.set_version(version)
+                        unrecorded = fault is not None and fault.is_unrecorded(part)
+                        with nullcontext() if unrecorded else session.recording_changes():
+                            endpoint.set_version(version)
                     self._enter_part(part, "refit", order, fault)
                     with self._interruptible():
                         record = session.refit(version, before=lambda: self._hook("before"))
@@ -358,6 +362,10 @@ class _Fault:
             flips = Flips(order.rank, is_source=is_source, rng=self._rng, told=self._flipped)
             self._flips = stack.enter_context(flips)
 
+    def is_unrecorded(self, part: int) -> bool:
+        """Whether the step before a part is taken outside of a recording."""
+        return self._trial.kind is Kind.UNRECORDED and part == self._trial.place[0]
+
     def enter(self, part: int) -> None:
         """A part of the session begins."""
         trial, hand = self._trial, self._hand
@@ -400,6 +408,8 @@ class _Fault:
                 # Before the refit that follows a dense one, and each of one that sleeps, an engine adds up its weights.
                 due = seen or part == 2 or trial.sleeps
                 self._flipped(Flipped(" and ".join(how), due, (self._order.rank,), ("",)))
+            case Kind.UNRECORDED:
+                hand.tell(Struck(time.monotonic(), f"before refit {part}"))
             case Kind.DIRTY | Kind.MOVED:
                 hand.endpoint.poison()
                 if trial.kind is Kind.DIRTY:

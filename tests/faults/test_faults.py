@@ -23,6 +23,7 @@ IN_THE_SUITE = {
     Kind.ENTRIES,
     Kind.HEADERS,
     Kind.BASE,
+    Kind.UNRECORDED,
     Kind.WRITTEN,
     Kind.DIRTY,
     Kind.RESTARTED,

@@ -51,6 +51,7 @@ class Kind(StrEnum):
     HEADERS = "headers of blocks damaged"
     BASE = "base changed"
     AHEAD = "base ahead of its sum"
+    UNRECORDED = "step not recorded"
     WRITTEN = "engine written where blocks land"
     UNSEEN = "engine written where none lands"
     DIRTY = "engine dirty between refits"
@@ -70,6 +71,8 @@ BASES = frozenset({Kind.BASE, Kind.AHEAD})
 BEHIND = frozenset({Kind.WRITTEN, Kind.UNSEEN})
 # After these the next refit has to be dense.
 UNSURE = frozenset({Kind.DIRTY, Kind.MOVED})
+# A part of their trials keeps masks of what steps have changed, and no bases.
+MAY_MASK = ON_THE_WIRE | BEHIND | UNSURE | FLIPS | {Kind.RESTARTED}
 # No sum is made anew of what no block is about (docs/delta.md).
 NOT_LOOKED_AT = frozenset({Kind.AHEAD, Kind.UNSEEN})
 # Faults that hit a point of the library's code on the victim.
@@ -83,7 +86,7 @@ SILENT = frozenset({Kind.FROZEN, Kind.PAUSED, Kind.LOST, Kind.DELAYED, Kind.DRIP
 _SHARES = {Kind.INTERRUPTED: 7, Kind.KILLED: 4, Kind.RAISED: 4} | dict.fromkeys(
     (Kind.TWICE, Kind.SIGNALLED, Kind.FROZEN, Kind.DTYPE, Kind.FLIPPED_SAMPLED), 2
 )
-_OF_DELTAS = frozenset({Kind.BROKEN, Kind.RESTARTED}) | ON_THE_WIRE | BASES | BEHIND | UNSURE
+_OF_DELTAS = frozenset({Kind.BROKEN, Kind.RESTARTED, Kind.UNRECORDED}) | ON_THE_WIRE | BASES | BEHIND | UNSURE
 ROUND = tuple(kind for kind in Kind if kind not in _OF_DELTAS for _ in range(_SHARES.get(kind, 1)))
 # Of sparse refits. What they have in common with dense ones is hit where they are themselves.
 _DELTA_SHARES = dict.fromkeys(_OF_DELTAS, 2) | {
@@ -124,6 +127,7 @@ class Trial:
     slow: int = -1  # a rank that is slow in that part, so that the others wait
     delta: bool = False  # the refits after the first are sparse
     sleeps: bool = False  # the engines say that they give their memory back between refits
+    masks: bool = False  # of what steps have changed, in place of bases
 
     @property
     def size(self) -> int:
@@ -155,7 +159,7 @@ def _draw_delta(seed: int, number: int, kind: Kind, counts: Counts) -> Trial:
     trial = _draw(seed, number, kind, counts)
     rng = Random(f"{trial.seed}/delta")
     (train, gen), victim, place = trial.world, trial.victim, trial.place
-    if kind in BASES:
+    if kind in BASES | {Kind.UNRECORDED}:
         victim = rng.randrange(train)
     elif kind is Kind.HEADERS or kind in BEHIND | UNSURE or kind is Kind.RESTARTED:
         victim = train + rng.randrange(gen)
@@ -172,7 +176,8 @@ def _draw_delta(seed: int, number: int, kind: Kind, counts: Counts) -> Trial:
         place = 2, ""
     error = rng.choice(("ValueError", "RuntimeError", "MemoryError")) if kind is Kind.BROKEN else trial.error
     sleeps = rng.random() < 0.3
-    return replace(trial, delta=True, sleeps=sleeps, victim=victim, place=place, error=error)
+    masks = kind is Kind.UNRECORDED or (kind in MAY_MASK and rng.random() < 0.4)
+    return replace(trial, delta=True, sleeps=sleeps, masks=masks, victim=victim, place=place, error=error)
 
 
 def _draw(seed: int, number: int, kind: Kind, counts: Counts) -> Trial:

@@ -105,7 +105,15 @@ MANY_FAULTS = {
     "backend": "sglang",
     "vllm_kwargs": None,
     "refit_transport": "nccl_reshard",
-    "refit_cfg": {"rlrefit": {"transport": "fast", "buckets": 3, "records_dir": 3}},
+    "refit_cfg": {
+        "rlrefit": {
+            "transport": "fast",
+            "buckets": 3,
+            "records_dir": 3,
+            "delta": "auto",
+            "delta_base": "optimizer",
+        }
+    },
 }
 
 
@@ -117,6 +125,7 @@ MANY_FAULTS = {
             [
                 *("backend", "worker_cls", "refit_transport", "'fast' is not one of"),
                 *("rlrefit.buckets: ", "rlrefit.bucket_mb?", "rlrefit.records_dir: 3"),
+                "rlrefit.delta_base: optimizer",
             ],
         ),
         ({"refit_cfg": {"rlrefit": "auto"}}, ["refit_cfg.rlrefit: 'auto'"]),

@@ -23,7 +23,7 @@ from rlrefit.integration.quantize import fp8_kernels
 
 _HOPPER = GPUTarget("cuda", 90, 32)
 # Arguments that are not of int64.
-_NARROW = {"data": "*u8", "scratch": "*u16"}
+_NARROW = {"data": "*u8", "scratch": "*u16", "copy": "*u8"}
 _PACK_POINTERS = ("place", "counts", "total", "entries", "data", "scratch")
 _PLACES: dict[str, Any] = {"COLUMNS": 11, "TILE": 512, "NESTED": True}
 
@@ -90,10 +90,26 @@ def test_units_are_compared_16_bytes_at_a_time_and_all_elements_packed(
     size: int, unit: int, nested: bool
 ) -> None:
     found = accesses(delta_kernels.pack_changed, pack_constants(size, unit, nested), 4, *_PACK_POINTERS)
-    assert found["ld.global.v2.b64"] >= (16 if unit == 16 else 0)
+    wide = "ld.global.v2.b64"
+    assert found[wide] >= (16 if unit == 16 else 0)
+    # By a mask nothing is read as wide words but what is marked, and a unit's marks are one access.
+    constants = pack_constants(size, unit, nested, marked=True)
+    by_mask = accesses(delta_kernels.pack_changed, constants, 4, *_PACK_POINTERS)
+    assert by_mask[wide] < found[wide] or not found[wide]
+    assert by_mask[f"ld.global.b{16 if size == 1 else 8}"] >= 8
 
 
-def pack_constants(size: int, unit: int, nested: bool) -> dict[str, Any]:
+@pytest.mark.parametrize("marks", [False, True])
+@pytest.mark.parametrize(("size", "unit"), [(2, 16), (1, 16), (4, 16), (2, 4)])
+def test_a_step_is_recorded_16_bytes_at_a_time(size: int, unit: int, marks: bool) -> None:
+    constants = {**_PLACES, "WORD": delta_kernels.WORDS[size], "ITEM": size, "LANES": unit // size}
+    found = accesses(delta_kernels.record_changes, constants | {"MARKS": marks}, 4, "copy", "place")
+    if unit == 16:
+        assert found["ld.global.v4.b32"] == (8 if marks else 4)
+        assert found["st.global.v4.b32"] == (0 if marks else 4)
+
+
+def pack_constants(size: int, unit: int, nested: bool, *, marked: bool = False) -> dict[str, Any]:
     word, _, lanes = kernels.COPY_WORDS[unit]
     elements = unit // size
     return {
@@ -107,12 +123,14 @@ def pack_constants(size: int, unit: int, nested: bool) -> dict[str, Any]:
         "TILE": 1024,
         "CHUNK": min(1024 // elements, 256),
         "NESTED": nested,
+        "MARKED": marked,
     }
 
 
+@pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_all_programs_that_pack_fit_on_a_gpu_at_once(size: int, tmp_path: Path) -> None:
-    constants = pack_constants(size, 16, False)
+def test_all_programs_that_pack_fit_on_a_gpu_at_once(size: int, marked: bool, tmp_path: Path) -> None:
+    constants = pack_constants(size, 16, False, marked=marked)
     code = compiled(
         delta_kernels.pack_changed, constants, _PACK_POINTERS, num_warps=4, maxnreg=packer._REGISTERS
     )

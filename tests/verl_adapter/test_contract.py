@@ -106,6 +106,11 @@ def test_of_the_transports_all_that_carry_refits_may_be_chosen() -> None:
         assert (made.options.refit.transport, made.options.refit.trainer_quantize_fp8) == (transport, True)
 
 
+def test_a_mask_is_refused_where_nobody_records_the_actors_steps() -> None:
+    with pytest.raises(RefitError, match=r"nccl_xfer_shards\.delta_base: optimizer"):
+        ShardCheckpointEngine(1 << 20, delta="auto", delta_base="optimizer")
+
+
 @pytest.mark.parametrize("engine", ENGINES.values())
 def test_a_folder_that_takes_no_records_is_refused_as_the_engine_is_made(engine: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()

@@ -20,10 +20,12 @@ from ...integration.errors import RefitError, RefitMismatch
 from ...integration.layout import Fragment
 from ...integration.quantize.formats import Format
 from ...integration.weights.endpoints import (
+    CountsWrites,
     HoldsQuantized,
     StoresQuantized,
     WeightDestination,
     WeightSource,
+    Writes,
     gives_memory_back,
     rewritten,
 )
@@ -187,6 +189,11 @@ class KvScaleSource:
 
     def storage_key(self) -> Hashable:
         return self._weights.storage_key()
+
+    def writes(self) -> Writes:
+        """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`; of nothing if the trainer's own does not count."""
+        weights: object = self._weights
+        return weights.writes() if isinstance(weights, CountsWrites) else Writes((), (), ())
 
     def _copied(self) -> torch.Tensor:
         # Not in the middle of a refit, where the copy would wait for what the device does for others.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import is_
 from typing import Any
@@ -26,7 +26,7 @@ class SourceRefitMixin:
     sides. Then every trainer rank calls
 
     1. once: ``join_refit(rendezvous, rank)``, at the same time as the engine's ranks
-    2. each step: ``refit(version)``
+    2. each step: ``refit(version)``; with ``refit_config.delta_base`` ``optimizer`` the step is within ``recording_changes()``
 
     and ``close_refit()`` at the end. With ``refit_config.kv_scales``, ``calibrate_kv_scales(forward)`` before a refit gives it
     the scales of the engine's FP8 KV cache.
@@ -184,6 +184,23 @@ class SourceRefitMixin:
         """
         session = require_joined(self._refit_session)
         return session.refit(version, before=partial(self._before, session, kv_scales)).to_json()
+
+    @contextmanager
+    def recording_changes(self) -> Iterator[None]:
+        """A context for the optimizer's step, and whatever else writes the weights between two refits::
+
+            with self.recording_changes():
+                optimizer.step()
+
+        With ``refit_config.delta_base`` ``optimizer`` a sparse refit sends what changed within it; all trainer ranks enter it
+        together. A copy of all that this rank sends is on its device meanwhile. With another ``delta_base``, with ``delta`` off, and
+        before ``join_refit``, it does nothing.
+        """
+        if self._refit_session is None:
+            yield
+            return
+        with self._refit_session.recording_changes():
+            yield
 
     def nccl_xfer_refit(self, version: int, kv_scales: Mapping[str, float] | None = None) -> dict[str, Any]:
         """NeMo-RL's name of :meth:`refit`."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ....integration.config import RefitConfig, read_settings
+from ....integration.config import RefitConfig, read_settings, records_no_steps
 from ....integration.errors import RefitError
 
 KEY = "rlrefit"
@@ -43,7 +43,7 @@ class NemoRlRefit:
         # NeMo-RL makes a pydantic model of it, which keeps what it does not know.
         given = getattr(section, "model_extra", section).get(KEY)
         read = read_settings(given, PREFIX, own={"records_dir": str | None})
-        wrong = list(read.wrong)
+        wrong = [*read.wrong, *records_no_steps(read.refit, PREFIX, "NeMo-RL's policy worker")]
         backend = generation.get("backend")
         if backend != "vllm":
             wrong.append(

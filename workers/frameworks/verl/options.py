@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ....integration.config import REFIT_KEYS, RefitConfig, not_a_section, read_settings
+from ....integration.config import REFIT_KEYS, RefitConfig, not_a_section, read_settings, records_no_steps
 from ....integration.errors import RefitError
 from .contract import NO_BUCKET
 
@@ -64,5 +64,6 @@ def _read(bucket_size: int, given: Any) -> tuple[ShardOptions, list[str]]:
     wrong, bucket_mb = list(read.wrong), bucket_size >> 20
     if bucket_mb < 1:
         wrong.append(NO_BUCKET)
+    wrong += records_no_steps(read.refit, _PREFIX, "verl's actor")
     refit = RefitConfig.unchecked(**asdict(read.refit) | {"bucket_mb": bucket_mb})
     return ShardOptions(refit, **read.own), wrong

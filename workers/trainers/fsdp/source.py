@@ -8,7 +8,7 @@ import torch
 
 from ....integration.errors import RefitError
 from ....integration.layout import Fragment
-from ....integration.weights.endpoints import StorageLook, rank_device
+from ....integration.weights.endpoints import StorageLook, Writes, rank_device, writes_of
 from ....integration.weights.manifest import TensorSpec
 from .adapters import Adapters, base_model, has_adapters
 from .casting import exported, kept_in_float32
@@ -124,6 +124,10 @@ class FSDPSource:
 
     def storage_key(self) -> Hashable:
         return self._look.key(map(self._kept.local, self._kept.names))
+
+    def writes(self) -> Writes:
+        """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`."""
+        return writes_of((name, self._kept.local(name)) for name in self._kept.names)
 
     def _require_memory(self) -> None:
         """All shards leave the GPU together, but a return that runs out of memory brings some of them."""

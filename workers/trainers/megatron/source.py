@@ -11,7 +11,7 @@ import torch
 
 from ....integration.layout import Fragment
 from ....integration.quantize.formats import Format
-from ....integration.weights.endpoints import StorageLook, rank_device
+from ....integration.weights.endpoints import StorageLook, Writes, rank_device, writes_of
 from ....integration.weights.manifest import TensorSpec
 from ..offload import Residence
 from .enumeration import VOCABULARY, Enumeration, conversion_tasks, enumerate_export
@@ -161,6 +161,12 @@ class MegatronSource:
         native = [weight for weight in owned if is_native(weight)]
         plain = [weight for weight in owned if not is_native(weight)] if native else owned
         return self._look.key(plain), native_storage_key(native), self._residence.key()
+
+    def writes(self) -> Writes:
+        """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`; what Megatron's optimizer writes, it does not count."""
+        self._follow_parameters()
+        owned = ((task.global_param_name, task.param_weight) for task in self._tasks)
+        return writes_of((name, w) for name, w in owned if w is not None and not is_native(w))
 
     def _follow_parameters(self) -> None:
         if self._places.follow(self._tasks):

@@ -1,0 +1,140 @@
+"""Steps that are recorded on a trainer rank, and whether its masks tell all that has changed since the last refit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..errors import RefitError
+from ..packing import NotComputable
+from ..weights.endpoints import CountsWrites, WeightSource, Writes
+from .mask import StepRecorder
+from .path import DeltaPath
+
+logger = logging.getLogger(__name__)
+
+
+class Recording:
+    """Of one rank in one epoch.
+
+    Args:
+        source: this rank's weights.
+        path: its masks.
+        compares_sums: whether weight sums prove what the masks tell; else a refit without a recorded step is dense.
+    """
+
+    def __init__(self, source: WeightSource, path: DeltaPath, *, compares_sums: bool):
+        self._source, self._path, self._compares_sums = source, path, compares_sums
+        self._recorders: list[tuple[StepRecorder, int]] = []
+        self._bound_to: Hashable = None
+        self._steps = 0
+        # Why the masks miss something; empty if nothing is known to be missed.
+        self._lost = ""
+        self._told: set[str] = set()
+        self._writes: Writes | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A context in which the weights are written, and at whose end they are complete."""
+        copies = self._keep()
+        try:
+            yield
+        except BaseException:
+            self._lose("a recorded step ended with an error")
+            raise
+        self._mark(copies)
+        self._steps += 1
+
+    def unsure(self) -> str:
+        """Before a refit: why it has to be dense; empty if the masks tell all, as far as is known."""
+        if not self._lost and (other := self._written_by_others()):
+            self._lose(other)
+        if not self._lost and not self._steps and not self._compares_sums:
+            self._lose(
+                "no step was recorded since the last refit, and with policy.refit.verify=off nothing else tells what changed"
+            )
+        return self._lost
+
+    def restart(self) -> None:
+        """All ranks hold what this one has sent, and nothing is marked."""
+        self._steps, self._lost = 0, ""
+        self._writes = self._writes_now()
+
+    def _keep(self) -> list[torch.Tensor]:
+        """A copy of each stream as it is; none if that would be of no use."""
+        if not self._lost and (other := self._written_by_others()):
+            self._lose(other)
+        if self._lost:
+            return []
+        try:
+            self._follow()
+            copies = [self._memory(nbytes) for _, nbytes in self._recorders]
+            for (recorder, _), copy in zip(self._recorders, copies, strict=True):
+                recorder.keep(copy)
+        except (RefitError, NotComputable, torch.OutOfMemoryError) as error:
+            self._lose(f"a step could not be recorded: {error}")
+            return []
+        return copies
+
+    def _mark(self, copies: list[torch.Tensor]) -> None:
+        if self._lost:
+            return
+        try:
+            self._follow()
+            for (recorder, _), copy in zip(self._recorders, copies, strict=True):
+                recorder.mark(copy)
+        except (RefitError, NotComputable, torch.OutOfMemoryError) as error:
+            self._lose(f"a step could not be recorded: {error}")
+        self._writes = self._writes_now()
+
+    def _follow(self) -> None:
+        """Look at where the weights lie, if that is another place than before."""
+        now = self._source.storage_key()
+        if now != self._bound_to:
+            self._recorders, self._bound_to = [], None
+            fragments, _ = self._source.fragments()
+            self._recorders, self._bound_to = self._path.make_recorders(fragments), now
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        device = self._source.device
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # of any allocator
+            raise RefitError(
+                f"there are no {nbytes / 1e6:.0f} MB on {device} for a copy of what is sent, which delta_base=optimizer takes for the "
+                "time of a step. Make room, or set policy.refit.delta_base to host",
+                stage="record",
+            ) from error
+
+    def _lose(self, why: str) -> None:
+        self._lost = why
+        if why not in self._told:
+            self._told.add(why)
+            logger.warning("%s. The next refit is dense. This is told once", why)
+
+    def _writes_now(self) -> Writes | None:
+        source: object = self._source
+        return source.writes() if isinstance(source, CountsWrites) else None
+
+    def _written_by_others(self) -> str:
+        """A weight that was written outside of recorded steps, in words; empty if none is known."""
+        now, then = self._writes_now(), self._writes
+        if now is None or then is None or now == then:
+            return ""
+        # What lies elsewhere was moved, and its copy has a count of its own.
+        found = [
+            name
+            for name, count, place, count_then, place_then in zip(
+                now.names, now.counts, now.places, then.counts, then.places, strict=True
+            )
+            if count != count_then and place == place_then
+        ]
+        if not found:
+            return ""
+        return (
+            f"{found[0]} was written outside recording_changes() since the last refit{f', and {len(found) - 1} weights more' if found[1:] else ''}: "
+            "by a checkpoint that was loaded, say"
+        )

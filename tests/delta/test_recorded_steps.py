@@ -1,0 +1,255 @@
+"""Sparse refits by what recorded steps have changed, without a base; threads over gloo."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.delta.recording import Recording
+from rlrefit.integration.layout import Fragment
+from rlrefit.integration.packing import Cast
+from rlrefit.integration.session import RefitSession
+from rlrefit.integration.weights.endpoints import Writes, writes_of
+from tests.faults.weights import small_sections
+from tests.refit.synthetic import FP32, held_by, move, run_world
+
+from .scene import BULK, SPECS, Destination, Source, layout, refit, refits, world
+from .scene import CONFIG as WITH_BASE
+
+CONFIG = replace(WITH_BASE, delta_base="optimizer")
+REFUSED = {"router": "MoE router"}
+Write = Callable[[RefitSession, Any], None]
+
+
+class Counting(Source):
+    """One that tells torch's counts of writes."""
+
+    def writes(self) -> Writes:
+        return writes_of((name, storage) for (name, _), storage in self._held.items())
+
+
+class Casting(Source):
+    """One that keeps FP32 of what travels in fewer bits, as a mixed-precision optimizer does."""
+
+    def __init__(self, rank: int, trainers: int):
+        super().__init__(SPECS, layout(rank, trainers), REFUSED)
+        held = self._held.items()
+        self._held = {k: torch.zeros(s.shape, dtype=FP32) if s.itemsize == 2 else s for k, s in held}
+
+    def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
+        held, refused = super().fragments()
+        dtypes = {spec.name: spec.dtype for spec in SPECS}
+        return [
+            f if f.view.dtype == dtypes[f.name] else replace(f, encoding=Cast(dtypes[f.name])) for f in held
+        ], refused
+
+
+class Delaying(Source):
+    """One that completes its weights late, as Megatron does with overlap_param_gather."""
+
+    late: tuple[int, ...] = ()
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+        self.late = (version,)
+
+    def prepare(self) -> None:
+        super().prepare()
+        for version in self.late:
+            super().set_version(version)
+        self.late = ()
+
+
+def trained(kind: Any = Source) -> tuple[list[Any], list[Any]]:
+    """Two trainers of a kind, and three engines."""
+    if kind is Casting:
+        return [Casting(rank, 2) for rank in range(2)], world()[1]
+    return [kind(SPECS, layout(rank, 2), REFUSED) for rank in range(2)], world()[1]
+
+
+def dense_refits(body: Any, config: RefitConfig = CONFIG, kind: Any = Source) -> list[int]:
+    """Which of the refits that a body returns were dense, from 1 on; all of them have to be right, on all ranks."""
+    found = []
+    for result in run_world(*trained(kind), body, config):
+        if isinstance(result, BaseException):
+            raise result
+        assert [wrong for _, wrong in result] == [[]] * len(result)
+        found.append([number for number, (record, _) in enumerate(result, 1) if record.changed_share is None])
+    assert all(one == found[0] for one in found)
+    return found[0]
+
+
+def between(write: Write) -> Callable[[int, RefitSession, Any], Any]:
+    """Two refits, a trainer's ``write`` of version 3, its refit, and a last one."""
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        first = refits(1, 2)(rank, session, endpoint)
+        if session.world.is_source:
+            write(session, endpoint)
+        third = session.refit(3), [] if session.world.is_source else endpoint.wrong(3)
+        return [*first, third, refit(session, endpoint, 4)]
+
+    return body
+
+
+def step(session: RefitSession, endpoint: Any, version: int) -> None:
+    with session.recording_changes():
+        endpoint.set_version(version)
+
+
+@pytest.mark.parametrize("kind", [Counting, Casting, Delaying])
+def test_what_a_step_changed_lands_bit_for_bit(kind: Any) -> None:
+    assert dense_refits(refits(1, 2, 3, 4), kind=kind) == [1]
+
+
+def test_changes_of_several_steps_travel_together() -> None:
+    def steps(session: RefitSession, endpoint: Any) -> None:
+        for version in (7, 5, 3):
+            step(session, endpoint, version)
+
+    assert dense_refits(between(steps)) == [1]
+
+
+def test_a_mask_takes_a_small_share_of_the_bytes_that_are_sent() -> None:
+    def body(rank: int, session: RefitSession, endpoint: Any) -> int:
+        refits(1, 2)(rank, session, endpoint)
+        return session.engine.base_bytes
+
+    kept = run_world(*trained(), body, CONFIG)
+    assert all(0 < bytes_of_rank < BULK / 10 for bytes_of_rank in kept[:2])
+    assert kept[2:] == [0, 0, 0]
+
+
+def test_blocks_that_find_no_room_travel_in_a_further_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Source, "share", 0.4)
+    monkeypatch.setattr(Destination, "share", 0.4)
+    with small_sections():
+        assert dense_refits(refits(1, 2, 3)) == [1]
+
+
+@pytest.mark.parametrize("verify", ["sampled", "full"])
+def test_a_write_that_was_not_recorded_is_found_and_all_weights_are_sent_before_the_refit_commits(
+    verify: str,
+) -> None:
+    def unrecorded(session: RefitSession, endpoint: Any) -> None:
+        endpoint.set_version(3)
+
+    assert dense_refits(between(unrecorded), replace(CONFIG, verify=verify)) == [1, 3]
+
+
+def test_a_counted_write_makes_the_refit_dense_from_the_start_and_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def loaded(session: RefitSession, endpoint: Any) -> None:
+        step(session, endpoint, 3)
+        if session.world.rank == 1:
+            next(s for (name, _), s in held_by(endpoint).items() if name == "norm").mul_(1.0)
+
+    moves: list[int] = []
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        result = between(loaded)(rank, session, endpoint)
+        moves.append(session._moves)
+        return result
+
+    with caplog.at_level(logging.WARNING):
+        assert dense_refits(body, kind=Counting) == [1, 3]
+    assert {*moves} == {4}
+    assert sum("norm was written" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_write_between_two_recorded_steps_is_counted_too() -> None:
+    def loaded(session: RefitSession, endpoint: Any) -> None:
+        step(session, endpoint, 5)
+        endpoint.set_version(3)
+        with session.recording_changes():
+            pass
+
+    off = replace(CONFIG, verify="off")
+    assert dense_refits(between(loaded), off, Counting) == [1, 3]
+
+
+def test_without_sums_a_refit_needs_a_recorded_step_to_be_sparse() -> None:
+    off = replace(CONFIG, verify="off")
+    assert dense_refits(between(lambda session, endpoint: endpoint.set_version(3)), off) == [1, 3]
+    assert dense_refits(between(lambda session, endpoint: step(session, endpoint, 3)), off) == [1]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_step_without_room_for_a_copy_goes_on_and_the_refit_after_it_is_dense(
+    lost: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def memory(self: Recording, nbytes: int) -> torch.Tensor:
+        # As an allocator does: the bytes of the third version are not there.
+        if self._source.version == 2 and self._source is sources[lost]:  # type: ignore[attr-defined]
+            return original(self, 1 << 60)
+        return original(self, nbytes)
+
+    original = Recording._memory
+    monkeypatch.setattr(Recording, "_memory", memory)
+    sources, engines = trained()
+    with caplog.at_level(logging.WARNING):
+        for of_rank in run_world(sources, engines, refits(1, 2, 3, 4), CONFIG):
+            assert [wrong for _, wrong in of_rank] == [[]] * 4
+            assert [record.changed_share is None for record, _ in of_rank] == [True, False, True, False]
+    assert sum("a step could not be recorded" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_step_that_ends_with_an_error_leaves_it_and_the_refit_after_it_is_dense() -> None:
+    def broken(session: RefitSession, endpoint: Any) -> None:
+        def write() -> None:
+            with session.recording_changes():
+                endpoint.set_version(3)
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            write()
+
+    assert dense_refits(between(broken), replace(CONFIG, verify="off")) == [1, 3]
+
+
+@pytest.mark.parametrize("when", ["before", "within", "after"])
+def test_weights_that_move_are_followed(when: str) -> None:
+    def moving(session: RefitSession, endpoint: Any) -> None:
+        if when == "before":
+            move(endpoint)
+        with session.recording_changes():
+            endpoint.set_version(3)
+            if when == "within":
+                move(endpoint)
+        if when == "after":
+            move(endpoint)
+
+    assert dense_refits(between(moving), kind=Counting) == [1]
+
+
+def test_an_engine_whose_weights_were_written_by_others_gets_all_of_them() -> None:
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        found = refits(1, 2)(rank, session, endpoint)
+        if session.world.rank == 4:
+            endpoint.poison()
+        return [*found, refit(session, endpoint, 3), refit(session, endpoint, 4)]
+
+    assert dense_refits(body) == [1, 3]
+
+
+def test_a_base_needs_no_recorded_step() -> None:
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        if session.world.is_source:
+            with session.recording_changes():
+                pass
+        return refits(1, 2)(rank, session, endpoint)
+
+    assert dense_refits(body, WITH_BASE) == [1]
+
+
+def test_codes_that_the_trainer_makes_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="delta_base"):
+        replace(CONFIG, trainer_quantize_fp8=True)
+    assert RefitConfig(delta_base="optimizer", trainer_quantize_fp8=True).delta == "off"
