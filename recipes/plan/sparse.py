@@ -119,8 +119,9 @@ def predict(
             seconds = _REST_S + max(stages) + beside + misc_seconds
         refits.append(SparseRefit(share, wire, wire / (int(sent.sum()) + gen * misc_bytes or 1), seconds))
     whole = sum(base.values())
-    marks = sum(-(-nbytes // (8 * size)) for size, nbytes in base.items())
-    return Sparse(delta_base, {"gpu": whole, "host": whole, "optimizer": marks}, tuple(refits))
+    # A byte for 16, or two for 16 elements of one byte (integration/delta/mask.py).
+    mask = sum(-(-nbytes // (8 if size == 1 else 16)) for size, nbytes in base.items())
+    return Sparse(delta_base, {"gpu": whole, "host": whole, "optimizer": mask}, tuple(refits))
 
 
 def base_bytes(plan: Plan, receivers: Sequence[Receiver]) -> dict[int, int]:

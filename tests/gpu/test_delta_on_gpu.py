@@ -22,13 +22,20 @@ CASES = {
     "ipc": ("nccl_xfer", "ipc", "gpu", 1),
     "base in host memory": ("nccl_xfer", "p2p", "host", 1),
     "one GPU": ("colocated_ipc", "auto", "gpu", 0),
+    "recorded steps, p2p": ("nccl_xfer", "p2p", "optimizer", 1),
+    "recorded steps, ipc": ("nccl_xfer", "ipc", "optimizer", 1),
+    "recorded steps, one GPU": ("colocated_ipc", "auto", "optimizer", 0),
 }
 SHARES = (0.001, 0.02, 0.5)
 
 
 # Codes and scales in the place of most weights; engines that give their memory back between refits.
 FP8_CASES = {"FP8, p2p": CASES["p2p"], "FP8, base in host memory": CASES["base in host memory"]}
-SLEEPING_CASES = {"asleep, ipc": CASES["ipc"], "asleep, one GPU": CASES["one GPU"]}
+SLEEPING_CASES = {
+    "asleep, ipc": CASES["ipc"],
+    "asleep, one GPU": CASES["one GPU"],
+    "asleep, recorded steps": CASES["recorded steps, ipc"],
+}
 LOST = 3
 
 

@@ -122,7 +122,7 @@ class Both:
 
 
 def _train_both_ways(folder: Path, ray_address: str) -> Both:
-    sparse = ("policy.refit.delta=always", "policy.refit.transport=p2p")
+    sparse = ("policy.refit.delta=always", "policy.refit.delta_base=optimizer", "policy.refit.transport=p2p")
     beside = run("beside", folder, ray_address, "model.dtype=bfloat16", *sparse)
     with pytest.raises(RunError) as ended:
         run("turns", folder, ray_address, *TURNS, f"algorithm.steps={STEPS + 1}", refits=WatchedRefits)
@@ -155,7 +155,9 @@ def test_in_turns_megatron_learns_bit_for_bit_what_it_learns_beside_its_engine_w
     assert "resume=true goes on from the last checkpoint" in both.error
     rows, beside = metrics(both.turns), metrics(both.beside)
     assert numbers(rows) == numbers(beside)
-    assert 0 < beside[-1]["refit/changed_share"] < 1
+    shares = [row.get("refit/changed_share") for row in beside]
+    assert shares[0] is None
+    assert all(0 < share < 1 for share in shares[1:])
     assert max(row["generation_kl"] for row in rows) <= 1e-3
     assert [row["weights/version"] for row in rows] == list(range(STEPS))
     assert all(row[f"stage/seconds/{move}"] > 0 for row in rows for move in STEP)

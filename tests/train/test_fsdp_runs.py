@@ -47,10 +47,11 @@ def _train_and_resume(folder: Path, ray_address: str) -> dict[str, Ran]:
     steps = (f"algorithm.steps={STEPS}", f"checkpoint.every={SAVED}", "checkpoint.keep=3")
     first = (*steps, "policy.refit.transport=p2p")
     ran = {"shards": run("grpo_tiny", folder / "shards", ray_address, *first, refits=DigestedRefits)}
-    others: dict[str, tuple[str, type[Refits] | None]] = {
-        "golden": ("policy.refit.transport=golden", None),
-        "turns": ("generation.colocated.enabled=true", None),
-        "sparse": ("policy.refit.delta=always", DigestedRefits),
+    by_mask = ("policy.refit.delta=always", "policy.refit.delta_base=optimizer")
+    others: dict[str, tuple[tuple[str, ...], type[Refits] | None]] = {
+        "golden": (("policy.refit.transport=golden",), None),
+        "turns": (("generation.colocated.enabled=true",), None),
+        "sparse": (by_mask, DigestedRefits),
     }
     for name, (other, refits) in others.items():
         shutil.copytree(folder / "shards", folder / name)
@@ -58,7 +59,7 @@ def _train_and_resume(folder: Path, ray_address: str) -> dict[str, Ran]:
             if checkpoint.name != f"step_{SAVED:06d}":
                 shutil.rmtree(checkpoint)
         (folder / name / "grpo_tiny" / DIGESTS).unlink()
-        ran[name] = run("grpo_tiny", folder / name, ray_address, *steps, other, "resume=true", refits=refits)
+        ran[name] = run("grpo_tiny", folder / name, ray_address, *steps, *other, "resume=true", refits=refits)
     return ran
 
 
