@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.config import DELTA_BASES, RefitConfig
 from rlrefit.integration.control import Rendezvous, open_rendezvous
 from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.records.record import RefitRecord
@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5], help="learning rates")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=256, help="of each of the four sequences of a step")
-    parser.add_argument("--base", choices=["gpu", "host"], default="gpu", help="policy.refit.delta_base")
+    parser.add_argument("--base", choices=DELTA_BASES, default="gpu", help="policy.refit.delta_base")
     parser.add_argument("--out", type=Path, help="write a line of JSON for each refit there")
     arguments = parser.parse_args()
     shapes = dict(open_model(arguments.shapes).config)
@@ -93,7 +93,7 @@ def measure(config: Qwen3Config, rate: float, engine: Connection, arguments: arg
     trainer = Trainer(config, rate, arguments.tokens)
     sparse, codes = refits(trainer, "always", arguments.steps + 1, engine, arguments.base)
     dense, _ = refits(trainer, "off", DENSE_REFITS, engine, arguments.base)
-    print(f"{arguments.shapes}, learning rate {rate:g}, base in {arguments.base} memory")
+    print(f"{arguments.shapes}, learning rate {rate:g}, delta_base {arguments.base}")
     print("  step  changed  FP8 codes  wire of dense      ms")
     for step, (record, share) in enumerate(zip(sparse, codes, strict=True)):
         changed = 1.0 if record.changed_share is None else record.changed_share
@@ -131,7 +131,7 @@ def refits(
     session = RefitSession.open(server.rendezvous, 0, lambda: trainer.source, settings)
     records, shares = [], []
     for version in range(count):
-        trainer.step()
+        trainer.step(session)
         shares.append(trainer.changed_codes() if delta != "off" else 0.0)
         records.append(session.refit(version))
     session.close()
@@ -154,7 +154,7 @@ class Trainer:
         self._tokens = tokens
         self._codes: list[torch.Tensor] = []
 
-    def step(self) -> None:
+    def step(self, session: RefitSession) -> None:
         vocabulary, where = self.model.config.vocab_size, device_of(0)
         tokens = torch.randint(vocabulary, (SEQUENCES, self._tokens), device=where, generator=self._drawn)
         advantages = torch.randn(SEQUENCES, 1, device=where, generator=self._drawn)
@@ -166,9 +166,10 @@ class Trainer:
             master.grad, weight.grad = weight.grad.float(), None
         torch.nn.utils.clip_grad_norm_(self._masters, 1.0)
         self._adam.step()
-        for weight, master in zip(self._weights, self._masters, strict=True):
-            weight.detach().copy_(master)
-            master.grad = None
+        with session.recording_changes():
+            for weight, master in zip(self._weights, self._masters, strict=True):
+                weight.detach().copy_(master)
+                master.grad = None
         if torch.cuda.is_available():  # or the refit's time would hold the rest of this step
             torch.cuda.synchronize()
 

@@ -152,6 +152,8 @@ def test_sparse_refits_after_training_steps_leave_the_engine_the_trainers_weight
         "8",
         "--rates",
         "1e-6",
+        "--base",
+        "optimizer",
         "--out",
         str(out),
     ]

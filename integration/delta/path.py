@@ -171,7 +171,7 @@ class DeltaPath:
         Raises:
             TransportUnavailable: the base finds no memory, or weights lie where the device can't compare them.
         """
-        with self._on_device():
+        with self.on_device():
             self._bind(LiveViews(fragments, self._device))
 
     def _bind(self, views: LiveViews) -> None:
@@ -220,7 +220,7 @@ class DeltaPath:
         """
         views = LiveViews(fragments, self._device)
         masks = [(one.sections, one.base) for one in self._outgoing if isinstance(one.base, Mask)]
-        with self._on_device():
+        with self.on_device():
             for one in self._outgoing:
                 self._require_readable(one.stream, views)
             made = make_recorders(masks, views, self._device)
@@ -257,7 +257,7 @@ class DeltaPath:
             VerificationError: a receiver holds other bytes than were sent.
             PeerLost, RefitTimeout: from the wire.
         """
-        with clock.stage("verify"), self._on_device():
+        with clock.stage("verify"), self.on_device():
             for one in self._outgoing:
                 assert one.packer is not None, "bind comes before take"
                 one.packer.take()
@@ -301,7 +301,7 @@ class DeltaPath:
             meanwhile()
 
         try:
-            with self._on_device():
+            with self.on_device():
                 self._run(clock, on_callers_stream)
         except BaseException:
             for exchange in self._under_way:
@@ -320,7 +320,7 @@ class DeltaPath:
             PeerLost, RefitTimeout: another rank gave up, or the device does not get through its work.
         """
         left = [source.total.clone() for source in self._incoming]
-        with self._on_device():
+        with self.on_device():
             for source in self._incoming:
                 assert source.applier is not None, "bind comes before intact"
                 source.applier.weigh()
@@ -343,7 +343,7 @@ class DeltaPath:
                 _left_running.append((self._outgoing, self._incoming))
             self._outgoing, self._incoming = [], []
 
-    def _on_device(self) -> AbstractContextManager[object]:
+    def on_device(self) -> AbstractContextManager[object]:
         """Kernels run on the current device, which is the caller's, and another one maybe."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 

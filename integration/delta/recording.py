@@ -9,12 +9,16 @@ from contextlib import contextmanager
 import torch
 
 from ..errors import RefitError
+from ..layout import Misfit
 from ..packing import NotComputable
 from ..weights.endpoints import CountsWrites, WeightSource, Writes
 from .mask import StepRecorder
 from .path import DeltaPath
 
 logger = logging.getLogger(__name__)
+
+# What a step goes on without a record for. A refit raises it again, unless it was memory for the moment.
+_NO_RECORD = (RefitError, Misfit, NotComputable, torch.OutOfMemoryError)
 
 
 class Recording:
@@ -72,9 +76,10 @@ class Recording:
         try:
             self._follow()
             copies = [self._memory(nbytes) for _, nbytes in self._recorders]
-            for (recorder, _), copy in zip(self._recorders, copies, strict=True):
-                recorder.keep(copy)
-        except (RefitError, NotComputable, torch.OutOfMemoryError) as error:
+            with self._path.on_device():
+                for (recorder, _), copy in zip(self._recorders, copies, strict=True):
+                    recorder.keep(copy)
+        except _NO_RECORD as error:
             self._lose(f"a step could not be recorded: {error}")
             return []
         return copies
@@ -84,9 +89,10 @@ class Recording:
             return
         try:
             self._follow()
-            for (recorder, _), copy in zip(self._recorders, copies, strict=True):
-                recorder.mark(copy)
-        except (RefitError, NotComputable, torch.OutOfMemoryError) as error:
+            with self._path.on_device():
+                for (recorder, _), copy in zip(self._recorders, copies, strict=True):
+                    recorder.mark(copy)
+        except _NO_RECORD as error:
             self._lose(f"a step could not be recorded: {error}")
         self._writes = self._writes_now()
 

@@ -16,6 +16,7 @@ from rlrefit.integration.layout import Fragment
 from rlrefit.integration.packing import Cast
 from rlrefit.integration.session import RefitSession
 from rlrefit.integration.weights.endpoints import Writes, writes_of
+from rlrefit.workers.trainers.fsdp.mixin import FSDPRefitMixin
 from tests.faults.weights import small_sections
 from tests.refit.synthetic import FP32, held_by, move, run_world
 
@@ -247,6 +248,13 @@ def test_a_base_needs_no_recorded_step() -> None:
         return refits(1, 2)(rank, session, endpoint)
 
     assert dense_refits(body, WITH_BASE) == [1]
+
+
+def test_a_worker_that_has_met_nobody_records_nothing() -> None:
+    worker = FSDPRefitMixin()
+    worker.refit_config = CONFIG
+    with worker.recording_changes():
+        pass
 
 
 def test_codes_that_the_trainer_makes_are_refused_by_name() -> None:

@@ -44,6 +44,21 @@ def test_fragments_and_export_are_what_save_pretrained_writes(name: str, tmp_pat
     assert [key for key, tensor in source.export(list(saved)) if not torch.equal(tensor, saved[key])] == []
 
 
+def test_writes_in_place_are_counted_by_name() -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS["qwen3"]))
+    source = FSDPSource(model)
+    before = source.writes()
+    model(torch.arange(4)[None])
+    assert source.writes() == before
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.0)
+    assert [name for name, a, b in zip(*before[:2], source.writes().counts, strict=True) if a != b] == [
+        "model.norm.weight"
+    ]
+    model.load_state_dict(model.state_dict())
+    assert all(a < b for a, b in zip(before.counts, source.writes().counts, strict=True))
+
+
 def test_what_a_conversion_computes_is_refused_with_its_sources() -> None:
     def convert(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         made = {}
