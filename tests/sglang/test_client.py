@@ -1,17 +1,23 @@
-"""The client of servers, on an SGLang server's endpoints."""
+"""The client of servers: on an SGLang server's endpoints, and where there is no server that it knows.
+
+``tests/vllm/test_vllm_server.py`` has it on a vLLM server.
+"""
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from rlrefit.integration.control import open_rendezvous
-from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitMismatch
+from rlrefit.integration.errors import EngineDirty, PeerLost, RefitError, RefitMismatch, RefitTimeout
 from rlrefit.integration.session import RefitSession
 from rlrefit.workers.engines.http_client import RefitClient
 
@@ -125,3 +131,36 @@ def test_a_server_that_was_restarted_is_met_anew(scene: Scene) -> None:
     assert not manager.paused
     scene.meet()
     scene.refit(1, 0)
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost:8000", "http://"])
+def test_what_is_no_servers_address_is_refused(url: str) -> None:
+    with pytest.raises(RefitError, match="http://host:8000") as refused:
+        RefitClient(url)
+    assert refused.value.stage == "settings"
+
+
+def test_a_server_that_is_not_there_or_does_not_answer_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(RefitTimeout, match=url):
+            RefitClient(url, timeout_s=0.1)
+    with pytest.raises(RefitError, match=url) as refused:
+        RefitClient(url)
+    assert refused.value.stage == "http"
+
+
+@pytest.mark.parametrize(("status", "asked_for"), [(401, "api_key"), (500, "neither vLLM's nor SGLang's")])
+def test_a_server_that_does_not_tell_what_it_is_is_refused(status: int, asked_for: str) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.send_error(status)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        with pytest.raises(RefitError, match=asked_for):
+            RefitClient(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
