@@ -202,7 +202,7 @@ def storage_key(tensors: Iterable[torch.Tensor]) -> Hashable:
 
 
 class StorageLook:
-    """Gives an endpoint's :func:`storage_key` again and again; a quarter of the time where nothing has changed since the last look.
+    """Gives an endpoint's :func:`storage_key` again and again, in half the time or less where nothing has changed since the last look.
 
     It is asked in every refit before the ranks meet, so it costs all of them. Two loops in C compare the tensors with what
     they were: guards of torch's compiler their dtypes, shapes and strides, and a list their addresses. Only if these do not
@@ -210,9 +210,10 @@ class StorageLook:
     """
 
     def __init__(self) -> None:
-        # Within a tuple, which compares equal to itself at once; the numbers would be compared one by one.
+        # The numbers within a tuple, which finds at once that it is equal to itself. They would be compared one by one.
         self._key: Hashable = None
-        self._guards: Any = None
+        # Each is for as many tensors as :func:`_some` gives at a time; none, where only the key itself can tell.
+        self._guards: list[Any] = []
         self._addresses: list[int] = []
 
     def key(self, tensors: Iterable[torch.Tensor]) -> Hashable:
@@ -221,7 +222,7 @@ class StorageLook:
             held = list(tensors)
             if self._unchanged(held):
                 return self._key
-            before, self._key, self._guards = self._key, (storage_key(held),), None
+            before, self._key, self._guards = self._key, (storage_key(held),), []
             # Not while they lie elsewhere at each look, as those of a trainer do that offloads them.
             if before is None or before == self._key:
                 self._guard(held)
@@ -230,9 +231,9 @@ class StorageLook:
     def _unchanged(self, held: list[torch.Tensor]) -> bool:
         """Whether all surely are what they were."""
         return (
-            self._guards is not None
+            bool(self._guards)
             and len(held) == len(self._addresses)
-            and self._guards.check(*held)
+            and all(guards.check(*some) for guards, some in zip(self._guards, _some(held), strict=True))
             and [*map(torch.Tensor.data_ptr, held)] == self._addresses
         )
 
@@ -246,13 +247,21 @@ class StorageLook:
         def numbers(found: tuple[int, ...]) -> list[int]:
             return alike.setdefault(found, [*found])
 
-        guards: Any = torch._C._dynamo.guards.TensorGuards
-        self._guards = guards(
-            *held,
-            dynamic_dims_sizes=[numbers(tuple(t.size())) for t in held],
-            dynamic_dims_strides=[numbers(t.stride()) for t in held],
-        )
+        make: Any = torch._C._dynamo.guards.TensorGuards
+        self._guards = [
+            make(
+                *some,
+                dynamic_dims_sizes=[numbers(tuple(t.size())) for t in some],
+                dynamic_dims_strides=[numbers(t.stride()) for t in some],
+            )
+            for some in _some(held)
+        ]
         self._addresses = [*map(torch.Tensor.data_ptr, held)]
+
+
+def _some(held: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    # Guards note which tensors they have seen, in a table that had better stay in the cache.
+    return (held[start : start + 512] for start in range(0, len(held), 512))
 
 
 def holdings_of(

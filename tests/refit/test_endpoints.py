@@ -132,6 +132,20 @@ def test_a_key_asks_no_subclass_of_parameter(way: Callable[[], Ask]) -> None:
     assert Loud.calls
 
 
+@pytest.mark.parametrize("which", [0, 511, 512, 1100, 1999])
+def test_a_look_at_thousands_of_tensors_sees_each(which: int) -> None:
+    parameters, look = [torch.nn.Parameter(torch.zeros(6)) for _ in range(2000)], StorageLook()
+    key = look.key(parameters)
+    assert look.key(parameters) == key
+    kept = parameters[which].data
+    for other in (kept.clone(), kept.view(2, 3)):
+        parameters[which].data = other
+        assert look.key(parameters) != key
+    assert look.key(parameters[:-1]) != key
+    parameters[which].data = kept
+    assert look.key(parameters) == key
+
+
 def test_a_look_keeps_no_tensor_and_no_objects_that_call_the_garbage_collector_up() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1 + i % 7, 2)) for i in range(2000)]
     storages = [StorageWeakRef(p.untyped_storage()) for p in parameters]
