@@ -17,7 +17,7 @@ from itertools import chain, zip_longest
 
 import torch
 
-from ..errors import PeerLost, RefitError, end_all
+from ..errors import PeerLost, RefitError, TransportUnavailable, end_all
 from ..gpu_memory.buckets import OwnBuckets, PeerBuckets, ToldBuckets
 from ..gpu_memory.driver import DriverError, call, on_device
 from .group import Exchange, PeerBuffer, classified
@@ -73,6 +73,12 @@ class DeviceGroup(SharedGroup):
         return DeviceExchange(self, lane, sends, receives, self._bucket_bytes)
 
     def connect(self, peers: Iterable[int]) -> None:
+        """As :meth:`Group.connect`. All peers come to its end, whichever rank can't share memory.
+
+        Raises:
+            TransportUnavailable: this rank or a peer has no memory for buckets, or this one can't map a peer's. The group is of no
+                more use.
+        """
         if self._given_up:
             raise RefitError("the process group is closed", stage="process group", rank=self.rank)
         new = sorted({*peers} - self._links.keys() - {self.rank})
@@ -81,12 +87,20 @@ class DeviceGroup(SharedGroup):
         limit = self.timeout_s
         nbytes = self.lanes * BUCKETS * self._bucket_bytes
         own: dict[int, OwnBuckets] = {}
+        refused: TransportUnavailable | None = None
+        try:
+            own |= {peer: self._make_buckets(nbytes, limit) for peer in new}
+        except TransportUnavailable as error:
+            # The peers wait for what is told here.
+            refused = error
         for peer in new:
-            own[peer] = self._make_buckets(nbytes, limit)
-            tell(self._store, f"{self._name}/{self.rank}>{peer}", asdict(own[peer].told))
+            told = ToldBuckets(None, 0, str(refused)) if refused is not None else own[peer].told
+            tell(self._store, f"{self._name}/{self.rank}>{peer}", asdict(told))
         words = self.lanes * LANE_WORD_BYTES
         opened = open_pairs(self._store, self._name, self.rank, new, words, 1, limit, self._watch)
         self._pairs |= opened
+        if refused is not None:
+            raise refused
         for peer, pair in opened.items():
             key = f"{self._name}/{peer}>{self.rank}"
             told = hear(ToldBuckets, self._store, key, peer, self.rank, limit)
@@ -185,7 +199,7 @@ class DeviceGroup(SharedGroup):
         try:
             made = OwnBuckets(nbytes, self.device, limit)
         except DriverError as error:
-            raise RefitError(
+            raise TransportUnavailable(
                 f"no {nbytes >> 20} MiB of GPU memory for the buckets between two ranks ({error}); nothing was written. "
                 "Lower policy.refit.bucket_mb or policy.refit.streams, or give memory back with torch.cuda.empty_cache()",
                 stage="process group",
@@ -198,13 +212,20 @@ class DeviceGroup(SharedGroup):
         memory = pair.shared.memory
         with on_device(self.device):
             if not pair.shared.pin():
-                raise RefitError(
+                raise TransportUnavailable(
                     f"{memory.nbytes} bytes of host memory can't be pinned for the GPU's counters; nothing was written. "
                     "Raise the limit of locked memory (ulimit -l)",
                     stage="process group",
                     rank=self.rank,
                 )
-            words = int(call("cuMemHostGetDevicePointer", memory.data_ptr(), 0))
+            try:
+                words = int(call("cuMemHostGetDevicePointer", memory.data_ptr(), 0))
+            except DriverError as error:
+                raise TransportUnavailable(
+                    f"the GPU can't reach host memory that two ranks share ({error}); nothing was written",
+                    stage="process group",
+                    rank=self.rank,
+                ) from error
         found = []
         for lane in range(self.lanes):
             first, place = lane * LANE_WORD_BYTES, lane * BUCKETS * self._bucket_bytes

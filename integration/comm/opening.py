@@ -84,6 +84,24 @@ def choose_group(told: Sequence[GpuFacts], asked: bool) -> GroupChoice:
     return GroupChoice("device", why, how, MOST_SHARED_BYTES if sharing else MOST_ON_DEVICE)
 
 
+def choose_delta_groups(told: Sequence[GpuFacts], wire: GroupChoice) -> tuple[GroupChoice, ...]:
+    """What may join ranks that send each other blocks of sparse refits beside one-sided writes, the best first.
+
+    Copy engines between the GPUs of a host, where all can reach each other: NCCL's kernels would wait until those that
+    pack a section have left the GPU.
+
+    Args:
+        told: by all ranks, which are on one host.
+        wire: what joins them otherwise.
+    """
+    best = choose_group(told, True)
+    if best.kind != "device":
+        return (wire,)
+    if wire == best or (wire.kind == "network" and cumem_difference(told)):
+        return (best,)
+    return best, wire
+
+
 def _shared_process(told: Sequence[GpuFacts]) -> str:
     """Why buckets in GPU memory would hang: streams wait for counts there, and those of one process may share a hardware
     queue, where a rank's count would stand behind its peer's wait for it. Empty if each rank is a process."""
@@ -103,17 +121,14 @@ def _obstacle(told: Sequence[GpuFacts]) -> str:
     return ""
 
 
-def require_one_cumem(told: Sequence[GpuFacts]) -> None:
-    """Refuse ranks of one host whose NCCL would hand each other memory in different ways.
+def cumem_difference(told: Sequence[GpuFacts]) -> str:
+    """Ranks of one host whose NCCL would hand each other memory in different ways, as a clause; empty if there are none.
 
     NCCL would fail in its first exchange, with no more words than "invalid argument". Unset, it takes cuMem where the driver has it
     (``ncclIsCuMemSupported`` in its ``misc/cudawrap.cc``), as mapped memory needs.
 
     Args:
         told: by all ranks.
-
-    Raises:
-        RefitMismatch: ``NCCL_CUMEM_ENABLE`` is off on one of them alone.
     """
     ranks = [(rank, one) for rank, one in enumerate(told) if one.device and not one.lacks]
     for (a, first), (b, second) in combinations(ranks, 2):
@@ -121,11 +136,23 @@ def require_one_cumem(told: Sequence[GpuFacts]) -> None:
             values = " and ".join(
                 f"{one.nccl_cumem or 'unset'} on refit rank {rank}" for rank, one in ((a, first), (b, second))
             )
-            raise RefitMismatch(
-                f"NCCL_CUMEM_ENABLE is {values}, of one host, so that NCCL could not connect them; nothing was written. SGLang, and "
-                "verl for its rollout servers, set 0 for their own processes: start all ranks with the same value",
-                stage="process group",
-            )
+            return f"NCCL_CUMEM_ENABLE is {values}, of one host"
+    return ""
+
+
+def require_one_cumem(told: Sequence[GpuFacts]) -> None:
+    """Refuse ranks that :func:`cumem_difference` finds.
+
+    Raises:
+        RefitMismatch: ``NCCL_CUMEM_ENABLE`` is off on one of them alone.
+    """
+    difference = cumem_difference(told)
+    if difference:
+        raise RefitMismatch(
+            f"{difference}, so that NCCL could not connect them; nothing was written. SGLang, and "
+            "verl for its rollout servers, set 0 for their own processes: start all ranks with the same value",
+            stage="process group",
+        )
 
 
 def open_group(

@@ -136,6 +136,7 @@ class DeltaPath:
         Raises:
             RefitMismatch: a rank wants what this rank does not send.
             RefitTimeout, PeerLost: a peer did not connect.
+            TransportUnavailable: the group can't join this rank and a peer. The other ranks' calls end.
         """
         by_key: dict[Any, _Outgoing] = {}
         for receiver, keys in sorted(wanted.items()):

@@ -21,7 +21,7 @@ from ..control.world import RefitWorld
 from ..delta.choice import DENSE, Choice
 from ..delta.path import DeltaPath
 from ..delta.recording import Recording
-from ..errors import RefitError, TransportUnavailable, end_all
+from ..errors import TransportUnavailable, end_all
 from ..layout import Fragment
 from ..plan import BroadcastPlan, Plan
 from ..records.clock import StageClock
@@ -43,7 +43,7 @@ class BulkPath:
         self,
         channel: Channel,
         choice: GroupChoice,
-        delta_choice: GroupChoice,
+        delta_choices: Sequence[GroupChoice],
         config: RefitConfig,
         device: torch.device,
         plan: Plan | BroadcastPlan,
@@ -59,7 +59,7 @@ class BulkPath:
         Args:
             channel: of the epoch.
             choice: of the transport's communicators.
-            delta_choice: of what sparse refits go over.
+            delta_choices: of what sparse refits go over: the first that can be opened on all ranks.
             config: the same on all ranks.
             device: of the parameters.
             plan: this rank's.
@@ -96,8 +96,8 @@ class BulkPath:
         self._unseen = False
         try:
             if config.delta != "off" and isinstance(plan, Plan) and self._may_be_sparse(rewritten):
-                self._deltas = self._open_deltas(delta_choice, config, device, plan)
-                if config.delta_base == "optimizer" and source is not None:
+                self._deltas = self._open_deltas(delta_choices, config, device, plan)
+                if self._deltas is not None and config.delta_base == "optimizer" and source is not None:
                     self._recording = Recording(source, self._deltas, compares_sums=config.verify != "off")
             self.bind(fragments)
             # The first refit may be far: an engine sleeps and a trainer trains before it.
@@ -122,29 +122,57 @@ class BulkPath:
         return found is None
 
     def _open_deltas(
+        self, choices: Sequence[GroupChoice], config: RefitConfig, device: torch.device, plan: Plan
+    ) -> DeltaPath | None:
+        """What carries sparse refits; None if all have to be dense.
+
+        Raises:
+            TransportUnavailable: on every rank, if nothing can under ``always``.
+        """
+        reasons: list[str] = []
+        for number, choice in enumerate(choices):
+            made, reasons = self._open_deltas_over(choice, config, device, plan)
+            if not any(reasons):
+                return made
+            end_all([made.close])
+            if self._channel.world.rank == 0 and number + 1 < len(choices):
+                logger.warning(
+                    "sparse refits go over %s and not over %s: %s says %s",
+                    choices[number + 1].how or "the network",
+                    choice.how,
+                    *self._first(reasons),
+                )
+        if self._must_be_sparse:
+            self._require_none(reasons, "policy.refit.delta=always", "Set policy.refit.delta to auto or off")
+        if self._channel.world.rank == 0:
+            logger.warning(
+                "policy.refit.delta has no effect, and refits are dense: %s says %s", *self._first(reasons)
+            )
+        return None
+
+    def _open_deltas_over(
         self, choice: GroupChoice, config: RefitConfig, device: torch.device, plan: Plan
-    ) -> DeltaPath:
-        world = self._channel.world
+    ) -> tuple[DeltaPath, list[str]]:
+        """A path over a group, and why each rank can't use it: empty where it can. A path that some rank can't use is closed by the
+        caller."""
+        world, name = self._channel.world, f"delta/{choice.kind}"
         group = open_group(
-            self._channel, choice, "delta", (world.rank, world.size), device, 1, config.bucket_bytes
+            self._channel, choice, name, (world.rank, world.size), device, 1, config.bucket_bytes
         )
         made = DeltaPath(
             group, world.rank, plan, config.delta_base, config.bucket_bytes, config.verify, world.describe
         )
+        reason = ""
         try:
-            _, wanted = self._channel.exchange("delta", [None], made.describe())
-            made.connect(wanted)
+            _, wanted = self._channel.exchange(name, [None], made.describe())
+            try:
+                made.connect(wanted)
+            except TransportUnavailable as error:
+                reason = str(error)
+            return made, self._channel.vote(f"{name}/connected", reason)
         except BaseException as error:
             end_all([partial(made.close, failed=True)], error)
-            if isinstance(error, TransportUnavailable):
-                # Of this rank alone, and of no transport.
-                raise RefitError(
-                    f"sparse refits can't be opened: {error}. Set policy.refit.delta to off",
-                    stage="connect",
-                    rank=world.rank,
-                ) from error
             raise
-        return made
 
     def bind(self, fragments: Sequence[Fragment]) -> None:
         """Bind the transport to this rank's storage and tell all peers of it; again whenever some rank's has moved.
@@ -346,14 +374,17 @@ class BulkPath:
         what: str = "",
         remedy: str = "Set policy.refit.transport to p2p, or to auto",
     ) -> None:
+        if any(reasons):
+            raise TransportUnavailable(
+                "{} can't be used, says {}: {}. {}".format(what or self.name, *self._first(reasons), remedy),
+                stage="connect",
+                rank=self._channel.world.rank,
+            )
+
+    def _first(self, reasons: Sequence[str]) -> tuple[str, str]:
+        """The first rank that has a reason, and the reason."""
         world: RefitWorld = self._channel.world
-        for rank, reason in enumerate(reasons):
-            if reason:
-                raise TransportUnavailable(
-                    f"{what or self.name} can't be used, says {world.describe(rank)}: {reason}. {remedy}",
-                    stage="connect",
-                    rank=world.rank,
-                )
+        return next((world.describe(rank), reason) for rank, reason in enumerate(reasons) if reason)
 
 
 def _addressed(described: object) -> tuple[object, dict[int, dict[str, Any]]]:

@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 import torch
 
 from ..broadcast.packed import PackedBroadcast
-from ..comm.opening import GroupChoice, choose_group, require_one_cumem
+from ..comm.opening import GroupChoice, choose_delta_groups, choose_group, require_one_cumem
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..control.world import RefitWorld
@@ -138,7 +138,7 @@ class RefitEngine:
         else:
             self._plan(places, specs, formats, fragments, refused)
         self._group_choice = choose_group(places, self.way.shared_memory)
-        self._delta_choice = self._choose_delta_group(places)
+        self._delta_choices = self._choose_delta_groups(places)
         if self._group_choice.kind == "network" and self._exchanges_over_it():
             require_one_cumem(places)
         self._initial = fragments
@@ -193,7 +193,7 @@ class RefitEngine:
             self._bulk = BulkPath(
                 self.channel,
                 self._group_choice,
-                self._delta_choice,
+                self._delta_choices,
                 self.config,
                 device,
                 self.plan,
@@ -449,16 +449,16 @@ class RefitEngine:
         return told
 
     def _exchanges_over_it(self) -> bool:
-        """Whether anything goes through the group of all ranks: one-sided writes alone need none."""
-        return self.way.all_misc or self._chosen[0] != "ipc" or bool(self.manifest.specs("misc"))
+        """Whether anything surely goes through the group of all ranks: one-sided writes alone need none."""
+        if self.way.all_misc or self._chosen[0] != "ipc" or self.manifest.specs("misc"):
+            return True
+        return self.config.delta != "off" and self._delta_choices[0] == self._group_choice
 
-    def _choose_delta_group(self, places: Sequence[GpuFacts]) -> GroupChoice:
-        """Copy engines between the GPUs of a host, where all can reach each other: NCCL's kernels would wait until those that
-        pack a section have left the GPU."""
+    def _choose_delta_groups(self, places: Sequence[GpuFacts]) -> tuple[GroupChoice, ...]:
+        """What sparse refits may go over, the best first."""
         if self._chosen[0] != "ipc":
-            return self._group_choice
-        choice = choose_group(places, True)
-        return choice if choice.kind == "device" else self._group_choice
+            return (self._group_choice,)
+        return choose_delta_groups(places, self._group_choice)
 
     def _tell_holdings(self, ours: Holdings, table: SpecTable) -> list[Holdings]:
         """What every rank holds. Groups are told one by one, since many ranks hold the same."""

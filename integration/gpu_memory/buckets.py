@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import RefitMismatch
+from ..errors import RefitMismatch, TransportUnavailable
 from .description import Description, Place
 from .driver import call, on_device
 from .mapping import ImportedMemory
@@ -19,10 +19,14 @@ _BLOCK_BYTES = 2 << 20
 
 @dataclass(frozen=True)
 class ToldBuckets:
-    """What a peer needs to map :class:`OwnBuckets`: the memory, by :class:`.description.Description`, and their place in it."""
+    """What a peer needs to map :class:`OwnBuckets`: the memory, by :class:`.description.Description`, and their place in it.
+
+    ``refused``: why there are none; empty if there are.
+    """
 
     memory: object
     offset: int
+    refused: str = ""
 
     def __post_init__(self) -> None:
         if self.offset < 0:
@@ -88,8 +92,10 @@ class PeerBuckets:
 
         Raises:
             RefitMismatch: the peer told something else.
-            TransportUnavailable: they can't be opened from here.
+            TransportUnavailable: they can't be opened from here, or there are none.
         """
+        if told.refused:
+            raise TransportUnavailable(told.refused)
         description = Description.from_json(told.memory, peer)
         self._mapped = ImportedMemory(description, device, timeout_s)
         try:

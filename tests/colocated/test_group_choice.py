@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlrefit.integration.comm.opening import choose_group, require_one_cumem
+from rlrefit.integration.comm.opening import choose_delta_groups, choose_group, require_one_cumem
 from rlrefit.integration.errors import RefitError, RefitMismatch
 from rlrefit.integration.gpu_memory.availability import GpuFacts
 from rlrefit.integration.transport import choose
@@ -88,3 +88,22 @@ def test_ranks_of_one_host_need_one_nccl_cumem_enable(other: str, refused: bool)
         return
     with pytest.raises(RefitMismatch, match="NCCL_CUMEM_ENABLE"):
         require_one_cumem([engine, trainer])
+
+
+@pytest.mark.parametrize(
+    ("told", "kinds"),
+    [
+        ([gpu("A"), gpu("B")], ["device", "network"]),
+        # One kind is tried once.
+        ([gpu("A"), gpu("A")], ["device"]),
+        # NCCL could not join them.
+        ([gpu("A"), replace(gpu("B"), nccl_cumem="0")], ["device"]),
+        # Ranks of one process would wait for each other on the GPU.
+        ([of_process(gpu("A"), "both"), of_process(gpu("B"), "both")], ["network"]),
+    ],
+)
+def test_blocks_go_over_copy_engines_and_else_over_what_can_join_the_ranks(
+    told: list[GpuFacts], kinds: list[str]
+) -> None:
+    found = choose_delta_groups(told, choose_group(told, asked=False))
+    assert [choice.kind for choice in found] == kinds
