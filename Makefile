@@ -11,7 +11,7 @@ ARGS ?=
 PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-sglang test-gpu docs lint typecheck format clean
+.PHONY: help setup demo test test-all test-sglang test-engines test-gpu docs lint typecheck format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,16 @@ test-all: setup ## run the tests, and those that make test leaves out (ARGS="…
 test-sglang: setup ## run the tests that need SGLang's own code, on the CPU (25 MB to download the first time)
 	@requirements/setup.sh --sglang .venv-sglang
 	.venv-sglang/bin/python -m pytest $(or $(ARGS),tests/engines tests/sglang)
+
+# The newest release, and one between it and the one of .venv. The trainer of the test with two environments is in .venv.
+ENGINES := 0.26 0.32
+
+test-engines: setup ## run the tests of engines with other releases of vLLM, on the CPU (1.1 GB to download the first time)
+	@for series in $(ENGINES); do requirements/setup.sh --vllm $$series || exit; done
+	@for series in $(ENGINES); do \
+		echo "vLLM $$series:"; \
+		.venv-vllm-$$series/bin/python -m pytest $(or $(ARGS),-k "not transformers and not sglang" tests/engines $(VLLM_TESTS)) || exit; \
+	done
 
 # Not of .venv, whose vLLM is the CPU's: a GPU host has its own torch, Transformer Engine, vLLM and SGLang.
 test-gpu: ## run the GPU tests that this host and the packages of PYTHON allow; it ends with what was left out

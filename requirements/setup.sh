@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Makes the virtual environment in which rlrefit's demo and tests run, the one that builds the site, or the one in which
-# SGLang's own code is tested:
+# Makes the virtual environment in which rlrefit's demo and tests run, the one that builds the site, or one in which SGLang's
+# own code or another release of vLLM is tested:
 #
 #     requirements/setup.sh [VENV]            (VENV: where it goes, default .venv of this checkout)
 #     requirements/setup.sh --docs [VENV]     (default .venv-docs; without rlrefit)
 #     requirements/setup.sh --sglang [VENV]   (default .venv-sglang; over .venv, whose packages and rlrefit it finds)
+#     requirements/setup.sh --vllm SERIES [VENV]   (0.26 or 0.32; default .venv-vllm-SERIES; over .venv too)
 #
 # Every step is safe to repeat. A finished environment carries a stamp and costs well under a second; a
 # changed lock file installs only what differs; an interrupted set-up is found and completed by the next run.
@@ -14,6 +15,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 lock=requirements/lock.txt
 size="3.3 GB to download, 6.6 GB on disk"
 folder=.venv
+over=false # .venv, whose packages are found where this one has none of its own
 if [[ ${1:-} == --docs ]]; then
   lock=requirements/docs.lock.txt
   size="20 MB to download, 160 MB on disk"
@@ -23,7 +25,18 @@ elif [[ ${1:-} == --sglang ]]; then
   lock=requirements/sglang-cpu.lock.txt
   size="25 MB to download, 140 MB on disk"
   folder=.venv-sglang
+  over=true
   shift
+elif [[ ${1:-} == --vllm ]]; then
+  lock=requirements/vllm-${2:-}-cpu.lock.txt
+  if [[ ! -f $root/$lock ]]; then
+    printf 'setup: error: there is no %s\n' "$lock" >&2
+    exit 1
+  fi
+  size=$(sed -n 's/^# Size: //p' "$root/$lock")
+  folder=.venv-vllm-$2
+  over=true
+  shift 2
 fi
 venv=${1:-$root/$folder}
 series=3.12
@@ -113,7 +126,7 @@ if [[ -f $making ]] || ! is_usable "$python" || ! "$python" -m pip --version >/d
   rm "$making"
 fi
 
-if [[ $folder == .venv-sglang ]]; then
+if $over; then
   below=$("$root/.venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   # A site folder, so that the links of what is installed editable are followed too.
   printf 'import site; site.addsitedir("%s")\n' "$below" \

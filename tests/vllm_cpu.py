@@ -10,8 +10,10 @@ the machine as it is.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 # In the environment of the session and all that descends from it.
@@ -24,6 +26,12 @@ CPUS: dict[str, frozenset[str]] = {
     "avx512_bf16": frozenset({"avx512_f", "avx512_bf16"}),
     "amx": frozenset({"avx512_f", "avx512_bf16", "amx_tile"}),
 }
+_vllm = importlib.util.find_spec("vllm")
+# Whether vLLM has no kernel for experts on CPUs that takes them as they are loaded. It is not imported for that.
+PACKS_EXPERTS = _vllm is not None and not any(
+    Path(folder, "model_executor/layers/fused_moe/cpu_fused_moe.py").exists()
+    for folder in _vllm.submodule_search_locations or ()
+)
 _own: Mapping[str, Any] = {}
 _played: str | None = None
 

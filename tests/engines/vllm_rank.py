@@ -15,6 +15,11 @@ from .contract import RANKS, Seen, SessionContract, SessionEngine, changed_as_it
 
 
 def show(rank: int, paths: list[str]) -> Seen:
+    return SessionContract(rank, begun(rank, paths), paths).run()
+
+
+def begun(rank: int, paths: list[str]) -> _Rank:
+    """A rank of an engine that holds the first checkpoint."""
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
     from vllm import _custom_ops
     from vllm.config import set_current_vllm_config
@@ -24,7 +29,7 @@ def show(rank: int, paths: list[str]) -> Seen:
         init_distributed_environment(RANKS, rank, "env://", rank, "gloo")
         initialize_model_parallel(RANKS)
     _custom_ops._supports_onednn = False  # as with rlrefit's plug-in, which keeps linear weights unpacked
-    return SessionContract(rank, _Rank(rank, paths), paths).run()
+    return _Rank(rank, paths)
 
 
 class _Worker:
@@ -43,6 +48,8 @@ class _Worker:
     def sleep(self, level: int = 1) -> None: ...
 
     def wake_up(self, tags: list[str] | None = None) -> None: ...
+
+    def compile_or_warm_up_model(self) -> None: ...
 
 
 class _Rank(SessionEngine):
@@ -77,6 +84,7 @@ class _Rank(SessionEngine):
         self._worker.wake_up()
 
     def computing(self, name: str) -> AbstractContextManager[None]:
+        self.worker.destination._routes = None  # the trace of the loader as it was
         return changed_as_it_loads(type(self._model), name)
 
 

@@ -224,7 +224,11 @@ def test_all_that_is_wrong_with_an_engine_is_told_at_once(model: Model) -> None:
 def test_a_worker_tells_the_scales_in_use_once_a_trainer_brings_any(model: Model) -> None:
     runner = SimpleNamespace(get_model=lambda: model, execute_model=lambda: None)
     worker = SimpleNamespace(
-        vllm_config=config(), model_runner=runner, sleep=lambda: None, wake_up=lambda: None
+        vllm_config=config(),
+        model_runner=runner,
+        sleep=lambda: None,
+        wake_up=lambda: None,
+        compile_or_warm_up_model=lambda: None,
     )
     refit = WorkerRefit(worker)
     with pytest.raises(RefitError, match=r"no trainer has been met with policy\.refit\.kv_scales=true"):

@@ -14,17 +14,19 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from rlrefit.integration.errors import RefitError
 from rlrefit.workers.engines.vllm import compat
 from rlrefit.workers.engines.vllm.compat import require_driver, require_supported_vllm
+from tests.vllm_cpu import PACKS_EXPERTS
 
 FOLDER = Path(__file__).parents[2] / "workers" / "engines" / "vllm"
+# Where it is not there, weights take another way.
+IF_THERE = (*compat.CPU_LINEAR, *compat.CPU_EXPERTS)
 FEATURES = (
-    compat.CPU,
     compat.FP8,
     compat.SPECULATIVE,
     compat.KV_SCALES,
     compat.ADAPTERS,
     compat.WEIGHT_TRANSFER,
 )
-LISTED = tuple(
+REQUIRED = tuple(
     needed for of in (compat.WORKER, compat.CORE, *FEATURES, compat.SCRIPT, compat.SERVER) for needed in of
 )
 
@@ -39,7 +41,7 @@ def _imports() -> Iterator[tuple[str, str, str]]:
 
 
 def test_every_import_from_vllm_is_listed():
-    listed = {(needed.module, needed.name.split(".")[0]) for needed in LISTED}
+    listed = {(needed.module, needed.name.split(".")[0]) for needed in (*REQUIRED, *IF_THERE)}
     modules = {module for module, _ in listed}
     found = list(_imports())
     assert len(found) > 40
@@ -52,7 +54,9 @@ def test_every_import_from_vllm_is_listed():
 
 
 def test_the_installed_vllm_has_all_that_any_feature_uses():
-    require_supported_vllm(LISTED)
+    require_supported_vllm(REQUIRED)
+    assert compat.has(compat.CPU_LINEAR)
+    assert compat.has(compat.CPU_EXPERTS) != PACKS_EXPERTS
 
 
 @pytest.mark.parametrize(

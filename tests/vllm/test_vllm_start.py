@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -11,14 +13,18 @@ from torch import nn
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rlrefit.integration.errors import EngineDirty, PeerLost, PlanError, RefitError, RefitTimeout
 from rlrefit.integration.quantize.formats import Fp8Blockwise
 from rlrefit.integration.session import ServingState
 from rlrefit.workers.engines.common.answers import answer, raise_refit_errors
 from rlrefit.workers.engines.vllm import plugin
-from rlrefit.workers.engines.vllm.compat import Needed, require_core, require_supported_vllm
+from rlrefit.workers.engines.vllm.compat import (
+    Needed,
+    require_core,
+    require_supported_runner,
+    require_supported_vllm,
+)
 from rlrefit.workers.engines.vllm.destination import VllmRoutes
 from rlrefit.workers.engines.vllm.driver import TokenVersions
 from rlrefit.workers.engines.vllm.guard import guard_worker
@@ -68,20 +74,38 @@ def test_an_engines_core_that_lacks_what_the_plug_in_touches_is_refused_by_name_
     require_core(core)
 
 
-def test_model_runner_v2_is_refused_before_its_model_is_loaded(monkeypatch: pytest.MonkeyPatch):
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
-
+def test_a_model_runner_that_lacks_what_refits_use_is_refused_before_its_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+):
     loaded: list[Any] = []
     monkeypatch.setattr(_Worker, "load_model", loaded.append)
     guard_loaded_models(_Worker)
     worker: Any = _Worker("dummy")
-    worker.model_runner = object.__new__(RunnerV2)
-    with pytest.raises(RefitError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-        worker.load_model()
+    worker.model_runner = SimpleNamespace(execute_model=None, device=None)
+    for start in (worker.load_model, lambda: WorkerRefit.of(worker)):
+        with pytest.raises(RefitError) as caught:
+            start()
+        assert caught.value.stage == "start"
+        for name in ("get_model", "reset_encoder_cache"):
+            assert name in str(caught.value)
     assert loaded == []
-    # By vLLM's own weight-transfer calls a worker is reached after its start.
-    with pytest.raises(RefitError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-        WorkerRefit.of(worker)
+
+
+@pytest.mark.parametrize("version", ["v1.worker.gpu_model_runner", "v1.worker.gpu.model_runner"])
+def test_both_model_runners_are_taken(version: str):
+    runner = object.__new__(import_module(f"vllm.{version}").GPUModelRunner)
+    runner.device = torch.device("cpu")
+    require_supported_runner(runner)
+
+
+def test_steps_of_a_start_run_on_weights_of_no_version_and_steps_of_requests_do_not():
+    worker: Any = _Worker("dummy")
+    WorkerRefit.of(worker)
+    # As Model Runner V2 measures memory, and as it warms its kernels up.
+    assert worker.run(1, dummy_run=True) == "ran 1"
+    assert worker.compile_or_warm_up_model() == "ran 0"
+    with pytest.raises(EngineDirty):
+        worker.run(2)
 
 
 def _failing(error: Exception) -> dict[str, Any]:
@@ -117,9 +141,16 @@ def test_vllm_takes_the_backends_name_and_still_refuses_unknown_ones():
     plugin.register()
     assert plugin.transfer_config().backend == WeightTransferConfig(backend="rlrefit").backend == "rlrefit"
     assert WeightTransferConfig().backend == "nccl"
+    # Where the configuration takes any string, vLLM refuses it as it makes the engine.
     with pytest.raises(ValueError, match="nonsense"):
-        WeightTransferConfig(backend="nonsense")
-    assert list(WeightTransferEngineFactory._registry) == ["nccl", "ipc", "rlrefit"]
+        WeightTransferEngineFactory.create_engine(
+            WeightTransferConfig(backend="nonsense"), *_what_the_factory_takes()
+        )
+    assert {"nccl", "ipc", "rlrefit"} <= set(WeightTransferEngineFactory._registry)
+
+
+def _what_the_factory_takes() -> list[None]:
+    return [None] * (len(inspect.signature(WeightTransferEngineFactory.create_engine).parameters) - 1)
 
 
 def test_a_vllm_that_lacks_a_name_starts_without_the_plug_in(
@@ -142,14 +173,19 @@ def test_a_later_vllm_whose_backend_is_a_plain_string_is_left_alone():
     assert Later(backend="anything").backend == "anything"
 
 
-class _Runner(GPUModelRunner):
-    """Of the kind that refits are made for, without anything to run."""
+class _Runner:
+    """What refits use of a model runner, without anything to run."""
+
+    device = torch.device("cpu")
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def execute_model(self, step: Any) -> str:
+    def execute_model(self, step: Any, dummy_run: bool = False) -> str:
         return f"ran {step.number}"
+
+    def reset_encoder_cache(self) -> None:
+        pass
 
     def get_model(self) -> nn.Module:
         return self.model
@@ -165,10 +201,13 @@ class _Worker(Refitted):
         )
         self.model_runner: Any = _Runner(nn.Linear(2, 2))
 
-    def run(self, number: int, tokens: int = 1) -> str:
+    def run(self, number: int, tokens: int = 1, **kind: bool) -> str:
         return self.model_runner.execute_model(
-            SimpleNamespace(number=number, total_num_scheduled_tokens=tokens)
+            SimpleNamespace(number=number, total_num_scheduled_tokens=tokens), **kind
         )
+
+    def compile_or_warm_up_model(self) -> str:
+        return self.run(0)
 
     def load_model(self) -> None:
         pass
@@ -250,6 +289,7 @@ def test_workers_of_others_are_guarded_where_they_were_started_with_our_backend_
     class Foreign:
         __init__, load_model, run = _Worker.__init__, _Worker.load_model, _Worker.run
         sleep, wake_up = _Worker.sleep, _Worker.wake_up
+        compile_or_warm_up_model = _Worker.compile_or_warm_up_model
 
     guard_loaded_models(Foreign)
     foreign: Any = Foreign("dummy")

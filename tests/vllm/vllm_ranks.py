@@ -154,8 +154,11 @@ def groups_of(rank: int, case: Case) -> Iterator[None]:
     _model_to_pp_missing_layer_names.clear()
 
 
-def refit_there_and_back(rank: int, cases: Sequence[Case]) -> list[RankResult]:
-    """For each case load A, refit to B, compare with a model that vLLM itself loaded from B; back to A."""
+def refit_there_and_back(rank: int, cases: Sequence[Case]) -> list[RankResult | str]:
+    """For each case load A, refit to B, compare with a model that vLLM itself loaded from B; back to A.
+
+    Of a case whose model vLLM can't build on this CPU, vLLM's words.
+    """
     _accept_latent_attention()
     _accept_experts_without_gates()
     results = []
@@ -170,8 +173,12 @@ def refit_there_and_back(rank: int, cases: Sequence[Case]) -> list[RankResult]:
 def _accept_latent_attention() -> None:
     """The CPU platform has no kernels for it. All else of the layer is vLLM's, with what it derives from weights."""
     from vllm.model_executor.layers.attention import mla_attention
+    from vllm.v1.attention.backend import AttentionImplBase
 
     class Kernels:
+        is_sparse, dcp_world_size = False, 1
+        process_weights_after_loading = AttentionImplBase.process_weights_after_loading
+
         def __init__(self, **_: Any) -> None:
             pass
 
@@ -182,9 +189,14 @@ def _accept_latent_attention() -> None:
 
 def _accept_experts_without_gates() -> None:
     """vLLM refuses them on CPUs for want of kernels; how their weights are held and loaded is Python."""
-    from vllm.model_executor.layers.fused_moe import layer
+    from vllm.model_executor.layers.fused_moe import config, layer
+    from vllm.platforms import current_platform
 
-    layer.current_platform = SimpleNamespace(is_cuda_alike=lambda: True)
+    class Platform:
+        def __getattr__(self, name: str) -> Any:
+            return (lambda: True) if name == "is_cuda_alike" else getattr(current_platform, name)
+
+    layer.current_platform = config.current_platform = Platform()
 
 
 def _know_architecture(path: str) -> None:
@@ -196,13 +208,16 @@ def _know_architecture(path: str) -> None:
     ModelRegistry.models[name] = _RegisteredModel.from_model_cls(known.load_model_cls())
 
 
-def _one_case(case: Case) -> RankResult:
+def _one_case(case: Case) -> RankResult | str:
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
     from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
 
     from rlrefit.workers.engines.vllm.destination import VllmDestination
 
-    live, config = loaded(case)
+    try:
+        live, config = loaded(case)
+    except NotImplementedError as error:
+        return str(error)
     context = config.compilation_config.static_forward_context
     registered, rotary = list(context.items()), dict(_ROPE_DICT)
     remembered = set(_model_to_pp_missing_layer_names)

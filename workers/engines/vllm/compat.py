@@ -19,8 +19,8 @@ from ....integration.errors import RefitError
 
 logger = logging.getLogger(__name__)
 
-# The one that the tests run. Another is taken if it has all names and parameters below, with a warning.
-SUPPORTED = "0.21"
+# The first and the last series that the tests have run. One beyond is taken if it has what is asked for, with a warning.
+FIRST, LAST = "0.21", "0.32"
 _LAYERS = "vllm.model_executor.layers"
 _LOADER = "vllm.model_executor.model_loader"
 _TRANSFER = "vllm.distributed.weight_transfer"
@@ -78,14 +78,15 @@ WORKER = (
     Needed("vllm.v1.worker.gpu_worker", "Worker.load_model"),
     Needed("vllm.v1.worker.gpu_worker", "Worker.sleep", ("level",)),
     Needed("vllm.v1.worker.gpu_worker", "Worker.wake_up", ("tags",)),
-    Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.execute_model", ("scheduler_output",)),
-    Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model"),
-    Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reset_encoder_cache"),
+    Needed("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model"),
 )
+# Of each worker's model runner, whose class is V1's or V2's.
+RUNNER_HOLDS = ("device", "execute_model", "get_model", "reset_encoder_cache")
 # Every engine's core, which the plug-in patches.
 CORE = (
     Needed("vllm.config", "VllmConfig", ("scheduler_config",)),
     Needed("vllm.config", "SchedulerConfig", ("async_scheduling",)),
+    Needed("vllm.v1.request", "Request"),
     Needed("vllm.config", "ParallelConfig.has_unfinished_dp", ("dp_group", "has_unfinished")),
     Needed(
         "vllm.v1.core.sched.async_scheduler", "AsyncScheduler.reset_prefix_cache", ("reset_running_requests",)
@@ -95,12 +96,9 @@ CORE = (
     Needed(_CORE, "DPEngineCoreProc.resume_scheduler"),
     Needed(_CORE, "EngineCore.collective_rpc", ("method", "timeout", "args", "kwargs")),
 )
-# The CPU platform.
-CPU = (
-    Needed("vllm.platforms", "CpuArchEnum.POWERPC"),
-    Needed("vllm._custom_ops", "_supports_onednn"),
-    Needed("vllm.envs", "VLLM_CPU_SGL_KERNEL"),
-    Needed(f"{_LAYERS}.utils", "check_cpu_sgl_kernel", ("n", "k", "dtype")),
+# The CPU platform, of a vLLM that has it: what keeps linear weights plain, and experts.
+CPU_LINEAR = (Needed("vllm._custom_ops", "_supports_onednn"),)
+CPU_EXPERTS = (
     Needed(f"{_LAYERS}.fused_moe.cpu_fused_moe", "_CPU_MOE_ACT_FN"),
     Needed(f"{_LAYERS}.fused_moe.activation", "MoEActivation.SILU"),
     Needed(f"{_LAYERS}.activation", "SiluAndMul.forward_native"),
@@ -225,9 +223,14 @@ def require_supported_vllm(needed: Sequence[Needed] = (*WORKER, *CORE)) -> None:
     """Check what is ``needed`` against the installed vLLM.
 
     Raises:
-        RefitError: lists everything that is missing or takes other parameters, vLLM's version and the supported one.
+        RefitError: lists everything that is missing or takes other parameters, and vLLM's version.
     """
     _require(needed, [])
+
+
+def has(needed: Sequence[Needed]) -> bool:
+    """Whether the installed vLLM has all that is ``needed``, where there is another way without it."""
+    return not any(map(_problem, needed))
 
 
 def require_driver(engine: object, needed: Sequence[Needed], holds: Sequence[str]) -> None:
@@ -266,21 +269,25 @@ def _require(needed: Sequence[Needed], absent: Sequence[str]) -> None:
     if wrong:
         listed = "\n".join(f"  - {problem}" for problem in wrong)
         raise RefitError(
-            f"vLLM {installed} differs from vLLM {SUPPORTED}, for which this rlrefit is made, in {len(wrong)} things "
-            f"that refits rely on:\n{listed}\nNothing was changed in the engine. Install vllm>={SUPPORTED},<0.22, or a "
-            "newer rlrefit",
+            f"vLLM {installed} lacks {len(wrong)} things that this engine's refits rely on:\n{listed}\nNothing was changed in "
+            f"the engine. Install a vLLM from {FIRST} to {LAST}, or a newer rlrefit",
             stage="start",
         )
-    if needed and not installed.startswith(f"{SUPPORTED}."):
+    if needed and not _series(FIRST) <= _series(installed) <= _series(LAST):
         logger.warning(
-            "rlrefit is tested with vLLM %s, and this is %s. It has the %d names that refits rely on, with their parameters; "
-            "what they do was not tested. Compare its generations with the trainer's log-probabilities before relying on it, "
-            "or install vllm>=%s,<0.22",
-            SUPPORTED,
+            "rlrefit's tests have run vLLM %s to %s, and this is %s. It has the %d names that this engine's refits rely on, with "
+            "their parameters; what they do was not tested. Compare its generations with the trainer's log-probabilities before "
+            "relying on it",
+            FIRST,
+            LAST,
             installed,
             len(needed),
-            SUPPORTED,
         )
+
+
+def _series(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version; none of one that has no numbers."""
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
 
 
 def _absent(holder: object, paths: Sequence[str]) -> list[str]:
@@ -302,25 +309,14 @@ def _leads(holder: object, path: str) -> bool:
 
 
 def require_supported_runner(runner: Any) -> None:
-    """Check which of vLLM's model runners a worker has; before it loads its model, where rlrefit is loaded by then.
+    """Check that a worker's model runner has what refits use of it; before it loads its model, where rlrefit is loaded by then.
 
-    Model Runner V2 is another class than the one in :data:`WORKER`. Its profiling and its warm-up are steps with
-    tokens through ``execute_model``, which the guard would refuse with ``load_format=dummy``, and refits into it are
-    untested.
+    vLLM has two, V1 and V2. It is asked for its methods and not for its class.
 
     Raises:
-        RefitError: it is not V1's.
+        RefitError: lists what it lacks.
     """
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    if not isinstance(runner, GPUModelRunner):
-        kind = type(runner)
-        raise RefitError(
-            f"vLLM {_version()} uses {kind.__module__}.{kind.__name__} as its model runner (Model Runner V2, which vLLM from "
-            f"0.24 takes for many models by itself); refits are made for V1's {GPUModelRunner.__module__}. Nothing was "
-            "changed. Set VLLM_USE_V2_MODEL_RUNNER=0 in the environment of the engine and its workers",
-            stage="start",
-        )
+    _require((), _absent(runner, RUNNER_HOLDS))
 
 
 def _problem(needed: Needed) -> str:

@@ -24,8 +24,9 @@ _PER_REQUEST = frozenset(
         "ExampleHiddenStatesConnector",
     }
 )
-# It has the method, which raises, so that every refit would leave the engine paused.
-_RAISING = "SimpleCPUOffloadConnector"
+# They have the method. The first one's raises in some releases, so that every refit would leave the engine paused; the second
+# one's drops what is in host memory, and what its further tiers (files, a network) keep is found again.
+_NOT_WHOLLY = frozenset({"SimpleCPUOffloadConnector", "OffloadingConnector"})
 
 
 def require_droppable_caches(vllm_config: Any) -> None:
@@ -59,7 +60,7 @@ def _keeping(transfer: Any) -> Iterator[str]:
     name, of_vllm = transfer.kv_connector, not transfer.kv_connector_module_path
     if name is None or (of_vllm and name in _PER_REQUEST):
         return
-    if of_vllm and name == _RAISING:
+    if of_vllm and name in _NOT_WHOLLY:
         yield name
         return
     from vllm.config import KVTransferConfig

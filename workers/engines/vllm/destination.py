@@ -33,7 +33,7 @@ from .completeness import absent_elements, check_complete, unused_parameters
 from .drafters import check_drafter, check_follows
 from .fp8 import BlockFp8, block_modules, tell_of_own_quantizers, uses_fp8
 from .layouts import VllmLayout, module_layout
-from .reload import ScopedReload, refresh_derived_state
+from .reload import ScopedReload, follows, packing_attention, refresh_derived_state
 
 
 @dataclass(frozen=True)
@@ -124,18 +124,23 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
         )
 
     def _routed(self, traced: Traced[VllmLayout, BlockFp8], shared: Routes) -> VllmRoutes:
+        live = dict(self._model.named_modules())
         required: dict[str, set[str]] = {}
+        followers: set[str] = set()
         for name in shared.reasons:
             for parameter in traced.trace.touched[name]:
                 for module in traced.owners[parameter]:
-                    if traced.layouts[module].reload:
+                    if not traced.layouts[module].reload:
+                        continue
+                    if module != parameter.rpartition(".")[0] and follows(live[module]):
+                        followers.add(module)
+                    else:
                         required.setdefault(module, set()).add(name)
         if traced.trace.unknown:
             # One of these may reach any module that cannot be loaded in place.
             for module, layout in traced.layouts.items():
-                if layout.reload:
+                if layout.reload and module not in followers:
                     required.setdefault(module, set())
-        live = dict(self._model.named_modules())
         misc = ScopedReload(
             self._model,
             self._vllm_config,
@@ -144,6 +149,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
             {module: frozenset(names) for module, names in required.items()},
             traced.placed(shared.landings),
             absent_elements(self._model, traced.trace),
+            [live[module] for module in sorted(followers)],
         )
         return VllmRoutes(**vars(shared), misc=misc)
 
@@ -168,6 +174,12 @@ def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
             "with a refit in parts; use FP8 or no quantization in the engine",
             stage="trace",
         )
+    if kernel := packing_attention(model):
+        raise RefitError(
+            f"{kernel} packs kv_b_proj for itself and keeps no weight that a refit could write; start vLLM with another "
+            "attention_backend",
+            stage="trace",
+        )
     if uses_fp8(model):
         require_supported_vllm(FP8)
     if vllm_config.speculative_config is not None:
@@ -190,6 +202,7 @@ def meta_twin(model: nn.Module, vllm_config: VllmConfig) -> Iterator[nn.Module]:
         IntegerTablesStayReal(),
     ):
         twin = initialize_model(vllm_config=_twin_config(vllm_config)).eval()
+        _tie_as(model, twin)
     # vLLM keeps which pipeline layers a model misses by id(model), for ever. A twin may get the id of a model that
     # is gone, and a later model the twin's.
     _forget_missing_layers(twin)
@@ -198,6 +211,19 @@ def meta_twin(model: nn.Module, vllm_config: VllmConfig) -> Iterator[nn.Module]:
         yield twin
     finally:
         _forget_missing_layers(twin)
+
+
+def _tie_as(model: nn.Module, twin: nn.Module) -> None:
+    """Let those modules of ``twin`` share a parameter that share one in ``model``.
+
+    vLLM builds a model untied whose checkpoint has a head beside tied embeddings, and ties it after loading if both are equal.
+    """
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared = first.setdefault(id(parameter), name)
+        if shared != name:
+            path, _, attribute = name.rpartition(".")
+            setattr(twin.get_submodule(path), attribute, twin.get_parameter(shared))
 
 
 def _load_only(twin: nn.Module) -> None:

@@ -19,8 +19,8 @@ def guard_worker(worker: Any, state: ServingState) -> WeightsGuard:
     """Guard a worker's weights from here on.
 
     Args:
-        worker: vLLM's worker. Its ``sleep`` and ``wake_up``, and its model runner's ``execute_model``, are wrapped on
-            the instance, which is where vLLM's executor looks them up.
+        worker: vLLM's worker. Its ``sleep``, ``wake_up`` and ``compile_or_warm_up_model``, and its model runner's
+            ``execute_model``, are wrapped on the instance, which is where vLLM's executor looks them up.
         state: whose dirtiness forbids steps.
     """
     guard = WeightsGuard(
@@ -29,11 +29,22 @@ def guard_worker(worker: Any, state: ServingState) -> WeightsGuard:
         is_unmapped=lambda: _is_unmapped(worker.model_runner.get_model()),
     )
 
-    def before_step(scheduler_output: Any, *_: Any, **__: Any) -> None:
+    warming_up, own_warm_up = False, worker.compile_or_warm_up_model
+
+    def before_step(scheduler_output: Any, *_: Any, dummy_run: bool = False, **__: Any) -> None:
         # An error here ends vLLM's engine core, as any error in a step does. A step without tokens computes nothing: by it a
-        # paused scheduler tells the worker of requests that ended.
-        if scheduler_output.total_num_scheduled_tokens:
+        # paused scheduler tells the worker of requests that ended. Model Runner V2 also measures memory and warms up by
+        # steps, of made-up tokens, whose outputs nobody reads.
+        if scheduler_output.total_num_scheduled_tokens and not (dummy_run or warming_up):
             guard.require_servable()
+
+    def warm_up(*args: Any, **kwargs: Any) -> Any:
+        nonlocal warming_up
+        warming_up = True
+        try:
+            return own_warm_up(*args, **kwargs)
+        finally:
+            warming_up = False
 
     def slept(level: int = 1) -> None:
         guard.slept(TAGS)
@@ -43,6 +54,7 @@ def guard_worker(worker: Any, state: ServingState) -> WeightsGuard:
     def woke(tags: list[str] | None = None) -> None:
         guard.woke(TAGS if tags is None else tags)  # vLLM wakes all where it is given no tags
 
+    worker.compile_or_warm_up_model = warm_up
     call_before(worker.model_runner, "execute_model", before_step)
     call_after(worker, "sleep", slept)
     call_after(worker, "wake_up", woke)

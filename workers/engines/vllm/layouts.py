@@ -2,7 +2,7 @@
 
 A fragment is right only where the live parameter still has the layout that the loader wrote, and where
 nothing else was derived from it when the weights were processed after loading. Both are facts about
-vLLM's own code, named here for each kind of module (read in vLLM 0.21).
+vLLM's own code, named here for each kind of module (read in vLLM 0.21, 0.26 and 0.32).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention, MLAAttention, MMEncoderAttention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -29,6 +28,8 @@ _TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 _UNQUANTIZED_EXPERTS = f"{_FUSED_MOE}.unquantized_fused_moe_method.UnquantizedFusedMoEMethod"
 _CPU_EXPERTS = f"{_FUSED_MOE}.cpu_fused_moe.CPUFusedMOE"
+# The one that kernels inherit, which does nothing.
+_NO_PACKING = "FusedMoEExperts.process_weights_after_loading"
 # Of vLLM's UnquantizedMoeBackend, those whose kernel format is the loader's: convert_to_unquantized_kernel_format returns both as
 # they are.
 _PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON")
@@ -88,29 +89,27 @@ def _post_load_effect(live: nn.Module, method: Any) -> str:
             return ""
         return f"{type(live).__name__} is not among the modules that are known to use their weights as loaded"
     if kind in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
-        return _cpu_packing(live.weight) if current_platform.is_cpu() else ""
+        return _cpu_packing(live) if current_platform.is_cpu() else ""
     if kind_of(method) == _UNQUANTIZED_EXPERTS:
         return _experts_effect(method)
     owner = type(live) if method is None else kind
     return f"process_weights_after_loading of {owner.__name__} may rewrite the layout"
 
 
-def _cpu_packing(weight: torch.Tensor) -> str:
-    """Why the CPU platform computes with a packed copy of ``weight`` (dispatch_cpu_unquantized_gemm)."""
-    from vllm import _custom_ops, envs
-    from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
-    from vllm.platforms import CpuArchEnum
+def _cpu_packing(layer: nn.Module) -> str:
+    """Why the CPU platform computes with a packed copy of a layer's weight (dispatch_cpu_unquantized_gemm).
 
-    if weight.dim() != 2:
-        return ""
-    if current_platform.is_zen_cpu() and hasattr(torch.ops.zentorch, "zentorch_linear_unary"):
-        return "zentorch computes with a copy of the weight"
-    if envs.VLLM_CPU_SGL_KERNEL and check_cpu_sgl_kernel(*weight.shape, weight.dtype):
-        return "the SGL kernel computes with a packed copy of the weight"
-    if _custom_ops._supports_onednn and current_platform.get_cpu_architecture() != CpuArchEnum.POWERPC:
+    vLLM gives the layer a function that computes. One that holds nothing takes the weight as it is; one of a kernel that packs
+    (oneDNN's, SGL's, zentorch's) holds the packed copy.
+    """
+    if layer.weight.dim() != 2:
+        packed = hasattr(layer, "_cpu_unpacked_conv_weight")
+        return "the CPU's convolution computes with a packed weight" if packed else ""
+    function = getattr(layer, "cpu_linear", None)
+    if function is None or getattr(function, "__closure__", None):
         return (
-            "oneDNN may compute with a packed copy of the weight (rlrefit's worker extension was not in use as the model "
-            "was loaded)"
+            "the CPU's kernel computes with a packed copy of the weight (oneDNN's does where rlrefit's worker extension was not "
+            "in use as the model was loaded)"
         )
     return ""
 
@@ -118,15 +117,32 @@ def _cpu_packing(weight: torch.Tensor) -> str:
 def _experts_effect(method: Any) -> str:
     backend = method.unquantized_backend
     if backend.name in _PLAIN_MOE_BACKENDS:
-        return ""
+        kernel = packing_experts(method)
+        return f"process_weights_after_loading of {kernel} may rewrite the layout" if kernel else ""
     if backend.name != "CPU":
         return (
             f"process_weights_after_loading of the {backend.value} experts backend rewrites the layout (start vLLM with "
             "moe_backend='triton', which computes with the experts as they are loaded)"
         )
-    kernel = method.cpu_fused_moe
+    if packing := packing_experts(method):
+        return f"process_weights_after_loading packs the experts for {packing}"
+    kernel = getattr(method, "cpu_fused_moe", None)
     if kind_of(kernel) != _CPU_EXPERTS:
         return f"process_weights_after_loading packs the experts for {type(kernel).__name__}"
     if kernel.forward_method != kernel.forward_torch:
         return f"process_weights_after_loading packs the experts for the CPU's grouped GEMM ({kernel.isa})"
     return ""
+
+
+def packing_experts(method: Any) -> str:
+    """The class of the kernel of unquantized experts, where it makes something of their weights after loading; else empty.
+
+    vLLM has such a kernel from 0.32 on CPUs, and calls its function once: not when weights are loaded again.
+    """
+    if kind_of(method) != _UNQUANTIZED_EXPERTS:
+        return ""
+    experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    function = getattr(type(experts), "process_weights_after_loading", None)
+    if function is None or function.__qualname__ == _NO_PACKING:
+        return ""
+    return type(experts).__name__

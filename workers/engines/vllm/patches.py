@@ -4,19 +4,21 @@
 what is changed                                 why                                                      when
 =============================================== ======================================================== ===================
 ``WeightTransferConfig.backend``                takes the name ``rlrefit`` too                           plug-in [1]_
-``AsyncScheduler.reset_prefix_cache``           running requests would lose one token each               plug-in
+``AsyncScheduler.reset_prefix_cache`` [5]_      running requests would lose one token each               plug-in
 ``EngineCore.resume_scheduler`` (and of         requests would run while memory sleeps, or beside what   plug-in
 ``DPEngineCoreProc``)                           old weights made
 ``EngineCore.collective_rpc``                   vLLM's own weight updates leave what old weights made    plug-in
 ``Worker.load_model``                           weights are guarded from the moment they are loaded      worker [2]_
 ``_custom_ops._supports_onednn`` (CPU)          packed weights have no bytes that can be written         worker
-``cpu_fused_moe._CPU_MOE_ACT_FN`` (CPU)         the fallback of experts fails outside of construction    worker
+``cpu_fused_moe._CPU_MOE_ACT_FN`` (CPU) [4]_    the fallback of experts fails outside of construction    worker
 ``Worker``'s four weight-transfer calls         they go to rlrefit's engine                              backend [3]_
 =============================================== ======================================================== ===================
 
 .. [1] By :mod:`.plugin` in every vLLM process. Engines that rlrefit does not refit behave as before.
 .. [2] As a worker's process imports :mod:`.extension`, before its model is loaded.
 .. [3] As a worker makes its :class:`~.transfer_engine.RlrefitTransferEngine`.
+.. [4] Of a vLLM that has it; later ones pack all experts on CPUs, which take the misc path.
+.. [5] Of a vLLM that loses it; later ones count the tokens in flight.
 
 :mod:`.guard` wraps a worker's ``sleep``, ``wake_up`` and ``execute_model`` besides, on the instance. :func:`end_with_parents`
 patches nothing: it starts a thread.
@@ -38,7 +40,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from ....integration.errors import RefitError
 from ..common.answers import REFIT_ERROR, answer, told
-from .compat import CPU, require_core, require_supported_runner, require_supported_vllm
+from .compat import CPU_EXPERTS, CPU_LINEAR, has, require_core, require_supported_runner
 from .connectors import require_droppable_caches
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,8 @@ DROPPED = "refit_caches_dropped"
 # An engine core's attribute: what it keeps of old weights, as text; missing or empty if nothing.
 KEPT = "_kept_of_old_weights"
 _MARK = "_patched_by_rlrefit"
+# What a request's constructor sets, where vLLM discards a token whether or not one is in flight.
+_DISCARD = "discard_latest_async_tokens"
 _UPDATE = "update_weights"
 _NEED_REST = ("start_weight_update", _UPDATE)
 _FINISH = "finish_weight_update"
@@ -110,7 +114,11 @@ def keep_tokens_of_preempted_requests() -> None:
     in flight will be computed again. A paused engine has none in flight. The token that is then discarded is the first one
     after the pause, which the model has already taken as its next input: it is missing in the output, and the context that
     later tokens came from is not the one that the trainer sees.
+
+    Later releases discard as many as are in flight. Nothing is changed in these.
     """
+    if not _discards_by_flag():
+        return
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     original = AsyncScheduler.reset_prefix_cache
@@ -119,12 +127,12 @@ def keep_tokens_of_preempted_requests() -> None:
 
     @functools.wraps(original)
     def reset_prefix_cache(scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-        # Of a vLLM without such a flag nothing is changed.
+        if not may_be_refitted(scheduler.vllm_config):
+            return original(scheduler, *args, **kwargs)
         without_tokens_in_flight = [
             request
             for request in scheduler.running
-            if not request.num_output_placeholders
-            and not getattr(request, "discard_latest_async_tokens", True)
+            if not request.num_output_placeholders and not request.discard_latest_async_tokens
         ]
         done = original(scheduler, *args, **kwargs)
         for request in without_tokens_in_flight:
@@ -132,6 +140,12 @@ def keep_tokens_of_preempted_requests() -> None:
         return done
 
     _patch(AsyncScheduler, "reset_prefix_cache", reset_prefix_cache)
+
+
+def _discards_by_flag() -> bool:
+    from vllm.v1.request import Request
+
+    return _DISCARD in Request.__init__.__code__.co_names
 
 
 def require_kept_tokens(vllm_config: Any) -> None:
@@ -142,7 +156,7 @@ def require_kept_tokens(vllm_config: Any) -> None:
     Raises:
         RefitError: they would lose a token.
     """
-    if not vllm_config.scheduler_config.async_scheduling:
+    if not (vllm_config.scheduler_config.async_scheduling and _discards_by_flag()):
         return
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -316,7 +330,6 @@ def prepare_worker_process() -> None:
     guard_loaded_models(Worker)
     end_with_parents()
     if current_platform.is_cpu():
-        require_supported_vllm(CPU)
         _keep_plain_layouts()
 
 
@@ -324,8 +337,8 @@ def guard_loaded_models(worker_class: type[Any]) -> None:
     """Have the workers of ``worker_class`` that rlrefit refits guarded as soon as their model is loaded, before any call of a
     driver.
 
-    Their ``load_model`` raises ``RefitError`` where the model runner is not the one that refits are made for. Others are
-    left alone: they take weights in ways that the guard doesn't hear of, and it would let nothing generate from them.
+    Their ``load_model`` raises ``RefitError`` where the model runner lacks what refits use. Others are left alone: they take
+    weights in ways that the guard doesn't hear of, and it would let nothing generate from them.
     """
     original = worker_class.load_model
     if _is_patched(original):
@@ -355,16 +368,22 @@ def _keep_plain_layouts() -> None:
     Where vLLM has no packed kernel for experts (x86 without AVX-512, and sizes that its kernel doesn't take), its fallback
     builds an activation layer in the forward pass, which fails outside of model construction. It calls SiluAndMul's
     arithmetic itself here, the static method that it would reach.
+
+    A vLLM without these names packs what it packs: :mod:`.layouts` finds that out from the layers.
     """
+    if not has(CPU_LINEAR):
+        return
     from vllm import _custom_ops
-    from vllm.model_executor.layers.activation import SiluAndMul
-    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     if not _custom_ops._supports_onednn:
         return
     _custom_ops._supports_onednn = False
-    cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = SiluAndMul.forward_native
+    if has(CPU_EXPERTS):
+        from vllm.model_executor.layers.activation import SiluAndMul
+        from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+        from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+        cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = SiluAndMul.forward_native
     logger.info(
         "CPU platform: linear weights keep their plain layout (no oneDNN packing), so that a refit can write "
         "into them"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from .compat import SUPPORTED
+from .compat import FIRST, LAST
 from .patches import (
     BACKEND,
     accept_backend,
@@ -40,9 +40,10 @@ def register() -> None:
             prepare()
         except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
             logger.warning(
-                "rlrefit's plug-in is made for vLLM %s and does not fit this one (%s: %s: %s). Refits may be refused; "
+                "rlrefit's plug-in is made for vLLM %s to %s and does not fit this one (%s: %s: %s). Refits may be refused; "
                 "everything else of vLLM is as it was",
-                SUPPORTED,
+                FIRST,
+                LAST,
                 prepare.__name__,
                 type(error).__name__,
                 error,

@@ -11,21 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from ....integration.errors import RefitError
 from ..common.loader_trace.trace import Landing
+from .layouts import packing_experts
 
-# The absorbed projections of multi-head latent attention, made from kv_b_proj (MLAAttention of vLLM 0.21).
 # By name, since an engine without FP8 imports none of it; subclasses too.
 _FP8_EXPERTS = "vllm.model_executor.layers.quantization.fp8.Fp8MoEMethod"
-_MLA_DERIVED = ("W_UV", "W_UK_T", "W_K", "W_K_scale", "W_V", "W_V_scale")
+# The absorbed projections of multi-head latent attention, made from kv_b_proj: MLAAttention's W_UV, W_UK_T, W_K_scale, …
+_MLA_DERIVED = "W_"
+# Where the kernels of attention inherit the function that makes nothing of weights.
+_ATTENTION = "vllm.v1.attention.backend"
 
 
 class _ReloadScope(nn.Module):
@@ -51,6 +56,7 @@ class ScopedReload:
         placed: checkpoint tensors of other modules that the engine's loader cannot write, with the places that the trace
             found for them.
         absent: by module, how many elements of its parameters no tensor brings and nothing needs.
+        followers: modules that :func:`follows` names, whose parameters are other modules'.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class ScopedReload:
         required: Mapping[str, frozenset[str]],
         placed: Mapping[str, Sequence[Landing]],
         absent: Mapping[str, int],
+        followers: Sequence[nn.Module] = (),
     ) -> None:
         self._model = model
         self._vllm_config = vllm_config
@@ -72,10 +79,12 @@ class ScopedReload:
         self._modules = dict(modules)
         self._placed = dict(placed)
         self._absent = {name: count for name, count in absent.items() if name in modules}
+        self._followers = tuple(followers)
         self._arrived: set[str] = set()
         self._active = False
         self._beside: dict[str, dict[str, torch.Tensor]] = {}
         self._shuffled: list[nn.Module] = []
+        self._kernels: list[tuple[nn.Module, Any, Any]] = []
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load full checkpoint tensors; may be called several times in one refit.
@@ -156,6 +165,10 @@ class ScopedReload:
             except Exception:
                 self.abandon()
                 raise
+        if self._arrived:
+            with self._context():
+                for module in self._followers:
+                    module.quant_method.process_weights_after_loading(module)
         self._active = False
         self._arrived.clear()
 
@@ -200,6 +213,14 @@ class ScopedReload:
         ]
         for module in self._shuffled:
             module.exllama_state = type(module.exllama_state)["UNINITIALIZED"]
+        # UnquantizedFusedMoEMethod has its kernel pack experts as it makes the kernel, and makes none where it has one.
+        self._kernels = [
+            (method, method.moe_kernel, method.moe_quant_config)
+            for module in self._modules.values()
+            if packing_experts(method := getattr(module, "quant_method", None))
+        ]
+        for method, _, _ in self._kernels:
+            method.moe_kernel = None
         with self._context():
             initialize_layerwise_reload(self._scope)
         for name, count in self._absent.items():
@@ -210,7 +231,8 @@ class ScopedReload:
     def _put_back_beside(self) -> None:
         """What post-load processing makes anew beside parameters and buffers goes where CUDA graphs have it.
 
-        vLLM itself moves those two alone. Marlin's workspace is such a tensor: a graph would go on with freed memory.
+        vLLM itself moves those two alone. Marlin's workspace is such a tensor: a graph would go on with freed memory. And
+        experts get their kernels back.
         """
         for name, held in self._beside.items():
             made = vars(self._modules[name])
@@ -219,6 +241,10 @@ class ScopedReload:
                 if isinstance(new, torch.Tensor) and new is not tensor:
                     made[attribute] = tensor.copy_(new)
         self._beside = {}
+        # Those that were made beside these computed with tensors of the reload.
+        for method, kernel, config in self._kernels:
+            method.moe_kernel, method.moe_quant_config = kernel, config
+        self._kernels = []
 
     def _know_as_shuffled(self) -> None:
         """The tensors that such modules have now: new ones, or after a reload that was abandoned maybe the old ones."""
@@ -231,6 +257,14 @@ class ScopedReload:
         """What vLLM has around a load: its current configuration, the worker's device, no autograd."""
         with set_current_vllm_config(self._vllm_config), self._device, torch.no_grad():
             yield
+
+
+def follows(module: nn.Module) -> bool:
+    """Whether a module whose parameter is another's needs only to be processed anew, once that one has its weights.
+
+    A head that is tied to the embedding and has a packed copy (on CPUs) does. vLLM's reload would wait for weights of its own.
+    """
+    return type(getattr(module, "quant_method", None)) is UnquantizedEmbeddingMethod
 
 
 def _tensors_beside(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -278,6 +312,17 @@ def refresh_expert_scales(layer: nn.Module) -> None:
             held.copy_(parameter)
 
 
+def packing_attention(model: nn.Module) -> str:
+    """The class of a kernel of multi-head latent attention that packs ``kv_b_proj`` for itself; empty if there is none."""
+    for module in model.modules():
+        if isinstance(module, MLAAttention):
+            kernel = type(module.impl)
+            function = getattr(kernel, "process_weights_after_loading", None)
+            if function is not None and function.__module__ != _ATTENTION:
+                return kernel.__name__
+    return ""
+
+
 def refresh_absorbed_projections(layer: nn.Module, dtype: torch.dtype) -> None:
     """Update one latent attention layer's copies of ``kv_b_proj``, without moving them.
 
@@ -286,7 +331,9 @@ def refresh_absorbed_projections(layer: nn.Module, dtype: torch.dtype) -> None:
     """
     weights = {p.untyped_storage()._cdata for p in layer.kv_b_proj.parameters()}
     before = {
-        name: value for name in _MLA_DERIVED if isinstance(value := getattr(layer, name, None), torch.Tensor)
+        name: value
+        for name, value in (*vars(layer).items(), *layer.named_parameters(recurse=False))
+        if name.startswith(_MLA_DERIVED) and isinstance(value, torch.Tensor)
     }
     if all(value.untyped_storage()._cdata in weights for value in before.values()):
         return

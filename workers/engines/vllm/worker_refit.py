@@ -41,7 +41,7 @@ class WorkerRefit(DestinationRefitMixin):
         """The one of ``worker``, made on first use.
 
         Raises:
-            RefitError: its model runner is not the one that refits are made for.
+            RefitError: its model runner lacks what refits use.
         """
         found = getattr(worker, _ATTRIBUTE, None)
         if found is None:

@@ -1,0 +1,55 @@
+"""One refit between two environments: the trainer's torch is another one than the engine's, and so may be its Python."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.spawn import run_ranks, run_together
+from tests.vllm_processes import vllm_processes
+
+from .contract import RANKS as ENGINE_RANKS
+from .contract import TURNS, WAYS
+from .other_environment import RANKS, follow
+
+ROOT = Path(__file__).parents[2]
+TRAINER = ROOT / ".venv" / "bin" / "python"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    Path(sys.prefix) == TRAINER.parents[1] or not TRAINER.exists(),
+    reason="needs an environment beside the trainer's .venv: make test-engines",
+)
+def test_a_trainer_of_one_torch_refits_an_engine_of_another(paths: list[str], tmp_path: Path) -> None:
+    seen = run_together(
+        lambda: train(tmp_path, paths),
+        lambda: run_ranks(follow, ENGINE_RANKS, str(tmp_path), paths, timeout_s=500, made_by=vllm_processes),
+    )[1]
+    told = [json.loads((tmp_path / f"trainer{rank}.json").read_text()) for rank in range(RANKS)]
+    assert all(rank["torch"] != torch.__version__ for rank in told)
+    for differing, misc in seen:
+        assert len(differing) == len(WAYS) * len(TURNS)
+        assert not any(differing.values()), differing
+        assert len(misc["nccl_xfer"]) < len(misc["packed_broadcast"])
+
+
+def train(folder: Path, paths: list[str]) -> None:
+    """Run the trainer's ranks to their end; the first that fails ends the others, by the refit."""
+    command = [str(TRAINER), "-m", "tests.engines.other_environment", str(folder)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), *paths], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for rank in range(RANKS)
+    ]
+    try:
+        said = [rank.communicate(timeout=500)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, text in zip(ranks, said, strict=True):
+        assert rank.returncode == 0, text
