@@ -26,12 +26,18 @@ CPUS: dict[str, frozenset[str]] = {
     "avx512_bf16": frozenset({"avx512_f", "avx512_bf16"}),
     "amx": frozenset({"avx512_f", "avx512_bf16", "amx_tile"}),
 }
-_vllm = importlib.util.find_spec("vllm")
-# Whether vLLM has no kernel for experts on CPUs that takes them as they are loaded. It is not imported for that.
-PACKS_EXPERTS = _vllm is not None and not any(
-    Path(folder, "model_executor/layers/fused_moe/cpu_fused_moe.py").exists()
-    for folder in _vllm.submodule_search_locations or ()
-)
+
+
+def _has(file: str) -> bool:
+    """Whether the installed vLLM has a file; it is not imported for that."""
+    vllm = importlib.util.find_spec("vllm")
+    folders = [] if vllm is None else vllm.submodule_search_locations or []
+    return any(Path(folder, file).exists() for folder in folders)
+
+
+# Whether vLLM has no kernel for experts on CPUs that takes them as they are loaded.
+PACKS_EXPERTS = not _has("model_executor/layers/fused_moe/cpu_fused_moe.py")
+HAS_RUNNER_V2 = _has("v1/worker/cpu/model_runner.py")
 _own: Mapping[str, Any] = {}
 _played: str | None = None
 

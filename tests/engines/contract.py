@@ -127,7 +127,7 @@ def changed_as_it_loads(model: type, name: str) -> Iterator[None]:
         yield
 
 
-class _Source(CheckpointSource):
+class Source(CheckpointSource):
     """One that lacks a weight, or has another one beside all."""
 
     def __init__(self, paths: list[str], without: str = "", beside: str = "") -> None:
@@ -234,7 +234,7 @@ class SessionContract:
             told = [server.rendezvous.to_json()]
         dist.broadcast_object_list(told, 0)
         if self._rank == 0:
-            self._source = _Source(self._paths, **changes)
+            self._source = Source(self._paths, **changes)
             meeting = Rendezvous.from_json(told[0])
             opening = self._thread.submit(
                 RefitSession.open, meeting, 0, lambda: self._source, CONFIG, engine=way
