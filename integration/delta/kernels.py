@@ -36,6 +36,15 @@ def _marks(marks, stream, valid, ITEM: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
+def _bits_set(marks):
+    """How many of the 16 lowest bits are set; no others are."""
+    pairs = marks - ((marks >> 1) & 0x5555)
+    fours = (pairs & 0x3333) + ((pairs >> 2) & 0x3333)
+    eights = (fours + (fours >> 4)) & 0x0F0F
+    return (eights + (eights >> 8)) & 0x1F
+
+
+@triton.jit
 def _change_marks(marks, stream, bits, ITEM: tl.constexpr, LANES: tl.constexpr, SETS: tl.constexpr):
     """Set the marks of units' elements, or take them away, where ``bits`` are set."""
     address = marks + (stream >> 4) * (2 if ITEM == 1 else 1)
@@ -150,20 +159,17 @@ def pack_changed(
             source = tl.multiple_of(a.to(tl.pointer_type(WORD)), LANES * ITEM)
             base = tl.multiple_of(b.to(tl.pointer_type(WORD)), LANES * ITEM)
             count = units * 0
-            for chunk in range(0, units, CHUNK):
-                pick = chunk + tl.arange(0, CHUNK)
-                unit = tl.load(listed + pick, mask=pick < units, other=0).to(tl.int32)
-                at_a, at_b = unit_offsets(row, begin + unit, NESTED)
-                there = (pick < units)[:, None]
-                if MARKED:
-                    place_16 = b + at_b.to(tl.int64) * (LANES * ITEM)
-                    marked = _marks(marks, place_16, pick < units, ITEM, LANES)
-                    flags = (marked[:, None] >> lane) & 1
-                else:
+            if MARKED:
+                count = tl.sum(_bits_set(found), axis=0)
+            else:
+                for chunk in range(0, units, CHUNK):
+                    pick = chunk + tl.arange(0, CHUNK)
+                    unit = tl.load(listed + pick, mask=pick < units, other=0).to(tl.int32)
+                    at_a, at_b = unit_offsets(row, begin + unit, NESTED)
+                    there = (pick < units)[:, None]
                     new = tl.load(source + (at_a[:, None] * LANES + lane), mask=there, other=0)
                     old = tl.load(base + (at_b[:, None] * LANES + lane), mask=there, other=0)
-                    flags = (new != old).to(tl.int32)
-                count += tl.sum(tl.sum(flags, axis=1), axis=0)
+                    count += tl.sum(tl.sum((new != old).to(tl.int32), axis=1), axis=0)
             elements = size * LANES
             values = count * ITEM
             sparse = (2 * count + ALIGN - 1) // ALIGN * ALIGN

@@ -18,13 +18,10 @@ from .mask import Mask
 from .steps import DeviceSections, HostSections, Sections, cut, encoding_scratch, held_of, plain_rows
 from .streams import Part, Stream
 
-# Units that a program compares at a time, elements of those that differ that it looks at in one go, and its warps.
-_TILE, _CHUNK, _WARPS = 1024, 1024, 4
-# Programs of a multiprocessor, and tiles of a launch at most: what else wants the GPU meanwhile, as a header that is sent,
-# waits for the end of a launch, some 0.4 ms.
-_PROGRAMS, _TILES = 5, 1 << 15
-# Of a thread, so that so many programs fit at once: a multiprocessor has 2^16, and gives them out 8 a thread at a time.
-_REGISTERS = (1 << 16) // (_PROGRAMS * _WARPS * 32) // 8 * 8
+# Elements of those that differ that a program looks at in one go, and its warps.
+_CHUNK, _WARPS = 1024, 4
+# Tiles of a launch at most: what else wants the GPU meanwhile, as a header that is sent, waits for the end of a launch, some 0.4 ms.
+_TILES = 1 << 15
 _WEIGH_TILE, _WEIGH_WARPS = 512, 4
 # A block always fits.
 LEAST_ROOM = 1 << 18
@@ -229,7 +226,14 @@ class _DevicePacker(DeviceSections):
         views: of what lies on this rank.
         kept: base or mask of the stream.
         scratch: of :func:`.steps.encoding_scratch`.
+
+    Attributes:
+        tile: units that a program looks at in one go.
+        each: programs of a multiprocessor.
     """
+
+    tile: int
+    each: int
 
     def __init__(self, sections: Sections, views: LiveViews, kept: Base | Mask, scratch: torch.Tensor):
         origin = 0 if isinstance(kept, Mask) else kept.memory.data_ptr()
@@ -237,8 +241,8 @@ class _DevicePacker(DeviceSections):
         self._kept = kept
         # Of the kernels' arguments, as they are compiled for.
         self._like = Room(1, 1, self._device)
-        self._programs = programs_of(self._device, _PROGRAMS)
-        self._listed = torch.empty(self._programs, _TILE, dtype=torch.uint16, device=self._device)
+        self._programs = programs_of(self._device, self.each)
+        self._listed = torch.empty(self._programs, self.tile, dtype=torch.uint16, device=self._device)
         self._launches = [
             [self._make_launches(step.rows, size) for step in steps]
             for steps, size in zip(self.steps, self.itemsizes, strict=True)
@@ -266,7 +270,7 @@ class _DevicePacker(DeviceSections):
         if isinstance(self._kept, Mask):
             address, marked = address + self._kept.origin(itemsize), True
         # A block has no more elements than its index can tell.
-        tile = min(_TILE, blocks.MOST * itemsize // WIDEST)
+        tile = min(self.tile, blocks.MOST * itemsize // WIDEST)
         for table in build_tables(rows, tile):
             tiles = len(table.tiles)
             cuts = [(begin, min(begin + _TILES, tiles)) for begin in range(0, tiles, _TILES)]
@@ -284,12 +288,13 @@ class _DevicePacker(DeviceSections):
                 blocks.alignment(itemsize),
                 elements,
                 tile,
-                min(_CHUNK // elements, _TILE // 4),
+                min(_CHUNK // elements, _CHUNK // 4),
                 table.nested,
                 marked,
             )
+            registers = registers_of(self.each)
             launch = Launch(
-                pack_changed, _WARPS, table, constants, self._device, out, self._programs, _REGISTERS
+                pack_changed, _WARPS, table, constants, self._device, out, self._programs, registers
             )
             made.append((launch, places))
         return made
@@ -297,6 +302,8 @@ class _DevicePacker(DeviceSections):
 
 class DevicePacker(_DevicePacker):
     """By kernels, which read weights and base once."""
+
+    tile, each = 1024, 5
 
     def __init__(self, sections: Sections, views: LiveViews, base: Base, scratch: torch.Tensor):
         super().__init__(sections, views, base, scratch)
@@ -340,6 +347,9 @@ class DevicePacker(_DevicePacker):
 class DeviceMaskPacker(_DevicePacker):
     """By kernels, which read a mask and what it marks, and all weights for their sum."""
 
+    # They wait for memory most of the time.
+    tile, each = 2048, 8
+
     def __init__(self, sections: Sections, views: LiveViews, mask: Mask, scratch: torch.Tensor, weighs: bool):
         super().__init__(sections, views, mask, scratch)
         self._mask, self._weighed = mask, set[int]()
@@ -372,6 +382,11 @@ class DeviceMaskPacker(_DevicePacker):
                 self._pack_step(section, step, room)
             if weights is not None and weighs:
                 weights.add_to(self._mask.total)
+
+
+def registers_of(each: int) -> int:
+    """Of a thread, so that so many programs of a multiprocessor fit at once: it has 2^16, and gives them out 8 a thread at a time."""
+    return (1 << 16) // (each * _WARPS * 32) // 8 * 8
 
 
 def programs_of(device: torch.device, each: int) -> int:
