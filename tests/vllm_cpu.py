@@ -37,7 +37,8 @@ def _has(file: str) -> bool:
 
 # Whether vLLM has no kernel for experts on CPUs that takes them as they are loaded.
 PACKS_EXPERTS = not _has("model_executor/layers/fused_moe/cpu_fused_moe.py")
-HAS_RUNNER_V2 = _has("v1/worker/cpu/model_runner.py")
+# Earlier releases refuse it with the CPU's attention.
+HAS_RUNNER_V2 = PACKS_EXPERTS and _has("v1/worker/cpu/model_runner.py")
 _own: Mapping[str, Any] = {}
 _played: str | None = None
 

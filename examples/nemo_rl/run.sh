@@ -4,5 +4,5 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 : "${NEMO_RL:?the folder of a checkout of NVIDIA-NeMo/RL}"
 export NEMO_RL
-export VLLM_USE_V2_MODEL_RUNNER=0 # vLLM from 0.24 takes it by itself for many models; refits are made for V1
+export VLLM_USE_V2_MODEL_RUNNER=0 # refits into Model Runner V2 have not run on GPUs
 exec uv run --directory "$NEMO_RL" python "$here/train.py" --config "$here/grpo_qwen3_4b.yaml" "$@"

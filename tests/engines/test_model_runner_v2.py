@@ -25,7 +25,7 @@ SIZES = {"vocab_size": 128, "max_position_embeddings": 64, "head_dim": 32}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not HAS_RUNNER_V2, reason="needs Model Runner V2 for CPUs: make test-engines")
+@pytest.mark.skipif(not HAS_RUNNER_V2, reason="needs vLLM 0.32's Model Runner V2 for CPUs: make test-engines")
 def test_a_live_engine_with_model_runner_v2_takes_refits_while_requests_run(tmp_path: Path) -> None:
     paths = []
     for seed in range(2):

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.spawn import run_ranks, run_together
 from tests.vllm_processes import vllm_processes
@@ -26,13 +25,13 @@ TRAINER = ROOT / ".venv" / "bin" / "python"
     Path(sys.prefix) == TRAINER.parents[1] or not TRAINER.exists(),
     reason="needs an environment beside the trainer's .venv: make test-engines",
 )
-def test_a_trainer_of_one_torch_refits_an_engine_of_another(paths: list[str], tmp_path: Path) -> None:
+def test_a_trainer_of_one_environment_refits_an_engine_of_another(paths: list[str], tmp_path: Path) -> None:
     seen = run_together(
         lambda: train(tmp_path, paths),
         lambda: run_ranks(follow, ENGINE_RANKS, str(tmp_path), paths, timeout_s=500, made_by=vllm_processes),
     )[1]
     told = [json.loads((tmp_path / f"trainer{rank}.json").read_text()) for rank in range(RANKS)]
-    assert all(rank["torch"] != torch.__version__ for rank in told)
+    assert len({rank["torch"] for rank in told}) == 1
     for differing, misc in seen:
         assert len(differing) == len(WAYS) * len(TURNS)
         assert not any(differing.values()), differing
