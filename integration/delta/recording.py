@@ -32,8 +32,9 @@ class Recording:
 
     def __init__(self, source: WeightSource, path: DeltaPath, *, compares_sums: bool):
         self._source, self._path, self._compares_sums = source, path, compares_sums
-        self._recorders: list[tuple[StepRecorder, int]] = []
+        self._recorders: list[tuple[StepRecorder, int]] | None = None
         self._bound_to: Hashable = None
+        self._on_host = False
         self._steps = 0
         # Why the masks miss something; empty if nothing is known to be missed.
         self._lost = ""
@@ -46,10 +47,10 @@ class Recording:
         copies = self._keep()
         try:
             yield
+            self._mark(copies)
         except BaseException:
             self._lose("a recorded step ended with an error")
             raise
-        self._mark(copies)
         self._steps += 1
 
     def unsure(self) -> str:
@@ -74,11 +75,12 @@ class Recording:
         if self._lost:
             return []
         try:
-            self._follow()
-            copies = [self._memory(nbytes) for _, nbytes in self._recorders]
+            recorders = self._follow()
+            copies = [self._memory(nbytes) for _, nbytes in recorders]
             with self._path.on_device():
-                for (recorder, _), copy in zip(self._recorders, copies, strict=True):
+                for (recorder, _), copy in zip(recorders, copies, strict=True):
                     recorder.keep(copy)
+            self._await_reads()
         except _NO_RECORD as error:
             self._lose(f"a step could not be recorded: {error}")
             return []
@@ -88,21 +90,33 @@ class Recording:
         if self._lost:
             return
         try:
-            self._follow()
+            recorders = self._follow()
             with self._path.on_device():
-                for (recorder, _), copy in zip(self._recorders, copies, strict=True):
+                for (recorder, _), copy in zip(recorders, copies, strict=True):
                     recorder.mark(copy)
+            self._await_reads()
         except _NO_RECORD as error:
             self._lose(f"a step could not be recorded: {error}")
         self._writes = self._writes_now()
 
-    def _follow(self) -> None:
-        """Look at where the weights lie, if that is another place than before."""
+    def _follow(self) -> list[tuple[StepRecorder, int]]:
+        """Recorders of the weights where they lie, made anew if that is another place than before."""
         now = self._source.storage_key()
-        if now != self._bound_to:
-            self._recorders, self._bound_to = [], None
-            fragments, _ = self._source.fragments()
-            self._recorders, self._bound_to = self._path.make_recorders(fragments), now
+        if self._recorders is None or now != self._bound_to:
+            self._recorders = None
+            # Later steps need not be in inference mode, where nothing else could write what is made in it.
+            with torch.inference_mode(False):
+                fragments, _ = self._source.fragments()
+                device = self._source.device
+                self._on_host = any(fragment.view.device.type != device.type for fragment in fragments)
+                self._recorders, self._bound_to = self._path.make_recorders(fragments), now
+        return self._recorders
+
+    def _await_reads(self) -> None:
+        """An optimizer on the CPU writes weights in page-locked memory at once, and does not wait for a GPU that has yet to read
+        them."""
+        if self._on_host:
+            torch.cuda.current_stream(self._source.device).synchronize()
 
     def _memory(self, nbytes: int) -> torch.Tensor:
         device = self._source.device
@@ -131,16 +145,24 @@ class Recording:
         if now is None or then is None or now == then:
             return ""
         # What lies elsewhere was moved, and its copy has a count of its own.
-        found = [
-            name
-            for name, count, place, count_then, place_then in zip(
-                now.names, now.counts, now.places, then.counts, then.places, strict=True
+        written, moved = [], []
+        for name, count, place, count_then, place_then in zip(*now, *then[1:], strict=True):
+            if place != place_then:
+                moved.append(name)
+            elif count != count_then:
+                written.append(name)
+        if written:
+            return (
+                f"{written[0]} was written outside recording_changes() since the last refit{_more(written)}: by a checkpoint that was "
+                "loaded, say"
             )
-            if count != count_then and place == place_then
-        ]
-        if not found:
-            return ""
-        return (
-            f"{found[0]} was written outside recording_changes() since the last refit{f', and {len(found) - 1} weights more' if found[1:] else ''}: "
-            "by a checkpoint that was loaded, say"
-        )
+        if moved and not self._compares_sums:
+            return (
+                f"{moved[0]} was moved outside recording_changes() since the last refit{_more(moved)}, and with "
+                "policy.refit.verify=off nothing tells whether it was written there"
+            )
+        return ""
+
+
+def _more(names: list[str]) -> str:
+    return f", and {len(names) - 1} weights more" if names[1:] else ""

@@ -26,7 +26,11 @@ class WeightSource(Protocol):
         """All weights in the order of the export; equal on all trainer ranks."""
 
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
-        """What this rank holds, and the weights that must not go shard to shard with the reason."""
+        """What this rank holds, and the weights that must not go shard to shard with the reason.
+
+        Asked by several, and again where :meth:`storage_key` has changed. Memory that the source itself fills has to be the same for all
+        of them, or :meth:`storage_key` has to tell of it.
+        """
 
     def prepare(self) -> None:
         """Called before each refit, and at the end of each step that is recorded: finish what still has to write the parameters
@@ -128,7 +132,7 @@ class Writes(NamedTuple):
 
     Attributes:
         names: of the weights.
-        counts: torch's own, ``_version`` of each.
+        counts: torch's own, ``_version`` of each; -1 of one of inference mode, which has none.
         places: the address of each.
     """
 
@@ -146,16 +150,16 @@ class CountsWrites(Protocol):
 
 
 def writes_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Writes:
-    """Writes of tensors by name, without those of inference mode, which have no count.
+    """Writes of tensors by name.
 
     Views of a tensor have its count, but a tensor that was made of its ``data`` has one of its own.
     """
     with torch._C.DisableTorchFunctionSubclass():
         # Three tuples of what the garbage collector does not follow: see ``storage_key``.
-        found = [(name, t) for name, t in tensors if not t.is_inference()]
+        found = [*tensors]
         return Writes(
             tuple([name for name, _ in found]),
-            tuple([t._version for _, t in found]),
+            tuple([-1 if t.is_inference() else t._version for _, t in found]),
             tuple([t.data_ptr() for _, t in found]),
         )
 
@@ -207,10 +211,12 @@ class StorageLook:
     It is asked in every refit before the ranks meet, so it costs all of them. Two loops in C compare the tensors with what
     they were: guards of torch's compiler their dtypes, shapes and strides, and a list their addresses. Only if these do not
     agree, the key is made anew. No tensor is kept. That takes a third of the key's time for tensors that are in a cache, and two
-    thirds for those that are not: most of it is the memory's then.
+    thirds for those that are not: most of it is the memory's then. The guards are private to torch: with a torch that has none, or others,
+    the key is made anew each time.
     """
 
     def __init__(self) -> None:
+        self._may_guard = _guards_tell()
         # The numbers within a tuple, which finds at once that it is equal to itself. They would be compared one by one.
         self._key: Hashable = None
         # Guards and addresses, for as many tensors as :func:`_some` gives at a time; none, where only the key itself can tell.
@@ -225,7 +231,7 @@ class StorageLook:
                 return self._key
             before, self._key, self._kept = self._key, (storage_key(held),), []
             # Not while they lie elsewhere at each look, as those of a trainer do that offloads them.
-            if before is None or before == self._key:
+            if self._may_guard and (before is None or before == self._key):
                 self._guard(held)
             return self._key
 
@@ -242,18 +248,36 @@ class StorageLook:
         # The guards take a tensor that stands twice for another one.
         if len({*map(id, held)}) < len(held):
             return
-        # One list for all that are alike: thousands would call the garbage collector up.
-        alike: dict[tuple[int, ...], list[int]] = {}
-
-        def numbers(found: tuple[int, ...]) -> list[int]:
-            return alike.setdefault(found, [*found])
-
-        make: Any = torch._C._dynamo.guards.TensorGuards
-        for some in _some(held):
-            sizes, strides = [numbers(tuple(t.size())) for t in some], [numbers(t.stride()) for t in some]
-            guards = make(*some, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-            self._kept.append((guards, [*map(torch.Tensor.data_ptr, some)]))
+        self._kept = _guarded(held)
         self._count = len(held)
+
+
+def _guarded(held: list[torch.Tensor]) -> list[tuple[Any, list[int]]]:
+    """Guards and addresses, for as many tensors as :func:`_some` gives at a time."""
+    # One list for all that are alike: thousands would call the garbage collector up.
+    alike: dict[tuple[int, ...], list[int]] = {}
+
+    def numbers(found: tuple[int, ...]) -> list[int]:
+        return alike.setdefault(found, [*found])
+
+    make: Any = torch._C._dynamo.guards.TensorGuards
+    kept = []
+    for some in _some(held):
+        sizes, strides = [numbers(tuple(t.size())) for t in some], [numbers(t.stride()) for t in some]
+        guards = make(*some, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        kept.append((guards, [*map(torch.Tensor.data_ptr, some)]))
+    return kept
+
+
+def _guards_tell() -> bool:
+    """Whether this torch has the guards, and they tell what a look asks of them."""
+    seen = torch.empty(2, 3, device="cpu")
+    others = seen.view(torch.int32), seen.view(3, 2), seen[:1], seen.as_strided((2, 3), (1, 2))
+    try:
+        [(guards, _)] = _guarded([seen])
+        return bool(guards.check(seen)) and not any(map(guards.check, others))
+    except (AttributeError, TypeError):
+        return False
 
 
 def _some(held: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

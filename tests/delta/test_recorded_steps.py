@@ -35,6 +35,13 @@ class Counting(Source):
         return writes_of((name, storage) for (name, _), storage in self._held.items())
 
 
+class Still(Source):
+    """One whose weights never move."""
+
+    def storage_key(self) -> None:
+        return None
+
+
 class Casting(Source):
     """One that keeps FP32 of what travels in fewer bits, as a mixed-precision optimizer does."""
 
@@ -255,6 +262,54 @@ def test_a_worker_that_has_met_nobody_records_nothing() -> None:
     worker.refit_config = CONFIG
     with worker.recording_changes():
         pass
+
+
+def test_weights_of_a_source_whose_key_is_none_are_recorded() -> None:
+    assert dense_refits(refits(1, 2, 3), replace(CONFIG, verify="off"), Still) == [1]
+
+
+def test_a_step_after_which_the_weights_could_not_be_read_counts_for_nothing() -> None:
+    def unreadable(session: RefitSession, endpoint: Any) -> None:
+        step(session, endpoint, 5)
+        with pytest.MonkeyPatch.context() as patch:
+
+            def write() -> None:
+                with session.recording_changes():
+                    endpoint.set_version(3)
+                    patch.setattr(endpoint, "storage_key", lambda: 1 // 0)
+
+            with pytest.raises(ZeroDivisionError):
+                write()
+
+    assert dense_refits(between(unreadable), replace(CONFIG, verify="off")) == [1, 3]
+
+
+def test_without_sums_weights_that_moved_outside_of_a_step_may_have_been_written_there() -> None:
+    def moving(session: RefitSession, endpoint: Any) -> None:
+        step(session, endpoint, 5)
+        endpoint.set_version(4)
+        move(endpoint)
+        step(session, endpoint, 3)
+
+    def moving_within(session: RefitSession, endpoint: Any) -> None:
+        with session.recording_changes():
+            endpoint.set_version(3)
+            move(endpoint)
+
+    off = replace(CONFIG, verify="off")
+    assert dense_refits(between(moving), off, Counting) == [1, 3]
+    assert dense_refits(between(moving_within), off, Counting) == [1]
+
+
+def test_weights_that_moved_in_inference_mode_are_followed() -> None:
+    def moving(session: RefitSession, endpoint: Any) -> None:
+        step(session, endpoint, 5)
+        with torch.inference_mode():
+            move(endpoint)
+            step(session, endpoint, 3)
+        move(endpoint)
+
+    assert dense_refits(between(moving), kind=Counting) == [1]
 
 
 def test_codes_that_the_trainer_makes_are_refused_by_name() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
 from pathlib import Path
@@ -268,6 +268,42 @@ def test_packed_weights_are_refitted_bit_for_bit_and_again(
     assert not torch.equal(first[name], second[name])
     if engine == "nccl_xfer":
         assert [record.bytes_misc for record, _ in results[1]] == [0, 0]
+
+
+class Keeping(Engine):
+    """One that leaves codes and scales as they were written."""
+
+    def rewritten(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
+        return {}
+
+
+@pytest.mark.parametrize("base", ["gpu", "optimizer"])
+def test_packed_weights_travel_sparsely_as_they_are_packed_after_each_step(
+    checkpoints: Callable[[str], Path], base: str
+) -> None:
+    model, qat = trainer(checkpoints("qwen3-moe"))
+    source = _refitted(model, qat)
+    destination = Keeping(source.specs(), {spec.name: [box_of(spec.shape)] for spec in source.specs()})
+    packed: list[dict[str, torch.Tensor]] = []
+
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        found = []
+        for version in range(3):
+            if rank == 0:
+                with session.recording_changes():
+                    train(model, qat, 1)
+                whole = FSDPSource(model, torch.bfloat16)
+                weights = whole.export([spec.name for spec in whole.specs()])
+                packed.append({n: t.clone() for name, w in weights for n, t in qat.packed(name, w)})
+            record = session.refit(version)
+            found.append(
+                (record.changed_share is None, [] if rank == 0 else endpoint.differing(packed[version]))
+            )
+        return found
+
+    config = RefitConfig(bucket_mb=1, timeout_s=20.0, transport="p2p", delta="always", delta_base=base)
+    for result in run_world([source], [destination], body, config):
+        assert result == [(True, []), (False, []), (False, [])]
 
 
 def _refitted(trained: torch.nn.Module, of_it: QAT) -> WeightSource:

@@ -34,8 +34,35 @@ def loud_parameters() -> list[torch.nn.Parameter]:
 
 
 Ask = Callable[[Sequence[torch.Tensor]], Hashable]
+
+
+def look_without_guards() -> Ask:
+    """As with a torch that lacks the class."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(torch._C._dynamo.guards, "TensorGuards")
+        return StorageLook().key
+
+
+def look_with_other_guards() -> Ask:
+    """As with a torch whose class compares no strides."""
+
+    class Others:
+        def __init__(self, *held: torch.Tensor, dynamic_dims_sizes: Any, dynamic_dims_strides: Any):
+            free = [[None] * len(strides) for strides in dynamic_dims_strides]
+            self.check = guards(*held, dynamic_dims_sizes=dynamic_dims_sizes, dynamic_dims_strides=free).check
+
+    guards: Any = torch._C._dynamo.guards.TensorGuards
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._C._dynamo.guards, "TensorGuards", Others)
+        return StorageLook().key
+
+
 # Made for each test: a look remembers what it was shown.
-ways = pytest.mark.parametrize("way", [lambda: storage_key, lambda: StorageLook().key], ids=["all", "look"])
+ways = pytest.mark.parametrize(
+    "way",
+    [lambda: storage_key, lambda: StorageLook().key, look_without_guards, look_with_other_guards],
+    ids=["all", "look", "look without guards", "look with other guards"],
+)
 kinds = pytest.mark.parametrize("make", [views_of_one_storage, loud_parameters])
 
 

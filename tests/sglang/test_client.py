@@ -150,6 +150,25 @@ def test_a_server_that_is_not_there_or_does_not_answer_is_named() -> None:
     assert refused.value.stage == "http"
 
 
+def test_a_server_that_ends_in_the_middle_of_an_error_is_named() -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.send_response(500)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            self.wfile.write(b"the engine")
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        with pytest.raises(RefitError, match=str(server.server_port)) as failed:
+            RefitClient(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert failed.value.stage == "http"
+
+
 @pytest.mark.parametrize(("status", "asked_for"), [(401, "api_key"), (500, "neither vLLM's nor SGLang's")])
 def test_a_server_that_does_not_tell_what_it_is_is_refused(status: int, asked_for: str) -> None:
     class Handler(BaseHTTPRequestHandler):

@@ -87,10 +87,11 @@ class HttpCalls:
         body = None if fields is None else json.dumps(fields).encode()
         request = urllib.request.Request(self.url + path, body, self._headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=limit_s) as response:
-                return HttpAnswer(response.status, _read(response.read()))
-        except urllib.error.HTTPError as error:
-            return HttpAnswer(error.code, _read(error.read()) or {"message": error.reason})
+            try:
+                with urllib.request.urlopen(request, timeout=limit_s) as response:
+                    return HttpAnswer(response.status, _read(response.read()))
+            except urllib.error.HTTPError as error:  # an answer too, and its end may be missing as well
+                return HttpAnswer(error.code, _read(error.read()) or {"message": error.reason})
         except TimeoutError as error:
             raise RefitTimeout(
                 f"the server at {self.url} did not answer {name} within {limit_s:.0f} s: requests do not end, or a worker hangs or "

@@ -11,7 +11,7 @@ bits in each layout, but may differ from peft's in the last of each element.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -128,6 +128,11 @@ class MergedShards:
         if copy is None or (copy.shape, copy.dtype, copy.device) != (local.shape, dtype, local.device):
             copy = self._copies[name] = torch.empty_like(local, dtype=dtype)
         return copy
+
+    @property
+    def copies(self) -> Collection[torch.Tensor]:
+        """All that :meth:`of` has given and :meth:`refresh` writes."""
+        return self._copies.values()
 
     def refresh(self) -> None:
         """Merge what the shards and the factors hold now; a collective of the ranks that share the model."""

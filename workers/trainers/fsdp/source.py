@@ -123,7 +123,8 @@ class FSDPSource:
             yield weight.name, made[weight.name].to(self._dtype(weight))
 
     def storage_key(self) -> Hashable:
-        return self._look.key(map(self._kept.local, self._kept.names))
+        # A copy of a shard that came to lie on another device is another one, even if the shard comes back.
+        return self._look.key([*map(self._kept.local, self._kept.names), *self._merged.copies])
 
     def writes(self) -> Writes:
         """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`."""

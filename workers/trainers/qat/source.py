@@ -49,6 +49,7 @@ class PackedSource:
         self._qat = qat
         self._parts: list[_Part] = []
         self._scalars: dict[str, torch.Tensor] = {}
+        self._memory: dict[tuple[str, Box], torch.Tensor] = {}
         self._specs = [packed for spec in source.specs() for packed in qat.specs(spec)]
         self._dtypes = {spec.name: spec.dtype for spec in source.specs() if spec.name in qat.weights}
         self._origin = {packed.name: spec.name for spec in source.specs() for packed in qat.specs(spec)}
@@ -98,21 +99,28 @@ class PackedSource:
 
     def _pack(self, fragment: Fragment) -> Iterator[Fragment]:
         rows, columns = fragment.view.shape
-        codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=self.device)
-        scales = torch.empty(rows, columns // nvfp4.BLOCK, dtype=torch.float8_e4m3fn, device=self.device)
-        self._parts.append(_Part(fragment.name, fragment.view, codes, scales))
         n, k = fragment.full_shape
         (down, (left, right)) = fragment.box
         halves: Box = (down, (left // 2, right // 2))
+        of_scales = blocks.scale_box(fragment.box, _BLOCK)
         names = packed_names(fragment.name)
-        yield Fragment(names.weight, (n, k // 2), halves, codes)
-        yield Fragment(
-            names.weight_scale, (n, k // nvfp4.BLOCK), blocks.scale_box(fragment.box, _BLOCK), scales
+        codes = self._kept(names.weight, halves, (rows, columns // 2), torch.uint8)
+        scales = self._kept(
+            names.weight_scale, of_scales, (rows, columns // nvfp4.BLOCK), torch.float8_e4m3fn
         )
+        self._parts.append(_Part(fragment.name, fragment.view, codes, scales))
+        yield Fragment(names.weight, (n, k // 2), halves, codes)
+        yield Fragment(names.weight_scale, (n, k // nvfp4.BLOCK), of_scales, scales)
         for name in (names.weight_scale_2, names.input_scale):
             if name in self._origin and name not in self._scalars:
-                self._scalars[name] = torch.empty((), dtype=torch.float32, device=self.device)
+                self._scalars[name] = self._kept(name, (), (), torch.float32)
                 yield Fragment(name, (), (), self._scalars[name])
+
+    def _kept(self, name: str, box: Box, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The same memory each time: who asked for fragments before reads what :meth:`prepare` writes, as who asks now."""
+        if (name, box) not in self._memory:
+            self._memory[name, box] = torch.empty(shape, dtype=dtype, device=self.device)
+        return self._memory[name, box]
 
     def _scalar(self, name: str) -> torch.Tensor:
         weight = self._origin[name]
