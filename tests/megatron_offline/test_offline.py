@@ -184,7 +184,7 @@ def test_a_plan_is_told_what_bridge_sees_otherwise(answers: Answers) -> None:
 
     def planned(**changed: int) -> Study:
         model = Model(name, CONFIGS[name] | changed)
-        options = PlanOptions(model, layout, GenLayout(tp=2), Hosts(), 1 << 20, 1, 1, "", None)
+        options = PlanOptions(model, layout, GenLayout(tp=2), Hosts(), 1 << 20, 1, 1, "", None, (), "gpu")
         return study(options)
 
     assert differences(planned(), told) == []
