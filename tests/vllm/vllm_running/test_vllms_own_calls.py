@@ -6,6 +6,8 @@ import pytest
 from vllm_engines import GEN_RANKS, ScriptEngine
 from vllm_trainers import CONFIG, RANKS
 
+from tests.vllm_cpu import PACKS_EXPERTS
+
 from .scene import Scene
 
 pytestmark = pytest.mark.timeout(600)
@@ -44,6 +46,8 @@ def test_vllms_own_weight_transfer_calls_drive_a_refit_by_the_backends_name(scen
 
 def test_a_refit_gives_what_vllms_own_reload_gives(scene: Scene):
     """The last one of the last module: on the CPU, vLLM's reload leaves experts computing with copies."""
+    if PACKS_EXPERTS and scene.model == "qwen3-moe":
+        pytest.skip("vLLM's own reload fails on the experts that this release packs")
     scene.refit(1)
     digests_b = scene.digests()
     scene.engine.call("probe_poison")
