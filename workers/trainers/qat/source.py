@@ -95,7 +95,8 @@ class PackedSource:
                     yield name, tensor
 
     def storage_key(self) -> Hashable:
-        return self._source.storage_key()
+        # Of what is packed, too: fragments may have been asked for where the weights are no longer.
+        return self._source.storage_key(), tuple([part.view.data_ptr() for part in self._parts])
 
     def _pack(self, fragment: Fragment) -> Iterator[Fragment]:
         rows, columns = fragment.view.shape
