@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 _NO_RECORD = (RefitError, Misfit, NotComputable, torch.OutOfMemoryError)
 
 
+_OPEN = "a refit was called within recording_changes()"
+
+
 class Recording:
     """Of one rank in one epoch.
 
@@ -35,7 +38,8 @@ class Recording:
         self._recorders: list[tuple[StepRecorder, int]] | None = None
         self._bound_to: Hashable = None
         self._on_host = False
-        self._steps = 0
+        # Steps that have ended since the last refit, and those that have not.
+        self._steps = self._open = 0
         # Why the masks miss something; empty if nothing is known to be missed.
         self._lost = ""
         self._told: set[str] = set()
@@ -45,16 +49,21 @@ class Recording:
     def step(self) -> Iterator[None]:
         """A context in which the weights are written, and at whose end they are complete."""
         copies = self._keep()
+        self._open += 1
         try:
             yield
             self._mark(copies)
         except BaseException:
             self._lose("a recorded step ended with an error")
             raise
+        finally:
+            self._open -= 1
         self._steps += 1
 
     def unsure(self) -> str:
         """Before a refit: why it has to be dense; empty if the masks tell all, as far as is known."""
+        if self._open:
+            self._lose(_OPEN)
         if not self._lost and (other := self._written_by_others()):
             self._lose(other)
         if not self._lost and not self._steps and not self._compares_sums:
@@ -65,7 +74,8 @@ class Recording:
 
     def restart(self) -> None:
         """All ranks hold what this one has sent, and nothing is marked."""
-        self._steps, self._lost = 0, ""
+        # What a step writes that goes on is in no mask.
+        self._steps, self._lost = 0, _OPEN if self._open else ""
         self._writes = self._writes_now()
 
     def _keep(self) -> list[torch.Tensor]:

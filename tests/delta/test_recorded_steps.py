@@ -312,6 +312,26 @@ def test_weights_that_moved_in_inference_mode_are_followed() -> None:
     assert dense_refits(between(moving), kind=Counting) == [1]
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_a_refit_within_a_step_is_dense_and_so_is_the_one_after_it(written: bool) -> None:
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        found = refits(1, 2)(rank, session, endpoint)
+        if not session.world.is_source:
+            return [*found, *((session.refit(version), endpoint.wrong(version)) for version in (3, 4, 5))]
+        if written:  # what is known to be lost as the step begins
+            endpoint.set_version(5)
+        else:
+            step(session, endpoint, 5)
+        with session.recording_changes():
+            endpoint.set_version(3)
+            found.append((session.refit(3), []))
+            endpoint.set_version(4)
+        found.append((session.refit(4), []))
+        return [*found, refit(session, endpoint, 5)]
+
+    assert dense_refits(body, replace(CONFIG, verify="off"), Counting) == [1, 3, 4]
+
+
 def test_codes_that_the_trainer_makes_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="delta_base"):
         replace(CONFIG, trainer_quantize_fp8=True)
