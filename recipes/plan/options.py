@@ -142,6 +142,14 @@ def read_options(arguments: argparse.Namespace) -> PlanOptions:
     wrong += refit_problems(config)
     if arguments.delta_base is not None and arguments.changed is None:
         wrong.append("delta-base: has no effect without --changed; give --changed too, or leave it out")
+    if (
+        arguments.changed is not None
+        and config.delta_base == "optimizer"
+        and _is_quantized(arguments, recipe)
+    ):
+        wrong.append(
+            "delta-base: optimizer marks weights, and codes travel, which trainers quantize; give gpu or host"
+        )
     if arguments.json and arguments.explain:
         wrong.append("explain: tables for people, which --json has no keys for; leave one of the two out")
     if arguments.enumerate_with_bridge and isinstance(train, FsdpLayout):

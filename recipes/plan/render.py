@@ -162,11 +162,7 @@ def _show_sparse(console: Console, sparse: Sparse, dense_seconds: float) -> None
     columns = ("changed", "bytes on the wire", "of dense", "predicted", "of dense")
     table = plain_table(columns, f"sparse refits, delta_base {sparse.delta_base}")
     for one in sparse.refits:
-        told = (
-            ("not timed", "")
-            if one.seconds is None
-            else (seconds(one.seconds), f"{one.seconds / dense_seconds:.2f}")
-        )
+        told = seconds(one.seconds), f"{one.seconds / dense_seconds:.2f}"
         table.add_row(f"{one.changed:.2%}", size(one.wire_bytes), f"{one.wire_ratio:.2%}", *told)
     console.print(table)
     kept = ", ".join(f"{size(nbytes)} with {where}" for where, nbytes in sparse.base_bytes.items())

@@ -17,12 +17,15 @@ from ...integration.plan import Analysis, Message, Plan
 from ...integration.plan.assignment import Receiver
 from .hosts import Hosts
 
-# Share of elements that differ → seconds for 4e9 elements: "The kernels alone". Between these shares, and beyond the last one,
-# they are taken to grow with what kernels look at: units of 16 bytes with a difference, and differences.
+# Share of elements that differ → seconds for 4e9 elements: "The kernels alone", and for those of one byte what refits in FP8 leave
+# for them. Between these shares, and beyond the last one, they are taken to grow with what kernels look at: units of 16 bytes with a
+# difference, and differences.
 _PACK_S = {
     2: {0.0: 3.65e-3, 1e-3: 5.8e-3, 1e-2: 6.3e-3, 0.1: 12.8e-3},
-    1: {0.0: 2.2e-3, 1e-3: 4.7e-3, 1e-2: 7.9e-3},
+    1: {0.0: 2.6e-3, 1.6e-3: 3.7e-3, 3.2e-3: 4.6e-3, 3.2e-2: 6.6e-3},
 }
+# By a mask, of elements of two bytes, with the sum of all weights.
+_PACK_MARKED_S = {0.0: 3.5e-3, 1e-3: 5.6e-3, 1e-2: 6.1e-3, 3e-2: 7.25e-3, 0.1: 11.0e-3}
 _APPLY_S = {0.0: 0.0, 1e-3: 2.3e-3, 1e-2: 3.3e-3, 0.1: 12.3e-3}
 _ELEMENTS = 4e9
 # What that GPU copies ("Packing on one GPU"), bytes counted once, GB/s; and the share of it at which whole FP8 blocks are made.
@@ -42,13 +45,13 @@ class SparseRefit:
         changed: share of the elements that differ.
         wire_bytes: over all engine ranks, those of the misc path among them.
         wire_ratio: of those of a dense refit.
-        seconds: predicted; None with a base that has not been timed.
+        seconds: predicted.
     """
 
     changed: float
     wire_bytes: int
     wire_ratio: float
-    seconds: float | None
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -106,17 +109,14 @@ def predict(
         pairs = np.zeros((train + gen,) * 2, dtype=np.int64)
         pairs[:train, train:] = np.ceil(sent * ratio)
         wire = int(pairs.sum()) + gen * misc_bytes
-        seconds = None
-        pack = _pack_seconds(base, share, delta_base, hosts, quantized=quantized)
-        if pack is not None:
-            stages = [
-                pack,
-                max((link.seconds for link in analysis.topology.links(pairs)), default=0.0),
-                slower * elements / _ELEMENTS * _at(_APPLY_S, share, 1),
-            ]
-            # All three at once but for the first and the last section, unless they are on the same GPUs.
-            beside = (sum(stages) - max(stages)) / (1 if hosts.shared_gpus else sections)
-            seconds = _REST_S + max(stages) + beside + misc_seconds
+        stages = [
+            _pack_seconds(base, share, delta_base, hosts, quantized=quantized),
+            max((link.seconds for link in analysis.topology.links(pairs)), default=0.0),
+            slower * elements / _ELEMENTS * _at(_APPLY_S, share, 1),
+        ]
+        # All three at once but for the first and the last section, unless they are on the same GPUs.
+        beside = (sum(stages) - max(stages)) / (1 if hosts.shared_gpus else sections)
+        seconds = _REST_S + max(stages) + beside + misc_seconds
         refits.append(SparseRefit(share, wire, wire / (int(sent.sum()) + gen * misc_bytes or 1), seconds))
     whole = sum(base.values())
     # A byte for 16, or two for 16 elements of one byte (integration/delta/mask.py).
@@ -150,14 +150,13 @@ def _ratio(itemsize: int, share: float) -> float:
 
 def _pack_seconds(
     base: Mapping[int, int], share: float, delta_base: str, hosts: Hosts, *, quantized: bool
-) -> float | None:
+) -> float:
     """Of a trainer rank."""
-    if delta_base not in ("gpu", "host"):
-        return None
-    found = sum(
-        nbytes / (min(size, 2) * _ELEMENTS) * _at(_PACK_S[min(size, 2)], share, 16 // size)
-        for size, nbytes in base.items()
-    )
+    found = 0.0
+    for size, nbytes in base.items():
+        # A mask's kernel looks at units of 16 bytes, whatever their elements are.
+        table = _PACK_MARKED_S if delta_base == "optimizer" else _PACK_S[min(size, 2)]
+        found += nbytes / (min(size, 2) * _ELEMENTS) * _at(table, share, 16 // size)
     found *= _COPY_GB_PER_S / hosts.copy
     if quantized:
         # Two bytes are read for each code that is written; the rate counts a byte that is read and written once.

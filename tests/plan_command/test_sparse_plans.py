@@ -5,18 +5,26 @@ from __future__ import annotations
 import pytest
 
 # Of BENCHMARKS.md, "Delta refits", over ipc: share of elements that changed → bytes on the wire, and ms.
-MEASURED = {0.0: (0.0, 10.8), 0.001: (0.0031, 15.5), 0.01: (0.0211, 16.6), 0.03: (0.0611, 20.4), 0.1: (0.1635, 32.4)}  # fmt: skip
+MEASURED = {
+    "off": {0.0: (0.0, 10.9), 0.001: (0.0031, 15.1), 0.01: (0.0211, 16.5), 0.03: (0.0611, 19.9), 0.1: (0.1635, 31.9)},
+    "fp8": {0.0: (0.0, 14.2), 0.00159: (0.0064, 16.8), 0.00317: (0.0120, 18.4), 0.03174: (0.0739, 24.1)},
+}  # fmt: skip
 
 
-def test_sparse_refits_are_predicted_as_they_were_measured(plan) -> None:
-    changed = ",".join(f"{share:%}" for share in MEASURED)
-    found = plan("qwen3-8b", "tp=1", "tp=1", "--changed", changed, "--topology", "copy=2130", "--json").json
+@pytest.mark.parametrize("quantize", list(MEASURED))
+def test_sparse_refits_are_predicted_as_they_were_measured(plan, quantize: str) -> None:
+    measured = MEASURED[quantize]
+    changed = ",".join(f"{share:%}" for share in measured)
+    options = ("--changed", changed, "--topology", "copy=2130", "--quantize", quantize, "--json")
+    found = plan("qwen3-8b", "tp=1", "tp=1", *options).json
     sparse, dense = found["sparse"], found["bytes"]["bulk"]
-    assert [one["changed"] for one in sparse["refits"]] == list(MEASURED)
-    for one, (wire, ms) in zip(sparse["refits"], MEASURED.values(), strict=True):
-        assert one["wire_ratio"] == pytest.approx(wire, rel=0.01)
-        assert one["wire_bytes"] == pytest.approx(wire * dense, rel=0.01)
-        assert one["seconds"] == pytest.approx(ms / 1e3, rel=0.05)
+    assert [one["changed"] for one in sparse["refits"]] == list(measured)
+    # Codes and scales do not change alike.
+    near = 0.01 if quantize == "off" else 0.25
+    for one, (wire, ms) in zip(sparse["refits"], measured.values(), strict=True):
+        assert one["wire_ratio"] == pytest.approx(wire, rel=near)
+        assert one["wire_bytes"] == pytest.approx(wire * dense, rel=near)
+        assert one["seconds"] == pytest.approx(ms / 1e3, rel=0.08)
 
 
 def test_tables_and_json_agree_and_bases_are_told(plan) -> None:
@@ -61,12 +69,11 @@ def test_codes_and_scales_take_half_the_base_and_are_made_before_they_are_compar
     [
         (("--delta-base", "host"), "no effect without --changed"),
         (("--changed", "1%", "--topology", "pcie=0"), "pcie is '0'"),
+        (("--changed", "1%", "--delta-base", "optimizer", "--quantize", "fp8"), "give gpu or host"),
     ],
 )
-def test_what_has_no_effect_or_can_not_be_is_a_violation(
-    plan, moe: str, options: tuple[str, ...], told: str
-) -> None:
-    found = plan(moe, "tp=1", "tp=1", *options, "--json")
+def test_what_has_no_effect_or_can_not_be_is_a_violation(plan, options: tuple[str, ...], told: str) -> None:
+    found = plan("qwen3-8b", "tp=1", "tp=1", *options, "--json")
     [violation] = found.json["violations"]
     assert told in violation
     assert found.json["sparse"] is None
