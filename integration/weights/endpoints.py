@@ -149,6 +149,11 @@ class CountsWrites(Protocol):
         """As it is now, of the same weights each time; :func:`writes_of` the tensors."""
 
 
+def writes_by(source: object) -> Writes:
+    """Writes of a source that counts them; of nothing otherwise. For a source over another one."""
+    return source.writes() if isinstance(source, CountsWrites) else Writes((), (), ())
+
+
 def writes_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Writes:
     """Writes of tensors by name.
 

@@ -163,6 +163,17 @@ def test_an_adapter_goes_by_the_names_of_its_checkpoint() -> None:
     assert all(tensor.equal(expected[name]) for name, tensor in exported.items())
 
 
+def test_writes_of_an_adapter_are_counted_by_name() -> None:
+    model = _adapted(_PLAIN)
+    source = AdapterSource(model)
+    before = source.writes()
+    _change(model)
+    after = source.writes()
+    assert set(after.names) == get_peft_model_state_dict(model).keys()
+    assert before.places == after.places
+    assert all(a > b for a, b in zip(after.counts, before.counts, strict=True))
+
+
 def test_an_adapter_whose_settings_changed_ends_the_refit() -> None:
     model = _adapted(_PLAIN)
     source = AdapterSource(model, torch.bfloat16)

@@ -16,9 +16,9 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-from rlrefit.integration.errors import PlanError, RefitError
+from rlrefit.integration.errors import PlanError, RefitError, RefitTimeout
 from rlrefit.workers.engines.common import traced_destination
-from rlrefit.workers.engines.common.answers import raise_refit_errors
+from rlrefit.workers.engines.common.answers import failure, heard, raise_refit_errors, told
 from rlrefit.workers.engines.common.loader_trace.modules import owners_of, spread_over_modules
 from rlrefit.workers.engines.common.loader_trace.trace import LoaderTrace, trace_loader
 from rlrefit.workers.engines.vllm import patches, plugin
@@ -231,6 +231,16 @@ def test_linear_weights_on_the_cpu_stay_plain_for_our_workers_only(monkeypatch):
     assert _custom_ops._supports_onednn is False
     dispatch_cpu_unquantized_gemm(module, remove_weight=False)
     assert module_layout("layer", module, twin) == DIRECT
+
+
+@pytest.mark.parametrize("cut", [0, 3, 40])
+def test_an_error_that_was_cut_on_its_way_keeps_its_stage(cut: int):
+    said = told(failure(RefitTimeout("too late", stage="transfer", rank=3)))
+    found = heard(said[: len(said) - cut], "worker: ")
+    assert found is not None
+    assert found.stage == "transfer"
+    # The rest of its place is behind its text.
+    assert (type(found), found.rank) == ((RefitTimeout, 3) if cut < 3 else (RefitError, -1))
 
 
 def test_asking_for_an_unknown_parameter_names_it():

@@ -20,7 +20,6 @@ from ...integration.errors import RefitError, RefitMismatch
 from ...integration.layout import Fragment
 from ...integration.quantize.formats import Format
 from ...integration.weights.endpoints import (
-    CountsWrites,
     HoldsQuantized,
     StoresQuantized,
     WeightDestination,
@@ -28,6 +27,7 @@ from ...integration.weights.endpoints import (
     Writes,
     gives_memory_back,
     rewritten,
+    writes_by,
 )
 from ...integration.weights.manifest import TensorSpec
 
@@ -192,8 +192,7 @@ class KvScaleSource:
 
     def writes(self) -> Writes:
         """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`; of nothing if the trainer's own does not count."""
-        weights: object = self._weights
-        return weights.writes() if isinstance(weights, CountsWrites) else Writes((), (), ())
+        return writes_by(self._weights)
 
     def _copied(self) -> torch.Tensor:
         # Not in the middle of a refit, where the copy would wait for what the device does for others.

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Concatenate
 
 from ....integration import errors
@@ -97,8 +98,9 @@ def heard(text: str, whose: str) -> RefitError | None:
         Of the type that was raised; a :class:`RefitError` with its stage, if only its text was passed on; None, if the text tells
         none.
     """
-    before, mark, after = text.partition(_MARK)
-    if mark:
+    before, _, after = text.partition(_MARK)
+    # Whoever passed it on may have cut it.
+    with suppress(json.JSONDecodeError):
         described, _ = json.JSONDecoder().raw_decode(after)
         said = before.partition(f"{described['type']}: ")[2]
         return _rebuilt(described, whose + _text(described | {"text": said}))

@@ -8,7 +8,7 @@ import torch
 
 from ....integration.errors import RefitError
 from ....integration.layout import Fragment
-from ....integration.weights.endpoints import StorageLook, rank_device
+from ....integration.weights.endpoints import StorageLook, Writes, rank_device, writes_of
 from ....integration.weights.manifest import TensorSpec
 from ...lora import PREFIX, SETTINGS_NAME, AdapterSettings
 from .adapters import Adapters, LoraTarget, base_model, has_adapters
@@ -97,6 +97,10 @@ class AdapterSource:
 
     def storage_key(self) -> Hashable:
         return self._look.key(map(self._kept.local, self._kept.names))
+
+    def writes(self) -> Writes:
+        """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`."""
+        return writes_of((name, self._kept.local(name)) for name in self._kept.names)
 
     def _names(self) -> dict[str, str]:
         """The name in an adapter's checkpoint by that in the base model's state dict."""

@@ -14,7 +14,7 @@ from ....integration.layout import Box, Fragment
 from ....integration.packing import Cast
 from ....integration.quantize import blocks, nvfp4
 from ....integration.quantize.nvfp4_checkpoint import packed_names
-from ....integration.weights.endpoints import WeightSource
+from ....integration.weights.endpoints import WeightSource, Writes, writes_by
 from ....integration.weights.manifest import TensorSpec
 from .model import QAT
 
@@ -97,6 +97,10 @@ class PackedSource:
     def storage_key(self) -> Hashable:
         # Of what is packed, too: fragments may have been asked for where the weights are no longer.
         return self._source.storage_key(), tuple([part.view.data_ptr() for part in self._parts])
+
+    def writes(self) -> Writes:
+        """As :meth:`rlrefit.integration.weights.endpoints.CountsWrites.writes`, of the unquantized weights."""
+        return writes_by(self._source)
 
     def _pack(self, fragment: Fragment) -> Iterator[Fragment]:
         rows, columns = fragment.view.shape
