@@ -31,10 +31,14 @@ test: setup ## run the tests (ARGS="…" goes to pytest)
 test-all: setup ## run the tests, and those that make test leaves out (ARGS="…" goes to pytest)
 	$(BIN)/python -m pytest -m "" $(ARGS)
 
+# Of the newest release, of which FP8 blocks are refused.
+SGLANG_TESTS := tests/sglang/test_real_engine.py
 # Beside .venv, since vLLM and frameworks look for SGLang and behave differently where they find it.
-test-sglang: setup ## run the tests that need SGLang's own code, on the CPU (25 MB to download the first time)
+test-sglang: setup ## run the tests that need SGLang's own code, on the CPU (1 GB to download the first time)
 	@requirements/setup.sh --sglang .venv-sglang
 	.venv-sglang/bin/python -m pytest $(or $(ARGS),tests/engines tests/sglang)
+	@requirements/setup.sh --sglang 0.5.23
+	.venv-sglang-0.5.23/bin/python -m pytest $(or $(ARGS),$(SGLANG_TESTS))
 
 # The newest release, and one between it and the one of .venv. The trainer of the test with two environments is in .venv.
 ENGINES := 0.26 0.32

@@ -5,6 +5,7 @@
 #     requirements/setup.sh [VENV]            (VENV: where it goes, default .venv of this checkout)
 #     requirements/setup.sh --docs [VENV]     (default .venv-docs; without rlrefit)
 #     requirements/setup.sh --sglang [VENV]   (default .venv-sglang; over .venv, whose packages and rlrefit it finds)
+#     requirements/setup.sh --sglang 0.5.23 [VENV]   (the same with a newer release; default .venv-sglang-0.5.23)
 #     requirements/setup.sh --vllm SERIES [VENV]   (0.26 or 0.32; default .venv-vllm-SERIES; over .venv too)
 #
 # Every step is safe to repeat. A finished environment carries a stamp and costs well under a second; a
@@ -21,6 +22,12 @@ if [[ ${1:-} == --docs ]]; then
   size="20 MB to download, 160 MB on disk"
   folder=.venv-docs
   shift
+elif [[ ${1:-} == --sglang && -f $root/requirements/sglang-${2:-}-cpu.lock.txt ]]; then
+  lock=requirements/sglang-$2-cpu.lock.txt
+  size=$(sed -n 's/^# Size: //p' "$root/$lock")
+  folder=.venv-sglang-$2
+  over=true
+  shift 2
 elif [[ ${1:-} == --sglang ]]; then
   lock=requirements/sglang-cpu.lock.txt
   size="25 MB to download, 140 MB on disk"

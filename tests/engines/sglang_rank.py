@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Any
 
 from tests.fp8_refits import State, bytes_of, poison
@@ -27,7 +26,7 @@ class _Rank(SessionEngine):
         self.destination = SglangDestination
         self._paths = paths
         self._runner: Any = load_model(paths[0])
-        self._runner.ps, self._runner.device = SimpleNamespace(tp_rank=rank), "cpu"
+        self._runner.device = "cpu"
         self._runner.forward = lambda batch: None
         self.worker = WorkerRefit.of(self._runner)
 

@@ -22,6 +22,14 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=WAYS)
+def drive_in_sessions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Drive]:
+    """As :func:`drive`, an SGLang that takes updates in sessions alone."""
+    for name, module in modules(sessions=True).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield from _driving(request.param, sessions=True)
+
+
+@pytest.fixture(params=WAYS)
 def drive(request: pytest.FixtureRequest, sglang: None) -> Iterator[Drive]:
     """Starts an engine with other settings, to be driven in each of the ways."""
     yield from _driving(request.param)
@@ -50,10 +58,10 @@ def _opened(drive: Drive) -> Driven:
     return found
 
 
-def _driving(way: str) -> Iterator[Drive]:
+def _driving(way: str, sessions: bool = False) -> Iterator[Drive]:
     with ExitStack() as stack:
 
         def drive(**settings: Any) -> Driven:
-            return stack.enter_context(driven_in(way, EngineDouble(**settings)))
+            return stack.enter_context(driven_in(way, EngineDouble(sessions, **settings)))
 
         yield drive

@@ -32,7 +32,7 @@ from rlrefit.workers.engines.sglang.callers import SETTINGS
 from rlrefit.workers.engines.sglang.engine_state import STATE, state_of
 from rlrefit.workers.engines.sglang.loader import LOADER
 
-from .recorded import REQUESTS, VERSION
+from .recorded import REQUESTS, REQUESTS_WITH_SESSIONS, VERSION, VERSION_WITH_SESSIONS
 
 CPU = torch.device("cpu")
 # What a release or a resume without tags is of.
@@ -339,12 +339,38 @@ class ManagerDouble:
         return True, "Success"
 
 
-class EngineDouble:
-    """``sglang.Engine``."""
+class ManagerWithSessions(ManagerDouble):
+    """As from 0.5.21 on: an update outside of a session is refused, and so is a session inside of another."""
 
     def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.session = False
+
+    async def begin_weight_update(self, obj: Any, request: Any) -> tuple[bool, str]:
+        assert obj.selector == "draft"  # else SGLang would process the target's weights
+        begun, self.session = not self.session, True
+        return begun, "Success" if begun else "a weight-update session is already open"
+
+    async def end_weight_update(self, obj: Any, request: Any) -> tuple[bool, str]:
+        ended, self.session = self.session, False
+        return ended, "Success" if ended else "no weight-update session is open"
+
+    async def update_weights_from_tensor(self, obj: Any, request: Any) -> tuple[bool, str]:
+        assert obj.selector == "target"
+        if not self.session:
+            return (
+                False,
+                "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()",
+            )
+        return await super().update_weights_from_tensor(obj, request)
+
+
+class EngineDouble:
+    """``sglang.Engine``; ``sessions`` as from 0.5.21 on."""
+
+    def __init__(self, sessions: bool = False, **settings: Any) -> None:
         self.loop = asyncio.new_event_loop()
-        self.tokenizer_manager = ManagerDouble(**settings)
+        self.tokenizer_manager = (ManagerWithSessions if sessions else ManagerDouble)(**settings)
 
 
 @dataclass
@@ -386,8 +412,8 @@ def unpacked(bucket: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         yield meta.name, flat.view(meta.dtype).reshape(meta.shape)
 
 
-def modules() -> dict[str, types.ModuleType]:
-    """Doubles of the modules that a driver and a sender import."""
+def modules(sessions: bool = False) -> dict[str, types.ModuleType]:
+    """Doubles of the modules that a driver and a sender import; ``sessions`` as from 0.5.21 on."""
     found = {
         name: types.ModuleType(name)
         for name in (
@@ -401,9 +427,9 @@ def modules() -> dict[str, types.ModuleType]:
             "sglang.srt.weight_sync.tensor_bucket",
         )
     }
-    found["sglang"].__version__ = VERSION  # type: ignore[attr-defined]
+    found["sglang"].__version__ = VERSION_WITH_SESSIONS if sessions else VERSION  # type: ignore[attr-defined]
     defaults = {"flush_cache": True, "load_format": None, "torch_empty_cache": True}
-    for structure, names in REQUESTS.items():
+    for structure, names in (REQUESTS_WITH_SESSIONS if sessions else REQUESTS).items():
         fields = [(name, Any, defaults.get(name)) for name in names]
         setattr(
             found["sglang.srt.managers.io_struct"], structure, make_dataclass(structure, fields, kw_only=True)

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -106,7 +105,7 @@ class _Worker:
         self.taken: set[str] = set()
         self._rank = rank
         runner = load_model(path)
-        runner.ps, runner.device, runner.gpu_id = SimpleNamespace(tp_rank=rank), "cpu", rank
+        runner.device, runner.gpu_id = "cpu", rank
         runner.forward = self._never
         self.runner = runner
         self._updater = WeightUpdater(

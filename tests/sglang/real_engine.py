@@ -95,8 +95,15 @@ class Scene:
             (name, torch.full_like(tensor, float("nan")))
             for name, tensor in read_checkpoint(self.paths[0]).items()
         ]
+        sessions = hasattr(self.engine, "begin_weight_update")
+        if sessions:
+            success, message = self.engine.begin_weight_update()
+            assert success, message
         success, message = self.engine.update_weights_from_tensor(tensors, flush_cache=False)
         assert success, message
+        if sessions:
+            success, message = self.engine.end_weight_update()
+            assert success, message
 
     def settle(self) -> None:
         """Wait until no batch is left: SGLang's own updates flush the cache, and its scheduler ends where that fails."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from base64 import b64decode
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ from rlrefit.workers.engines.sglang.driver import SglangRefit
 from rlrefit.workers.engines.sglang.loader import LOADER
 from rlrefit.workers.engines.sglang.sender import SglangSender
 
-from .engine_double import EngineDouble, Holder, equal, weights
+from .engine_double import EngineDouble, Holder, equal, modules, weights
 from .ways import Driven
 
 pytestmark = pytest.mark.usefixtures("sglang")
@@ -62,6 +63,26 @@ class Failing:
             self.kind = ""
             return self.fail(lambda: self._way.call(step))
         return self._way.call(step)
+
+
+@pytest.mark.parametrize("how", list(WAYS))
+@pytest.mark.parametrize("kind", ["begin_weight_update", "end_weight_update", "update_weights_from_tensor"])
+def test_a_session_that_a_failed_step_left_open_does_not_stop_the_next_refit(
+    kind: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, module in modules(sessions=True).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    engine = EngineDouble(sessions=True)
+    way = Failing(EngineCaller(engine))
+    driven = Driven(engine, lambda: SglangRefit(way, 0.2))
+    sender = driven.sender
+    way.kind, way.fail = kind, WAYS[how]
+    with pytest.raises((RefitError, ConnectionResetError, KeyboardInterrupt)):
+        sender.refit(0)
+    for version, index in ((1, 2), (2, 1)):
+        driven.bring(version, index)
+    assert not engine.tokenizer_manager.session
+    engine.loop.close()
 
 
 @pytest.mark.parametrize("how", list(WAYS))

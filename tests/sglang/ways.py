@@ -19,13 +19,13 @@ from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.records.record import RefitRecord
 from rlrefit.integration.session import RefitSession
-from rlrefit.workers.engines.sglang.callers import _REQUESTS, EngineCaller, HttpCaller
+from rlrefit.workers.engines.sglang.callers import _REQUESTS, _SESSIONS, EngineCaller, HttpCaller
 from rlrefit.workers.engines.sglang.driver import AsyncSglangRefit, SglangRefit
 from rlrefit.workers.engines.sglang.pausing import PauseMode
 from rlrefit.workers.engines.sglang.sender import SglangSender
 
 from .engine_double import EngineDouble, Holder, ManagerDouble, equal, weights
-from .recorded import PATHS
+from .recorded import PATHS, SESSION_PATHS
 
 WAYS = ("blocking", "awaited", "over HTTP")
 TIMEOUT_S = 0.2
@@ -182,9 +182,13 @@ class Server:
 
             def answer(self) -> None:
                 path, _, query = self.path.partition("?")
-                name = {there: name for name, there in PATHS.items()}.get(path)
+                sessions = SESSION_PATHS if hasattr(manager, "begin_weight_update") else {}
+                name = {there: name for name, there in (PATHS | sessions).items()}.get(path)
                 if name is None:
                     self.send_error(404)
+                    return
+                if name in sessions and self.command == "GET":
+                    self.send_error(405)
                     return
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 fields = json.loads(body) if body else {}
@@ -223,7 +227,7 @@ async def _endpoint(manager: ManagerDouble, name: str, query: str, fields: dict[
         return {"success": True}
     if name == "flush_cache":
         return asdict(await manager.flush_cache(float(query.removeprefix("timeout="))))
-    structure, web = _REQUESTS[name]
+    structure, web = {**_REQUESTS, **_SESSIONS}[name]
     request = getattr(io_struct, structure)(**fields)
     result = await getattr(manager, name)(*((request, None) if web else (request,)))
     return {"success": result[0], "message": result[1]} if isinstance(result, tuple) else {}

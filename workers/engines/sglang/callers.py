@@ -10,14 +10,15 @@ import asyncio
 import base64
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ....integration.errors import RefitError, RefitTimeout
 from ..common.answers import raise_refit_errors
 from ..common.http_calls import STAGE, HttpCalls
-from .compat import STORES, VERSION, stores_of, unsupported_settings
+from .compat import STORES, TESTED, require_calls, stores_of, unsupported_settings, warn_of_untested
 from .engine_state import EngineState
 from .loader import LOADER
 
@@ -29,6 +30,11 @@ _REQUESTS: Mapping[str, tuple[str, bool]] = {
     "resume_memory_occupation": ("ResumeMemoryOccupationReqInput", True),
     "pause_generation": ("PauseGenerationReqInput", False),
     "continue_generation": ("ContinueGenerationReqInput", False),
+}
+# Those around each update, where SGLang has them (from 0.5.21 on): SGLang refuses an update outside of a session.
+_SESSIONS: Mapping[str, tuple[str, bool]] = {
+    "begin_weight_update": ("BeginWeightUpdateReqInput", True),
+    "end_weight_update": ("EndWeightUpdateReqInput", True),
 }
 # The settings of an engine that the driver reads.
 SETTINGS = (
@@ -53,7 +59,7 @@ class Step:
     """One request to an engine.
 
     Attributes:
-        name: of :data:`_REQUESTS`, or ``flush_cache``, ``settings``, ``state``, ``weight_version``,
+        name: of :data:`_REQUESTS` or :data:`_SESSIONS`, or ``flush_cache``, ``settings``, ``state``, ``weight_version``,
             ``update_weight_version``.
         fields: of the request.
     """
@@ -69,8 +75,8 @@ class Answer:
     Attributes:
         success: as SGLang says.
         message: its text.
-        value: the answer to ``settings`` (:data:`SETTINGS` and SGLang's own ``version``), ``state`` (a
-            :class:`~.engine_state.EngineState`) and ``weight_version``.
+        value: the answer to ``settings`` (:data:`SETTINGS`, SGLang's own ``version``, and ``has_sessions``: whether each update
+            has to be in a session), ``state`` (a :class:`~.engine_state.EngineState`) and ``weight_version``.
     """
 
     success: bool = True
@@ -129,10 +135,14 @@ class EngineCaller:
         manager = self._engine.tokenizer_manager
         if step.name == "settings":
             import sglang
+            from sglang.srt.managers import io_struct
 
+            has_sessions = hasattr(manager, "begin_weight_update")
+            requests = {**_REQUESTS, **(_SESSIONS if has_sessions else {})}
+            require_calls(sglang.__version__, manager, io_struct, {n: r[0] for n, r in requests.items()})
             # Not server_args, which do not change when SGLang attaches a store.
             settings = {name: manager.config_value(name) for name in SETTINGS}
-            return Answer(value=settings | {"version": sglang.__version__})
+            return Answer(value=settings | {"version": sglang.__version__, "has_sessions": has_sessions})
         if step.name == "state":
             [internal] = await manager.get_internal_state()
             return Answer(value=EngineState.from_internal(internal, manager.is_pause))
@@ -146,7 +156,7 @@ class EngineCaller:
             return Answer(flushed.success, flushed.message)
         from sglang.srt.managers import io_struct
 
-        structure, web = _REQUESTS[step.name]
+        structure, web = {**_REQUESTS, **_SESSIONS}[step.name]
         request = getattr(io_struct, structure)(**step.fields)
         # Pauses do not wait for an answer, so nothing else would start the loop that reads answers.
         manager.auto_create_handle_loop()
@@ -178,10 +188,14 @@ class HttpCaller:
             missing = [name for name in (*SETTINGS, "version") if name not in found]
             if missing:
                 raise RefitError(
-                    f"the server at {self._http.url} does not report {', '.join(missing)}, so it is not SGLang {VERSION}",
+                    f"the server at {self._http.url} does not report {', '.join(missing)}, so it is not an SGLang that rlrefit "
+                    f"knows. Install {' or '.join(TESTED)}",
                     stage="settings",
                 )
-            return Answer(value={name: found[name] for name in (*SETTINGS, "version")})
+            # A path that takes POST alone; one that is not there would be 404.
+            has_sessions = self._http.ask("GET", "/begin_weight_update", name=step.name).status == 405
+            known = {name: found[name] for name in (*SETTINGS, "version")}
+            return Answer(value=known | {"has_sessions": has_sessions})
         if step.name == "state":
             [internal] = self._ask(step, "GET", "/server_info")["internal_states"]
             # The server does not report its own pause.
@@ -236,6 +250,9 @@ class EngineCalls:
                 "it with other settings",
                 stage="settings",
             )
+        warn_of_untested(self.settings["version"])
+        # Whether a session of this driver may be open.
+        self._session = False
 
     def step(self, name: str, **fields: Any) -> Answer:
         """Do a step.
@@ -243,21 +260,46 @@ class EngineCalls:
         Raises:
             RefitError: SGLang refused it.
         """
-        answer = self._caller.call(Step(name, fields))
-        if not answer.success:
-            raise RefitError(f"SGLang refused {name}: {answer.message}", stage="transfer")
-        return answer
+        return _accepted(name, self._caller.call(Step(name, fields)))
 
     def update(self, payloads: list[str], load_format: str = LOADER) -> Answer:
         """One request of SGLang's ``update_weights_from_tensor``; caches are flushed by another step."""
         nothing = [_pickled([])] * self.settings["tp_size"]
-        return self.step(
-            "update_weights_from_tensor",
-            serialized_named_tensors=payloads or nothing,
-            load_format=load_format,
-            flush_cache=False,
-            disable_draft_model=True,
-        )
+        name = "update_weights_from_tensor"
+        fields = {
+            "serialized_named_tensors": payloads or nothing,
+            "load_format": load_format,
+            "flush_cache": False,
+        }
+        if not self.settings["has_sessions"]:
+            return self.step(name, **fields, disable_draft_model=True)
+        with self._in_session():
+            answer = self._caller.call(Step(name, fields | {"selector": "target"}))
+        return _accepted(name, answer)
+
+    @contextmanager
+    def _in_session(self) -> Iterator[None]:
+        """A session in which SGLang takes updates. What raises leaves it open, and the next one ends it first.
+
+        Raises:
+            RefitError: another caller's is open.
+        """
+        if self._session:
+            self._caller.call(Step("end_weight_update"))
+        self._session = True
+        # SGLang unpacks and processes all weights of the models that a session is for, even those of released memory. Workers
+        # see to the target's themselves, so the session is for drafts, of which there usually are none.
+        begun = self._caller.call(Step("begin_weight_update", {"selector": "draft"}))
+        self._session = begun.success
+        if not begun.success:
+            raise RefitError(
+                f"SGLang refused begin_weight_update: {begun.message}. Nothing was asked of the workers; let the caller that began "
+                "it end it, or end it by SGLang's end_weight_update, and try again",
+                stage="transfer",
+            )
+        yield
+        self.step("end_weight_update")
+        self._session = False
 
     def extend(self, loader: str) -> None:
         """Have all workers call another of the engine's ``custom_weight_loader``, which adds commands (``also_serve``)."""
@@ -282,7 +324,7 @@ class EngineCalls:
         except ValueError as error:
             raise RefitError(
                 f"SGLang's workers did not answer {command} but said {answer.message!r}: rlrefit's loader is not active in them; "
-                f"the engine's log says why. Start an engine of SGLang {VERSION}",
+                f"the engine's log says why. Start an engine of SGLang {' or '.join(TESTED)}",
                 stage="settings",
             ) from error
         return raise_refit_errors(found, "SGLang worker")
@@ -311,6 +353,12 @@ class EngineCalls:
                 "/hicache/storage-backend), and do not attach its contents again",
                 stage="settings",
             )
+
+
+def _accepted(name: str, answer: Answer) -> Answer:
+    if not answer.success:
+        raise RefitError(f"SGLang refused {name}: {answer.message}", stage="transfer")
+    return answer
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -1,12 +1,33 @@
-"""Which SGLang rlrefit is written for, what it uses beyond SGLang's public calls, and which settings it can't refit."""
+"""Does the SGLang that is there have what rlrefit uses, and which settings can't be refitted?
+
+SGLang's internals move between releases. What is missing is told by name before anything is written: of the process that takes
+requests as a driver is made (:func:`require_calls`), of the workers by rlrefit's loader (:func:`differences`).
+"""
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any
 
-VERSION = "0.5.17"
+from ....integration.errors import RefitError
+
+logger = logging.getLogger(__name__)
+
+# The releases that the tests have run. Any other is taken if it has what is asked for, with a warning.
+TESTED = ("0.5.17", "0.5.23")
+# What SGLang makes of FP8 blocks after loading can't be asked by name. It was read in this release alone.
+FP8_READ = "0.5.17"
+# What a driver in the engine's process uses of SGLang's tokenizer manager beside its requests.
+_MANAGER = (
+    "auto_create_handle_loop",
+    "config_value",
+    "flush_cache",
+    "get_internal_state",
+    "is_pause",
+    "record_config_updates",
+)
 # Prefix stores that SGLang's flush does not empty. Host memory alone (enable_hierarchical_cache) is flushed with the prefixes
 # on the device. A radix cache of another name may be any code: FlexKV, or what a package has registered.
 STORES = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv", "radix_cache_backend")
@@ -16,9 +37,38 @@ KEEPS_PREFIXES = (
 )
 
 
-def is_supported(version: str) -> bool:
-    """Whether this is the supported version; the suffix of a local build is ignored."""
-    return version.partition("+")[0] == VERSION
+def warn_of_untested(version: str) -> None:
+    """Log that a release is none that the tests have run."""
+    if release(version) not in TESTED:
+        logger.warning(
+            "rlrefit's tests have run SGLang %s, and this is %s. It has the names that refits rely on; what they do was not "
+            "tested. Compare its generations with the trainer's log-probabilities before relying on it",
+            " and ".join(TESTED),
+            version,
+        )
+
+
+def release(version: str) -> str:
+    """The version without the suffix of a local build."""
+    return version.partition("+")[0]
+
+
+def require_calls(version: str, manager: Any, io_struct: Any, requests: Mapping[str, str]) -> None:
+    """Check what a driver is about to use of SGLang in the engine's process.
+
+    Args:
+        version: of SGLang.
+        manager: its tokenizer manager.
+        io_struct: its module of requests.
+        requests: by the manager's method, the name of the request that it takes.
+
+    Raises:
+        RefitError: lists everything that is missing.
+    """
+    absent = [name for name in (*_MANAGER, *requests) if not hasattr(manager, name)]
+    absent += [name for name in requests.values() if not hasattr(io_struct, name)]
+    if absent:
+        raise RefitError(_text(version, [f"it has no {name}" for name in absent]), stage="settings")
 
 
 def stores_of(settings: Mapping[str, Any]) -> list[str]:
@@ -30,12 +80,10 @@ def unsupported_settings(settings: Mapping[str, Any], loader: str) -> list[str]:
     """Why an engine with ``settings`` can't be refitted; empty if it can.
 
     Args:
-        settings: as :data:`~.callers.SETTINGS`, and SGLang's ``version``.
+        settings: as :data:`~.callers.SETTINGS`.
         loader: that ``custom_weight_loader`` has to name.
     """
     problems = []
-    if not is_supported(settings["version"]):
-        problems.append(f"it is version {settings['version']}, and rlrefit is written for {VERSION}")
     if loader not in (settings["custom_weight_loader"] or []):
         problems.append(f"custom_weight_loader lacks {loader!r}")
     for name in ("pp_size", "dp_size"):
@@ -53,7 +101,7 @@ def unsupported_settings(settings: Mapping[str, Any], loader: str) -> list[str]:
 
 
 def differences() -> str:
-    """How this SGLang's internals differ from those that the refit relies on, as text; called in its workers."""
+    """What the refit relies on and this SGLang lacks, as text, empty if nothing; called in its workers."""
     import sglang
 
     try:
@@ -95,8 +143,8 @@ def differences() -> str:
 
 def _text(version: str, problems: list[str]) -> str:
     return (
-        f"SGLang {version} differs from {VERSION}, for which rlrefit is written: {'; '.join(problems)}. Nothing was written; "
-        f"install sglang=={VERSION}"
+        f"SGLang {version} lacks what rlrefit's refits rely on: {'; '.join(problems)}. Nothing was written; install SGLang "
+        f"{' or '.join(TESTED)}, or a newer rlrefit"
     )
 
 

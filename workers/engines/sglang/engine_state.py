@@ -1,6 +1,6 @@
 """Which memory an SGLang engine has released, and whether it is paused.
 
-SGLang 0.5.17 reports neither, but its scheduler keeps both, whoever asked for them. So nothing is recorded here:
+SGLang reports neither, but its scheduler keeps both, whoever asked for them. So nothing is recorded here:
 :func:`report_state` makes the scheduler report them with its internal state, which does not wait for running requests.
 """
 

@@ -1,7 +1,8 @@
 """Modules of an SGLang model that hold weights in FP8 blocks: in which format, and what SGLang makes of them after loading.
 
-All of it is read in SGLang 0.5.17, and asked of the live module: its method, the kernel or runner that the method chose, and what
-its parameters have become. ``layers/quantization/fp8.py`` leaves blocks as they were loaded, with these exceptions:
+All of it is read in SGLang 0.5.17, so modules of any other release are refused. It is asked of the live module: its method,
+the kernel or runner that the method chose, and what its parameters have become. ``layers/quantization/fp8.py`` leaves blocks
+as they were loaded, with these exceptions:
 
 - DeepGEMM on Blackwell, where it can run the layer (``should_deepgemm_weight_requant_ue8m0``). Codes are quantized once more with
   powers of two as scales (``requant_weight_ue8m0``), which changes no value where the scales are such powers already: a block whose
@@ -23,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import sglang
 import torch
 from sglang.srt.layers.moe import MoeRunnerBackend
 from sglang.srt.layers.moe.moe_runner.hpc_ops import pad_hpc_ops_block_scale
@@ -34,6 +36,7 @@ from torch import nn
 
 from ....integration.quantize.e8m0 import packed_ue8m0, rows_of_blocks
 from ....integration.quantize.formats import Fp8Blockwise
+from .compat import FP8_READ, release
 
 _PLAIN_KERNELS = (
     fp8_utils.triton_w8a8_block_fp8_linear,
@@ -85,20 +88,33 @@ def block_fp8(module: nn.Module) -> BlockFp8 | None:
     if type(method) is Fp8LinearMethod:
         scales = {"weight": "weight_scale_inv"}
         if _in_blocks(module, method, scales) and not method.use_marlin:
-            return replace(_facts(module, method, scales), effect=_linear_effect(method))
+            return _if_read(replace(_facts(module, method, scales), effect=_linear_effect(method)))
     elif type(method) is Fp8MoEMethod:
         scales = {"w13_weight": "w13_weight_scale_inv", "w2_weight": "w2_weight_scale_inv"}
         if _in_blocks(module, method, scales):
             runner, once = _runner(method), get_moe_a2a_backend().is_megamoe()
-            return replace(
-                _facts(module, method, scales),
-                copies={f"hpc_ops_{codes}_scale": scale for codes, scale in scales.items()}
-                if runner is MoeRunnerBackend.HPC_OPS
-                else {},
-                effect=_MEGA_MOE if once else _experts_effect(runner),
-                final=once,
+            return _if_read(
+                replace(
+                    _facts(module, method, scales),
+                    copies={f"hpc_ops_{codes}_scale": scale for codes, scale in scales.items()}
+                    if runner is MoeRunnerBackend.HPC_OPS
+                    else {},
+                    effect=_MEGA_MOE if once else _experts_effect(runner),
+                    final=once,
+                )
             )
     return None
+
+
+def _if_read(facts: BlockFp8) -> BlockFp8:
+    """The facts as they are in the release in which they were read; of another, that nothing is known."""
+    if release(sglang.__version__) == FP8_READ:
+        return facts
+    why = (
+        f"what SGLang {sglang.__version__} makes of FP8 blocks after loading was not read, as it was for {FP8_READ}: it may compute "
+        "with copies that a refit would leave old"
+    )
+    return replace(facts, effect=why, final=True)
 
 
 def block_modules(model: nn.Module) -> dict[str, BlockFp8]:
@@ -201,7 +217,8 @@ def _is_packed(codes: torch.Tensor, scales: torch.Tensor) -> bool:
 
 
 def _linear_effect(method: Any) -> str:
-    kernel = method.w8a8_block_fp8_linear
+    # In 0.5.23 it may be a partial of the kernel.
+    kernel = getattr(method.w8a8_block_fp8_linear, "func", method.w8a8_block_fp8_linear)
     if kernel in _PLAIN_KERNELS:
         return ""
     return f"process_weights_after_loading for {kernel.__name__} may rewrite the layout"

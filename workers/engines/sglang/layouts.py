@@ -1,8 +1,8 @@
 """Which modules of a live SGLang model may be written in place: a whitelist, with a reason for all others.
 
-What each kind of module does with loaded weights is named here as it was read in SGLang 0.5.17:
-``layers/quantization/unquant.py`` (AITER shuffles experts in place, FlashInfer's TRT-LLM experts are rearranged, AMX packs on
-CPUs). FP8 blocks are :mod:`.fp8`'s.
+What each kind of module does with loaded weights is named here as it was read in SGLang 0.5.17 and 0.5.23:
+``layers/quantization/unquant.py`` (AITER shuffles experts in place, FlashInfer's TRT-LLM experts are rearranged, gate and up may
+be interleaved, AMX packs on CPUs). FP8 blocks are :mod:`.fp8`'s.
 """
 
 from __future__ import annotations
@@ -78,4 +78,6 @@ def _experts_effect(method: UnquantizedFusedMoEMethod) -> str:
         return "FlashInfer's TRT-LLM experts are rearranged after loading; start SGLang with moe_runner_backend='triton'"
     if unquant._use_aiter:
         return "AITER shuffles experts after loading; start SGLang with moe_runner_backend='triton' and SGLANG_USE_AITER=0"
+    if getattr(method, "w13_swiglu_interleaved", False):  # not in 0.5.17
+        return "gate and up rows are interleaved after loading; start SGLang with SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED=0"
     return ""

@@ -1,6 +1,6 @@
 """The custom weight loader by which rlrefit runs in SGLang's tensor-parallel workers.
 
-Start SGLang with ``custom_weight_loader=[LOADER]``. SGLang 0.5.17 calls such a loader as ``loader(model, named_tensors)`` in
+Start SGLang with ``custom_weight_loader=[LOADER]``. SGLang calls such a loader as ``loader(model, named_tensors)`` in
 every worker, for an ``update_weights_from_tensor`` whose ``load_format`` is its name. It drops what the loader returns, and an
 exception of the loader ends the scheduler. So the first such call only replaces the worker's own
 ``update_weights_from_tensor``, which has access to the whole updater and whose message reaches the caller. From then on, a call

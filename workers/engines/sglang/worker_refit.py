@@ -87,8 +87,10 @@ class WorkerRefit(DestinationRefitMixin):
     """
 
     def __init__(self, runner: Any) -> None:
+        from sglang.srt.distributed import get_tp_group
+
         self._runner = runner
-        self._rank = int(runner.ps.tp_rank)
+        self._rank = int(get_tp_group().rank_in_group)
         dummy = str(runner.server_args.load_format).endswith("dummy")
         self.guard = WeightsGuard(self.refit_state, dummy)
         # The driver keeps an engine paused that may not generate. A batch that comes all the same, because another caller
