@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,13 +93,22 @@ def package_violations(config: TrainConfig) -> Iterator[Violation]:
         for problem in missing_megatron("trainer.backend", instead):
             yield Violation(("trainer.backend",), problem)
     # The recipes themselves require transformers.
-    if (
-        generation.backend not in ("vllm", "sglang")
-        or ray.address is not None
-        or "PYTHONPATH" in ray.generation_env
-    ):
+    if ray.address is not None:
         return
-    elsewhere = "give ray.generation_env.PYTHONPATH, the folder where its packages are, with rlrefit and Ray"
+    if (python := ray.generation_python) is not None:
+        if shutil.which(python) is None:
+            yield Violation(
+                ("ray.generation_python",),
+                f"ray.generation_python: {python} is no program of this machine, so that no engine could start; give the path "
+                "of a Python in whose environment rlrefit, Ray and the engine are",
+            )
+        return
+    if generation.backend not in ("vllm", "sglang") or "PYTHONPATH" in ray.generation_env:
+        return
+    elsewhere = (
+        "give ray.generation_python, the Python of an environment that has it, or ray.generation_env.PYTHONPATH, the folder "
+        "where its packages are, both with rlrefit and Ray"
+    )
     for problem in missing_engine("generation.backend", generation.backend, elsewhere):
         yield Violation(("generation.backend",), problem)
 

@@ -418,6 +418,8 @@ class RayConfig:
         trainer_env: environment variables of the trainer's processes. ``PYTHONPATH``, for example, where trainer and engine
             have different packages; rlrefit and Ray must be on it.
         generation_env: environment variables of the engines' processes.
+        generation_python: interpreter of the engines' processes, of an environment that has rlrefit, the engine and the same
+            releases of Ray and, but for the patch, Python; null takes the trainer's.
     """
 
     address: str | None = None
@@ -425,6 +427,7 @@ class RayConfig:
     timeout_s: float = 600.0
     trainer_env: dict[str, str] = field(default_factory=dict)
     generation_env: dict[str, str] = field(default_factory=dict)
+    generation_python: str | None = None
 
 
 @dataclass

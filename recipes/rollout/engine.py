@@ -73,6 +73,7 @@ class EngineRollouts(RolloutGroup):
                 gpus,
                 config.ray,
                 env=config.ray.generation_env,
+                python=config.ray.generation_python,
             )
         )
         hf_config = local_hf_config(str(checkpoint_folder(model_path, weights=False)))
@@ -108,6 +109,7 @@ class EngineRollouts(RolloutGroup):
             cpus=config.ray.cpus_per_rank * self._ranks_per_actor,
             bundles=self._bundles(config),
             env=config.ray.generation_env,
+            python=config.ray.generation_python,
         )
 
     def start(self) -> None:

@@ -72,11 +72,11 @@ class TransformersRollouts(RolloutGroup):
     ) -> None:
         super().__init__(config, 1)
         self._tp = config.generation.tensor_parallel
-        name, env = "generation", config.ray.generation_env
+        name, env, python = "generation", config.ray.generation_env, config.ray.generation_python
         self._group = (
-            ActorGroup(name, TransformersActor, self.gen_ranks, gpus, config.ray, env=env)
+            ActorGroup(name, TransformersActor, self.gen_ranks, gpus, config.ray, env=env, python=python)
             if beside is None
-            else GuestGroup(name, TransformersActor, beside, 1, gpus, config.ray, env=env)
+            else GuestGroup(name, TransformersActor, beside, 1, gpus, config.ray, env=env, python=python)
         )
         fp8 = config.generation.weight_dtype == "fp8"
         self._build_arguments = (model_path, config.model.dtype, self._tp, fp8, stop_token_ids, pad_token_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -83,6 +84,7 @@ class ActorGroup:
             host. With more the parts may lie on several hosts, and it is actors which the actor starts that take
             them (vLLM's Ray executor: a rank each).
         env: environment variables of the actors' processes, set before they start.
+        python: their interpreter; None takes this one.
         guest_cpus: CPU cores that are reserved beside each actor for another group's (:class:`GuestGroup`); all are on
             one host then.
 
@@ -100,6 +102,7 @@ class ActorGroup:
         cpus: float | None = None,
         bundles: int = 1,
         env: Mapping[str, str] | None = None,
+        python: str | None = None,
         guest_cpus: float = 0.0,
     ) -> None:
         self.name = name
@@ -124,8 +127,7 @@ class ActorGroup:
                 num_cpus=0 if apart else cpus,
                 num_gpus=0 if apart else gpus,
                 max_restarts=0,
-                # With nothing to set, Ray need not make processes for these actors alone.
-                runtime_env={"env_vars": dict(env)} if env else None,
+                runtime_env=_runtime_env(env or {}, python),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=self._placements[rank if apart else 0],
                     placement_group_bundle_index=places[rank],
@@ -220,6 +222,7 @@ class GuestGroup(ActorGroup):
         gpus: GPUs of each of these; 0 on a machine without.
         config: reservation per rank and time limits.
         env: environment variables of the guests' processes, set before they start.
+        python: their interpreter; None takes this one.
     """
 
     def __init__(
@@ -231,6 +234,7 @@ class GuestGroup(ActorGroup):
         gpus: int,
         config: RayConfig,
         env: Mapping[str, str] | None = None,
+        python: str | None = None,
     ) -> None:
         self.name = name
         self._timeout_s = config.timeout_s
@@ -243,7 +247,7 @@ class GuestGroup(ActorGroup):
                 num_cpus=config.cpus_per_rank,
                 num_gpus=0,
                 max_restarts=0,
-                runtime_env={"env_vars": dict(env or {}) | _seeing(visible[first : first + each])},
+                runtime_env=_runtime_env(dict(env or {}) | _seeing(visible[first : first + each]), python),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=hosts._placements[0],
                     placement_group_bundle_index=hosts._places[first],
@@ -251,6 +255,12 @@ class GuestGroup(ActorGroup):
             ).remote()
             for first in range(0, len(hosts), each)
         ]
+
+
+def _runtime_env(env: Mapping[str, str], python: str | None) -> dict[str, Any] | None:
+    # With nothing to set, Ray need not make processes for these actors alone.
+    found = {"env_vars": dict(env)} if env else {}
+    return found | ({"py_executable": shlex.quote(python)} if python else {}) or None
 
 
 def _seeing(gpus: Sequence[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rlrefit.recipes.run.files import read_json_lines
 from tests.spawn import run_ranks, run_together
 from tests.vllm_processes import vllm_processes
 
@@ -20,11 +21,15 @@ ROOT = Path(__file__).parents[2]
 TRAINER = ROOT / ".venv" / "bin" / "python"
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(
-    Path(sys.prefix) == TRAINER.parents[1] or not TRAINER.exists(),
-    reason="needs an environment beside the trainer's .venv: make test-engines",
-)
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        Path(sys.prefix) == TRAINER.parents[1] or not TRAINER.exists(),
+        reason="needs an environment beside the trainer's .venv: make test-engines",
+    ),
+]
+
+
 def test_a_trainer_of_one_environment_refits_an_engine_of_another(paths: list[str], tmp_path: Path) -> None:
     seen = run_together(
         lambda: train(tmp_path, paths),
@@ -36,6 +41,24 @@ def test_a_trainer_of_one_environment_refits_an_engine_of_another(paths: list[st
         assert len(differing) == len(WAYS) * len(TURNS)
         assert not any(differing.values()), differing
         assert len(misc["nccl_xfer"]) < len(misc["packed_broadcast"])
+
+
+def test_a_recipe_has_its_engine_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    overrides = (
+        "name=two",
+        f"run_root={tmp_path}",
+        "algorithm.steps=2",
+        f"ray.generation_python={sys.executable}",
+    )
+    command = [str(TRAINER), "-m", "rlrefit.recipes.cli", "train", "recipe=grpo_tiny_vllm", *overrides]
+    done = subprocess.run(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout
+    rows = read_json_lines(tmp_path / "two" / "metrics.jsonl")
+    assert [row["weights/version"] for row in rows] == [0, 1]
+    # Another release computes with other kernels.
+    assert max(row["generation_kl"] for row in rows) < 1e-2
 
 
 def train(folder: Path, paths: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,16 @@ def test_train_names_the_package_unless_the_engine_has_others_or_nothing_is_star
     with pytest.raises(ConfigError) as refused:
         load_config("grpo_tiny", ["generation.backend=torch.missing"], to_run=True)
     assert str(refused.value).count("generation.backend:") == 1
-    for elsewhere in (f"+ray.generation_env.PYTHONPATH=/{missing}", "ray.address=auto"):
+    own = (f"+ray.generation_env.PYTHONPATH=/{missing}", f"ray.generation_python={sys.executable}")
+    for elsewhere in (*own, "ray.address=auto"):
         load_config(recipe, [elsewhere], to_run=True)
+
+
+def test_train_names_an_interpreter_that_is_not_there() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config("grpo_tiny", ["ray.generation_python=/nowhere/python"], to_run=True)
+    (told,) = refused.value.violations
+    assert told.startswith("ray.generation_python:")
 
 
 @pytest.mark.parametrize("absent", ["megatron.core", "megatron.bridge", "einops"])

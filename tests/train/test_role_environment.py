@@ -1,10 +1,13 @@
-"""``ray.trainer_env`` and ``ray.generation_env``: the processes of each role start with variables of their own.
+"""``ray.trainer_env``, ``ray.generation_env`` and ``ray.generation_python``: what the processes of each role start with.
 
 And guests beside other actors with those that show them the others' GPUs.
 """
 
 from __future__ import annotations
 
+import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 from rlrefit.recipes.config.load import load_config
@@ -14,22 +17,39 @@ from tests.ahead import FoundAhead, keeping_time
 from .shared_cluster import on_shared_cluster
 
 
-def _roles(folder: Path, ray_address: str) -> list[list[tuple[str | None, list[str]]]]:
-    """What actors of each role find in their environment."""
-    roles = ["ray.trainer_env.ROLE=trainer", "ray.generation_env.PYTHONPATH=/a:/b"]
+def _environment_of_its_own(folder: Path) -> Path:
+    """The interpreter of one, which finds this one's packages."""
+    venv.create(folder, symlinks=True)
+    packages = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+    link = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    (folder / packages / "packages.pth").write_text(link)
+    return folder / "bin" / "python"
+
+
+def _roles(folder: Path, ray_address: str) -> list[list[tuple[str | None, list[str], str]]]:
+    """What actors of each role find in their environment, and the prefix of their interpreter."""
+    python = _environment_of_its_own(folder / "an engine's")
+    roles = [
+        "ray.trainer_env.ROLE=trainer",
+        "ray.generation_env.PYTHONPATH=/a:/b",
+        f'ray.generation_python="{python}"',
+    ]
     config = load_config("grpo_tiny", [f"ray.address={ray_address}", *roles]).ray
 
     class Process:
-        def start(self) -> tuple[str | None, list[str]]:
+        def start(self) -> tuple[str | None, list[str], str]:
             import os
             import sys
 
-            return os.environ.get("ROLE"), [path for path in sys.path if path in ("/a", "/b")]
+            return os.environ.get("ROLE"), [path for path in sys.path if path in ("/a", "/b")], sys.prefix
 
     with ray_cluster(config, 2):
         groups = [
-            ActorGroup(name, Process, 1, 0, config, env=env)
-            for name, env in (("trainer", config.trainer_env), ("generation", config.generation_env))
+            ActorGroup(name, Process, 1, 0, config, env=env, python=python)
+            for name, env, python in (
+                ("trainer", config.trainer_env, None),
+                ("generation", config.generation_env, config.generation_python),
+            )
         ]
         found = [group.call("start") for group in groups]
         for group in groups:
@@ -64,7 +84,7 @@ def _guests(folder: Path, ray_address: str) -> tuple[list[str], list[list[str | 
 
 
 @keeping_time  # Ray gives up starting after half a minute
-def start_roles(folder: Path) -> list[list[tuple[str | None, list[str]]]]:
+def start_roles(folder: Path) -> list[list[tuple[str | None, list[str], str]]]:
     return on_shared_cluster(_roles, folder)
 
 
@@ -76,8 +96,11 @@ def start_guests(folder: Path) -> tuple[list[str], list[list[str | None]]]:
 AHEAD = (start_roles, start_guests)
 
 
-def test_actors_start_with_the_environment_of_their_role(found_ahead: FoundAhead) -> None:
-    assert found_ahead.by(start_roles) == [[("trainer", [])], [(None, ["/a", "/b"])]]
+def test_actors_start_with_the_variables_and_the_interpreter_of_their_role(found_ahead: FoundAhead) -> None:
+    (trainer,), (engine,) = found_ahead.by(start_roles)
+    assert trainer == ("trainer", [], sys.prefix)
+    assert engine[:2] == (None, ["/a", "/b"])
+    assert engine[2].endswith("an engine's")
 
 
 def test_guests_see_the_gpus_of_their_hosts_in_order(found_ahead: FoundAhead) -> None:
