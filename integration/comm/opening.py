@@ -42,16 +42,31 @@ class GroupChoice:
         return f"{self.why}; {self.how}" if self.how else self.why
 
 
-def shared_gpu(told: Sequence[GpuFacts]) -> str:
-    """A sentence about two ranks of one GPU; empty if there are none.
+def without_nccl(told: Sequence[GpuFacts]) -> str:
+    """Why NCCL can join no group of these ranks, as a sentence; empty if it can.
+
+    It takes no two ranks of one GPU, and only ranks of one release (``initTransportsRank`` in its ``init.cc``).
 
     Args:
         told: by all ranks.
     """
+    return _shared_gpu(told) or _releases(told)
+
+
+def _shared_gpu(told: Sequence[GpuFacts]) -> str:
     devices = [one.device for one in told]
     for (a, first), (b, second) in combinations(enumerate(devices), 2):
         if first and first == second:
             return f"refit ranks {a} and {b} share a GPU, and NCCL takes no two ranks of one"
+    return ""
+
+
+def _releases(told: Sequence[GpuFacts]) -> str:
+    on_gpus = [(rank, one.nccl) for rank, one in enumerate(told) if one.device]
+    for rank, release in on_gpus[1:]:
+        first, expected = on_gpus[0]
+        if release != expected:
+            return f"NCCL is {expected} on refit rank {first} and {release} on refit rank {rank}, and joins ranks of one release alone"
     return ""
 
 
@@ -63,25 +78,30 @@ def choose_group(told: Sequence[GpuFacts], asked: bool) -> GroupChoice:
         asked: whether to use shared memory even where the network would do.
 
     Raises:
-        RefitError: two ranks share a GPU, which needs memory that all can reach, and others are on another host.
+        RefitError: the ranks need memory that all can reach, and are on several hosts.
     """
-    sharing = shared_gpu(told)
-    if not sharing and not asked:
-        return GroupChoice("network", "no two ranks share a GPU")
-    why = sharing or "the engine colocated_ipc was asked for"
+    obstacle = without_nccl(told)
+    if not obstacle and not asked:
+        return GroupChoice("network", "the network joins all ranks")
+    why = obstacle or "the engine colocated_ipc was asked for"
     hosts = {one.host for one in told}
     if len(hosts) > 1:
+        remedy = (
+            "Make a refit world for each host, or give every rank a GPU of its own"
+            if asked or _shared_gpu(told)
+            else "Install one release of nvidia-nccl in both environments; torch takes the one that is installed"
+        )
         raise RefitError(
             f"{why}, so they need memory that all ranks can reach, but the ranks are on {len(hosts)} hosts; nothing was "
-            "written. Make a refit world for each host, or give every rank a GPU of its own",
+            f"written. {remedy}",
             stage="process group",
         )
-    obstacle = _shared_process(told) or _obstacle(told)
-    if obstacle:
-        how = f"buckets in host memory, since {obstacle}"
+    apart = _shared_process(told) or _obstacle(told)
+    if apart:
+        how = f"buckets in host memory, since {apart}"
         return GroupChoice("host", why, how, MOST_ON_HOST)
     how = "buckets in GPU memory, by CUDA IPC"
-    return GroupChoice("device", why, how, MOST_SHARED_BYTES if sharing else MOST_ON_DEVICE)
+    return GroupChoice("device", why, how, MOST_SHARED_BYTES if _shared_gpu(told) else MOST_ON_DEVICE)
 
 
 def choose_delta_groups(told: Sequence[GpuFacts], wire: GroupChoice) -> tuple[GroupChoice, ...]:

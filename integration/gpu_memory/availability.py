@@ -24,6 +24,7 @@ class GpuFacts:
         process: name of the process.
         visible: UUIDs of the GPUs that the process sees.
         reaches: those of them whose memory its GPU can access.
+        nccl: release of the NCCL that its torch runs, 2.28.9 for example.
         nccl_cumem: its NCCL_CUMEM_ENABLE, empty if that is unset.
     """
 
@@ -33,6 +34,7 @@ class GpuFacts:
     process: str = ""
     visible: tuple[str, ...] = ()
     reaches: tuple[str, ...] = ()
+    nccl: str = ""
     nccl_cumem: str = ""
 
     def __post_init__(self) -> None:
@@ -57,6 +59,7 @@ def facts(device: torch.device) -> GpuFacts:
             for other in visible
             if other == ours or torch.cuda.can_device_access_peer(ours, other)
         ),
+        ".".join(str(part) for part in torch.cuda.nccl.version()),
         os.environ.get("NCCL_CUMEM_ENABLE", ""),
     )
 

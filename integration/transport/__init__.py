@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from ..comm.group import Group
-from ..comm.opening import GroupChoice, open_group, shared_gpu
+from ..comm.opening import GroupChoice, open_group, without_nccl
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..errors import end_all
@@ -53,11 +53,8 @@ def choose(transport: str, told: Sequence[GpuFacts], train_ranks: int) -> tuple[
         )
     else:
         name, reason = transport, "asked for by policy.refit.transport"
-    sharing = shared_gpu(told)
-    return (
-        name,
-        reason if name == "ipc" or not sharing else f"{reason}, without NCCL: {sharing}",
-    )
+    obstacle = without_nccl(told)
+    return name, reason if name == "ipc" or not obstacle else f"{reason}, without NCCL: {obstacle}"
 
 
 def make_transport(

@@ -23,6 +23,10 @@ def of_process(fact: GpuFacts, name: str) -> GpuFacts:
     return replace(fact, process=name)
 
 
+def of_nccl(release: str, device: str, host: str = "h") -> GpuFacts:
+    return replace(gpu(device, host), nccl=release)
+
+
 TRAINER, ENGINE = of_process(gpu("A"), "trainer"), of_process(gpu("A"), "engine")
 
 
@@ -45,6 +49,8 @@ TRAINER, ENGINE = of_process(gpu("A"), "trainer"), of_process(gpu("A"), "engine"
             "refit rank 2 can't map GPU memory of refit rank 0",
         ),
         ([CPU, CPU], True, "host", "not on a GPU"),
+        # NCCL would refuse them, and the memory of a host joins them.
+        ([of_nccl("2.28.9", "A"), of_nccl("2.30.7", "B")], False, "device", "2.30.7 on refit rank 1"),
     ],
 )
 def test_the_group_goes_the_way_that_all_ranks_have(
@@ -67,6 +73,11 @@ def test_ranks_that_share_a_gpu_have_larger_buckets() -> None:
 def test_two_ranks_of_a_gpu_beside_another_host_are_an_error_with_the_remedy() -> None:
     with pytest.raises(RefitError, match=r"share a GPU.*on 2 hosts.*a refit world for each host"):
         choose_group([gpu("A"), gpu("A"), gpu("B", "other")], asked=False)
+
+
+def test_two_releases_of_nccl_on_two_hosts_are_an_error_with_the_remedy() -> None:
+    with pytest.raises(RefitError, match=r"2\.28\.9 on refit rank 0 and 2\.30\.7.*on 2 hosts.*nvidia-nccl"):
+        choose_group([of_nccl("2.28.9", "A"), of_nccl("2.30.7", "B", "other")], asked=False)
 
 
 def test_the_reason_of_the_transport_tells_of_the_shared_gpu() -> None:
