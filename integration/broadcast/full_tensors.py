@@ -25,6 +25,7 @@ from ..control import Rendezvous, RendezvousServer
 from ..control.channel import Channel
 from ..control.world import RefitWorld
 from ..errors import PeerLost, RefitError, RefitMismatch, end_all
+from ..gpu_memory.availability import nccl_release
 from ..plan import aligned
 from ..records.clock import StageClock
 from ..records.record import RefitRecord
@@ -226,13 +227,14 @@ class FullTensorEpoch:
             "bucket bytes": settings.bucket_bytes,
             "verify": settings.verify,
             "kind of device": self.device.type,
+            "release of NCCL": nccl_release(self.device),
         }
         told = channel.vote("settings", [ours, self.version])
         self.version = max(version for _, version in told)
         require_equal_settings(
             [theirs for theirs, _ in told],
             world.describe,
-            remedy="Give all workers the same checkpoint_engine section, and run them on devices of one kind",
+            remedy="Give all workers the same checkpoint_engine section and the same nvidia-nccl, and run them on devices of one kind",
             stage="settings",
             rank=world.rank,
         )

@@ -42,6 +42,11 @@ class GpuFacts:
             raise ValueError("it names no GPU and nothing that is lacking")
 
 
+def nccl_release(device: torch.device) -> str:
+    """Release of the NCCL that this process would join ranks with; empty on a CPU."""
+    return ".".join(str(part) for part in torch.cuda.nccl.version()) if device.type == "cuda" else ""
+
+
 def facts(device: torch.device) -> GpuFacts:
     """The facts of this rank; ``device`` holds its parameters."""
     if device.type != "cuda":
@@ -59,7 +64,7 @@ def facts(device: torch.device) -> GpuFacts:
             for other in visible
             if other == ours or torch.cuda.can_device_access_peer(ours, other)
         ),
-        ".".join(str(part) for part in torch.cuda.nccl.version()),
+        nccl_release(ours),
         os.environ.get("NCCL_CUMEM_ENABLE", ""),
     )
 
