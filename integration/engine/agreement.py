@@ -19,7 +19,7 @@ import torch
 from ..config import RefitConfig
 from ..control.channel import Channel
 from ..errors import RefitMismatch
-from ..layout import Box, Fragment, Misfit, volume
+from ..layout import Axes, Box, Fragment, Misfit, volume
 from ..quantize.formats import Format, from_json, to_json
 from ..weights.endpoints import StoresQuantized, WeightDestination, WeightSource
 from ..weights.holdings import Positions, decode_positions, encode_positions
@@ -32,8 +32,8 @@ _START_IN_BLOCKS = (
     "Start the engine from a checkpoint or with a configuration of block-scaled FP8 weights, or set "
     "policy.refit.trainer_quantize_fp8 to false"
 )
-# Name, full shape, box, and the dtype of what travels, which is not always that of the storage.
-_Row = tuple[str, tuple[int, ...], Box, torch.dtype]
+# Name, full shape, box, the dtype of what travels, which is not always that of the storage, and the axes.
+_Row = tuple[str, tuple[int, ...], Box, torch.dtype, Axes | None]
 
 
 def agree_on_specs(channel: Channel, endpoint: WeightSource | WeightDestination) -> list[TensorSpec]:
@@ -327,7 +327,7 @@ class AgreedFragments:
 def _rows(fragments: Sequence[Fragment], left_out: Collection[str]) -> list[_Row]:
     # Subclasses (vLLM's parameters) would run their own code for each dtype.
     with torch._C.DisableTorchFunctionSubclass():
-        return [(f.name, f.full_shape, f.box, f.dtype) for f in fragments if f.name not in left_out]
+        return [(f.name, f.full_shape, f.box, f.dtype, f.axes) for f in fragments if f.name not in left_out]
 
 
 def _by_name(rows: Sequence[_Row]) -> dict[str, list[_Row]]:
@@ -344,5 +344,5 @@ def _by_name(rows: Sequence[_Row]) -> dict[str, list[_Row]]:
 def _listed(rows: Sequence[_Row]) -> str:
     if not rows:
         return "not held here"
-    parts = ", ".join(f"{dtype_name(dtype)}{list(shape)} {box}" for _, shape, box, dtype in rows[:3])
+    parts = ", ".join(f"{dtype_name(dtype)}{list(shape)} {box}" for _, shape, box, dtype, _ in rows[:3])
     return parts if len(rows) <= 3 else f"{parts} and {len(rows) - 3} parts more"

@@ -22,7 +22,7 @@ from ..control.world import RefitWorld
 from ..delta.choice import DENSE
 from ..errors import RefitError, end_all
 from ..gpu_memory.availability import GpuFacts, facts
-from ..layout import Fragment
+from ..layout import Axes, Fragment
 from ..plan import GLOO_PACE, NCCL_PACE, BroadcastPlan, Plan, Topology, analyse, plan_broadcast
 from ..quantize.formats import Format
 from ..records.clock import StageClock
@@ -125,6 +125,7 @@ class RefitEngine:
         """
         places = self._places(endpoint.device)
         specs = agree_on_specs(self.channel, endpoint)
+        self._axes: dict[str, Axes] = {}
         self._endpoint, specs, formats = agree_on_formats(self.channel, self.config, endpoint, specs)
         self._scales = ScaleWatch(formats, self.world.rank)
         # The engine checks here that the weights fill it, before anything is written.
@@ -141,7 +142,7 @@ class RefitEngine:
         self._delta_choices = self._choose_delta_groups(places)
         if self._group_choice.kind == "network" and self._exchanges_over_it():
             require_one_cumem(places)
-        self._initial = fragments
+        self._initial = self._as_planned(fragments)
         self._agreed = self._agreed_of(fragments, refused)
         return self.manifest
 
@@ -171,13 +172,14 @@ class RefitEngine:
             pace=NCCL_PACE if self._endpoint.device.type == "cuda" else GLOO_PACE,
         )
         self.manifest = self.analysis.manifest
+        self._axes = self.analysis.seen.axes
         if self.world.rank == 0:
             warn_of_misc(self.manifest, formats)
         self._cut_slots = CutSlots.find(self.analysis.classes, table.specs, formats)
         pairs: dict[tuple[int, int], str] = {}
         digest = self.analysis.digest
         if self._chosen[0] == "golden":
-            self.plan = plan_broadcast(self.manifest, sources, self.config.bucket_bytes)
+            self.plan = plan_broadcast(self.manifest, self.analysis.seen.sources, self.config.bucket_bytes)
             digest += self.plan.digest
         else:
             self.plan = self.analysis.compile(self.world.rank)
@@ -288,7 +290,9 @@ class RefitEngine:
         Raises:
             RefitMismatch: on every rank, if a weight changed on any beyond its place: its shape, its box or its dtype.
         """
-        fragments = self._agreed.again(self.channel, lambda: self._fragments(self.manifest.specs()))
+        fragments = self._as_planned(
+            self._agreed.again(self.channel, lambda: self._fragments(self.manifest.specs()))
+        )
         if self._bulk is not None:
             self._bulk.bind(fragments)
         if self._shared_scales is not None:
@@ -465,6 +469,18 @@ class RefitEngine:
         told = self.channel.vote_parts("holdings", ours.to_parts())
         read = HoldingsReader(table)
         return [read.holdings(rank, row) for rank, row in enumerate(told)]
+
+    def _as_planned(self, fragments: Sequence[Fragment]) -> list[Fragment]:
+        """This rank's fragments by the axes of the plan's boxes."""
+        if not self._axes:
+            return list(fragments)
+        return [
+            part
+            for fragment in fragments
+            for part in (
+                fragment.seen_by(self._axes[fragment.name]) if fragment.name in self._axes else [fragment]
+            )
+        ]
 
     def _fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
         if not self.world.is_source:

@@ -1,5 +1,6 @@
 """Pure arithmetic of layouts: boxes, meshes and placements. Knows of no model and no transport."""
 
+from .axes import Axes, common_axes
 from .boxes import Box, box_of, coverage_gap, intersect, overlap, split, subtract, subtract_all, volume
 from .dtensor import dtensor_fragments, layout_of, local_fragments, mesh_of, placement_of, placements_of
 from .fragments import Encoding, Fragment, Misfit, local_slice
@@ -7,6 +8,7 @@ from .mesh import Mesh
 from .placements import Placement, Replicate, Shard, StridedShard, boxes_of, chunk, local_shape
 
 __all__ = [
+    "Axes",
     "Box",
     "Encoding",
     "Fragment",
@@ -19,6 +21,7 @@ __all__ = [
     "box_of",
     "boxes_of",
     "chunk",
+    "common_axes",
     "coverage_gap",
     "dtensor_fragments",
     "intersect",

@@ -14,7 +14,8 @@ from typing import Protocol
 
 import torch
 
-from .boxes import Box, volume
+from .axes import Axes
+from .boxes import Box, box_of, volume
 
 
 class Encoding(Protocol):
@@ -51,9 +52,10 @@ class Fragment:
         view: a view (any strides) of live local storage; its shape is the box's. Sources read it,
             destinations write it, so it must alias the parameter and not be a copy.
         encoding: of a source, if not the view's own bytes travel; the box is then that of what travels.
+        axes: by which the box and the view see the tensor, if not as it is; of ``full_shape``.
 
     Raises:
-        Misfit: the view's shape is not the box's, or the box leaves the full shape.
+        Misfit: the view's shape is not the box's, the box leaves the tensor, or the axes are another tensor's.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Fragment:
     box: Box
     view: torch.Tensor
     encoding: Encoding | None = None
+    axes: Axes | None = None
 
     def __post_init__(self) -> None:
         expected = tuple(stop - start for start, stop in self.box)
@@ -73,10 +76,16 @@ class Fragment:
                 f"the view has shape {found} but its box {self.box} has shape {expected}; bytes would land in the wrong "
                 "place. Give the view that holds the box.",
             )
-        if len(self.box) != len(self.full_shape) or any(
-            start < 0 or stop > n for (start, stop), n in zip(self.box, self.full_shape, strict=False)
+        if self.axes is not None and self.axes.full_shape != self.full_shape:
+            raise Misfit(
+                self.name,
+                f"its axes are those of a tensor of shape {self.axes.full_shape}, and the full shape is {self.full_shape}",
+            )
+        shape = self.full_shape if self.axes is None else self.axes.shape
+        if len(self.box) != len(shape) or any(
+            start < 0 or stop > n for (start, stop), n in zip(self.box, shape, strict=False)
         ):
-            raise Misfit(self.name, f"box {self.box} does not lie inside the full shape {self.full_shape}")
+            raise Misfit(self.name, f"box {self.box} does not lie inside the full shape {shape}")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,6 +96,23 @@ class Fragment:
     def nbytes(self) -> int:
         """Bytes that the fragment holds, as they travel."""
         return volume(self.box) * self.dtype.itemsize
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part of a whole tensor ``[*full_shape]`` that the fragment holds, as a view of the box's shape."""
+        seen = whole if self.axes is None else self.axes.see(whole)
+        return seen[local_slice(box_of(seen.shape), self.box)]
+
+    def seen_by(self, axes: Axes) -> list[Fragment]:
+        """The same elements seen by ``axes``, which have the factors of the fragment's own: one fragment, unless its box cuts a
+        factor.
+        """
+        own = self.axes or Axes.of(self.full_shape)
+        if own == axes:
+            return [self]
+        return [
+            Fragment(self.name, self.full_shape, box, own.recast(self.view[index], axes), self.encoding, axes)
+            for box, index in own.cut(self.box, axes)
+        ]
 
 
 def local_slice(box: Box, part: Box) -> tuple[slice, ...]:

@@ -14,6 +14,7 @@ import numpy as np
 from ..weights.holdings import Holdings
 from ..weights.manifest import Manifest, TensorSpec
 from ..weights.routing import decide_routes
+from ..weights.seen import Seen, in_common_axes
 from .assignment import Assignment, Ints, Receiver
 from .classes import TensorClass, classify
 from .compile import compile_rank
@@ -61,6 +62,7 @@ class Analysis:
         bucket_bytes: staging memory per direction that messages were cut for.
         pace: that messages were cut for.
         digest: equal on all ranks, or nothing moves.
+        seen: what all ranks hold and want, by the axes of the plan's boxes.
     """
 
     manifest: Manifest = field(repr=False)
@@ -79,6 +81,7 @@ class Analysis:
     classes: tuple[TensorClass, ...] = field(repr=False)
     assignment: Assignment = field(repr=False)
     blocks: Ints = field(repr=False)
+    seen: Seen = field(repr=False)
 
     @property
     def busiest_link(self) -> LinkLoad | None:
@@ -129,6 +132,8 @@ def analyse(
     """
     train, gen = len(sources), len(destinations)
     topology = topology or Topology((0,) * (train + gen))
+    seen = in_common_axes(specs, sources, destinations)
+    sources, destinations = seen.sources, seen.destinations
     manifest = decide_routes(specs, sources, destinations)
     bulk = np.array([entry.route == "bulk" for entry in manifest], dtype=bool)
     classes = tuple(classify(specs, sources, destinations, bulk))
@@ -166,6 +171,7 @@ def analyse(
         classes=classes,
         assignment=chosen.assignment,
         blocks=chosen.blocks,
+        seen=seen,
     )
 
 

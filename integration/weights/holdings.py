@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from ..errors import RefitMismatch
-from ..layout import Box, Fragment, volume
+from ..layout import Axes, Box, Fragment, volume
 from .manifest import TensorSpec, dtype_name, dtype_of
 
 Positions = npt.NDArray[np.int64]
@@ -53,11 +53,13 @@ class HoldingGroup:
         boxes: disjoint, none of them empty.
         dtype: of the local storage.
         indices: ascending positions in the list of specs, int64.
+        axes: by which the boxes see the weights, if not as they are; of the weights' one shape.
     """
 
     boxes: tuple[Box, ...]
     dtype: torch.dtype
     indices: Positions
+    axes: Axes | None = None
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,11 @@ class Holdings:
             positions: Hugging Face name → position in the list of specs.
 
         Raises:
-            RefitMismatch: a name that is not among the specs, or a weight in two dtypes.
+            RefitMismatch: a name that is not among the specs, or a weight in two dtypes or seen by two axes.
         """
         boxes: dict[str, list[Box]] = defaultdict(list)
         dtypes: dict[str, torch.dtype] = {}
+        axes: dict[str, Axes | None] = {}
         for fragment in fragments:
             name, dtype = fragment.name, fragment.dtype
             if name in refused or not volume(fragment.box):
@@ -103,22 +106,37 @@ class Holdings:
                     rank=rank,
                     parameter=name,
                 )
-        grouped: dict[tuple[tuple[Box, ...], torch.dtype], list[int]] = defaultdict(list)
+            if axes.setdefault(name, fragment.axes) != fragment.axes:
+                raise RefitMismatch(
+                    f"its fragments are seen by {axes[name]} and {fragment.axes}; one rank sees a weight in one way",
+                    stage="handshake",
+                    rank=rank,
+                    parameter=name,
+                )
+        grouped: dict[tuple[tuple[Box, ...], torch.dtype, Axes | None], list[int]] = defaultdict(list)
         for name, held in boxes.items():
-            grouped[tuple(held), dtypes[name]].append(_position(name, positions, rank))
+            grouped[tuple(held), dtypes[name], axes[name]].append(_position(name, positions, rank))
         reasons: dict[str, list[int]] = defaultdict(list)
         for name, reason in refused.items():
             reasons[reason].append(_position(name, positions, rank))
         return Holdings(
             rank,
-            tuple(HoldingGroup(held, dtype, _ascending(found)) for (held, dtype), found in grouped.items()),
+            tuple(
+                HoldingGroup(held, dtype, _ascending(found), seen)
+                for (held, dtype, seen), found in grouped.items()
+            ),
             {reason: _ascending(found) for reason, found in reasons.items()},
         )
 
     def to_parts(self) -> list[object]:
         """Plain data for the rendezvous: what is refused, and each group, which many ranks may have alike."""
         refused = {reason: encode_positions(indices) for reason, indices in self.refused.items()}
-        return [refused, *([g.boxes, dtype_name(g.dtype), encode_positions(g.indices)] for g in self.groups)]
+        groups: list[list[object]] = []
+        for g in self.groups:
+            groups.append([g.boxes, dtype_name(g.dtype), encode_positions(g.indices)])
+            if g.axes is not None:
+                groups[-1].append([g.axes.splits, g.axes.order])
+        return [refused, *groups]
 
 
 class HoldingsReader:
@@ -164,11 +182,12 @@ class HoldingsReader:
         known = self._groups.get(id(data))
         if known is not None:
             return known[1]
-        boxes, dtype, text = data
+        boxes, dtype, text, *seen = data
         group = HoldingGroup(
             tuple(tuple((int(a), int(b)) for a, b in box) for box in boxes),
             dtype_of(dtype),
             decode_positions(text, len(self._table.specs)),
+            _axes(*seen) if seen else None,
         )
         _check_inside(group, self._table, rank)
         self._groups[id(data)] = data, group
@@ -196,17 +215,26 @@ def check_shapes(fragments: Sequence[Fragment], table: SpecTable, rank: int, who
             )
 
 
+def _axes(data: Any) -> Axes:
+    splits, order = data
+    return Axes(tuple(tuple(int(n) for n in factors) for factors in splits), tuple(int(i) for i in order))
+
+
 def _check_inside(group: HoldingGroup, table: SpecTable, rank: int) -> None:
     """Boxes of one group may belong to weights of different shapes: each must lie inside of all."""
     for shape_id in np.flatnonzero(np.bincount(table.shape_ids[group.indices])).tolist():
         shape = table.shapes[shape_id]
+        seen = shape if group.axes is None else group.axes.shape
+        fits = group.axes is None or group.axes.full_shape == tuple(shape)
         for box in group.boxes:
-            if len(box) != len(shape) or any(
-                not 0 <= a < b <= n for (a, b), n in zip(box, shape, strict=True)
+            if (
+                not fits
+                or len(box) != len(seen)
+                or any(not 0 <= a < b <= n for (a, b), n in zip(box, seen, strict=True))
             ):
                 position = int(group.indices[table.shape_ids[group.indices] == shape_id][0])
                 raise RefitMismatch(
-                    f"a peer's box {box} does not lie inside the shape {list(shape)}; nothing was written. "
+                    f"a peer's box {box} does not lie inside the shape {list(seen if fits else shape)}; nothing was written. "
                     "Both sides must be built from the same checkpoint.",
                     stage="handshake",
                     rank=rank,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...integration.layout import Box, box_of
+from ...integration.layout import Axes, Box, box_of, common_axes
 from ...integration.quantize.formats import Fp8Blockwise
 from ...integration.weights.manifest import TensorSpec, dtype_name
 from ..plan.catalog import (
@@ -90,20 +90,22 @@ def set_up(options: BenchOptions, ranks: BenchRanks) -> Scene:
     model = open_shortened(options.model, DTYPES[options.dtype], options.layers)
     served = _served_model(model, options)
     specs = exported_specs(model, options.train)
-    by_name = {spec.name: spec for spec in specs}
     trainers = [train_storage(model, options.train, rank) for rank in range(options.train_ranks)]
     engines = [gen_storage(served, options.gen, rank) for rank in range(options.gen_ranks)]
+    axes = _common_axes([*trainers, *engines])
+    specs = [spec._replace(shape=axes[spec.name].shape) if spec.name in axes else spec for spec in specs]
+    by_name = {spec.name: spec for spec in specs}
     refused = _refused(trainers, engines, by_name, served.formats())
     if served.quantize is not None:
         # What a trainer rank can't quantize alone.
         travelling = [train_storage(served, options.train, rank) for rank in range(options.train_ranks)]
         refused |= {n: r for n, r in _refusals(travelling).items() if n in by_name}
-    held = {rank: _boxes(params, refused) for rank, params in enumerate(trainers)}
+    held = {rank: _boxes(params, refused, axes) for rank, params in enumerate(trainers)}
     for name in refused:
         held[0][name] = [box_of(by_name[name].shape)]
     wanted = {}
     for rank, params in enumerate(engines):
-        wanted[options.train_ranks + rank] = boxes = _boxes(params, ())
+        wanted[options.train_ranks + rank] = boxes = _boxes(params, (), axes)
         for name in _loader_only(params):
             boxes.setdefault(name, [box_of(by_name[name].shape)])
     endpoint: BenchSource | BenchDestination
@@ -112,15 +114,15 @@ def set_up(options: BenchOptions, ranks: BenchRanks) -> Scene:
         whole = [by_name[name] for name in refused] if ranks.rank == 0 else []
     else:
         params = engines[ranks.rank - options.train_ranks]
-        placed = _boxes(params, ())
+        placed = _boxes(params, (), axes)
         whole = [by_name[name] for name in _loader_only(params) if name not in placed]
     if options.colocated:
         require_room(options, ranks, params, whole)
     if ranks.is_source:
-        storage = Storage.allocate(params, whole, ranks.device, refused)
+        storage = Storage.allocate(params, whole, ranks.device, refused, axes=axes)
         endpoint = BenchSource(specs, storage, refused, ranks.device)
     else:
-        storage = Storage.allocate(params, whole, ranks.device, sleeps=options.sleep)
+        storage = Storage.allocate(params, whole, ranks.device, sleeps=options.sleep, axes=axes)
         endpoint = BenchDestination(specs, storage, refused, ranks.device, served.formats())
     return Scene(options, ranks, specs, held, wanted, storage, endpoint)
 
@@ -183,10 +185,27 @@ def _loader_only(params: Sequence[Param]) -> list[str]:
     return list(dict.fromkeys(name for param in params for name in param.refused))
 
 
-def _boxes(params: Sequence[Param], left_out: Collection[str]) -> dict[str, list[Box]]:
+def _common_axes(ranks: Sequence[Sequence[Param]]) -> dict[str, Axes]:
+    """Of weights that some rank sees otherwise than as they are: the axes by which all see them, as a refit would have them."""
+    parts = [part for params in ranks for param in params for part in param.parts]
+    kinds: dict[str, dict[Axes, None]] = defaultdict(dict)
+    for part in parts:
+        if part.axes is not None:
+            kinds[part.name][part.axes] = None
+    found = {name: common_axes(kinds[name]) for name in kinds}
+    return {name: axes for name, axes in found.items() if axes is not None}
+
+
+def _boxes(
+    params: Sequence[Param], left_out: Collection[str], seen: Mapping[str, Axes]
+) -> dict[str, list[Box]]:
     boxes: dict[str, list[Box]] = defaultdict(list)
     for param in params:
         for part in param.parts:
             if part.name not in left_out:
-                boxes[part.name].append(part.box)
+                if part.name in seen:
+                    own = part.axes or Axes.of(part.full_shape)
+                    boxes[part.name] += [piece for piece, _ in own.cut(part.box, seen[part.name])]
+                else:
+                    boxes[part.name].append(part.box)
     return boxes

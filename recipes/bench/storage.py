@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
-from ...integration.layout import Fragment, box_of
+from ...integration.layout import Axes, Fragment, box_of
 from ...integration.quantize.formats import Format
 from ...integration.weights.endpoints import StorageLook
 from ...integration.weights.manifest import TensorSpec
@@ -43,6 +44,7 @@ class Storage:
         left_out: Collection[str] = (),
         *,
         sleeps: bool = False,
+        axes: Mapping[str, Axes] = MappingProxyType({}),
     ) -> Storage:
         """Poisoned storage.
 
@@ -52,6 +54,7 @@ class Storage:
             device: of all storage.
             left_out: weights whose place in ``params`` is not used.
             sleeps: whether the memory can be given back and taken anew.
+            axes: by which all ranks see some weights. Such a weight is one of the seen shape, here.
         """
         wanted = [(tuple(one.shape), one.dtype) for one in (*params, *whole)]
         memory = (
@@ -76,10 +79,16 @@ class Storage:
             for part in param.parts:
                 if part.name in left_out:
                     continue
-                fragment = Fragment(part.name, tuple(part.full_shape), part.box, tensor[part.index])
-                covered += fragment.view.numel()
-                fragments.append(fragment)
-                by_name[part.name].append(fragment)
+                held = Fragment(
+                    part.name, tuple(part.full_shape), part.box, tensor[part.index], axes=part.axes
+                )
+                covered += held.view.numel()
+                found = [held]
+                if part.name in axes:
+                    seen = axes[part.name]
+                    found = [Fragment(f.name, seen.shape, f.box, f.view) for f in held.seen_by(seen)]
+                fragments += found
+                by_name[part.name] += found
             tensors.append(tensor)
             padding.append(tensor.numel() - covered)
         for spec in whole:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...integration.layout import Box
+from ...integration.layout import Axes, Box
 from ...integration.weights.holdings import Holdings
 from ...integration.weights.manifest import ManifestEntry
 from .catalog import FsdpLayout
@@ -44,6 +44,7 @@ class Explanation:
         wanted: boxes → engine ranks that want exactly these.
         sendings: empty unless it goes shard to shard.
         way: what happens to it where it does not; else empty.
+        axes: by which all boxes see it, if not as it is.
     """
 
     entry: ManifestEntry
@@ -51,16 +52,18 @@ class Explanation:
     wanted: dict[tuple[Box, ...], list[int]]
     sendings: tuple[_Sending, ...]
     way: str
+    axes: Axes | None
 
 
 def explain(study: Study, name: str) -> Explanation:
     """Explain the weight ``name``, which the model has."""
     entry = study.analysis.manifest[name]
     position = next(i for i, spec in enumerate(study.specs) if spec.name == name)
-    held = _by_boxes(study.sources, position)
-    wanted = _by_boxes(study.destinations, position)
+    held = _by_boxes(study.analysis.seen.sources, position)
+    wanted = _by_boxes(study.analysis.seen.destinations, position)
     sendings = tuple(_sendings(study, position)) if entry.route == "bulk" else ()
-    return Explanation(entry, held, wanted, sendings, _way(study, entry))
+    axes = study.analysis.seen.axes.get(name)
+    return Explanation(entry, held, wanted, sendings, _way(study, entry), axes)
 
 
 def _way(study: Study, entry: ManifestEntry) -> str:
@@ -92,7 +95,7 @@ def _by_boxes(side: Sequence[Holdings], position: int) -> dict[tuple[Box, ...], 
 def _sendings(study: Study, position: int) -> Iterator[_Sending]:
     analysis = study.analysis
     assignment = analysis.assignment
-    owners = {rank for ranks in _by_boxes(study.sources, position).values() for rank in ranks}
+    owners = {rank for ranks in _by_boxes(analysis.seen.sources, position).values() for rank in ranks}
     number_of_class = next(i for i, c in enumerate(analysis.classes) if position in c.members)
     member = int(np.searchsorted(analysis.classes[number_of_class].members, position))
     found: dict[tuple[int, Box, int, tuple[int, ...]], list[int]] = defaultdict(list)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ...integration.layout import Box
+from ...integration.layout import Axes, Box
 from ...integration.weights.manifest import TensorSpec, dtype_name, dtype_of
 from .catalog import TrainLayout
 from .offline_bridge import config_file
@@ -60,12 +60,14 @@ class _HeldBox:
         full_shape: of the whole weight.
         box: the part that the rank holds.
         dtype: in which it holds it.
+        axes: by which the box sees the weight, if not as it is.
     """
 
     name: str
     full_shape: tuple[int, ...]
     box: Box
     dtype: torch.dtype
+    axes: Axes | None
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,13 @@ def _export(question: OfflineQuestion, answer: dict[str, Any]) -> OfflineExport:
 
 def _rank(told: dict[str, Any]) -> _OfflineRank:
     held = (
-        _HeldBox(name, tuple(shape), tuple((a, b) for a, b in box), dtype_of(dtype))
-        for name, shape, box, dtype in told["held"]
+        _HeldBox(
+            name,
+            tuple(shape),
+            tuple((a, b) for a, b in box),
+            dtype_of(dtype),
+            axes and Axes(tuple(map(tuple, axes[0])), tuple(axes[1])),
+        )
+        for name, shape, box, dtype, axes in told["held"]
     )
     return _OfflineRank(tuple(held), told["refused"])

@@ -118,7 +118,14 @@ def _held(source: MegatronSource) -> dict[str, Any]:
     held, refused = source.fragments()
     return {
         "held": [
-            [f.name, list(f.full_shape), list(map(list, f.box)), dtype_name(f.view.dtype)] for f in held
+            [
+                f.name,
+                list(f.full_shape),
+                list(map(list, f.box)),
+                dtype_name(f.view.dtype),
+                f.axes and [f.axes.splits, f.axes.order],
+            ]
+            for f in held
         ],
         "refused": refused,
     }

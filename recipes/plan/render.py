@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ...integration.layout import Box
+from ...integration.layout import Axes, Box
 from ...integration.packing.encoded import CHECKED_AT_ONCE
 from ...integration.weights.manifest import dtype_name
 from ..terminal import plain_table, seconds, size
@@ -184,6 +184,12 @@ def show_explanation(console: Console, explanation: Explanation) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if explanation.axes is not None:
+        console.print(
+            f"its elements lie in another order on some rank: boxes are those of it seen as {escape(_seen_text(explanation.axes))}",
+            highlight=False,
+            soft_wrap=True,
+        )
     if explanation.way:
         console.print(explanation.way, highlight=False, soft_wrap=True)
     for title, boxes in (("held by trainers", explanation.held), ("wanted by engines", explanation.wanted)):
@@ -210,6 +216,11 @@ def show_explanation(console: Console, explanation: Explanation) -> None:
         )
     _rest(table, len(explanation.sendings), 5)
     console.print(table)
+
+
+def _seen_text(axes: Axes) -> str:
+    """The shape that a weight is reshaped to, and the order of its dimensions."""
+    return f"{[n for factors in axes.splits for n in factors]}, permuted by {list(axes.order)}"
 
 
 def _text_table(title: str, columns: Sequence[str]) -> Table:

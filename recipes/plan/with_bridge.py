@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ...integration.layout import Box, volume
+from ...integration.layout import Axes, Box, volume
 from ...integration.weights.holdings import Holdings
 from ...integration.weights.manifest import TensorSpec
 from .catalog import bundled_models, bundled_name
@@ -70,23 +70,25 @@ def _of_specs(ours: Iterable[TensorSpec], theirs: Iterable[TensorSpec]) -> Itera
 
 def _of_ranks(study: Study, export: OfflineExport) -> Iterator[str]:
     for rank, told in export.ranks.items():
-        held = {(held.name, held.box) for held in told.held if volume(held.box)}
+        held = {(held.name, held.box, held.axes) for held in told.held if volume(held.box)}
         predicted = set(_boxes(study.sources[rank], study.specs))
         yield from _some(
             f"trainer rank {rank} holds",
-            {name for name, _ in held - predicted},
+            {name for name, *_ in held - predicted},
             "in parts that the plan lacks",
         )
         yield from _some(
-            f"trainer rank {rank} does not hold", {name for name, _ in predicted - held}, "as the plan has it"
+            f"trainer rank {rank} does not hold",
+            {name for name, *_ in predicted - held},
+            "as the plan has it",
         )
 
 
-def _boxes(holdings: Holdings, specs: list[TensorSpec]) -> Iterator[tuple[str, Box]]:
+def _boxes(holdings: Holdings, specs: list[TensorSpec]) -> Iterator[tuple[str, Box, Axes | None]]:
     for group in holdings.groups:
         for index in group.indices.tolist():
             for box in group.boxes:
-                yield specs[index].name, box
+                yield specs[index].name, box, group.axes
 
 
 def _some(what: str, names: Iterable[str], why: str) -> Iterator[str]:

@@ -105,9 +105,11 @@ def _param(task: Any, vocabulary: int) -> dict[str, Any]:
         if kept <= 0:
             continue
         view = fragment.view[:kept]
-        place = [view.storage_offset() - weight.storage_offset(), list(view.stride()), list(view.shape)]
+        strides = [step if n > 1 else 0 for step, n in zip(view.stride(), view.shape, strict=True)]
+        place = [view.storage_offset() - weight.storage_offset(), strides, list(view.shape)]
         full = [rows, *fragment.full_shape[1:]]
-        parts.append([fragment.name, full, [[start, start + kept], *map(list, rest)], place])
+        axes = fragment.axes and [[list(f) for f in fragment.axes.splits], list(fragment.axes.order)]
+        parts.append([fragment.name, full, [[start, start + kept], *map(list, rest)], place, axes])
     return result | {"refused": [], "reason": "", "parts": parts}
 
 

@@ -125,8 +125,11 @@ def _landings(param: Param) -> list[tuple[str, list[Any]]]:
     storage = torch.empty(param.shape, device="meta")
     found = []
     for part in param.parts:
-        view = storage[part.index]
-        box = [list(side) for side in part.box]
+        view, box = storage[part.index], part.box
+        if part.axes is not None:  # vLLM's side has no dimension split
+            places = [part.axes.order.index(dim) for dim in range(len(box))]
+            view, box = view.permute(places), tuple(box[place] for place in places)
+        box = [list(side) for side in box]
         place = [param.name, box, view.storage_offset(), _strides(box, list(view.stride()))]
         found.append((part.name, place))
     return found

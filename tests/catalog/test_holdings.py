@@ -79,14 +79,14 @@ def test_trainers_hold_or_refuse_all_that_engines_want_and_holdings_say_what_is_
 
 
 @_FEW
-@given(st.sampled_from(("qwen3", "qwen3_moe", "deepseek_v3", "nemotron_h")), _train_layouts())
+@given(st.sampled_from(("qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h")), _train_layouts())
 def test_each_element_of_a_placed_weight_stands_once_on_each_replica_of_the_trainer(
     name: str, layout: TrainLayout
 ) -> None:
     """Brute force: element numbers are put into the storages and counted."""
     model = _MODELS[name]
     assume(not violations(model, layout))
-    counts: dict[str, np.ndarray] = {}
+    counts: dict[str, torch.Tensor] = {}
     refused: set[str] = set()
     for rank in range(layout.world_size):
         for param in train_storage(model, layout, rank):
@@ -96,7 +96,8 @@ def test_each_element_of_a_placed_weight_stands_once_on_each_replica_of_the_trai
                 view = taken[part.index]
                 assert view.shape == tuple(stop - start for start, stop in part.box)
                 view += 1
-                seen = counts.setdefault(part.name, np.zeros(part.full_shape, dtype=np.int64))
+                seen = counts.setdefault(part.name, torch.zeros(part.full_shape, dtype=torch.int64))
+                seen = part.axes.see(seen) if part.axes is not None else seen
                 seen[tuple(slice(*side) for side in part.box)] += 1
             assert taken.max(initial=0) <= 1, "two weights in one place"
     for spec in model.specs():
@@ -119,7 +120,7 @@ def test_every_element_that_an_engine_stores_is_a_weights_or_padding(name: str) 
 
 
 def _content(holdings: Holdings) -> tuple[dict[int, tuple[object, ...]], dict[int, str]]:
-    held = {int(i): (tuple(sorted(g.boxes)), g.dtype) for g in holdings.groups for i in g.indices}
+    held = {int(i): (tuple(sorted(g.boxes)), g.dtype, g.axes) for g in holdings.groups for i in g.indices}
     return held, {int(i): reason for reason, indices in holdings.refused.items() for i in indices}
 
 
@@ -127,11 +128,11 @@ def _content_of(
     stored: Iterable[Param], positions: dict[str, int]
 ) -> tuple[dict[int, tuple[object, ...]], dict[int, str]]:
     boxes: dict[int, list[Box]] = defaultdict(list)
-    dtypes: dict[int, torch.dtype] = {}
+    kinds: dict[int, tuple[object, ...]] = {}
     refused: dict[int, str] = {}
     for param in stored:
         for part in param.parts:
             boxes[positions[part.name]].append(part.box)
-            dtypes[positions[part.name]] = param.dtype
+            kinds[positions[part.name]] = param.dtype, part.axes
         refused |= {positions[other]: param.reason for other in param.refused}
-    return {i: (tuple(sorted(found)), dtypes[i]) for i, found in boxes.items()}, refused
+    return {i: (tuple(sorted(found)), *kinds[i]) for i, found in boxes.items()}, refused

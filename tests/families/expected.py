@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 _ROUTER = "MoE router: engines keep it in a dtype or layout of their own"
 _ZERO_CENTRED = "zero-centred norm: Bridge adds 1 to it on export"
-_ALTERNATE = "stacked experts whose gate and up columns alternate: no box of the tensor is one of them"
 _GATE = ("mlp.gate.weight", _ROUTER)
 
 # Parts of weights' names, each with the reason.
@@ -23,11 +22,7 @@ MISC: dict[str, Parts] = {
     "qwen3_moe": (_GATE,),
     "deepseek_v3": (_GATE, ("mlp.gate.e_score_correction_bias", _ROUTER)),
     "nemotron_h": (("mixer.gate.weight", _ROUTER), ("mixer.gate.e_score_correction_bias", _ROUTER)),
-    "gpt_oss": (
-        ("mlp.router.weight", _ROUTER),
-        ("mlp.router.bias", _ROUTER),
-        ("mlp.experts.gate_up_proj", _ALTERNATE),
-    ),
+    "gpt_oss": (("mlp.router.weight", _ROUTER), ("mlp.router.bias", _ROUTER)),
     "qwen3_next": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
     "qwen3_5_moe": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
     "qwen3_5_moe-transposed": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
@@ -50,8 +45,7 @@ class Engine:
     limits: Mapping[str, str] = field(default_factory=dict)
 
 
-_KEPT = "the layer itself holds it, and is not known to compute with it as it is loaded"
-_DELTA_NET = (("linear_attn.A_log", _KEPT), ("linear_attn.dt_bias", _KEPT))
+_DELTA_NET = (("linear_attn.A_log", "vLLM keeps it in FP32"),)
 _ALL_IN_PLACE = (
     "llama",
     "qwen2",
@@ -67,20 +61,10 @@ _ALL_IN_PLACE = (
 VLLM = Engine(
     {
         **dict.fromkeys(_ALL_IN_PLACE, ()),
-        "gpt_oss": (
-            ("mlp.experts.", "vLLM's loader turns the experts round, through tensors of its own"),
-            ("self_attn.sinks", _KEPT),
-        ),
+        "gpt_oss": (),
         "nemotron_h": (
             ("mixer.A_log", "vLLM computes with what it makes of it, in FP32"),
-            ("mixer.D", _KEPT),
-            ("mixer.dt_bias", _KEPT),
-            ("mixer.norm.weight", "the mixer's norm is not known to compute with it as it is loaded"),
-            ("mixer.gate.", "vLLM's router is in FP32"),
-            (
-                "mixer.experts.",
-                "the experts share the router's bias, and one module is never written both ways",
-            ),
+            ("mixer.gate.weight", "vLLM's router is in FP32"),
         ),
         "qwen3_next": _DELTA_NET,
         "qwen3_5_moe": _DELTA_NET,

@@ -157,7 +157,7 @@ def _compare(source: Any, exported: dict[str, torch.Tensor]) -> dict[str, Any]:
     wrong = [
         f"rank {dist.get_rank()}: {f.name} {f.box} is not what Bridge exports"
         for f in fragments
-        if not _same(exported[f.name][tuple(slice(*side) for side in f.box)], f.view)
+        if not _same(f.part_of(exported[f.name]), f.view)
     ]
     specs = {spec.name: spec for spec in source.specs()}
     wrong += [f"{name}: in one of specs and export" for name in specs.keys() ^ exported.keys()]
@@ -168,7 +168,7 @@ def _compare(source: Any, exported: dict[str, torch.Tensor]) -> dict[str, Any]:
     ]
     digest = zlib.crc32(b"".join(_bytes(weight).numpy().tobytes() for weight in exported.values()))
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (wrong, refused, [(f.name, f.box) for f in fragments], digest))
+    dist.all_gather_object(ranks, (wrong, refused, [(f.name, f.box, f.axes) for f in fragments], digest))
     reasons = {name: reason for _, part, _, _ in ranks for name, reason in part.items()}
     wrong = [line for part, _, _, _ in ranks for line in part]
     if len({digest for _, _, _, digest in ranks}) > 1:
@@ -177,8 +177,9 @@ def _compare(source: Any, exported: dict[str, torch.Tensor]) -> dict[str, Any]:
         )
     covered = {name: torch.zeros(spec.shape, dtype=torch.bool) for name, spec in specs.items()}
     for _, _, boxes, _ in ranks:
-        for name, box in boxes:
-            covered[name][tuple(slice(*side) for side in box)] = True
+        for name, box, axes in boxes:
+            seen = covered[name] if axes is None else axes.see(covered[name])
+            seen[tuple(slice(*side) for side in box)] = True
     wrong += [
         f"{name}: no rank holds all"
         for name, mask in covered.items()

@@ -19,7 +19,6 @@ from rlrefit.recipes.plan.catalog import (
     bundled_models,
     open_model,
 )
-from rlrefit.recipes.plan.catalog.units import TURNED
 
 from .cases import CASES, Layout
 from .checkpoints import config_of
@@ -133,8 +132,8 @@ def true_share(name: str, engine: Engine | None) -> float:
     sizes = {"bulk": 0, "misc": 0}
     for entry in _planned(name):
         route = entry.route
-        # The plan's engine is vLLM, and a weight that the trainer places transposed is one that transformers takes.
-        if engine is not VLLM and (entry.reason.startswith("engine: ") or entry.reason.endswith(TURNED)):
+        # The plan's engine is vLLM.
+        if engine is not VLLM and entry.reason.startswith("engine: "):
             route = "unused" if engine and route == "unused" else "bulk"
         if route != "unused":
             sizes[route] += entry.spec.nbytes

@@ -170,12 +170,12 @@ def test_many_ranks_and_other_families_are_as_the_catalogue_predicts(case: str, 
     positions = {spec.name: i for i, spec in enumerate(specs)}
     predicted = train_holdings(model, layout, rank, positions)
     expected = {
-        (specs[index].name, box)
+        (specs[index].name, box, group.axes)
         for group in predicted.groups
         for index in group.indices.tolist()
         for box in group.boxes
     }
-    assert {(h.name, h.box) for h in told.ranks[rank].held if volume(h.box)} == expected
+    assert {(h.name, h.box, h.axes) for h in told.ranks[rank].held if volume(h.box)} == expected
 
 
 def test_a_plan_is_told_what_bridge_sees_otherwise(answers: Answers) -> None:

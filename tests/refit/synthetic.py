@@ -10,7 +10,7 @@ import torch
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.control import open_rendezvous
-from rlrefit.integration.layout import Box, Fragment, box_of
+from rlrefit.integration.layout import Axes, Box, Fragment, box_of
 from rlrefit.integration.layout.fragments import local_slice
 from rlrefit.integration.session import RefitSession, ServingState
 from rlrefit.integration.weights.endpoints import StorageLook
@@ -28,7 +28,7 @@ def value_of(spec: TensorSpec, version: int) -> torch.Tensor:
 
 
 class SyntheticSource:
-    """A trainer rank that holds the given boxes; transposed storage, so that every view is strided."""
+    """A trainer rank that holds the given boxes, of weights that may be seen by axes; every view is strided."""
 
     def __init__(
         self,
@@ -36,8 +36,10 @@ class SyntheticSource:
         layout: Layout,
         refused: dict[str, str] | None = None,
         device: str = "cpu",
+        axes: Mapping[str, Axes] | None = None,
     ):
         self.device = torch.device(device)
+        self._axes = axes or {}
         self._specs = list(specs)
         self._by_name = {s.name: s for s in specs}
         self.refused = refused or {}
@@ -53,15 +55,14 @@ class SyntheticSource:
         """Change all weights, as an optimizer step does."""
         self.version = version
         for (name, box), storage in self._held.items():
-            spec = self._by_name[name]
-            storage.copy_(value_of(spec, version)[local_slice(box_of(spec.shape), box)])
+            storage.copy_(_seen(value_of(self._by_name[name], version), self._axes.get(name), box))
 
     def specs(self) -> list[TensorSpec]:
         return self._specs
 
     def fragments(self) -> tuple[list[Fragment], dict[str, str]]:
         held = [
-            Fragment(name, self._by_name[name].shape, box, storage)
+            Fragment(name, self._by_name[name].shape, box, storage, axes=self._axes.get(name))
             for (name, box), storage in self._held.items()
             if name not in self.refused
         ]
@@ -81,8 +82,15 @@ class SyntheticSource:
 class SyntheticDestination:
     """A generation rank that wants the given boxes; starts as NaN."""
 
-    def __init__(self, specs: Sequence[TensorSpec], layout: Layout, device: str = "cpu"):
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        layout: Layout,
+        device: str = "cpu",
+        axes: Mapping[str, Axes] | None = None,
+    ):
         self.device = torch.device(device)
+        self._axes = axes or {}
         self._specs = {s.name: s for s in specs}
         self._look = StorageLook()
         self._wanted = {
@@ -104,15 +112,14 @@ class SyntheticDestination:
             f"{name} {box}"
             for (name, box), storage in self._wanted.items()
             if not torch.equal(
-                storage.cpu(),
-                value_of(self._specs[name], version)[local_slice(box_of(self._specs[name].shape), box)],
+                storage.cpu(), _seen(value_of(self._specs[name], version), self._axes.get(name), box)
             )
         ]
 
     def fragments(self, specs: Sequence[TensorSpec]) -> tuple[list[Fragment], dict[str, str]]:
         shapes = {s.name: s.shape for s in specs}
         wanted = [
-            Fragment(name, shapes[name], box, storage)
+            Fragment(name, shapes[name], box, storage, axes=self._axes.get(name))
             for (name, box), storage in self._wanted.items()
             if name in shapes
         ]
@@ -122,7 +129,7 @@ class SyntheticDestination:
         for name, tensor in weights:
             for (wanted, box), storage in self._wanted.items():
                 if wanted == name:
-                    storage.copy_(tensor[local_slice(box_of(tensor.shape), box)])
+                    storage.copy_(_seen(tensor, self._axes.get(name), box))
 
     def finish(self, version: int) -> None:
         self.finished.append(version)
@@ -256,6 +263,12 @@ def run_world(
             return list(pool.map(run, range(len(endpoints))))
     finally:
         server.close()
+
+
+def _seen(tensor: torch.Tensor, axes: Axes | None, box: Box) -> torch.Tensor:
+    """A box of a whole weight, which may be seen by axes."""
+    seen = tensor if axes is None else axes.see(tensor)
+    return seen[local_slice(box_of(seen.shape), box)]
 
 
 def _strided(shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

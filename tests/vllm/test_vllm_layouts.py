@@ -132,8 +132,12 @@ def test_all_of_a_family_that_vllm_holds_as_it_is_loaded_goes_in_place(results: 
         assert len(rank.bulk) > 10
         assert all(any(part in name for name in rank.misc) for part, _ in VLLM.misc.get(family, ()))
         assert [name for name in rank.misc if not is_of(name, parts)] == []
-        assert [name for name in rank.unused if not is_prediction(name, layers)] == []
-        assert bool(rank.unused) == (family == "deepseek_v3")
+        unused = [name for name in rank.unused if not is_prediction(name, layers)]
+        # Of what all ranks add up the first one has the bias, and the others have zeros.
+        zeros = case == "gpt_oss TP2" and rank is not results[case][0]
+        assert [name for name in unused if not name.endswith("down_proj_bias")] == []
+        assert len(unused) == (layers if zeros else 0)
+        assert (len(unused) < len(rank.unused)) == (family == "deepseek_v3")
 
 
 def test_every_family_of_the_table_is_refitted_here():

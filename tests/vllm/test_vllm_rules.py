@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from vllm import _custom_ops
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -25,7 +26,11 @@ from rlrefit.workers.engines.vllm import patches, plugin
 from rlrefit.workers.engines.vllm.completeness import check_complete
 from rlrefit.workers.engines.vllm.extension import VllmRefitExtension
 from rlrefit.workers.engines.vllm.layouts import VllmLayout, module_layout
-from rlrefit.workers.engines.vllm.reload import refresh_absorbed_projections
+from rlrefit.workers.engines.vllm.reload import (
+    copied_sinks,
+    refresh_absorbed_projections,
+    refresh_derived_state,
+)
 from tests.vllm_cpu import PACKS_EXPERTS
 
 BF16 = torch.bfloat16
@@ -126,10 +131,32 @@ def test_a_large_misc_share_is_told_with_its_main_reason(caplog):
     assert "the backend rewrites" in caplog.text
 
 
-def test_norms_are_direct_and_unknown_modules_are_not():
+class _Processed(_Linear):
+    def process_weights_after_loading(self) -> None:
+        """Of a kind that nobody has looked at."""
+
+
+def test_modules_that_vllm_makes_nothing_of_are_direct_and_those_of_unknown_processing_are_not():
     assert module_layout("norm", nn.RMSNorm(6), nn.RMSNorm(6, device="meta")) == DIRECT
-    layout = module_layout("conv", nn.Conv1d(2, 2, 1), nn.Conv1d(2, 2, 1, device="meta"))
+    assert module_layout("mixer", _Linear(6, 4), _Linear(6, 4)) == DIRECT
+    layout = module_layout("mixer", _Processed(6, 4), _Processed(6, 4))
     assert (layout.direct, layout.reload) == (False, False)
+
+
+def test_a_module_that_needs_no_reload_is_written_both_ways_but_none_of_its_parameters_is():
+    model = _Model(computed=GATE)
+    fused = model.layers[0]["mlp"]["gate_up_proj"]
+    fused.bias = nn.Parameter(torch.zeros(6, dtype=BF16, device="meta"), requires_grad=False)
+    trace = trace_loader(
+        lambda weights: [
+            fused.bias.data.copy_(w) if name == "bias" else model.load_weights([(name, w)])
+            for name, w in weights
+        ],
+        dict(model.named_parameters()) | dict(model.named_buffers()),
+        [*((name, SHAPES[name], BF16) for name in WEIGHTS), ("bias", (6,), BF16)],
+    )
+    assert set(spread_over_modules(trace, owners_of(model), {}, {FUSED})) == {GATE, UP}
+    assert set(spread_over_modules(trace, owners_of(model), {})) == {GATE, UP, "bias"}
 
 
 def _fresh_with_loader() -> _Linear:
@@ -208,6 +235,35 @@ def test_absorbed_projections_follow_new_weights_without_moving(weight_dtype):
     assert torch.equal(layer.W_UV, expected[..., 2:].transpose(0, 1))
     assert torch.equal(layer.W_UK_T, expected[..., :2].permute(1, 2, 0))
     assert layer._k_scale.item() == layer._k_scale_float == 0.5
+
+
+def _attending(*shapes: int) -> tuple[nn.Module, Any]:
+    """A layer with parameters of these lengths around attention whose kernel wants sinks."""
+    layer = nn.Module()
+    for number, n in enumerate(shapes):
+        setattr(layer, f"held{number}", nn.Parameter(torch.zeros(n, dtype=BF16), requires_grad=False))
+    layer.attn = Attention.__new__(Attention)
+    nn.Module.__init__(layer.attn)
+    layer.attn.impl = SimpleNamespace(sinks=layer.held0)
+    return layer, layer.attn.impl
+
+
+def test_sinks_that_a_kernel_copied_follow_new_weights_without_moving():
+    layer, kernel = _attending(4, 3)
+    assert copied_sinks(layer) == []
+    kernel.sinks = layer.held0.float()
+    address = kernel.sinks.data_ptr()
+    layer.held0.fill_(2)
+    refresh_derived_state(layer, BF16)
+    assert kernel.sinks.tolist() == [2.0] * 4
+    assert kernel.sinks.data_ptr() == address
+
+
+def test_copied_sinks_of_an_unknown_parameter_are_refused():
+    layer, kernel = _attending(4, 4)
+    kernel.sinks = layer.held0.float()
+    with pytest.raises(RefitError, match="attention_backend"):
+        copied_sinks(layer)
 
 
 def test_linear_weights_on_the_cpu_stay_plain_for_our_workers_only(monkeypatch):

@@ -77,6 +77,18 @@ def _padded(params: Tensors, name: str, tensor: torch.Tensor) -> None:
     params["w"][len(tensor) :].data.fill_(0)
 
 
+def _turned_round(params: Tensors, name: str, tensor: torch.Tensor) -> None:
+    copied = tensor[:, :, 2:6].permute(0, 2, 1).contiguous()
+    params["w"].copy_(copied[1:].clone())
+
+
+def _copied_before_it_was_zeroed(params: Tensors, name: str, tensor: torch.Tensor) -> None:
+    copied = tensor.clone()
+    tensor.zero_()
+    params["w"].copy_(copied)
+    params["v"].copy_(tensor)
+
+
 def _zeroed_before(params: Tensors, name: str, tensor: torch.Tensor) -> None:
     params["w"].zero_()
     params["w"][2:5].copy_(tensor)
@@ -100,6 +112,13 @@ FOLLOWED: dict[str, tuple[Place, dict[str, Any], dict[str, Any], int]] = {
     "assignment by index": (_assigned, {"w": (4, 3)}, {"a": (3,)}, 9),
     "unbind and split": (_unpacked, {"v": (3, 6), "w": (3, 8)}, {"a": (2, 3, 6)}, 6),
     "padding filled with zero": (_padded, {"w": (8, 6)}, {"a": (5, 6)}, 0),
+    "copies in another order, and views of these": (_turned_round, {"w": (2, 4, 5)}, {"a": (3, 5, 8)}, 0),
+    "zeros made of what was copied": (
+        _copied_before_it_was_zeroed,
+        {"v": (4, 3), "w": (4, 3)},
+        {"a": (4, 3)},
+        0,
+    ),
     "zeroing before the copies": (_zeroed_before, {"w": (8, 6)}, {"a": (3, 6)}, 0),
 }
 
@@ -116,10 +135,11 @@ def test_what_a_loader_does_by_views_and_copies_is_replayed_bit_for_bit(case: st
         {name: torch.full(shape, torch.nan, dtype=BF16) for name, shape in parameters.items()}
         for _ in range(2)
     )
+    whole = {name: value.clone() for name, value in values.items()}
     _loader(place, loaded)(values.items())
     for name, landings in trace.landings.items():
         for landing in landings:
-            landing.write(values[name], replayed[landing.parameter])
+            landing.write(whole[name], replayed[landing.parameter])
     for name, expected in loaded.items():
         # What the loader fills by itself, such as padding, no tensor brings.
         come = ~expected.isnan() & (expected != 0)
@@ -134,7 +154,8 @@ def test_what_a_loader_does_by_views_and_copies_is_replayed_bit_for_bit(case: st
         (lambda t: t * 2, "mul"),
         (lambda t: -torch.exp(t), "exp"),
         (lambda t: t.float(), "_to_copy"),
-        (lambda t: t.t().contiguous().t(), "clone"),
+        (lambda t: t.t().contiguous().view(24).view(4, 6), "view"),
+        (lambda t: t[:2].zero_().unsqueeze(0).expand(2, 2, 6).reshape(4, 6), "zero_"),
         (lambda t: torch.cat([t[2:], t[:2]]), "cat"),
         (lambda t: t.flip(0), "flip"),
         (lambda t: t[[3, 2, 1, 0]], "index"),
@@ -211,6 +232,34 @@ def test_a_copy_into_a_temporary_leaves_the_destination_unknown():
     trace = _trace(place, {"w": _meta(4)}, a=(4,))
     assert "temporary" in trace.misc_reasons["a"]
     assert trace.unknown == {"a"}
+
+
+def test_zeros_are_told_apart_from_a_tensor_that_does_not_come():
+    def place(params: Tensors, name: str, tensor: torch.Tensor) -> None:
+        if name == "a":
+            tensor.zero_()
+        params["w"][0 if name == "a" else 3 :][:3].copy_(tensor)
+
+    trace = _trace(place, {"w": _meta(6, 4)}, a=(3, 4), b=(3, 4))
+    assert (trace.landings["a"], trace.misc_reasons, trace.unwritten) == ((), {}, {"w": 0})
+    live = torch.full((6, 4), torch.nan)
+    [zeros] = trace.zeros["a"]
+    zeros.fill(live)
+    assert not live[:3].any()
+    assert live[3:].isnan().all()
+
+
+def test_what_a_loader_makes_of_a_parameter_sends_all_that_fills_it_to_misc():
+    derived = {}
+
+    def place(params: Tensors, name: str, tensor: torch.Tensor) -> None:
+        params[name].copy_(tensor)
+        if name == "b":
+            derived["b"] = params["b"].data[1:].exp()
+
+    trace = _trace(place, {name: _meta(4) for name in "abc"}, a=(4,), b=(4,), c=(4,))
+    assert set(trace.misc_reasons) == {"b"}
+    assert "exp" in trace.misc_reasons["b"]
 
 
 def test_two_tensors_that_write_the_same_elements_both_go_to_misc():

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ....integration.layout import Axes
 from .storage import Param, Part, Weight
-from .units import STACKED, TURNED, Division, Mesh, Place, Shard, cut_box, everything, stack
+from .units import Division, Mesh, Place, Shard, cut_box, everything, stack
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,10 @@ class GatedExperts:
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """GPT-OSS: all experts in one checkpoint tensor, gate and up rows interleaved, matrices transposed, biases.
+    """GPT-OSS: all experts in one checkpoint tensor, gate and up columns alternating, matrices transposed, biases.
 
-    No rule can place gate and up. The trainer's rule places the down projections, but vLLM's loader copies all of
-    them through a tensor of its own, so here they take the misc path like the others.
+    Megatron has gate before up, in matrices that lie the other way round; vLLM turns the matrices round and leaves the columns
+    alternating.
 
     Attributes:
         prefix: of the Hugging Face names ``{prefix}{gate_up,down}_proj{,_bias}``.
@@ -105,36 +106,72 @@ class StackedExperts:
         yield Weight(f"{self.prefix}down_proj_bias", (self.count, self.outer))
 
     def train(self, place: Place) -> Iterator[Param]:
-        gate_up, gate_up_bias, down, down_bias = (weight.name for weight in self.weights())
-        inner = self.inner // place.etp.size
+        gate_up, gate_up_bias, down, down_bias = self.weights()
+        start, stop = place.etp.cut(self.inner)
+        inner = stop - start
+        halves = [slice(which * inner, (which + 1) * inner) for which in (0, 1)]
+        alternating, turned = self._alternating(), self._turned()
+        every, outer = slice(None), (0, self.outer)
         for expert in range(*place.ep.cut(self.count)):
-            for name, shape, weight, reason in (
-                (f"linear_fc1.weight{expert}", (2 * inner, self.outer), gate_up, STACKED),
-                (f"linear_fc1.bias{expert}", (2 * inner,), gate_up_bias, STACKED),
-                (f"linear_fc2.weight{expert}", (self.outer, inner), down, TURNED),
-                (f"linear_fc2.bias{expert}", (self.outer,), down_bias, TURNED),
-            ):
-                yield Param(self.megatron + name, shape, place.dtype, (), (weight,), reason)
+            own = (expert, expert + 1)
+            matrices = tuple(
+                Part(
+                    gate_up.name,
+                    gate_up.shape,
+                    (own, (start, stop), (which, which + 1), outer),
+                    (None, half, None, every),
+                    alternating,
+                )
+                for which, half in enumerate(halves)
+            )
+            biases = tuple(
+                Part(
+                    gate_up_bias.name,
+                    gate_up_bias.shape,
+                    (own, (start, stop), (which, which + 1)),
+                    (None, half, None),
+                    Axes(((self.count,), (self.inner, 2)), (0, 1, 2)),
+                )
+                for which, half in enumerate(halves)
+            )
+            fc1, fc2 = f"{self.megatron}linear_fc1.", f"{self.megatron}linear_fc2."
+            yield Param(f"{fc1}weight{expert}", (2 * inner, self.outer), place.dtype, matrices)
+            yield Param(f"{fc1}bias{expert}", (2 * inner,), place.dtype, biases)
+            part = Part(down.name, down.shape, (own, outer, (start, stop)), (None, every, every), turned)
+            yield Param(f"{fc2}weight{expert}", (self.outer, inner), place.dtype, (part,))
+            part = Part(down_bias.name, down_bias.shape, (own, outer), (None, every))
+            yield Param(f"{fc2}bias{expert}", (self.outer,), place.dtype, (part,))
 
     def gen(self, place: Place) -> Iterator[Param]:
-        gate_up, gate_up_bias, down, down_bias = (weight.name for weight in self.weights())
-        first, last = _experts_of(place.ep, self.count)
-        count, inner = last - first, -(-self.inner // place.etp.size)
-        reason = "stacked experts: the loader copies them transposed, through a tensor of its own"
-        for name, shape, weight in (
-            ("w13_weight", (count, 2 * inner, self.outer), gate_up),
-            ("w13_bias", (count, 2 * inner), gate_up_bias),
-            ("w2_weight", (count, self.outer, inner), down),
-            ("w2_bias", (count, self.outer), down_bias),
+        gate_up, gate_up_bias, down, down_bias = self.weights()
+        own = _experts_of(place.ep, self.count)
+        start, stop = place.etp.cut(self.inner)
+        columns, outer = (2 * start, 2 * stop), (0, self.outer)
+        turned = Axes(((self.count,), (self.outer,), (2 * self.inner,)), (0, 2, 1))
+        for name, weight, box, axes in (
+            ("w13_weight", gate_up, (own, columns, outer), turned),
+            ("w13_bias", gate_up_bias, (own, columns), None),
+            ("w2_weight", down, (own, outer, (start, stop)), self._turned()),
+            ("w2_bias", down_bias, (own, outer), None),
         ):
-            yield Param(self.vllm + name, shape, place.dtype, (), (weight,), reason)
+            shape = tuple(b - a for a, b in box)
+            part = Part(weight.name, weight.shape, box, everything(shape), axes)
+            # All ranks' results are added up, so that one of them has the bias.
+            parts = () if name == "w2_bias" and place.etp.rank else (part,)
+            yield Param(self.vllm + name, shape, place.dtype, parts)
 
     def train_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
         yield Division(f"the experts of {self.prefix}*", self.count, "ep")
-        yield Division(f"the last dimension of {self.prefix}gate_up_proj, halved,", self.inner, "etp")
+        yield from self.gen_divisions(sizes)
 
     def gen_divisions(self, sizes: dict[Mesh, int]) -> Iterator[Division]:
-        return iter(())
+        yield Division(f"the last dimension of {self.prefix}gate_up_proj, halved,", self.inner, "etp")
+
+    def _alternating(self) -> Axes:
+        return Axes(((self.count,), (self.outer,), (self.inner, 2)), (0, 2, 3, 1))
+
+    def _turned(self) -> Axes:
+        return Axes(((self.count,), (self.inner,), (self.outer,)), (0, 2, 1))
 
 
 def _experts_of(ep: Shard, count: int) -> tuple[int, int]:

@@ -182,14 +182,12 @@ def _gpt_oss(config: Config) -> Architecture:
     heads, head_dim = config["num_attention_heads"], config["head_dim"]
     if not config.get("attention_bias", True):
         raise CatalogError("GPT-OSS without biases of its attention is not in the catalogue")
-    unknown = "OAIAttention is not among the modules that are known to use their weights as loaded"
     sinks = Matrix(
         "self_attn.sinks",
         "self_attention.core_attention.softmax_offset",
         "attn.sinks",
         (heads,),
         0,
-        gen_refused=unknown,
     )
     layer = (
         norm("input_layernorm", "self_attention.linear_qkv.layer_norm_weight", hidden),

@@ -77,11 +77,9 @@ def _mamba_mixer(config: Config) -> tuple[Unit, ...]:
     inner = heads * config["mamba_head_dim"]
     groups = config["n_groups"]
     state = groups * config["ssm_state_size"]
-    mixer = "MambaMixer2 is not among the modules that are known to use their weights as loaded"
-    gated_norm = "Mixer2RMSNormGated is not among the modules that are known to use their weights as loaded"
 
-    def by_heads(name: str, length: int, refused: str) -> Matrix:
-        return Matrix(f"mixer.{name}", f"mixer.{name}", f"mixer.{name}", (length,), 0, gen_refused=refused)
+    def by_heads(name: str, length: int) -> Matrix:
+        return Matrix(f"mixer.{name}", f"mixer.{name}", f"mixer.{name}", (length,), 0)
 
     units: list[Unit] = [
         norm("norm", "mixer.in_proj.layer_norm_weight", hidden),
@@ -116,11 +114,17 @@ def _mamba_mixer(config: Config) -> tuple[Unit, ...]:
     return (
         *units,
         Matrix(
-            "mixer.A_log", "mixer.A_log", "mixer.A", (heads,), 0, gen_dtype=torch.float32, gen_refused=mixer
+            "mixer.A_log",
+            "mixer.A_log",
+            "mixer.A",
+            (heads,),
+            0,
+            gen_dtype=torch.float32,
+            gen_refused="vLLM computes with what it makes of it, in FP32",
         ),
-        by_heads("D", heads, mixer),
-        by_heads("dt_bias", heads, mixer),
-        by_heads("norm.weight", inner, gated_norm),
+        by_heads("D", heads),
+        by_heads("dt_bias", heads),
+        by_heads("norm.weight", inner),
         Matrix(
             "mixer.out_proj.weight",
             "mixer.out_proj.weight",

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from ....integration.layout import Box
+from ....integration.layout import Axes, Box
 from ....integration.weights.holdings import HoldingGroup, Holdings, Positions
 from ....integration.weights.manifest import TensorSpec
 from .fsdp_units import FSDP_FAMILIES, fsdp_params
@@ -24,6 +24,7 @@ from .units import Mesh, Place, Shard, Unit
 
 Side = Literal["train", "fsdp", "gen"]
 Layout = TrainLayout | FsdpLayout | GenLayout
+_Held = tuple[tuple[Box, ...], torch.dtype, Axes | None]
 
 
 def violations(model: Model, layout: Layout) -> list[str]:
@@ -160,18 +161,21 @@ class HoldingsOf:
         by_units: dict[tuple[Unit, ...], list[Section]] = defaultdict(list)
         for section in _sections(self._model, layout, at.stage):
             by_units[section.units].append(section)
-        groups: dict[tuple[tuple[Box, ...], torch.dtype], list[Positions]] = defaultdict(list)
+        groups: dict[_Held, list[Positions]] = defaultdict(list)
         refused: dict[str, list[Positions]] = defaultdict(list)
         side = _side(layout)
         for units, sections in by_units.items():
             kind = self._kind(side, units, place)
-            for (boxes, dtype), names in kind.held.items():
-                groups[boxes, dtype].append(self._indices(sections, names))
+            for held, names in kind.held.items():
+                groups[held].append(self._indices(sections, names))
             for reason, names in kind.refused.items():
                 refused[reason].append(self._indices(sections, names))
         return Holdings(
             0,
-            tuple(HoldingGroup(boxes, dtype, _joined(found)) for (boxes, dtype), found in groups.items()),
+            tuple(
+                HoldingGroup(boxes, dtype, _joined(found), axes)
+                for (boxes, dtype, axes), found in groups.items()
+            ),
             {reason: _joined(found) for reason, found in refused.items()},
         )
 
@@ -196,23 +200,23 @@ class _Kind:
     """What one place stores of one kind of layer.
 
     Attributes:
-        held: boxes and dtype → the names, without prefix, of the weights that are held as exactly these.
+        held: boxes, dtype and axes → the names, without prefix, of the weights that are held as exactly these.
         refused: reason → names.
     """
 
     def __init__(self, side: Side, units: tuple[Unit, ...], place: Place):
         boxes: dict[str, list[Box]] = defaultdict(list)
-        dtypes: dict[str, torch.dtype] = {}
+        dtypes: dict[str, tuple[torch.dtype, Axes | None]] = {}
         refused: dict[str, list[str]] = defaultdict(list)
         for param in _params(side, units, place):
             for part in param.parts:
                 boxes[part.name].append(part.box)
-                dtypes[part.name] = param.dtype
+                dtypes[part.name] = param.dtype, part.axes
             for name in param.refused:
                 refused[param.reason].append(name)
-        held: dict[tuple[tuple[Box, ...], torch.dtype], list[str]] = defaultdict(list)
+        held: dict[_Held, list[str]] = defaultdict(list)
         for name, found in boxes.items():
-            held[tuple(found), dtypes[name]].append(name)
+            held[tuple(found), *dtypes[name]].append(name)
         self.held = {key: tuple(names) for key, names in held.items()}
         self.refused = {reason: tuple(dict.fromkeys(names)) for reason, names in refused.items()}
 

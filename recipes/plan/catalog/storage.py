@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from ....integration.layout import Box
+from ....integration.layout import Axes, Box
 
-Index = tuple[int | slice, ...]
+Index = tuple[int | slice | None, ...]
 
 
 class Weight(NamedTuple):
@@ -29,12 +29,14 @@ class Part:
         full_shape: of the whole weight.
         box: the part of it that the parameter holds.
         index: ``parameter[index]`` has the box's shape and holds exactly it.
+        axes: by which the box sees the weight, if not as it is.
     """
 
     name: str
     full_shape: tuple[int, ...]
     box: Box
     index: Index
+    axes: Axes | None = None
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ from .storage import Index, Param, Part, Weight
 _VLLM_VOCABULARY_MULTIPLE = 64
 
 ROUTER = "MoE router: engines keep it in a dtype or layout of their own"
-STACKED = "stacked experts whose gate and up columns alternate: no box of the tensor is one of them"
-TURNED = "stacked experts: placed by the trainer, transposed, but by no engine of the catalogue"
 
 Mesh = Literal["tp", "etp", "ep"]
 

@@ -26,7 +26,7 @@ from ....integration.weights.endpoints import StorageLook
 from ....integration.weights.manifest import TensorSpec
 from .loader_trace.modules import ModuleLayout, owners_of, spread_over_modules
 from .loader_trace.quantized import HoldsCodes, formats_of, on_the_wire, promised_modules, require_codes
-from .loader_trace.trace import Landing, LoaderTrace, Manifest, trace_loader
+from .loader_trace.trace import Landing, LoaderTrace, Manifest, Zeros, trace_loader
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class Routes:
         layout: shape, strides and dtype of the live parameters at that time.
         promised: the formats that the trainer was asked to quantize weights into.
         landings: of the tensors that are written in place.
+        zeros: what holds zeros on this rank of tensors that do not come by :meth:`load_weights`.
         reasons: of the tensors that take the misc path.
     """
 
@@ -51,6 +52,7 @@ class Routes:
     layout: _Strided
     promised: dict[str, Format]
     landings: dict[str, tuple[Landing, ...]]
+    zeros: tuple[Zeros, ...]
     reasons: dict[str, str]
 
     def outdated(
@@ -258,7 +260,10 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         Raises:
             RefitError: :meth:`fragments` was not called before, or a module did not get all that it needs.
         """
-        self._post_load(self._agreed())
+        routes = self._agreed()
+        for zeros in routes.zeros:
+            zeros.fill(self._parameters[zeros.parameter])
+        self._post_load(routes)
         self.version = version
 
     def _agreed(self) -> Found:
@@ -296,7 +301,8 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
         traced = Traced(manifest, trace, owners, layouts, blocks, promised, before, after)
         self._check(traced)
         blocked = {name: layout.reason for name, layout in layouts.items() if layout.reason}
-        reasons = spread_over_modules(trace, owners, blocked)
+        separable = {name for name, layout in layouts.items() if layout.separable}
+        reasons = spread_over_modules(trace, owners, blocked, separable)
         landings = {name: found for name, found in trace.landings.items() if name not in reasons and found}
         logger.info(
             "refit destination: %d fragments of %d tensors are written in place, %d tensors take the misc path",
@@ -305,7 +311,8 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
             len(reasons),
         )
         warn_of_misc(manifest, reasons)
-        shared = Routes(manifest, _strided(self._parameters), dict(self._promised), landings, reasons)
+        zeros = tuple(at for name, found in trace.zeros.items() if name not in reasons for at in found)
+        shared = Routes(manifest, _strided(self._parameters), dict(self._promised), landings, zeros, reasons)
         return self._routed(traced, shared)
 
     def _layouts(self, twin: nn.Module, modules: set[str], promised: frozenset[str]) -> dict[str, Layout]:

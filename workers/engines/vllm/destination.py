@@ -33,7 +33,7 @@ from .completeness import absent_elements, check_complete, unused_parameters
 from .drafters import check_drafter, check_follows
 from .fp8 import BlockFp8, block_modules, tell_of_own_quantizers, uses_fp8
 from .layouts import VllmLayout, module_layout
-from .reload import ScopedReload, follows, packing_attention, refresh_derived_state
+from .reload import ScopedReload, copied_sinks, follows, packing_attention, refresh_derived_state
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,7 @@ def _check_supported(model: nn.Module, vllm_config: VllmConfig) -> None:
             "attention_backend",
             stage="trace",
         )
+    copied_sinks(model)
     if uses_fp8(model):
         require_supported_vllm(FP8)
     if vllm_config.speculative_config is not None:

@@ -22,8 +22,6 @@ from .compat import kind_of
 from .fp8 import block_fp8
 
 ATTENTION_MODULES = (Attention, MLAAttention, MMEncoderAttention)
-_NORM_PACKAGE = "vllm.model_executor.layers.layernorm"
-_TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 # By name: a dense engine imports none of these, and what a later vLLM has under another name takes the misc path.
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 _UNQUANTIZED_EXPERTS = f"{_FUSED_MOE}.unquantized_fused_moe_method.UnquantizedFusedMoEMethod"
@@ -44,6 +42,11 @@ class VllmLayout(ModuleLayout):
     """
 
     reload: bool = False
+
+    @property
+    def separable(self) -> bool:
+        # Its loader then writes each parameter where it is, and nothing is made of them afterwards.
+        return not self.reload and not self.placed
 
 
 def module_layout(name: str, live: nn.Module, twin: nn.Module, promised: bool = False) -> VllmLayout:
@@ -84,10 +87,9 @@ def has_padding(live: nn.Module) -> bool:
 def _post_load_effect(live: nn.Module, method: Any) -> str:
     """Why direct writes may miss what post-load processing made of the weights; empty if they cannot."""
     kind = type(method)
-    if method is None and not isinstance(live, ATTENTION_MODULES):
-        if type(live).__module__ == _NORM_PACKAGE or isinstance(live, _TORCH_NORMS):
-            return ""
-        return f"{type(live).__name__} is not among the modules that are known to use their weights as loaded"
+    if method is None and not hasattr(live, "process_weights_after_loading"):
+        # vLLM makes nothing of it after a load: its own loader would write the same bytes in the same place.
+        return ""
     if kind in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         return _cpu_packing(live) if current_platform.is_cpu() else ""
     if kind_of(method) == _UNQUANTIZED_EXPERTS:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -276,8 +276,11 @@ def refresh_derived_state(model: nn.Module, dtype: torch.dtype) -> None:
     """Recompute what layers of ``model`` hold of weights beside their parameters.
 
     Multi-head latent attention does: its absorbed projections are views of ``kv_b_proj`` where that is unquantized in
-    ``dtype``, and copies otherwise. And FP8 experts: see :func:`refresh_expert_scales`.
+    ``dtype``, and copies otherwise. And FP8 experts: see :func:`refresh_expert_scales`. And kernels of attention that want sinks
+    in FP32 (FlashInfer's): see :func:`copied_sinks`.
     """
+    for copied, sinks in copied_sinks(model):
+        copied.copy_(sinks)
     for module in model.modules():
         if isinstance(module, MLAAttention):
             refresh_absorbed_projections(module, dtype)
@@ -310,6 +313,34 @@ def refresh_expert_scales(layer: nn.Module) -> None:
             continue
         if held.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
             held.copy_(parameter)
+
+
+def copied_sinks(model: nn.Module) -> list[tuple[torch.Tensor, nn.Parameter]]:
+    """Attention sinks that a kernel keeps for itself, each with the parameter that it was made of.
+
+    The layer around the attention holds that parameter; vLLM makes the copy once, after loading.
+
+    Raises:
+        RefitError: the layer has no parameter, or several, of that shape.
+    """
+    found: list[tuple[torch.Tensor, nn.Parameter]] = []
+    for name, holder in model.named_modules():
+        for attention in holder.children():
+            sinks = getattr(getattr(attention, "impl", None), "sinks", None)
+            if not isinstance(attention, Attention) or not isinstance(sinks, torch.Tensor):
+                continue
+            held = list(holder.parameters(recurse=False))
+            if any(p.untyped_storage()._cdata == sinks.untyped_storage()._cdata for p in held):
+                continue
+            like = [p for p in held if p.shape == sinks.shape]
+            if len(like) != 1:
+                raise RefitError(
+                    f"{type(attention.impl).__name__} computes with a copy of the attention sinks of {name}, and which parameter it "
+                    "was made of can't be told, so it would keep old ones; start vLLM with another attention_backend",
+                    stage="trace",
+                )
+            found.append((sinks, like[0]))
+    return found
 
 
 def packing_attention(model: nn.Module) -> str:

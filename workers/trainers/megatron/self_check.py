@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....integration.layout import Fragment, box_of, local_slice
+from ....integration.layout import Fragment
 from .agreement import on_all_ranks
 from .enumeration import VOCABULARY, Enumeration, conversion_tasks
 from .native_fp8 import is_native
@@ -186,5 +186,5 @@ def _holds(fragment: Fragment, whole: torch.Tensor) -> bool:
     return (
         tuple(whole.shape) == fragment.full_shape
         and whole.dtype == fragment.view.dtype
-        and torch.equal(whole[local_slice(box_of(whole.shape), fragment.box)], fragment.view)
+        and torch.equal(fragment.part_of(whole), fragment.view)
     )

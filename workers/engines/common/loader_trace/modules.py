@@ -34,6 +34,11 @@ class ModuleLayout:
         """Whether bytes may be written straight into its parameters."""
         return not self.reason
 
+    @property
+    def separable(self) -> bool:
+        """Whether one of its parameters may be loaded by the engine while bytes are written straight into another."""
+        return False
+
 
 def owners_of(twin: nn.Module) -> dict[str, frozenset[str]]:
     """For each parameter or buffer name the modules that hold it; several where weights are tied."""
@@ -48,14 +53,18 @@ def owners_of(twin: nn.Module) -> dict[str, frozenset[str]]:
 
 
 def spread_over_modules(
-    trace: LoaderTrace, owners: Mapping[str, frozenset[str]], blocked: Mapping[str, str]
+    trace: LoaderTrace,
+    owners: Mapping[str, frozenset[str]],
+    blocked: Mapping[str, str],
+    separable: Collection[str] = (),
 ) -> dict[str, str]:
-    """Misc reasons, such that no module gets both direct writes and loaded tensors; in manifest order.
+    """Misc reasons, such that nothing gets both direct writes and loaded tensors; in manifest order.
 
     Args:
         trace: of the whole manifest.
         owners: for each parameter or buffer the modules that hold it.
         blocked: modules that must not be written in place, with the reason.
+        separable: modules of which a single parameter may not get both; of all others, the whole module.
     """
     modules_of = {
         name: sorted({module for parameter in touched for module in owners[parameter]})
@@ -66,22 +75,35 @@ def spread_over_modules(
         blocking = next((blocked[module] for module in modules if module in blocked), None)
         if blocking is not None:
             reasons.setdefault(name, blocking)
-    names_in: dict[str, list[str]] = {}
-    for name, modules in modules_of.items():
-        for module in modules:
-            names_in.setdefault(module, []).append(name)
-    done: set[str] = set()
+    # What is written by one path: a module, or a parameter.
+    wholes_of = {
+        name: sorted(
+            {
+                whole
+                for parameter in touched
+                for module in owners[parameter]
+                for whole in ([("module", module)] if module not in separable else [("parameter", parameter)])
+            }
+        )
+        for name, touched in trace.touched.items()
+    }
+    names_in: dict[tuple[str, str], list[str]] = {}
+    for name, wholes in wholes_of.items():
+        for whole in wholes:
+            names_in.setdefault(whole, []).append(name)
+    done: set[tuple[str, str]] = set()
     pending = deque(reasons)
     while pending:
         cause = pending.popleft()
-        for module in modules_of[cause]:
-            if module in done:
+        for whole in wholes_of[cause]:
+            if whole in done:
                 continue
-            done.add(module)
-            for name in names_in[module]:
+            done.add(whole)
+            kind, place = whole
+            for name in names_in[whole]:
                 if name not in reasons:
                     reasons[name] = (
-                        f"layer {module}: {cause} takes the misc path ({reasons[cause]}), and one module is "
+                        f"{'layer' if kind == 'module' else kind} {place}: {cause} takes the misc path ({reasons[cause]}), and one {kind} is "
                         "never written by both"
                     )
                     pending.append(name)

@@ -1,8 +1,9 @@
 """Recording tensors: stand-ins for checkpoint tensors that watch what a loader does with them.
 
-A recording tensor has a checkpoint tensor's shape and dtype and no storage. Views of it are followed;
+A recording tensor has a checkpoint tensor's shape and dtype and no storage. Views and copies of it are followed;
 a ``copy_`` into a parameter is written down; any other operation sends its tensor to the misc path, with the reason,
-because only views and plain copies can be replayed as a transfer of bytes.
+because only views and plain copies can be replayed as a transfer of bytes. A rank that makes nothing but zeros of a tensor (a bias
+that all ranks would add up) gets none of it.
 """
 
 from __future__ import annotations
@@ -62,34 +63,69 @@ class Write:
         target: the part of the parameter that was written.
         tensor: checkpoint tensor that was copied, or None for a constant fill.
         source: the part of the checkpoint tensor (contiguous) that was copied, or None for a fill.
+        zeros_of: for a fill, the checkpoint tensor that the loader had made zeros of and copied.
     """
 
     parameter: str
     target: StridedRegion
     tensor: str | None = None
     source: StridedRegion | None = None
+    zeros_of: str | None = None
+
+
+class _Content:
+    """What views of one recording tensor have in common, and a copy of it does not.
+
+    Attributes:
+        elements: of all.
+        zeros: whether the loader has made zeros of all.
+    """
+
+    def __init__(self, elements: int) -> None:
+        self.elements = elements
+        self.zeros = False
 
 
 class RecordingTensor(torch.Tensor):
-    """A checkpoint tensor without storage; only meaningful inside a :class:`Recorder`."""
+    """A checkpoint tensor without storage; only meaningful inside a :class:`Recorder`.
+
+    Args:
+        inner: a view of the checkpoint tensor, of which a copy still tells where its elements came from.
+        tensors: names of the checkpoint tensors.
+        content: shared by views.
+        seen: has the strides that the loader sees, which a copy may have others than ``inner``; None for those of ``inner``.
+    """
 
     inner: torch.Tensor
     tensors: frozenset[str]
+    content: _Content
+    seen: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, tensors: frozenset[str]) -> RecordingTensor:
+    def __new__(
+        cls, inner: torch.Tensor, tensors: frozenset[str], content: _Content, seen: torch.Tensor | None = None
+    ) -> RecordingTensor:
+        like = inner if seen is None else seen
         return torch.Tensor._make_wrapper_subclass(
             cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=inner.device,
+            like.size(),
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=like.device,
         )
 
-    def __init__(self, inner: torch.Tensor, tensors: frozenset[str]) -> None:
+    def __init__(
+        self,
+        inner: torch.Tensor,
+        tensors: frozenset[str],
+        content: _Content,
+        seen: torch.Tensor | None = None,
+    ) -> None:
         self.inner = inner
         self.tensors = tensors
+        self.content = content
+        self.seen = inner if seen is None else seen
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -108,7 +144,7 @@ class Recorder(TorchDispatchMode):
         reasons: for each checkpoint tensor that cannot be replayed, why.
         touched: names of the parameters that each checkpoint tensor was seen to reach.
         unknown: tensors that also went where no parameter is, so their destination is not known whole.
-        rewritten: parameters that the loader also changed by computation, with the operation.
+        rewritten: parameters that the loader also changed by computation, or made something of, with the operation.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -127,7 +163,8 @@ class Recorder(TorchDispatchMode):
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> RecordingTensor:
         """A recording tensor that stands for the whole checkpoint tensor ``name``."""
-        return RecordingTensor(torch.empty(shape, dtype=dtype, device="meta"), frozenset({name}))
+        inner = torch.empty(shape, dtype=dtype, device="meta")
+        return RecordingTensor(inner, frozenset({name}), _Content(inner.numel()))
 
     def refuse(self, name: str, reason: str) -> None:
         """Note that ``name`` cannot be replayed; the first reason stays."""
@@ -143,9 +180,39 @@ class Recorder(TorchDispatchMode):
             self._record_copy(args[0], args[1])
             return args[0]
         if func in _VIEW_OPERATIONS:
-            out = func(*_unwrapped(args), **_unwrapped(kwargs))
-            return _wrapped(out, recorded[0].tensors)
+            return self._view(func, args, kwargs, recorded[0])
+        if func is aten.clone.default:
+            [source] = recorded
+            copied = func(source.seen, **kwargs)
+            content = _Content(copied.numel())
+            content.zeros = source.content.zeros
+            return RecordingTensor(source.inner, source.tensors, content, copied)
+        if _makes_zeros(func, args) and args[0].numel() == args[0].content.elements:
+            args[0].content.zeros = True
+            return args[0]
         return self._refuse_operation(func, args, kwargs, recorded)
+
+    def _view(self, func: Any, args: Any, kwargs: Any, source: RecordingTensor) -> Any:
+        if source.seen is source.inner:
+            out = func(*_unwrapped(args), **_unwrapped(kwargs))
+            return _wrapped(out, source.tensors, source.content)
+        seen = func(source.seen, *args[1:], **kwargs)
+        try:
+            if func is aten._reshape_alias.default:
+                raise RuntimeError("it goes by the strides of the copy")
+            inner = func(source.inner, *args[1:], **kwargs)
+        except RuntimeError:
+            for name in source.tensors:
+                self.refuse(
+                    name, f"the loader applies {func} to a copy of it whose elements have another order"
+                )
+            return _wrapped(seen, source.tensors, source.content)
+        if isinstance(seen, torch.Tensor):
+            return RecordingTensor(inner, source.tensors, source.content, seen)
+        return type(seen)(
+            RecordingTensor(one, source.tensors, source.content, other)
+            for one, other in zip(inner, seen, strict=True)
+        )
 
     def _record_copy(self, target: torch.Tensor, source: RecordingTensor) -> None:
         if not target.numel():
@@ -174,13 +241,24 @@ class Recorder(TorchDispatchMode):
             self.refuse(name, f"the loader broadcasts it into {parameter}")
             return
         target = target[(0,) * lead]
+        if source.content.zeros:
+            self.writes.append(Write(parameter, self._region(parameter, target), zeros_of=name))
+            return
         self.writes.append(
             Write(parameter, self._region(parameter, target), name, _region_of(inner, base_offset=0))
         )
 
     def _watch_plain(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Writes into parameters that involve no checkpoint tensor: constants, or values that were computed."""
-        for target in _written(func, args, kwargs):
+        """What involves no checkpoint tensor: constants or computed values in parameters, and what is computed of parameters."""
+        written = _written(func, args, kwargs)
+        if func not in _VIEW_OPERATIONS:
+            changed = {id(target) for target in written}
+            for leaf in _leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor) and id(leaf) not in changed and leaf.numel():
+                    parameter = self._parameter_of(leaf)
+                    if parameter is not None:
+                        self.rewritten.setdefault(parameter, str(func))
+        for target in written:
             parameter = self._parameter_of(target)
             if parameter is None or not target.numel():
                 continue
@@ -209,7 +287,7 @@ class Recorder(TorchDispatchMode):
             out = func(*_unwrapped(args), **_unwrapped(kwargs))
         except (RuntimeError, NotImplementedError) as error:
             raise UntraceableOperation(f"{func} needs the values of {', '.join(sorted(names))}") from error
-        return _wrapped(out, names)
+        return _wrapped(out, names, _Content(0))
 
     def _note_reached(self, parameter: str | None, target: torch.Tensor) -> None:
         if parameter is not None:
@@ -227,12 +305,18 @@ def _region_of(tensor: torch.Tensor, *, base_offset: int) -> StridedRegion:
 
 
 def _unwrapped(tree: Any) -> Any:
-    return _mapped(lambda leaf: leaf.inner if isinstance(leaf, RecordingTensor) else leaf, tree)
+    return _mapped(lambda leaf: leaf.seen if isinstance(leaf, RecordingTensor) else leaf, tree)
 
 
-def _wrapped(tree: Any, tensors: frozenset[str]) -> Any:
+def _wrapped(tree: Any, tensors: frozenset[str], content: _Content) -> Any:
     return _mapped(
-        lambda leaf: RecordingTensor(leaf, tensors) if isinstance(leaf, torch.Tensor) else leaf, tree
+        lambda leaf: RecordingTensor(leaf, tensors, content) if isinstance(leaf, torch.Tensor) else leaf, tree
+    )
+
+
+def _makes_zeros(func: Any, args: Any) -> bool:
+    return isinstance(args[0], RecordingTensor) and (
+        func is aten.zero_.default or (func is aten.fill_.Scalar and args[1] == 0)
     )
 
 

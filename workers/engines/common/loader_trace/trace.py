@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -78,6 +78,24 @@ class Landing:
 
 
 @dataclass(frozen=True)
+class Zeros:
+    """A part of a parameter that holds zeros on this rank, where others hold a part of a checkpoint tensor.
+
+    Attributes:
+        parameter: name of the engine's parameter.
+        region: in elements from the parameter's first element.
+    """
+
+    parameter: str
+    region: StridedRegion
+
+    def fill(self, parameter: torch.Tensor) -> None:
+        """Fill them in ``parameter``, which must have the traced one's shape and strides."""
+        offset, shape, stride = self.region.offset, self.region.shape, self.region.stride
+        parameter.detach().as_strided(shape, stride, parameter.storage_offset() + offset).zero_()
+
+
+@dataclass(frozen=True)
 class LoaderTrace:
     """What a loader does with every tensor of a manifest.
 
@@ -90,6 +108,7 @@ class LoaderTrace:
         lost: those of them that were seen to reach none, with the number of their elements.
         unwritten: for each parameter the number of its elements that nothing was seen to be written to, whether it can
             be replayed or not.
+        zeros: for checkpoint tensors of which the loader makes zeros on this rank, where those go.
     """
 
     landings: dict[str, tuple[Landing, ...]]
@@ -98,6 +117,7 @@ class LoaderTrace:
     unknown: frozenset[str]
     lost: dict[str, int]
     unwritten: dict[str, int]
+    zeros: dict[str, tuple[Zeros, ...]] = field(default_factory=dict)
 
 
 def trace_loader(
@@ -162,12 +182,15 @@ def _conclude(recorder: Recorder, params: Mapping[str, torch.Tensor], manifest: 
         for parameter in sorted(parameters & recorder.rewritten.keys()):
             recorder.refuse(name, f"the loader also changes {parameter} by {recorder.rewritten[parameter]}")
     landings: dict[str, list[Landing]] = {name: [] for name in shapes}
+    zeros: dict[str, list[Zeros]] = {}
     boxes: dict[str, list[tuple[Box, str | None]]] = {}
     for write in recorder.writes:
         box = _target_box(write, params[write.parameter])
         if write.tensor is None:
             if box is not None:
                 boxes.setdefault(write.parameter, []).append((box, None))
+            if write.zeros_of is not None:
+                zeros.setdefault(write.zeros_of, []).append(Zeros(write.parameter, write.target))
             continue
         landing = _landing(write, shapes[write.tensor])
         if landing is None or box is None:
@@ -188,6 +211,7 @@ def _conclude(recorder: Recorder, params: Mapping[str, torch.Tensor], manifest: 
         unwritten={
             name: p.numel() - _count_reached(p, recorder.reached.get(name, ())) for name, p in params.items()
         },
+        zeros={name: tuple(found) for name, found in zeros.items() if name not in recorder.reasons},
     )
 
 

@@ -19,7 +19,7 @@ import torch
 
 from .....integration.layout import Fragment
 from .attention import concatenated_qkv, kv, qkv, qkvg
-from .experts import GPT_OSS_ALTERNATES, stacked, stacked_gated, stacked_transposed
+from .experts import stacked, stacked_alternating, stacked_gated, stacked_transposed
 from .pieces import Refused, parameter_like
 from .plain import auto, column, gated, row, whole
 from .state_space import gdn_convolution, gdn_projection, gdn_projections, mamba_convolution, mamba_projection
@@ -59,11 +59,11 @@ _STACKED: dict[tuple[str, str], Callable[[Any, Shapes], list[Fragment]]] = {
     (_MAPPINGS, "FusedExpertMapping"): stacked,
     (_MAPPINGS, "FusedGatedExpertMapping"): stacked_gated,
     (_GPT_OSS, "GPTOSSMLPDownProjMapping"): stacked_transposed,
+    (_GPT_OSS, "GPTOSSMLPGateUpProjMapping"): stacked_alternating,
 }
 # Classes that are known to have no rule, and why.
 _KNOWN_MISC: dict[tuple[str, str], str] = {
     (_MAPPINGS, "RMSNorm2ZeroCenteredRMSNormMapping"): "zero-centred norm: Bridge adds 1 to it on export",
-    (_GPT_OSS, "GPTOSSMLPGateUpProjMapping"): GPT_OSS_ALTERNATES,
 }
 
 

@@ -6,13 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .....integration.layout import Fragment
+from .....integration.layout import Axes, Fragment
 from .pieces import Refused, Run, lay, one_name
 from .plain import column, row, whole
-
-GPT_OSS_ALTERNATES = (
-    "stacked experts whose gate and up columns alternate: no box of the tensor is one of them"
-)
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -43,6 +39,31 @@ def stacked_transposed(task: Any, exported: Shapes) -> list[Fragment]:
     return parts if one_name(task).endswith("_bias") else [_transposed(part) for part in parts]
 
 
+def stacked_alternating(task: Any, exported: Shapes) -> list[Fragment]:
+    """GPT-OSS: ``[gate; up]`` of each expert, whose rows alternate in the tensor as columns; in a bias as elements."""
+    view, mapping = task.param_weight.data, task.mapping
+    if view.shape[0] % 2:
+        raise Refused(f"experts of shape {list(view.shape)} can't be halved into gate and up")
+    if mapping.permute_dims is not None:
+        raise Refused("permuted experts: Bridge permutes what it has transposed")
+    half, tail = view.shape[0] // 2, tuple(view.shape[1:])
+    inner, expert, count = half * mapping.tp_size, _expert_of(task.global_param_name), _experts(task)
+    # The tensor's columns are seen as [inner, 2] and, as they lie here, before the rows that they cross.
+    splits = ((count,), *((n,) for n in tail), (inner, 2))
+    axes = Axes(splits, (0, len(tail) + 1, len(tail) + 2, *range(1, len(tail) + 1)))
+    rows = (mapping.tp_rank * half, (mapping.tp_rank + 1) * half)
+    return [
+        Fragment(
+            one_name(task),
+            axes.full_shape,
+            ((expert, expert + 1), rows, (which, which + 1), *((0, n) for n in tail)),
+            part[None, :, None],
+            axes=axes,
+        )
+        for which, part in enumerate((view[:half], view[half:]))
+    ]
+
+
 def _parts(task: Any) -> list[Fragment]:
     kind = task.mapping._detect_parallelism_type(task.megatron_module)
     return {"column": column, "row": row, "replicated": whole}[kind](task)
@@ -51,8 +72,14 @@ def _parts(task: Any) -> list[Fragment]:
 def _in_stack(task: Any, part: Fragment) -> Fragment:
     """``part`` of one expert as a part of the tensor of all experts."""
     expert = _expert_of(task.global_param_name)
-    count = task.mapping._get_config(task.megatron_module).num_moe_experts
-    return Fragment(part.name, (count, *part.full_shape), ((expert, expert + 1), *part.box), part.view[None])
+    return Fragment(
+        part.name, (_experts(task), *part.full_shape), ((expert, expert + 1), *part.box), part.view[None]
+    )
+
+
+def _experts(task: Any) -> int:
+    count: int = task.mapping._get_config(task.megatron_module).num_moe_experts
+    return count
 
 
 def _turned(task: Any, part: Fragment, exported: Shapes) -> Fragment:
@@ -69,11 +96,12 @@ def _turned(task: Any, part: Fragment, exported: Shapes) -> Fragment:
 
 
 def _transposed(part: Fragment) -> Fragment:
+    """``part`` of the tensor that has its matrices transposed, still seen as it lies here."""
     if len(part.full_shape) != 3:
         raise Refused(f"stacked experts of shape {list(part.full_shape)}: Bridge transposes matrices alone")
     count, rows, columns = part.full_shape
-    expert, down, across = part.box
-    return Fragment(part.name, (count, columns, rows), (expert, across, down), part.view.transpose(-1, -2))
+    axes = Axes(((count,), (columns,), (rows,)), (0, 2, 1))
+    return Fragment(part.name, axes.full_shape, part.box, part.view, axes=axes)
 
 
 def _expert_of(parameter: str) -> int:
