@@ -88,13 +88,19 @@ def test_a_run_gives_a_record_for_each_transport_peers_that_are_exact_and_a_pict
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("layers", "train", "gen"), [(2, "pp=2", "tp=1,dp=2"), (1, "fsdp=3", "tp=1")])
-def test_stages_replicas_and_an_fsdp_trainer_are_exact_in_the_refit_and_the_peers(
-    moe, tmp_path, layers, train, gen
+@pytest.mark.parametrize(
+    ("family", "layers", "train", "gen"),
+    [("moe", 2, "pp=2", "tp=1,dp=2"), ("moe", 1, "fsdp=3", "tp=1"), ("gpt_oss", 1, "tp=1,dp=2,ep=2", "tp=2")],
+)
+def test_stages_replicas_fsdp_and_experts_in_another_order_are_exact_in_the_refit_and_the_peers(
+    moe, tmp_path, family, layers, train, gen
 ):
-    figures = tmp_path / "bench.json"
+    figures, model = tmp_path / "bench.json", moe
+    if family == "gpt_oss":
+        model = tmp_path / "gpt_oss.json"
+        model.write_text(json.dumps(CONFIGS[family]))
     code = bench(
-        "--model", moe, "--layers", layers, "--train", train, "--gen", gen, "--peers", "broadcast,per-tensor",
+        "--model", model, "--layers", layers, "--train", train, "--gen", gen, "--peers", "broadcast,per-tensor",
         "--refits", 1, "--peer-refits", 1, "--json", figures,
     )  # fmt: skip
     assert code == 0
