@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from ..errors import RefitError
-from ..layout import Misfit
+from ..layout import Fragment, Misfit
 from ..packing import NotComputable
 from ..weights.endpoints import CountsWrites, WeightSource, Writes
 from .mask import StepRecorder
@@ -30,11 +30,20 @@ class Recording:
     Args:
         source: this rank's weights.
         path: its masks.
+        as_planned: the source's fragments as the plan's boxes see the weights.
         compares_sums: whether weight sums prove what the masks tell; else a refit without a recorded step is dense.
     """
 
-    def __init__(self, source: WeightSource, path: DeltaPath, *, compares_sums: bool):
+    def __init__(
+        self,
+        source: WeightSource,
+        path: DeltaPath,
+        as_planned: Callable[[Sequence[Fragment]], list[Fragment]],
+        *,
+        compares_sums: bool,
+    ):
         self._source, self._path, self._compares_sums = source, path, compares_sums
+        self._as_planned = as_planned
         self._recorders: list[tuple[StepRecorder, int]] | None = None
         self._bound_to: Hashable = None
         self._on_host = False
@@ -116,7 +125,7 @@ class Recording:
             self._recorders = None
             # Later steps need not be in inference mode, where nothing else could write what is made in it.
             with torch.inference_mode(False):
-                fragments, _ = self._source.fragments()
+                fragments = self._as_planned(self._source.fragments()[0])
                 device = self._source.device
                 self._on_host = any(fragment.view.device.type != device.type for fragment in fragments)
                 self._recorders, self._bound_to = self._path.make_recorders(fragments), now

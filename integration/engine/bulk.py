@@ -53,6 +53,7 @@ class BulkPath:
         sleeps: bool = False,
         rewritten: Mapping[str, str] = MappingProxyType({}),
         source: WeightSource | None = None,
+        as_planned: Callable[[Sequence[Fragment]], list[Fragment]] = list,
     ):
         """Open the chosen transport.
 
@@ -69,6 +70,7 @@ class BulkPath:
             rewritten: weights that this rank may change itself between two refits, with reasons
                 (:func:`..weights.endpoints.rewritten`).
             source: a trainer rank's weights.
+            as_planned: its fragments as the plan's boxes see the weights.
 
         Raises:
             TransportUnavailable: on every rank, if any can't; under ``auto`` only if the fallback can't either.
@@ -98,7 +100,9 @@ class BulkPath:
             if config.delta != "off" and isinstance(plan, Plan) and self._may_be_sparse(rewritten):
                 self._deltas = self._open_deltas(delta_choices, config, device, plan)
                 if self._deltas is not None and config.delta_base == "optimizer" and source is not None:
-                    self._recording = Recording(source, self._deltas, compares_sums=config.verify != "off")
+                    self._recording = Recording(
+                        source, self._deltas, as_planned, compares_sums=config.verify != "off"
+                    )
             self.bind(fragments)
             # The first refit may be far: an engine sleeps and a trainer trains before it.
             self._transport.release()

@@ -206,6 +206,7 @@ class RefitEngine:
                 if self.world.is_source or self.config.delta == "off"
                 else rewritten(self._endpoint, self.manifest.specs("bulk")),
                 source=cast(WeightSource, self._endpoint) if self.world.is_source else None,
+                as_planned=self._as_planned,
             )
             self._shared_scales = SharedScales.open(self.channel, self._group_choice, self._cut_slots, device)
             if self._shared_scales is not None:

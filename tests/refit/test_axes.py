@@ -90,6 +90,26 @@ def test_weights_arrive_bit_for_bit_however_both_sides_see_them(config: RefitCon
         assert [wrong for _, wrong, _ in refitted] == [[], [], []]
 
 
+def test_recorded_steps_tell_what_changed_of_weights_that_both_sides_see_otherwise():
+    config = RefitConfig(
+        bucket_mb=1, timeout_s=20.0, verify="full", transport="p2p", delta="always", delta_base="optimizer"
+    )
+
+    def body(rank: int, session: Any, endpoint: Any) -> Any:
+        found = []
+        for version in (1, 2, 3):
+            if session.world.is_source:
+                with session.recording_changes():
+                    endpoint.set_version(version)
+            record = session.refit(version)
+            wrong = [] if session.world.is_source else endpoint.wrong(version)
+            found.append((record.changed_share is not None, wrong))
+        return found
+
+    for found in run_world(*world(), body, config):
+        assert found == [(False, []), (True, []), (True, [])]
+
+
 def test_weights_whose_factors_do_not_nest_are_refused_and_no_others():
     specs = [TensorSpec("a", (6, 3), BF16), TensorSpec("b", (6, 3), BF16)]
     first, both = np.array([0]), np.array([0, 1])
