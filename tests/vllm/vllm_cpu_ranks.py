@@ -60,10 +60,10 @@ def refit_by_a_loader_of_its_own(rank: int, cpu: str, case: Case) -> tuple[str, 
         before = {name: raw(parameter).clone() for name, parameter in live.named_parameters()}
         destination = VllmDestination(live, config, torch.device("cpu"))
         tensors = {name: tensor + 1 for name, tensor in read_checkpoint(case.path_a).items()}
-        _, misc = destination.fragments(manifest_of(tensors))
+        fragments, misc = destination.fragments(manifest_of(tensors))
         named = ""
         try:
-            refit(destination, [], misc, tensors, version=1)
+            refit(destination, fragments, misc, tensors, version=1)
         except RefitError as error:
             named = error.parameter or ""
         held = dict(live.named_parameters())
