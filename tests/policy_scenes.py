@@ -262,5 +262,6 @@ def assert_reference_stays(report: Report) -> None:
     assert report.reference_logprobs is not None
     assert torch.equal(report.reference_logprobs, report.logprobs)
     assert (report.later_logprobs - report.logprobs).abs().max() > 1e-3
-    assert report.metrics[0]["ref_kl"] == 0.0
-    assert report.metrics[-1]["ref_kl"] > 0.0
+    # Not 0: a pass with gradients rounds differently on some CPUs, and exp(d) - 1 - d in FP32 keeps 1e-7 of that.
+    assert report.metrics[0]["ref_kl"] < 1e-6
+    assert report.metrics[-1]["ref_kl"] > 1e-4
