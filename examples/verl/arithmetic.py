@@ -1,8 +1,7 @@
-"""The tiny recipes' model and task for verl: ``python examples/verl/arithmetic.py FOLDER`` writes what grpo_arithmetic.yaml asks for."""
+"""The tiny recipes' model and task for verl, as grpo_arithmetic.yaml asks for them."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,3 @@ def write(folder: Path) -> None:
             for index, record in enumerate(part)
         ]
         pandas.DataFrame(rows).to_parquet(folder / f"{name}.parquet")
-
-
-if __name__ == "__main__":
-    write(Path(sys.argv[1]))

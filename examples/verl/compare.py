@@ -1,10 +1,15 @@
-"""Runs verl's trainer once for each checkpoint engine and tells reward, KL and seconds of each update as JSON.
+"""GRPO of the tiny model by verl, once for each way to update weights, with equal seeds: reward, KL and seconds of each update.
 
-``python examples/verl/compare.py FOLDER ENGINE... [-- OVERRIDE...]``; see arithmetic.sh.
+python examples/verl/compare.py                                     # on two GPUs, all ways
+python examples/verl/compare.py nccl nccl_xfer_shards -- trainer.total_training_steps=8
+python examples/verl/compare.py --cpu -- trainer.total_training_steps=2
+
+Behind -- stand overrides of grpo_arithmetic.yaml. FOLDER/compare.json has all that was found.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -15,46 +20,75 @@ import time
 from pathlib import Path
 from typing import Any
 
-# What each engine needs beside its name.
+from missing import missing
+from on_cpus import PLATFORM, environment
+
+# Overrides of grpo_arithmetic.yaml, by way.
 _ROLLOUT = "actor_rollout_ref.rollout"
+_BACKEND = f"{_ROLLOUT}.checkpoint_engine.backend"
 _NO_EXTENSION = f"~{_ROLLOUT}.engine_kwargs.vllm.worker_extension_cls"
-ENGINES = {
-    "nccl_xfer_shards": [],
+_NO_MODULE = f"{_ROLLOUT}.checkpoint_engine.custom_backend_module=null"
+# The engines are on the trainer's GPU.
+_SHARED = ["actor_rollout_ref.hybrid_engine=true", f"{_ROLLOUT}.nnodes=0"]
+WAYS = {
+    "nccl_xfer_shards": [f"{_BACKEND}=nccl_xfer_shards"],
     "nccl_xfer": [
+        f"{_BACKEND}=nccl_xfer",
         _NO_EXTENSION,
         f"{_ROLLOUT}.checkpoint_engine.custom_backend_module=rlrefit.workers.frameworks.verl.full_tensors",
         f"+{_ROLLOUT}.checkpoint_engine.engine_kwargs.nccl_xfer.timeout_s=120.0",
     ],
-    "nccl": [_NO_EXTENSION, f"{_ROLLOUT}.checkpoint_engine.custom_backend_module=null"],
+    "nccl": [f"{_BACKEND}=nccl", _NO_EXTENSION, _NO_MODULE],
+    "sync": [*_SHARED, "trainer.v1.trainer_mode=sync", f"{_BACKEND}=naive", _NO_EXTENSION, _NO_MODULE],
+    "rlrefit_sync": [*_SHARED, "trainer.v1.trainer_mode=rlrefit_sync"],
 }
+# vLLM has its sleep mode on GPUs alone.
+_ON_CPUS = [
+    "+ray_kwargs.ray_init.num_gpus=2",
+    "ray_kwargs.ray_init.num_cpus=16",  # what actors ask for, whatever this host has
+    f"{_ROLLOUT}.free_cache_engine=false",
+    f"+{_ROLLOUT}.enable_sleep_mode=false",
+]
+# What verl's processes import, and who registers there.
+_MODULES = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES"
+_TRAINERS = {"rlrefit_sync": "rlrefit.workers.frameworks.verl.trainers"}
 _TOLD = ("reward", "score", "kl", "rollout_probs_diff", "timing_s/update_weights", "timing_s/step")
 _PREFIX = "checkpoint_engine/"
 # Of one run.
 _LONGEST_S = 3600.0
+_LOOK_S = 0.5
 
 
-def run(engine: str, folder: Path, overrides: list[str]) -> dict[str, Any]:
-    """One training run; its output goes to ``FOLDER/ENGINE.log``."""
-    metrics, log = folder / f"{engine}.jsonl", folder / f"{engine}.log"
+def run(way: str, folder: Path, overrides: list[str], cpu: bool) -> dict[str, Any]:
+    """One training run, whose output goes to ``FOLDER/WAY.log``; a line here for each step."""
+    metrics, log = folder / f"{way}.jsonl", folder / f"{way}.log"
     here = Path(__file__).resolve().parent
+    own = {
+        "RLREFIT_VERL_EXAMPLES": str(here),
+        "RLREFIT_VERL_DATA": str(folder),
+        "VERL_FILE_LOGGER_PATH": str(metrics),
+    }
     command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(here)]
-    command += ["--config-name", "grpo_arithmetic", f"{_ROLLOUT}.checkpoint_engine.backend={engine}"]
+    command += ["--config-name", "grpo_arithmetic", *WAYS[way], *(_ON_CPUS if cpu else [])]
+    modules = [*([PLATFORM] if cpu else []), *([_TRAINERS[way]] if way in _TRAINERS else [])]
+    command += [*([f"+{_MODULES}='{','.join(modules)}'"] if modules else []), *overrides]
+    variables = {**os.environ, **(environment(folder) if cpu else {}), **own}
     metrics.unlink(missing_ok=True)  # verl would append to those of a run before
-    start = time.monotonic()
-    with log.open("w") as output:
-        try:
-            code = subprocess.run(
-                [*command, *ENGINES[engine], *overrides],
-                env={**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics)},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=_LONGEST_S,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            output.write(f"\n{engine} was killed after {_LONGEST_S} s\n")
-            code = -signal.SIGKILL
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    start, shown = time.monotonic(), 0
+    print(f"{way}: starts; its output goes to {log}", flush=True)
+    with (
+        log.open("w") as output,
+        subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
+        while (code := process.poll()) is None:
+            if time.monotonic() - start > _LONGEST_S:
+                output.write(f"\n{way} was killed after {_LONGEST_S} s\n")
+                process.kill()
+                code = -signal.SIGKILL
+                break
+            time.sleep(_LOOK_S)
+            shown = _show(way, metrics, shown)
+    _show(way, metrics, shown)
     steps = [
         {
             "step": line["step"],
@@ -64,11 +98,12 @@ def run(engine: str, folder: Path, overrides: list[str]) -> dict[str, Any]:
                 if name.startswith(_PREFIX) or any(part in name for part in _TOLD)
             },
         }
-        for line in lines
+        for line in _lines(metrics)
     ]
     seconds = [step["timing_s/update_weights"] for step in steps if "timing_s/update_weights" in step]
+    print(f"{way}: ended with exit code {code}" + (f"; see the end of {log}" if code else ""), flush=True)
     return {
-        "engine": engine,
+        "way": way,
         "exit_code": code,
         "seconds": round(time.monotonic() - start, 1),
         # The first joins the workers.
@@ -77,17 +112,53 @@ def run(engine: str, folder: Path, overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Entry; the exit code tells whether all runs succeeded."""
-    folder, *rest = sys.argv[1:]
-    cut = rest.index("--") if "--" in rest else len(rest)
-    engines, overrides = rest[:cut], rest[cut + 1 :]
-    found = [run(engine, Path(folder), overrides) for engine in engines]
-    (Path(folder) / "compare.json").write_text(json.dumps(found, indent=1))
+def _show(way: str, metrics: Path, shown: int) -> int:
+    lines = _lines(metrics)
+    for line in lines[shown:]:
+        told = [f"step {line['step']}"]
+        for name, unit in (("critic/rewards/mean", ""), ("timing_s/update_weights", " s")):
+            if name in line["data"]:
+                told.append(f"{name} {line['data'][name]:.3f}{unit}")
+        print(f"{way}: {', '.join(told)}", flush=True)
+    return len(lines)
+
+
+def _lines(metrics: Path) -> list[dict[str, Any]]:
+    """All whole ones; verl may be about to write another."""
+    text = metrics.read_text() if metrics.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def main(given: list[str]) -> int:
+    """Entry; the exit code tells whether all runs succeeded, and is 2 where they can't begin."""
+    cut = given.index("--") if "--" in given else len(given)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="without GPUs; takes minutes, and its seconds mean nothing"
+    )
+    parser.add_argument("--folder", type=Path, default=Path("runs/verl_arithmetic"))
+    parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(WAYS))
+    asked = parser.parse_args(given[:cut])
+    ways = asked.ways or (["nccl_xfer_shards", "rlrefit_sync"] if asked.cpu else [*WAYS])
+    wrong = [f"no way is named {way}; choose from {', '.join(WAYS)}" for way in ways if way not in WAYS]
+    if not wrong:
+        gpus = 1 if all(set(_SHARED) <= set(WAYS[way]) for way in ways) else 2
+        wrong = missing(0 if asked.cpu else gpus)
+    if wrong:
+        print("\n".join([*wrong, *([] if asked.cpu else ["with --cpu no GPUs are needed"])]), file=sys.stderr)
+        return 2
+    from arithmetic import write  # needs what has just been looked for
+
+    folder = asked.folder.resolve()
+    write(folder)
+    found = [run(way, folder, given[cut + 1 :], asked.cpu) for way in ways]
+    (folder / "compare.json").write_text(json.dumps(found, indent=1))
     for one in found:
         print(json.dumps({**one, "steps": one["steps"][-1:]}))
     return int(any(one["exit_code"] != 0 for one in found))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -29,16 +29,6 @@ from rlrefit.workers.engines.vllm.extension import _digest_of
 from tests.verl_adapter.fsdp_actor import SPARSE, Actor, weight
 
 ROOT = Path(__file__).resolve().parents[2]
-# On CPUs: verl's platform by its own registry, vLLM without its detection of cores.
-CPU = {
-    "VERL_USE_EXTERNAL_MODULES": "tests.verl_adapter.cpu_platform",
-    "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
 _ROLLOUT = "actor_rollout_ref.rollout"
 # Tokens of a prompt; vLLM's blocks on CPUs have 128.
 PROMPT = 300

@@ -79,7 +79,7 @@ def rollout(rank: int, begun: str, served: Sequence[str], folder: Path, path: st
     It begins with random weights of the shapes of ``begun``; ``path`` is where vLLM is found by the name that verl asks for.
     """
     os.environ.update(
-        VERL_USE_EXTERNAL_MODULES="tests.verl_adapter.cpu_platform",
+        VERL_USE_EXTERNAL_MODULES="examples.verl.cpu_platform",
         VERL_PLATFORM="cpu",
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",

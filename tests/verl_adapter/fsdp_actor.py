@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 
 class Actor(ActorRolloutRefWorker):
-    """As verl made it; the process group is gloo's, and its weights can be changed without training."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # verl would ask for a backend of the host and one of the device.
-        if not torch.cuda.is_available() and not dist.is_initialized():
-            dist.init_process_group("gloo")
+    """As verl made it; its weights can be changed without training."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def change(self, version: int) -> None:

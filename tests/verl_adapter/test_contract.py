@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import verl
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -24,6 +24,7 @@ from rlrefit.integration.errors import RefitError, RefitMismatch
 from rlrefit.workers.frameworks.verl.contract import (
     UnsupportedVerl,
     require_supported,
+    require_supported_trainer,
     rollout_violations,
     violations,
 )
@@ -65,6 +66,15 @@ def test_a_verl_that_calls_in_another_way_is_refused_with_all_differences() -> N
     assert "update_weights_from_ipc takes (self, handle)" in found[0]
     assert "vLLMColocateWorkerExtension has no _get_zmq_handle" in found
     assert "BucketedWeightReceiver has no receive_weights" in found
+
+    class Trainer:
+        def __init__(self, settings: Any) -> None:
+            """As a later verl might call it."""
+
+    with pytest.raises(UnsupportedVerl) as error:
+        require_supported_trainer(Trainer)
+    assert "PPOTrainer.__init__ takes (self, settings), not (self, config)" in str(error.value)
+    assert "PPOTrainer has no _setup" in str(error.value)
 
     actor = SimpleNamespace(engine=SimpleNamespace())
     with pytest.raises(UnsupportedVerl) as error:
@@ -143,12 +153,15 @@ def test_a_group_serves_again_only_if_all_its_ranks_hold_it(held: list[str | Non
         NcclXferCheckpointEngine.build_topology(2, 1, strangers)
 
 
-def compare() -> dict[str, Any]:
-    return runpy.run_path(str(ROOT / "examples" / "verl" / "compare.py"))
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The example, whose modules are beside it."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "verl"))
+    return import_module("compare")
 
 
 @pytest.mark.parametrize(
-    ("name", "engine"),
+    ("name", "way"),
     [
         ("grpo_qwen3_4b", None),
         ("grpo_qwen3_4b_shards", None),
@@ -156,10 +169,12 @@ def compare() -> dict[str, Any]:
         ("grpo_arithmetic", "nccl"),
         ("grpo_arithmetic", "nccl_xfer"),
         ("grpo_arithmetic", "nccl_xfer_shards"),
+        ("grpo_arithmetic", "rlrefit_sync"),
+        ("grpo_arithmetic", "sync"),
     ],
 )
 def test_the_examples_make_the_backend_by_verls_own_keys(
-    name: str, engine: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, way: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compare: Any
 ) -> None:
     for variable in (
         "PWD",
@@ -168,24 +183,22 @@ def test_the_examples_make_the_backend_by_verls_own_keys(
     ):  # where the records go is the first
         monkeypatch.setenv(variable, str(tmp_path))
     overrides = [f"hydra.searchpath=[file://{Path(verl.__file__).parent}/trainer/config]"]
-    if engine is not None:  # as the comparison starts it
-        example = compare()
-        overrides += [
-            f"{example['_ROLLOUT']}.checkpoint_engine.backend={engine}",
-            *example["ENGINES"][engine],
-        ]
+    if way is not None:  # as the comparison starts it
+        overrides += compare.WAYS[way]
     with initialize_config_dir(str(ROOT / "examples" / "verl"), version_base=None):
         config = compose(name, overrides)
     rollout, asynchronous = config.actor_rollout_ref.rollout, config.trainer.v1.separate_async
     batch = asynchronous.parameter_sync_step * config.actor_rollout_ref.actor.ppo_mini_batch_size
     assert config.data.train_batch_size == batch  # as verl asserts
     asked = omega_conf_to_dataclass(rollout.checkpoint_engine)
-    assert asked.backend == (engine or asked.backend)
+    assert asked.backend == {"rlrefit_sync": "nccl_xfer_shards", "sync": "naive"}.get(
+        way or "", way or asked.backend
+    )
     is_shards = asked.backend == "nccl_xfer_shards"
     assert rollout.engine_kwargs.get("vllm", {}).get("worker_extension_cls") == (
         EXTENSION if is_shards else None
     )
-    if asked.backend == "nccl":
+    if asked.backend in ("nccl", "naive"):
         return
     import_module(asked.custom_backend_module)
     made: Any = base.CheckpointEngineRegistry.new(
@@ -194,7 +207,7 @@ def test_the_examples_make_the_backend_by_verls_own_keys(
         **asked.engine_kwargs[asked.backend],
     )
     assert isinstance(made, ENGINES[asked.backend])
-    if engine is None:
+    if way is None:
         assert Path(made.options.records_dir).is_relative_to(tmp_path)
     if is_shards:
         assert config.ray_kwargs.ray_init.runtime_env.env_vars.VLLM_USE_V2_MODEL_RUNNER == "0"
@@ -202,21 +215,40 @@ def test_the_examples_make_the_backend_by_verls_own_keys(
 
 
 def test_a_comparison_with_a_killed_run_fails_and_tells_no_older_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compare: Any
 ) -> None:
-    example = compare()
     killed, fine = tmp_path / "killed", tmp_path / "fine"
     killed.write_text('#!/bin/sh\ncase "$*" in *"backend=nccl "*) kill -9 $$;; esac\n')
     fine.write_text("#!/bin/sh\n")
     (tmp_path / "nccl.jsonl").write_text('{"step": 1, "data": {}}\n')
-    monkeypatch.setattr(sys, "argv", ["compare.py", str(tmp_path), "nccl", "nccl_xfer"])
     for python, code in ((killed, 1), (fine, 0)):
         python.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(python))
-        assert example["main"]() == code
+        assert compare.main(["--cpu", "--folder", str(tmp_path), "nccl", "nccl_xfer"]) == code
         found = json.loads((tmp_path / "compare.json").read_text())
         assert [one["exit_code"] for one in found] == ([-9, 0] if code else [0, 0])
         assert found[0]["steps"] == []
+
+
+def test_examples_tell_at_once_all_that_the_host_lacks(
+    monkeypatch: pytest.MonkeyPatch, compare: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = import_module("missing")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    lacking = {"verl", "vllm"}
+    monkeypatch.setattr(missing, "find_spec", lambda name: None if name in lacking else object())
+    assert compare.main(["nccl"]) == 2
+    told = capsys.readouterr().err
+    assert all(part in told for part in ("package verl", "package vllm", "needs 2 GPUs", "finds 1"))
+    lacking.clear()
+    for variable in ("HOME", "PWD"):
+        monkeypatch.setenv(variable, "/nowhere")
+    monkeypatch.setattr(
+        sys, "argv", ["missing.py", "--config-name", "grpo_qwen3_4b", "trainer.n_gpus_per_node=3"]
+    )
+    assert missing.main() == 2
+    assert "needs 7 GPUs" in capsys.readouterr().err
 
 
 def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:

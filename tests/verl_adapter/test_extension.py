@@ -15,6 +15,8 @@ import pytest
 import torch
 from verl.plugin.platform import platform_manager
 
+from examples.verl.cpu_platform import PlatformCPU
+from examples.verl.on_cpus import named_vllm
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.control import open_rendezvous
 from rlrefit.integration.errors import EngineDirty, RefitError
@@ -23,8 +25,6 @@ from rlrefit.integration.session import RefitSession, ServingState
 from rlrefit.integration.weights.manifest import TensorSpec
 from rlrefit.workers.frameworks.verl.orders import ORDER, Order
 from tests.refit.synthetic import SyntheticSource
-from tests.verl_adapter.cpu_platform import PlatformCPU
-from tests.verl_adapter.vllm_name import named_vllm
 
 LIMIT_S = 30.0
 RECORD = RefitRecord(1, 1, 1, "generation", "nccl_xfer", "golden", 8, 0, 8, 8, 0.1)

@@ -9,13 +9,13 @@ import pytest
 from torch import nn
 from verl.plugin.platform import platform_manager
 
+from examples.verl.cpu_platform import PlatformCPU
+from examples.verl.on_cpus import named_vllm
 from rlrefit.workers.frameworks.verl import contract as verl_contract
 from tests.ahead import FoundAhead, keeping_time
 from tests.gpu.vllm_checkpoints import write_checkpoint
 from tests.spawn import run_ranks, run_together
 from tests.verl_adapter import fp8_ranks
-from tests.verl_adapter.cpu_platform import PlatformCPU
-from tests.verl_adapter.vllm_name import named_vllm
 from tests.vllm_processes import vllm_processes
 
 TIMEOUT_S = 290.0

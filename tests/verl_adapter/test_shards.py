@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from examples.verl.on_cpus import named_vllm
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from tests.ahead import FoundAhead, keeping_time
 from tests.spawn import run_alone
-from tests.verl_adapter.vllm_name import named_vllm
 from tests.vllm_processes import vllm_processes
 from tests.warm_python import OF_WORKERS, warm_python
 
@@ -54,7 +54,7 @@ def updates(folder: Path) -> Seen:
     checkpoint = make_checkpoint("qwen3", folder / "model")
     path = [named_vllm(folder), str(Path(__file__).resolve().parents[2])]
     own = {
-        "VERL_USE_EXTERNAL_MODULES": "tests.verl_adapter.cpu_platform",
+        "VERL_USE_EXTERNAL_MODULES": "examples.verl.cpu_platform",
         "VERL_PLATFORM": "cpu",
         "CUDA_VISIBLE_DEVICES": "0,1,2,3",  # numbers that Ray hands out
     }
@@ -76,8 +76,9 @@ def _update(folder: Path, checkpoint: Path, env: dict[str, str], python: str) ->
     import ray
     from verl.workers.rollout.replica import RolloutMode
 
+    from examples.verl.on_cpus import CPU
     from rlrefit.workers.frameworks.verl.manager import RefitCheckpointManager
-    from tests.verl_adapter.fleet import CPU, expected, shard_fleet
+    from tests.verl_adapter.fleet import expected, shard_fleet
 
     rollout = "actor_rollout_ref.rollout"
     delta = "checkpoint_engine.engine_kwargs.nccl_xfer_shards.delta=always"

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from vllm_fp8_ranks import Fp8Result, refit_fp8, refit_under_verl, write_case
 
+from examples.verl.on_cpus import named_vllm
 from rlrefit.integration.quantize.formats import Fp8Blockwise
 from tests.ahead import FoundAhead
 from tests.spawn import run_ranks
-from tests.verl_adapter.vllm_name import named_vllm
 from tests.vllm_processes import vllm_processes
 
 CASES = {

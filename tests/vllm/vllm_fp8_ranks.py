@@ -165,7 +165,7 @@ def refit_fp8(rank: int, cases: list[Fp8Case]) -> list[Fp8Result]:
 
 def refit_under_verl(rank: int, cases: list[Fp8Case], path: str) -> list[Fp8Result]:
     """In a process that verl has patched; ``path`` has vLLM by the name that verl asks for."""
-    os.environ.update(VERL_USE_EXTERNAL_MODULES="tests.verl_adapter.cpu_platform", VERL_PLATFORM="cpu")
+    os.environ.update(VERL_USE_EXTERNAL_MODULES="examples.verl.cpu_platform", VERL_PLATFORM="cpu")
     sys.path.insert(0, path)
     from verl.utils.vllm.vllm_quant_utils import apply_vllm_quant_patches
     from vllm.model_executor.layers.quantization import fp8

@@ -40,6 +40,7 @@ _RECEIVER = {
     "__init__": ["self", "zmq_handle", "device", "use_shm"],
     "receive_weights": ["self", "on_bucket_received"],
 }
+_TRAINER = {"__init__": ["self", "config"], "_setup": ["self"]}
 # Of verl's ActorRolloutRefWorker with its model loaded.
 _ACTOR = (
     "actor.engine.module",
@@ -143,6 +144,21 @@ def require_supported_rollout(extension: Any, transfer: Any) -> None:
             f"verl {installed_version()} is not supported by rlrefit's extension of vLLM's workers, which is written for "
             f"{TESTED}: {'; '.join(wrong)}. Nothing was started; install verl=={TESTED}, or use "
             "rlrefit.workers.frameworks.verl.full_tensors, which needs no extension"
+        )
+
+
+def require_supported_trainer(trainer: Any) -> None:
+    """Check ``verl.trainer.ppo.v1.PPOTrainer``.
+
+    Raises:
+        UnsupportedVerl: names the version and all differences.
+    """
+    wrong = _differences(trainer, "PPOTrainer", _TRAINER)
+    if wrong:
+        raise UnsupportedVerl(
+            f"verl {installed_version()} is not supported by rlrefit's trainers, which are written for {TESTED}: "
+            f"{'; '.join(wrong)}. None was registered; install verl=={TESTED}, or take rlrefit.workers.frameworks.verl.trainers "
+            "out of VERL_USE_EXTERNAL_MODULES, and one of verl's own as trainer.v1.trainer_mode"
         )
 
 

@@ -1,4 +1,4 @@
-"""A manager for verl's trainers that take one by name, whose trainer and engines share GPUs.
+"""A manager for verl's trainers whose engines share their GPUs: of ``trainers``, and of those that take one by name.
 
 actor_rollout_ref.rollout:
   checkpoint_manager_class: rlrefit.workers.frameworks.verl.manager.RefitCheckpointManager
@@ -46,6 +46,7 @@ class RefitCheckpointManager(CheckpointEngineManager):
         self._limit_s = self._options.refit.call_limit_s
         # Those that were late or had ended in the last update.
         self._missing: list[str] = []
+        self._version = 0
         # Name of the epoch that vLLM's workers have joined, and the replicas that did.
         self._held: tuple[str, list[Any]] = "", []
 
@@ -58,6 +59,10 @@ class RefitCheckpointManager(CheckpointEngineManager):
     async def update_weights(self, global_steps: int | None = None) -> dict[str, float]:
         """Bring the actors' weights into all replicas; returns the metrics of actor rank 0.
 
+        Args:
+            global_steps: verl's step, the version. None for that of the update before: verl's validation wakes engines so that
+                slept for a colocated reward model.
+
         Raises:
             RefitError: and its kinds, from the actors, or a RefitTimeout that names who does not answer. The trainer has
                 given its memory back then, unless a note of the error says why not; the KV cache sleeps on, and the engines
@@ -66,7 +71,9 @@ class RefitCheckpointManager(CheckpointEngineManager):
         if not any(_shares_gpus(replica) for replica in self.replicas):
             found: dict[str, float] = await super().update_weights(global_steps)
             return found
-        return self._update_in_turn(0 if global_steps is None else global_steps)
+        if global_steps is not None:
+            self._version = global_steps
+        return self._update_in_turn(self._version)
 
     def _update_in_turn(self, version: int) -> dict[str, float]:
         self._missing.clear()

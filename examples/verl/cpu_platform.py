@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
+from verl.utils import distributed
 
 
 def _nothing(*_: Any) -> None: ...
@@ -54,3 +55,7 @@ class PlatformCPU(PlatformBase):
     ray_noset_envvars = staticmethod(lambda: ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"])
     is_ipc_supported = staticmethod(lambda: False)
     cudart = staticmethod(SimpleNamespace)
+
+
+# verl asks for a backend of the host and one of the device, and torch refuses two for the same kind.
+distributed.get_device_name = lambda: "cuda"

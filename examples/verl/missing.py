@@ -1,0 +1,63 @@
+"""What this host lacks for an example, told at once: ``python missing.py --config-name NAME [OVERRIDE...]``; exit code 2 if
+anything is missing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def missing(gpus: int) -> list[str]:
+    """A sentence for each thing.
+
+    Args:
+        gpus: how many this host must have, unless the run joins a Ray cluster.
+    """
+    told = [
+        f"there is no Python package {name} ({how}; see docs/verl.md)"
+        for name, how in (
+            ("verl", "pip install verl==0.9.1"),
+            ("vllm", "pip install vllm==0.21.0"),
+            ("rlrefit", "pip install . in this repository"),
+        )
+        if find_spec(name) is None
+    ]
+    if gpus and "RAY_ADDRESS" not in os.environ and find_spec("torch") is not None:
+        import torch
+
+        found = torch.cuda.device_count()
+        if found < gpus:
+            told.append(f"this example needs {gpus} GPUs, and torch {torch.__version__} finds {found} here")
+    return told
+
+
+def main() -> int:
+    """Entry."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config-name")
+    known, others = parser.parse_known_args()
+    told = missing(0)
+    if not told:
+        told = missing(_wanted(known.config_name, [one for one in others if not one.startswith("-")]))
+    for line in told:
+        print(line, file=sys.stderr)
+    return 2 if told else 0
+
+
+def _wanted(name: str, overrides: list[str]) -> int:
+    """GPUs of the trainer, and of the engines beside it."""
+    import verl
+    from hydra import compose, initialize_config_dir
+
+    path = f"hydra.searchpath=[file://{Path(verl.__file__).parent}/trainer/config]"
+    with initialize_config_dir(str(Path(__file__).resolve().parent), version_base=None):
+        config = compose(name, [path, *overrides])
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    return int(trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes * rollout.n_gpus_per_node)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
