@@ -194,3 +194,12 @@ def test_who_fails_first_is_named_in_time_and_the_trainers_memory_given_back_whe
     assert workers.asked == failure.asked
     for note, told in zip(getattr(error.value, "__notes__", ()), failure.notes, strict=True):
         assert told in note
+
+
+def test_engines_that_validation_wakes_have_the_version_of_the_update_before(
+    workers: Workers, manager: RefitCheckpointManager
+) -> None:
+    for step in (7, None):
+        manager.update_weights(step)
+        assert workers.asked == UPDATE + ENDED  # which tell the servers step 7
+        workers.asked.clear()
