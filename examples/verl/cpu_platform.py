@@ -24,6 +24,7 @@ class _Device(ModuleType):
     current_device = memory_allocated = memory_reserved = staticmethod(lambda *_: 0)
     max_memory_allocated = max_memory_reserved = memory_allocated
     device_count = staticmethod(lambda: 1)
+    get_device_name = staticmethod(lambda *_: "CPU")
     is_available = staticmethod(lambda: True)
     mem_get_info = staticmethod(lambda *_: (1 << 30, 1 << 30))
     get_rng_state = staticmethod(lambda *_: torch.get_rng_state())

@@ -53,7 +53,7 @@ def grpo(folder: Path) -> Run:
     own = {
         **CPU,
         "VERL_USE_EXTERNAL_MODULES": f"{PLATFORM},{TRAINERS}",
-        "CUDA_VISIBLE_DEVICES": "0",  # a number that Ray hands out
+        "CUDA_VISIBLE_DEVICES": "0,1",  # numbers that Ray hands out
         "RLREFIT_VERL_DATA": str(folder),
         "RLREFIT_VERL_EXAMPLES": str(EXAMPLES),
         "VERL_FILE_LOGGER_PATH": str(metrics),
