@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import struct
@@ -21,6 +22,7 @@ from .frames import (
     NONCE_BYTES,
     PROOF_BYTES,
     PROTOCOL_VERSION,
+    SPIN_S,
     Body,
     Malformed,
     Op,
@@ -137,6 +139,9 @@ class Connection:
                 if limit_s != self._set_limit_s:
                     self._limit(limit_s)
                 self._send(self._ours.frame(body))
+                # Rank 0 shares the interpreter with the server, which could not run meanwhile.
+                if op is Op.MEET and self._rank:
+                    self._look_for_answer()
                 status, answer = unpack_body(self._receive_frame())
                 return Status(status), answer
             except BlockingIOError:
@@ -283,6 +288,20 @@ class Connection:
         taken = bytes(memoryview(self._incoming)[:nbytes])
         del self._incoming[:nbytes]
         return taken
+
+    def _look_for_answer(self) -> None:
+        """Take in what comes soon, without a pause; where nothing does, it is left to be waited for."""
+        until = time.monotonic() + SPIN_S
+        while time.monotonic() < until:
+            try:
+                data = self._sock.recv(_READ, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                os.sched_yield()
+                continue
+            if not data:
+                raise EOFError
+            self._incoming += data
+            return
 
     def _limit_the_rest(self) -> None:
         """Keep one limit for all parts of what is sent or received."""

@@ -82,6 +82,11 @@ class EpochState:
         """Number of values, waits and meetings that are held. It does not grow with the refits."""
         return len(self._values) + len(self._waits) + len(self._meetings)
 
+    @property
+    def host_meets(self) -> bool:
+        """Whether trainer rank 0 waits at a meeting."""
+        return any(0 in meeting.arrived for meeting in self._meetings.values())
+
     def request(self, caller: Caller, rank: int, code: int, fields: list[bytes], now: float) -> list[Answer]:
         """A request of ``rank``.
 

@@ -50,6 +50,9 @@ MAX_FIELDS = 1 << 20
 _COMPRESS_ABOVE = 16 << 10
 _COMPRESS_TABLE_ABOVE, _COMPRESS_TABLE_BELOW = 512, 4 << 20
 _ZLIB_HEADER = b"\x78"  # no JSON begins so
+# Seconds for which a rank that meets the others looks for the answer without a pause, and the server for those that are still to come. To
+# wake an idle core takes about as long as all that a meeting computes.
+SPIN_S = 2e-3
 # json.dumps would make an encoder for each call.
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 

@@ -406,6 +406,18 @@ def test_a_meeting_that_is_complete_releases_the_rank_beside_the_server_last(ord
     assert callers[-1] == "connection 0"
 
 
+def test_the_server_is_in_haste_only_while_the_rank_beside_it_waits_at_a_meeting() -> None:
+    # At any other time it would take the interpreter from the training beside it.
+    state = EpochState(RefitWorld(0, 1, 2))
+    haste = []
+    for number in range(2):
+        for rank in (1, 0, 2):
+            fields = [b"begin/%d" % number, frames.pack_int(1000), b"\1", b"\0", b"", b"7"]
+            state.request(f"connection {rank}", rank, Op.MEET, fields, 0.0)
+            haste.append(state.host_meets)
+    assert haste == [False, True, False] * 2
+
+
 def _open_and_exit(pipe: Connection) -> None:
     server = open_rendezvous("127.0.0.1", 1, 1)
     pipe.send(server.rendezvous.to_json())
