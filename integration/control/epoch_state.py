@@ -101,7 +101,7 @@ class EpochState:
             case Op.MEET, [topic, milliseconds, compare, flags, addressed, *values] if len(flags) == 1:
                 deadline = now + unpack_int(milliseconds) / 1e3
                 ranks = unpack_numbers(addressed)
-                if len(values) < len(ranks) or any(other >= self._world.size for other in ranks):
+                if len(values) < len(ranks) or max(ranks, default=0) >= self._world.size:
                     raise Malformed("direct data for ranks that do not exist, or none for a rank")
                 direct = dict(zip(ranks, values, strict=False))
                 arrival = Arrival(caller, flags[0], tuple(values[len(ranks) :]), direct)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import or_
 
 from .frames import MAX_ANSWER, MAX_FIELDS, Body, Status, pack_body, pack_numbers, pack_values
 from .world import RefitWorld
@@ -74,10 +72,12 @@ class Meeting:
         rows = [arrival.values for arrival in arrived]
         if not self.compare:
             told = self._told(pack_values(rows), size)
-        elif len(set(rows)) > 1:
+        elif rows.count(rows[0]) < size:
             told = [pack_body(Status.DIFFER, [pack_values(rows)])] * size
         else:
-            flags = reduce(or_, (a.flags for a in arrived))
+            flags = 0
+            for arrival in arrived:
+                flags |= arrival.flags
             told = [pack_body(Status.OK, [bytes((flags,))])] * size
         # Rank 0 last: it shares the interpreter with the server, and once it runs on it would hold up the rest.
         return [(arrived[rank].caller, told[rank]) for rank in reversed(range(size))]
