@@ -172,13 +172,15 @@ class MessageChecksums:
             slot += len(bound)
             groups = {"off": [], "sampled": [[one] for one in bound], "full": [bound]}[verify]
             self._groups.append([_Group(group) for group in groups])
+        # What is encoded is held weakly until it is prepared.
+        self._may_expire = bool(computed) and not ahead
         if ahead:
             for group in chain.from_iterable(self._groups):
                 group.steps(self._scratch)
 
     def expired(self) -> bool:
         """Whether a weight is gone whose sum is to be prepared yet, so that all of this has to be made anew."""
-        return any(group.expired() for group in chain.from_iterable(self._groups))
+        return self._may_expire and any(group.expired() for group in chain.from_iterable(self._groups))
 
     def prepare(self, refit: int) -> None:
         """Prepare what a refit checks, if it is not.
