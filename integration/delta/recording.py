@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _NO_RECORD = (RefitError, Misfit, NotComputable, torch.OutOfMemoryError)
 
 
-_OPEN = "a refit was called within recording_changes()"
+_OPEN = "a refit and a recorded step were under way at the same time"
 
 
 class Recording:
@@ -49,19 +49,23 @@ class Recording:
         self._on_host = False
         # Steps that have ended since the last refit, and those that have not.
         self._steps = self._open = 0
+        # Whether a step, in another thread, has gone on or begun since the refit that is under way began.
+        self._overtaken = False
         # Why the masks miss something; empty if nothing is known to be missed.
         self._lost = ""
         self._told: set[str] = set()
         self._writes: Writes | None = None
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """A context in which the weights are written, and at whose end they are complete."""
-        copies = self._keep()
+    def step(self, *, records: bool) -> Iterator[None]:
+        """A context in which the weights are written, and at whose end they are complete; one that is not recorded is only noted."""
+        self._overtaken = True
         self._open += 1
         try:
+            copies = self._keep() if records else []
             yield
-            self._mark(copies)
+            if records:
+                self._mark(copies)
         except BaseException:
             self._lose("a recorded step ended with an error")
             raise
@@ -69,8 +73,12 @@ class Recording:
             self._open -= 1
         self._steps += 1
 
+    def refit_begins(self) -> None:
+        """A refit begins, which :meth:`restart` ends."""
+        self._overtaken = self._open > 0
+
     def unsure(self) -> str:
-        """Before a refit: why it has to be dense; empty if the masks tell all, as far as is known."""
+        """Before a refit that may be sparse: why it has to be dense; empty if the masks tell all, as far as is known."""
         if self._open:
             self._lose(_OPEN)
         if not self._lost and (other := self._written_by_others()):
@@ -83,8 +91,10 @@ class Recording:
 
     def restart(self) -> None:
         """All ranks hold what this one has sent, and nothing is marked."""
-        # What a step writes that goes on is in no mask.
-        self._steps, self._lost = 0, _OPEN if self._open else ""
+        self._steps, self._lost = 0, ""
+        # What a step wrote meanwhile may not have been sent, and what one writes that goes on is in no mask.
+        if self._overtaken:
+            self._lose(_OPEN)
         self._writes = self._writes_now()
 
     def _keep(self) -> list[torch.Tensor]:

@@ -279,8 +279,11 @@ class BulkPath:
             return 0
         if self._channel.world.is_source:
             wishes = self._choice.trainer_wishes()
-            unsure = self._recording is not None and not wishes & DENSE and self._recording.unsure()
-            return wishes | (DENSE if unsure else 0)
+            if self._recording is not None:
+                self._recording.refit_begins()
+                if not wishes & DENSE and self._recording.unsure():
+                    wishes |= DENSE
+            return wishes
         return self._choice.engine_wishes(held) or (self.lost() if bound else 0)
 
     def lost(self) -> int:
@@ -304,9 +307,9 @@ class BulkPath:
 
     def recording_step(self) -> AbstractContextManager[None]:
         """A context in which a trainer rank's weights are written; what it changes is found out, if the next refit may be sparse."""
-        if self._recording is None or not self._choice.may_be_sparse:
+        if self._recording is None:
             return nullcontext()
-        return self._recording.step()
+        return self._recording.step(records=self._choice.may_be_sparse)
 
     def decide(self, flags: int) -> None:
         """Choose between a dense and a sparse refit, from what all ranks wish."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -330,6 +332,35 @@ def test_a_refit_within_a_step_is_dense_and_so_is_the_one_after_it(written: bool
         return [*found, refit(session, endpoint, 5)]
 
     assert dense_refits(body, replace(CONFIG, verify="off"), Counting) == [1, 3, 4]
+
+
+class Overtaken(Source):
+    """One that is written by a recorded step of another thread while a refit is under way, once."""
+
+    beside: Callable[[], None] | None = None
+
+    def export(self, names: Any) -> Any:
+        yield from super().export(names)
+        beside, self.beside = self.beside, None
+        if beside is not None:
+            thread = threading.Thread(target=beside)
+            thread.start()
+            thread.join()
+
+
+def test_a_step_in_another_thread_that_a_refit_does_not_wait_for_makes_the_next_one_dense() -> None:
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        first = refits(1, 2)(rank, session, endpoint)
+        if session.world.is_source:
+            step(session, endpoint, 3)
+            endpoint.beside = partial(step, session, endpoint, 5)
+            session.refit(3)
+            step(session, endpoint, 5)
+            return [*first, (session.refit(5), [])]
+        session.refit(3)
+        return [*first, (session.refit(5), endpoint.wrong(5))]
+
+    assert dense_refits(body, replace(CONFIG, verify="off"), Overtaken) == [1, 3]
 
 
 def test_codes_that_the_trainer_makes_are_refused_by_name() -> None:
