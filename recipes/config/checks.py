@@ -14,7 +14,7 @@ from ...workers.trainers.megatron.pipeline_layout import pipeline_layout_violati
 from ..algorithms.losses import AGGREGATIONS
 from ..algorithms.rates import LR_DECAYS
 from ..rewards.scorer import BUNDLED
-from .engines import colocated_violations, sglang_violations
+from .engines import ENABLED, VLLM_LORA_RANKS, colocated_violations, sglang_violations
 from .errors import Violation
 from .schema import TrainConfig
 
@@ -51,6 +51,8 @@ LEAST = {
     "trainer.expert_tensor_parallel": (1, "is no parallel size"),
     "trainer.context_parallel": (1, "is no parallel size"),
     "trainer.fsdp.replicate": (1, "is no number of copies"),
+    "trainer.lora.rank": (0, "is no rank (0 trains all weights)"),
+    "trainer.lora.alpha": (1, "would add nothing to the weights"),
     "trainer.micro_batch_size": (1, "leaves a forward pass without sequences"),
     "trainer.optimizer.warmup_steps": (0, "is no number of steps (0 turns the warm-up off)"),
     "trainer.optimizer.max_skipped_steps": (0, "is no number of steps (0 ends the run at the first one)"),
@@ -120,12 +122,6 @@ def _singles(config: TrainConfig) -> Iterator[Violation]:
         value = value_at(config, key)
         if value is not None and not possible(value):
             yield Violation((key,), f"{key}: {value:g} {problem}")
-    if config.policy.refit.lora == "adapter":
-        yield Violation(
-            ("policy.refit.lora",),
-            "policy.refit.lora: no recipe trains an adapter, so that nothing would reach the engine; give merge, or train "
-            "LoRA in a trainer of your own that inherits FSDPRefitMixin",
-        )
     if not config.name or "/" in config.name or config.name in (".", ".."):
         yield Violation(
             ("name",), f"name: {config.name!r} is no folder name under run_root; give one without '/'"
@@ -314,7 +310,12 @@ MEGATRON_ONLY = (
     "trainer.recompute.modules",
     "trainer.optimizer.cpu_offload_fraction",
 )
-_FSDP_ONLY = ("trainer.fsdp.replicate", "trainer.fsdp.reshard_after_forward", "trainer.fsdp.cpu_offload")
+_FSDP_ONLY = (
+    "trainer.fsdp.replicate",
+    "trainer.fsdp.reshard_after_forward",
+    "trainer.fsdp.cpu_offload",
+    "trainer.lora.rank",
+)
 # What FSDP has in the place of some.
 _INSTEAD = {
     "trainer.pipeline_parallel": "FSDP shards every layer over the ranks",
@@ -392,6 +393,64 @@ def _fsdp_memory(config: TrainConfig) -> Iterator[Violation]:
             ("trainer.recompute.granularity", "trainer.backend"),
             f"trainer.recompute.granularity: {granularity!r}, but with trainer.backend=fsdp layers are computed again as a "
             "whole; give full, or null",
+        )
+
+
+def _lora(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    lora, generation, key = config.trainer.lora, config.generation, "policy.refit.lora"
+    alone = config.policy.refit.lora == "adapter"
+    if not lora.rank:
+        if alone:
+            yield Violation(
+                (key, "trainer.lora.rank"),
+                f"{key}: adapter, but trainer.lora.rank is 0, so that there is no adapter and nothing would reach the engine; "
+                "give merge, or a rank",
+            )
+        return
+    if not lora.target_modules:
+        yield Violation(
+            ("trainer.lora.target_modules",),
+            "trainer.lora.target_modules: names no layer, so that nothing is trained; give [all-linear], or endings of names",
+        )
+    if config.trainer.tensor_parallel > 1:
+        yield Violation(
+            ("trainer.lora.rank", "trainer.tensor_parallel"),
+            f"trainer.lora.rank: {lora.rank}, but transformers' tensor parallelism has no plan for the factors; give "
+            "trainer.tensor_parallel=1, FSDP shards over all ranks",
+        )
+    if not alone:
+        return
+    if generation.colocated.enabled:
+        yield Violation(
+            (key, ENABLED),
+            f"{key}: adapter brings no weights of the base model, which engines discard as they sleep; give merge, or {ENABLED}=false",
+        )
+    if generation.backend == "sglang":
+        yield Violation(
+            (key, "generation.backend"),
+            f"{key}: adapter, but refits bring none to SGLang; give merge, or generation.backend=vllm",
+        )
+    if generation.backend == "transformers" and generation.tensor_parallel > 1:
+        yield Violation(
+            (key, "generation.tensor_parallel"),
+            f"{key}: adapter, but the transformers engine has no rule for an adapter's parts at generation.tensor_parallel "
+            f"{generation.tensor_parallel}; give 1 and more generation.replicas, or merge",
+        )
+    if generation.backend == "vllm" and lora.rank > VLLM_LORA_RANKS[-1]:
+        yield Violation(
+            ("trainer.lora.rank", "generation.backend"),
+            f"trainer.lora.rank: {lora.rank} is above {VLLM_LORA_RANKS[-1]}, the largest of an adapter in vLLM; give less, or {key}=merge",
+        )
+    if generation.backend == "vllm" and generation.vllm.load_format == "dummy":
+        yield Violation(
+            (key, "generation.vllm.load_format"),
+            f"{key}: adapter brings no weights of the base model, which load_format dummy leaves random; give auto, or merge",
+        )
+    if generation.weight_dtype == "fp8":
+        yield Violation(
+            (key, "generation.weight_dtype"),
+            f"{key}: adapter brings no weights of the base model, which generation.weight_dtype fp8 takes from the trainer; give "
+            "merge",
         )
 
 
@@ -490,6 +549,7 @@ def _memory(config: TrainConfig) -> Iterator[Violation]:
 
 _COMBINATIONS = (
     _trainer_violations,
+    _lora,
     _batches,
     _schedule,
     _dapo,

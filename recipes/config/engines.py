@@ -12,6 +12,8 @@ ENABLED = "generation.colocated.enabled"
 STAGES = "generation.colocated.multi_stage_wake_up"
 # Engines that sleep on GPUs, and what has them do so.
 _SLEEPING = {"vllm": ("vLLM", "vLLM's sleep mode"), "sglang": ("SGLang", "SGLang's memory saver")}
+# Ranks of an adapter that vLLM lays out memory for (vllm/config/lora.py, MaxLoRARanks).
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # What torch and engines read their allocator's settings from.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from ...workers.checkpoint_folder import INDEX, has_weights
@@ -92,6 +93,11 @@ def package_violations(config: TrainConfig) -> Iterator[Violation]:
         instead = "trainer=fsdp, or ray.trainer_env.PYTHONPATH, the folder where its packages are, with rlrefit and Ray"
         for problem in missing_megatron("trainer.backend", instead):
             yield Violation(("trainer.backend",), problem)
+    if config.trainer.lora.rank and trained_here and find_spec("peft") is None:
+        yield Violation(
+            ("trainer.lora.rank",),
+            "trainer.lora.rank: peft, which trains adapters, is not installed: pip install 'rlrefit[lora]'; or give 0",
+        )
     # The recipes themselves require transformers.
     if ray.address is not None:
         return

@@ -321,6 +321,25 @@ class FSDPConfig:
 
 
 @dataclass
+class LoraConfig:
+    """LoRA (arXiv:2106.09685) by peft: the checkpoint's weights stay, and small factors beside them are trained. ``policy.refit.lora`` says
+    whether merged weights or the adapter alone travel. Read with ``trainer.backend: fsdp`` only.
+
+    Attributes:
+        rank: of the factors; 0 trains all weights.
+        alpha: what the factors add is scaled by ``alpha / rank``.
+        target_modules: endings of the names of the layers that get factors, such as ``q_proj``; ``[all-linear]`` for all linear
+            layers but the head.
+        use_rslora: scale by ``alpha / sqrt(rank)`` (arXiv:2312.03732).
+    """
+
+    rank: int = 0
+    alpha: int = 32
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    use_rslora: bool = False
+
+
+@dataclass
 class TrainerConfig:
     """The training side and its layout.
 
@@ -329,8 +348,8 @@ class TrainerConfig:
 
     Attributes:
         backend: ``megatron``, or ``fsdp``: a transformers model under torch's ``fully_shard``. Of the keys below,
-            FSDP reads ``ranks``, ``tensor_parallel``, ``micro_batch_size``, ``recompute.granularity``, ``optimizer``
-            and ``fsdp``.
+            FSDP reads ``ranks``, ``tensor_parallel``, ``micro_batch_size``, ``recompute.granularity``, ``optimizer``,
+            ``fsdp`` and ``lora``.
         ranks: trainer processes, one GPU each where there are GPUs (``generation.colocated``: shared with an engine's).
         tensor_parallel: TP of attention and dense layers. Above 1, Megatron also uses sequence parallelism; FSDP uses
             transformers' own TP plan inside each sharding group.
@@ -348,6 +367,7 @@ class TrainerConfig:
         recompute: see :class:`RecomputeConfig`.
         optimizer: see :class:`OptimizerConfig`.
         fsdp: see :class:`FSDPConfig`.
+        lora: see :class:`LoraConfig`.
     """
 
     backend: str = "megatron"
@@ -366,6 +386,7 @@ class TrainerConfig:
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass

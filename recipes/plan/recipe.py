@@ -71,6 +71,14 @@ def plan_of(config: TrainConfig) -> RecipePlan:
                 "the first and last; plan with num_layers_in_first_pipeline_stage and …_last_… near to them"
             ],
         )
+    if config.policy.refit.lora == "adapter":
+        raise ConfigError(
+            config.name,
+            [
+                "policy.refit.lora: adapter sends the factors alone, and plans are of whole weights; plan with merge, which "
+                "sends as much as a trainer without LoRA"
+            ],
+        )
     train = _fsdp(config) if trainer.backend == "fsdp" else _megatron(trainer)
     gen = GenLayout(
         tp=generation.tensor_parallel,

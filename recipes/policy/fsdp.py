@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...integration.weights.endpoints import rank_device
 from ...workers.trainers.colocated import TorchRank
+from ...workers.trainers.fsdp.adapters import adapter_layers
 from ...workers.trainers.fsdp.model import FSDPLayout, FSDPModel, build_fsdp
 from ..algorithms.rates import learning_rate
 from .base import OnLogits, Policy, PolicyConfig
@@ -39,12 +40,14 @@ class FSDPPolicyConfig(PolicyConfig):
         reshard_after_forward: free gathered parameters after the forward pass.
         cpu_offload: keep shards, gradients and the optimizer's state in host memory, and step there.
         recompute: compute every layer's activations again in the backward pass.
+        lora: peft's ``LoraConfig``, whose factors alone are trained; None trains all weights.
     """
 
     layout: FSDPLayout = field(default_factory=FSDPLayout)
     reshard_after_forward: bool = True
     cpu_offload: bool = False
     recompute: bool = False
+    lora: Any = None
 
     def violations(self) -> list[str]:
         found = super().violations()
@@ -61,7 +64,7 @@ class FSDPPolicy(Policy):
     Attributes:
         model: the root that ``fully_shard`` was applied to.
         reference: the frozen initial policy, its shards in the dtype that is computed in, or None if the loss has no
-            ``kl_coef``.
+            ``kl_coef``. With LoRA it is the model itself without the factors, and needs no memory.
     """
 
     config: FSDPPolicyConfig
@@ -69,10 +72,14 @@ class FSDPPolicy(Policy):
     def __init__(self, config: FSDPPolicyConfig) -> None:
         super().__init__(config)
         torch.manual_seed(config.seed)
-        built = self._build(torch.float32, config.reshard_after_forward)
+        # Weights that are not trained need no masters.
+        keep_dtype = torch.float32 if config.lora is None else config.dtype
+        built = self._build(keep_dtype, config.reshard_after_forward, config.lora)
         self.model = built.model
         self.reference = None
-        if config.loss.kl_coef > 0:
+        if config.loss.kl_coef > 0 and config.lora is not None:
+            self.reference = self.model
+        elif config.loss.kl_coef > 0:
             # It has no backward pass that would use what stays gathered.
             self.reference = self._build(config.dtype, True).model.requires_grad_(False)
         self._replica, _, self._tp_rank = built.mesh.get_coordinate()
@@ -80,7 +87,7 @@ class FSDPPolicy(Policy):
         self._cut = built.cut_by_tensor_parallel
         self._optimizer = self._build_optimizer()
 
-    def _build(self, keep_dtype: torch.dtype, reshard_after_forward: bool) -> FSDPModel:
+    def _build(self, keep_dtype: torch.dtype, reshard_after_forward: bool, lora: Any = None) -> FSDPModel:
         config = self.config
         return build_fsdp(
             config.model_path,
@@ -90,7 +97,23 @@ class FSDPPolicy(Policy):
             reshard_after_forward=reshard_after_forward,
             cpu_offload=config.cpu_offload,
             recompute=config.recompute,
+            lora=lora,
         )
+
+    def compute_reference_logprobs(self, batch: PolicyBatch) -> Tensor:
+        layers = adapter_layers(self.model) if self.reference is self.model else []
+        for layer in layers:
+            layer.enable_adapters(False)
+        if layers:
+            # peft freezes what it disables, and FSDP takes the dtype of gradients from what is trained in its first pass.
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.requires_grad_(True)
+        try:
+            return super().compute_reference_logprobs(batch)
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         adam = self.config.optimizer
@@ -104,7 +127,8 @@ class FSDPPolicy(Policy):
 
     def colocated_rank(self) -> TorchRank:
         # Offloaded shards are in host memory at all times, and FSDP wants them there.
-        models, frozen = [self.model], [self.reference] if self.reference is not None else []
+        models = [self.model]
+        frozen = [self.reference] if self.reference is not None and self.reference is not self.model else []
         rank, device = dist.get_rank(), rank_device()
         if self.config.cpu_offload:
             return TorchRank([], self._optimizer, device, rank, offloaded=[*models, *frozen])
@@ -230,10 +254,15 @@ class FSDPPolicy(Policy):
         dist.all_reduce(totals)
         return dict(zip(names, totals.tolist(), strict=True))
 
+    def _identity(self) -> dict[str, Any]:
+        lora = self.config.lora
+        own = () if lora is None else ("r", "lora_alpha", "target_modules", "use_rslora")
+        return super()._identity() | {f"lora.{name}": getattr(lora, name) for name in own}
+
     def _save_state(self, folder: Path) -> tuple[dict[str, Any], Files]:
-        files = save_sharded(folder, self.model, self._optimizer, self._tp_rank)
+        files = save_sharded(folder, self.model, self._optimizer, self._tp_rank, self.config.lora is not None)
         return {"random": random_state()}, files
 
     def _load_state(self, folder: Path, state: dict[str, Any]) -> None:
-        load_sharded(folder, self.model, self._optimizer, self._tp_rank)
+        load_sharded(folder, self.model, self._optimizer, self._tp_rank, self.config.lora is not None)
         set_random_state(state["random"])

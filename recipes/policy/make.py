@@ -9,7 +9,7 @@ import torch
 from ...integration.config import RefitConfig
 from ...workers.trainers.fsdp.mixin import FSDPRefitMixin
 from ...workers.trainers.megatron.mixin import MegatronRefitMixin
-from ..config.schema import TrainConfig
+from ..config.schema import LoraConfig, TrainConfig
 from .base import AdamConfig, Policy, PolicyConfig
 from .fsdp import FSDPPolicy, FSDPPolicyConfig
 from .megatron import MegatronPolicy, MegatronPolicyConfig
@@ -85,7 +85,22 @@ def _fsdp(config: TrainConfig, common: dict[str, Any]) -> FSDPPolicyConfig:
         reshard_after_forward=trainer.fsdp.reshard_after_forward,
         cpu_offload=trainer.fsdp.cpu_offload,
         recompute=trainer.recompute.granularity == "full",
+        lora=_lora(trainer.lora) if trainer.lora.rank else None,
         **common,
+    )
+
+
+def _lora(lora: LoraConfig) -> Any:
+    """peft's configuration."""
+    from peft import LoraConfig as PeftConfig
+
+    targets = list(lora.target_modules)
+    return PeftConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        use_rslora=lora.use_rslora,
+        task_type="CAUSAL_LM",
     )
 
 

@@ -42,7 +42,9 @@ class _HashedFiles(FileSystem):
         self.written[Path(new_path)] = self.written.pop(Path(path))
 
 
-def save_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer, tp_rank: int) -> Files:
+def save_sharded(
+    folder: Path, model: Any, optimizer: torch.optim.Optimizer, tp_rank: int, trained_alone: bool = False
+) -> Files:
     """Write all ranks' shards below ``folder``; a collective.
 
     Args:
@@ -50,24 +52,28 @@ def save_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer, tp_
         model: under ``fully_shard``.
         optimizer: of its parameters.
         tp_rank: this rank's in transformers' own tensor parallelism, whose parts have the same names on all ranks.
+        trained_alone: leave out parameters that are not trained; the checkpoint that the model was built of has them.
 
     Returns:
         The files that this rank wrote.
     """
     writer, files = dcp.FileSystemWriter(folder / _FOLDER), _HashedFiles()
     writer.fs = files
-    dcp.save(_state(model, optimizer, tp_rank, StateDictOptions()), storage_writer=writer)
+    options = StateDictOptions(ignore_frozen_params=trained_alone)
+    dcp.save(_state(model, optimizer, tp_rank, options), storage_writer=writer)
     return {path.relative_to(folder).as_posix(): written for path, written in files.written.items()}
 
 
-def load_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer, tp_rank: int) -> None:
+def load_sharded(
+    folder: Path, model: Any, optimizer: torch.optim.Optimizer, tp_rank: int, trained_alone: bool = False
+) -> None:
     """Undo :func:`save_sharded`, in place; a collective.
 
     Raises:
         CheckpointError: the files are missing or damaged, or are of another model; nothing was changed then.
     """
     # Read aside, in host memory: a load that fails half-way leaves the model as it was.
-    options = StateDictOptions(cpu_offload=True)
+    options = StateDictOptions(cpu_offload=True, ignore_frozen_params=trained_alone, strict=not trained_alone)
     state = _state(model, optimizer, tp_rank, options)
     if any(parameter.device.type == "cpu" for parameter in model.parameters()):
         state = tree_map_only(torch.Tensor, torch.clone, state)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...integration.quantize.fp8_blockwise import BLOCK
 from ...workers.engines.sglang.loader import LOADER
-from ..config.engines import needed_context
+from ..config.engines import VLLM_LORA_RANKS, needed_context
 from ..config.model import EXPERT_KEYS
 from ..config.schema import TrainConfig
 
@@ -40,6 +40,9 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
         arguments["attention_backend"] = vllm.attention_backend
     if vllm.max_num_seqs is not None:
         arguments["max_num_seqs"] = vllm.max_num_seqs
+    if config.policy.refit.lora == "adapter":
+        rank = min(size for size in VLLM_LORA_RANKS if size >= config.trainer.lora.rank)
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     if hf_config is not None and _has_plain_experts(hf_config) and generation.weight_dtype != "fp8":
         # By default vLLM takes FlashInfer's kernels where it finds them. They rearrange the experts while loading, and no
         # refit can then write them in place.

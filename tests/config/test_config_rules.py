@@ -27,6 +27,8 @@ EXPERTS = {
     "trainer.expert_parallel": 4,
     "trainer.expert_tensor_parallel": 2,
 }
+LORA = {"trainer.backend": "fsdp", "trainer.lora.rank": 4}
+ALONE = {"policy.refit.lora": "adapter"}
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,13 @@ EXPERTS = {
         (FP8, "give policy.refit.trainer_quantize_fp8=true"),
         ({"generation.backend": "sglang"} | FP8, "the sglang engine"),
         ({"policy.refit.lora": "adapter"}, "give merge"),
+        ({"trainer.lora.rank": 4}, "no effect with trainer.backend=megatron"),
+        (LORA | {"trainer.lora.target_modules": []}, "names no layer"),
+        ({"trainer.ranks": 2, "trainer.tensor_parallel": 2} | LORA, "give trainer.tensor_parallel=1"),
+        (LORA | VLLM | {"generation.vllm.load_format": "dummy"} | ALONE, "leaves random"),
+        (LORA | {"generation.tensor_parallel": 2} | ALONE, "more generation.replicas"),
+        (VLLM | ALONE | LORA | {"trainer.lora.rank": 600}, "above 512"),
+        (LORA | {ENABLED: True} | ALONE, "discard as they sleep"),
         ({"trainer.optimizer.lr_decay": "linear", "trainer.optimizer.min_lr": 1.0}, "would rise"),
         ({"trainer.ranks": 4, "trainer.context_parallel": 2}, "whole rows"),
         ({"trainer.virtual_pipeline": 2}, "more stages"),
@@ -90,6 +99,8 @@ def test_what_cannot_be_is_one_violation_of_its_key(config_of, values: dict[str,
         {"reward.function": "my.rewards.score"},
         {"reward.function": "my.rewards:score"},
         SHARED | {"generation.colocated.multi_stage_wake_up": False},
+        LORA,
+        VLLM | LORA | {"generation.tensor_parallel": 2} | ALONE,
     ],
 )  # fmt: skip
 def test_what_can_be_is_no_violation(config_of, values: dict[str, Any]) -> None:

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlrefit.integration.colocated.stages import StageRefused
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.errors import RefitError
+from rlrefit.workers.engines.common.destination_mixin import DestinationRefitMixin
+from rlrefit.workers.engines.transformers.colocated import TransformersSleeper
 from rlrefit.workers.lora import AdapterSettings, lora_violations, split_name
 
 _MERGE, _ADAPTER = RefitConfig(), RefitConfig(lora="adapter")
@@ -44,3 +53,19 @@ def test_settings_and_names_survive_the_wire() -> None:
     assert split_name(f"{prefix}model.q_proj.lora_A.weight") == ("model.q_proj", "A")
     assert split_name(f"{prefix}model.embed_tokens.lora_embedding_B") == ("model.embed_tokens", "B")
     assert split_name(f"{prefix}lm_head.weight") is None
+
+
+def test_no_adapter_is_to_come_alone_to_base_weights_that_a_failed_refit_or_a_sleep_has_spoiled() -> None:
+    worker = DestinationRefitMixin()
+    worker.refit_state.mark_dirty(3)
+    with pytest.raises(RefitError) as error:
+        worker.join_refit({}, 1, {"lora": "adapter"})
+    assert (error.value.stage, worker.refit_state.dirty) == ("settings", True)
+
+    model = torch.nn.Linear(2, 2)
+    held = model.weight.detach().clone()
+    model.device = torch.device("cpu")
+    sleeper = TransformersSleeper(SimpleNamespace(model=model, brings_adapter=True))  # type: ignore[arg-type]
+    with pytest.raises(StageRefused):
+        sleeper.sleep(2)
+    assert model.weight.equal(held)

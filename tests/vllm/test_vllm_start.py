@@ -266,7 +266,10 @@ def test_discarded_weights_are_not_run_before_a_refit(worker: Any):
     worker.wake_up()
     with pytest.raises(EngineDirty, match="level 2"):
         worker.run(1)
+    with pytest.raises(RefitError):  # an adapter alone leaves them undefined
+        worker.guard.require_base()
     worker.guard.refitted()
+    worker.guard.require_base()
     assert worker.run(2) == "ran 2"
 
 

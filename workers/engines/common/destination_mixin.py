@@ -23,6 +23,8 @@ class DestinationRefitMixin:
 
     # Of engines whose weights may be asleep or undefined.
     guard: WeightsGuard | None = None
+    # Whether the refits of this epoch, or of the last one, bring a LoRA adapter and no other weight.
+    brings_adapter = False
     _refit_session: RefitSession | None = None
     _refit_state: ServingState | None = None
 
@@ -67,9 +69,18 @@ class DestinationRefitMixin:
 
         Raises:
             RefitMismatch, PlanError, RefitTimeout, PeerLost: nothing has been written then.
+            RefitError: an adapter alone is to come to base weights that are not whole.
         """
         self.close_refit()
         config = RefitConfig(**refit_config)
+        if config.lora == "adapter" and self.refit_state.dirty and not self.brings_adapter:
+            raise RefitError(
+                f"policy.refit.lora is adapter, but refit {self.refit_state.dirty_since} may have written this engine's base weights in "
+                "part, or they were discarded, and an adapter brings none of them. Nothing has moved; run a refit with lora=merge "
+                "to its end, or reload the engine",
+                stage="settings",
+            )
+        self.brings_adapter = config.lora == "adapter"
 
         def make_destination() -> WeightDestination:
             destination = (
@@ -109,6 +120,8 @@ class DestinationRefitMixin:
         if self.guard is not None:
             try:
                 self.guard.require_awake()
+                if self.brings_adapter:
+                    self.guard.require_base()
             except RefitError:
                 self.close_refit()
                 raise

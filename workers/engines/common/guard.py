@@ -101,6 +101,20 @@ class WeightsGuard:
                 stage="handshake",
             )
 
+    def require_base(self) -> None:
+        """Check before a refit meets other ranks that brings a LoRA adapter alone.
+
+        Raises:
+            RefitError: the weights that it belongs to have no defined values. Nothing was written.
+        """
+        if self._undefined:
+            raise RefitError(
+                f"{self._undefined}, and policy.refit.lora=adapter brings no weights of the base model, so the engine would generate "
+                "from undefined values. Nothing was written. Give policy.refit.lora=merge on all ranks of both sides, or keep the "
+                "weights: load_format=auto, and sleep_level 1",
+                stage="handshake",
+            )
+
     def slept(self, tags: Iterable[str]) -> None:
         """Note that memory was released, by the engine's tags."""
         self._asleep |= frozenset(tags)

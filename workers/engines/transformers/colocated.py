@@ -42,8 +42,15 @@ class TransformersSleeper:
         """As :meth:`~rlrefit.integration.colocated.stages.SleepingEngine.sleep`; until a refit commits nothing is generated.
 
         Raises:
-            StageRefused: level 1, which would keep the weights where they are: in host memory.
+            StageRefused: level 1, which would keep the weights where they are: in host memory; or refits bring an adapter alone,
+                and so no base weights back.
         """
+        if self._engine.brings_adapter:
+            raise StageRefused(
+                "policy.refit.lora is adapter, so that no refit would bring back the base weights, which a sleep discards. Nothing "
+                "has changed; set it to merge",
+                stage="sleep",
+            )
         if level != 2:
             raise StageRefused(
                 f"sleep_level is {level}, but on a CPU the weights are in host memory already. Nothing has changed; give 2",

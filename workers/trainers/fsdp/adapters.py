@@ -86,10 +86,15 @@ def base_model(model: torch.nn.Module) -> torch.nn.Module:
     return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
 
 
-def has_adapters(model: torch.nn.Module) -> bool:
-    """Whether peft put anything into the base model ``model``."""
+def adapter_layers(model: torch.nn.Module) -> list[Any]:
+    """The layers that peft put into the base model ``model``."""
     peft = sys.modules.get("peft.tuners.tuners_utils")
-    return peft is not None and any(isinstance(module, peft.BaseTunerLayer) for module in model.modules())
+    return [] if peft is None else [each for each in model.modules() if isinstance(each, peft.BaseTunerLayer)]
+
+
+def has_adapters(model: torch.nn.Module) -> bool:
+    """Whether there are any."""
+    return bool(adapter_layers(model))
 
 
 class Adapters:

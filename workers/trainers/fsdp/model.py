@@ -64,6 +64,7 @@ def build_fsdp(
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
     recompute: bool = False,
+    lora: Any = None,
 ) -> FSDPModel:
     """Build this rank's part of the model and load its weights; every rank calls it.
 
@@ -83,6 +84,8 @@ def build_fsdp(
             backward pass.
         cpu_offload: keep shards, gradients and the optimizer's state in host memory.
         recompute: compute every layer's activations again in the backward pass.
+        lora: peft's ``LoraConfig``: its factors alone are trained, and their shards are float32, whatever ``keep_dtype`` is. Rank 0
+            draws them from torch's generator.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised.
@@ -90,6 +93,10 @@ def build_fsdp(
             FP32 that FSDP can't gather apart.
         CheckpointMismatch: the checkpoint is incomplete, damaged, or of another shape; the same on all ranks.
     """
+    if lora is not None and layout.tensor_parallel > 1:
+        raise ValueError(
+            "transformers has no tensor-parallel plan for LoRA's factors; give tensor_parallel 1"
+        )
     folder, config = check_on_all_ranks(model_path, layout)
     _set_for_reinforcement_learning(config)
     device = rank_device()
@@ -100,6 +107,9 @@ def build_fsdp(
         mesh_dim_names=("replicate", "shard", "tp"),
     )
     model, cut, loaded = _unsharded(folder, config, keep_dtype, mesh)
+    if lora is not None:
+        for each in (model, loaded) if loaded is not None else (model,):
+            _add_factors(each, lora)
     layers, precise = _layers(model), _precise_modules(model, dtype)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -107,7 +117,7 @@ def build_fsdp(
         "mesh": mesh["replicate", "shard"] if layout.replicate > 1 else mesh["shard"],
         "reshard_after_forward": reshard_after_forward,
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=None if dtype == keep_dtype else dtype, reduce_dtype=torch.float32
+            param_dtype=None if dtype == keep_dtype and lora is None else dtype, reduce_dtype=torch.float32
         ),
     }
     if cpu_offload:
@@ -156,6 +166,16 @@ def _unsharded(
     shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
     cut = frozenset(n for n, parameter in part.named_parameters() if parameter.shape != shapes[n])
     return part, cut, None
+
+
+def _add_factors(model: torch.nn.Module, lora: Any) -> None:
+    """Put LoRA's factors into the layers; on a model without memory they have none."""
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(lora, model, low_cpu_mem_usage=next(model.parameters()).is_meta)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
 
 
 def _set_for_reinforcement_learning(config: Any) -> None:

@@ -1,0 +1,68 @@
+"""Runs of the recipes that train LoRA: merged on its way to the engine, and the adapter alone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.ahead import FoundAhead, keeping_time
+
+from .command import numbers
+from .shared_cluster import on_shared_cluster
+from .test_fsdp_runs import Ran, run
+
+SAVED, STEPS = 2, 4
+LORA = (
+    *("trainer.lora.rank=4", "trainer.lora.alpha=32", "trainer.optimizer.lr=0.01"),
+    *("algorithm.kl_coef=0.01", "algorithm.minibatches=1"),
+    *(f"algorithm.steps={STEPS}", f"checkpoint.every={SAVED}", "checkpoint.keep=3"),
+)
+ALONE = ("policy.refit.lora=adapter", "generation.tensor_parallel=1")
+
+
+def _train_adapters(folder: Path, ray_address: str) -> dict[str, Ran]:
+    """A run with merged weights, one with the adapter alone in BF16, and what goes on from that one's first checkpoint."""
+    alone = (*LORA, *ALONE, "model.dtype=bfloat16")
+    ran = {
+        "merged": run("grpo_tiny", folder / "merged", ray_address, *LORA),
+        "alone": run("grpo_tiny", folder / "alone", ray_address, *alone),
+    }
+    shutil.copytree(folder / "alone", folder / "resumed")
+    shutil.rmtree(folder / "resumed" / "grpo_tiny" / "checkpoints" / f"step_{STEPS:06d}")
+    ran["resumed"] = run("grpo_tiny", folder / "resumed", ray_address, *alone, "resume=true")
+    return ran
+
+
+@keeping_time
+def train_adapters(folder: Path) -> dict[str, Ran]:
+    return on_shared_cluster(_train_adapters, folder)
+
+
+AHEAD = (train_adapters,)
+
+
+@pytest.mark.parametrize(("name", "largest_kl"), [("merged", 1e-6), ("alone", 1e-2)])
+def test_the_engine_follows_the_adapter_and_the_reference_policy_is_the_model_without_it(
+    name: str, largest_kl: float, found_ahead: FoundAhead
+) -> None:
+    rows = found_ahead.by(train_adapters)[name].rows
+    assert [row["weights/version"] for row in rows] == list(range(STEPS))
+    assert max(row["generation_kl"] for row in rows) < largest_kl
+    assert rows[0]["train/ref_kl"] < 1e-6 < 1e-4 < rows[-1]["train/ref_kl"]
+
+
+def test_the_adapter_alone_is_a_small_part_of_the_weights(found_ahead: FoundAhead) -> None:
+    ran = found_ahead.by(train_adapters)
+    merged, alone = (ran[name].rows[-1]["refit/bytes_bulk"] for name in ("merged", "alone"))
+    assert 0 < alone < 0.05 * merged
+
+
+def test_a_checkpoint_has_the_adapter_alone_and_a_run_goes_on_from_it(found_ahead: FoundAhead) -> None:
+    ran = found_ahead.by(train_adapters)
+    assert f"resuming after step {SAVED}" in ran["resumed"].said
+    assert numbers(ran["resumed"].rows) == numbers(ran["alone"].rows)
+    saved = ran["alone"].folder / "checkpoints" / f"step_{SAVED:06d}"
+    size = sum(file.stat().st_size for file in saved.rglob("*.distcp"))
+    assert 0 < size < 0.5 * ran["merged"].rows[-1]["refit/bytes_bulk"]
