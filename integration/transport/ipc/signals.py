@@ -6,6 +6,7 @@ copies, on the same stream, and the receiver polls. The senders write their chec
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import torch
@@ -15,6 +16,8 @@ from ...gpu_memory.driver import call
 # A signal is 64 bits wide so that checksums lie aligned behind it; its lower half holds the number.
 SIGNAL_BYTES = 8
 CHECKSUM_BYTES = 16
+# Seconds within which a copy of a few bytes to the host is usually done.
+_COPY_S = 5e-5
 
 
 def data_landed(refit: int) -> int:
@@ -76,15 +79,19 @@ class SignalBuffer:
         return int(self.checksums.data_ptr()) + CHECKSUM_BYTES * self._first[sender]
 
     def missing(self, number: int) -> list[int] | None:
-        """The senders that have not signalled ``number`` or a later one; None while the answer is on its way. Does not wait."""
+        """The senders that have not signalled ``number`` or a later one; None while the answer is on its way, which it waits for only
+        for as long as it usually takes."""
         # One copy to the host at a time, on a stream of its own: nothing on the caller's stream is waited for.
         if not self._copying:
             with torch.cuda.stream(self._stream):
                 self._on_host.copy_(self._signals, non_blocking=True)
                 self._copied.record()
             self._copying = True
-        if not self._copied.query():
-            return None
+        # A pause of the caller's takes longer, and would come between the question and the answer each time.
+        until = time.monotonic() + _COPY_S
+        while not self._copied.query():
+            if time.monotonic() > until:
+                return None
         self._copying = False
         self._seen = self._on_host.tolist()
         return [sender for sender, last in zip(self.senders, self._seen, strict=True) if last < number]
