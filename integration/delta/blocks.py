@@ -102,7 +102,8 @@ def alignment(itemsize: int) -> int:
 
 def bits(view: torch.Tensor) -> Bits:
     """A contiguous CPU tensor's elements as signed numbers of their size."""
-    flat = view.detach().reshape(-1).view(torch.uint8).numpy()
+    # Not numpy(), after which torch refuses to free the storage, as trainers do that offload.
+    flat = np.from_dlpack(view.detach().reshape(-1).view(torch.uint8))
     return flat.view(f"<i{view.element_size()}")
 
 

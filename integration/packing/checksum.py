@@ -60,7 +60,8 @@ def _partial(view: torch.Tensor, offset: int) -> torch.Tensor:
     """What a view adds whose packed bytes begin at byte ``offset`` of the message."""
     # as_strided, since one element counts as contiguous whatever its stride is, and could not be seen as bytes.
     flat = view.detach().contiguous().as_strided((view.numel(),), (1,))
-    raw = flat.view(torch.uint8).numpy()
+    # Not numpy(), after which torch refuses to free the storage, as trainers do that offload.
+    raw = np.from_dlpack(flat.view(torch.uint8)).view(np.uint8)
     first = min(-offset % 4, raw.size)
     last = raw.size - (raw.size - first) % 4
     total = _sums(raw[first:last].view("<u4"), (offset + first) // 4)

@@ -9,6 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.delta import blocks
 from rlrefit.integration.errors import PeerLost, RefitError
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.packing import make_checksums, make_copy
@@ -77,6 +78,14 @@ def test_what_the_host_copies_is_not_kept_and_an_error_once_it_is_freed() -> Non
     assert watched() is None
     with pytest.raises(RefitError, match=r"weight was freed after the refit had begun"):
         by_host.launch()
+
+
+def test_a_storage_that_was_summed_can_be_freed_and_taken_back_as_before() -> None:
+    held = torch.randn(64)
+    make_checksums([(held[8:24], 0)], CPU).compute(torch.zeros(2, dtype=torch.int64))
+    blocks.bits(held[8:24])
+    held.untyped_storage().resize_(0)
+    held.untyped_storage().resize_(256)
 
 
 @pytest.mark.parametrize("verify", ["sampled", "full"])
