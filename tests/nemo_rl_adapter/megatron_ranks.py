@@ -70,7 +70,11 @@ def _verl_actor(rank: int, built: Any, folder: Path, refits: Callable[..., list[
     rollout = {"name": "vllm", "dtype": "bfloat16", "engine_kwargs": {"vllm": vllm}}
     asked = {"actor": {"strategy": "megatron"}, "rollout": rollout, "model": {}}
     engine = SimpleNamespace(
-        module=built.model, bridge=built.bridge, is_param_offload_enabled=False, vanilla_bridge=False
+        module=built.model,
+        bridge=built.bridge,
+        is_param_offload_enabled=False,
+        vanilla_bridge=False,
+        engine_config=SimpleNamespace(use_megatron_fsdp=False),
     )
     worker = SimpleNamespace(actor=SimpleNamespace(engine=engine), config=OmegaConf.create(asked))
     side = source_of(worker, RefitConfig(**CONFIG))

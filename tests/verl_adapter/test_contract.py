@@ -252,9 +252,7 @@ def test_examples_tell_at_once_all_that_the_host_lacks(
 
 
 def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
-    engine = SimpleNamespace(
-        module=None, is_param_offload_enabled=False, _qat_enabled=True, vanilla_bridge=True
-    )
+    engine = SimpleNamespace(module=None, is_param_offload_enabled=False, _qat_enabled=True)
     asked = {
         "actor": {"strategy": "veomni"},
         "rollout": {
@@ -273,10 +271,28 @@ def test_a_run_that_has_no_shards_to_send_is_refused_with_all_reasons() -> None:
             RefitConfig(),
         )
     for part in (
-        *("veomni", "mbridge", "quantization-aware", "sglang", "lora.merge", EXTENSION),
+        *("veomni", "quantization-aware", "sglang", "lora.merge", EXTENSION),
         *("quantization is fp8", "nccl_xfer_shards.trainer_quantize_fp8=true", "megatron.qat"),
         *("vllm.quantization is awq", "enable_rollout is true", "speculative_config", "backend=nccl_xfer"),
     ):
+        assert part in str(error.value)
+
+
+def test_a_megatron_engine_is_asked_which_of_its_kinds_it_is() -> None:
+    engine = SimpleNamespace(module=None, is_param_offload_enabled=False, bridge=None, vanilla_bridge=True)
+    rollout = {
+        "name": "vllm",
+        "dtype": "bfloat16",
+        "engine_kwargs": {"vllm": {"worker_extension_cls": EXTENSION}},
+    }
+    config = OmegaConf.create({"actor": {"strategy": "megatron"}, "rollout": rollout, "model": {}})
+    worker = SimpleNamespace(actor=SimpleNamespace(engine=engine), config=config)
+    with pytest.raises(UnsupportedVerl, match=r"no actor\.engine\.engine_config\.use_megatron_fsdp"):
+        source_of(worker, RefitConfig())
+    engine.engine_config = SimpleNamespace(use_megatron_fsdp=True)
+    with pytest.raises(RefitError) as error:
+        source_of(worker, RefitConfig())
+    for part in ("vanilla_mbridge=false", "use_megatron_fsdp=false"):
         assert part in str(error.value)
 
 

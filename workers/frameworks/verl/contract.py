@@ -50,6 +50,12 @@ _ACTOR = (
     "config.rollout.dtype",
     "config.model",
 )
+# Of one with verl's Megatron engine, besides.
+_MEGATRON_ACTOR = (
+    "actor.engine.bridge",
+    "actor.engine.vanilla_bridge",
+    "actor.engine.engine_config.use_megatron_fsdp",
+)
 
 
 class UnsupportedVerl(ImportError):
@@ -104,6 +110,8 @@ def require_supported_actor(worker: Any) -> None:
         UnsupportedVerl: names the version and all that is missing.
     """
     absent = [path for path in _ACTOR if not _has(worker, path)]
+    if not absent and worker.config.actor.strategy == "megatron":
+        absent = [path for path in _MEGATRON_ACTOR if not _has(worker, path)]
     if absent:
         raise UnsupportedVerl(
             f"verl {installed_version()} is not supported by rlrefit's shard to shard, which is written for {TESTED}: its "

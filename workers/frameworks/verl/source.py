@@ -78,8 +78,16 @@ def _violations(engine: Any, strategy: str, rollout: Any, model: Any, config: Re
     found = []
     if strategy not in _STRATEGIES:
         found.append(f"actor.strategy is {strategy}; its shards are known for {', '.join(_STRATEGIES)}")
-    if getattr(engine, "vanilla_bridge", False):
-        found.append("the Megatron engine was built with mbridge; set actor.megatron.vanilla_mbridge=false")
+    if strategy == "megatron":
+        if engine.vanilla_bridge:
+            found.append(
+                "the Megatron engine was built with mbridge; set actor.megatron.vanilla_mbridge=false"
+            )
+        if engine.engine_config.use_megatron_fsdp:
+            found.append(
+                "Megatron-FSDP keeps its shards in buffers for which there are no rules; set "
+                "actor.megatron.use_megatron_fsdp=false"
+            )
     if getattr(engine, "_qat_enabled", False):
         found.append("verl's quantization-aware training changes weights in its export, after the shards")
     if rollout.name != "vllm":
