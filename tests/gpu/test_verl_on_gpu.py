@@ -1,4 +1,4 @@
-"""verl's own correctness test of checkpoint engines, with ours, on two GPUs: an FSDP2 actor, and a live vLLM server.
+"""verl's own correctness test of checkpoint engines, with ours, on GPUs: FSDP2 or Megatron actors, and a live vLLM server.
 
 verl's compares with a mock of the engine; here every live parameter of vLLM is compared, after it was made a NaN.
 """
@@ -34,6 +34,9 @@ FULL = (
 # verl patches vLLM's FP8 layers, and the actor makes codes and scales.
 FP8 = (f"{ROLLOUT}.quantization=fp8", f"+{ENGINE}.engine_kwargs.nccl_xfer_shards.trainer_quantize_fp8=true")
 
+# The last two are of Bridge's training configuration, which verl's engine imports. Two actors at TP2, and a server.
+MEGATRON = needs("megatron", "transformer_engine", "webdataset", "tensorboard", gpus=3)
+
 
 @pytest.mark.parametrize(
     "overrides",
@@ -43,29 +46,54 @@ FP8 = (f"{ROLLOUT}.quantization=fp8", f"+{ENGINE}.engine_kwargs.nccl_xfer_shards
 def test_three_changed_updates_land_in_the_live_parameters_bit_for_bit(
     overrides: tuple[str, ...], tmp_path: Path, record_property: Any
 ) -> None:
-    from tests.verl_adapter.fleet import expected, shard_fleet
-
     fp8 = overrides is FP8
     checkpoint = make_checkpoint("qwen3", tmp_path / "model")
-    env = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    env = {}
     if fp8:
         write_checkpoint(
             checkpoint, 0, fp8=False
         )  # of sizes that vLLM's FP8 kernels take, with the other's tokenizer
         env["VLLM_USE_DEEP_GEMM"] = "0"  # which would want powers of two as scales
-    seconds: list[float] = []
-    answers: list[list[float]] = []
-    with shard_fleet(tmp_path, checkpoint, env, 1, 1, overrides) as fleet:
-        manager = fleet.manager(0)
-        for version in (1, 2, 3):
-            metrics = fleet.update(manager, version)
-            seconds.append(metrics["checkpoint_engine/seconds"])
-            found = fleet.held(0)
-            assert found["parameters"] == expected(checkpoint, version, fp8=fp8)
-            if overrides is not FULL:
-                assert found["version"] == {"version": version}
-            _, logprobs, told = fleet.generate(0)
-            assert told == version
-            assert logprobs not in answers  # not from what a cache holds of the version before
-            answers.append(logprobs)
+    seconds = _three_updates(
+        tmp_path, checkpoint, env, overrides, fp8=fp8, tells_version=overrides is not FULL
+    )
     record_property("warm_update_seconds", statistics.median(seconds[1:]))
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        pytest.param(False, marks=MEGATRON, id="on_the_gpus"),
+        pytest.param(True, marks=MEGATRON, id="offloaded_between_updates"),
+    ],
+)
+def test_three_changed_updates_of_verls_megatron_engine_land_bit_for_bit(
+    offload: bool, tmp_path: Path, record_property: Any
+) -> None:
+    from tests.verl_adapter.megatron_actor import MegatronActor
+
+    checkpoint = make_checkpoint("qwen3", tmp_path / "model")
+    overrides = (f"actor_rollout_ref.actor.megatron.param_offload={str(offload).lower()}",)
+    seconds = _three_updates(tmp_path, checkpoint, {}, overrides, actors=2, actor_class=MegatronActor)
+    record_property("warm_update_seconds", statistics.median(seconds[1:]))
+
+
+def _three_updates(
+    folder: Path,
+    checkpoint: Path,
+    env: dict[str, str],
+    overrides: tuple[str, ...],
+    *,
+    actors: int = 1,
+    fp8: bool = False,
+    tells_version: bool = True,
+    **more: Any,
+) -> list[float]:
+    """The seconds of each."""
+    from tests.verl_adapter.fleet import seconds_of_updates, shard_fleet
+
+    env = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **env}
+    with shard_fleet(folder, checkpoint, env, actors, 1, overrides, **more) as fleet:
+        return seconds_of_updates(
+            fleet, checkpoint, fleet.manager(0), (1, 2, 3), fp8=fp8, tells_version=tells_version
+        )

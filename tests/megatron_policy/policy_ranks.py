@@ -133,6 +133,8 @@ def one_rank(rank: int, trained: dict[str, Case]) -> dict[str, Any]:
         "tensor methods": (torch.Tensor.type, torch.Tensor.cuda) != loaded_megatron.METHODS,
         "modules": any(name.startswith("transformer_engine") for name in sys.modules),
         "current_device outside Megatron": current_device,
+        # As Bridge moves a model that was not asked for initialisation on CPUs.
+        "a model's device": next(policy.model[0].cuda().parameters()).device.type != "cpu",
     }
     return {
         "trained": reports,

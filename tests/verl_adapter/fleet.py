@@ -1,11 +1,11 @@
-"""verl's own actors (FSDP2) and its own vLLM replicas on a Ray cluster of one host, with shards between them."""
+"""verl's own actors and its own vLLM replicas on a Ray cluster of one host, with shards between them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,6 +95,32 @@ class ShardFleet:
         return [json.loads(line) for line in lines]
 
 
+def seconds_of_updates(
+    fleet: ShardFleet,
+    checkpoint: Path,
+    manager: CheckpointEngineManager,
+    versions: Sequence[int],
+    *,
+    fp8: bool = False,
+    tells_version: bool = True,
+) -> list[float]:
+    """Update the first replica to each version in turn, and hold all its parameters against it, and what it answers."""
+    seconds: list[float] = []
+    answers: list[list[float]] = []
+    for version in versions:
+        metrics = fleet.update(manager, version)
+        seconds.append(metrics["checkpoint_engine/seconds"])
+        found = fleet.held(0)
+        assert found["parameters"] == expected(checkpoint, version, fp8=fp8)
+        if tells_version:
+            assert found["version"] == {"version": version}
+        _, logprobs, told = fleet.generate(0)
+        assert told == version
+        assert logprobs not in answers  # not from what a cache holds of the version before
+        answers.append(logprobs)
+    return seconds
+
+
 def expected(checkpoint: Path, version: int, *, fp8: bool = False) -> dict[str, str]:
     """Digests of what vLLM's parameters have to be at a version, for a dense Qwen3 at TP1; its projections in FP8 blocks."""
     shapes = {name: tensor.shape for name, tensor in load_file(checkpoint / "model.safetensors").items()}
@@ -124,10 +150,12 @@ def shard_fleet(
     replicas: int,
     overrides: tuple[str, ...] = (),
     python: str = sys.executable,
+    actor_class: type = Actor,
 ) -> Iterator[ShardFleet]:
     """Actors, and replicas of one vLLM worker each, on a cluster of their own, whose workers ``python`` runs; a GPU of
     Ray's each."""
-    config = _config(folder, checkpoint, overrides).actor_rollout_ref
+    training = actor_class.TRAINING  # type: ignore[attr-defined]
+    config = _config(folder, checkpoint, (*training, *overrides)).actor_rollout_ref
     gpus = actors + replicas
     ray.init(
         num_cpus=2 * gpus,
@@ -141,7 +169,7 @@ def shard_fleet(
     )
     try:
         pool = RayResourcePool([actors], use_gpu=True, max_colocate_count=2, name_prefix="actors")
-        actor = RayClassWithInitArgs(ray.remote(Actor), config=config, role="actor")
+        actor = RayClassWithInitArgs(ray.remote(actor_class), config=config, role="actor")
         fused = RayWorkerGroup(
             resource_pool=pool, ray_cls_with_init=create_colocated_worker_cls({"actor": actor})
         )
@@ -172,11 +200,7 @@ def _config(folder: Path, checkpoint: Path, overrides: tuple[str, ...]) -> Any:
     wanted = [
         f"actor_rollout_ref.model.path={checkpoint}",
         "actor_rollout_ref.model.use_remove_padding=false",
-        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
         "actor_rollout_ref.hybrid_engine=false",
-        "actor_rollout_ref.actor.strategy=fsdp2",
-        "actor_rollout_ref.actor.use_torch_compile=false",
-        "actor_rollout_ref.actor.fsdp_config.use_torch_compile=false",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
         f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
         f"{_ROLLOUT}.name=vllm",

@@ -11,7 +11,18 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 
 
 class Actor(ActorRolloutRefWorker):
-    """As verl made it; its weights can be changed without training."""
+    """As verl made it; its weights can be changed without training.
+
+    Attributes:
+        TRAINING: verl's settings of such an actor.
+    """
+
+    TRAINING = (
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "actor_rollout_ref.actor.use_torch_compile=false",
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile=false",
+    )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def change(self, version: int) -> None:

@@ -146,6 +146,7 @@ def _replace_cuda_only_code() -> None:
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     distributed = distrib_optimizer.DistributedOptimizer
@@ -158,6 +159,8 @@ def _replace_cuda_only_code() -> None:
     LanguageModule.setup_embeddings_and_output_layer = _answering_as_cuda(
         LanguageModule.setup_embeddings_and_output_layer
     )
+    # Bridge moves each model to the device, unless it is asked for initialisation on CPUs.
+    MegatronModule.cuda = lambda module, device=None: module
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu
