@@ -2,10 +2,9 @@
 
 vLLM's build for x86 has three libraries of kernels, and asks torch for the CPU's features to choose one. They differ in more than
 speed: those for AVX-512 add up over shared memory in place of gloo, by waiting in loops, and lay the weights of experts whose sizes
-suit their kernels out in another way, so that refits take them by the engine's loader. Were each machine's tests to run on its own
-library, what passes on one could fail on the next. So they all take the machine for one with AVX2, which every CPU that vLLM runs on
-has. ``pytest --vllm-cpu`` takes another one, and ``vllm/test_vllm_cpus.py`` tries each. ``rlrefit bench --live`` starts vLLM anew, on
-the machine as it is.
+suit their kernels out in another way. Were each machine's tests to run on its own library, what passes on one could fail on the next.
+So they all take the machine for one with AVX2, which every CPU that vLLM runs on has. ``pytest --vllm-cpu`` takes another one, and
+``vllm/test_vllm_cpus.py`` tries each. ``rlrefit bench --live`` starts vLLM anew, on the machine as it is.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _stand_in_for_groups() -> None:
 _ROWS, _PAIR = 16, 2
 
 
-def _tiled(weight: torch.Tensor, isa: str, *, packed: bool) -> torch.Tensor:
+def tiled(weight: torch.Tensor, isa: str, *, packed: bool) -> torch.Tensor:
     """Experts' weights ``[experts, rows, columns]``, from the loader's layout to the kernels' or, if ``packed``, back."""
     experts, rows, columns = weight.shape
     width = _PAIR if isa == "amx" else 1
@@ -89,7 +89,7 @@ def _stand_in_for_experts() -> None:
 
     def prepack(weight: torch.Tensor, packed_weight: torch.Tensor, isa: str) -> None:
         torch._check(weight.shape[1] % 32 == 0, lambda: f"{weight.shape[1]} rows are no multiple of 32")
-        packed_weight.copy_(_tiled(weight, isa, packed=False))
+        packed_weight.copy_(tiled(weight, isa, packed=False))
 
     def compute(
         output: torch.Tensor,
@@ -108,7 +108,7 @@ def _stand_in_for_experts() -> None:
             w13.shape[1] % 64 == 0, lambda: f"{w13.shape[1]} rows of gate and up are no multiple of 64"
         )
         torch._check(w2.shape[1] % 32 == 0, lambda: f"{w2.shape[1]} rows of down are no multiple of 32")
-        up, down = (_tiled(weight, isa, packed=True).float() for weight in (w13, w2))
+        up, down = (tiled(weight, isa, packed=True).float() for weight in (w13, w2))
         total = torch.zeros(output.shape)
         for chosen_experts, share in zip(topk_id.long().T, topk_weights.T, strict=True):
             inner = torch.einsum("tk,tnk->tn", values.float(), up[chosen_experts])

@@ -18,7 +18,8 @@ import torch
 
 from .boxes import Box
 
-_BASE = 128
+_BITS = 7
+_BASE = 1 << _BITS
 # Each type's bits as integers, and the lowest of its exponent, without which it is finite.
 _FINITE = {
     torch.bfloat16: (torch.int16, 1 << 7),
@@ -87,7 +88,6 @@ def recover(
     step: Step,
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     device: torch.device,
-    known: Mapping[str, Rearrangement] | None = None,
 ) -> dict[str, Rearrangement]:
     """Find out where ``step`` puts the elements of tensors, each of which must stay in memory of its own.
 
@@ -95,7 +95,6 @@ def recover(
         step: the same for whatever values.
         tensors: shape and dtype by name; BF16, FP16 or FP32.
         device: on which the step works.
-        known: what it is thought to do. Is it so, one run tells.
 
     Raises:
         NotRearranged: it computes with values, joins tensors, changes a dtype, or has another order.
@@ -103,12 +102,6 @@ def recover(
     for name, (shape, dtype) in tensors.items():
         if dtype not in _FINITE or not prod(shape):
             raise NotRearranged(f"{name} is {dtype}{list(shape)}, which can't hold numbers of elements")
-    if known is not None and known.keys() == tensors.keys():
-        values = _noise(tensors, device)
-        if all(known[name].shape == tuple(shape) for name, (shape, _) in tensors.items()):
-            made = _run(step, tensors, values)
-            if all(_holds(known[name], values[name], made[name]) for name in tensors):
-                return dict(known)
     found = {name: _along_dimensions(runs, shape) for name, (shape, _), runs in _lines(step, tensors, device)}
     _prove(step, tensors, found, device)
     return found
@@ -255,8 +248,7 @@ def _noise(
 
 
 def _digit(numbers: torch.Tensor, power: int) -> torch.Tensor:
-    digits: torch.Tensor = numbers // _BASE**power % _BASE
-    return digits + 1
+    return ((numbers >> (_BITS * power)) & (_BASE - 1)) + 1
 
 
 def _digits_of(count: int) -> int:

@@ -11,9 +11,7 @@ from functools import cache
 
 import pytest
 
-from tests.gpu.vllm_checkpoints import read_checkpoint
 from tests.spawn import run_ranks
-from tests.vllm_cpu import PACKS_EXPERTS
 from tests.vllm_processes import vllm_processes
 
 from . import sglang_rank, transformers_rank, trtllm_rank, vllm_rank
@@ -47,13 +45,6 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def packed(engine: str, paths: list[str]) -> set[str]:
-    """Weights that an engine on a CPU holds in no layout that they are loaded in: experts of a vLLM that packs them all."""
-    packs = engine == "vllm" and PACKS_EXPERTS
-    return {name for name in read_checkpoint(paths[0]) if packs and ".mlp.experts." in name}
-
-
-@pytest.fixture
 def ranks(engine: str, shown: Callable[[str], list[Seen]]) -> list[Seen]:
     return shown(engine)
 
@@ -74,11 +65,9 @@ def test_an_engine_generates_after_what_has_committed_and_after_what_changed_not
         } == {}
 
 
-def test_all_weights_have_a_place_and_go_shard_to_shard(
-    engine: str, ranks: list[Seen], packed: set[str]
-) -> None:
+def test_all_weights_have_a_place_and_go_shard_to_shard(ranks: list[Seen]) -> None:
     for seen in ranks:
-        assert seen.misc.get("nccl_xfer", set()) == packed
+        assert seen.misc.get("nccl_xfer", set()) == set()
         assert seen.unused.get("nccl_xfer", 0) == 0
 
 
@@ -103,11 +92,11 @@ def test_a_weight_without_a_place_is_refused_by_name_or_told_as_unused(
 
 
 def test_a_weight_that_the_engine_computes_with_takes_the_misc_path_or_is_refused_by_name(
-    engine: str, ranks: list[Seen], packed: set[str]
+    engine: str, ranks: list[Seen]
 ) -> None:
     for seen in ranks:
         if engine in TRACED:
-            assert seen.misc["computed"] == {WHOLE} | packed
+            assert seen.misc["computed"] == {WHOLE}
         else:
             assert WHOLE in f"{seen.refused['computed'].parameter} {seen.refused['computed'].text}"
 

@@ -48,22 +48,25 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8 TP2": ("fp8", {"layout": Layout(tensor=2)}),
 }
 PACKED = [name for name, (_, options) in LAYOUTS.items() if options.get("packed")]
-_EXPERTS = {"moe_intermediate_size": PLAIN_EXPERTS}
-# Family → what its configuration has in published checkpoints, and vLLM goes by; and experts of a size that stays as it is loaded.
+# Experts of a size that stays as it is loaded or, of a vLLM that packs all on CPUs, is packed without padding on two ranks too.
+_SIZE = 64 if PACKS_EXPERTS else PLAIN_EXPERTS
+_EXPERTS = {"moe_intermediate_size": _SIZE}
+# Family → what its configuration has in published checkpoints, and vLLM goes by; and the experts' size.
 FAMILIES: dict[str, dict[str, Any]] = {
     **{
         name: {}
         for name in ("llama", "qwen2", "qwen3", "qwen3-tied", "mistral", "gemma2", "gemma3", "nemotron_h")
     },
     **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe-stacked"), _EXPERTS),
-    **{name: {"intermediate_size": PLAIN_EXPERTS} for name in ("mixtral", "gpt_oss")},
+    **{name: {"intermediate_size": _SIZE} for name in ("mixtral", "gpt_oss")},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, **_EXPERTS},
 }
 # A vocabulary that vLLM does not pad on two ranks.
 UNPADDED = {"vocab_size": 64, "max_position_embeddings": 256}
 IN_FAMILIES = [f"{family} TP{size}" for family, size in itertools.product(FAMILIES, (1, 2))]
-# Of a vLLM that packs all experts on CPUs, and has a class of its own for some routers.
-PACKED_PARTS = (("experts.", "packed"), ("mlp.gate.", "of its own class")) if PACKS_EXPERTS else ()
+# Of a vLLM that has a class of its own for some routers, and packs all experts on CPUs, padded to sizes of its kernel.
+OWN_PARTS = (("mlp.gate.", "of its own class"),) if PACKS_EXPERTS else ()
+PADDED_PARTS = (("experts.", "padded"),) if PACKS_EXPERTS else ()
 
 
 class Results(dict[str, list[RankResult]]):
@@ -126,7 +129,7 @@ def test_a_refit_gives_what_vllm_loads_from_the_new_checkpoint_and_back_again(re
 def test_all_of_a_family_that_vllm_holds_as_it_is_loaded_goes_in_place(results: Results, case: str):
     family = case.rpartition(" ")[0]
     # Mixtral stands in no table: no trainer of these tests has it.
-    parts = (*VLLM.misc.get(family, ()), *PACKED_PARTS)
+    parts = (*VLLM.misc.get(family, ()), *OWN_PARTS)
     layers = config_of(family, short=True)["num_hidden_layers"]
     for rank in results[case]:
         assert len(rank.bulk) > 10
@@ -144,10 +147,13 @@ def test_every_family_of_the_table_is_refitted_here():
     assert {*VLLM.misc, "mixtral"} == {*FAMILIES}
 
 
-@pytest.mark.parametrize("case", ["tied", "moe", "dense TP2", "moe TP2", "moe EP2", "tied PP2"])
-def test_unpacked_weights_all_take_the_bulk_path(results: Results, case: str):
+@pytest.mark.parametrize(
+    "case", ["tied", "moe", "moe packable", "dense TP2", "moe TP2", "moe EP2", "tied PP2"]
+)
+def test_weights_that_are_not_padded_all_take_the_bulk_path(results: Results, case: str):
+    parts = OWN_PARTS if case == "moe packable" else (*OWN_PARTS, *PADDED_PARTS)
     for rank in results[case]:
-        assert {name for name in rank.misc if not is_of(name, PACKED_PARTS)} == set()
+        assert {name for name in rank.misc if not is_of(name, parts)} == set()
 
 
 @pytest.mark.parametrize(
@@ -175,7 +181,7 @@ def test_expert_parallel_ranks_want_their_own_experts_whole(results: Results):
         wanted = {name for name in rank.bulk | rank.misc if ".mlp.experts." in name}
         assert {name.split(".")[5] for name in wanted} == own
         if PACKS_EXPERTS:
-            continue  # which come whole
+            continue  # which come whole, being padded
         assert all(box == ((0, 24), (0, 64)) for n in wanted if "gate_proj" in n for box in rank.bulk[n])
 
 

@@ -17,7 +17,7 @@ def write_fragments(fragments: list[Fragment], tensors: dict[str, torch.Tensor])
     for fragment in fragments:
         fragment.view.fill_(torch.nan)
     for fragment in fragments:
-        fragment.view.copy_(tensors[fragment.name][tuple(slice(a, b) for a, b in fragment.box)])
+        fragment.view.copy_(fragment.part_of(tensors[fragment.name]))
 
 
 def refit(

@@ -14,13 +14,14 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import prod
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
 
 from ....integration.errors import PlanError, RefitError
 from ....integration.layout import Fragment
+from ....integration.layout.rearrangement import Rearrangement
 from ....integration.quantize.formats import Format
 from ....integration.weights.endpoints import StorageLook
 from ....integration.weights.manifest import TensorSpec
@@ -297,12 +298,9 @@ class TracedDestination[Found: Routes, Layout: ModuleLayout, Blocks: HoldsCodes]
             promised = promised_modules(trace, blocks, self._promised)
             layouts = self._layouts(twin, {m for modules in owners.values() for m in modules}, promised)
             after = frozenset(name for name, _ in twin.named_parameters())
-        trace = _after_swaps(trace, before, layouts)
+        trace, layouts, reasons = _routed(_after_swaps(trace, before, layouts), before, owners, layouts)
         traced = Traced(manifest, trace, owners, layouts, blocks, promised, before, after)
         self._check(traced)
-        blocked = {name: layout.reason for name, layout in layouts.items() if layout.reason}
-        separable = {name for name, layout in layouts.items() if layout.separable}
-        reasons = spread_over_modules(trace, owners, blocked, separable)
         landings = {name: found for name, found in trace.landings.items() if name not in reasons and found}
         logger.info(
             "refit destination: %d fragments of %d tensors are written in place, %d tensors take the misc path",
@@ -374,6 +372,72 @@ def _trace(twin: nn.Module, manifest: Manifest) -> LoaderTrace:
 def _strided(parameters: Mapping[str, torch.Tensor]) -> _Strided:
     """What decides where a landing lies in the parameters."""
     return {name: (p.shape, p.stride(), p.dtype) for name, p in parameters.items()}
+
+
+def _routed[Layout: ModuleLayout](
+    trace: LoaderTrace,
+    parameters: Mapping[str, torch.Tensor],
+    owners: Mapping[str, frozenset[str]],
+    layouts: Mapping[str, Layout],
+) -> tuple[LoaderTrace, dict[str, Layout], dict[str, str]]:
+    """The landings where the engine put them after loading, how modules take new weights, and why tensors take the misc path.
+
+    The loader can't write a module whose elements the engine put elsewhere. So if one of its tensors can't be written there, all of
+    them come as they would if nothing were known of the new places.
+    """
+    moved = {
+        name: tuple(_moved(at, parameters, layouts) for at in landings)
+        for name, landings in trace.landings.items()
+    }
+    # One rank sees a weight by the same axes everywhere.
+    unplaced = {
+        name
+        for name, landings in moved.items()
+        if None in landings or len({at.axes for at in landings if at is not None}) > 1
+    }
+    failed = {
+        module for name in unplaced for parameter in trace.touched[name] for module in owners[parameter]
+    }
+    # Zeros are filled where they are as loaded.
+    filled = (zeros.parameter for found in trace.zeros.values() for zeros in found)
+    failed |= {module for name in filled if _rearranged(name, layouts) for module in owners[name]}
+    if trace.unknown:
+        # One of these may reach any module.
+        failed |= layouts.keys()
+    found = dict(layouts)
+    while True:
+        for module in failed:
+            otherwise = found[module].otherwise
+            if otherwise is not None:
+                found[module] = cast(Layout, otherwise)
+        blocked = {name: layout.reason for name, layout in found.items() if layout.reason}
+        separable = {name for name, layout in found.items() if layout.separable}
+        reasons = spread_over_modules(trace, owners, blocked, separable)
+        loaded = {
+            module for name in reasons for parameter in trace.touched[name] for module in owners[parameter]
+        }
+        failed = {module for module in loaded if found[module].otherwise is not None}
+        if not failed:
+            break
+    landings = {
+        name: trace.landings[name] if name in reasons else tuple(at for at in to if at is not None)
+        for name, to in moved.items()
+    }
+    return replace(trace, landings=landings), found, reasons
+
+
+def _moved(
+    at: Landing, parameters: Mapping[str, torch.Tensor], layouts: Mapping[str, ModuleLayout]
+) -> Landing | None:
+    """A landing where the engine put its elements after loading; None if that is no box."""
+    by = _rearranged(at.parameter, layouts)
+    return at if by is None else at.rearranged(parameters[at.parameter], by)
+
+
+def _rearranged(name: str, layouts: Mapping[str, ModuleLayout]) -> Rearrangement | None:
+    module, _, parameter = name.rpartition(".")
+    layout = layouts.get(module)
+    return None if layout is None else layout.rearranged.get(parameter)
 
 
 def _after_swaps(

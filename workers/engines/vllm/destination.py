@@ -11,7 +11,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ....integration.errors import RefitError
+from ....integration.layout.rearrangement import NotRearranged
 from ....integration.quantize.formats import Format
 from ....integration.weights.manifest import TensorSpec
 from ..common.loader_trace.modules import IntegerTablesStayReal
@@ -32,6 +33,7 @@ from .compat import FP8, SPECULATIVE, require_supported_vllm
 from .completeness import absent_elements, check_complete, unused_parameters
 from .drafters import check_drafter, check_follows
 from .fp8 import BlockFp8, block_modules, tell_of_own_quantizers, uses_fp8
+from .kernel_layouts import KernelLayouts
 from .layouts import VllmLayout, module_layout
 from .reload import ScopedReload, copied_sinks, follows, packing_attention, refresh_derived_state
 
@@ -68,6 +70,7 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
         self._live = model
         self._vllm_config = vllm_config
         self._reset_caches = tuple(reset_caches)
+        self._kernel_layouts = KernelLayouts(vllm_config, device)
         super().__init__(device)
 
     @property
@@ -110,7 +113,14 @@ class VllmDestination(TracedDestination[VllmRoutes, VllmLayout, BlockFp8]):
         return block_modules(self._model)
 
     def _layout(self, name: str, live: nn.Module, twin: nn.Module, promised: bool) -> VllmLayout:
-        return module_layout(name, live, twin, promised)
+        layout = module_layout(name, live, twin, promised)
+        if not layout.reload:
+            return layout
+        try:
+            found = self._kernel_layouts.of(live, twin)
+        except NotRearranged as reason:
+            return replace(layout, reason=f"{layout.reason} ({reason})")
+        return layout if found is None else VllmLayout(placed=True, rearranged=found, otherwise=layout)
 
     def _check(self, traced: Traced[VllmLayout, BlockFp8]) -> None:
         check_follows(self._vllm_config, traced.trace)

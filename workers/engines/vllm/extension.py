@@ -121,7 +121,7 @@ class VllmRefitExtension(Refitted):
             loaded on this rank.
         """
         routes = self.refit_destination.routes(_read(manifest))
-        bulk = {name: " ".join(str(found.box) for found in at) for name, at in routes.landings.items()}
+        bulk = {name: " ".join(str(found.bounds) for found in at) for name, at in routes.landings.items()}
         return {"bulk": bulk, "misc": routes.reasons}
 
     @answered

@@ -23,9 +23,9 @@ from .fp8 import block_fp8
 
 ATTENTION_MODULES = (Attention, MLAAttention, MMEncoderAttention)
 # By name: a dense engine imports none of these, and what a later vLLM has under another name takes the misc path.
-_FUSED_MOE = "vllm.model_executor.layers.fused_moe"
-_UNQUANTIZED_EXPERTS = f"{_FUSED_MOE}.unquantized_fused_moe_method.UnquantizedFusedMoEMethod"
-_CPU_EXPERTS = f"{_FUSED_MOE}.cpu_fused_moe.CPUFusedMOE"
+FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+UNQUANTIZED_EXPERTS = f"{FUSED_MOE}.unquantized_fused_moe_method.UnquantizedFusedMoEMethod"
+CPU_EXPERTS = f"{FUSED_MOE}.cpu_fused_moe.CPUFusedMOE"
 # The one that kernels inherit, which does nothing.
 _NO_PACKING = "FusedMoEExperts.process_weights_after_loading"
 # Of vLLM's UnquantizedMoeBackend, those whose kernel format is the loader's: convert_to_unquantized_kernel_format returns both as
@@ -92,7 +92,7 @@ def _post_load_effect(live: nn.Module, method: Any) -> str:
         return ""
     if kind in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         return _cpu_packing(live) if current_platform.is_cpu() else ""
-    if kind_of(method) == _UNQUANTIZED_EXPERTS:
+    if kind_of(method) == UNQUANTIZED_EXPERTS:
         return _experts_effect(method)
     owner = type(live) if method is None else kind
     return f"process_weights_after_loading of {owner.__name__} may rewrite the layout"
@@ -129,7 +129,7 @@ def _experts_effect(method: Any) -> str:
     if packing := packing_experts(method):
         return f"process_weights_after_loading packs the experts for {packing}"
     kernel = getattr(method, "cpu_fused_moe", None)
-    if kind_of(kernel) != _CPU_EXPERTS:
+    if kind_of(kernel) != CPU_EXPERTS:
         return f"process_weights_after_loading packs the experts for {type(kernel).__name__}"
     if kernel.forward_method != kernel.forward_torch:
         return f"process_weights_after_loading packs the experts for the CPU's grouped GEMM ({kernel.isa})"
@@ -141,7 +141,7 @@ def packing_experts(method: Any) -> str:
 
     vLLM has such a kernel from 0.32 on CPUs, and calls its function once: not when weights are loaded again.
     """
-    if kind_of(method) != _UNQUANTIZED_EXPERTS:
+    if kind_of(method) != UNQUANTIZED_EXPERTS:
         return ""
     experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
     function = getattr(type(experts), "process_weights_after_loading", None)

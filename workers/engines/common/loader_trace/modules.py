@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
+from .....integration.layout.rearrangement import Rearrangement
 from .trace import LoaderTrace
 
 
@@ -23,11 +24,15 @@ class ModuleLayout:
         placed: bytes may be, but the engine's loader can't write it: its parameters are no longer as they are loaded. What
             comes over the misc path all the same is written where the trace saw it land.
         swapped: its parameters in which the engine swapped the two halves of the rows after loading.
+        rearranged: its parameters whose elements the engine put elsewhere after loading, and where.
+        otherwise: how it takes new weights that can't all be written as this says; None if it has no other way.
     """
 
     reason: str = ""
     placed: bool = False
     swapped: frozenset[str] = frozenset()
+    rearranged: Mapping[str, Rearrangement] = field(default_factory=dict)
+    otherwise: ModuleLayout | None = None
 
     @property
     def direct(self) -> bool:

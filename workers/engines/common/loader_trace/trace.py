@@ -15,7 +15,8 @@ from math import prod
 import torch
 
 from .....integration.errors import PlanError, RefitMismatch
-from .....integration.layout import Box, Fragment, overlap, volume
+from .....integration.layout import Axes, Box, Fragment, overlap, volume
+from .....integration.layout.rearrangement import Digit, Rearrangement
 from .recording import Recorder, StridedRegion, UntraceableOperation, Write
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ class Landing:
         box: the part that lands here.
         parameter: name of the engine's parameter.
         offset: first element of the place, counted in elements from the parameter's first element.
-        stride: strides of the place, in elements, one for each dimension of the checkpoint tensor.
+        stride: strides of the place, in elements, one for each dimension of the box.
+        axes: by which the box sees the checkpoint tensor, if not as it is.
     """
 
     name: str
@@ -43,6 +45,42 @@ class Landing:
     parameter: str
     offset: int
     stride: tuple[int, ...]
+    axes: Axes | None = None
+
+    @property
+    def bounds(self) -> Box:
+        """The smallest box of the checkpoint tensor itself that has all of these elements."""
+        return self.box if self.axes is None else self.axes.bounds(self.box)
+
+    def rearranged(self, parameter: torch.Tensor, by: Rearrangement) -> Landing | None:
+        """The same elements where the engine put them after loading; None where those are no box by any axes.
+
+        Args:
+            parameter: as it is loaded.
+            by: of it.
+        """
+        extents = tuple(stop - start for start, stop in self.box)
+        place = view_box(parameter.shape, parameter.stride(), self.offset, extents, self.stride)
+        found = None if place is None else by.boxed(place.box)
+        if place is None or found is None:
+            return None
+        offset, digits_along = found
+        splits: list[tuple[int, ...]] = []
+        box: list[tuple[int, int]] = []
+        stride: list[int] = []
+        for dim, ((start, stop), n) in enumerate(zip(self.box, self.full_shape, strict=True)):
+            along = place.axes.index(dim) if dim in place.axes else None
+            slowest, *others = (() if along is None else digits_along[along]) or (Digit(stop - start, 1),)
+            inner = prod(digit.size for digit in others)
+            if n % inner or start % inner:
+                return None
+            splits.append((n // inner, *(digit.size for digit in others)))
+            box += [(start // inner, stop // inner), *((0, digit.size) for digit in others)]
+            stride += [slowest.stride, *(digit.stride for digit in others)]
+        axes = Axes(tuple(splits), tuple(range(len(stride))))
+        return replace(
+            self, box=tuple(box), offset=offset, stride=tuple(stride), axes=None if axes.plain else axes
+        )
 
     def in_the_other_half(self, parameter: torch.Tensor) -> Landing:
         """The same place in the other half of the rows of ``parameter``, its last dimension but one.
@@ -69,12 +107,12 @@ class Landing:
         """The landing as a fragment of ``parameter``, which must have the traced one's shape and strides."""
         shape = tuple(stop - start for start, stop in self.box)
         view = parameter.detach().as_strided(shape, self.stride, parameter.storage_offset() + self.offset)
-        return Fragment(self.name, self.full_shape, self.box, view)
+        return Fragment(self.name, self.full_shape, self.box, view, axes=self.axes)
 
     def write(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
         """Copy this landing's part of the whole checkpoint ``tensor`` into its place in ``parameter``."""
-        part = tensor[tuple(slice(start, stop) for start, stop in self.box)]
-        self.fragment(parameter).view.copy_(part)
+        fragment = self.fragment(parameter)
+        fragment.view.copy_(fragment.part_of(tensor))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,144 @@
+"""Experts that vLLM packs for a kernel after loading them: where their elements are then, found out by vLLM's own code.
+
+The step after loading is run on other weights of the same shapes, with nothing of the live module changed
+(:mod:`rlrefit.integration.layout.rearrangement`). A step that does more than to put elements elsewhere, quantize them say, is
+refused with the reason.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+
+from ....integration.layout.rearrangement import NotRearranged, Rearrangement, recover
+from .compat import kind_of
+from .layouts import CPU_EXPERTS, FUSED_MOE, UNQUANTIZED_EXPERTS
+
+# Kernels that compute with the layer's parameters alone: of vLLM up to 0.26, and of 0.32.
+_KERNELS = (
+    CPU_EXPERTS,
+    f"{FUSED_MOE}.experts.cpu_moe.CPUUnquantizedExperts",
+    f"{FUSED_MOE}.experts.cpu_moe.X86CPUUnquantizedExperts",
+)
+# Of these kernels, the packings that have been run. Others (of ARM, POWER, RISC-V) take the misc path.
+_PACKINGS = ("vec", "amx")
+
+_Strided = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class _Processed:
+    """What vLLM makes of the parameters of one kind of layer: their shapes and strides, and where their elements are."""
+
+    layout: _Strided
+    rearranged: dict[str, Rearrangement]
+
+
+class KernelLayouts:
+    """Where the experts of one model are. Layers of the same shapes that are packed for the same kernel are asked once.
+
+    Args:
+        vllm_config: of the worker.
+        device: of the live parameters.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        self._vllm_config = vllm_config
+        self._device = device
+        self._known: dict[tuple[Any, ...], _Processed] = {}
+
+    def of(self, live: nn.Module, twin: nn.Module) -> dict[str, Rearrangement] | None:
+        """By parameter, where vLLM put those elements of a module that are not where they were loaded.
+
+        Args:
+            live: the module, after vLLM has processed it.
+            twin: its untouched twin, whose parameters need no storage.
+
+        Returns:
+            None of a module that has no such experts.
+
+        Raises:
+            NotRearranged: vLLM does more with them; says what.
+        """
+        kernel = _kernel(live)
+        if kernel is None:
+            return None
+        loaded = {name: (tuple(p.shape), p.dtype) for name, p in twin.named_parameters(recurse=False)}
+        kind = kind_of(kernel), kernel.isa, *loaded.items()
+        if kind not in self._known:
+            self._known[kind] = self._found_out(live, loaded)
+        known = self._known[kind]
+        if known.layout != _strided(live._parameters, loaded):
+            raise NotRearranged("other weights of these shapes do not become what the live ones are")
+        return known.rearranged
+
+    def _found_out(
+        self, live: nn.Module, loaded: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    ) -> _Processed:
+        layout: _Strided = {}
+
+        def step(given: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            made = self._processed(live, given)
+            layout.update(_strided(made, loaded))
+            for name, (shape, _) in loaded.items():
+                if name in made and made[name].numel() > prod(shape):
+                    raise NotRearranged(f"{name} is padded with zeros, which no refit brings")
+            return made
+
+        found = recover(step, loaded, self._device)
+        return _Processed(layout, {name: by for name, by in found.items() if not by.kept})
+
+    def _processed(self, live: nn.Module, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What vLLM makes of ``given`` in the place of the live parameters."""
+        module, method = _apart(live), _apart(live.quant_method)
+        module._parameters = {
+            name: nn.Parameter(tensor, requires_grad=False) for name, tensor in given.items()
+        }
+        module.quant_method = method
+        # vLLM from 0.32 on packs experts as it makes their kernel, and makes none where there is one.
+        method.moe_kernel = None
+        try:
+            with set_current_vllm_config(self._vllm_config), self._device, torch.no_grad():
+                method.process_weights_after_loading(module)
+        except Exception as error:
+            # Too little memory for other weights, or a state that they do not find.
+            raise NotRearranged(
+                f"vLLM's processing of other weights failed: {type(error).__name__}: {error}"
+            ) from error
+        return {name: p.data for name, p in module._parameters.items() if p is not None}
+
+
+def _apart[T: nn.Module](module: T) -> T:
+    """A copy that has the same tensors and modules, which others can take the place of in the copy alone."""
+    copied = copy.copy(module)
+    for name in ("_parameters", "_buffers", "_modules"):
+        vars(copied)[name] = dict(vars(copied)[name])
+    return copied
+
+
+def _strided(tensors: Mapping[str, torch.Tensor | None], names: Mapping[str, Any]) -> _Strided:
+    """Shape and strides of those of ``tensors`` that exist."""
+    found = ((name, tensors.get(name)) for name in names)
+    return {name: (tuple(t.shape), t.stride()) for name, t in found if t is not None}
+
+
+def _kernel(live: nn.Module) -> Any:
+    """What computes with a module's experts, if they are unquantized and it is one of those; else None."""
+    method = getattr(live, "quant_method", None)
+    if kind_of(method) != UNQUANTIZED_EXPERTS:
+        return None
+    later = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    kernel = getattr(method, "cpu_fused_moe", None) if later is None else later
+    runs = (
+        kind_of(kernel) in _KERNELS
+        and kernel.isa in _PACKINGS
+        and not getattr(kernel, "_use_zentorch", False)
+    )
+    return kernel if runs else None
