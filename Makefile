@@ -31,12 +31,13 @@ test: setup ## run the tests (ARGS="…" goes to pytest)
 test-all: setup ## run the tests, and those that make test leaves out (ARGS="…" goes to pytest)
 	$(BIN)/python -m pytest -m "" $(ARGS)
 
-# Of the newest release, of which FP8 blocks are refused.
-SGLANG_TESTS := tests/sglang/test_real_engine.py
+# Of the newest release: all but GRPO and DAPO, and what needs no SGLang.
+SGLANG_TESTS := -k "not vllm and not transformers and not trtllm" tests/engines/test_contract.py \
+	$(addprefix tests/sglang/test_,families.py fp8.py fp8_buckets.py real_engine.py) tests/bench/test_live_sglang.py
 # Beside .venv, since vLLM and frameworks look for SGLang and behave differently where they find it.
 test-sglang: setup ## run the tests that need SGLang's own code, on the CPU (1 GB to download the first time)
 	@requirements/setup.sh --sglang .venv-sglang
-	.venv-sglang/bin/python -m pytest $(or $(ARGS),tests/engines tests/sglang)
+	.venv-sglang/bin/python -m pytest $(or $(ARGS),tests/engines tests/sglang tests/bench/test_live_sglang.py)
 	@requirements/setup.sh --sglang 0.5.23
 	.venv-sglang-0.5.23/bin/python -m pytest $(or $(ARGS),$(SGLANG_TESTS))
 

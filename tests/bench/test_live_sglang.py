@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -17,6 +18,7 @@ from rlrefit.recipes.bench.live.trainer import agree_with_engine
 from rlrefit.recipes.bench.live.update_group import flattened, in_buckets, join_update_group
 from rlrefit.recipes.cli import main
 from tests.sglang.engine_double import BucketDouble, EngineDouble, modules, weights
+from tests.sglang.recorded import VERSION, VERSION_WITH_SESSIONS
 from tests.spawn import free_port, run_alone, run_ranks
 
 from .test_live import run_live, write_moe
@@ -52,7 +54,7 @@ def test_a_live_megatron_refits_a_live_sglang_and_all_paths_leave_the_same_bytes
         assert whole["weights"] == {"bulk": 0, "misc": 45, "unused": 0}
     assert own["carrier"] == "SGLang's update_weights_from_distributed, in flattened buckets"
     assert own["seconds_median"] > 0
-    assert "SGLang 0.5.17 tp=1" in told
+    assert f"SGLang {importlib.metadata.version('sglang')} tp=1" in told
 
 
 def test_peers_are_those_of_the_backend(tmp_path, capsys):
@@ -97,14 +99,17 @@ def test_a_bucket_lies_as_sglang_reads_it():
 class Engine(EngineDouble):
     """``sglang.Engine`` as the benchmark calls it; its workers learn commands from the benchmark's loader."""
 
+    sessions = False
+
     def __init__(self, **settings):
-        super().__init__(custom_weight_loader=settings["custom_weight_loader"])
+        super().__init__(self.sessions, custom_weight_loader=settings["custom_weight_loader"])
         self.settings, self.updates = settings, []
         update, manager = self.tokenizer_manager.update_weights_from_tensor, self.tokenizer_manager
 
         async def called(obj, request):
             if obj.load_format == settings["custom_weight_loader"][0]:
                 return await update(obj, request)
+            assert manager.session if self.sessions else not hasattr(obj, "selector")
             assert obj.load_format in settings["custom_weight_loader"]
             manager.worker.live_poison = lambda: {"bytes": manager.holder.kept_bytes}
             manager.worker.live_memory = lambda restart: {"rss": 7 + restart}
@@ -121,10 +126,24 @@ class Engine(EngineDouble):
         return "unknown" not in names, "no such weight"
 
 
-def test_the_engines_calls_reach_sglang(monkeypatch):
-    for name, module in modules().items():
+class EngineWithSessions(Engine):
+    sessions = True
+
+    def begin_weight_update(self):
+        self.updates.append("begun")
+        return True, "Success"
+
+    def end_weight_update(self):
+        self.updates.append("ended")
+        return True, "Success"
+
+
+@pytest.mark.parametrize("sessions", [False, True], ids=["", "in sessions"])
+def test_the_engines_calls_reach_sglang(monkeypatch, sessions):
+    for name, module in modules(sessions).items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(sys.modules["sglang"], "Engine", Engine, raising=False)
+    double = EngineWithSessions if sessions else Engine
+    monkeypatch.setattr(sys.modules["sglang"], "Engine", double, raising=False)
     engine = SglangEngine(
         {"model": "m", "device": "cpu", "dtype": "bfloat16", "tp": 1, "ep": 1, "gpu_memory_utilization": 0.5}
     )
@@ -133,7 +152,7 @@ def test_the_engines_calls_reach_sglang(monkeypatch):
     # What SGLang will import by its name.
     *_, checks = started.settings["custom_weight_loader"]
     assert importlib.util.find_spec(checks.rpartition(".")[0]) is not None
-    assert engine.versions()["sglang"] == "0.5.17"
+    assert engine.versions()["sglang"] == (VERSION_WITH_SESSIONS if sessions else VERSION)
     assert engine.poison() == [started.tokenizer_manager.holder.kept_bytes]
     assert engine.memory(True) == [{"rss": 8}]
     calls = started.tokenizer_manager.calls
@@ -142,7 +161,8 @@ def test_the_engines_calls_reach_sglang(monkeypatch):
     assert calls == ["flush_cache"]
     engine.update(["a"], ["bfloat16"], [[2]], False)
     engine.update(["b"], ["bfloat16"], [[2]], True)
-    assert started.updates == [(["a"], False, "flattened_bucket"), (["b"], True, "flattened_bucket")]
+    buckets = [(["a"], False, "flattened_bucket"), (["b"], True, "flattened_bucket")]
+    assert started.updates == (["begun", *buckets, "ended"] if sessions else buckets)
     with pytest.raises(RefitError, match="update_weights_from_distributed: no such weight"):
         engine.update(["unknown"], ["bfloat16"], [[2]], True)
     started.loop.close()

@@ -2,7 +2,7 @@
 
 The trainer's side is held against Megatron-Bridge by ``test_families``, vLLM's against its own models by
 ``tests/vllm/test_vllm_layouts.py``, transformers' by ``test_transformers_engine``; SGLang's by
-``tests/sglang/test_real_engine.py`` wherever SGLang is installed.
+``tests/sglang/test_families.py`` wherever SGLang is installed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,40 @@ TRANSFORMERS = Engine(
     },
     limits={"qwen3_5_moe-stacked": "TP1 only"},
 )
-SGLANG = Engine(dict.fromkeys(("qwen3", "qwen3_moe"), ()))
+_KEPT = "the layer itself holds it, and is not known to compute with it as it is loaded"
+_PLUS_ONE = "SGLang's loader also makes of it what kernels compute with, the weight and 1"
+_NORMS = (("layernorm.weight", _PLUS_ONE), ("model.norm.weight", _PLUS_ONE))
+SGLANG = Engine(
+    {
+        **dict.fromkeys(_ALL_IN_PLACE, ()),
+        "gemma2": _NORMS,
+        "gpt_oss": (
+            ("mlp.experts.gate_up_proj_bias", "SGLang has experts' biases in FP32"),
+            ("mlp.experts.down_proj_bias", "SGLang has experts' biases in FP32"),
+            ("self_attn.sinks", _KEPT),
+        ),
+        "nemotron_h": (
+            ("mixer.A_log", "SGLang computes with what it makes of it, in FP32"),
+            ("mixer.D", _KEPT),
+            ("mixer.dt_bias", _KEPT),
+            ("mixer.norm.weight", "the mixer's norm is not known to compute with it as it is loaded"),
+        ),
+        **dict.fromkeys(
+            ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe-stacked"),
+            (
+                ("linear_attn.A_log", "SGLang keeps it in FP32"),
+                ("linear_attn.dt_bias", _KEPT),
+                (
+                    "mlp.shared_expert_gate.weight",
+                    "torch's own linear layer is not known to be used as it is loaded",
+                ),
+                *_NORMS,
+                ("q_norm.weight", _PLUS_ONE),
+                ("k_norm.weight", _PLUS_ONE),
+            ),
+        ),
+    }
+)
 
 
 def is_of(name: str, parts: Parts) -> bool:

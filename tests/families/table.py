@@ -57,7 +57,7 @@ _FAMILIES = tuple(dict.fromkeys(case.family for case in CASES))
 def support(report: Report) -> str:
     """The table of docs/support.md."""
     lines = [
-        "| family | vLLM 0.21: tiny | true shapes | transformers: tiny | true shapes | SGLang 0.5.17: tiny |",
+        "| family | vLLM 0.21: tiny | true shapes | transformers: tiny | true shapes | SGLang: tiny |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     alike: dict[tuple[str, ...], list[str]] = {}
@@ -93,7 +93,11 @@ def page(report: Report) -> str:
         lines.append(f"| {name} | {' | '.join([_percent(true_share(name, None)), *cells])} |")
     lines += ["", "| family | refused by | weights | why |", "| --- | --- | --- | --- |"]
     for family in _FAMILIES:
-        for who, parts in (("the trainer", MISC.get(family, ())), ("vLLM", VLLM.misc.get(family, ()))):
+        for who, parts in (
+            ("the trainer", MISC.get(family, ())),
+            ("vLLM", VLLM.misc.get(family, ())),
+            ("SGLang", SGLANG.misc.get(family, ())),
+        ):
             for why in dict.fromkeys(why for _, why in parts):
                 names = ", ".join(f"`{part}`" for part, reason in parts if reason == why)
                 lines.append(f"| {_TITLES[family]} | {who} | {names} | {why} |")

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,7 +21,7 @@ from rlrefit.workers.engines.sglang.sender import SglangSender
 from tests.fp8_refits import ENGINE_RANKS, bytes_of, differing, poison
 from tests.gpu.vllm_trainer import CheckpointSource
 
-from .engine_double import EngineDouble, ManagerDouble
+from .engine_double import EngineDouble, ManagerDouble, ManagerWithSessions
 from .fp8_ranks import CPU, Fp8Case, _expected, _held, _kernels, _numbers
 from .models import begin, load_model
 from .ways import WAYS, driven_in
@@ -81,14 +79,7 @@ def refit_in_buckets(
     """
     # Both ranks take the same payload here, and a descriptor is handed over once.
     torch.multiprocessing.set_sharing_strategy("file_system")
-    from sglang.srt.distributed import parallel_state
-
-    initialize = partial(
-        parallel_state.initialize_model_parallel,
-        expert_model_parallel_size=ENGINE_RANKS if share_experts else 1,
-    )
-    with mock.patch.object(parallel_state, "initialize_model_parallel", initialize):
-        begin(rank, cases[0].blocks.served[0])
+    begin(rank, cases[0].blocks.served[0], ENGINE_RANKS, ENGINE_RANKS if share_experts else 1)
     results = []
     for case in cases:
         with _kernels(case.blocks):
@@ -132,7 +123,7 @@ class _Worker:
         raise AssertionError("nothing is computed here")
 
 
-class _Manager(ManagerDouble):
+class _OverBothRanks(ManagerDouble):
     """The double's scheduler over the workers of both ranks."""
 
     def __init__(self, everywhere: Callable[[Any], Any]) -> None:
@@ -141,12 +132,21 @@ class _Manager(ManagerDouble):
 
     async def update_weights_from_tensor(self, obj: Any, request: Any) -> tuple[bool, str]:
         assert not obj.flush_cache
+        assert getattr(self, "session", True), "an update outside of a session"
         self.attached = True
         # The real ones answer from their own processes, while this one's loop goes on.
         found: tuple[bool, str] = await asyncio.to_thread(
             self._everywhere, ("update", obj.serialized_named_tensors, obj.load_format)
         )
         return found
+
+
+class _Manager(_OverBothRanks):
+    """Of 0.5.17."""
+
+
+class _ManagerWithSessions(_OverBothRanks, ManagerWithSessions):
+    """Of later releases."""
 
 
 class _Scene:
@@ -199,8 +199,11 @@ class _Scene:
                 self._refuse(driven.refit, source)
 
     def _engine(self) -> EngineDouble:
-        engine = EngineDouble()
-        engine.tokenizer_manager = _Manager(self._tell)
+        from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+        sessions = hasattr(TokenizerManager, "begin_weight_update")
+        engine = EngineDouble(sessions)
+        engine.tokenizer_manager = (_ManagerWithSessions if sessions else _Manager)(self._tell)
         return engine
 
     def _refuse(self, refit: SglangRefit, source: CheckpointSource) -> None:

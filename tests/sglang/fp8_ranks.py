@@ -114,28 +114,28 @@ def refit_fp8(rank: int, cases: Sequence[Fp8Case]) -> list[Fp8Result]:
 @contextmanager
 def _kernels(case: Fp8Case) -> Iterator[None]:
     """What SGLang would choose on the case's GPUs."""
+    from sglang.srt import runtime_context
     from sglang.srt.layers import deep_gemm_wrapper
     from sglang.srt.layers.moe import MoeRunnerBackend
     from sglang.srt.layers.quantization import fp8
-    from sglang.srt.runtime_context import get_flags
 
-    dispatch = fp8.dispatch_w8a8_block_fp8_linear
+    facts = {"is_sm90": not case.blackwell, "is_sm100": case.blackwell}
+    asked = hasattr(runtime_context, "override_platform")  # not in 0.5.17, which has a function for each
+    functions = (
+        {} if asked else {f"{fact}_supported": lambda is_so=is_so: is_so for fact, is_so in facts.items()}
+    )
+    if case.shuffled:
+        functions["dispatch_w8a8_block_fp8_linear"] = lambda **_: _shuffling
     with ExitStack() as stack:
+        if asked:
+            stack.enter_context(runtime_context.override_platform(**facts))
         for owner, values in (
-            (get_flags().moe, {"runner_backend": MoeRunnerBackend(case.runner)}),
+            (runtime_context.get_flags().moe, {"runner_backend": MoeRunnerBackend(case.runner)}),
             (
                 deep_gemm_wrapper,
                 {"ENABLE_JIT_DEEPGEMM": case.blackwell, "DEEPGEMM_SCALE_UE8M0": case.blackwell},
             ),
-            (
-                fp8,
-                {
-                    "cutlass_fp8_supported": lambda: True,
-                    "is_sm90_supported": lambda: not case.blackwell,
-                    "is_sm100_supported": lambda: case.blackwell,
-                    "dispatch_w8a8_block_fp8_linear": (lambda: _shuffling) if case.shuffled else dispatch,
-                },
-            ),
+            (fp8, {"cutlass_fp8_supported": lambda: True} | functions),
             (torch.cuda, {"get_device_capability": lambda *_: (10, 0) if case.blackwell else (9, 0)}),
         ):
             stack.enter_context(mock.patch.multiple(owner, **values))
@@ -224,6 +224,13 @@ def _refusals(destination: SglangDestination, case: Fp8Case, wire: list[TensorSp
     mega = SimpleNamespace(is_megamoe=lambda: True)
     with mock.patch("rlrefit.workers.engines.sglang.fp8.get_moe_a2a_backend", return_value=mega):
         found["MegaMoE"] = refusal(destination.fragments, [*wire[1:], wire[0]])
+    linear = destination._model.get_submodule("model.layers.0.self_attn.o_proj")
+    # As 0.5.23 has them for other blocks than of 128 by 128.
+    later = ((linear, "weight_scale_inv_swizzled"), (linear.weight_scale_inv, "power_of_two"))
+    for turn, (owner, kept) in enumerate(later, 2):
+        setattr(owner, kept, torch.ones(1))
+        found[kept] = refusal(destination.fragments, [*wire[turn:], *wire[:turn]])
+        delattr(owner, kept)
     return found
 
 

@@ -1,4 +1,4 @@
-"""SGLang's models on two ranks without an engine, loaded by its own loaders.
+"""SGLang's models on a few ranks without an engine, loaded by its own loaders.
 
 SGLang's CPU build computes with FP8 by AMX alone, so the branches of GPUs are taken, whose loading and processing is Python and
 torch, and nothing is computed.
@@ -10,27 +10,62 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+# Ranks among which the models of this process are shared.
+_SHARED = {"tp_size": 2, "ep_size": 1}
+_PLACE = {"rank": 0}
+# What models of some kinds insist on.
+_CHOSEN = {"attention_backend": "torch_native"}
 
-def begin(rank: int, path: str) -> None:
-    """Groups of two ranks, and the branches of GPUs."""
+
+def begin(rank: int, path: str, ranks: int = 2, expert_ranks: int = 1) -> None:
+    """Groups of ranks, and the branches of GPUs.
+
+    Args:
+        rank: of these.
+        path: of a checkpoint of the model's kind.
+        ranks: of tensor parallelism.
+        expert_ranks: among which the experts are shared, each of them whole on one.
+    """
     # SGLang takes a NCCL that it finds for a sign of GPUs.
     os.environ["SGLANG_NCCL_SO_PATH"] = os.devnull
+    from sglang.srt import runtime_context
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
     from sglang.srt.layers import linear
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe.fused_moe_triton import layer
-    from sglang.srt.layers.moe.utils import initialize_moe_config
     from sglang.srt.layers.quantization import fp8
-    from sglang.srt.server_args import set_global_server_args_for_scheduler
 
     for module in (fp8, linear, layer):
         module._is_cpu = False
+    _SHARED.update(tp_size=ranks, ep_size=expert_ranks)
+    _PLACE["rank"] = rank
+    arguments = turn_to(path)
+    init_distributed_environment(ranks, rank, "env://", rank, "gloo")
+    if hasattr(runtime_context, "SpawnRanks"):  # later releases: whatever is set up reads what was published
+        initialize_model_parallel()
+        initialize_dp_attention(arguments)
+    else:
+        initialize_model_parallel(ranks, expert_model_parallel_size=expert_ranks)
+        initialize_dp_attention(arguments, _model_config(path))
+
+
+def turn_to(path: str, attention_backend: str = "torch_native") -> Any:
+    """Settings for a model of another kind, in processes that have begun, and these settings."""
+    from sglang.srt import runtime_context
+    from sglang.srt.layers.moe.utils import initialize_moe_config
+
+    _CHOSEN["attention_backend"] = attention_backend
     arguments = _arguments(path)
-    set_global_server_args_for_scheduler(arguments)
-    initialize_moe_config(arguments)
-    init_distributed_environment(2, rank, "env://", rank, "gloo")
-    initialize_model_parallel(2)
-    initialize_dp_attention(arguments, _model_config(path))
+    if hasattr(runtime_context, "SpawnRanks"):
+        places = runtime_context.SpawnRanks(world_rank=_PLACE["rank"], gpu_id=_PLACE["rank"])
+        runtime_context.publish(arguments, role="scheduler", ranks=places)
+        initialize_moe_config()
+    else:
+        from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+        set_global_server_args_for_scheduler(arguments)
+        initialize_moe_config(arguments)
+    return arguments
 
 
 def load_model(path: str) -> Any:
@@ -59,9 +94,10 @@ def _arguments(path: str) -> Any:
         model_path=path,
         device="cpu",
         dtype="bfloat16",
-        tp_size=2,
+        **_SHARED,
         skip_tokenizer_init=True,
-        attention_backend="torch_native",
+        **_CHOSEN,
+        disable_radix_cache=True,
         sampling_backend="pytorch",
         grammar_backend="none",
         moe_runner_backend="triton",

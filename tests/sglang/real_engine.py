@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,12 +96,18 @@ class Scene:
             (name, torch.full_like(tensor, float("nan")))
             for name, tensor in read_checkpoint(self.paths[0]).items()
         ]
+        with self.updating():
+            success, message = self.engine.update_weights_from_tensor(tensors, flush_cache=False)
+            assert success, message
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around SGLang's own updates, which later releases take in sessions alone."""
         sessions = hasattr(self.engine, "begin_weight_update")
         if sessions:
             success, message = self.engine.begin_weight_update()
             assert success, message
-        success, message = self.engine.update_weights_from_tensor(tensors, flush_cache=False)
-        assert success, message
+        yield
         if sessions:
             success, message = self.engine.end_weight_update()
             assert success, message

@@ -127,3 +127,5 @@ def test_what_would_leave_codes_without_their_scales_is_refused_by_name(
         assert rank.refused["SGLang's own loader"] == "", "full tensors of codes and scales are taken"
         # Experts of which SGLang makes copies once.
         assert ("MegaMoE computes with copies" in rank.refused["MegaMoE"]) == ("experts" in case)
+        for kept in ("weight_scale_inv_swizzled", "power_of_two"):
+            assert "layer model.layers.0.self_attn.o_proj: SGLang " in rank.refused[kept]

@@ -217,7 +217,7 @@ def test_vllms_second_quantization_changes_no_value_where_scales_are_powers_of_t
 
 def _trace(touched: dict[str, set[str]]) -> LoaderTrace:
     frozen = {name: frozenset(parameters) for name, parameters in touched.items()}
-    return LoaderTrace({}, {}, frozen, frozenset(), {}, {})
+    return LoaderTrace({}, {}, frozen, frozenset(), {}, {}, frozenset())
 
 
 def _model() -> nn.Module:

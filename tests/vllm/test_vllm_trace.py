@@ -94,6 +94,14 @@ def _zeroed_before(params: Tensors, name: str, tensor: torch.Tensor) -> None:
     params["w"][2:5].copy_(tensor)
 
 
+def _joined(params: Tensors, name: str, tensor: torch.Tensor) -> None:
+    """As latent attention's projections, which wait for each other."""
+    waiting: Tensors = vars(params["w"]).setdefault("waiting", {})
+    waiting[name] = tensor
+    if waiting.keys() == {"a", "b"}:
+        params["w"].copy_(torch.cat([waiting["a"].t(), waiting["b"]], dim=1).detach())
+
+
 _EXPERTS = {f"{part}{expert}": (3, 5) for expert in range(4) for part in "gu"}
 # The loader, shapes of parameters and of the checkpoint's tensors, and elements that no tensor brings.
 FOLLOWED: dict[str, tuple[Place, dict[str, Any], dict[str, Any], int]] = {
@@ -113,6 +121,13 @@ FOLLOWED: dict[str, tuple[Place, dict[str, Any], dict[str, Any], int]] = {
     "unbind and split": (_unpacked, {"v": (3, 6), "w": (3, 8)}, {"a": (2, 3, 6)}, 6),
     "padding filled with zero": (_padded, {"w": (8, 6)}, {"a": (5, 6)}, 0),
     "copies in another order, and views of these": (_turned_round, {"w": (2, 4, 5)}, {"a": (3, 5, 8)}, 0),
+    "two joined": (_joined, {"w": (4, 9)}, {"a": (6, 4), "b": (4, 3)}, 0),
+    "parts of one joined the other way round": (
+        lambda p, _, t: p["w"].copy_(torch.cat([t[2:], t[:2]])),
+        {"w": (4, 6)},
+        {"a": (4, 6)},
+        0,
+    ),
     "zeros made of what was copied": (
         _copied_before_it_was_zeroed,
         {"v": (4, 3), "w": (4, 3)},
@@ -156,7 +171,9 @@ def test_what_a_loader_does_by_views_and_copies_is_replayed_bit_for_bit(case: st
         (lambda t: t.float(), "_to_copy"),
         (lambda t: t.t().contiguous().view(24).view(4, 6), "view"),
         (lambda t: t[:2].zero_().unsqueeze(0).expand(2, 2, 6).reshape(4, 6), "zero_"),
-        (lambda t: torch.cat([t[2:], t[:2]]), "cat"),
+        (lambda t: torch.cat([t[2:], torch.empty_like(t[:2].inner)]), "cat"),
+        (lambda t: torch.cat([t, t])[2:6], "slice"),
+        (lambda t: torch.cat([t[:2], torch.cat([t[2:3], t[3:]])]), "another kind"),
         (lambda t: t.flip(0), "flip"),
         (lambda t: t[[3, 2, 1, 0]], "index"),
         (lambda t: t.view(torch.float16), "view.dtype"),

@@ -58,6 +58,8 @@ class SglangEngine(LiveEngine):
         )
         self._refit = SglangRefit(EngineCaller(self._engine))
         self._refit.calls.extend(_CHECKS)
+        # Whether a session of SGLang's own update is open.
+        self._updating = False
 
     @property
     def package(self) -> tuple[str, str]:
@@ -106,11 +108,20 @@ class SglangEngine(LiveEngine):
         self._require("init_weights_update_group", self._engine.init_weights_update_group(*group))
 
     def update(self, names: list[str], dtypes: list[str], shapes: list[list[int]], last: bool) -> None:
-        """Receive a flattened bucket; caches are flushed after the last one. Raises as :meth:`join_update_group`."""
+        """Receive a flattened bucket; caches are flushed after the last one. Raises as :meth:`join_update_group`.
+
+        An SGLang that takes updates in sessions alone gets one from the first bucket to the last.
+        """
+        if self._refit.calls.settings["has_sessions"] and not self._updating:
+            self._require("begin_weight_update", self._engine.begin_weight_update())
+            self._updating = True
         answer = self._engine.update_weights_from_distributed(
             names, dtypes, shapes, GROUP, flush_cache=last, load_format="flattened_bucket"
         )
         self._require("update_weights_from_distributed", answer)
+        if self._updating and last:
+            self._require("end_weight_update", self._engine.end_weight_update())
+            self._updating = False
 
     def leave_update_group(self) -> None:
         """Undo :meth:`join_update_group`; raises as it."""

@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 # The releases that the tests have run. Any other is taken if it has what is asked for, with a warning.
 TESTED = ("0.5.17", "0.5.23")
-# What SGLang makes of FP8 blocks after loading can't be asked by name. It was read in this release alone.
-FP8_READ = "0.5.17"
+# What SGLang makes of FP8 blocks after loading can't be asked by name. It was read in these releases alone.
+FP8_READ = ("0.5.17", "0.5.23")
 # What a driver in the engine's process uses of SGLang's tokenizer manager beside its requests.
 _MANAGER = (
     "auto_create_handle_loop",

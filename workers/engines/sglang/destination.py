@@ -35,7 +35,7 @@ class SglangRoutes(Routes):
     """Of an SGLang worker.
 
     Attributes:
-        placed: landings of tensors that SGLang's loader can't write, whichever path they take.
+        placed: landings of tensors that SGLang's loader can't write, whichever path they take, or only beside others.
         processed: modules that SGLang has to process after new weights were loaded into them.
         blocks: modules that hold FP8 blocks.
         as_promised: those of them that get nothing but what the trainer was asked for.
@@ -116,6 +116,7 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
         return module_layout(name, live, twin)
 
     def _check(self, traced: Traced[SglangLayout, BlockFp8]) -> None:
+        _require_no_caches(self._model)
         _require_loadable(traced)
         require_reached(traced.trace, traced.before)
 
@@ -123,9 +124,11 @@ class SglangDestination(TracedDestination[SglangRoutes, SglangLayout, BlockFp8])
         self._staged = staged_scales(traced.blocks, self._parameters, traced.before, self._staged)
         touched = traced.trace.touched
         loaded = {m for name in shared.reasons for p in touched[name] for m in traced.owners[p]}
+        # Those that come in another bucket, or whose memory is used again, would be lost.
+        joined = {name: traced.trace.landings[name] for name in sorted(traced.trace.joined)}
         return SglangRoutes(
             **vars(shared),
-            placed=traced.placed(traced.trace.landings),
+            placed=traced.placed(traced.trace.landings) | joined,
             processed=tuple(sorted(module for module in loaded if traced.layouts[module].processed)),
             blocks=traced.blocks,
             as_promised=traced.promised,
@@ -167,12 +170,50 @@ def _unread_post_load(model: nn.Module) -> str:
     return f"it was not read what post_load_weights of {type(model).__name__} changes"
 
 
+def _require_no_caches(model: nn.Module) -> None:
+    """Refuse a model that computes with copies of weights which no update renews.
+
+    Raises:
+        PlanError: says which.
+    """
+    modules = dict(model.named_modules())
+    # Its own updates ask the same; a model may have made its copies since rlrefit's loader was called.
+    names = ("_derived_weight_cache_error", "w_kc_qrep")
+    found = [
+        (module, reason, name)
+        for module, held in modules.items()
+        for name in names
+        if (reason := vars(held).get(name)) is not None
+    ]
+    if not found:
+        return
+    module, reason, name = found[0]
+    if name == "w_kc_qrep":
+        reason = (
+            "its ranks hold projections of all others, which are gathered once. Start SGLang with "
+            "dcp_replicate_q_proj=False"
+        )
+    raise PlanError(
+        f"layer {module or 'of the whole model'} computes with copies of weights that a refit would leave old: {reason}. Nothing "
+        "was written",
+        stage="trace",
+    )
+
+
 def _require_loadable(traced: Traced[SglangLayout, BlockFp8]) -> None:
     """Refuse weights that neither bytes in place nor SGLang's loader can bring to their modules.
 
     Raises:
         PlanError: names the first weight and the module.
     """
+    for name in sorted(traced.trace.joined & traced.trace.misc_reasons.keys()):
+        raise PlanError(
+            f"SGLang's loader joins it with other weights, and it can't be written in place: "
+            f"{traced.trace.misc_reasons[name]}. Weights come one after another, so that the loader would not see them together. "
+            "Nothing was written; send it in the dtype in which the engine holds it, or update this engine from disk",
+            stage="trace",
+            parameter=name,
+        )
     for name, touched in traced.trace.touched.items():
         for module in sorted({module for parameter in touched for module in traced.owners[parameter]}):
             layout, reason = traced.layouts[module], traced.layouts[module].reason

@@ -1,8 +1,8 @@
 """Modules of an SGLang model that hold weights in FP8 blocks: in which format, and what SGLang makes of them after loading.
 
-All of it is read in SGLang 0.5.17, so modules of any other release are refused. It is asked of the live module: its method,
-the kernel or runner that the method chose, and what its parameters have become. ``layers/quantization/fp8.py`` leaves blocks
-as they were loaded, with these exceptions:
+All of it is read in SGLang 0.5.17 and 0.5.23, so modules of any other release are refused. It is asked of the live module: its
+method, the kernel or runner that the method chose, what its parameters have become, and what it holds beside them.
+``layers/quantization/fp8.py`` leaves blocks as they were loaded, with these exceptions:
 
 - DeepGEMM on Blackwell, where it can run the layer (``should_deepgemm_weight_requant_ue8m0``). Codes are quantized once more with
   powers of two as scales (``requant_weight_ue8m0``), which changes no value where the scales are such powers already: a block whose
@@ -10,6 +10,9 @@ as they were loaded, with these exceptions:
   one for each row, as E8M0, four to an ``int32``, column after column (``transform_scale_ue8m0``).
 - HPC-Ops' experts compute with copies of the scales whose rows are padded to a multiple of 4.
 - MegaMoE computes with copies that SGLang makes once: processed again, they stay those of the old weights.
+- Blocks of 32 columns (0.5.23) may be computed with as MXFP8, by swizzled copies of the scales, or by a copy of the weights in
+  BF16; and DeepGEMM on Blackwell takes blocks of 32 by 32 if the scales that were loaded are powers of two. CUDA graphs
+  keep which it was.
 - AITER shuffles weights, Marlin and AMX pack: nothing here follows them.
 
 CUTLASS and FlashInfer's TRT-LLM compute with blocks as they were loaded (TRT-LLM shuffles other formats).
@@ -53,6 +56,13 @@ _PLAIN_RUNNERS = (
     MoeRunnerBackend.FLASHINFER_TRTLLM_ROUTED,
 )
 _MEGA_MOE = "MegaMoE computes with copies of experts that are made once, after loading"
+# Of linear layers, in 0.5.23.
+_LINEAR_COPIES = (
+    "weight_scale_inv_swizzled",
+    "weight_scale_inv_shuffled",
+    "weight_scale_inv_deepgemm",
+    "_block_fp8_bf16_weight",
+)
 # The only block of which DeepGEMM packs scales, and the scales in one of its integers.
 _PACKED_BLOCK = 128
 _PACKED_SCALES = 4
@@ -88,7 +98,8 @@ def block_fp8(module: nn.Module) -> BlockFp8 | None:
     if type(method) is Fp8LinearMethod:
         scales = {"weight": "weight_scale_inv"}
         if _in_blocks(module, method, scales) and not method.use_marlin:
-            return _if_read(replace(_facts(module, method, scales), effect=_linear_effect(method)))
+            facts, kept = _facts(module, method, scales), _kept(module)
+            return _if_read(replace(facts, effect=kept or _linear_effect(method), final=bool(kept)))
     elif type(method) is Fp8MoEMethod:
         scales = {"w13_weight": "w13_weight_scale_inv", "w2_weight": "w2_weight_scale_inv"}
         if _in_blocks(module, method, scales):
@@ -108,11 +119,11 @@ def block_fp8(module: nn.Module) -> BlockFp8 | None:
 
 def _if_read(facts: BlockFp8) -> BlockFp8:
     """The facts as they are in the release in which they were read; of another, that nothing is known."""
-    if release(sglang.__version__) == FP8_READ:
+    if release(sglang.__version__) in FP8_READ:
         return facts
     why = (
-        f"what SGLang {sglang.__version__} makes of FP8 blocks after loading was not read, as it was for {FP8_READ}: it may compute "
-        "with copies that a refit would leave old"
+        f"what SGLang {sglang.__version__} makes of FP8 blocks after loading was not read, as it was for "
+        f"{' and '.join(FP8_READ)}: it may compute with copies that a refit would leave old"
     )
     return replace(facts, effect=why, final=True)
 
@@ -214,6 +225,18 @@ def _is_packed(codes: torch.Tensor, scales: torch.Tensor) -> bool:
         and scales.dtype is torch.int32
         and tuple(scales.shape) == (*codes.shape[:-1], columns)
     )
+
+
+def _kept(module: nn.Module) -> str:
+    """What of the weights that were loaded first SGLang goes on using, in words; empty if nothing."""
+    copies = [name for name in _LINEAR_COPIES if isinstance(getattr(module, name, None), torch.Tensor)]
+    if copies:
+        return (
+            f"SGLang computes with a copy ({copies[0]}) that is made after loading, for MXFP8 or BF16 kernels"
+        )
+    if getattr(module.weight_scale_inv, "power_of_two", False):
+        return "SGLang has chosen DeepGEMM since the scales that were loaded are powers of two, and others may come"
+    return ""
 
 
 def _linear_effect(method: Any) -> str:

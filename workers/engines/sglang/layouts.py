@@ -22,9 +22,11 @@ from torch import nn
 from ..common.loader_trace.modules import ModuleLayout, changed_parameter
 from .fp8 import block_fp8
 
-# Their loaders subtract nothing and add nothing; Gemma's norms add 1 as they compute.
+# Their loaders subtract nothing and add nothing.
 _NORMS = "sglang.srt.layers.layernorm"
 _TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+# By name, since not every model's module can be imported everywhere. It multiplies what it looks up.
+_EMBEDDING = "sglang.srt.models.gemma3_causal.Gemma3TextScaledWordEmbedding"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,11 @@ class SglangLayout(ModuleLayout):
 
     loadable: bool = True
     processed: bool = False
+
+    @property
+    def separable(self) -> bool:
+        # Its loader then writes each parameter where it is, and nothing is made of them afterwards.
+        return self.loadable and not self.processed and not self.placed
 
 
 def module_layout(name: str, live: nn.Module, twin: nn.Module) -> SglangLayout:
@@ -66,6 +73,9 @@ def module_layout(name: str, live: nn.Module, twin: nn.Module) -> SglangLayout:
             processed=True,
         )
     if type(live).__module__ == _NORMS or isinstance(live, _TORCH_NORMS):
+        derived = sorted(live._buffers.keys() - twin._parameters.keys())
+        return SglangLayout(f"layer {name}: it may compute with {derived[0]}" if derived else "")
+    if f"{type(live).__module__}.{type(live).__qualname__}" == _EMBEDDING:
         return SglangLayout()
     return SglangLayout(
         f"layer {name}: {type(live).__name__} is not among the modules that are known to use their weights as loaded"

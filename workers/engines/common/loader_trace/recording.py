@@ -1,9 +1,9 @@
 """Recording tensors: stand-ins for checkpoint tensors that watch what a loader does with them.
 
-A recording tensor has a checkpoint tensor's shape and dtype and no storage. Views and copies of it are followed;
-a ``copy_`` into a parameter is written down; any other operation sends its tensor to the misc path, with the reason,
-because only views and plain copies can be replayed as a transfer of bytes. A rank that makes nothing but zeros of a tensor (a bias
-that all ranks would add up) gets none of it.
+A recording tensor has a checkpoint tensor's shape and dtype and no storage. Views and copies of it are followed, and so is a whole
+``torch.cat`` of several; a ``copy_`` into a parameter is written down; any other operation sends its tensor to the misc path,
+with the reason, because only views and plain copies can be replayed as a transfer of bytes. A rank that makes nothing but zeros of a
+tensor (a bias that all ranks would add up) gets none of it.
 """
 
 from __future__ import annotations
@@ -86,6 +86,14 @@ class _Content:
         self.zeros = False
 
 
+@dataclass(frozen=True)
+class Joined:
+    """What a loader made of several checkpoint tensors by ``torch.cat``: these, one after another along a dimension."""
+
+    dim: int
+    parts: tuple[RecordingTensor, ...]
+
+
 class RecordingTensor(torch.Tensor):
     """A checkpoint tensor without storage; only meaningful inside a :class:`Recorder`.
 
@@ -94,16 +102,23 @@ class RecordingTensor(torch.Tensor):
         tensors: names of the checkpoint tensors.
         content: shared by views.
         seen: has the strides that the loader sees, which a copy may have others than ``inner``; None for those of ``inner``.
+        joined: what the whole of it was joined of; None if it was not.
     """
 
     inner: torch.Tensor
     tensors: frozenset[str]
     content: _Content
     seen: torch.Tensor
+    joined: Joined | None
 
     @staticmethod
     def __new__(
-        cls, inner: torch.Tensor, tensors: frozenset[str], content: _Content, seen: torch.Tensor | None = None
+        cls,
+        inner: torch.Tensor,
+        tensors: frozenset[str],
+        content: _Content,
+        seen: torch.Tensor | None = None,
+        joined: Joined | None = None,
     ) -> RecordingTensor:
         like = inner if seen is None else seen
         return torch.Tensor._make_wrapper_subclass(
@@ -121,11 +136,13 @@ class RecordingTensor(torch.Tensor):
         tensors: frozenset[str],
         content: _Content,
         seen: torch.Tensor | None = None,
+        joined: Joined | None = None,
     ) -> None:
         self.inner = inner
         self.tensors = tensors
         self.content = content
         self.seen = inner if seen is None else seen
+        self.joined = joined
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,6 +162,7 @@ class Recorder(TorchDispatchMode):
         touched: names of the parameters that each checkpoint tensor was seen to reach.
         unknown: tensors that also went where no parameter is, so their destination is not known whole.
         rewritten: parameters that the loader also changed by computation, or made something of, with the operation.
+        joined: tensors that the loader joins with others before it copies them, so that it needs all of these in one call.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -155,6 +173,7 @@ class Recorder(TorchDispatchMode):
         self.touched: dict[str, set[str]] = {}
         self.unknown: set[str] = set()
         self.rewritten: dict[str, str] = {}
+        self.joined: set[str] = set()
         self._parameters = dict(parameters)
         # Views and .data share their parameter's storage, on the meta device too.
         self._by_storage = {
@@ -179,8 +198,18 @@ class Recorder(TorchDispatchMode):
         if func is aten.copy_.default and not isinstance(args[0], RecordingTensor):
             self._record_copy(args[0], args[1])
             return args[0]
+        if func is aten.cat.default and len(recorded) == len(args[0]):
+            return self._join(recorded, *args[1:], **kwargs)
         if func in _VIEW_OPERATIONS:
-            return self._view(func, args, kwargs, recorded[0])
+            if recorded[0].joined is None:
+                return self._view(func, args, kwargs, recorded[0])
+            out = func(*_unwrapped(args), **_unwrapped(kwargs))
+            if isinstance(out, torch.Tensor) and _same_place(out, recorded[0].inner):
+                return RecordingTensor(
+                    out, recorded[0].tensors, recorded[0].content, joined=recorded[0].joined
+                )
+        if any(tensor.joined is not None for tensor in recorded):
+            return self._refuse_operation(func, args, kwargs, recorded)
         if func is aten.clone.default:
             [source] = recorded
             copied = func(source.seen, **kwargs)
@@ -214,8 +243,26 @@ class Recorder(TorchDispatchMode):
             for one, other in zip(inner, seen, strict=True)
         )
 
+    def _join(self, recorded: list[RecordingTensor], dim: int = 0) -> RecordingTensor:
+        inner = torch.cat([tensor.inner for tensor in recorded], dim)
+        names = frozenset().union(*(tensor.tensors for tensor in recorded))
+        plain = all(t.joined is None and t.dtype == inner.dtype and t.dim() == inner.dim() for t in recorded)
+        if not plain:
+            for name in names:
+                self.refuse(name, "the loader joins it with tensors of another kind")
+        self.joined |= names
+        joined = Joined(dim % inner.dim(), tuple(recorded)) if plain else None
+        return RecordingTensor(inner, names, _Content(inner.numel()), joined=joined)
+
     def _record_copy(self, target: torch.Tensor, source: RecordingTensor) -> None:
         if not target.numel():
+            return
+        if source.joined is not None and target.shape == source.shape:
+            start = 0
+            for part in source.joined.parts:
+                rows = part.shape[source.joined.dim]
+                self._record_copy(target.narrow(source.joined.dim, start, rows), part)
+                start += rows
             return
         parameter = self._parameter_of(target)
         self._note_reached(parameter, target)
@@ -227,6 +274,8 @@ class Recorder(TorchDispatchMode):
                 self.touched.setdefault(name, set()).add(parameter)
                 if target.dtype != source.dtype:
                     self.refuse(name, f"{parameter} is {target.dtype} and the tensor is {source.dtype}")
+                if source.joined is not None:
+                    self.refuse(name, f"the loader joins it with others and broadcasts them into {parameter}")
         if parameter is None or any(name in self.reasons for name in source.tensors):
             return
         (name,) = source.tensors
@@ -318,6 +367,10 @@ def _makes_zeros(func: Any, args: Any) -> bool:
     return isinstance(args[0], RecordingTensor) and (
         func is aten.zero_.default or (func is aten.fill_.Scalar and args[1] == 0)
     )
+
+
+def _same_place(view: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return _region_of(view, base_offset=0) == _region_of(tensor, base_offset=0)
 
 
 # The arguments of an operator nest lists, tuples and one dictionary only; torch's general tree functions

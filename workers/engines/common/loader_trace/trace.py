@@ -147,6 +147,7 @@ class LoaderTrace:
         unwritten: for each parameter the number of its elements that nothing was seen to be written to, whether it can
             be replayed or not.
         zeros: for checkpoint tensors of which the loader makes zeros on this rank, where those go.
+        joined: tensors that the loader joins with others before it copies them, so that it needs all of these in one call.
     """
 
     landings: dict[str, tuple[Landing, ...]]
@@ -155,6 +156,7 @@ class LoaderTrace:
     unknown: frozenset[str]
     lost: dict[str, int]
     unwritten: dict[str, int]
+    joined: frozenset[str] = frozenset()
     zeros: dict[str, tuple[Zeros, ...]] = field(default_factory=dict)
 
 
@@ -250,6 +252,7 @@ def _conclude(recorder: Recorder, params: Mapping[str, torch.Tensor], manifest: 
             name: p.numel() - _count_reached(p, recorder.reached.get(name, ())) for name, p in params.items()
         },
         zeros={name: tuple(found) for name, found in zeros.items() if name not in recorder.reasons},
+        joined=frozenset(recorder.joined),
     )
 
 

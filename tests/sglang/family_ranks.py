@@ -1,0 +1,137 @@
+"""SGLang's models of every family on one or two ranks without an engine, refitted; SGLang does all the loading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from tests.fp8_refits import State, bytes_of, differing, poison, refusal
+from tests.gpu.vllm_checkpoints import read_checkpoint
+
+from .models import begin, load_model, turn_to
+
+if TYPE_CHECKING:
+    from rlrefit.integration.weights.manifest import TensorSpec
+    from rlrefit.workers.engines.sglang.destination import SglangDestination
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class FamilyResult:
+    """What one rank saw of one family.
+
+    Attributes:
+        refused: with which words the model is refused; empty if it is not.
+        bulk: names of what goes in place.
+        misc: names of what goes through SGLang's loader, with the reasons.
+        unused: names of what SGLang takes not at all.
+        differing: what is not as in a model that SGLang itself loaded; by occasion.
+        alike: parameters that both checkpoints fill with the same, so that no refit of them was seen. Those of zeros are left
+            out.
+        moved: parameters that don't lie where they did before all refits.
+        refusals: of what was tried with the model, by occasion.
+    """
+
+    refused: str = ""
+    bulk: list[str] = field(default_factory=list)
+    misc: dict[str, str] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+    differing: dict[str, list[str]] = field(default_factory=dict)
+    alike: list[str] = field(default_factory=list)
+    moved: list[str] = field(default_factory=list)
+    refusals: dict[str, str] = field(default_factory=dict)
+
+
+def refit_families(
+    rank: int, ranks: int, pairs: Sequence[tuple[str, str]], attention: Sequence[str]
+) -> list[FamilyResult]:
+    """For each pair of checkpoints load the first, refit to the second and back, and once more all through the loader.
+
+    Args:
+        rank: of the engine.
+        ranks: of the engine.
+        pairs: of one family each.
+        attention: backend that SGLang has for it.
+    """
+    begin(rank, pairs[0][0], ranks)
+    results = []
+    for pair, backend in zip(pairs, attention, strict=True):
+        turn_to(pair[0], backend)
+        results.append(_one(*pair))
+    return results
+
+
+def _one(path_a: str, path_b: str) -> FamilyResult:
+    from rlrefit.integration.errors import RefitError
+    from rlrefit.integration.weights.manifest import TensorSpec
+    from rlrefit.workers.engines.sglang.destination import SglangDestination
+
+    live = load_model(path_a)
+    a, b = read_checkpoint(path_a), read_checkpoint(path_b)
+    as_a, as_b = _state(live.model), _state(load_model(path_b).model)
+    names = [name for name, _ in live.model.named_parameters()]
+    places = {name: parameter.data_ptr() for name, parameter in live.model.named_parameters()}
+    destination = SglangDestination(live, CPU)
+    specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in a.items()]
+    try:
+        fragments, misc = destination.fragments(specs)
+    except RefitError as error:
+        return FamilyResult(str(error))
+    wrong = {}
+    for occasion, tensors, expected in (("there", b, as_b), ("back", a, as_a)):
+        poison(live.model.parameters())
+        for fragment in fragments:
+            fragment.view.copy_(tensors[fragment.name][tuple(slice(*side) for side in fragment.box)])
+        _load(destination, tensors, list(misc))
+        wrong[occasion] = differing(_state(live.model), expected)
+    # What a trainer can't place comes this way, wherever SGLang would have taken it in place.
+    poison(live.model.parameters())
+    _load(destination, b, list(b))
+    wrong["all through the loader"] = differing(_state(live.model), as_b)
+    bulk = list(dict.fromkeys(fragment.name for fragment in fragments))
+    return FamilyResult(
+        bulk=bulk,
+        misc=misc,
+        unused=sorted(a.keys() - misc.keys() - set(bulk)),
+        differing=wrong,
+        alike=[name for name in names if as_a[name].any() and torch.equal(as_a[name], as_b[name])],
+        moved=[name for name, p in live.model.named_parameters() if places[name] != p.data_ptr()],
+        refusals=_refusals(destination, live.model, specs),
+    )
+
+
+def _refusals(
+    destination: SglangDestination, model: torch.nn.Module, specs: list[TensorSpec]
+) -> dict[str, str]:
+    found = {}
+    some = next(module for name, module in model.named_modules() if name.endswith("layers.1"))
+    for turn, attribute in enumerate(("_derived_weight_cache_error", "w_kc_qrep"), 1):
+        vars(some)[attribute] = "as SGLang says"
+        found[attribute] = refusal(destination.routes, [*specs[turn:], *specs[:turn]])
+        del vars(some)[attribute]
+    wide = [s._replace(dtype=torch.float32) if s.name.endswith(".q_a_proj.weight") else s for s in specs]
+    found["FP32"] = refusal(destination.routes, wide)
+    return found
+
+
+def _load(destination: SglangDestination, tensors: State, names: Sequence[str]) -> None:
+    """The misc path, and the end of a refit; through one staging buffer that is reused, as a broadcast would."""
+    for start in range(0, len(names), 3):
+        staged = [(name, tensors[name].clone()) for name in names[start : start + 3]]
+        destination.load_weights(iter(staged))
+        poison(tensor for _, tensor in staged)
+    destination.finish(0)
+
+
+def _state(model: torch.nn.Module) -> State:
+    """Bytes of parameters and buffers, and of tensors beside them, such as the absorbed projections of latent attention."""
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, module in model.named_modules():
+        found |= {
+            f"{name}.{key}": held for key, held in vars(module).items() if isinstance(held, torch.Tensor)
+        }
+    return bytes_of(found)

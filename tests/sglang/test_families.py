@@ -1,0 +1,118 @@
+"""Every family in SGLang's models: what a refit leaves in them is what SGLang itself loads. Nothing is generated.
+
+``make test-sglang`` runs them (docs/sglang.md).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.families.checkpoints import config_of, write_pair
+from tests.families.expected import MISC, SGLANG, is_of, is_prediction
+from tests.spawn import run_ranks
+
+from .family_ranks import FamilyResult, refit_families
+
+pytestmark = [
+    pytest.mark.timeout(1800),  # SGLang loads for a minute, twice, where its processes share two cores
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang"),
+]
+
+# A vocabulary that SGLang pads on no rank.
+_UNPADDED = {"vocab_size": 64, "max_position_embeddings": 256}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+# What published configurations have, and SGLang goes by.
+_CHANGES: dict[str, dict[str, Any]] = {
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
+    "deepseek_v3": {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "moe_layer_freq": 1,
+        "rope_scaling": _YARN,
+    },
+}
+# The same of what transformers would not write, or would write in its own way; None takes a key out.
+_WRITTEN: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"swiglu_limit": 7.0},
+    # SGLang has a name of its own for the groups, and its default is what is published.
+    "nemotron_h": {"layers_block_type": None, "layer_types": None, "mamba_n_groups": 4},
+    **{key: {"full_attention_interval": 2} for key in ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe-stacked")},
+}
+# Mixtral stands in no table: no trainer of these tests has it.
+FAMILIES = (*SGLANG.misc, "mixtral")
+SIZES = (1, 2)
+CASES = [(family, size) for family in FAMILIES for size in SIZES]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], list[FamilyResult]]:
+    """All families in one group of processes for each number of ranks."""
+    folder = tmp_path_factory.mktemp("families")
+    pairs = []
+    for family in FAMILIES:
+        changes = _UNPADDED | _CHANGES.get(family, {})
+        # Published biases of routers are in FP32.
+        pair = write_pair(family, folder / family, changes, router_dtype=torch.float32)
+        for path in pair:
+            file = Path(path) / "config.json"
+            keys = json.loads(file.read_text()) | _WRITTEN.get(family, {})
+            file.write_text(json.dumps({name: value for name, value in keys.items() if value is not None}))
+        pairs.append(pair)
+    attention = ["triton" if family == "gpt_oss" else "torch_native" for family in FAMILIES]
+    found = {}
+    for size in SIZES:
+        by_rank = run_ranks(refit_families, size, size, pairs, attention, timeout_s=850)
+        found |= {(family, size): [rank[i] for rank in by_rank] for i, family in enumerate(FAMILIES)}
+    return found
+
+
+@pytest.mark.parametrize(("family", "size"), CASES)
+def test_a_poisoned_model_is_after_a_refit_what_sglang_loads(
+    results: dict[tuple[str, int], list[FamilyResult]], family: str, size: int
+) -> None:
+    for rank in results[family, size]:
+        assert rank.refused == ""
+        assert rank.differing == {"there": [], "back": [], "all through the loader": []}
+        assert rank.alike == rank.moved == []
+
+
+@pytest.mark.parametrize(("family", "size"), CASES)
+def test_all_of_a_family_that_sglang_holds_as_it_is_loaded_goes_in_place(
+    results: dict[tuple[str, int], list[FamilyResult]], family: str, size: int
+) -> None:
+    own = SGLANG.misc.get(family, ())
+    layers = config_of(family, short=True)["num_hidden_layers"]
+    for rank in results[family, size]:
+        assert len(rank.bulk) > 10
+        assert [part for part, _ in own if not any(part in name for name in rank.misc)] == []
+        assert [name for name in rank.misc if not is_of(name, (*own, *MISC.get(family, ())))] == []
+        assert [name for name in rank.unused if not is_prediction(name, layers)] == []
+        assert bool(rank.unused) == (family == "deepseek_v3")
+
+
+@pytest.mark.parametrize(("family", "size"), CASES)
+def test_copies_that_no_refit_renews_and_parts_that_sglangs_loader_would_join_are_refused_by_name(
+    results: dict[tuple[str, int], list[FamilyResult]], family: str, size: int
+) -> None:
+    for rank in results[family, size]:
+        for occasion, said in (
+            ("_derived_weight_cache_error", "as SGLang says"),
+            ("w_kc_qrep", "dcp_replicate_q_proj=False"),
+        ):
+            assert "layers.1 computes with copies of weights" in rank.refusals[occasion]
+            assert said in rank.refusals[occasion]
+        assert ("joins it with other weights" in rank.refusals["FP32"]) == (family == "deepseek_v3")
