@@ -43,9 +43,9 @@ MOE = {
 }
 
 
-def write_moe(folder):
+def write_moe(folder, **changes):
     path = folder / "config.json"
-    path.write_text(json.dumps(MOE))
+    path.write_text(json.dumps(MOE | changes))
     return str(path)
 
 
@@ -64,10 +64,10 @@ def options(**changes):
     return LiveOptions(**{"model": "qwen3-0.6b", "device": "cpu", "timeout_s": 60.0, **layouts, **changes})
 
 
-def run_live(folder, *arguments):
+def run_live(folder, *arguments, **changes):
     """Exit code, record, and what was told and logged, of a run whose engine finds rlrefit on the PYTHONPATH that it
     is given, as one with packages of its own would."""
-    model = write_moe(folder)
+    model = write_moe(folder, **changes)
     packages, figures = folder / "packages" / "rlrefit", folder / "live.json"
     packages.mkdir(parents=True)
     found = os.environ.get("PYTHONPATH")
