@@ -75,7 +75,8 @@ def test_every_key_that_a_page_names_is_in_the_schema(page: str) -> None:
     named = set(
         re.findall(rf"\b((?:{sections})(?:\.[a-z][a-z_0-9]*)+)\b(?![./(])", (DOCS / page).read_text())
     )
-    for key in sorted(named):
+    # "model.norm.weight" is a weight's name, and no key of the schema's section "model".
+    for key in sorted(name for name in named if not name.endswith(".weight")):
         value: object = TrainConfig()
         for part in key.split("."):
             if isinstance(value, dict):
