@@ -14,13 +14,15 @@ from ..packing import Strided
 from ..packing.rows import collapse
 from ..transport.storage import LiveViews, in_memory
 from . import blocks
-from .packer import WeighTable, programs_of, stream_rows
+from .packer import LISTED, WeighTable, programs_of, registers_of, strided_rows
 from .streams import Stream
 
 # Elements that one program writes at a time, and its warps.
-_CHUNK, _WARPS = 256, 4
+CHUNK, WARPS = 512, 4
 # Programs of a multiprocessor.
-_PROGRAMS = 6
+PROGRAMS = 8
+# Bytes of the stream to each of which the first row is noted.
+GRAIN = 1 << 17
 
 
 class Applier(Protocol):
@@ -57,8 +59,8 @@ def make_appliers(
 
 
 def make_scratch(device: torch.device) -> torch.Tensor:
-    """Memory for the kernels that write blocks: uint16 ``[programs, MOST]``."""
-    return torch.empty(programs_of(device, _PROGRAMS), blocks.MOST, dtype=torch.uint16, device=device)
+    """Memory for the kernels that write blocks: uint16 ``[programs, LISTED]``."""
+    return torch.empty(programs_of(device, PROGRAMS), LISTED, dtype=torch.uint16, device=device)
 
 
 class HostApplier:
@@ -110,7 +112,7 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DeviceApplier:
-    """By a kernel, a program for each block."""
+    """By a kernel, whose programs take the blocks in turns."""
 
     def __init__(self, stream: Stream, views: LiveViews, total: torch.Tensor, scratch: torch.Tensor):
         self.total, self._device = total, scratch.device
@@ -120,9 +122,12 @@ class DeviceApplier:
         ]
         self._extents = stream.extents
         by_size = {size: [pair for pair in pairs if pair[0].itemsize == size] for size in self._extents}
-        starts, rows = stream_rows(pairs)
-        self._rows = (torch.from_numpy(starts).to(self._device), torch.from_numpy(rows).to(self._device))
-        self._count = len(rows)
+        rows = collapse((a, b, 0) for a, b in pairs)
+        starts = np.append(rows[:, 1], np.int64(1) << 62)
+        assert (np.diff(starts) > 0).all(), "parts stand in the stream's order"
+        grains = np.arange(0, stream.nbytes + 2 * GRAIN, GRAIN)
+        near = np.searchsorted(starts[:-1], grains, side="right").astype(np.int32) - 1
+        self._rows = [torch.from_numpy(t).to(self._device) for t in (starts, strided_rows(rows), near)]
         self._scratch = scratch
         self._kernels = {size: self._compiled(size) for size in by_size}
         self._weighed = [
@@ -137,7 +142,7 @@ class DeviceApplier:
 
     def apply(self, entries: torch.Tensor, data: torch.Tensor, itemsize: int) -> None:
         if len(entries):
-            numbers = [self._count, len(entries), data.numel(), *self._extents[itemsize]]
+            numbers = [len(entries), data.numel(), *self._extents[itemsize]]
             sizes = torch.tensor(numbers, dtype=torch.int64)
             if self._device.type == "cuda":
                 sizes = sizes.pin_memory().to(self._device, non_blocking=True)
@@ -148,15 +153,19 @@ class DeviceApplier:
         """As :class:`..packing.tables.Launch`: compiled now, and launched without a look-up."""
         from .kernels import WORDS, apply_blocks
 
-        constants = (WORDS[itemsize], itemsize, blocks.alignment(itemsize), blocks.MOST, _CHUNK)
+        align = blocks.alignment(itemsize)
+        constants = (WORDS[itemsize], itemsize, align, blocks.MOST, CHUNK, LISTED, GRAIN)
         if self._device.type != "cuda":  # Triton's interpreter, in tests
-            return lambda count, held: partial(apply_blocks[(count,)], num_warps=_WARPS)(*held, *constants)
+            return lambda count, held: partial(apply_blocks[(count,)], num_warps=WARPS)(*held, *constants)
         entries = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
         data = torch.zeros(16, dtype=torch.uint8, device=self._device)
-        sizes = torch.zeros(5, dtype=torch.int64, device=self._device)
+        sizes = torch.zeros(4, dtype=torch.int64, device=self._device)
         held = (entries, data, *self._rows, self.total, sizes, self._scratch)
         with torch.cuda.device(self._device):
-            compiled = apply_blocks.warmup(*held, *constants, grid=(1,), num_warps=_WARPS)
+            registers = registers_of(PROGRAMS, WARPS)
+            compiled = apply_blocks.warmup(
+                *held, *constants, grid=(1,), num_warps=WARPS, maxnreg=registers
+            )
             # Loads the kernel to the device, which the first refit would wait for.
             compiled[(1, 1, 1)]
         return lambda count, held: compiled[(count, 1, 1)](*held, *constants)

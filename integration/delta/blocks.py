@@ -3,8 +3,8 @@
 A *block* is what differs among neighbouring elements of a stream, at most :data:`MOST` of them. It has
 
 - an *entry* of two int64: the byte of the stream at which it begins, and
-  ``start / 4 | form << 30 | count << 32 | elements << 48``, where ``start`` is its place in the data, ``count`` how many of its
-  ``elements`` differ;
+  ``start / 4 | form << 30 | (count - 1) << 32 | (elements - 1) << 48``, where ``start`` is its place in the data, ``count`` how many
+  of its ``elements`` differ;
 - its data, in the shortest of three forms: :data:`SPARSE` (uint16 index of each element that differs, then their values),
   :data:`BITMAP` (a bit for each element, least significant first, then the values of those whose bit is set) and
   :data:`WHOLE` (all values). Values begin at a multiple of 4 bytes, or of 8 if an element has 8.
@@ -31,8 +31,8 @@ SPARSE, BITMAP, WHOLE = range(3)
 ENTRY_BYTES = 16
 # Of a pass, int64: blocks packed, bytes reserved, end of the data, blocks without room, elements that differ.
 COUNTS = 5
-# Elements of a block at most.
-MOST = 16384
+# Elements of a block at most: as many as an index of 16 bits tells apart. Fewer would make more blocks, each of which takes time.
+MOST = 1 << 16
 
 Bits = npt.NDArray[np.signedinteger[np.typing.NBitBase]]
 Ints = npt.NDArray[np.int64]
@@ -176,7 +176,7 @@ def pack(new: Bits, differ: Ints, start: int, room: Packed, counts: list[int]) -
             packed = np.packbits(flags, bitorder="little")
             block[: packed.size] = packed
         block[header : header + chosen.nbytes] = chosen.view(np.uint8)
-        told = place // 4 | form << 30 | index.size << 32 | values.size << 48
+        told = place // 4 | form << 30 | index.size - 1 << 32 | values.size - 1 << 48
         room.entries[counts[0]] = start + first * size, told - (told >> 63 << 64)
         counts[0] += 1
         counts[2] = place + need
@@ -193,9 +193,9 @@ def unpack(entry: Sequence[int], data: npt.NDArray[np.uint8], itemsize: int) -> 
     """
     first, told = entry
     begin, form = (told & 0x3FFFFFFF) * 4, told >> 30 & 3
-    count, elements = told >> 32 & 0xFFFF, told >> 48 & 0xFFFF
+    count, elements = (told >> 32 & 0xFFFF) + 1, (told >> 48 & 0xFFFF) + 1
     align = alignment(itemsize)
-    if form > WHOLE or not 0 < count <= elements <= MOST:
+    if form > WHOLE or count > elements:
         raise Damaged(f"a block of form {form} with {count} of {elements} elements")
     sizes = (-(-2 * count // align) * align, -(-elements // (8 * align)) * align, 0)
     landed = begin + sizes[form]

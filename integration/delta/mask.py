@@ -1,4 +1,5 @@
-"""What a sender keeps in place of a base with ``delta_base: optimizer``: which elements a recorded step has changed.
+"""What a sender keeps in place of a base with ``delta_base: optimizer``: which elements recorded steps have changed, and the weight
+sums that they have left.
 
 A step is recorded with a copy of all that is sent, which is made before it, compared after it, and freed.
 """
@@ -12,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..packing.rows import COLUMNS, build_tables
+from ..packing.rows import COLUMNS, Ints, build_tables
 from ..packing.tables import Launch
 from ..plan import aligned
 from ..transport.storage import LiveViews
-from .blocks import Bits
-from .steps import DeviceSections, HostSections, Sections, Step, encoding_scratch
+from .blocks import Bits, weigh_change
+from .steps import DeviceSections, HostSections, Sections, encoding_scratch
 from .streams import Part, Stream
 
 _TILE, _WARPS = 512, 4
@@ -26,60 +27,61 @@ Flags = npt.NDArray[np.bool_]
 
 
 class Mask:
-    """For each element of a stream whether it may differ from what was last sent; and the stream's weight sum.
+    """For each element of a stream whether it may differ from what was last sent; and for each section its weight sum.
 
-    16 bytes of the stream have a byte of the mask, and one bit of it for each element, the first one's the lowest. 16 elements of one
-    byte have two bytes. They stand behind all others, in the stream and here.
+    Elements of one size stand together in the stream, and so do their bits: 8 to a byte, the first one's the lowest. Bits of each size
+    begin at a multiple of 16 bytes.
 
     Args:
         stream: whose elements are marked.
+        sections: of the stream, how many.
         device: of the mask.
 
     Attributes:
         memory: uint8, all zeros at first.
-        total: weight sum of the stream as it was last sent, int64 ``[1]``.
+        sums: for each section the weight sum of its elements as they were last weighed, and changed by what was marked since; int64
+            ``[sections, 2]``, of which the second ones are zeros, so that each sum lies at a multiple of 16 bytes.
     """
 
-    def __init__(self, stream: Stream, device: torch.device):
+    def __init__(self, stream: Stream, sections: int, device: torch.device):
         self.stream = stream
-        groups, narrow = -(-stream.nbytes // 16), 0
-        if 1 in stream.extents:
-            narrow = groups - stream.extents[1][0] // 16
-        wide = groups - narrow
-        # Of elements of one byte; a multiple of 16, so that two bytes are one access.
-        self._narrow_origin = aligned(wide) - 2 * wide
-        # The last access is of 4 bytes.
-        nbytes = aligned(aligned(wide) + 2 * narrow + 4)
+        self._origins, nbytes = dict[int, int](), 0
+        for size, (begin, end) in stream.extents.items():
+            self._origins[size] = nbytes
+            # The last access is of 4 bytes.
+            nbytes = aligned(nbytes + (end - begin) // size // 8 + 4)
         self.memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self.total = torch.zeros(1, dtype=torch.int64, device=device)
+        self.sums = torch.zeros(sections, 2, dtype=torch.int64, device=device)
 
-    def origin(self, itemsize: int) -> int:
-        """Byte of the mask at which the stream's first 16 bytes would have theirs, if all elements were of this size."""
-        return self._narrow_origin if itemsize == 1 else 0
+    @property
+    def total(self) -> torch.Tensor:
+        """Weight sum of the stream, int64 ``[1]``."""
+        return self.sums.sum().view(1)
+
+    def place(self, itemsize: int) -> tuple[int, int]:
+        """Address of the bits of elements of this size, and the byte of the stream at which these begin."""
+        return self.memory.data_ptr() + self._origins[itemsize], self.stream.extents[itemsize][0]
 
     def read(self, part: Part) -> Flags:
         """On a CPU: the flags of a part's elements, bool ``[n]``."""
-        per_group = 16 // part.itemsize
-        flags = np.unpackbits(self._bytes_of(part), axis=1, bitorder="little")[:, :per_group]
-        return flags.reshape(-1)[: part.segment.nbytes // part.itemsize].astype(np.bool_)
+        held, first, count = self._bytes_of(part)
+        return np.unpackbits(held, bitorder="little")[first : first + count].astype(np.bool_)
 
     def write(self, part: Part, flags: Flags) -> None:
         """On a CPU: set the flags of a part's elements, bool ``[n]``."""
-        held = self._bytes_of(part)
-        per_group = 16 // part.itemsize
-        spread = np.zeros((len(held), 8 * held.shape[1]), dtype=np.bool_)
-        padded = np.zeros(len(held) * per_group, dtype=np.bool_)
-        padded[: flags.size] = flags
-        spread[:, :per_group] = padded.reshape(-1, per_group)
-        held[:] = np.packbits(spread, axis=1, bitorder="little")
+        held, first, count = self._bytes_of(part)
+        # Of the first byte and the last one, bits may be of other parts.
+        spread = np.unpackbits(held, bitorder="little")
+        spread[first : first + count] = flags
+        held[:] = np.packbits(spread, bitorder="little")
 
-    def _bytes_of(self, part: Part) -> npt.NDArray[np.uint8]:
-        """uint8 ``[groups of 16 bytes, bytes for each]``, on the mask's memory."""
-        width = 2 if part.itemsize == 1 else 1
-        groups = -(-part.segment.nbytes // 16)
-        begin = self.origin(part.itemsize) + width * (part.start // 16)
-        found: npt.NDArray[np.uint8] = self.memory.numpy()[begin : begin + width * groups]
-        return found.reshape(groups, width)
+    def _bytes_of(self, part: Part) -> tuple[npt.NDArray[np.uint8], int, int]:
+        """Those that hold a part's bits, on the mask's memory; the first bit there, and how many."""
+        count = part.segment.nbytes // part.itemsize
+        first = (part.start - self.stream.extents[part.itemsize][0]) // part.itemsize
+        begin = self._origins[part.itemsize] + first // 8
+        end = self._origins[part.itemsize] + -(-(first + count) // 8)
+        return self.memory.numpy()[begin:end], first % 8, count
 
 
 class StepRecorder(Protocol):
@@ -127,7 +129,13 @@ class HostRecorder(HostSections):
     def mark(self, copy: torch.Tensor) -> None:
         for section in range(len(self.itemsizes)):
             for part, new in self.now(section):
-                self._mask.write(part, self._mask.read(part) | (new != _bits_of(copy, part)))
+                old = _bits_of(copy, part)
+                differ = np.flatnonzero(new != old)
+                flags = self._mask.read(part)
+                flags[differ] = True
+                self._mask.write(part, flags)
+                places = part.start + part.itemsize * differ
+                self._mask.sums[section, 0] += weigh_change(new[differ], old[differ], places)
 
 
 def _bits_of(copy: torch.Tensor, part: Part) -> Bits:
@@ -139,17 +147,16 @@ class DeviceRecorder(DeviceSections):
     """By a kernel, which reads the weights once before a step and once after it."""
 
     def __init__(self, sections: Sections, views: LiveViews, mask: Mask, scratch: torch.Tensor):
-        super().__init__(sections, views, 0, scratch)
-        self._mask = mask  # its memory is written by address
-        self._like = torch.empty(16, dtype=torch.uint8, device=self._device)
-        # Padded: the kernel is compiled for addresses that are multiples of 16.
-        self._places = {
-            size: torch.tensor([mask.memory.data_ptr() + mask.origin(size), 0], device=self._device)
-            for size in mask.stream.extents
-        }
-        self._launches = [
-            [self._make_launches(step, size) for step in steps]
-            for steps, size in zip(self.steps, self.itemsizes, strict=True)
+        super().__init__(sections, views, scratch)
+        self._tables = [
+            [
+                (
+                    ChangeTable(step.rows, size, mask, held, self._device, marks=False, copies=True),
+                    ChangeTable(step.rows, size, mask, held, self._device, marks=True, copies=False),
+                )
+                for step in steps
+            ]
+            for steps, size, held in zip(self.steps, self.itemsizes, mask.sums, strict=True)
         ]
 
     def keep(self, copy: torch.Tensor) -> None:
@@ -159,23 +166,59 @@ class DeviceRecorder(DeviceSections):
         self._run(copy, marks=True)
 
     def _run(self, copy: torch.Tensor, *, marks: bool) -> None:
-        for steps, size, launches in zip(self.steps, self.itemsizes, self._launches, strict=True):
-            for step, of_step in zip(steps, launches, strict=True):
+        for steps, tables in zip(self.steps, self._tables, strict=True):
+            for step, (keep, mark) in zip(steps, tables, strict=True):
                 for encoder in step.encoders:
                     encoder.launch()
-                for keep, mark in of_step:
-                    (mark if marks else keep)(copy, self._places[size])
+                (mark if marks else keep).compare(copy)
 
-    def _make_launches(self, step: Step, itemsize: int) -> list[tuple[Launch, Launch]]:
-        """Those that copy, and those that mark."""
+
+class ChangeTable:
+    """Memory (side a of the rows) beside a copy of it at places of a stream (side b), of elements of one size, prepared once.
+
+    Args:
+        rows: of :class:`.steps.Step`.
+        itemsize: of an element.
+        mask: of the stream.
+        total: weight sum, int64, at a multiple of 16 bytes.
+        device: of all of it.
+        marks: whether what differs is marked, and the sum follows.
+        copies: whether the copy is brought up to the memory.
+    """
+
+    def __init__(
+        self,
+        rows: Ints,
+        itemsize: int,
+        mask: Mask,
+        total: torch.Tensor,
+        device: torch.device,
+        *,
+        marks: bool,
+        copies: bool,
+    ):
         from .kernels import WORDS, record_changes
 
-        found, out = [], (self._like, self._places[itemsize])
-        for table in build_tables(step.rows, _TILE):
-            constants = (COLUMNS, WORDS[itemsize], itemsize, table.unit // itemsize, _TILE, table.nested)
-            keep, mark = (
-                Launch(record_changes, _WARPS, table, (*constants, marks), self._device, out)
-                for marks in (False, True)
+        self._mask, self._total = mask, total  # the mask's memory is written by address
+        # Padded: the kernel is compiled for addresses that are multiples of 16.
+        self._place = torch.tensor(mask.place(itemsize), device=device)
+        like = torch.empty(16, dtype=torch.uint8, device=device)
+        self._launches = []
+        for table in build_tables(rows, _TILE):
+            constants = (
+                COLUMNS,
+                WORDS[itemsize],
+                itemsize,
+                table.unit // itemsize,
+                _TILE,
+                table.nested,
+                marks,
+                copies,
             )
-            found.append((keep, mark))
-        return found
+            out = (like, self._place, total)
+            self._launches.append(Launch(record_changes, _WARPS, table, constants, device, out))
+
+    def compare(self, copy: torch.Tensor) -> None:
+        """Enqueue it; ``copy``: uint8 ``[stream.nbytes]``."""
+        for launch in self._launches:
+            launch(copy, self._place, self._total)

@@ -2,16 +2,16 @@
 
 A sender keeps a *base*, what it last sent. In each refit it compares its weights with the base, packs what differs
 (:mod:`.blocks`) and brings the base up to it; the receiver writes it to its live weights. In place of a base it may keep a *mask*
-of what recorded steps have changed (:mod:`.mask`); then it packs what is marked, and adds up all its weights anew. Sections of a stream follow each other:
-while one is packed, the one before is on the wire and the one before that is written. The size of a section's blocks is known
-once it is packed, so it travels ahead.
+of what recorded steps have changed, and the weight sum that they have left (:mod:`.mask`); then it packs what is marked, and adds up
+some of its weights anew. A stream is packed in several passes, each over one section or more: while one is packed, the one before is
+on the wire and the one before that is written. The size of a pass's blocks is known once it is packed, so it travels ahead.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,8 +43,15 @@ logger = logging.getLogger(__name__)
 _ROOM_SHARE = 5
 # A block's place in the data is told in 30 bits, in units of 4 bytes.
 _MOST_ROOM = 1 << 31
-# Sections that are packed or on the wire at a time.
+# Passes that are packed or on the wire at a time.
 _SLOTS = 2
+# Where little has changed, several sections are packed in one pass, since each pass has to be told to the receivers first. So many
+# passes remain at least, so that one is packed while the one before travels; and so much of the room is left to what has changed more
+# than in the last refit.
+_LEAST_PASSES = 4
+_FILLED = 0.5
+# Refits within which ``verify: sampled`` reads all weights that are sent by a mask.
+SAMPLED_WITHIN = 8
 # Seconds that a failed epoch waits for its own kernels; and what those may still use that did not end by then.
 _DRAIN_WITHIN = 5.0
 _left_running: list[object] = []
@@ -60,12 +67,34 @@ class _Outgoing:
     rooms: list[Room] = field(default_factory=list)
     base: Base | Mask | None = None
     packer: Packer | None = None
-    # Of the refit under way: sections to pack, and what was packed into each slot.
-    queue: deque[int] = field(default_factory=deque)
-    packed: dict[int, int] = field(default_factory=dict)
+    # Of the refit under way: sections to pack, pass by pass, and what was packed into each slot.
+    queue: deque[Sequence[int]] = field(default_factory=deque)
+    packed: dict[int, Sequence[int]] = field(default_factory=dict)
     changed: int = 0
     sent_bytes: int = 0
     ended: bool = False
+    # Of the last refit: bytes of blocks for each byte of the stream.
+    density: float | None = None
+
+    def passes(self) -> Iterator[tuple[int, ...]]:
+        """Sections of elements of one size that are likely to find room together: one by one in the first refit."""
+        if self.density is None:
+            most = 0.0
+        else:
+            room = _FILLED * self.rooms[0].data.numel()
+            most = min(room / max(self.density, 1e-9), self.stream.nbytes / _LEAST_PASSES)
+        found: list[int] = []
+        held = 0
+        for number, parts in enumerate(self.sections):
+            nbytes = sum(part.segment.nbytes for part in parts)
+            if found and (
+                held + nbytes > most or parts[0].itemsize != self.sections[found[0]][0].itemsize
+            ):
+                yield tuple(found)
+                found, held = [], 0
+            found.append(number)
+            held += nbytes
+        yield tuple(found)
 
 
 @dataclass(eq=False)
@@ -92,7 +121,8 @@ class DeltaPath:
         plan: this rank's.
         where: the base is kept: ``gpu`` or ``host``; or ``optimizer`` for a mask in its place.
         bucket_bytes: that all buffers for blocks take together at most in one direction, if there are few streams.
-        verify: ``off``, or any other mode: the weight sums of both sides are compared in each refit.
+        verify: ``off``, or the weight sums of both sides are compared in each refit. With masks, a sender reads all of its weights for
+            them with ``full``, and with ``sampled`` those of some sections, in turns.
         describe_rank: what a user calls a rank.
     """
 
@@ -120,6 +150,8 @@ class DeltaPath:
         self._places: tuple[Place, ...] | None = None
         # Whether a receiver holds other weights than were sent by a mask.
         self._void = False
+        # Counts sparse refits.
+        self._turn = 0
         # Of the step before: what has arrived of each source, to be written.
         self._arrived: list[tuple[_Incoming, torch.Tensor, torch.Tensor, int]] = []
 
@@ -186,7 +218,7 @@ class DeltaPath:
                 one.packer = None
                 self._require_readable(one.stream, views)
                 if one.base is None:
-                    one.base = self._allocated(partial(self._make_base, one.stream))
+                    one.base = self._allocated(partial(self._make_base, one))
                 bases.append((one.sections, one.base))
             packers = make_packers(bases, views, self._device, weighs=self._verify != "off")
             for one, packer in zip(self._outgoing, packers, strict=True):
@@ -205,10 +237,10 @@ class DeltaPath:
             # The tables must have reached the device: a refit may run on another stream than this one.
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _make_base(self, stream: Stream) -> Base | Mask:
+    def _make_base(self, one: _Outgoing) -> Base | Mask:
         if self._where == "optimizer":
-            return Mask(stream, self._device)
-        return Base(stream, self._device, self._where)
+            return Mask(one.stream, len(one.sections), self._device)
+        return Base(one.stream, self._device, self._where)
 
     def make_recorders(self, fragments: Sequence[Fragment]) -> list[tuple[StepRecorder, int]]:
         """For each stream that this rank sends by a mask, what records its steps, and bytes of a copy.
@@ -280,7 +312,9 @@ class DeltaPath:
                     self._compare(source)
         return sum(i.stream.payload_bytes for i in self._incoming) if self._verify != "off" else 0
 
-    def run(self, clock: StageClock, meanwhile: Callable[[], None]) -> TransferResult:
+    def run(
+        self, clock: StageClock, meanwhile: Callable[[], None], *, weighs_all: bool = False
+    ) -> TransferResult:
         """Move what differs from the base, or is marked.
 
         With masks the result is void on a receiver that holds other weights then than the sender: something was not marked.
@@ -288,6 +322,8 @@ class DeltaPath:
         Args:
             clock: of the refit.
             meanwhile: as :meth:`..transport.Transport.run`.
+            weighs_all: with masks, read all weights of this rank for their sums, whatever ``verify`` says: what was recorded may not be
+                all that was written.
 
         Raises:
             PeerLost, RefitTimeout: from the wire.
@@ -303,7 +339,7 @@ class DeltaPath:
 
         try:
             with self.on_device():
-                self._run(clock, on_callers_stream)
+                self._run(clock, on_callers_stream, weighs_all)
         except BaseException:
             for exchange in self._under_way:
                 exchange.drop()
@@ -368,17 +404,18 @@ class DeltaPath:
     @property
     def base_bytes(self) -> int:
         """Bytes of the bases that this rank keeps on the device."""
-        kept = [one.base.memory for one in self._outgoing if one.base is not None]
-        return sum(memory.nbytes for memory in kept if memory.device.type == self._device.type)
+        kept = [one.base for one in self._outgoing if one.base is not None]
+        kept += [base.marks for base in kept if isinstance(base, Base) and base.marks is not None]
+        return sum(one.memory.nbytes for one in kept if one.memory.device.type == self._device.type)
 
     def _room_bytes(self, streams: int) -> int:
         return min(max(LEAST_ROOM, self._bucket_bytes // (_SLOTS * max(1, streams))), _MOST_ROOM)
 
-    def _run(self, clock: StageClock, meanwhile: Callable[[], None]) -> None:
+    def _run(self, clock: StageClock, meanwhile: Callable[[], None], weighs_all: bool) -> None:
         for stream in (self._pack, self._wire, self._apply):
             stream.wait_caller()
         for one in self._outgoing:
-            one.queue, one.packed = deque(range(len(one.sections))), {}
+            one.queue, one.packed = deque(one.passes()), {}
             one.changed, one.sent_bytes, one.ended = 0, 0, False
         for source in self._incoming:
             source.ended, source.received_bytes = False, 0
@@ -386,7 +423,8 @@ class DeltaPath:
         self._pack.enter()
         for one in self._outgoing:
             assert one.packer is not None, "bind comes before run"
-            one.packer.begin()
+            one.packer.begin(self._weighed(len(one.sections), weighs_all))
+        self._turn += 1
         self._pack_next(0, clock)
         # In the same place of every rank's order of exchanges.
         meanwhile()
@@ -396,8 +434,17 @@ class DeltaPath:
             step += 1
         self._end(clock, step)
 
+    def _weighed(self, sections: int, all_of_them: bool) -> range:
+        """Sections of a stream whose weights are read for their sums in this refit."""
+        if self._verify == "off":
+            return range(0)
+        if self._verify == "full" or all_of_them:
+            return range(sections)
+        turns = min(SAMPLED_WITHIN, sections)
+        return range(self._turn % turns, sections, turns)
+
     def _pack_next(self, step: int, clock: StageClock, only: Sequence[_Outgoing] | None = None) -> None:
-        """Pack the next section of each stream into the slot of ``step``."""
+        """Pack the next sections of each stream into the slot of ``step``."""
         due = [one for one in (self._outgoing if only is None else only) if one.queue]
         if not due:
             return
@@ -412,7 +459,7 @@ class DeltaPath:
                 one.rooms[step % _SLOTS].tell()
 
     def _step(self, step: int, clock: StageClock) -> None:
-        """Send and receive the blocks of one section of each stream that has not ended."""
+        """Send and receive the blocks of one pass of each stream that has not ended."""
         slot = step % _SLOTS
         self._pack_next(step + 1, clock)
         sending = [one for one in self._outgoing if not one.ended]
@@ -423,7 +470,7 @@ class DeltaPath:
         late = []
         for one in sending:
             if counts[one].without_room:
-                one.queue.append(one.packed[step])
+                one.queue.extend((section,) for section in one.packed[step])
                 late.append(one)
             one.ended = not one.queue and step + 1 not in one.packed
         self._pack_next(step + 1, clock, [one for one in late if step + 1 not in one.packed])
@@ -491,7 +538,7 @@ class DeltaPath:
             self._wire.wait_event(self._event("packed", step))
         for row, one in zip(told, sending, strict=True):
             assert one.packer is not None, "bind comes before run"
-            size, changed = one.packer.itemsizes[one.packed[step]], one.changed + counts[one].changed
+            size, changed = one.packer.itemsizes[one.packed[step][0]], one.changed + counts[one].changed
             row.copy_(torch.tensor(Header.of(counts[one], size, last=one.ended, changed=changed)))
         out = told.to(self._device, non_blocking=True)
         for row, one in zip(out, sending, strict=True):
@@ -537,7 +584,7 @@ class DeltaPath:
     def _room_for(
         self, source: _Incoming, slot: int, blocks: int, nbytes: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for the blocks of one section: entries and data, uint8."""
+        """Memory for the blocks of one pass: entries and data, uint8."""
         head = blocks * ENTRY_BYTES
         while len(source.rooms) < _SLOTS:
             source.rooms.append(torch.empty(0, dtype=torch.uint8, device=self._device))
@@ -558,6 +605,8 @@ class DeltaPath:
 
     def _end(self, clock: StageClock, steps: int) -> None:
         """Wait for all, and compare the weight sums."""
+        for one in self._outgoing:
+            one.density = one.sent_bytes / (one.stream.nbytes * len(one.receivers))
         self._apply_arrived(steps - 1, clock)
         events = [self._event(kind, step) for step in range(steps) for kind in ("sent", "applied")]
         with clock.waiting():

@@ -51,6 +51,8 @@ class Recording:
         self._steps = self._open = 0
         # Whether a step, in another thread, has gone on or begun since the refit that is under way began.
         self._overtaken = False
+        # Whether a weight was moved outside of the steps since the last refit.
+        self._moved = False
         # Why the masks miss something; empty if nothing is known to be missed.
         self._lost = ""
         self._told: set[str] = set()
@@ -89,9 +91,17 @@ class Recording:
             )
         return self._lost
 
+    def doubtful(self) -> bool:
+        """In a sparse refit: whether weights may have been written unseen, so that all of them have to be read for their sum.
+
+        They may where no step was recorded, as by a trainer that records none, and where a weight was moved, and its count of
+        writes with it.
+        """
+        return not self._steps or self._moved
+
     def restart(self) -> None:
         """All ranks hold what this one has sent, and nothing is marked."""
-        self._steps, self._lost = 0, ""
+        self._steps, self._moved, self._lost = 0, False, ""
         # What a step wrote meanwhile may not have been sent, and what one writes that goes on is in no mask.
         if self._overtaken:
             self._lose(_OPEN)
@@ -169,7 +179,7 @@ class Recording:
         return source.writes() if isinstance(source, CountsWrites) else None
 
     def _written_by_others(self) -> str:
-        """A weight that was written outside of recorded steps, in words; empty if none is known."""
+        """A weight that was written outside of recorded steps, in words; empty if none is known. Notes one that was moved."""
         now, then = self._writes_now(), self._writes
         if now is None or then is None or now == then:
             return ""
@@ -185,6 +195,7 @@ class Recording:
                 f"{written[0]} was written outside recording_changes() since the last refit{_more(written)}: by a checkpoint that was "
                 "loaded, say"
             )
+        self._moved |= bool(moved)
         if moved and not self._compares_sums:
             return (
                 f"{moved[0]} was moved outside recording_changes() since the last refit{_more(moved)}, and with "

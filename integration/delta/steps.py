@@ -81,7 +81,7 @@ class _Strip(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What is encoded into scratch memory first, and rows of what is read then, side a, with its place, side b."""
+    """What is encoded into scratch memory first, and rows of what is read then, side a, with its place in the stream, side b."""
 
     encoders: Sequence[Encoder]
     rows: Ints
@@ -93,7 +93,6 @@ class DeviceSections:
     Args:
         sections: of the stream.
         views: of what lies on this rank.
-        origin: address of the stream's first byte on side b.
         scratch: of :func:`encoding_scratch`.
 
     Attributes:
@@ -104,12 +103,12 @@ class DeviceSections:
         NotComputable: the device can't encode from where a weight lies.
     """
 
-    def __init__(self, sections: Sections, views: LiveViews, origin: int, scratch: torch.Tensor):
+    def __init__(self, sections: Sections, views: LiveViews, scratch: torch.Tensor):
         self._device, self._scratch = scratch.device, scratch
         self.itemsizes = [parts[0].itemsize for parts in sections]
         held = [held_of(parts, views) for parts in sections]
-        plain = [plain_rows(found, origin) for found in held]
-        groups = _groups(held, origin)
+        plain = [plain_rows(found, 0) for found in held]
+        groups = _groups(held)
         nbytes = sum(padded(strip.view.nbytes) for group in groups for strip in _later(group))
         # What is made before its section's turn stays here.
         self._ahead, ahead_end = torch.empty(nbytes, dtype=torch.uint8, device=self._device), 0
@@ -149,7 +148,7 @@ def encoding_scratch(
     most = 0
     for sections in streams:
         held = [held_of(parts, views) for parts in sections]
-        sizes = [sum(padded(strip.view.nbytes) for strip in group) for group in _groups(held, 0)]
+        sizes = [sum(padded(strip.view.nbytes) for strip in group) for group in _groups(held)]
         most = max(most, *sizes, min(at_once, sum(sizes))) if sizes else most
     return torch.empty(most, dtype=torch.uint8, device=device)
 
@@ -175,13 +174,13 @@ def _placed(part: Part, origin: int) -> Strided:
     return Strided.packed(origin + part.start, part.shape, part.itemsize)
 
 
-def _groups(held: Sequence[Held], origin: int) -> list[list[_Strip]]:
+def _groups(held: Sequence[Held]) -> list[list[_Strip]]:
     """Strips of all that is encoded: of a group are those that are made together, the first section's first."""
     found: dict[object, list[_Strip]] = {}
     for section, parts in enumerate(held):
         for part, live in parts:
             if isinstance(live, EncodedView):
-                for view, kept in _strips(live, _placed(part, origin)):
+                for view, kept in _strips(live, _placed(part, 0)):
                     found.setdefault(view.made_of, []).append(_Strip(section, view, kept))
     return list(found.values())
 

@@ -343,7 +343,8 @@ class BulkPath:
             return self._transport.run(clock, aside)
         start = time.perf_counter()
         if self._kind.sparse:
-            result = self._deltas.run(clock, aside)
+            doubted = self._recording is not None and self._recording.doubtful()
+            result = self._deltas.run(clock, aside, weighs_all=doubted)
             # Bound anew for this refit where memory sleeps, and to be given back all the same.
             with clock.stage("commit"):
                 self._transport.release()

@@ -32,9 +32,8 @@ _ELEMENTS = 4e9
 _COPY_GB_PER_S, _QUANTIZE_SHARE = 2130.0, 0.94
 # A sparse refit of Qwen3-8B where nothing changed, less what its packing takes by the table above: begin, headers, commit.
 _REST_S = 10.8e-3 - 16.4 / 8 * 3.65e-3
-# Bytes of the elements that kernels pack into a block at most, and of a stream for each byte of a bucket that a section has
-# (integration/delta/packer.py, path.py).
-_BLOCK_BYTES, _SECTION = 1 << 14, 2.5
+# Bytes of a stream for each byte of a bucket that a section has (integration/delta/path.py).
+_SECTION = 2.5
 
 
 @dataclass(frozen=True)
@@ -119,9 +118,9 @@ def predict(
         seconds = _REST_S + max(stages) + beside + misc_seconds
         refits.append(SparseRefit(share, wire, wire / (int(sent.sum()) + gen * misc_bytes or 1), seconds))
     whole = sum(base.values())
-    # A byte for 16, or two for 16 elements of one byte (integration/delta/mask.py).
-    mask = sum(-(-nbytes // (8 if size == 1 else 16)) for size, nbytes in base.items())
-    return Sparse(delta_base, {"gpu": whole, "host": whole, "optimizer": mask}, tuple(refits))
+    # A bit for each element (integration/delta/mask.py); beside a base too, of what differs from it.
+    mask = sum(-(-nbytes // (8 * size)) for size, nbytes in base.items())
+    return Sparse(delta_base, {"gpu": whole + mask, "host": whole, "optimizer": mask}, tuple(refits))
 
 
 def base_bytes(plan: Plan, receivers: Sequence[Receiver]) -> dict[int, int]:
@@ -144,8 +143,7 @@ def base_bytes(plan: Plan, receivers: Sequence[Receiver]) -> dict[int, int]:
 
 def _ratio(itemsize: int, share: float) -> float:
     """Bytes of blocks, of those of the elements."""
-    elements = min(MOST, _BLOCK_BYTES // itemsize)
-    return expected_bytes(elements, itemsize, share) / (elements * itemsize)
+    return expected_bytes(MOST, itemsize, share) / (MOST * itemsize)
 
 
 def _pack_seconds(

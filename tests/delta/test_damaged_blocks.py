@@ -36,7 +36,7 @@ class Scene:
         for view in sender.views.values():
             fill(view, share, generator)
         room = Room(packer.entries, 0, CPU)
-        packer.pack(0, room)
+        packer.pack([0], room)
         room.tell()
         entries, data = (part.clone() for part in room.payload(room.told()))
         self.entries, self.data = entries.view(torch.int64).view(-1, 2), data
@@ -59,7 +59,7 @@ class Scene:
 
 
 def told(form: int, count: int, elements: int, place: int = 0) -> int:
-    number = place // 4 | form << 30 | count << 32 | elements << 48
+    number = place // 4 | form << 30 | count - 1 << 32 | elements - 1 << 48
     return number - (number >> 63 << 64)
 
 
@@ -71,9 +71,8 @@ DAMAGED = [
     (1, told(blocks.WHOLE, 1, 1)),
     (0, told(blocks.WHOLE, 1, 1, place=1 << 30)),
     (0, told(blocks.WHOLE, 1, 1200)),
-    (0, told(blocks.WHOLE, 1, 65535)),
-    (0, told(blocks.SPARSE, 65535, 65535)),
-    (0, told(blocks.SPARSE, 0, 1)),
+    (0, told(blocks.WHOLE, 1, 65536)),
+    (0, told(blocks.SPARSE, 65536, 65536)),
     (0, told(blocks.BITMAP, 3, 1)),
     (0, told(3, 1, 1)),
     (0, -1),

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlrefit.integration.delta import applier as applier_module
 from rlrefit.integration.delta import blocks
 from rlrefit.integration.delta import packer as module
 from rlrefit.integration.delta import steps as steps_module
@@ -78,10 +79,11 @@ def packed(
 ) -> list[tuple[torch.Tensor, torch.Tensor, int, blocks.Counts]]:
     """Blocks of all sections, in as many passes as they need."""
     found, queue = [], list(range(sections))
-    packer.begin()
+    # The sums of the others are those that the steps have left.
+    packer.begin(range(0, sections, 2))
     while queue:
         section = queue.pop(0)
-        packer.pack(section, room)
+        packer.pack([section], room)
         room.tell()
         counts = room.told()
         if counts.without_room:
@@ -98,7 +100,9 @@ Sender = tuple[Any, Any, Room, Any]
 def senders(sections: Any, live: LiveViews, stream: Stream) -> list[Sender]:
     """With a base on a CPU and by the kernels, and so with a mask."""
     scratch = encoding_scratch([sections], live, CPU, module._ENCODED_AT_ONCE)
-    bases, masks = [Base(stream, CPU, "gpu") for _ in range(2)], [Mask(stream, CPU) for _ in range(2)]
+    bases, masks = [Base(stream, CPU, "gpu") for _ in range(2)], [
+        Mask(stream, len(sections), CPU) for _ in range(2)
+    ]
     made: list[Any] = [
         (HostPacker(sections, live, bases[0], CPU), bases[0], None),
         (DevicePacker(sections, live, bases[1], scratch), bases[1], None),
@@ -129,6 +133,7 @@ def change(made: Sequence[Sender], write: Callable[[], object]) -> None:
     for recorder, _, copy in recorded:
         recorder.mark(copy)
     assert torch.equal(*(mask.memory for _, mask, _ in recorded))
+    assert torch.equal(*(mask.sums for _, mask, _ in recorded))
 
 
 def assert_kept_alike(made: Sequence[Sender]) -> None:
@@ -195,12 +200,12 @@ def compare_encoded(encoded_at_once: int, strip: int) -> None:
     """
     steps_module.CHECKED_AT_ONCE, module._ENCODED_AT_ONCE = strip, encoded_at_once
     generator = torch.Generator().manual_seed(5)
-    held = torch.randn(139, 151, generator=generator).bfloat16()
+    held = torch.randn(131, 136, generator=generator).bfloat16()
     wide = torch.randn(20, 64, generator=generator)
     fragments = [Fragment("cast", (20, 64), ((0, 20), (0, 64)), wide, Cast(torch.bfloat16))]
-    # Rows 0 to 139 of 300, so that others hold the rest of the second row of blocks.
-    for name, format, rows in (("whole", Fp8Blockwise(), 139), ("cut", Fp8Blockwise(), 300)):
-        found = encoded_fragments(Fragment(name, (rows, 151), ((0, 139), (0, 151)), held), format, CPU)
+    # Rows 0 to 131 of 300, so that others hold the rest of the second row of blocks.
+    for name, format, rows in (("whole", Fp8Blockwise(), 131), ("cut", Fp8Blockwise(), 300)):
+        found = encoded_fragments(Fragment(name, (rows, 136), ((0, 131), (0, 136)), held), format, CPU)
         assert not isinstance(found, str)
         fragments += found
     fragments[-1].view.fill_(0.25)  # the scales of cut blocks, which ranks make together
@@ -219,7 +224,7 @@ def compare_encoded(encoded_at_once: int, strip: int) -> None:
         packer.take()
 
     def step() -> None:
-        held[3, 5], held[130, 140], wide[7, 7], grouped[9, 40] = 2.0, -90.0, 3.0, 70.0
+        held[3, 5], held[130, 130], wide[7, 7], grouped[9, 40] = 2.0, -90.0, 3.0, 70.0
 
     change(made, step)
     changed = []
@@ -238,6 +243,38 @@ def compare_encoded(encoded_at_once: int, strip: int) -> None:
             assert torch.equal(made[1][1].memory[part.start : part.start + part.segment.nbytes], expected)
 
 
+def compare_largest() -> None:
+    """Blocks that are as large as they can be, of weights that begin anywhere in a word of marks."""
+    generator = torch.Generator().manual_seed(2)
+    weights: Any = [("a", (3, 5), 2), ("b", (256, 304), 2)]
+    sender, receivers = Side(weights, ["plain"] * 2), [Side(weights, ["gaps"] * 2) for _ in range(2)]
+    sections = sender.stream.sections(1 << 20)
+    mask, copy = Mask(sender.stream, len(sections), CPU), torch.zeros(sender.stream.nbytes, dtype=torch.uint8)
+    packer = DeviceMaskPacker(
+        sections, sender.live, mask, encoding_scratch([sections], sender.live, CPU), False
+    )
+    recorder = HostRecorder(sections, sender.live, mask, CPU)
+    appliers = [
+        make(side.stream, side.live, torch.zeros(1, dtype=torch.int64))
+        for make, side in zip((HostApplier, on_device), receivers, strict=True)
+    ]
+    room = Room(packer.entries, 0, CPU)
+    for share in (0.01, 0.08):
+        recorder.keep(copy)
+        for view in sender.views.values():
+            fill(view, share, generator)
+        recorder.mark(copy)
+        for entries, data, size, _ in packed(packer, room, len(sections)):
+            assert entries[-1, 0] == 32 + 2 * blocks.MOST or entries[-2, 0] == 32 + 2 * blocks.MOST
+            for applier in appliers:
+                applier.apply(entries, data, size)
+        assert not mask.memory.any()
+        assert int(appliers[0].total) == int(appliers[1].total) != 0
+        for side in receivers:
+            for name, view in side.views.items():
+                assert torch.equal(view, sender.views[name]), name
+
+
 @contextmanager
 def elements_quantized() -> Iterator[list[int]]:
     """How many whole blocks have, in each call."""
@@ -252,25 +289,40 @@ def elements_quantized() -> Iterator[list[int]]:
         yield found
 
 
-def compare_cases() -> None:
+def small_tiles() -> None:
+    """Several tiles, and lists of several parts, of few elements."""
+    module.TILE, module.LISTED, applier_module.LISTED = 4096, 1024, 1024
+
+
+def compare_encodings() -> None:
+    small_tiles()
     compare_encoded(1 << 20, 1 << 20)
     compare_encoded(1 << 14, 1 << 11)
+
+
+def compare_sizes() -> None:
+    small_tiles()
     # Elements of all sizes, shares for each form of block, and several tiles and sections.
-    cases: list[Any] = [
-        ([("a", (70, 130), 2), ("b", (7, 33), 4), ("c", (40, 64, 2), 1), ("d", (), 8)], ["plain"] * 4),
-        ([("a", (61, 47), 2), ("b", (5, 9), 8), ("c", (33, 35), 1), ("e", (3, 4, 5, 6), 4)], ["gaps"] * 4),
-        ([("a", (61, 48), 2), ("c", (33, 40), 1), ("e", (3, 4, 5, 6), 4)], ["transposed", "plain", "gaps"]),
-    ]
-    shares = ((0.003, 0.2), (0.0, 0.9), (0.02,))
-    for number, (weights, kinds) in enumerate(cases):
-        compare(weights, kinds, shares[number], number, 1 << 13)
+    weights: Any = [("a", (70, 130), 2), ("b", (7, 33), 4), ("c", (40, 64, 2), 1), ("d", (), 8)]
+    compare(weights, ["plain"] * 4, (0.0, 0.2), 0, 1 << 13)
+    weights = [("a", (61, 48), 2), ("c", (33, 40), 1), ("e", (3, 4, 5, 6), 4)]
+    compare(weights, ["transposed", "plain", "gaps"], (0.02,), 2, 1 << 13)
+
+
+def compare_gaps_and_rooms() -> None:
+    small_tiles()
+    weights: Any = [("a", (61, 47), 2), ("b", (5, 9), 8), ("c", (33, 35), 1), ("e", (3, 4, 5, 6), 4)]
+    compare(weights, ["gaps"] * 4, (0.003, 0.99), 1, 1 << 13)
     # Room for less than a section has, so that further passes take the rest.
-    module.LEAST_ROOM = 40 << 10
-    assert compare([("a", (130, 300), 2)], ["plain"], (0.9,), 7, 1 << 17) > 1
+    module.LEAST_ROOM = 10 << 10
+    assert compare([("a", (70, 130), 2)], ["plain"], (0.9,), 7, 1 << 17) > 1
 
 
-def test_kernels_pack_write_and_weigh_as_a_cpu_does() -> None:
-    run_interpreted(compare_cases)
+@pytest.mark.parametrize(
+    "cases", [compare_largest, compare_encodings, compare_sizes, compare_gaps_and_rooms]
+)
+def test_kernels_pack_write_and_weigh_as_a_cpu_does(cases: Callable[[], None]) -> None:
+    run_interpreted(cases)
 
 
 @given(st.data())

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rlrefit.integration.config import RefitConfig
+from rlrefit.integration.delta.path import SAMPLED_WITHIN
 from rlrefit.integration.delta.recording import Recording
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.packing import Cast
@@ -151,6 +152,51 @@ def test_a_write_that_was_not_recorded_is_found_and_all_weights_are_sent_before_
         endpoint.set_version(3)
 
     assert dense_refits(between(unrecorded), replace(CONFIG, verify=verify)) == [1, 3]
+
+
+def norms(endpoint: Any) -> list[torch.Tensor]:
+    return [storage for (name, _), storage in held_by(endpoint).items() if name == "norm"]
+
+
+@pytest.mark.parametrize("verify", ["sampled", "full"])
+def test_a_write_beside_recorded_ones_is_found_once_its_section_is_read(
+    verify: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(rank: int, session: RefitSession, endpoint: Any) -> Any:
+        refits(1, 2)(rank, session, endpoint)
+        if session.world.is_source:
+            for norm in norms(endpoint):
+                norm.add_(1.0)
+        dense = []
+        for version in range(3, 3 + SAMPLED_WITHIN):
+            if session.world.is_source:
+                # It changes nothing.
+                with session.recording_changes():
+                    pass
+            dense.append(session.refit(version).changed_share is None)
+        return dense, [norm.tolist() for norm in norms(endpoint)]
+
+    # Many sections of each stream.
+    monkeypatch.setattr(RefitConfig, "bucket_bytes", 12 << 10)
+    with small_sections():
+        found = run_world(*trained(), body, replace(CONFIG, verify=verify))
+    assert not any(isinstance(one, BaseException) for one in found), found
+    held = [norm for _, norms_of_rank in found for norm in norms_of_rank]
+    assert held[1:] == held[:-1]
+    for dense, _ in found:
+        assert sum(dense) == 1
+        # It is in the last section, and others come before it in turns.
+        assert dense[0] == (verify == "full")
+
+
+def test_a_write_to_what_a_later_step_records_is_found_at_once() -> None:
+    def written(session: RefitSession, endpoint: Any) -> None:
+        for norm in norms(endpoint):
+            norm.add_(1.0)
+        step(session, endpoint, 3)
+
+    with small_sections():
+        assert dense_refits(between(written)) == [1, 3]
 
 
 def test_a_counted_write_makes_the_refit_dense_from_the_start_and_is_named(

@@ -16,15 +16,14 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rlrefit.integration.delta import blocks, packer
+from rlrefit.integration.delta import applier, blocks, packer
 from rlrefit.integration.delta import kernels as delta_kernels
 from rlrefit.integration.packing import kernels
 from rlrefit.integration.quantize import fp8_kernels
 
 _HOPPER = GPUTarget("cuda", 90, 32)
 # Arguments that are not of int64.
-_NARROW = {"data": "*u8", "scratch": "*u16", "copy": "*u8"}
-_PACK_POINTERS = ("place", "counts", "total", "entries", "data", "scratch")
+_NARROW = {"data": "*u8", "scratch": "*u16", "copy": "*u8", "near": "*i32"}
 _PLACES: dict[str, Any] = {"COLUMNS": 11, "TILE": 512, "NESTED": True}
 
 
@@ -38,7 +37,7 @@ def compiled(kernel: Any, constants: dict[str, Any], pointers: Sequence[str], **
         kernel,
         signature=ordered,
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in range(2 + len(pointers))},
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(len(ordered) - len(constants))},
     )
     return triton.compile(source, target=_HOPPER, options=options).asm
 
@@ -83,67 +82,71 @@ def test_blocks_are_read_and_their_codes_written_16_bytes_at_a_time(
     assert found["st.global.b8"] == 0
 
 
-@pytest.mark.parametrize(
-    ("size", "unit", "nested"), [(2, 16, False), (1, 16, True), (4, 4, True), (8, 8, False)]
-)
-def test_units_are_compared_16_bytes_at_a_time_and_all_elements_packed(
-    size: int, unit: int, nested: bool
-) -> None:
-    found = accesses(delta_kernels.pack_changed, pack_constants(size, unit, nested), 4, *_PACK_POINTERS)
-    wide = "ld.global.v2.b64"
-    assert found[wide] >= (16 if unit == 16 else 0)
-    # By a mask nothing is read as wide words but what is marked, and a unit's marks are one access.
-    constants = pack_constants(size, unit, nested, marked=True)
-    by_mask = accesses(delta_kernels.pack_changed, constants, 4, *_PACK_POINTERS)
-    assert by_mask[wide] < found[wide] or not found[wide]
-    assert by_mask[f"ld.global.b{16 if size == 1 else 8}"] >= 8
-
-
-@pytest.mark.parametrize("marks", [False, True])
+@pytest.mark.parametrize(("marks", "copies"), [(False, True), (True, False), (True, True)])
 @pytest.mark.parametrize(("size", "unit"), [(2, 16), (1, 16), (4, 16), (2, 4)])
-def test_a_step_is_recorded_16_bytes_at_a_time(size: int, unit: int, marks: bool) -> None:
+def test_weights_are_compared_16_bytes_at_a_time(size: int, unit: int, marks: bool, copies: bool) -> None:
     constants = {**_PLACES, "WORD": delta_kernels.WORDS[size], "ITEM": size, "LANES": unit // size}
-    found = accesses(delta_kernels.record_changes, constants | {"MARKS": marks}, 4, "copy", "place")
+    constants |= {"MARKS": marks, "COPIES": copies}
+    found = accesses(delta_kernels.record_changes, constants, 4, "copy", "place", "total")
     if unit == 16:
         assert found["ld.global.v4.b32"] == (8 if marks else 4)
-        assert found["st.global.v4.b32"] == (0 if marks else 4)
+        assert found["st.global.v4.b32"] == (4 if copies else 0)
 
 
-def packer_of(marked: bool) -> type[packer.DevicePacker | packer.DeviceMaskPacker]:
-    return packer.DeviceMaskPacker if marked else packer.DevicePacker
-
-
-def pack_constants(size: int, unit: int, nested: bool, *, marked: bool = False) -> dict[str, Any]:
-    word, _, lanes = kernels.COPY_WORDS[unit]
-    elements = unit // size
-    return {
-        "COLUMNS": 11,
-        "WIDE": word,
-        "WIDE_LANES": lanes,
+def pack_code(size: int) -> Any:
+    constants = {
+        "COLUMNS": 8,
         "WORD": delta_kernels.WORDS[size],
         "ITEM": size,
         "ALIGN": max(4, size),
-        "LANES": elements,
-        "TILE": min(packer_of(marked).tile, blocks.MOST * size // unit),
-        "CHUNK": min(1024 // elements, 256),
-        "NESTED": nested,
-        "MARKED": marked,
+        "TILE": packer.TILE,
+        "CHUNK": packer.CHUNK,
+        "LISTED": packer.LISTED,
     }
+    registers = packer.registers_of(packer.PROGRAMS, packer.WARPS)
+    pointers = ("place", "counts", "entries", "data", "scratch")
+    return compiled(
+        delta_kernels.pack_marked, constants, pointers, num_warps=packer.WARPS, maxnreg=registers
+    )
 
 
-@pytest.mark.parametrize("marked", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_all_programs_that_pack_fit_on_a_gpu_at_once(size: int, marked: bool, tmp_path: Path) -> None:
-    constants = pack_constants(size, 16, False, marked=marked)
-    programs = packer_of(marked).each
-    registers = packer.registers_of(programs)
-    code = compiled(delta_kernels.pack_changed, constants, _PACK_POINTERS, num_warps=4, maxnreg=registers)
-    (tmp_path / "pack.cubin").write_bytes(code["cubin"])
+def apply_code(size: int) -> Any:
+    constants = {
+        "WORD": delta_kernels.WORDS[size],
+        "ITEM": size,
+        "ALIGN": max(4, size),
+        "MOST": blocks.MOST,
+        "CHUNK": applier.CHUNK,
+        "LISTED": packer.LISTED,
+        "GRAIN": applier.GRAIN,
+    }
+    registers = packer.registers_of(applier.PROGRAMS, applier.WARPS)
+    pointers = ("entries", "data", "starts", "rows", "near", "total", "sizes", "scratch")
+    return compiled(
+        delta_kernels.apply_blocks, constants, pointers, num_warps=applier.WARPS, maxnreg=registers
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("code", "programs", "warps"),
+    [
+        (pack_code, packer.PROGRAMS, packer.WARPS),
+        (apply_code, applier.PROGRAMS, applier.WARPS),
+    ],
+)
+def test_all_programs_that_pack_or_write_fit_on_a_gpu_at_once(
+    code: Any, programs: int, warps: int, size: int, tmp_path: Path
+) -> None:
+    made = code(size)
+    # Bits are counted by an instruction of their own.
+    assert "popc.b32" in made["ptx"]
+    (tmp_path / "kernel.cubin").write_bytes(made["cubin"])
     told = check_output(
-        [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", tmp_path / "pack.cubin"], text=True
+        [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", tmp_path / "kernel.cubin"], text=True
     )
     used = {name: int(number) for name, number in re.findall(r"(REG|STACK|SHARED):(\d+)", told)}
-    assert used["REG"] * 32 * 4 * programs <= 1 << 16
+    assert used["REG"] * 32 * warps * programs <= 1 << 16
     assert used["SHARED"] * programs <= 100_000
-    # What finds no register lies there; with a mask that is worth the programs (packing 8 GB takes 3.8 ms and not 4.0 at 1%).
-    assert used["STACK"] <= (160 if marked else 32)
+    # What finds no register lies there.
+    assert used["STACK"] <= 128
