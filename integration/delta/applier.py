@@ -163,9 +163,7 @@ class DeviceApplier:
         held = (entries, data, *self._rows, self.total, sizes, self._scratch)
         with torch.cuda.device(self._device):
             registers = registers_of(PROGRAMS, WARPS)
-            compiled = apply_blocks.warmup(
-                *held, *constants, grid=(1,), num_warps=WARPS, maxnreg=registers
-            )
+            compiled = apply_blocks.warmup(*held, *constants, grid=(1,), num_warps=WARPS, maxnreg=registers)
             # Loads the kernel to the device, which the first refit would wait for.
             compiled[(1, 1, 1)]
         return lambda count, held: compiled[(count, 1, 1)](*held, *constants)

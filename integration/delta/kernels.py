@@ -78,7 +78,7 @@ def _list_set(words, number, listed):
     found = _bits_set(words)
     at = tl.cumsum(found, axis=0) - found
     left = words
-    for turn in range(0, tl.max(found, axis=0)):
+    for turn in range(tl.max(found, axis=0)):
         rest = left & (left - 1)
         lowest = _bits_set((left ^ rest) - 1)
         tl.store(listed + (at + turn), (number * 32 + lowest).to(tl.uint16), mask=left != 0)
@@ -107,7 +107,9 @@ def _address(row, within):
     column = within - line * run
     outer = line // lines
     line = line - outer * lines
-    return tl.load(row) + outer.to(tl.int64) * tl.load(row + 3) + line.to(tl.int64) * tl.load(row + 4) + column
+    return (
+        tl.load(row) + outer.to(tl.int64) * tl.load(row + 3) + line.to(tl.int64) * tl.load(row + 4) + column
+    )
 
 
 @triton.jit
@@ -149,7 +151,9 @@ def record_changes(
         stream = b + offset_b * (LANES * ITEM)
         element = (stream - tl.load(place + 1)) // ITEM
         if LANES >= 8:  # nobody else has elements of this byte, or of these two
-            marks = (tl.load(place) + (element >> 3)).to(tl.pointer_type(tl.uint16 if LANES == 16 else tl.uint8))
+            marks = (tl.load(place) + (element >> 3)).to(
+                tl.pointer_type(tl.uint16 if LANES == 16 else tl.uint8)
+            )
             before = tl.load(marks, mask=differs, other=0).to(tl.int32)
             tl.store(marks, (before | bits).to(tl.uint16 if LANES == 16 else tl.uint8), mask=differs)
         else:

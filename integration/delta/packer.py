@@ -221,7 +221,9 @@ class HostMaskPacker(HostSections):
 
 def _most_blocks(sections: Sections) -> int:
     """Of all sections on a CPU."""
-    return sum(-(-part.segment.nbytes // part.itemsize // blocks.MOST) for parts in sections for part in parts)
+    return sum(
+        -(-part.segment.nbytes // part.itemsize // blocks.MOST) for parts in sections for part in parts
+    )
 
 
 def _weigh(part: Part, new: blocks.Bits) -> int:
@@ -236,18 +238,37 @@ class _DevicePacker(DeviceSections):
         views: of what lies on this rank.
         mask: what is packed.
         scratch: of :func:`.steps.encoding_scratch`.
+        copy: of the stream, uint8, which a look brings up to the weights and from which they are packed; None if they are packed from
+            where they lie, or are encoded.
     """
 
-    def __init__(self, sections: Sections, views: LiveViews, mask: Mask, scratch: torch.Tensor):
+    def __init__(
+        self,
+        sections: Sections,
+        views: LiveViews,
+        mask: Mask,
+        scratch: torch.Tensor,
+        copy: torch.Tensor | None = None,
+    ):
         super().__init__(sections, views, scratch)
         self._to_look_at = set[int]()
         programs = programs_of(self._device, PROGRAMS)
         listed = torch.empty(programs, LISTED, dtype=torch.uint16, device=self._device)
+        # Of each section, by the step after which it is packed.
         self._tables = [
-            [PackTable(step.rows, size, mask, listed, self._device) for step in steps]
-            for steps, size in zip(self.steps, self.itemsizes, strict=True)
+            {number: PackTable(rows, size, mask, listed, self._device) for number, rows in found.items()}
+            for found, size in zip(self._rows(sections, copy), self.itemsizes, strict=True)
         ]
-        self.entries = sum(table.tiles for tables in self._tables for table in tables)
+        self.entries = sum(table.tiles for tables in self._tables for table in tables.values())
+
+    def _rows(self, sections: Sections, copy: torch.Tensor | None) -> list[dict[int, Ints]]:
+        """What is packed of each section, by the step after which it is."""
+        if copy is None:
+            return [{number: step.rows for number, step in enumerate(steps)} for steps in self.steps]
+        return [
+            {len(steps) - 1: collapse(_copied(part, copy.data_ptr()) for part in parts)}
+            for parts, steps in zip(sections, self.steps, strict=True)
+        ]
 
     def begin(self, weighed: Collection[int]) -> None:
         self._to_look_at = set(weighed)
@@ -264,11 +285,12 @@ class _DevicePacker(DeviceSections):
         if looks:
             self._begin_look(section)
         for number, step in enumerate(self.steps[section]):
-            for encoder in step.encoders:
+            packs = room is not None and number in self._tables[section]
+            for encoder in step.encoders if looks or packs else ():
                 encoder.launch()
             if looks:
                 self._look(section, number)
-            if room is not None:
+            if room is not None and packs:
                 self._tables[section][number].pack(room)
 
     def _begin_look(self, section: int) -> None:
@@ -285,7 +307,9 @@ class DevicePacker(_DevicePacker):
     def __init__(self, sections: Sections, views: LiveViews, base: Base, scratch: torch.Tensor):
         if base.marks is None:
             base.marks = Mask(base.stream, 0, scratch.device)
-        super().__init__(sections, views, base.marks, scratch)
+        # On the host values that are read one by one would cross PCIe in lines of 32 bytes.
+        copy = base.memory if base.memory.device == scratch.device else None
+        super().__init__(sections, views, base.marks, scratch, copy)
         self._base = base
         everything = [pair for parts in sections for pair in held_of(parts, views)]
         # What take does: all is packed into the base.
@@ -392,6 +416,16 @@ class PackTable:
     def pack(self, room: Room) -> None:
         """Enqueue it; what is packed loses its marks."""
         self._launch(self._place, room.counts, room.entries, room.data, self._listed)
+
+
+def _copied(part: Part, address: int) -> tuple[Strided, Strided, int]:
+    """A part in a copy of its stream at this address, and its place in the stream."""
+    shape = (part.segment.nbytes // part.itemsize,)
+    return (
+        Strided.packed(address + part.start, shape, part.itemsize),
+        Strided.packed(part.start, shape, part.itemsize),
+        0,
+    )
 
 
 def registers_of(each: int, warps: int) -> int:

@@ -87,9 +87,7 @@ class _Outgoing:
         held = 0
         for number, parts in enumerate(self.sections):
             nbytes = sum(part.segment.nbytes for part in parts)
-            if found and (
-                held + nbytes > most or parts[0].itemsize != self.sections[found[0]][0].itemsize
-            ):
+            if found and (held + nbytes > most or parts[0].itemsize != self.sections[found[0]][0].itemsize):
                 yield tuple(found)
                 found, held = [], 0
             found.append(number)

@@ -100,9 +100,10 @@ Sender = tuple[Any, Any, Room, Any]
 def senders(sections: Any, live: LiveViews, stream: Stream) -> list[Sender]:
     """With a base on a CPU and by the kernels, and so with a mask."""
     scratch = encoding_scratch([sections], live, CPU, module._ENCODED_AT_ONCE)
-    bases, masks = [Base(stream, CPU, "gpu") for _ in range(2)], [
-        Mask(stream, len(sections), CPU) for _ in range(2)
-    ]
+    bases, masks = (
+        [Base(stream, CPU, "gpu") for _ in range(2)],
+        [Mask(stream, len(sections), CPU) for _ in range(2)],
+    )
     made: list[Any] = [
         (HostPacker(sections, live, bases[0], CPU), bases[0], None),
         (DevicePacker(sections, live, bases[1], scratch), bases[1], None),
@@ -291,7 +292,8 @@ def elements_quantized() -> Iterator[list[int]]:
 
 def small_tiles() -> None:
     """Several tiles, and lists of several parts, of few elements."""
-    module.TILE, module.LISTED, applier_module.LISTED = 4096, 1024, 1024
+    module.TILE = blocks.MOST = 4096
+    module.LISTED = applier_module.LISTED = 1024
 
 
 def compare_encodings() -> None:
@@ -318,9 +320,7 @@ def compare_gaps_and_rooms() -> None:
     assert compare([("a", (70, 130), 2)], ["plain"], (0.9,), 7, 1 << 17) > 1
 
 
-@pytest.mark.parametrize(
-    "cases", [compare_largest, compare_encodings, compare_sizes, compare_gaps_and_rooms]
-)
+@pytest.mark.parametrize("cases", [compare_largest, compare_encodings, compare_sizes, compare_gaps_and_rooms])
 def test_kernels_pack_write_and_weigh_as_a_cpu_does(cases: Callable[[], None]) -> None:
     run_interpreted(cases)
 

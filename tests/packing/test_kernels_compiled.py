@@ -105,9 +105,7 @@ def pack_code(size: int) -> Any:
     }
     registers = packer.registers_of(packer.PROGRAMS, packer.WARPS)
     pointers = ("place", "counts", "entries", "data", "scratch")
-    return compiled(
-        delta_kernels.pack_marked, constants, pointers, num_warps=packer.WARPS, maxnreg=registers
-    )
+    return compiled(delta_kernels.pack_marked, constants, pointers, num_warps=packer.WARPS, maxnreg=registers)
 
 
 def apply_code(size: int) -> Any:

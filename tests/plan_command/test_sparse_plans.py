@@ -37,7 +37,7 @@ def test_tables_and_json_agree_and_bases_are_told(plan) -> None:
     assert (
         f"1.00% {one['wire_bytes'] / 1e6:.0f} MB {one['wire_ratio']:.2%} {one['seconds'] * 1e3:.2f} ms" in out
     )
-    assert "8.70 GB with gpu, 8.19 GB with host, 512 MB with optimizer" in out
+    assert "8.7 GB with gpu, 8.19 GB with host, 512 MB with optimizer" in out
     bases = sparse["base_bytes"]
     assert bases["host"] == pytest.approx(16 * bases["optimizer"], rel=1e-6)
     assert bases["gpu"] == bases["host"] + bases["optimizer"]
