@@ -39,6 +39,27 @@ def _unit_sum(values, stream, lane, ITEM: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
+def _bytes_that_differ(new, old):
+    """Of uint32 words of 4 bytes: a bit for each byte that differs, the lowest for the first one; int32."""
+    both = new ^ old
+    top = (((both & 0x7F7F7F7F) + 0x7F7F7F7F) | both) & 0x80808080
+    # The product brings the four bits beside each other, at 24 and above.
+    return (((top >> 7) * 0x01020408) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _bytes_change(new, old, lane):
+    """Of uint32 words of 4 signed bytes, the ``lane``-th of their 16 bytes: by how much :func:`_unit_sum` of them changes; int32."""
+    # Two bytes at a time: 128 is added to both sides, then no byte is negative, and half words hold the differences.
+    even = (((new ^ 0x80808080) & 0x00FF00FF) - ((old ^ 0x80808080) & 0x00FF00FF)).to(tl.int32, bitcast=True)
+    odd = (((new ^ 0x80808080) >> 8) & 0x00FF00FF) - (((old ^ 0x80808080) >> 8) & 0x00FF00FF)
+    odd = odd.to(tl.int32, bitcast=True)
+    first, second = (even << 16) >> 16, (odd << 16) >> 16
+    third, fourth = (even + 0x8000) >> 16, (odd + 0x8000) >> 16
+    return (8 * lane + 1) * (first + second + third + fourth) + 2 * second + 4 * third + 6 * fourth
+
+
+@triton.jit
 def _bits_set(word):
     """How many bits of 32 are set; uint32, of which the compiler makes one instruction."""
     pairs = word - ((word >> 1) & 0x55555555)
@@ -136,15 +157,21 @@ def record_changes(
     stream.
     """
     a, b, offset_a, offset_b, mask, _ = _place(tl.program_id(0), tiles, rows, COLUMNS, TILE, NESTED)
-    lane = tl.arange(0, LANES)[None, :]
-    source = tl.multiple_of(a.to(tl.pointer_type(WORD)), LANES * ITEM)
-    kept = tl.multiple_of((copy + b).to(tl.pointer_type(WORD)), LANES * ITEM)
+    # Bytes, where they stand as 16, are compared by four.
+    ACROSS: tl.constexpr = 4 if LANES == 16 else LANES
+    KIND: tl.constexpr = tl.uint32 if LANES == 16 else WORD
+    lane = tl.arange(0, ACROSS)[None, :]
+    source = tl.multiple_of(a.to(tl.pointer_type(KIND)), LANES * ITEM)
+    kept = tl.multiple_of((copy + b).to(tl.pointer_type(KIND)), LANES * ITEM)
     inside = mask[:, None]
-    new = tl.load(source + (offset_a[:, None] * LANES + lane), mask=inside, other=0)
-    at = kept + (offset_b[:, None] * LANES + lane)
+    new = tl.load(source + (offset_a[:, None] * ACROSS + lane), mask=inside, other=0)
+    at = kept + (offset_b[:, None] * ACROSS + lane)
     if MARKS:
         old = tl.load(at, mask=inside, other=0)
-        bits = tl.sum((new != old).to(tl.int32) << lane, axis=1)
+        if LANES == 16:
+            bits = tl.sum(_bytes_that_differ(new, old) << (4 * lane), axis=1)
+        else:
+            bits = tl.sum((new != old).to(tl.int32) << lane, axis=1)
         differs = bits != 0
         if COPIES:
             tl.store(at, new, mask=differs[:, None])
@@ -159,11 +186,13 @@ def record_changes(
         else:
             word = (tl.load(place) + (element >> 5) * 4).to(tl.pointer_type(tl.int32))
             tl.atomic_or(word, bits << (element & 31).to(tl.int32), mask=differs, sem="relaxed")
-        if ITEM <= 2:
-            change = new.to(tl.int32) - old.to(tl.int32)
+        if LANES == 16:
+            units = tl.sum(_bytes_change(new, old, lane), axis=1).to(tl.int64)
+        elif ITEM <= 2:
+            units = _unit_sum(new.to(tl.int32) - old.to(tl.int32), stream, lane, ITEM, LANES)
         else:
-            change = new.to(tl.int64) - old.to(tl.int64)
-        moved = tl.sum(_unit_sum(change, stream, lane, ITEM, LANES) * _weight(stream >> 4), axis=0)
+            units = _unit_sum(new.to(tl.int64) - old.to(tl.int64), stream, lane, ITEM, LANES)
+        moved = tl.sum(units * _weight(stream >> 4), axis=0)
         tl.atomic_add(total, moved, mask=moved != 0, sem="relaxed")
     else:
         tl.store(at, new, mask=inside)
