@@ -121,7 +121,7 @@ def _clear(bits, first, number, words):
 
 @triton.jit
 def _address(row, within):
-    """Of what lies so many bytes from the beginning of a row of :func:`.packer.stream_rows`."""
+    """Of what lies so many bytes from the beginning of a row of :func:`.packer.strided_rows`."""
     run = tl.load(row + 2).to(tl.int32)
     lines = tl.load(row + 1).to(tl.int32)
     line = within // run

@@ -25,7 +25,7 @@ TILE, CHUNK, WARPS = blocks.MOST, 512, 8
 PROGRAMS = 4
 # Elements that a program lists at most, where the marks themselves are sent in the place of a list.
 LISTED = 1 << 14
-_WEIGH_TILE, _WEIGH_WARPS = 512, 4
+_WEIGH_TILE, _WEIGH_WARPS = 1024, 4
 # A block always fits, of elements of 8 bytes too.
 LEAST_ROOM = 8 * blocks.MOST
 # Bytes that are encoded before they are compared. Twice in each such step the GPU runs out of work, for some 10 µs.

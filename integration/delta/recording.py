@@ -53,6 +53,8 @@ class Recording:
         self._overtaken = False
         # Whether a weight was moved outside of the steps since the last refit.
         self._moved = False
+        # Whether the last refit was sparse, and so one after the last dense one has read all weights.
+        self._proven = False
         # Why the masks miss something; empty if nothing is known to be missed.
         self._lost = ""
         self._told: set[str] = set()
@@ -95,13 +97,13 @@ class Recording:
         """In a sparse refit: whether weights may have been written unseen, so that all of them have to be read for their sum.
 
         They may where no step was recorded, as by a trainer that records none, and where a weight was moved, and its count of
-        writes with it.
+        writes with it. The first refit after a dense one tells of a trainer that always writes outside of its recorded steps.
         """
-        return not self._steps or self._moved
+        return not self._steps or self._moved or not self._proven
 
-    def restart(self) -> None:
-        """All ranks hold what this one has sent, and nothing is marked."""
-        self._steps, self._moved, self._lost = 0, False, ""
+    def restart(self, *, sparse: bool) -> None:
+        """All ranks hold what this one has sent, in a sparse refit or a dense one, and nothing is marked."""
+        self._steps, self._moved, self._proven, self._lost = 0, False, sparse, ""
         # What a step wrote meanwhile may not have been sent, and what one writes that goes on is in no mask.
         if self._overtaken:
             self._lose(_OPEN)

@@ -335,7 +335,7 @@ class BulkPath:
             self._choice.commit(version)
             self._unseen = self._kind.takes_base or (self._kind.sparse and self._sleeps)
             if self._recording is not None:
-                self._recording.restart()
+                self._recording.restart(sparse=self._kind.sparse)
 
     def run(self, clock: StageClock, aside: Callable[[], None]) -> TransferResult:
         """Move all bulk bytes of one refit, or what differs; as :meth:`~..transport.Transport.run`."""

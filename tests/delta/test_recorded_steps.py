@@ -189,6 +189,25 @@ def test_a_write_beside_recorded_ones_is_found_once_its_section_is_read(
         assert dense[0] == (verify == "full")
 
 
+def test_who_always_writes_outside_of_recorded_steps_is_found_by_the_first_sparse_refit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def body(rank: int, session: RefitSession, endpoint: Any) -> list[bool]:
+        dense = []
+        for version in (1, 2, 3):
+            if session.world.is_source:
+                with session.recording_changes():
+                    pass
+                for norm in norms(endpoint):
+                    norm.add_(1.0)
+            dense.append(session.refit(version).changed_share is None)
+        return dense
+
+    monkeypatch.setattr(RefitConfig, "bucket_bytes", 12 << 10)
+    with small_sections():
+        assert run_world(*trained(), body, CONFIG) == [[True, True, True]] * 5
+
+
 def test_a_write_to_what_a_later_step_records_is_found_at_once() -> None:
     def written(session: RefitSession, endpoint: Any) -> None:
         for norm in norms(endpoint):
