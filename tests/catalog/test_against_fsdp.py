@@ -12,7 +12,7 @@ from rlrefit.recipes.plan.catalog import FsdpLayout, Model, exported_specs, trai
 from .real import ask
 from .shrunken import CONFIGS
 
-_NAMES = ("llama", "llama-tied", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss")
+_NAMES = ("llama", "llama-tied", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
 # Eight experts over three ranks, rows that don't divide, the last rank and one in the middle; ranks with nothing.
 _CASES: list[tuple[str, FsdpLayout, int]] = [
     *((name, FsdpLayout(3), 2) for name in _NAMES),

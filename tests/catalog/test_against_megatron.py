@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
 }
@@ -39,6 +40,7 @@ _CASES: list[tuple[str, TrainLayout, int]] = [
     ("qwen3_moe", TrainLayout(tp=2, pp=2, ep=2, dp=2, vocabulary_multiple=8), 7),
     ("deepseek_v3", TrainLayout(tp=2, pp=2, ep=4, vocabulary_multiple=8), 2),
     ("deepseek_v3", TrainLayout(tp=2, pp=2, ep=4, vocabulary_multiple=8), 7),
+    ("glm4_moe", TrainLayout(tp=2, pp=2, ep=4, vocabulary_multiple=8), 7),
     ("nemotron_h", TrainLayout(tp=2, vocabulary_multiple=8), 1),
     ("nemotron_h", TrainLayout(pp=5, vocabulary_multiple=8), 3),
     ("nemotron_h", TrainLayout(tp=2, pp=5, vocabulary_multiple=8), 9),

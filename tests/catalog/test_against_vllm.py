@@ -31,6 +31,7 @@ _CASES: list[tuple[str, GenLayout, int]] = [
     ("deepseek_v3", GenLayout(tp=4), 3),
     ("deepseek_v3", GenLayout(tp=4, ep=4), 1),
     ("deepseek_v3-no-q-rank", GenLayout(tp=2), 1),
+    ("glm4_moe", GenLayout(tp=4, ep=4), 1),
     ("gpt_oss", GenLayout(tp=2), 1),
     ("deepseek_v3", GenLayout(tp=2, pp=2), 3),
     ("gpt_oss", GenLayout(tp=2, pp=2), 2),

@@ -49,6 +49,19 @@ _LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
 }
+# GLM-4.5's; its attention is none of latent vectors.
+_GLM: dict[str, Any] = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "num_nextn_predict_layers": 1,
+}
 _NEMOTRON: dict[str, Any] = {
     "hybrid_override_pattern": "M-M*EM",
     "num_hidden_layers": 6,
@@ -67,6 +80,25 @@ _NEMOTRON: dict[str, Any] = {
     "n_group": 2,
     "topk_group": 1,
 }
+# Beside a language model's keys, an image encoder's.
+_VISION: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 5000000,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+    "vision_config": {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_heads": 4,
+        "patch_size": 4,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    },
+}
 _QWEN3_5 = {"model_type": "qwen3_5_moe_text", **_COMMON, **_EXPERTS, **_DELTA_NET}
 
 # Family → keys of its configuration.
@@ -82,6 +114,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", **_COMMON},
     "mixtral": {"model_type": "mixtral", **_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {"model_type": "deepseek_v3", **_COMMON, **_LATENT, "num_nextn_predict_layers": 1},
+    "glm4_moe": {"model_type": "glm4_moe", **_COMMON, **_GLM},
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        **_COMMON,
+        "intermediate_size": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 4,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+    },
     "nemotron_h": {"model_type": "nemotron_h", **_COMMON, **_NEMOTRON},
     "gpt_oss": {
         "model_type": "gpt_oss",
@@ -94,6 +139,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": _QWEN3_5,
     "qwen3_5_moe-stacked": _QWEN3_5,
     "qwen3_5_moe-transposed": {**_QWEN3_5, "moe_intermediate_size": 24},
+    "qwen3_vl": {"model_type": "qwen3_vl", **_COMMON, **_VISION},
+    "qwen3_vl_moe": {
+        "model_type": "qwen3_vl_moe",
+        **_COMMON,
+        **_EXPERTS,
+        **_VISION,
+        "moe_intermediate_size": 24,
+    },
     "gemma2": {"model_type": "gemma2", **_COMMON, "tie_word_embeddings": True},
     "gemma3": {"model_type": "gemma3_text", **_COMMON, "tie_word_embeddings": True},
 }
@@ -107,16 +160,31 @@ def config_of(family: str, *, short: bool) -> dict[str, Any]:
     return config | {"num_hidden_layers": 2}
 
 
+def has_prediction(family: str) -> bool:
+    """Whether the checkpoint has a multi-token-prediction layer, which engines leave out."""
+    return "num_nextn_predict_layers" in CONFIGS[family]
+
+
+def published_config(keys: dict[str, Any]) -> dict[str, Any]:
+    """As published: beside an image encoder's keys those of the language model stand in a part of their own."""
+    if "vision_config" not in keys:
+        return keys
+    whole = ("model_type", "tie_word_embeddings", "vision_config")
+    text = {key: value for key, value in keys.items() if key not in whole}
+    return {**{key: keys[key] for key in whole}, "text_config": text}
+
+
 def write_checkpoint(
     family: str, folder: Path, *, short: bool = False, changes: Mapping[str, Any] | None = None
 ) -> str:
     """Write a BF16 checkpoint of one of the families, with ``changes`` of its configuration, and return its folder."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(0)
     keys = config_of(family, short=short) | dict(changes or {})
-    config = AutoConfig.for_model(**keys)
-    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    config = AutoConfig.for_model(**published_config(keys))
+    kind = AutoModelForImageTextToText if "vision_config" in keys else AutoModelForCausalLM
+    model = kind.from_config(config).to(torch.bfloat16)
     model.save_pretrained(folder)
     published = _AS_PUBLISHED.get(family)
     if published is not None:
@@ -152,7 +220,7 @@ def write_pair(
 
 
 def _with_prediction_layer(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
-    """DeepSeek-V3's multi-token-prediction layer, which transformers leaves out."""
+    """A multi-token-prediction layer as DeepSeek-V3's and GLM-4.5's, which transformers leaves out."""
     count, hidden = keys["num_hidden_layers"], keys["hidden_size"]
     last, added = f"model.layers.{count - 1}.", f"model.layers.{count}."
     more = {added + k.removeprefix(last): v.clone() for k, v in tensors.items() if k.startswith(last)}
@@ -177,9 +245,15 @@ def _with_stacked_experts(tensors: dict[str, Tensor], keys: dict[str, Any]) -> d
     return kept
 
 
+def _with_transposed_experts(tensors: dict[str, Tensor], keys: dict[str, Any]) -> dict[str, Tensor]:
+    """As Qwen3-VL-MoE's are published: transformers turns them when it loads them, and writes them turned."""
+    return {k: v.transpose(1, 2).contiguous() if ".experts." in k else v for k, v in tensors.items()}
+
+
 # What transformers writes, and the keys that it was written for, turned into what is published.
 _AS_PUBLISHED: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str, Tensor]]] = {
     "deepseek_v3": _with_prediction_layer,
+    "glm4_moe": _with_prediction_layer,
     "nemotron_h": lambda tensors, keys: {
         k.replace("backbone.embedding.", "backbone.embeddings."): v for k, v in tensors.items()
     },
@@ -187,9 +261,8 @@ _AS_PUBLISHED: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], dict[str,
         tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     ),
     "qwen3_5_moe-stacked": _with_stacked_experts,
-    # As Qwen3-VL's are.
-    "qwen3_5_moe-transposed": lambda tensors, keys: {
-        k: v.transpose(1, 2).contiguous() if ".experts." in k else v
-        for k, v in _with_stacked_experts(tensors, keys).items()
-    },
+    "qwen3_5_moe-transposed": lambda tensors, keys: _with_transposed_experts(
+        _with_stacked_experts(tensors, keys), keys
+    ),
+    "qwen3_vl_moe": _with_transposed_experts,
 }

@@ -21,12 +21,18 @@ Parts = tuple[tuple[str, str], ...]
 MISC: dict[str, Parts] = {
     "qwen3_moe": (_GATE,),
     "deepseek_v3": (_GATE, ("mlp.gate.e_score_correction_bias", _ROUTER)),
+    "glm4_moe": (_GATE, ("mlp.gate.e_score_correction_bias", _ROUTER)),
+    "minimax_m2": (
+        ("block_sparse_moe.gate.weight", _ROUTER),
+        ("block_sparse_moe.e_score_correction_bias", _ROUTER),
+    ),
     "nemotron_h": (("mixer.gate.weight", _ROUTER), ("mixer.gate.e_score_correction_bias", _ROUTER)),
     "gpt_oss": (("mlp.router.weight", _ROUTER), ("mlp.router.bias", _ROUTER)),
     "qwen3_next": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
     "qwen3_5_moe": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
     "qwen3_5_moe-transposed": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
     "qwen3_5_moe-stacked": (_GATE, ("linear_attn.norm.weight", _ZERO_CENTRED)),
+    "qwen3_vl_moe": (_GATE,),
 }
 
 
@@ -61,7 +67,9 @@ _ALL_IN_PLACE = (
 VLLM = Engine(
     {
         **dict.fromkeys(_ALL_IN_PLACE, ()),
+        "glm4_moe": (("mlp.gate.weight", "vLLM's router is in FP32"),),
         "gpt_oss": (),
+        "minimax_m2": (("block_sparse_moe.gate.weight", "vLLM's router is in FP32"),),
         "nemotron_h": (
             ("mixer.A_log", "vLLM computes with what it makes of it, in FP32"),
             ("mixer.gate.weight", "vLLM's router is in FP32"),
@@ -69,10 +77,22 @@ VLLM = Engine(
         "qwen3_next": _DELTA_NET,
         "qwen3_5_moe": _DELTA_NET,
         "qwen3_5_moe-stacked": _DELTA_NET,
+        **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), ()),
     }
 )
 TRANSFORMERS = Engine(
-    dict.fromkeys((*_ALL_IN_PLACE, "gpt_oss", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe-stacked"), ()),
+    dict.fromkeys(
+        (
+            *_ALL_IN_PLACE,
+            "glm4_moe",
+            "gpt_oss",
+            "minimax_m2",
+            "qwen3_next",
+            "qwen3_5_moe",
+            "qwen3_5_moe-stacked",
+        ),
+        (),
+    ),
     refused={
         "nemotron_h": "transformers has another name for the embedding than published checkpoints",
     },
@@ -85,6 +105,23 @@ SGLANG = Engine(
     {
         **dict.fromkeys(_ALL_IN_PLACE, ()),
         "gemma2": _NORMS,
+        "glm4_moe": (),
+        "minimax_m2": tuple(
+            (
+                f"self_attn.{x}_norm.weight",
+                "SGLang's norm over all heads is not known to compute with it as it is loaded",
+            )
+            for x in "qk"
+        ),
+        **dict.fromkeys(
+            ("qwen3_vl", "qwen3_vl_moe"),
+            (
+                (
+                    "visual.patch_embed.proj",
+                    "SGLang's own convolution is not known to compute with it as it is loaded",
+                ),
+            ),
+        ),
         "gpt_oss": (
             ("mlp.experts.gate_up_proj_bias", "SGLang has experts' biases in FP32"),
             ("mlp.experts.down_proj_bias", "SGLang has experts' biases in FP32"),

@@ -40,12 +40,16 @@ _TITLES = {
     "gemma3": "Gemma 3 (tied)",
     "qwen3_moe": "Qwen3-MoE",
     "deepseek_v3": "DeepSeek-V3 (MLA, dense first layer, shared expert, MTP)",
+    "glm4_moe": "GLM-4.5 (QKV biases, dense first layer, shared expert, MTP)",
     "gpt_oss": "GPT-OSS",
+    "minimax_m2": "MiniMax-M2 (norms over all heads)",
     "nemotron_h": "NemotronH (Mamba-2, attention, MLP, experts without gates)",
     "qwen3_next": "Qwen3-Next (gated delta net, output gates)",
     "qwen3_5_moe": "Qwen3.5-MoE",
     "qwen3_5_moe-stacked": "Qwen3.5-MoE, experts stacked in the checkpoint",
     "qwen3_5_moe-transposed": "Qwen3.5-MoE, experts stacked and transposed",
+    "qwen3_vl": "Qwen3-VL, image encoder and all",
+    "qwen3_vl_moe": "Qwen3-VL-MoE, image encoder and all",
 }
 
 # Further model types of the same family, and the engines that have no class of theirs.

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.ahead import FoundAhead
 from tests.spawn import run_ranks
 
-from .checkpoints import config_of, write_pair
+from .checkpoints import config_of, has_prediction, write_pair
 from .expected import TRANSFORMERS, is_prediction
 
 FAMILIES = (*TRANSFORMERS.misc, *TRANSFORMERS.refused)
@@ -94,4 +94,4 @@ def test_a_poisoned_engine_is_after_a_refit_what_transformers_loads_or_refuses_t
         assert bool(rank.refused) == limited
         assert rank.differing == rank.misc == []
         assert all(is_prediction(name, layers) for name in rank.unused)
-        assert bool(rank.unused) == (family == "deepseek_v3")
+        assert bool(rank.unused) == has_prediction(family)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.families.checkpoints import config_of, write_pair
+from tests.families.checkpoints import config_of, has_prediction, write_pair
 from tests.families.expected import MISC, SGLANG, is_of, is_prediction
 from tests.spawn import run_ranks
 
@@ -101,7 +101,7 @@ def test_all_of_a_family_that_sglang_holds_as_it_is_loaded_goes_in_place(
         assert [part for part, _ in own if not any(part in name for name in rank.misc)] == []
         assert [name for name in rank.misc if not is_of(name, (*own, *MISC.get(family, ())))] == []
         assert [name for name in rank.unused if not is_prediction(name, layers)] == []
-        assert bool(rank.unused) == (family == "deepseek_v3")
+        assert bool(rank.unused) == has_prediction(family)
 
 
 @pytest.mark.parametrize(("family", "size"), CASES)

@@ -12,7 +12,7 @@ from vllm_checkpoints import PLAIN_EXPERTS, dense_config, moe_config, quantize_c
 from vllm_ranks import Case, Layout, RankResult, refit_there_and_back
 
 from tests.ahead import FoundAhead
-from tests.families.checkpoints import config_of, write_pair
+from tests.families.checkpoints import config_of, has_prediction, write_pair
 from tests.families.expected import VLLM, is_of, is_prediction
 from tests.spawn import run_ranks
 from tests.vllm_cpu import PACKS_EXPERTS
@@ -55,10 +55,22 @@ _EXPERTS = {"moe_intermediate_size": _SIZE}
 FAMILIES: dict[str, dict[str, Any]] = {
     **{
         name: {}
-        for name in ("llama", "qwen2", "qwen3", "qwen3-tied", "mistral", "gemma2", "gemma3", "nemotron_h")
+        for name in (
+            "llama",
+            "qwen2",
+            "qwen3",
+            "qwen3-tied",
+            "mistral",
+            "gemma2",
+            "gemma3",
+            "nemotron_h",
+            "qwen3_vl",
+        )
     },
     **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe-stacked"), _EXPERTS),
-    **{name: {"intermediate_size": _SIZE} for name in ("mixtral", "gpt_oss")},
+    "qwen3_vl_moe": {"norm_topk_prob": True, **_EXPERTS},
+    **{name: {"intermediate_size": _SIZE} for name in ("mixtral", "gpt_oss", "minimax_m2")},
+    "glm4_moe": {"norm_topk_prob": True, **_EXPERTS},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, **_EXPERTS},
 }
 # A vocabulary that vLLM does not pad on two ranks.
@@ -140,7 +152,7 @@ def test_all_of_a_family_that_vllm_holds_as_it_is_loaded_goes_in_place(results: 
         zeros = case == "gpt_oss TP2" and rank is not results[case][0]
         assert [name for name in unused if not name.endswith("down_proj_bias")] == []
         assert len(unused) == (layers if zeros else 0)
-        assert (len(unused) < len(rank.unused)) == (family == "deepseek_v3")
+        assert (len(unused) < len(rank.unused)) == has_prediction(family)
 
 
 def test_every_family_of_the_table_is_refitted_here():

@@ -127,17 +127,34 @@ def _latent_attention(config: Config) -> tuple[Unit, ...]:
 
 
 def _deepseek_v3(config: Config) -> Architecture:
+    if config.get("moe_layer_freq", 1) != 1:
+        raise CatalogError("only moe_layer_freq 1 is known to Megatron-Bridge's mappings of DeepSeek-V3")
+    return _experts_after_dense_layers(config, _latent_attention(config))
+
+
+def _glm4_moe(config: Config) -> Architecture:
+    if config.get("n_shared_experts") != 1:
+        raise CatalogError("only n_shared_experts 1 is known to Megatron-Bridge's mappings of GLM-4.5")
+    bias, norms = bool(config.get("attention_bias")), bool(config.get("use_qk_norm"))
+    own = attention(config, qkv_bias=bias, head_norms=norms)
+    return _experts_after_dense_layers(config, own, gen_fp32=True)
+
+
+def _experts_after_dense_layers(
+    config: Config, attention: tuple[Unit, ...], *, gen_fp32: bool = False
+) -> Architecture:
+    """Dense layers first, then such with a shared expert beside the others, then those of multi-token prediction.
+
+    ``gen_fp32``: vLLM has routers in FP32.
+    """
     hidden, experts = config["hidden_size"], config["n_routed_experts"]
     inner = config["moe_intermediate_size"]
     shared = config.get("n_shared_experts") or 0
-    if config.get("moe_layer_freq", 1) != 1:
-        raise CatalogError("only moe_layer_freq 1 is known to Megatron-Bridge's mappings of DeepSeek-V3")
-    attention = _latent_attention(config)
     dense = (*attention, *dense_mlp(config))
     sparse = (
         *attention,
         norm("post_attention_layernorm", "pre_mlp_layernorm.weight", hidden),
-        router("mlp.gate.weight", "mlp.router.weight", (experts, hidden)),
+        router("mlp.gate.weight", "mlp.router.weight", (experts, hidden), gen_fp32=gen_fp32),
         router(
             "mlp.gate.e_score_correction_bias",
             "mlp.router.expert_bias",
@@ -225,6 +242,7 @@ _FAMILIES: dict[str, Callable[[Config], Architecture]] = {
     "qwen3_moe": _qwen3_moe,
     "deepseek_v3": _deepseek_v3,
     "kimi_k2": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "nemotron_h": nemotron_h,
 }

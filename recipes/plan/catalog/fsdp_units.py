@@ -15,7 +15,7 @@ from .storage import Param, Part, Weight
 from .units import Place, Shard, Unit, everything
 
 # Families whose parameters under FSDP2 the tests hold against transformers' own.
-FSDP_FAMILIES = ("deepseek_v3", "gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe")
+FSDP_FAMILIES = ("deepseek_v3", "glm4_moe", "gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe")
 _BUFFERS = ("e_score_correction_bias",)
 
 

@@ -133,9 +133,21 @@ def dense_mlp(config: Config) -> tuple[Unit, ...]:
     )
 
 
-def router(hf: str, megatron: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Matrix:
-    """A part of an MoE router, which the trainer's side does not place."""
-    return Matrix(hf, megatron, hf, shape, dtype=dtype, train_refused=ROUTER)
+def router(
+    hf: str,
+    megatron: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None = None,
+    *,
+    gen_fp32: bool = False,
+) -> Matrix:
+    """A part of an MoE router, which the trainer's side does not place; ``gen_fp32``: vLLM casts it to FP32."""
+    if not gen_fp32:
+        return Matrix(hf, megatron, hf, shape, dtype=dtype, train_refused=ROUTER)
+    refused = "vLLM's router is in FP32"
+    return Matrix(
+        hf, megatron, hf, shape, None, dtype, torch.float32, train_refused=ROUTER, gen_refused=refused
+    )
 
 
 def decoder(

@@ -221,6 +221,7 @@ class TensorParallelPlacement:
         ).keys()
         self._parameters = {n: t for n, t in model.state_dict(keep_vars=True).items() if n not in tied}
         self._plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {}) if tp_size > 1 else {}
+        self._renamings = _renamings(model)
         self._packed = list(_packed_experts(model))
         self._tp_rank = tp_rank
         self._tp_size = tp_size
@@ -260,6 +261,8 @@ class TensorParallelPlacement:
         return fragments
 
     def _slot(self, name: str) -> _Slot | None:
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
         if name in self._parameters:
             return _Slot(name, self._parameters[name].data)
         for packed in self._packed:
@@ -320,6 +323,15 @@ class _PackedExperts:
                     name[: found.start()] + self.target, int(found.group(1)), block, len(self.sources)
                 )
         return None
+
+
+def _renamings(model: Any) -> list[Any]:
+    """What gives checkpoint weights the names that the model has for them, in transformers' order."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    found = get_checkpoint_conversion_mapping(model.config.model_type) or []
+    return [renaming for renaming in found if isinstance(renaming, WeightRenaming)]
 
 
 def _packed_experts(model: Any) -> Iterator[_PackedExperts]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .....integration.layout import Fragment
-from .attention import concatenated_qkv, kv, qkv, qkvg
+from .attention import concatenated_qkv, kv, norm_over_heads, qkv, qkvg
 from .experts import stacked, stacked_alternating, stacked_gated, stacked_transposed
 from .pieces import Refused, parameter_like
 from .plain import auto, column, gated, row, whole
@@ -32,6 +32,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _BRIDGE = "megatron.bridge.models"
 _MAPPINGS = f"{_BRIDGE}.conversion.param_mapping"
 _GPT_OSS = f"{_BRIDGE}.gpt_oss.gpt_oss_bridge"
+_MINIMAX = f"{_BRIDGE}.minimax_m2.minimax_m2_bridge"
 
 # Rows and columns stand as they are, whatever the model's sizes.
 _PLAIN: dict[tuple[str, str], Rule] = {
@@ -48,6 +49,7 @@ _BY_CONFIG: dict[tuple[str, str], Rule] = {
     (_MAPPINGS, "QKVGMapping"): qkvg,
     (_MAPPINGS, "KVMapping"): kv,
     (_MAPPINGS, "ConcatenatedQKVMapping"): concatenated_qkv,
+    (_MINIMAX, "_FullDimQKNormMapping"): norm_over_heads,
     (_MAPPINGS, "MambaInProjMapping"): mamba_projection,
     (_MAPPINGS, "MambaConv1dMapping"): mamba_convolution,
     (_MAPPINGS, "GDNLinearMapping"): gdn_projection,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .....integration.layout import Fragment
-from .pieces import Refused, Run, lay, one_name, require_rows_split
+from .pieces import Refused, Run, lay, one_name, require_rows_split, shard
 
 
 class _Heads(NamedTuple):
@@ -103,6 +103,15 @@ def qkvg(task: Any) -> list[Fragment]:
     runs = [run for group in range(heads.groups) for run in _group(plain, places, group)]
     runs.append(gate.run(0, heads.queries))
     return lay(task.param_weight.data, runs, mapping.tp_rank, mapping.tp_size)
+
+
+def norm_over_heads(task: Any) -> list[Fragment]:
+    """A norm over all query heads or all key heads, cut as these are; where ranks outnumber heads, several hold the same."""
+    view = task.param_weight.data
+    size, rank = task.mapping._get_shard_spec(
+        shard_size=view.shape[0], megatron_module=task.megatron_module, global_size_attr="global_dim"
+    )
+    return [shard(one_name(task), view, 0, rank, size)]
 
 
 def _heads(task: Any) -> _Heads:
