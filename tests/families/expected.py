@@ -42,12 +42,10 @@ class Engine:
 
     Attributes:
         misc: each family that has run in it → what its own loader has to take, beside what trainers don't place.
-        refused: families that it doesn't take, and why.
         limits: families that it takes in some layouts alone.
     """
 
     misc: Mapping[str, Parts]
-    refused: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -87,15 +85,15 @@ TRANSFORMERS = Engine(
             "glm4_moe",
             "gpt_oss",
             "minimax_m2",
+            "nemotron_h",
             "qwen3_next",
             "qwen3_5_moe",
             "qwen3_5_moe-stacked",
+            "qwen3_vl",
+            "qwen3_vl_moe",
         ),
         (),
     ),
-    refused={
-        "nemotron_h": "transformers has another name for the embedding than published checkpoints",
-    },
     limits={"qwen3_5_moe-stacked": "TP1 only"},
 )
 _KEPT = "the layer itself holds it, and is not known to compute with it as it is loaded"

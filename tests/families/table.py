@@ -105,8 +105,6 @@ def page(report: Report) -> str:
             for why in dict.fromkeys(why for _, why in parts):
                 names = ", ".join(f"`{part}`" for part, reason in parts if reason == why)
                 lines.append(f"| {_TITLES[family]} | {who} | {names} | {why} |")
-        if family in TRANSFORMERS.refused:
-            lines.append(f"| {_TITLES[family]} | transformers | all | {TRANSFORMERS.refused[family]} |")
     return "\n".join(lines)
 
 
@@ -172,14 +170,14 @@ def _percent(share: float) -> str:
 
 def _tiny(family: str, engine: Engine, report: Report) -> str:
     if family not in engine.misc:
-        return _absent(family, engine)
+        return "not run"
     limit = f" ({engine.limits[family]})" if family in engine.limits else ""
     return _percent(tiny_share(family, engine, report)) + limit
 
 
 def _true_of(family: str, engine: Engine) -> str:
     if family not in engine.misc:
-        return _absent(family, engine)
+        return "not run"
     # A configuration does not tell a family's variants apart.
     names = [name for name in bundled_models() if _family_of(name) == family.partition("-")[0]]
     shares = sorted(true_share(name, engine) for name in names if not _lacks(engine, name))
@@ -189,12 +187,8 @@ def _true_of(family: str, engine: Engine) -> str:
 def _true(name: str, engine: Engine) -> str:
     family = _family_of(name)
     if family not in engine.misc:
-        return _absent(family, engine)
+        return "not run"
     return "no class of its own" if _lacks(engine, name) else _percent(true_share(name, engine))
-
-
-def _absent(family: str, engine: Engine) -> str:
-    return "refused" if family in engine.refused else "not run"
 
 
 def _family_of(name: str) -> str:

@@ -15,7 +15,7 @@ from tests.spawn import run_ranks
 from .checkpoints import config_of, has_prediction, write_pair
 from .expected import TRANSFORMERS, is_prediction
 
-FAMILIES = (*TRANSFORMERS.misc, *TRANSFORMERS.refused)
+FAMILIES = tuple(TRANSFORMERS.misc)
 # One that transformers shares evenly: it pads none.
 _EVEN = {"vocab_size": 64}
 
@@ -88,7 +88,7 @@ def results(found_ahead: FoundAhead) -> Results:
 def test_a_poisoned_engine_is_after_a_refit_what_transformers_loads_or_refuses_the_model(
     family: str, size: int, results: Results
 ) -> None:
-    limited = family in TRANSFORMERS.refused or (size > 1 and family in TRANSFORMERS.limits)
+    limited = size > 1 and family in TRANSFORMERS.limits
     layers = config_of(family, short=True)["num_hidden_layers"]
     for rank in results[family, size]:
         assert bool(rank.refused) == limited

@@ -223,6 +223,7 @@ class TensorParallelPlacement:
         self._plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {}) if tp_size > 1 else {}
         self._renamings = _renamings(model)
         self._packed = list(_packed_experts(model))
+        self._transposed = list(_transposed(model))
         self._tp_rank = tp_rank
         self._tp_size = tp_size
 
@@ -237,7 +238,7 @@ class TensorParallelPlacement:
         problems: list[str] = []
         filled: dict[str, int] = dict.fromkeys(self._parameters, 0)
         for spec in specs:
-            slot = self._slot(spec.name)
+            slot = self._slot(spec)
             if slot is None:
                 continue
             try:
@@ -260,11 +261,16 @@ class TensorParallelPlacement:
             )
         return fragments
 
-    def _slot(self, name: str) -> _Slot | None:
+    def _slot(self, spec: TensorSpec) -> _Slot | None:
+        name = spec.name
         for renaming in self._renamings:
             name, _ = renaming.rename_source_key(name)
         if name in self._parameters:
-            return _Slot(name, self._parameters[name].data)
+            view = self._parameters[name].data
+            for transposed in self._transposed:
+                if transposed.source.search(name):
+                    view = transposed.part(view, spec.shape)
+            return _Slot(name, view)
         for packed in self._packed:
             found = packed.match(name)
             if found and found.parameter in self._parameters:
@@ -325,6 +331,21 @@ class _PackedExperts:
         return None
 
 
+@dataclass(frozen=True)
+class _Transposed:
+    """Checkpoint weights that transformers transposes as it loads them; with ``check`` only such as do not fit otherwise."""
+
+    source: re.Pattern[str]
+    dims: tuple[int, int]
+    check: bool
+
+    def part(self, parameter: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """The parameter as a view in the order of a checkpoint weight of ``shape``."""
+        if self.check and shape == tuple(parameter.shape):
+            return parameter
+        return parameter.transpose(*self.dims)
+
+
 def _renamings(model: Any) -> list[Any]:
     """What gives checkpoint weights the names that the model has for them, in transformers' order."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -350,3 +371,17 @@ def _packed_experts(model: Any) -> Iterator[_PackedExperts]:
                 for source in converter.source_patterns
             )
             yield _PackedExperts(patterns, converter.target_patterns[0])
+
+
+def _transposed(model: Any) -> Iterator[_Transposed]:
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    for converter in get_checkpoint_conversion_mapping(model.config.model_type) or []:
+        if not isinstance(converter, WeightConverter) or len(converter.operations) != 1:
+            continue
+        turn, sources = converter.operations[0], converter.source_patterns
+        if isinstance(turn, Transpose) and sources == converter.target_patterns:
+            for source in sources:
+                pattern = re.compile(re.escape(source) + "$")
+                yield _Transposed(pattern, (turn.dim0, turn.dim1), turn.check_dims)

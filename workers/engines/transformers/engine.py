@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ class TransformersEngine(DestinationRefitMixin):
     """
 
     def __init__(self, model_path: str, dtype: torch.dtype, tp_size: int = 1, *, fp8: bool = False):
-        from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers import GenerationConfig
 
         self._fp8 = fp8
 
@@ -35,11 +36,11 @@ class TransformersEngine(DestinationRefitMixin):
         device = rank_device()
         if tp_size > 1:
             mesh = dist.device_mesh.init_device_mesh(device.type, (tp_size,))
-            model = AutoModelForCausalLM.from_pretrained(
+            model = _model_class(model_path).from_pretrained(
                 model_path, dtype=dtype, tp_plan="auto", device_mesh=mesh
             )
         else:
-            model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(device)
+            model = _model_class(model_path).from_pretrained(model_path, dtype=dtype).to(device)
         # The checkpoint's own sampling defaults (repetition penalty, min_p, …) would change the distribution
         # behind the log-probabilities that are reported.
         model.generation_config = GenerationConfig()
@@ -103,6 +104,22 @@ class TransformersEngine(DestinationRefitMixin):
         logprobs = torch.log_softmax(logits, dim=-1).cpu().gather(2, tokens.unsqueeze(-1)).squeeze(-1)
         rows = zip(tokens.tolist(), logprobs.tolist(), strict=True)
         return [_completion(t, p, stop_token_ids, self.refit_state.version) for t, p in rows]
+
+
+def _model_class(model_path: str) -> Any:
+    """The automatic class that makes the model: of text alone, or, where that has none of its kind, of images too."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    kind = type(AutoConfig.from_pretrained(model_path))
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING or kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
 
 
 def _completion(
