@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fnmatch
 import functools
 import importlib
 import json
@@ -64,6 +65,10 @@ class _State(dict[str, torch.Tensor]):
 
     def get_all_keys(self) -> Container[str]:
         return self._names
+
+    def has_glob(self, pattern: str) -> bool:
+        """Whether a name matches, which Bridge asks to find experts that are stacked; without an index they are separate."""
+        return isinstance(self._names, frozenset) and bool(fnmatch.filter(self._names, pattern))
 
 
 class _AllButTied:

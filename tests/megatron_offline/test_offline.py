@@ -40,6 +40,7 @@ REAL: dict[str, tuple[str, TrainLayout]] = {
 PREDICTED: dict[str, tuple[str, TrainLayout, int]] = {
     "qwen3_moe, 16 ranks": ("qwen3_moe", TrainLayout(tp=2, pp=2, ep=4, cp=2, dp=2), 13),
     "deepseek_v3 with MTP, 16 ranks": ("deepseek_v3", TrainLayout(pp=2, ep=8), 11),
+    "glm4_moe with MTP, 16 ranks": ("glm4_moe", TrainLayout(pp=2, ep=8), 11),
     "nemotron_h, uneven stages": ("nemotron_h", TrainLayout(tp=2, pp=3), 5),
     "llama, one rank": ("llama", TrainLayout(), 0),
     "a model as large as it is": ("qwen3-30b-a3b", TrainLayout(tp=2, ep=8, dp=4), 5),
