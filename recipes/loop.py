@@ -122,6 +122,10 @@ class TrainingLoop:
         kl = generation_kl(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
         with watch.stage("train"):
             trained = self._refits.train(lambda: self._train(step, batch))
+        if self._config.policy.qat == "w4a4" and step == 1:
+            # The scales before were of prompts alone.
+            with watch.stage("calibrate_inputs"):
+                self._refits.train(lambda: self._trainers.calibrate_inputs(batch))
         if self._config.policy.refit.kv_scales:
             with watch.stage("calibrate"):
                 self._refits.train(lambda: self._refits.calibrate(batch))

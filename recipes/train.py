@@ -117,6 +117,8 @@ def train(config: TrainConfig, console: Console, refits: Callable[..., Refits] |
             mover.begin(first_step, lambda routes: console.print(_routes(config, routes), soft_wrap=True))
             if resumed:
                 trainers.load(resumed.folder)
+            elif config.policy.qat == "w4a4":
+                trainers.calibrate_inputs(inputs.first_prompts(config.algorithm.prompts_per_step))
         collector = ExperienceCollector(config, engines, inputs, scorer)
         display = stack.enter_context(RunDisplay(console, config.algorithm.steps, first_step))
         loop = TrainingLoop(config, trainers, mover, collector, store, metrics, display.on_step)
@@ -139,8 +141,9 @@ def _with_dtype(config: TrainConfig, gpus: int) -> TrainConfig:
     """The configuration with ``model.dtype: auto`` resolved."""
     if config.model.dtype != "auto":
         return config
-    # FP8 codes are made of 16 bits, on CPUs too.
-    in_bf16 = gpus or config.policy.refit.trainer_quantize_fp8 or needs_bfloat16(config)
+    # FP8 and NVFP4 codes are made of 16 bits, on CPUs too.
+    quantizes = config.policy.refit.trainer_quantize_fp8 or config.policy.qat != "off"
+    in_bf16 = gpus or quantizes or needs_bfloat16(config)
     return replace(config, model=replace(config.model, dtype="bfloat16" if in_bf16 else "float32"))
 
 

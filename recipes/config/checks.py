@@ -31,6 +31,7 @@ CHOICES = {
     "generation.vllm.kv_cache_dtype": ("auto", "fp8"),
     "generation.sglang.load_format": ("auto", "dummy"),
     "generation.weight_dtype": ("auto", "fp8"),
+    "policy.qat": ("off", "w4a4", "w4a16"),
 }
 
 # Least value of each whole number, and what a smaller one would mean.
@@ -280,6 +281,48 @@ def _fp8_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
             (key, "model.dtype"),
             f"{key}: codes are made of BF16 or FP16 weights, and model.dtype is {config.model.dtype}; give bfloat16",
         )
+
+
+def _qat(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    key, trainer, generation = "policy.qat", config.trainer, config.generation
+    qat = config.policy.qat
+    if qat == "off" or key in bad:
+        return
+    for other, wrong, why in (
+        (
+            "trainer.backend",
+            trainer.backend != "fsdp",
+            "the recipes train for NVFP4 under FSDP2 alone; give fsdp",
+        ),
+        (
+            "trainer.tensor_parallel",
+            trainer.tensor_parallel > 1,
+            "it has not run under transformers' tensor parallelism; give 1",
+        ),
+        ("trainer.lora.rank", trainer.lora.rank, "adapters beside quantized weights have not run; give 0"),
+        (
+            "generation.backend",
+            generation.backend != "vllm",
+            "refits bring packed weights to vLLM alone; give vllm",
+        ),
+        (
+            "generation.weight_dtype",
+            generation.weight_dtype != "auto",
+            "the engine holds NVFP4 then; give auto",
+        ),
+        (
+            ENABLED,
+            generation.colocated.enabled,
+            "packed weights have not been refitted into an engine that slept; give false",
+        ),
+        (
+            "model.dtype",
+            config.model.dtype == "float32",
+            "vLLM computes with NVFP4 in 16 bits alone; give bfloat16",
+        ),
+    ):
+        if wrong:
+            yield Violation((key, other), f"{other}: {key} is {qat}, and {why}, or {key}=off")
 
 
 # Megatron-core 0.19's choices of recompute_modules.
@@ -556,6 +599,7 @@ _COMBINATIONS = (
     _generation,
     _kv_scales,
     _fp8_weights,
+    _qat,
     sglang_violations,
     colocated_violations,
 )

@@ -127,6 +127,12 @@ def gpu_violations(config: TrainConfig, gpus: int) -> Iterator[Violation]:
         gpus: CUDA devices of this machine; without any, ranks run on CPUs and nothing is asked of their number.
     """
     yield from sglang_gpu_violations(config, gpus)
+    if config.policy.qat == "w4a16" and not gpus and config.ray.address is None:
+        yield Violation(
+            ("policy.qat", "ray.address"),
+            "policy.qat: w4a16, but vLLM has no product with such weights for CPUs, and this machine has no GPU; give w4a4, or "
+            "ray.address of a cluster with some",
+        )
     if config.generation.colocated.enabled:
         yield from colocated_gpu_violations(config, gpus)
         return

@@ -136,6 +136,9 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
     divides("trainer.tensor_parallel", trainer.tensor_parallel, "vocab_size", "vocabulary")
     found += _stage_violations(config, text.get("num_hidden_layers"))
     if experts is not None:
+        if config.policy.qat != "off":
+            problem = f"{config.policy.qat}, but the model has experts, with which no recipe has run in NVFP4"
+            found.append(Violation(("policy.qat", "model.path"), f"policy.qat: {problem}; give off"))
         name = next(key for key in EXPERT_KEYS if text.get(key))
         divides("trainer.expert_parallel", trainer.expert_parallel, name, "experts")
         expert_width = (

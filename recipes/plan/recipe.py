@@ -59,8 +59,8 @@ def plan_of(config: TrainConfig) -> RecipePlan:
     """The same of a configuration that was checked.
 
     Raises:
-        ConfigError: its model is not in the catalogue, its trainer is FSDP with TP, or its pipeline stages are of its own
-            making.
+        ConfigError: its model is not in the catalogue, its trainer is FSDP with TP, its pipeline stages are of its own
+            making, or it sends an adapter alone or packed weights.
     """
     trainer, generation = config.trainer, config.generation
     if trainer.pipeline_model_parallel_layout is not None:
@@ -77,6 +77,14 @@ def plan_of(config: TrainConfig) -> RecipePlan:
             [
                 "policy.refit.lora: adapter sends the factors alone, and plans are of whole weights; plan with merge, which "
                 "sends as much as a trainer without LoRA"
+            ],
+        )
+    if config.policy.qat != "off":
+        raise ConfigError(
+            config.name,
+            [
+                f"policy.qat: {config.policy.qat} sends weights packed in NVFP4, and plans are of weights in BF16 or FP8; plan "
+                "with off, which tells the same routes of all other weights"
             ],
         )
     train = _fsdp(config) if trainer.backend == "fsdp" else _megatron(trainer)

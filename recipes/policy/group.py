@@ -41,6 +41,9 @@ class TrainerActor(RankActor):
     def calibrate_kv_scales(self, batch: PolicyBatch) -> dict[str, float]:
         return self._policy.calibrate_kv_scales(lambda: self._policy.compute_logprobs(batch))
 
+    def calibrate_inputs(self, batch: PolicyBatch) -> None:
+        self._policy.calibrate_inputs(batch)
+
     def save(self, folder: str) -> Files:
         return self._policy.save(folder)
 
@@ -131,6 +134,10 @@ class TrainerGroup:
     def calibrate_kv_scales(self, batch: PolicyBatch) -> dict[str, float]:
         """Scales of an FP8 KV cache for the batch under the present weights."""
         return self._group.call("calibrate_kv_scales", batch)[0]
+
+    def calibrate_inputs(self, batch: PolicyBatch) -> None:
+        """Scales of what goes into the layers of a policy in W4A4, for the batch under the present weights."""
+        self._group.call("calibrate_inputs", batch)
 
     def save(self, folder: Path) -> Files:
         """Every rank writes its state into ``folder``, which all nodes must reach; what they wrote."""

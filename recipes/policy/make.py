@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,10 +10,14 @@ import torch
 from ...integration.config import RefitConfig
 from ...workers.trainers.fsdp.mixin import FSDPRefitMixin
 from ...workers.trainers.megatron.mixin import MegatronRefitMixin
+from ...workers.trainers.qat.config import QATConfig
+from ...workers.trainers.qat.fsdp import quantize_module
+from ...workers.trainers.qat.mixin import QATRefitMixin
 from ..config.schema import LoraConfig, TrainConfig
-from .base import AdamConfig, Policy, PolicyConfig
+from .base import AdamConfig, Policy, PolicyBatch, PolicyConfig
 from .fsdp import FSDPPolicy, FSDPPolicyConfig
 from .megatron import MegatronPolicy, MegatronPolicyConfig
+from .state import Files
 
 
 class RefittingMegatronPolicy(MegatronRefitMixin, MegatronPolicy):
@@ -40,9 +45,43 @@ class RefittingFSDPPolicy(FSDPRefitMixin, FSDPPolicy):
             return super()._step_optimizer()
 
 
+class RefittingQATPolicy(QATRefitMixin, RefittingFSDPPolicy):
+    """The same, computing in NVFP4; packed weights travel."""
+
+    def __init__(self, config: FSDPPolicyConfig, refit_config: RefitConfig) -> None:
+        super().__init__(config, refit_config)
+        assert config.qat is not None
+        self.qat = quantize_module(self.model, config.qat)
+        self.qat.refresh()
+
+    def calibrate_inputs(self, batch: PolicyBatch) -> None:
+        """Take the scales of the layers' inputs from a batch; every trainer rank calls it."""
+        with self.qat.calibrating():
+            self.compute_logprobs(batch)
+
+    def _step_optimizer(self) -> tuple[float, float]:
+        told = super()._step_optimizer()
+        self.qat.refresh()
+        return told
+
+    def _identity(self) -> dict[str, Any]:
+        return super()._identity() | {"qat": str(self.config.qat)}
+
+    def _save_state(self, folder: Path) -> tuple[dict[str, Any], Files]:
+        state, files = super()._save_state(folder)
+        return state | {"qat": self.qat.state_dict()}, files
+
+    def _load_state(self, folder: Path, state: dict[str, Any]) -> None:
+        super()._load_state(folder, state)
+        self.qat.load_state_dict(state["qat"])
+        self.qat.refresh()
+
+
 def refitting_policy(config: PolicyConfig, refit_config: RefitConfig) -> Policy:
     """Build the model and load the checkpoint's weights; every trainer rank calls it."""
     if isinstance(config, FSDPPolicyConfig):
+        if config.qat is not None:
+            return RefittingQATPolicy(config, refit_config)
         return RefittingFSDPPolicy(config, refit_config)
     assert isinstance(config, MegatronPolicyConfig)
     return RefittingMegatronPolicy(config, refit_config)
@@ -86,6 +125,7 @@ def _fsdp(config: TrainConfig, common: dict[str, Any]) -> FSDPPolicyConfig:
         cpu_offload=trainer.fsdp.cpu_offload,
         recompute=trainer.recompute.granularity == "full",
         lora=_lora(trainer.lora) if trainer.lora.rank else None,
+        qat=None if config.policy.qat == "off" else QATConfig(activations=config.policy.qat == "w4a4"),
         **common,
     )
 

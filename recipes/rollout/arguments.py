@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...integration.quantize.fp8_blockwise import BLOCK
+from ...integration.quantize.nvfp4_checkpoint import quantization_config
 from ...workers.engines.sglang.loader import LOADER
 from ..config.engines import VLLM_LORA_RANKS, needed_context
 from ..config.model import EXPERT_KEYS
@@ -49,6 +50,11 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
         arguments["moe_backend"] = "triton"
     if generation.weight_dtype == "fp8" and not _quantization_of(hf_config or {}):
         arguments |= _fp8_weights(config, hf_config or {})
+    if config.policy.qat != "off":
+        # The engine expects packed weights, which the checkpoint lacks, so the first refit brings all.
+        made = quantization_config((), ["lm_head.weight"], "", activations=config.policy.qat == "w4a4")
+        overrides = {"quantization_config": made.quantization_config}
+        arguments |= {"hf_overrides": overrides, "load_format": "dummy"}
     return arguments
 
 

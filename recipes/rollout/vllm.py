@@ -19,9 +19,13 @@ from .engine import EngineActor, EngineRollouts
 if TYPE_CHECKING:
     from ...workers.engines.vllm.colocated import VllmSleeper
 
-# What vLLM on a CPU reads from the environment and nowhere else: KV cache in GiB, and no pinning of
-# threads to cores that the trainer's ranks use too.
-_CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# What vLLM on a CPU reads from the environment and nowhere else: KV cache in GiB, no pinning of threads to cores that
+# the trainer's ranks use too, and products in NVFP4 without a GPU's kernels.
+_CPU_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NVFP4_GEMM_BACKEND": "emulation",
+}
 
 
 class VllmActor(EngineActor):

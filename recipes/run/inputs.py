@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ...workers.checkpoint_folder import CheckpointUnreachable, checkpoint_folder, ending_tokens, is_hub_name
 from ...workers.trainers.megatron.hf_checkpoint import CheckpointMismatch, check_checkpoint
 from ..config.load import ConfigError, model_violations, resolve_data_path
 from ..config.schema import TrainConfig
 from ..data.dataset import DataError
 from ..data.prompts import PromptSampler, held_out, load_prompts
+from ..policy.batch import PolicyBatch
 from ..rewards.scorer import RewardError, RewardScorer, Scorer, load_reward
 
 
@@ -77,3 +80,11 @@ class RunInputs:
         self.train, self.validation = train, validation
         self.sampler = PromptSampler(config.seed, len(train))
         self.scorer: Scorer = RewardScorer(reward)
+
+    def first_prompts(self, count: int) -> PolicyBatch:
+        """The first prompts of the training data, without completions."""
+        rows = [torch.tensor(self.train[i].token_ids) for i in range(min(count, len(self.train)))]
+        pad = self.tokenizer.pad_token_id
+        input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
+        lengths = torch.tensor([len(row) for row in rows])
+        return PolicyBatch(input_ids, torch.zeros(input_ids.shape), lengths=lengths)

@@ -29,6 +29,7 @@ EXPERTS = {
 }
 LORA = {"trainer.backend": "fsdp", "trainer.lora.rank": 4}
 ALONE = {"policy.refit.lora": "adapter"}
+QAT = VLLM | {"trainer.backend": "fsdp", "trainer.distributed_optimizer": False, "policy.qat": "w4a4"}
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,7 @@ ALONE = {"policy.refit.lora": "adapter"}
         (LORA | {"generation.tensor_parallel": 2} | ALONE, "more generation.replicas"),
         (VLLM | ALONE | LORA | {"trainer.lora.rank": 600}, "above 512"),
         (LORA | {ENABLED: True} | ALONE, "discard as they sleep"),
+        ({"policy.qat": "fp4"}, "off, w4a4, w4a16"),
         ({"trainer.optimizer.lr_decay": "linear", "trainer.optimizer.min_lr": 1.0}, "would rise"),
         ({"trainer.ranks": 4, "trainer.context_parallel": 2}, "whole rows"),
         ({"trainer.virtual_pipeline": 2}, "more stages"),
@@ -101,10 +103,29 @@ def test_what_cannot_be_is_one_violation_of_its_key(config_of, values: dict[str,
         SHARED | {"generation.colocated.multi_stage_wake_up": False},
         LORA,
         VLLM | LORA | {"generation.tensor_parallel": 2} | ALONE,
+        QAT,
     ],
 )  # fmt: skip
 def test_what_can_be_is_no_violation(config_of, values: dict[str, Any]) -> None:
     assert [found.text for found in config_violations(config_of(values))] == []
+
+
+def test_all_that_keeps_a_policy_from_training_in_nvfp4_is_told_at_once(config_of) -> None:
+    values = {
+        "trainer.tensor_parallel": 2,
+        "trainer.lora.rank": 4,
+        "generation.backend": "transformers",
+        ENABLED: True,
+        "model.dtype": "float32",
+    }
+    found = [
+        v.keys
+        for v in config_violations(config_of(QAT | {"trainer.ranks": 2} | values))
+        if v.keys[0] == "policy.qat"
+    ]
+    assert {other for _, other in found} == values.keys()
+    (found_alone,) = config_violations(config_of(VLLM | {"policy.qat": "w4a16"}))
+    assert found_alone.keys == ("policy.qat", "trainer.backend")
 
 
 def test_all_that_can_not_share_gpus_is_told_at_once_with_its_remedy(config_of) -> None:
