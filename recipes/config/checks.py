@@ -311,9 +311,14 @@ def _qat(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
             "the engine holds NVFP4 then; give auto",
         ),
         (
-            ENABLED,
-            generation.colocated.enabled,
-            "packed weights have not been refitted into an engine that slept; give false",
+            "generation.vllm.kv_cache_dtype",
+            generation.vllm.kv_cache_dtype != "auto",
+            "an FP8 KV cache beside packed weights has not run; give auto",
+        ),
+        (
+            "trainer.fsdp.cpu_offload",
+            trainer.fsdp.cpu_offload,
+            "scales of weights in host memory have not been computed; give false",
         ),
         (
             "model.dtype",

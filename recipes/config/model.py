@@ -45,6 +45,12 @@ def local_hf_config(path: str) -> Mapping[str, Any] | None:
     return loaded
 
 
+def quantization_of(hf_config: Mapping[str, Any]) -> Any:
+    """What config.json says of a checkpoint that is quantized; falsy of others."""
+    text = hf_config.get("text_config", hf_config)
+    return hf_config.get("quantization_config") or text.get("quantization_config")
+
+
 def catalog_model(config: TrainConfig) -> Model | None:
     """The bundled model whose shapes the recipe's has: by ``model.catalog``, or by its hub name; else None.
 
@@ -135,10 +141,19 @@ def shape_violations(config: TrainConfig, hf_config: Mapping[str, Any]) -> list[
             )
     divides("trainer.tensor_parallel", trainer.tensor_parallel, "vocab_size", "vocabulary")
     found += _stage_violations(config, text.get("num_hidden_layers"))
+    if config.policy.qat != "off":
+        for wrong, problem in (
+            (experts is not None, "the model has experts, with which no recipe has run in NVFP4; give off"),
+            (
+                quantization_of(hf_config),
+                "the checkpoint is quantized already, and is trained from BF16; give an unquantized one, or off",
+            ),
+        ):
+            if wrong:
+                found.append(
+                    Violation(("policy.qat", "model.path"), f"policy.qat: {config.policy.qat}, but {problem}")
+                )
     if experts is not None:
-        if config.policy.qat != "off":
-            problem = f"{config.policy.qat}, but the model has experts, with which no recipe has run in NVFP4"
-            found.append(Violation(("policy.qat", "model.path"), f"policy.qat: {problem}; give off"))
         name = next(key for key in EXPERT_KEYS if text.get(key))
         divides("trainer.expert_parallel", trainer.expert_parallel, name, "experts")
         expert_width = (

@@ -10,8 +10,9 @@ from typing import Any
 from ...integration.quantize.fp8_blockwise import BLOCK
 from ...integration.quantize.nvfp4_checkpoint import quantization_config
 from ...workers.engines.sglang.loader import LOADER
+from ...workers.trainers.qat.config import QATConfig
 from ..config.engines import VLLM_LORA_RANKS, needed_context
-from ..config.model import EXPERT_KEYS
+from ..config.model import EXPERT_KEYS, quantization_of
 from ..config.schema import TrainConfig
 
 
@@ -48,11 +49,12 @@ def vllm_arguments(config: TrainConfig, hf_config: Mapping[str, Any] | None = No
         # By default vLLM takes FlashInfer's kernels where it finds them. They rearrange the experts while loading, and no
         # refit can then write them in place.
         arguments["moe_backend"] = "triton"
-    if generation.weight_dtype == "fp8" and not _quantization_of(hf_config or {}):
+    if generation.weight_dtype == "fp8" and not quantization_of(hf_config or {}):
         arguments |= _fp8_weights(config, hf_config or {})
     if config.policy.qat != "off":
         # The engine expects packed weights, which the checkpoint lacks, so the first refit brings all.
-        made = quantization_config((), ["lm_head.weight"], "", activations=config.policy.qat == "w4a4")
+        qat = QATConfig(activations=config.policy.qat == "w4a4")
+        made = quantization_config((), [f"{module}.weight" for module in qat.exclude], "", qat.activations)
         overrides = {"quantization_config": made.quantization_config}
         arguments |= {"hf_overrides": overrides, "load_format": "dummy"}
     return arguments
@@ -67,7 +69,7 @@ def _fp8_weights(config: TrainConfig, hf_config: Mapping[str, Any]) -> dict[str,
 
 
 def _has_plain_experts(hf_config: Mapping[str, Any]) -> bool:
-    return has_experts(hf_config) and not _quantization_of(hf_config)
+    return has_experts(hf_config) and not quantization_of(hf_config)
 
 
 def vllm_bundles(config: TrainConfig) -> int:
@@ -114,7 +116,7 @@ def sglang_arguments(
     if hf_config is not None and has_experts(hf_config):
         # Other backends rearrange the experts while loading, and no refit can then write them in place.
         arguments["moe_runner_backend"] = "triton"
-    if generation.weight_dtype == "fp8" and not _quantization_of(hf_config or {}):
+    if generation.weight_dtype == "fp8" and not quantization_of(hf_config or {}):
         # The engine expects FP8 blocks, which the checkpoint lacks, so the first refit brings all weights.
         overrides = {"quantization_config": block_fp8(hf_config or {})}
         arguments |= {"json_model_override_args": json.dumps(overrides), "load_format": "dummy"}
@@ -158,12 +160,6 @@ def has_experts(hf_config: Mapping[str, Any]) -> bool:
     """Whether a model of this config.json is a mixture of experts."""
     text = hf_config.get("text_config", hf_config)
     return any(text.get(key) for key in EXPERT_KEYS)
-
-
-def _quantization_of(hf_config: Mapping[str, Any]) -> Any:
-    """What config.json says of a checkpoint that is quantized; falsy of others."""
-    text = hf_config.get("text_config", hf_config)
-    return hf_config.get("quantization_config") or text.get("quantization_config")
 
 
 def engine_seed(seed: int, replica: int) -> int:

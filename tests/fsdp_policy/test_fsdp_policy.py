@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlrefit.workers.trainers.qat.config import QATConfig
 from tests.ahead import FoundAhead
 from tests.policy_scenes import LENGTHS, ROUTED_IN_FLOAT32, assert_reference_stays, assert_resumed
 from tests.spawn import run_ranks
@@ -34,10 +35,11 @@ TRAINED: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "HSDP 2x1 x TP2 of experts": ("qwen3-moe", {"replicate": 2, "tensor_parallel": 2}, {}),
 }
 IN_BFLOAT16, WITH_REFERENCE = "FSDP4 in bfloat16", "HSDP 2x2 with a reference"
-RESUMED: dict[str, tuple[str, dict[str, int], torch.dtype]] = {
-    "HSDP": ("qwen3-tied", {"replicate": 2}, torch.bfloat16),
-    "FSDP x TP": ("qwen3-moe", {"tensor_parallel": 2}, torch.float32),
-    ROUTED_IN_FLOAT32: (ROUTED_IN_FLOAT32, {}, torch.bfloat16),
+RESUMED: dict[str, tuple[str, dict[str, int], torch.dtype, dict[str, Any]]] = {
+    "HSDP": ("qwen3-tied", {"replicate": 2}, torch.bfloat16, {}),
+    "FSDP x TP": ("qwen3-moe", {"tensor_parallel": 2}, torch.float32, {}),
+    ROUTED_IN_FLOAT32: (ROUTED_IN_FLOAT32, {}, torch.bfloat16, {}),
+    "FSDP4 in NVFP4": ("qwen3", {}, torch.bfloat16, {"qat": QATConfig()}),
 }
 
 
@@ -55,7 +57,10 @@ def run_all_cases(root: Path) -> World:
     trained = {name: Case(paths[of], layout, options=more) for name, (of, layout, more) in TRAINED.items()}
     trained[IN_BFLOAT16] = Case(paths["qwen3"], dtype=torch.bfloat16)
     trained[WITH_REFERENCE] = Case(paths["qwen3"], {"replicate": 2}, torch.bfloat16, kl_coef=0.1)
-    resumed = {name: Case(paths[of], layout, dtype) for name, (of, layout, dtype) in RESUMED.items()}
+    resumed = {
+        name: Case(paths[of], layout, dtype, options=more)
+        for name, (of, layout, dtype, more) in RESUMED.items()
+    }
     other = Case(paths["qwen3-tied"], {}, torch.bfloat16)
     with ThreadPoolExecutor(1) as pool:
         ranks = pool.submit(run_ranks, everything, RANKS, trained, resumed, other, str(root), timeout_s=900.0)
