@@ -104,6 +104,8 @@ def test_what_cannot_be_is_one_violation_of_its_key(config_of, values: dict[str,
         LORA,
         VLLM | LORA | {"generation.tensor_parallel": 2} | ALONE,
         QAT,
+        QAT | {"generation.tensor_parallel": 2, "generation.replicas": 2, "policy.refit.delta": "always"},
+        QAT | {ENABLED: True},
     ],
 )  # fmt: skip
 def test_what_can_be_is_no_violation(config_of, values: dict[str, Any]) -> None:
@@ -115,7 +117,8 @@ def test_all_that_keeps_a_policy_from_training_in_nvfp4_is_told_at_once(config_o
         "trainer.tensor_parallel": 2,
         "trainer.lora.rank": 4,
         "generation.backend": "transformers",
-        ENABLED: True,
+        "generation.vllm.kv_cache_dtype": "fp8",
+        "trainer.fsdp.cpu_offload": True,
         "model.dtype": "float32",
     }
     found = [

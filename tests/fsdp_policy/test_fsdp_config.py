@@ -83,6 +83,16 @@ def test_tensor_parallelism_cuts_every_expert_under_fsdp_and_not_under_megatron(
     assert shape_violations(config, shape) == []
 
 
+def test_a_policy_in_nvfp4_takes_neither_experts_nor_a_checkpoint_that_is_quantized_already() -> None:
+    config = TrainConfig()
+    config.policy.qat = "w4a4"
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    assert shape_violations(config, shape) == []
+    for more in ({"num_experts": 8}, {"quantization_config": {"quant_method": "fp8"}}):
+        (found,) = shape_violations(config, shape | more)
+        assert found.keys == ("policy.qat", "model.path")
+
+
 def test_every_key_reaches_the_policy() -> None:
     config = load_config("grpo_qwen3_4b", ["trainer=fsdp"])
     config.trainer.tensor_parallel = config.trainer.fsdp.replicate = 2

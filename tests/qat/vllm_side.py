@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +19,46 @@ _LAYERS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.do
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-def serve(path_a: str, path_b: str, with_experts: str) -> dict[str, Any]:
-    """Load A, refit to B and back, compute with the layers of what vLLM itself loads from B; load experts."""
+def digests_of(model: torch.nn.Module) -> dict[str, str]:
+    """Of all parameters, by name."""
+    return {name: sha256(_raw(held.data).numpy()).hexdigest() for name, held in model.named_parameters()}
+
+
+def loaded_digests(path: str) -> dict[str, str]:
+    """:func:`digests_of` the model that vLLM itself loads from a checkpoint, on one rank."""
+    return digests_of(_loaded(path, 0, 1)[0])
+
+
+def _loaded(path: str, rank: int, ranks: int) -> tuple[torch.nn.Module, Any]:
+    """The model as vLLM has it on one of these ranks, and its configuration."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
     from vllm.config import set_current_vllm_config
-    from vllm_checkpoints import manifest_of, read_checkpoint
-    from vllm_ranks import Case, Layout, _config, _differing
+    from vllm.model_executor.model_loader import get_model
+    from vllm_ranks import Case, Layout, _config
 
-    from rlrefit.workers.engines.vllm.destination import VllmDestination
     from tests.catalog.real_vllm import _stand_in_for_groups
 
     _stand_in_for_groups(
-        {"groups": {"tp": (RANK, RANKS), "pp": (0, 1), "dp": (0, 1), "ep": (0, 1), "pcp": (0, 1)}}
+        {"groups": {"tp": (rank, ranks), "pp": (0, 1), "dp": (0, 1), "ep": (0, 1), "pcp": (0, 1)}}
     )
+    config = _config(path, Case(path, path, Layout()))
+    config.parallel_config.tensor_parallel_size = ranks
+    with set_current_vllm_config(config):
+        return get_model(vllm_config=config), config
 
-    def loaded(path: str) -> tuple[torch.nn.Module, Any]:
-        from vllm.model_executor.model_loader import get_model
 
-        config = _config(path, Case(path, path, Layout()))
-        config.parallel_config.tensor_parallel_size = RANKS
-        with set_current_vllm_config(config):
-            return get_model(vllm_config=config), config
-
+def serve(path_a: str, path_b: str, with_experts: str) -> dict[str, Any]:
+    """Load A, refit to B and back, compute with the layers of what vLLM itself loads from B; load experts."""
     _make_workspaces()
+    live, config = _loaded(path_a, RANK, RANKS)  # which adds the folder of these two modules to the path
+    from vllm.config import set_current_vllm_config
+    from vllm_checkpoints import manifest_of, read_checkpoint
+    from vllm_ranks import _differing
+
+    from rlrefit.workers.engines.vllm.destination import VllmDestination
+
     a, b = read_checkpoint(path_a), read_checkpoint(path_b)
-    live, config = loaded(path_a)
-    expected, _ = loaded(path_b)
+    expected, _ = _loaded(path_b, RANK, RANKS)
     destination = VllmDestination(live, config, torch.device("cpu"))
     packed = manifest_of(a)
     left_out = "model.layers.0.mlp.down_proj"
@@ -60,7 +75,9 @@ def serve(path_a: str, path_b: str, with_experts: str) -> dict[str, Any]:
     fragments, misc = destination.fragments(packed)
     found |= {"changed": bool(_differing(live, expected)), "bulk": len(fragments)}
     workspaces = _workspaces(live)
-    for version, (tensors, oracle) in enumerate(((b, expected), (a, loaded(path_a)[0])), start=1):
+    for version, (tensors, oracle) in enumerate(
+        ((b, expected), (a, _loaded(path_a, RANK, RANKS)[0])), start=1
+    ):
         for parameter in live.parameters():
             parameter.data.view(-1).view(torch.uint8).fill_(0x7F)  # NaN in every float
         for fragment in fragments:

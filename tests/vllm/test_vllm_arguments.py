@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
 from vllm.config.kernel import KernelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
+from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 
 from rlrefit.recipes.config.load import load_config
 from rlrefit.recipes.rollout.arguments import vllm_arguments
 from rlrefit.workers.engines.vllm.layouts import _PLAIN_MOE_BACKENDS
+from rlrefit.workers.trainers.qat.config import DEFAULT_EXCLUDED
 
 
 def test_an_fp8_cache_and_a_backend_are_asked_for_by_vllms_own_names() -> None:
@@ -40,6 +43,19 @@ def test_fp8_weights_come_from_the_trainer_or_from_vllm_itself() -> None:
     # A checkpoint of FP8 blocks says all that by itself.
     ready = vllm_arguments(itself, {**experts, "quantization_config": {"quant_method": "fp8"}})
     assert ready.keys().isdisjoint({"quantization", "hf_overrides"})
+
+
+def test_an_engine_of_packed_weights_leaves_out_the_layers_that_training_leaves_out():
+    config = load_config("grpo_tiny_vllm", ["trainer=fsdp", "policy.qat=w4a16", "ray.address=gpus:6379"])
+    arguments = vllm_arguments(config, {"num_hidden_layers": 2})
+    engine = ModelOptNvFp4Config.from_config(arguments["hf_overrides"]["quantization_config"])
+    assert arguments["load_format"] == "dummy"
+    assert (engine.quant_method, engine.group_size) == ("W4A16_NVFP4", 16)
+    for module in ("model.layers.0.mlp.gate", "lm_head", "model.layers.0.conv1d", "visual.embedder.proj"):
+        assert any(fnmatchcase(module, pattern) for pattern in DEFAULT_EXCLUDED)
+        assert engine.is_layer_excluded(module)
+    for module in ("model.layers.0.mlp.gate_up_proj", "model.layers.1.self_attn.o_proj"):
+        assert not engine.is_layer_excluded(module)
 
 
 @pytest.mark.parametrize(
