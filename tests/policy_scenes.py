@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from rlrefit.integration.config import RefitConfig
 from rlrefit.recipes.algorithms.losses import PolicyLossConfig
-from rlrefit.recipes.policy.base import AdamConfig, CheckpointError
+from rlrefit.recipes.policy.base import AdamConfig, CheckpointError, PolicyConfig
 from rlrefit.recipes.policy.batch import PolicyBatch
 from rlrefit.workers.trainers.durable import Written
 
@@ -36,6 +38,7 @@ TEMPERATURE = 0.7
 # So large that Adam's step is smooth in the gradient: where a gradient is nearly 0, its rounding would otherwise
 # decide the step's sign.
 ADAM = AdamConfig(lr=1e-2, eps=0.1, weight_decay=0.1, clip_grad=0.5, warmup_steps=1)
+_CALIBRATED = count()
 # Of the rows of a training batch, with their prompts; of 13 columns.
 LENGTHS = (13, 8, 6, 11, 13)
 
@@ -88,6 +91,23 @@ def loss_config(kl_coef: float = 0.0) -> PolicyLossConfig:
 def token_ids() -> torch.Tensor:
     """``[5, 13]``; both counts are odd, so that every split must pad."""
     return torch.randint(0, 64, (5, 13), generator=torch.Generator().manual_seed(1))
+
+
+def make_in_nvfp4(config: PolicyConfig) -> Any:
+    """A policy that computes in NVFP4, with scales of other inputs than the one before has: one that goes on has to load them."""
+    from rlrefit.recipes.policy.make import refitting_policy
+
+    policy: Any = refitting_policy(config, RefitConfig())
+    batch = plain_batch()
+    policy.calibrate_inputs(replace(batch, input_ids=batch.input_ids.roll(next(_CALIBRATED), dims=1)))
+    return policy
+
+
+def input_scales(policy: Any) -> list[torch.Tensor]:
+    """Of a policy that computes in NVFP4; none of another."""
+    if policy.config.qat is None:
+        return []
+    return [torch.tensor([scale for _, scale in sorted(policy.qat.state_dict().items())])]
 
 
 def plain_batch() -> PolicyBatch:

@@ -290,14 +290,14 @@ def _qat(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
         return
     for other, wrong, why in (
         (
-            "trainer.backend",
-            trainer.backend != "fsdp",
-            "the recipes train for NVFP4 under FSDP2 alone; give fsdp",
+            "trainer.tensor_parallel",
+            trainer.backend == "fsdp" and trainer.tensor_parallel > 1,
+            "it knows no tensor parallelism of transformers'; give 1, or trainer.backend=megatron",
         ),
         (
-            "trainer.tensor_parallel",
-            trainer.tensor_parallel > 1,
-            "it has not run under transformers' tensor parallelism; give 1",
+            "trainer.optimizer.cpu_offload_fraction",
+            trainer.optimizer.cpu_offload_fraction,
+            "weights that an optimizer in host memory steps have not been quantized; give 0",
         ),
         ("trainer.lora.rank", trainer.lora.rank, "adapters beside quantized weights have not run; give 0"),
         (

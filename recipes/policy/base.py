@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...workers.trainers.colocated import ColocatedRank
+from ...workers.trainers.qat.config import QATConfig
 from ..algorithms.losses import PolicyLossConfig, loss_normalizer, metric_means, policy_loss
 from .batch import BatchSplit, PolicyBatch
 from .state import CheckpointError, Files, read_rank_state, write_rank_state
@@ -68,6 +69,7 @@ class PolicyConfig:
         dtype: that is computed in; the optimizer keeps float32 masters.
         seed: of the random states.
         max_skipped_steps: steps in a row that may be left out as their gradient is not finite.
+        qat: linear layers compute in NVFP4; None computes with the weights as they are.
 
     Raises:
         ValueError: lists all that is wrong.
@@ -82,6 +84,7 @@ class PolicyConfig:
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
     max_skipped_steps: int = 3
+    qat: QATConfig | None = None
 
     def __post_init__(self) -> None:
         if found := self.violations():

@@ -23,7 +23,6 @@ from ...integration.weights.endpoints import rank_device
 from ...workers.trainers.colocated import TorchRank
 from ...workers.trainers.fsdp.adapters import adapter_layers
 from ...workers.trainers.fsdp.model import FSDPLayout, FSDPModel, build_fsdp
-from ...workers.trainers.qat.config import QATConfig
 from ..algorithms.rates import learning_rate
 from .base import OnLogits, Policy, PolicyConfig
 from .batch import BatchSplit, PolicyBatch
@@ -42,7 +41,6 @@ class FSDPPolicyConfig(PolicyConfig):
         cpu_offload: keep shards, gradients and the optimizer's state in host memory, and step there.
         recompute: compute every layer's activations again in the backward pass.
         lora: peft's ``LoraConfig``, whose factors alone are trained; None trains all weights.
-        qat: linear layers compute in NVFP4; None computes with the weights as they are.
     """
 
     layout: FSDPLayout = field(default_factory=FSDPLayout)
@@ -50,7 +48,6 @@ class FSDPPolicyConfig(PolicyConfig):
     cpu_offload: bool = False
     recompute: bool = False
     lora: Any = None
-    qat: QATConfig | None = None
 
     def violations(self) -> list[str]:
         found = super().violations()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from ...workers.trainers.fsdp.mixin import FSDPRefitMixin
 from ...workers.trainers.megatron.mixin import MegatronRefitMixin
 from ...workers.trainers.qat.config import QATConfig
 from ...workers.trainers.qat.fsdp import quantize_module
+from ...workers.trainers.qat.megatron import quantize_chunks
 from ...workers.trainers.qat.mixin import QATRefitMixin
+from ...workers.trainers.qat.model import QAT
 from ..config.schema import LoraConfig, TrainConfig
 from .base import AdamConfig, Policy, PolicyBatch, PolicyConfig
 from .fsdp import FSDPPolicy, FSDPPolicyConfig
@@ -45,14 +48,18 @@ class RefittingFSDPPolicy(FSDPRefitMixin, FSDPPolicy):
             return super()._step_optimizer()
 
 
-class RefittingQATPolicy(QATRefitMixin, RefittingFSDPPolicy):
-    """The same, computing in NVFP4; packed weights travel."""
+class TrainsInNVFP4(QATRefitMixin, Policy):
+    """What a policy does besides that computes in NVFP4, and whose packed weights travel; its class inherits this first."""
 
-    def __init__(self, config: FSDPPolicyConfig, refit_config: RefitConfig) -> None:
-        super().__init__(config, refit_config)
+    def __init__(self, config: PolicyConfig, refit_config: RefitConfig) -> None:
+        super().__init__(config, refit_config)  # type: ignore[call-arg]
         assert config.qat is not None
-        self.qat = quantize_module(self.model, config.qat)
+        self.qat = self._quantize(config.qat)
         self.qat.refresh()
+
+    @abstractmethod
+    def _quantize(self, config: QATConfig) -> QAT:
+        """Have the model's linear layers compute in NVFP4."""
 
     def calibrate_inputs(self, batch: PolicyBatch) -> None:
         """Take the scales of the layers' inputs from a batch; every trainer rank calls it."""
@@ -62,6 +69,8 @@ class RefittingQATPolicy(QATRefitMixin, RefittingFSDPPolicy):
     def _step_optimizer(self) -> tuple[float, float]:
         told = super()._step_optimizer()
         self.qat.refresh()
+        # Megatron's layers keep quantized values, which are old now, and the GPU may be the engine's next.
+        self.qat.release()
         return told
 
     def _identity(self) -> dict[str, Any]:
@@ -77,14 +86,27 @@ class RefittingQATPolicy(QATRefitMixin, RefittingFSDPPolicy):
         self.qat.refresh()
 
 
+class QATMegatronPolicy(TrainsInNVFP4, RefittingMegatronPolicy):
+    """:class:`RefittingMegatronPolicy` in NVFP4."""
+
+    def _quantize(self, config: QATConfig) -> QAT:
+        return quantize_chunks(self.bridge, self.model, config)
+
+
+class QATFSDPPolicy(TrainsInNVFP4, RefittingFSDPPolicy):
+    """:class:`RefittingFSDPPolicy` in NVFP4."""
+
+    def _quantize(self, config: QATConfig) -> QAT:
+        return quantize_module(self.model, config)
+
+
 def refitting_policy(config: PolicyConfig, refit_config: RefitConfig) -> Policy:
     """Build the model and load the checkpoint's weights; every trainer rank calls it."""
+    quantizes = config.qat is not None
     if isinstance(config, FSDPPolicyConfig):
-        if config.qat is not None:
-            return RefittingQATPolicy(config, refit_config)
-        return RefittingFSDPPolicy(config, refit_config)
+        return (QATFSDPPolicy if quantizes else RefittingFSDPPolicy)(config, refit_config)
     assert isinstance(config, MegatronPolicyConfig)
-    return RefittingMegatronPolicy(config, refit_config)
+    return (QATMegatronPolicy if quantizes else RefittingMegatronPolicy)(config, refit_config)
 
 
 def policy_config(config: TrainConfig, model_path: str, loss: Any) -> PolicyConfig:
@@ -111,6 +133,7 @@ def policy_config(config: TrainConfig, model_path: str, loss: Any) -> PolicyConf
         "dtype": getattr(torch, config.model.dtype),
         "seed": config.seed,
         "max_skipped_steps": adam.max_skipped_steps,
+        "qat": None if config.policy.qat == "off" else QATConfig(activations=config.policy.qat == "w4a4"),
     }
     return _fsdp(config, common) if trainer.backend == "fsdp" else _megatron(config, common)
 
@@ -125,7 +148,6 @@ def _fsdp(config: TrainConfig, common: dict[str, Any]) -> FSDPPolicyConfig:
         cpu_offload=trainer.fsdp.cpu_offload,
         recompute=trainer.recompute.granularity == "full",
         lora=_lora(trainer.lora) if trainer.lora.rank else None,
-        qat=None if config.policy.qat == "off" else QATConfig(activations=config.policy.qat == "w4a4"),
         **common,
     )
 

@@ -123,6 +123,7 @@ class MegatronPolicy(Policy):
             wrap_with_ddp=trained,
             distributed_optimizer=self.config.distributed_optimizer,
             recompute=self.config.recompute if trained else None,
+            fuse_gradient_accumulation=self.config.qat is None,
         )
 
     def _build_optimizer(self, model_config: Any) -> tuple[Any, Any]:

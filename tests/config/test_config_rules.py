@@ -127,8 +127,9 @@ def test_all_that_keeps_a_policy_from_training_in_nvfp4_is_told_at_once(config_o
         if v.keys[0] == "policy.qat"
     ]
     assert {other for _, other in found} == values.keys()
-    (found_alone,) = config_violations(config_of(VLLM | {"policy.qat": "w4a16"}))
-    assert found_alone.keys == ("policy.qat", "trainer.backend")
+    megatron = {"policy.qat": "w4a16", "trainer.optimizer.cpu_offload_fraction": 0.5}
+    (found_alone,) = config_violations(config_of(VLLM | megatron))
+    assert found_alone.keys == ("policy.qat", "trainer.optimizer.cpu_offload_fraction")
 
 
 def test_all_that_can_not_share_gpus_is_told_at_once_with_its_remedy(config_of) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlrefit.integration.config import RefitConfig
 from tests import policy_scenes as scenes
 
 from .models import STEPS
-
-_CALIBRATED = count()
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,6 @@ class Kept:
 
 def make_policy(case: Case) -> Any:
     from rlrefit.recipes.policy.fsdp import FSDPPolicy, FSDPPolicyConfig
-    from rlrefit.recipes.policy.make import refitting_policy
     from rlrefit.workers.trainers.fsdp.model import FSDPLayout
 
     config = FSDPPolicyConfig(
@@ -55,13 +50,7 @@ def make_policy(case: Case) -> Any:
         dtype=case.dtype,
         **case.options,
     )
-    if config.qat is None:
-        return FSDPPolicy(config)
-    policy: Any = refitting_policy(config, RefitConfig())
-    # Other inputs for each policy, so that one that goes on has to load the scales of the first.
-    batch = scenes.plain_batch()
-    policy.calibrate_inputs(replace(batch, input_ids=batch.input_ids.roll(next(_CALIBRATED), dims=1)))
-    return policy
+    return FSDPPolicy(config) if config.qat is None else scenes.make_in_nvfp4(config)
 
 
 def whole_weights(policy: Any) -> dict[str, torch.Tensor]:
@@ -81,9 +70,7 @@ def whole_weights(policy: Any) -> dict[str, torch.Tensor]:
 
 def digest(policy: Any) -> str:
     """Of this rank's parameters and of Adam's state, and of the scales of a policy in NVFP4."""
-    tensors = list(policy.model.parameters())
-    if policy.config.qat is not None:
-        tensors.append(torch.tensor([scale for _, scale in sorted(policy.qat.state_dict().items())]))
+    tensors = [*policy.model.parameters(), *scenes.input_scales(policy)]
     for values in policy._optimizer.state.values():
         tensors += [values[name] for name in sorted(values)]
     return scenes.digest_of(t.to_local() if isinstance(t, DTensor) else t for t in tensors)

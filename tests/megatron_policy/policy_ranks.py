@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rlrefit.workers.trainers.qat.config import QATConfig
 from tests import policy_scenes as scenes
 
 STEPS = 3
@@ -29,6 +30,7 @@ class Case:
     recompute: dict[str, Any] | None = None
     eps: float = scenes.ADAM.eps
     lr_decay: str = "constant"
+    qat: QATConfig | None = None
 
 
 def make_policy(case: Case) -> Any:
@@ -36,19 +38,19 @@ def make_policy(case: Case) -> Any:
     from rlrefit.workers.trainers.megatron.model import MegatronLayout, Recompute
 
     decay = {"lr_decay": case.lr_decay, "lr_decay_steps": 3, "min_lr": 4e-3}
-    return MegatronPolicy(
-        MegatronPolicyConfig(
-            case.model_path,
-            MegatronLayout(**case.layout),
-            loss=scenes.loss_config(case.kl_coef),
-            optimizer=replace(scenes.ADAM, eps=case.eps, **decay),
-            micro_batch=case.micro_batch,
-            temperature=scenes.TEMPERATURE,
-            dtype=getattr(torch, case.dtype),
-            distributed_optimizer=case.distributed_optimizer,
-            recompute=None if case.recompute is None else Recompute(**case.recompute),
-        )
+    config = MegatronPolicyConfig(
+        case.model_path,
+        MegatronLayout(**case.layout),
+        loss=scenes.loss_config(case.kl_coef),
+        optimizer=replace(scenes.ADAM, eps=case.eps, **decay),
+        micro_batch=case.micro_batch,
+        temperature=scenes.TEMPERATURE,
+        dtype=getattr(torch, case.dtype),
+        qat=case.qat,
+        distributed_optimizer=case.distributed_optimizer,
+        recompute=None if case.recompute is None else Recompute(**case.recompute),
     )
+    return MegatronPolicy(config) if case.qat is None else scenes.make_in_nvfp4(config)
 
 
 def leave_layout() -> None:
@@ -58,9 +60,10 @@ def leave_layout() -> None:
 
 
 def digest(policy: Any) -> str:
-    """Of this rank's parameters and of the optimizer's masters."""
+    """Of this rank's parameters and of the optimizer's masters, and of the scales of a policy in NVFP4."""
     tensors = [p for chunk in policy.model for p in chunk.parameters()]
     tensors += [p for group in policy._optimizer.param_groups for p in group["params"]]
+    tensors += scenes.input_scales(policy)
     return scenes.digest_of(tensors)
 
 

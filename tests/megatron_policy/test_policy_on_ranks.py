@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlrefit.recipes.algorithms.rates import LR_DECAYS, learning_rate
+from rlrefit.workers.trainers.qat.config import QATConfig
 from tests.ahead import FoundAhead
 from tests.policy_scenes import (
     LENGTHS,
@@ -93,6 +94,7 @@ def run_all_cases(root: Path) -> World:
         "PP2_plain": Case(
             paths["tied"], {"pipeline_parallel": 2}, "bfloat16", distributed_optimizer=False, eps=1e-8
         ),
+        "PP2_in_NVFP4": Case(paths["qwen3"], {"pipeline_parallel": 2}, "bfloat16", eps=1e-8, qat=QATConfig()),
     }
     alone = {name: Case(path) for name, path in paths.items()}
     alone["kl"] = Case(paths["qwen3"], kl_coef=0.1)
@@ -201,7 +203,7 @@ def test_the_reference_policy_stays_where_the_policy_began(world: World) -> None
     assert_reference_stays(world.single["trained"]["kl"])
 
 
-@pytest.mark.parametrize("case", ["TP2_EP2", "DP2", "PP2_plain"])
+@pytest.mark.parametrize("case", ["TP2_EP2", "DP2", "PP2_plain", "PP2_in_NVFP4"])
 def test_training_goes_on_bit_for_bit_after_a_restart_and_after_steps_that_were_left_out(
     world: World, case: str
 ) -> None:

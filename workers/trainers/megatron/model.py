@@ -137,6 +137,7 @@ def build_megatron(
     distributed_optimizer: bool = True,
     load_weights: bool = True,
     recompute: Recompute | None = None,
+    fuse_gradient_accumulation: bool = True,
 ) -> MegatronModel:
     """Build this rank's part of the model and load its weights; every rank calls it.
 
@@ -155,6 +156,8 @@ def build_megatron(
         load_weights: without it the weights stay as Megatron initialises them, and of the checkpoint only
             ``config.json`` and the names in ``model.safetensors.index.json`` are read.
         recompute: activations to compute again; None keeps them all.
+        fuse_gradient_accumulation: kernels add gradients to the parameters' buffers, on GPUs with Apex. NVFP4 training wants
+            it off.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised.
@@ -174,7 +177,7 @@ def build_megatron(
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         set_for_cpu(provider)
-    elif importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+    elif not fuse_gradient_accumulation or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         # Bridge turns it on wherever there is a GPU, but the output layer needs Apex's extension for it.
         provider.gradient_accumulation_fusion = False
     provider.finalize()
