@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import ray
+from ray._private import services
 
 from tests.vllm_processes import vllm_processes
 from tests.warm_python import OF_WORKERS, warm_python
+
+_LONGEST_S = 300.0
+
+
+@contextmanager
+def patient_ray() -> Iterator[None]:
+    """A cluster that starts in the block gets five minutes to come up, where Ray gives half a minute, however busy the machine is."""
+    get_node = services.get_node
+
+    def patient(*given: Any) -> Any:
+        end = time.monotonic() + _LONGEST_S
+        while True:
+            try:
+                return get_node(*given)
+            except RuntimeError:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(0.2)
+
+    with mock.patch.object(services, "get_node", patient):
+        yield
 
 
 @contextmanager
@@ -22,7 +46,11 @@ def warm_cluster(loaded: Sequence[str], env: Mapping[str, str], num_cpus: int) -
     """
     with warm_python(vllm_processes, (*OF_WORKERS, *loaded)) as python:
         # Not by a runtime_env: Ray would start a Python for each worker that tells it how to start.
-        with mock.patch.object(sys, "executable", str(python)), mock.patch.dict(os.environ, env):
+        with (
+            patient_ray(),
+            mock.patch.object(sys, "executable", str(python)),
+            mock.patch.dict(os.environ, env),
+        ):
             ray.init(
                 num_cpus=num_cpus, include_dashboard=False, object_store_memory=128 << 20, log_to_driver=False
             )

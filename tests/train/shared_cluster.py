@@ -15,6 +15,7 @@ import ray
 
 from rlrefit.recipes.config.schema import RayConfig
 from rlrefit.recipes.run.cluster import ray_cluster
+from tests.ray_cluster import patient_ray
 from tests.spawn import processes, run_alone
 from tests.warm_python import warm_python
 
@@ -43,7 +44,7 @@ def _address() -> str:
     theirs.close()
     # Before this process waits for its children.
     Finalize(None, _end, (ours, holder), exitpriority=0)
-    assert ours.poll(120), "no Ray cluster within 120 s"
+    assert ours.poll(400), "no Ray cluster within 400 s"
     address: str = ours.recv()
     return address
 
@@ -53,6 +54,7 @@ def _hold(pipe: Connection) -> None:
     with (
         warm_python() as python,
         mock.patch.object(sys, "executable", str(python)),
+        patient_ray(),
         ray_cluster(RayConfig(), RANKS),
     ):
         pipe.send(ray.get_runtime_context().gcs_address)

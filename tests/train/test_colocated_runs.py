@@ -20,6 +20,7 @@ from rlrefit.recipes.run.colocated import ColocatedRefits
 from rlrefit.recipes.run.files import read_json_lines
 from rlrefit.recipes.train import train
 from tests.ahead import FoundAhead, keeping_time
+from tests.ray_cluster import patient_ray
 
 from .command import SHORT, metrics, numbers
 from .shared_cluster import on_shared_cluster
@@ -102,7 +103,7 @@ def _fail() -> None:
 def _ask_for_too_many(folder: Path, ray_address: str) -> float:
     """Seconds until that is refused."""
     config = RayConfig(address=ray_address, timeout_s=1)
-    with ray_cluster(config, 2):
+    with patient_ray(), ray_cluster(config, 2):
         joined = time.monotonic()
         with pytest.raises(
             RunError, match=r"64 trainer ranks .* on one host.*hosts of this cluster have \d+ CPU\."

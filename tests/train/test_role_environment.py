@@ -13,6 +13,7 @@ from pathlib import Path
 from rlrefit.recipes.config.load import load_config
 from rlrefit.recipes.run.cluster import ActorGroup, GuestGroup, ray_cluster
 from tests.ahead import FoundAhead, keeping_time
+from tests.ray_cluster import patient_ray
 
 from .shared_cluster import on_shared_cluster
 
@@ -43,7 +44,7 @@ def _roles(folder: Path, ray_address: str) -> list[list[tuple[str | None, list[s
 
             return os.environ.get("ROLE"), [path for path in sys.path if path in ("/a", "/b")], sys.prefix
 
-    with ray_cluster(config, 2):
+    with patient_ray(), ray_cluster(config, 2):
         groups = [
             ActorGroup(name, Process, 1, 0, config, env=env, python=python)
             for name, env, python in (
@@ -74,7 +75,7 @@ def _guests(folder: Path, ray_address: str) -> tuple[list[str], list[list[str | 
 
             return [os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "ROLE")]
 
-    with ray_cluster(config, 4):
+    with patient_ray(), ray_cluster(config, 4):
         hosts = ActorGroup("trainer", Host, 4, 0, config, guest_cpus=0.5)
         guests = GuestGroup("engine", Guest, hosts, 2, 1, config, env={"ROLE": "engine"})
         found = hosts.call("visible_gpus"), guests.call("seen")

@@ -26,6 +26,7 @@ from verl.workers.rollout.replica import get_rollout_replica_class
 
 from rlrefit.integration.quantize.fp8_blockwise import quantize
 from rlrefit.workers.engines.vllm.extension import _digest_of
+from tests.ray_cluster import patient_ray
 from tests.verl_adapter.fsdp_actor import SPARSE, Actor, weight
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,16 +158,17 @@ def shard_fleet(
     training = actor_class.TRAINING  # type: ignore[attr-defined]
     config = _config(folder, checkpoint, (*training, *overrides)).actor_rollout_ref
     gpus = actors + replicas
-    ray.init(
-        num_cpus=2 * gpus,
-        num_gpus=gpus,
-        include_dashboard=False,
-        object_store_memory=128 << 20,
-        runtime_env={
-            "py_executable": python,
-            "env_vars": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env},
-        },
-    )
+    with patient_ray():
+        ray.init(
+            num_cpus=2 * gpus,
+            num_gpus=gpus,
+            include_dashboard=False,
+            object_store_memory=128 << 20,
+            runtime_env={
+                "py_executable": python,
+                "env_vars": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env},
+            },
+        )
     try:
         pool = RayResourcePool([actors], use_gpu=True, max_colocate_count=2, name_prefix="actors")
         actor = RayClassWithInitArgs(ray.remote(actor_class), config=config, role="actor")
