@@ -33,10 +33,21 @@ class Ran:
 
 
 def run(
-    recipe: str, root: Path, ray_address: str, *overrides: str, refits: type[Refits] | None = None
+    recipe: str,
+    root: Path,
+    ray_address: str,
+    *overrides: str,
+    trainer: str = "fsdp",
+    refits: type[Refits] | None = None,
 ) -> Ran:
     said = io.StringIO()
-    common = ("trainer=fsdp", f"run_root={root}", f"ray.address={ray_address}", "validation.every=2", *SHORT)
+    common = (
+        f"trainer={trainer}",
+        f"run_root={root}",
+        f"ray.address={ray_address}",
+        "validation.every=2",
+        *SHORT,
+    )
     config = load_config(recipe, [*common, *overrides])
     folder = train(config, Console(file=said, width=200), refits)
     return Ran(folder, metrics(folder), said.getvalue())

@@ -1,4 +1,4 @@
-"""A run of a recipe whose policy trains for a vLLM that holds its weights in NVFP4."""
+"""Runs of a recipe whose policy trains for a vLLM that holds its weights in NVFP4, under FSDP2 and Megatron."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.warm_python import ENGINE, warm_python
 from .shared_cluster import on_shared_cluster
 from .test_fsdp_runs import Ran, run
 
+TRAINERS = ("fsdp", "megatron")  # FSDP2 over two ranks, and TP2
 STEPS = 3
 # The version of the second refit, behind the first step: other weights, and other scales of inputs.
 SECOND = 1
@@ -68,44 +69,63 @@ def _held(actor: Any) -> list[dict[str, str]]:
 
 def _write(actor: Any, folder: str) -> None:
     from rlrefit.workers.trainers.fsdp.source import FSDPSource
+    from rlrefit.workers.trainers.megatron.source import MegatronSource
     from rlrefit.workers.trainers.qat.checkpoint import write_checkpoint
 
     policy = actor._policy
-    source = FSDPSource(policy.model, torch.bfloat16)
+    chunks = isinstance(policy.model, list)
+    source = (
+        MegatronSource(policy.bridge, policy.model) if chunks else FSDPSource(policy.model, torch.bfloat16)
+    )
     write_checkpoint(folder, policy.config.model_path, source, policy.qat)
 
 
-def _train(folder: Path, ray_address: str) -> Ran:
+def _train(folder: Path, ray_address: str) -> dict[str, Ran]:
     with warm_python(vllm_processes, ENGINE) as python:
         warm = f"ray.generation_env.WARM_PYTHON={python.with_name('socket')}"
-        return run("grpo_tiny_vllm", folder, ray_address, *QAT, warm, refits=CheckedRefits)
+        return {
+            trainer: run(
+                "grpo_tiny_vllm",
+                folder / trainer,
+                ray_address,
+                *QAT,
+                warm,
+                trainer=trainer,
+                refits=CheckedRefits,
+            )
+            for trainer in TRAINERS
+        }
 
 
 @keeping_time
-def train_for_nvfp4(folder: Path) -> Trained:
-    ran = on_shared_cluster(_train, folder)
-    loaded = run_alone(
-        loaded_digests, str(ran.folder / WRITTEN), environment=ENVIRONMENT, made_by=vllm_processes
-    )
-    return Trained(ran, json.loads((ran.folder / HELD).read_text()), loaded)
+def train_for_nvfp4(folder: Path) -> dict[str, Trained]:
+    found = {}
+    for trainer, ran in on_shared_cluster(_train, folder).items():
+        written, held = str(ran.folder / WRITTEN), json.loads((ran.folder / HELD).read_text())
+        loaded = run_alone(loaded_digests, written, environment=ENVIRONMENT, made_by=vllm_processes)
+        found[trainer] = Trained(ran, held, loaded)
+    return found
 
 
 AHEAD = (train_for_nvfp4,)
-pytestmark = pytest.mark.timeout(600)  # the first test to ask waits for the engine's start
+pytestmark = [
+    pytest.mark.timeout(600),  # the first test to ask waits for the engines' starts
+    pytest.mark.parametrize("trainer", TRAINERS),
+]
 
 
 def test_the_engine_holds_bit_for_bit_what_vllm_loads_from_the_policys_checkpoint(
-    found_ahead: FoundAhead,
+    found_ahead: FoundAhead, trainer: str
 ) -> None:
-    found = found_ahead.by(train_for_nvfp4)
+    found = found_ahead.by(train_for_nvfp4)[trainer]
     assert any(name.endswith(("input_scale", "weight_scale")) for name in found.loaded)
     assert found.held == found.loaded
 
 
 def test_the_engine_generates_with_the_packed_weights_that_the_policy_trains_with(
-    found_ahead: FoundAhead,
+    found_ahead: FoundAhead, trainer: str
 ) -> None:
-    rows = found_ahead.by(train_for_nvfp4).ran.rows
+    rows = found_ahead.by(train_for_nvfp4)[trainer].ran.rows
     assert [row["weights/version"] for row in rows] == list(range(STEPS))
     # The engine began with random weights. Both round inputs to four bits, of sums that differ in their last bits: 5e-4 was the
     # most that was seen.
