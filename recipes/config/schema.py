@@ -396,7 +396,7 @@ class PolicyConfig:
     Attributes:
         nccl_xfer_refit: shard to shard; false takes the conventional packed broadcast.
         qat: ``off``, or the policy trains for an engine in NVFP4, which gets packed weights: ``w4a4`` with inputs and weights of the
-            linear layers in four bits, ``w4a16`` with weights alone. FSDP2 and vLLM; ``docs/nvfp4.md`` says which GPU wants which.
+            linear layers in four bits, ``w4a16`` with weights alone. For vLLM; ``docs/nvfp4.md`` says which GPU wants which.
         refit: see :class:`~rlrefit.integration.config.RefitConfig`.
     """
 

@@ -112,24 +112,28 @@ def test_what_can_be_is_no_violation(config_of, values: dict[str, Any]) -> None:
     assert [found.text for found in config_violations(config_of(values))] == []
 
 
-def test_all_that_keeps_a_policy_from_training_in_nvfp4_is_told_at_once(config_of) -> None:
-    values = {
-        "trainer.tensor_parallel": 2,
-        "trainer.lora.rank": 4,
-        "generation.backend": "transformers",
-        "generation.vllm.kv_cache_dtype": "fp8",
-        "trainer.fsdp.cpu_offload": True,
-        "model.dtype": "float32",
-    }
-    found = [
-        v.keys
-        for v in config_violations(config_of(QAT | {"trainer.ranks": 2} | values))
-        if v.keys[0] == "policy.qat"
-    ]
+@pytest.mark.parametrize(
+    ("base", "values"),
+    [
+        (
+            QAT | {"trainer.ranks": 2},
+            {
+                "trainer.tensor_parallel": 2,
+                "trainer.lora.rank": 4,
+                "generation.backend": "transformers",
+                "generation.vllm.kv_cache_dtype": "fp8",
+                "trainer.fsdp.cpu_offload": True,
+                "model.dtype": "float32",
+            },
+        ),
+        (VLLM | {"policy.qat": "w4a16"}, {"trainer.optimizer.cpu_offload_fraction": 0.5}),
+    ],
+)
+def test_all_that_keeps_a_policy_from_training_in_nvfp4_is_told_at_once(
+    config_of, base: dict[str, Any], values: dict[str, Any]
+) -> None:
+    found = [v.keys for v in config_violations(config_of(base | values)) if v.keys[0] == "policy.qat"]
     assert {other for _, other in found} == values.keys()
-    megatron = {"policy.qat": "w4a16", "trainer.optimizer.cpu_offload_fraction": 0.5}
-    (found_alone,) = config_violations(config_of(VLLM | megatron))
-    assert found_alone.keys == ("policy.qat", "trainer.optimizer.cpu_offload_fraction")
 
 
 def test_all_that_can_not_share_gpus_is_told_at_once_with_its_remedy(config_of) -> None:
