@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pandas
+import torch
 
+from rlrefit.recipes.plan.catalog import open_model
 from rlrefit.recipes.rewards.scorer import arithmetic
 from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from rlrefit.recipes.tiny.make_data import records
@@ -28,13 +31,24 @@ def compute_score(
     return found.value
 
 
-def write(folder: Path) -> None:
-    """Writes ``model/``, ``train.parquet`` and ``validation.parquet``; a second call changes nothing."""
+def write(folder: Path, model: str | None = None) -> None:
+    """Writes ``model/``, ``train.parquet`` and ``validation.parquet``; a second call changes nothing.
+
+    Args:
+        folder: where.
+        model: of the catalogue of ``rlrefit plan``, in its true shapes with random weights; None for the tiny one.
+    """
     if not (folder / "model").exists():
-        make_checkpoint("qwen3", folder / "model")
+        aside = folder / "model.partial"
+        shutil.rmtree(aside, ignore_errors=True)
+        if model is None:
+            make_checkpoint("qwen3", aside)
+        else:
+            _write_true_shapes(model, aside)
         tokenizer = load_tokenizer()
         tokenizer.chat_template = PLAIN
-        tokenizer.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(aside)
+        aside.rename(folder / "model")
     for name, part in zip(("train", "validation"), records(), strict=True):
         rows = [
             {
@@ -46,3 +60,13 @@ def write(folder: Path) -> None:
             for index, record in enumerate(part)
         ]
         pandas.DataFrame(rows).to_parquet(folder / f"{name}.parquet")
+
+
+def _write_true_shapes(model: str, folder: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {key: value for key, value in open_model(model).config.items() if not key.startswith("_")}
+    config = AutoConfig.for_model(**settings)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        whole = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    whole.save_pretrained(folder)

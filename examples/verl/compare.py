@@ -1,8 +1,9 @@
-"""GRPO of the tiny model by verl, once for each way to update weights, with equal seeds: reward, KL and seconds of each update.
+"""GRPO of a tiny model by verl, once for each way to update weights, with equal seeds: reward, KL and seconds of each update.
 
 python examples/verl/compare.py                                     # on two GPUs, all ways
 python examples/verl/compare.py nccl nccl_xfer_shards -- trainer.total_training_steps=8
 python examples/verl/compare.py --cpu -- trainer.total_training_steps=2
+python examples/verl/compare.py --model qwen3-4b sync rlrefit_sync  # true shapes, random weights, which learn nothing
 
 Behind -- stand overrides of grpo_arithmetic.yaml. FOLDER/compare.json has all that was found.
 """
@@ -138,7 +139,12 @@ def main(given: list[str]) -> int:
     parser.add_argument(
         "--cpu", action="store_true", help="without GPUs; takes minutes, and its seconds mean nothing"
     )
-    parser.add_argument("--folder", type=Path, default=Path("runs/verl_arithmetic"))
+    parser.add_argument(
+        "--folder", type=Path, help="default: runs/verl_arithmetic, with --model runs/verl_MODEL"
+    )
+    parser.add_argument(
+        "--model", help="of `rlrefit plan --model`: its true shapes with random weights, to time updates"
+    )
     parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(WAYS))
     asked = parser.parse_args(given[:cut])
     ways = asked.ways or (["nccl_xfer_shards", "rlrefit_sync"] if asked.cpu else [*WAYS])
@@ -149,10 +155,17 @@ def main(given: list[str]) -> int:
     if wrong:
         print("\n".join([*wrong, *([] if asked.cpu else ["with --cpu no GPUs are needed"])]), file=sys.stderr)
         return 2
-    from arithmetic import write  # needs what has just been looked for
+    # These need what has just been looked for.
+    from arithmetic import write
 
-    folder = asked.folder.resolve()
-    write(folder)
+    from rlrefit.recipes.plan.catalog import CatalogError
+
+    folder = (asked.folder or Path("runs") / f"verl_{Path(asked.model or 'arithmetic').name}").resolve()
+    try:
+        write(folder, asked.model)
+    except CatalogError as error:
+        print(f"--model: {error}", file=sys.stderr)
+        return 2
     found = [run(way, folder, given[cut + 1 :], asked.cpu) for way in ways]
     (folder / "compare.json").write_text(json.dumps(found, indent=1))
     for one in found:

@@ -14,6 +14,8 @@ import torch
 import verl
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from transformers import AutoConfig
 from verl.checkpoint_engine import base
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import CheckpointEngineConfig
@@ -21,6 +23,7 @@ from verl.workers.rollout.replica import RolloutMode
 
 from rlrefit.integration.config import RefitConfig
 from rlrefit.integration.errors import RefitError, RefitMismatch
+from rlrefit.recipes.tiny.checkpoints import make_checkpoint
 from rlrefit.workers.frameworks.verl.contract import (
     UnsupportedVerl,
     require_supported,
@@ -228,6 +231,25 @@ def test_a_comparison_with_a_killed_run_fails_and_tells_no_older_metrics(
         found = json.loads((tmp_path / "compare.json").read_text())
         assert [one["exit_code"] for one in found] == ([-9, 0] if code else [0, 0])
         assert found[0]["steps"] == []
+
+
+def test_a_comparison_takes_a_model_of_the_shapes_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compare: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes = make_checkpoint("qwen3-moe", tmp_path / "shapes")
+    monkeypatch.setitem(compare.WAYS, "none", [])
+    monkeypatch.setattr(compare, "run", lambda way, *_: {"way": way, "exit_code": 0, "steps": []})
+    folder = tmp_path / "run"
+    assert compare.main(["--cpu", "--folder", str(folder), "--model", str(shapes), "none"]) == 0
+    made = AutoConfig.from_pretrained(folder / "model")
+    assert (made.model_type, made.num_experts) == ("qwen3_moe", 8)
+    held = load_file(folder / "model" / "model.safetensors")
+    asked = load_file(shapes / "model.safetensors")
+    assert {name: (w.shape, w.dtype) for name, w in held.items()} == {
+        name: (w.shape, w.dtype) for name, w in asked.items()
+    }
+    assert compare.main(["--cpu", "--folder", str(tmp_path / "other"), "--model", "qwen3-5b", "none"]) == 2
+    assert "qwen3" in capsys.readouterr().err
 
 
 def test_examples_tell_at_once_all_that_the_host_lacks(

@@ -72,7 +72,9 @@ def _qwen3_moe(config: Config) -> Architecture:
             "a Qwen3-MoE model with dense layers among the others (mlp_only_layers, decoder_sparse_step) is not known "
             "to Megatron-Bridge's mappings"
         )
-    hidden, experts = config["hidden_size"], config["num_experts"]
+    # Published under the first name; transformers 5 saves it under the second.
+    experts = config["num_experts" if "num_experts" in config else "num_local_experts"]
+    hidden = config["hidden_size"]
     layer = (
         *attention(config, head_norms=True),
         norm("post_attention_layernorm", "pre_mlp_layernorm.weight", hidden),
