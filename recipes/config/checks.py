@@ -283,6 +283,43 @@ def _fp8_weights(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
         )
 
 
+def _fp8_parameters(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
+    key, trainer = "trainer.fp8_param", config.trainer
+    if not trainer.fp8_param or trainer.backend != "megatron":
+        return
+    for other, wrong, why in (
+        (
+            "generation.weight_dtype",
+            config.generation.weight_dtype != "fp8",
+            "an engine in another format would get all of these weights whole, over the misc path; give fp8",
+        ),
+        (
+            "policy.refit.trainer_quantize_fp8",
+            config.generation.weight_dtype == "fp8" and not config.policy.refit.trainer_quantize_fp8,
+            "the engine would quantize once more what it gets in BF16; give true",
+        ),
+        (
+            "model.dtype",
+            config.model.dtype not in ("auto", "bfloat16"),
+            "what is not in FP8 is in bfloat16; give that",
+        ),
+        (
+            "trainer.distributed_optimizer",
+            not trainer.distributed_optimizer,
+            "Megatron's other optimizers have not run with it; give true",
+        ),
+        (
+            "trainer.optimizer.cpu_offload_fraction",
+            trainer.optimizer.cpu_offload_fraction,
+            "an optimizer in host memory has not run with it; give 0",
+        ),
+        ("trainer.lora.rank", trainer.lora.rank, "adapters have not run with it; give 0"),
+        ("policy.qat", config.policy.qat != "off", "a layer computes in one of both; give off"),
+    ):
+        if wrong:
+            yield Violation((key, other), f"{other}: {key} is true, and {why}, or {key}=false")
+
+
 def _qat(config: TrainConfig, bad: set[str]) -> Iterator[Violation]:
     key, trainer, generation = "policy.qat", config.trainer, config.generation
     qat = config.policy.qat
@@ -353,6 +390,7 @@ MEGATRON_ONLY = (
     "trainer.expert_tensor_parallel",
     "trainer.context_parallel",
     "trainer.distributed_optimizer",
+    "trainer.fp8_param",
     "trainer.recompute.method",
     "trainer.recompute.num_layers",
     "trainer.recompute.modules",
@@ -604,6 +642,7 @@ _COMBINATIONS = (
     _generation,
     _kv_scales,
     _fp8_weights,
+    _fp8_parameters,
     _qat,
     sglang_violations,
     colocated_violations,

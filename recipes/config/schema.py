@@ -364,6 +364,9 @@ class TrainerConfig:
         context_parallel: CP.
         micro_batch_size: sequences of one forward and backward pass.
         distributed_optimizer: shard the optimizer's state over data-parallel ranks.
+        fp8_param: linear layers compute in FP8 and keep their weights so, in blocks of 128 by 128 (Transformer Engine's blockwise
+            recipe). Refits send these codes and scales as they are to engines that hold the same blocks
+            (``generation.weight_dtype: fp8``). On GPUs from Hopper on.
         recompute: see :class:`RecomputeConfig`.
         optimizer: see :class:`OptimizerConfig`.
         fsdp: see :class:`FSDPConfig`.
@@ -383,6 +386,7 @@ class TrainerConfig:
     context_parallel: int = 1
     micro_batch_size: int = 8
     distributed_optimizer: bool = False
+    fp8_param: bool = False
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)

@@ -183,6 +183,7 @@ def _megatron(config: TrainConfig, common: dict[str, Any]) -> MegatronPolicyConf
             pipeline_model_parallel_layout=trainer.pipeline_model_parallel_layout,
         ),
         distributed_optimizer=trainer.distributed_optimizer,
+        fp8_param=trainer.fp8_param,
         recompute=None
         if recompute.granularity is None
         else Recompute(

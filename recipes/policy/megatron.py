@@ -19,6 +19,9 @@ from .batch import BatchSplit, PolicyBatch
 from .forward import run_schedule, token_entropy, token_logprobs
 from .state import Files, restore_training_state, training_state
 
+# Transformer Engine's FP8 products take tokens by so many.
+_FP8_TOKENS = 16
+
 
 @dataclass(frozen=True)
 class MegatronPolicyConfig(PolicyConfig):
@@ -28,11 +31,13 @@ class MegatronPolicyConfig(PolicyConfig):
         layout: parallel sizes.
         distributed_optimizer: shard masters and moments over data-parallel ranks.
         recompute: activations that training computes again; None keeps them all.
+        fp8_param: linear layers compute in FP8 and keep their weights so. The reference policy's do not.
     """
 
     layout: MegatronLayout = field(default_factory=MegatronLayout)
     distributed_optimizer: bool = True
     recompute: Recompute | None = None
+    fp8_param: bool = False
 
     def violations(self) -> list[str]:
         found = []
@@ -48,6 +53,10 @@ class MegatronPolicyConfig(PolicyConfig):
         found += super().violations()
         if self.optimizer.cpu_offload_fraction:
             found += _offload_problems(self.distributed_optimizer)
+        if self.fp8_param and (reason := _no_fp8()):
+            found.append(
+                f"fp8_param needs a GPU with FP8 products (Hopper or later), and {reason}; give false"
+            )
         return found
 
 
@@ -76,6 +85,8 @@ class MegatronPolicy(Policy):
                 chunk.requires_grad_(False).eval()
         self._vocab_size: int = built.provider.vocab_size
         self._optimizer, self._scheduler = self._build_optimizer(built.provider)
+        if built.unquantized is not None:
+            self._optimizer.reload_model_params(built.unquantized)
 
     def colocated_rank(self) -> MegatronRank:
         return MegatronRank(
@@ -124,6 +135,7 @@ class MegatronPolicy(Policy):
             distributed_optimizer=self.config.distributed_optimizer,
             recompute=self.config.recompute if trained else None,
             fuse_gradient_accumulation=self.config.qat is None,
+            fp8_param=self.config.fp8_param and trained,
         )
 
     def _build_optimizer(self, model_config: Any) -> tuple[Any, Any]:
@@ -151,6 +163,7 @@ class MegatronPolicy(Policy):
                 optimizer_offload_fraction=adam.cpu_offload_fraction,
                 # The hybrid optimizer keeps the masters, as the precision-aware one does.
                 use_precision_aware_optimizer=adam.cpu_offload_fraction > 0,
+                fp8_recipe="blockwise" if self.config.fp8_param else None,
             ),
             self.model,
         )
@@ -173,7 +186,8 @@ class MegatronPolicy(Policy):
         return optimizer, scheduler
 
     def _identity(self) -> dict[str, Any]:
-        return {**super()._identity(), "distributed_optimizer": self.config.distributed_optimizer}
+        own = {name: getattr(self.config, name) for name in ("distributed_optimizer", "fp8_param")}
+        return {**super()._identity(), **own}
 
     def _split(self, batch: PolicyBatch) -> tuple[BatchSplit, PolicyBatch]:
         from megatron.core import parallel_state
@@ -183,7 +197,7 @@ class MegatronPolicy(Policy):
             batch,
             data_parallel=parallel_state.get_data_parallel_world_size(),
             micro_batch=self.config.micro_batch,
-            token_multiple=layout.tensor_parallel,
+            token_multiple=layout.tensor_parallel * (_FP8_TOKENS if self.config.fp8_param else 1),
             micro_batch_multiple=layout.pipeline_parallel if layout.virtual_pipeline else 1,
         )
         return split, split.local(batch, parallel_state.get_data_parallel_rank()).to(rank_device())
@@ -238,6 +252,13 @@ class MegatronPolicy(Policy):
         )
         assert message[0] is not None
         return message[0]
+
+
+def _no_fp8() -> str:
+    if not torch.cuda.is_available():
+        return "this process has no GPU"
+    major, minor = torch.cuda.get_device_capability()
+    return "" if major >= 9 else f"this one has compute capability {major}.{minor}"
 
 
 def _offload_problems(distributed_optimizer: bool) -> list[str]:

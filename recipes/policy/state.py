@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...workers.trainers.durable import HashedFile, Written
+from ...workers.trainers.megatron.native_fp8 import follow_native_state, is_native, native_state
 
 # By their paths in a checkpoint folder, with / between names.
 Files = dict[str, Written]
@@ -29,7 +30,11 @@ def _rank_file(folder: str | Path, rank: int) -> Path:
 def _tensors(model: list[Any]) -> Iterator[tuple[str, Tensor]]:
     for index, chunk in enumerate(model):
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
-            yield f"{index}.{name}", tensor
+            if is_native(tensor):
+                for part, value in native_state(tensor).items():
+                    yield f"{index}.{name}.{part}", value
+            else:
+                yield f"{index}.{name}", tensor
 
 
 def _inner_optimizers(optimizer: Any) -> list[Any]:
@@ -93,6 +98,8 @@ def restore_training_state(state: dict[str, Any], model: list[Any], optimizer: A
     with torch.no_grad():
         for name, tensor in live.items():
             tensor.copy_(state["model"][name])
+        if native := [weight for chunk in model for weight in chunk.parameters() if is_native(weight)]:
+            follow_native_state(native)
         for inner, saved in zip(inners, state["optimizers"], strict=True):
             _load_plain_state(inner, saved["state"])
             for master, value in zip(_masters(inner), saved["masters"], strict=True):

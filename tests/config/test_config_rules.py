@@ -29,6 +29,7 @@ EXPERTS = {
 }
 LORA = {"trainer.backend": "fsdp", "trainer.lora.rank": 4}
 ALONE = {"policy.refit.lora": "adapter"}
+NATIVE = VLLM | FP8 | QUANTIZES | {"trainer.fp8_param": True, "trainer.distributed_optimizer": True}
 QAT = VLLM | {"trainer.backend": "fsdp", "trainer.distributed_optimizer": False, "policy.qat": "w4a4"}
 
 
@@ -106,6 +107,8 @@ def test_what_cannot_be_is_one_violation_of_its_key(config_of, values: dict[str,
         QAT,
         QAT | {"generation.tensor_parallel": 2, "generation.replicas": 2, "policy.refit.delta": "always"},
         QAT | {ENABLED: True},
+        NATIVE,
+        NATIVE | {ENABLED: True},
     ],
 )  # fmt: skip
 def test_what_can_be_is_no_violation(config_of, values: dict[str, Any]) -> None:
@@ -134,6 +137,21 @@ def test_all_that_keeps_a_policy_from_training_in_nvfp4_is_told_at_once(
 ) -> None:
     found = [v.keys for v in config_violations(config_of(base | values)) if v.keys[0] == "policy.qat"]
     assert {other for _, other in found} == values.keys()
+
+
+def test_all_that_keeps_weights_from_staying_in_fp8_is_told_at_once(config_of) -> None:
+    values = {
+        "generation.weight_dtype": "auto",
+        "model.dtype": "float32",
+        "trainer.distributed_optimizer": False,
+        "trainer.optimizer.cpu_offload_fraction": 0.5,
+        "policy.qat": "w4a16",
+    }
+    keys = [v.keys for v in config_violations(config_of(NATIVE | values)) if v.keys[0] == "trainer.fp8_param"]
+    assert {other for _, other in keys} == values.keys()
+    quantizes = "policy.refit.trainer_quantize_fp8"
+    found = config_violations(config_of(NATIVE | {quantizes: False}))
+    assert [v.keys for v in found] == [("trainer.fp8_param", quantizes)]
 
 
 def test_all_that_can_not_share_gpus_is_told_at_once_with_its_remedy(config_of) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from rlrefit.integration.errors import RefitError
 from rlrefit.integration.layout import Fragment
 from rlrefit.integration.quantize import fp8_blockwise
 from rlrefit.integration.quantize.formats import Format, Fp8Blockwise, Mxfp8
+from rlrefit.recipes.policy.state import _tensors
 from rlrefit.workers.trainers.megatron.native_fp8 import (
     NativeBlocks,
     as_codes,
@@ -83,14 +85,36 @@ class Float8BlockwiseQTensor(torch.Tensor):
     __module__ = "transformer_engine.pytorch.tensor.float8_blockwise_tensor"
 
     def get_metadata(self) -> dict[str, Any]:
-        codes, scales = FP8.encode(torch.ones(self.shape).bfloat16())
-        return {
-            "rowwise_data": codes.view(torch.uint8),
-            "rowwise_scale_inv": torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4)),
+        if not hasattr(self, "_kept"):
+            codes, scales = FP8.encode(torch.ones(self.shape).bfloat16())
+            padded = torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4))
+            self._kept = {"rowwise_data": codes.view(torch.uint8), "rowwise_scale_inv": padded}
+        return self._kept | {
             "is_2D_scaled": True,
             "fp8_dtype": SimpleNamespace(name="kFloat8E4M3"),
             "quantizer": SimpleNamespace(block_len=128, force_pow_2_scales=True),
         }
+
+
+def test_a_parameter_whose_memory_was_freed_is_never_read() -> None:
+    weight = torch.zeros(128, 256).as_subclass(Float8BlockwiseQTensor)
+    assert native_blocks(weight).codes.shape == (128, 256)
+    weight.get_metadata()["rowwise_data"].untyped_storage().resize_(0)
+    with pytest.raises(RefitError) as raised:
+        native_blocks(weight)
+    assert raised.value.stage == "bind"
+
+
+def test_a_checkpoint_holds_what_such_a_parameter_is_made_of() -> None:
+    chunk = torch.nn.Module()
+    chunk.weight = torch.nn.Parameter(torch.ones(256, 128).as_subclass(Float8BlockwiseQTensor))
+    found = dict(_tensors([chunk]))
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in found.items()} == {
+        "0.weight.rowwise_data": (torch.uint8, (256, 128)),
+        "0.weight.rowwise_scale_inv": (torch.float32, (2, 4)),
+    }
+    kept = chunk.weight.get_metadata()
+    assert all(kept[name.rpartition(".")[2]].data_ptr() == t.data_ptr() for name, t in found.items())
 
 
 @pytest.mark.parametrize("part", ["rowwise_data", "rowwise_scale_inv"])

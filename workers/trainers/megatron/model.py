@@ -119,12 +119,15 @@ class MegatronModel:
         provider: Bridge's model provider, which is the model's ``TransformerConfig`` as well.
         model: this rank's model chunks, one or ``virtual_pipeline`` many.
         config: the transformers config of the checkpoint.
+        unquantized: with ``fp8_param``, this rank's weights as the checkpoint has them, by chunk and name, for
+            ``reload_model_params`` of Megatron's optimizer: it would begin with the values before loading. Else None.
     """
 
     bridge: Any
     provider: Any
     model: list[Any]
     config: Any
+    unquantized: dict[str, dict[str, torch.Tensor]] | None = None
 
 
 def build_megatron(
@@ -138,6 +141,7 @@ def build_megatron(
     load_weights: bool = True,
     recompute: Recompute | None = None,
     fuse_gradient_accumulation: bool = True,
+    fp8_param: bool = False,
 ) -> MegatronModel:
     """Build this rank's part of the model and load its weights; every rank calls it.
 
@@ -158,6 +162,8 @@ def build_megatron(
         recompute: activations to compute again; None keeps them all.
         fuse_gradient_accumulation: kernels add gradients to the parameters' buffers, on GPUs with Apex. NVFP4 training wants
             it off.
+        fp8_param: linear layers compute in FP8 (E4M3, blocks of 128 by 128) and keep their weights so: Transformer Engine's
+            blockwise recipe. On GPUs from Hopper on, with ``dtype`` bfloat16.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised.
@@ -174,6 +180,8 @@ def build_megatron(
     _set_for_reinforcement_learning(provider)
     if recompute is not None:
         _set_recompute(provider, recompute)
+    if fp8_param:
+        _set_fp8_parameters(provider)
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         set_for_cpu(provider)
@@ -186,17 +194,28 @@ def build_megatron(
     from megatron.core.distributed import DistributedDataParallelConfig
 
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, fp8_param_gather=fp8_param
     )
     model = provider.provide_distributed_model(
         ddp_config=ddp if wrap_with_ddp else None,
         wrap_with_ddp=wrap_with_ddp,
         use_cpu_initialization=on_cpu,
     )
+    unquantized = None
     if load_weights:
+        # Bridge then keeps what it loads. Its export must give BF16 again: it is what rules are held against.
+        usual = bridge.export_weight_dtype
+        bridge.export_weight_dtype = "fp8" if fp8_param else usual
         bridge.load_hf_weights(model)
+        bridge.export_weight_dtype = usual
+        if fp8_param:
+            unquantized, bridge.unquantized_state_dict = bridge.unquantized_state_dict, None
     return MegatronModel(
-        bridge=bridge, provider=provider, model=model, config=checked or bridge.hf_pretrained.config
+        bridge=bridge,
+        provider=provider,
+        model=model,
+        config=checked or bridge.hf_pretrained.config,
+        unquantized=unquantized,
     )
 
 
@@ -228,6 +247,13 @@ def _set_recompute(provider: Any, recompute: Recompute) -> None:
     provider.recompute_num_layers = recompute.num_layers
     if recompute.modules:
         provider.recompute_modules = list(recompute.modules)
+
+
+def _set_fp8_parameters(provider: Any) -> None:
+    provider.fp8, provider.fp8_recipe, provider.fp8_param = "e4m3", "blockwise", True
+    if provider.num_moe_experts is not None:
+        # Each expert's tokens are padded to what FP8 products take.
+        provider.moe_router_padding_for_quantization = True
 
 
 def set_precision(provider: Any, dtype: torch.dtype) -> None:

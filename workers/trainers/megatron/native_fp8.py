@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ....integration.errors import RefitError
 from ....integration.layout import Fragment
 from ....integration.quantize import blocks
 from ....integration.quantize.formats import Format, Fp8Blockwise
@@ -16,6 +17,8 @@ from .rules import Refused, parameter_like
 
 _CLASS = ("transformer_engine.pytorch.tensor.float8_blockwise_tensor", "Float8BlockwiseQTensor")
 _BLOCK = (128, 128)
+# Of its metadata: codes and scales by rows, of which Transformer Engine makes those by columns, for the backward pass.
+_BY_ROWS = ("rowwise_data", "rowwise_scale_inv")
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,20 @@ def native_blocks(weight: Any) -> NativeBlocks:
 
     Raises:
         Refused: it is not kept in E4M3 blocks of 128×128, or not by rows.
+        RefitError: its memory was freed, as Megatron's offloading does.
     """
     found = weight.get_metadata()
-    codes, scales, quantizer = (found[key] for key in ("rowwise_data", "rowwise_scale_inv", "quantizer"))
+    codes, scales, quantizer = (found[key] for key in (*_BY_ROWS, "quantizer"))
     if codes is None or scales is None:
         raise Refused("FP8 parameter: Transformer Engine keeps it by columns only at the moment")
     if not found["is_2D_scaled"] or quantizer.block_len != _BLOCK[0]:
         raise Refused("FP8 parameter: its scales are not those of blocks of 128 by 128")
+    if codes.numel() and not codes.untyped_storage().nbytes():
+        raise RefitError(
+            f"a parameter of shape {list(codes.shape)} that Transformer Engine keeps in FP8 was offloaded with its storage "
+            "freed, and its host copy is not read. Nothing was sent. Bring the parameters back before the refit",
+            stage="bind",
+        )
     kind = found["fp8_dtype"].name
     if not kind.endswith("E4M3"):
         raise Refused(f"FP8 parameter: its codes are {kind}, and engines take E4M3")
@@ -69,10 +79,21 @@ def native_blocks(weight: Any) -> NativeBlocks:
 
 def native_storage_key(weights: Iterable[Any]) -> Hashable:
     """As :func:`~rlrefit.integration.weights.endpoints.storage_key`, of parameters' codes and scales, and of which there are."""
-    found = [
-        weight.get_metadata()[key] for weight in weights for key in ("rowwise_data", "rowwise_scale_inv")
-    ]
+    found = [weight.get_metadata()[key] for weight in weights for key in _BY_ROWS]
     return storage_key(part for part in found if part is not None), tuple([part is None for part in found])
+
+
+def native_state(weight: Any) -> dict[str, torch.Tensor]:
+    """All that such a parameter's value is: its live codes and scales by rows, by name."""
+    found = weight.get_metadata()
+    return {name: found[name] for name in _BY_ROWS}
+
+
+def follow_native_state(weights: Iterable[Any]) -> None:
+    """Have parameters whose :func:`native_state` was written follow it by columns."""
+    from megatron.core.fp8_utils import post_all_gather_processing
+
+    post_all_gather_processing(list(weights))
 
 
 def as_codes(task: Any, native: NativeBlocks) -> Any:
