@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import socket
 import time
@@ -333,7 +334,7 @@ def _result(name: str, ref: ray.ObjectRef) -> Any:
         return ray.get(ref)
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error
-        raise RunError(f"{name} failed: {type(cause).__name__}: {cause}") from error
+        raise RunError(f"{name} failed: {type(cause).__name__}: {cause}{_log_of(error)}") from error
     except RayActorError as error:
         raise RunError(
             f"{name} died: {str(error).strip().splitlines()[-1]} Look for an out-of-memory kill in the system log; "
@@ -341,6 +342,14 @@ def _result(name: str, ref: ray.ObjectRef) -> Any:
         ) from error
     except RayError as error:
         raise RunError(f"{name}: Ray reports {type(error).__name__}: {error}") from error
+
+
+def _log_of(error: RayTaskError) -> str:
+    """Where the process that raised wrote what led to it; vLLM, for one, tells its reasons there alone."""
+    process = re.search(r"\(pid=(\d+), ip=([^,)]+)", str(error))
+    if process is None:
+        return ""
+    return f" (its log: /tmp/ray/session_latest/logs/worker-*-{process[1]}.err on {process[2]})"
 
 
 def free_port() -> int:

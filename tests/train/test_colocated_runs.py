@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,8 +89,11 @@ class WatchedRefits(ColocatedRefits):
             self.train(_fail)
         with pytest.raises(
             RunError, match=r"train failed: RunError: trainer rank . failed: CheckpointError: .*Stage: train"
-        ):
+        ) as failed:
             self.train(lambda: self._trainers.load(Path("/nowhere")))
+        told = re.search(r"worker-\*-(\d+)\.err", str(failed.value))
+        assert told is not None
+        assert b"ray::" in Path(f"/proc/{told[1]}/cmdline").read_bytes()
         with pytest.raises(
             RunError, match=r"generate was asked for at stage 'training'.*The way to generate: offload"
         ):
