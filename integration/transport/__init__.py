@@ -108,6 +108,8 @@ def make_transport(
             turn=channel.turn,
             sleeps=sleeps,
             pulls="policy.refit.transport asks for it" if pulls else "",
+            # Where the network can join the ranks, auto goes by that.
+            may_pull=config.transport != "auto" or choice.kind != "network",
         )
     if transport == "golden" and isinstance(plan, BroadcastPlan):
         return GoldenTransport(

@@ -89,6 +89,7 @@ class IpcTransport(Transport):
         turn: int = 0,
         sleeps: bool | None = None,
         pulls: str = "",
+        may_pull: bool = True,
     ):
         """Take the plan; nothing is opened yet.
 
@@ -105,6 +106,7 @@ class IpcTransport(Transport):
                 that leave a shared GPU. None if that is not known: then a receiver does not, and a sender does if it shares
                 its GPU with a receiver that pulls.
             pulls: why a receiver does, whether its memory can be mapped or not; empty if it does only where it can't.
+            may_pull: whether a receiver does there.
 
         Raises:
             PlanError: the plan has relays.
@@ -136,7 +138,7 @@ class IpcTransport(Transport):
         self._imported: dict[int, ImportedMemory] = {}
         self._sleeps = sleeps
         self._pulls = pulls
-        self._was_connected = False
+        self._may_pull = may_pull
         # Whether this rank or a peer frees some memory of the binding between refits, whether this one does, and whether it was
         # released since.
         self._some_sleep = self._gives_back = self._released = False
@@ -335,14 +337,14 @@ class IpcTransport(Transport):
         """Let senders write this rank's memory, if it can be mapped; otherwise it pulls from here on.
 
         Raises:
-            TransportUnavailable: it can't be mapped any more.
+            TransportUnavailable: it can't be mapped, and is not to pull, or could be before.
         """
         if self._pulls:
             return
         try:
             self._export(OpenViews.of(self._bound_receives))
         except TransportUnavailable as error:
-            if self._was_connected:
+            if not self._may_pull:
                 raise
             self._pulls = str(error)
 
@@ -463,7 +465,9 @@ class IpcTransport(Transport):
         return True
 
     def _connected(self, peers: Mapping[int, Description]) -> None:
-        self._places, self._peers, self._was_connected = self._new_places, dict(peers), True
+        self._places, self._peers = self._new_places, dict(peers)
+        # What has been written once is tried again if it fails for a moment.
+        self._may_pull = False
         if self._memory is not None and self._refits == 0:
             # Its first answer looks at every block of torch's allocator, which no refit shall wait for.
             self._memory.still_mapped()
