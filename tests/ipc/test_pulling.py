@@ -94,6 +94,9 @@ class Weights:
         self.held.held[at] ^= 1
 
 
+OPENED: list[Ranks] = []
+
+
 class Ranks:
     """Trainers and engines that meet as the bulk path has it: the trainers' weights are ``w0``, ``w1`` … each."""
 
@@ -108,6 +111,7 @@ class Ranks:
         pulls: str = "",
         sleeps: bool | None = None,
     ):
+        OPENED.append(self)
         self.driver, self.owners, self.trainers = driver, [*trainers, *engines], len(trainers)
         self.transports = []
         for owner in self.owners:
@@ -185,6 +189,11 @@ SHAPES = {"a": ((5, 24), BF16), "b": ((300, 33), BF16)}
 def driver() -> Iterator[PlayedDriver]:
     with played(3) as driver:
         yield driver
+        # Whatever a test ended with: descriptors that are still served would be closed under the next one.
+        while OPENED:
+            ranks = OPENED.pop()
+            for rank in range(len(ranks.owners)):
+                ranks.on(rank, lambda one: one.close(failed=True))
 
 
 def two(driver: PlayedDriver, **options: Any) -> tuple[Weights, Weights, Ranks]:

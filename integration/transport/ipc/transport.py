@@ -145,6 +145,8 @@ class IpcTransport(Transport):
         # Of the last binding that succeeded: where this rank's fragments lay, and what the peers described.
         self._places: tuple[Place, ...] | None = None
         self._peers: dict[int, Description] = {}
+        # Where those lay to which what is received was bound last.
+        self._landing: tuple[Place, ...] | None = None
         # Of the binding under way: this rank's views, where they lie, and whether they lay there before.
         self._views, self._unmoved = LiveViews([]), False
         self._new_places: tuple[Place, ...] = ()
@@ -185,14 +187,13 @@ class IpcTransport(Transport):
         self._stream = self._stream or torch.cuda.Stream(self._device)
         self._host = HostMemory((fragment.view for fragment in fragments), self._device)
         self._require_readable(fragments)
-        self._bound_receives = bind_messages(self._receives, self._views)
+        self._bind_receives()
         if self._receives:
             self._open_signals(self._receives)
             self._open_to_senders()
         elif self._lends:
             self._open_signals(self._lends)
             self._export(OpenViews.of(bind_messages(self._lends, self._views)))
-        self._landed_checksums = self._make_checksums(self._bound_receives)
 
     def describe(self) -> object:
         ours = Description(process_name(), device_uuid(self._device), self._timeout, pulls=self._pulls)
@@ -321,6 +322,16 @@ class IpcTransport(Transport):
     def _pushes(self) -> dict[int, tuple[Message, ...]]:
         """Messages of a sender that it writes."""
         return {receiver: ms for receiver, ms in self._sends.items() if receiver not in self._pulling}
+
+    def _bind_receives(self) -> None:
+        """Look up where this rank's messages land, and prepare their checksums, unless they land where they did."""
+        if self._new_places == self._landing:
+            return
+        # Before new ones are made beside them.
+        self._landed_checksums, self._landing = _no_checksums(), None
+        self._bound_receives = bind_messages(self._receives, self._views)
+        self._landed_checksums = self._make_checksums(self._bound_receives)
+        self._landing = self._new_places
 
     # The binding of who lets others map its memory: of a receiver that is written, of a sender that is read.
 
@@ -689,7 +700,7 @@ class IpcTransport(Transport):
             self._imported = {}
         # Before new ones are made beside them.
         self._tables = ()
-        self._sent_checksums = self._landed_checksums = _no_checksums()
+        self._sent_checksums = _no_checksums()
         self._unmap()
 
     def _unmap(self) -> None:
